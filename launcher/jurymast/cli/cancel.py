@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from jurymast.report.status import StatusWatcher
 
 END_LIMIT_S = 10.0
-# As long as Slurm waits after its SIGTERM.
+# As long as Slurm waits after its SIGTERM, in seconds.
 KILL_WAIT_S = 30.0
-# A supervisor that could not be asked may still hear of the end from Slurm, and write it down.
+# A supervisor that does not answer may still learn of the end from Slurm, and record it.
 LAST_WORD_S = 3.0
 
 
@@ -37,7 +37,8 @@ def command(run: str, runs: Path | None) -> None:
     from jurymast.core.messages import Accepted
     from jurymast.wire.ask import ask
 
-    # Until there is an outcome its supervisor may be there, waiting for room for the last checkpoint.
+    # Until there is an outcome, a supervisor may still be there, waiting until the last checkpoint can be
+    # written.
     over = watcher.state.ended and foreign.exists(directory.outcome_file)
     answer = None if over else ask(directory, "cancel", by=user())
     if isinstance(answer, Accepted) and answer.gives_up:
@@ -60,7 +61,7 @@ def command(run: str, runs: Path | None) -> None:
 
 
 def _await_end(watcher: StatusWatcher, limit_s: float) -> bool:
-    """True when the journal says within `limit_s` that the run has ended."""
+    """Wait up to `limit_s` for the run's end in the journal; returns whether it has ended."""
     end = time.monotonic() + limit_s
     while True:
         watcher.poll()
@@ -70,8 +71,8 @@ def _await_end(watcher: StatusWatcher, limit_s: float) -> bool:
 
 
 def _end_local(directory: RunDirectory) -> str:
-    """End the recorded batch process, but no other process that has its number now. If it does not end in
-    time, kill it with all that it has started. Returns what was ended, or "" if nothing was left."""
+    """End the recorded batch process, but not another process that has its number now. If it does not end in
+    time, kill it with its children. Returns what was ended, or "" if nothing was left."""
     import psutil
 
     from jurymast.cluster.local import local_process
@@ -84,7 +85,7 @@ def _end_local(directory: RunDirectory) -> str:
         process.wait(KILL_WAIT_S)
     except psutil.TimeoutExpired:
         left = [process]
-        with contextlib.suppress(psutil.NoSuchProcess):  # it may end just now after all
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended in the meantime
             left += process.children(recursive=True)
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -96,7 +97,7 @@ def _end_local(directory: RunDirectory) -> str:
 
 
 def _end_slurm(directory: RunDirectory) -> str:
-    """scancel the newest job. Raises ClusterUnavailableError with Slurm's words."""
+    """Run scancel for the newest job. Raises ClusterUnavailableError with Slurm's words."""
     from jurymast.cluster.allocation import run_command
     from jurymast.report.liveness import slurm_jobs, slurm_state
     from jurymast.report.status import read_status

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jurymast.checkpoint.directory import CheckpointDirectory
     from jurymast.storage.object_store import ObjectStore
 
-# action: (how many words follow at least and at most, what they are)
+# action: (least and largest number of further words, their names)
 ACTIONS = {
     "ls": (0, 0, ""),
     "verify": (0, 1, "[STEP]"),
@@ -126,7 +126,7 @@ def _number(word: str) -> int:
 
 @contextmanager
 def _findings() -> Iterator[None]:
-    """What is found wrong, as an error of the command's."""
+    """Turn problems of checkpoints and storage into CheckpointError."""
     from jurymast.checkpoint.directory import BadCheckpoint
     from jurymast.storage.orders import StorageFailure
 
@@ -139,7 +139,7 @@ def _findings() -> Iterator[None]:
 
 
 class _Call:
-    """One call of the command. Methods return the exit code."""
+    """One call of the command. The methods return the exit code."""
 
     def __init__(self, run: RunDirectory, as_json: bool, url: str | None) -> None:
         from jurymast.checkpoint.directory import CheckpointDirectory
@@ -153,11 +153,11 @@ class _Call:
             )
         self._insists = url is not None
         self._ours = foreign.owns(run.root)
-        # What another user's plan names is not asked with this user's credentials.
+        # This user's credentials are not used for a store that another user's plan names.
         self._url = url or (run.plan().settings.object_url if self._ours else "") or None
 
     def _say(self, text: str, **values: Any) -> int:
-        """One line for people, or an object."""
+        """Print one line for people, or a JSON object."""
         if self._as_json:
             show_json(values)
         else:
@@ -172,7 +172,7 @@ class _Call:
         return ObjectStore(self._url, self._run.root.name, self._run.secret() if self._ours else b"")
 
     def _present(self, step: int) -> None:
-        """Raises CheckpointError, which names the newest steps, if there is no checkpoint of this step."""
+        """Raise CheckpointError, which names the newest steps, if there is no checkpoint of this step."""
         steps = self._directory.steps()
         if step not in steps:
             newest = ", ".join(map(str, steps[:3]))
@@ -226,7 +226,8 @@ class _Call:
         return 0
 
     def _stored(self) -> tuple[list[int], str]:
-        """Steps in the object store, and why they are not known; raises that when the store was asked for."""
+        """Steps in the object store, and why they are not known. Raises the error if the user named the
+        store."""
         from jurymast.storage.orders import StorageFailure
 
         try:
@@ -237,7 +238,7 @@ class _Call:
             return [], str(error)
 
     def _on_nodes(self) -> dict[int, list[str]]:
-        """Steps that the run's nodes hold, newest first: those are gone with the run."""
+        """Steps that the run's nodes hold, newest first. They are lost when the run ends."""
         from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER
         from jurymast.report.status import read_status
 
@@ -296,7 +297,7 @@ class _Call:
         return DAMAGED_EXIT_CODE if damaged else 0
 
     def _verified(self, steps: list[int]) -> Iterator[tuple[int, list[str]]]:
-        """(step, what is wrong with it) of each, showing on a terminal how far it is."""
+        """(step, what is wrong with it) for each step; shows the progress on a terminal."""
         from jurymast.checkpoint.directory import BadCheckpoint
 
         for step in steps:
@@ -352,8 +353,8 @@ class _Call:
         return self._say(text, step=step, set_aside=renamed, deleted=delete, restarted=restarted)
 
     def _go_back(self, step: int) -> bool:
-        """Have a running run restart from this step at once, because its nodes hold newer steps in memory.
-        False: it is not running."""
+        """Let a running run restart from this step at once, because its nodes hold newer steps in memory.
+        False if it is not running."""
         from jurymast.core.messages import Accepted
         from jurymast.wire.ask import ask
 
@@ -408,7 +409,7 @@ class _Call:
 
 @contextmanager
 def _progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's stderr, to be told of bytes; nothing elsewhere."""
+    """A bar on a terminal's stderr, which is called with numbers of bytes; nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

@@ -1,11 +1,11 @@
-"""`jurymast completion`: what a shell needs to complete our commands, options and runs."""
+"""`jurymast completion`: what a shell needs to complete jurymast's commands, options and runs."""
 
 from __future__ import annotations
 
 import click
 from click.shell_completion import get_completion_class
 
-# click's name for the variable by which the shell asks.
+# The variable by which the shell makes its request, in click's naming.
 VARIABLE = "_JURYMAST_COMPLETE"
 
 
@@ -21,5 +21,5 @@ def command(context: click.Context, shell: str) -> None:
       fish  jurymast completion fish > ~/.config/fish/completions/jurymast.fish
     """
     kind = get_completion_class(shell)
-    assert kind is not None  # click has all three
+    assert kind is not None  # click has all three shells
     click.echo(kind(context.find_root().command, {}, "jurymast", VARIABLE).source())

@@ -1,4 +1,4 @@
-"""`jurymast demo`: the embedded local cluster, end to end."""
+"""`jurymast demo`: a run on the local cluster, from start to end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
         )
     wanted = Wanted(nodes, spares, steps)
     screen = Screen(sys.stderr if as_json else sys.stdout)
-    patience.follow_on()  # what it starts must be ended
+    patience.follow_on()  # the processes that it starts must be ended
     with _folder(keep) as folder:
         local = LocalRun(request_for(wanted, folder.runs, Path.cwd()), folder.temporary)
         directory = local.directory
@@ -75,7 +75,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
 
 @dataclass
 class Folder:
-    """Where the demo's files go; the run directory lies in `runs`, elsewhere with --keep."""
+    """Where the demo's files are. The run directory is in `runs`, which is elsewhere with --keep."""
 
     path: Path
     runs: Path
@@ -88,7 +88,7 @@ class Folder:
 
 @contextmanager
 def _folder(keep: bool) -> Iterator[Folder]:
-    """Afterwards the report is left of it; of an interrupted demo nothing, of a failed one everything."""
+    """Afterwards only the report is left; nothing of an interrupted demo, and everything of a failed one."""
     path = Path(tempfile.mkdtemp(prefix="jurymast-demo-"))
     folder = Folder(path, default_runs() if keep else path / "runs")
     folder.temporary.mkdir()
@@ -105,12 +105,12 @@ def _folder(keep: bool) -> Iterator[Folder]:
         if not folder.worth_keeping and not keep:
             shutil.rmtree(folder.runs, ignore_errors=True)
         with suppress(OSError):
-            path.rmdir()  # unless there is something left to read in it
+            path.rmdir()  # fails if there is still something to read in it
 
 
 @contextmanager
 def _ended_with_us(local: LocalRun, screen: Screen) -> Iterator[None]:
-    """Whatever happens inside, a signal too: at the end no process of the run is left."""
+    """No process of the run is left after this context, even if it is left by an error or a signal."""
 
     def stop(number: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -123,7 +123,7 @@ def _ended_with_us(local: LocalRun, screen: Screen) -> Iterator[None]:
         screen.say("ending all processes of the run")
         raise
     finally:
-        # Ending takes a few seconds at most; a second Ctrl-C must not leave half of it behind.
+        # Ending takes a few seconds at most; a second Ctrl-C must not interrupt it halfway.
         for number in (signal.SIGINT, *END_SIGNALS):
             before.setdefault(number, signal.getsignal(number))
             signal.signal(number, signal.SIG_IGN)
@@ -150,7 +150,7 @@ def _introduce(screen: Screen, wanted: Wanted, *, with_fault: bool) -> None:
 
 
 def _report(directory: RunDirectory, page: Path, *, quiet: bool) -> None:
-    """`jurymast report`, as a page and unless `quiet` as text."""
+    """Run `jurymast report`, as a page and, unless `quiet`, as text."""
     from jurymast.cli.report import command as report
 
     page.parent.mkdir(mode=0o700, exist_ok=True)

@@ -40,7 +40,7 @@ def command(run: str, node: str, runs: Path | None) -> None:
 
 
 def what_follows(state: RunState, node: str) -> str:
-    """What the restart ladder will decide once the ranks are stopped, in words."""
+    """The decision that the restart ladder will make once the ranks are stopped, in words."""
     from jurymast.core.run.state import Role
 
     if node not in state.placement:

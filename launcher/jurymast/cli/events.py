@@ -1,4 +1,4 @@
-"""`jurymast events`: the journal in sentences, decisions with their reasons."""
+"""`jurymast events`: the journal as sentences, decisions with their reasons."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 FOLLOW_EVERY_S = 0.2
 LOOK_EVERY_S = 5.0
-# Of the reports of steps, one so often (followed or not) is enough.
+# Least seconds between two reports of steps that are shown, by whether the run is followed.
 PROGRESS_EVERY_S = {True: 30.0, False: 3600.0}
-# Of nodes that say the same one after the other so many are shown.
+# If more nodes report the same one after the other, only this many are shown.
 ALIKE_SHOWN = 3
 
 
@@ -71,7 +71,8 @@ def _entries(watcher: StatusWatcher, follow: bool) -> Iterator[Entry]:
 
 
 def _wanted(entries: Iterable[Entry], progress_every_s: float) -> Iterator[Entry]:
-    """Without routine; a step report when the last one is `progress_every_s` old, or something else comes."""
+    """The entries without routine. A report of steps is kept if the last one is `progress_every_s` old, or if
+    another entry follows."""
     from jurymast.report.sentences import is_routine
 
     held: Entry | None = None
@@ -101,7 +102,7 @@ def _singles(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _brief(entries: Iterable[Entry]) -> Iterator[str]:
-    """A line each; thousands of nodes that say the same are counted."""
+    """One line for each entry; nodes that report the same in thousands are counted."""
     from jurymast.journal import alike, nodes_in, single
 
     for same, group in groupby(entries, alike):

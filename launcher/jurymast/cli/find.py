@@ -1,4 +1,4 @@
-"""RUN on the command line: a run id, a Slurm job id or a run directory -> the run's directory."""
+"""Finds the directory of the RUN on the command line: a run id, a Slurm job id or a run directory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jurymast.rundir import RunDirectory, check_readable
 
 
 def default_runs() -> Path:
-    """Where runs are kept: $JURYMAST_RUNS, or `runs` here."""
+    """The directory of runs: $JURYMAST_RUNS, or `runs` in the working directory."""
     return Path(os.environ.get("JURYMAST_RUNS") or "runs").absolute()
 
 
 def run_ids(runs: Path) -> list[str]:
-    """Ids of this user's runs below `runs`, newest first."""
+    """The ids of this user's runs below `runs`, newest first."""
     return [name for name in _all_ids(runs) if foreign.owns(runs / name)]
 
 
 def _all_ids(runs: Path) -> list[str]:
-    """Those of others as well, as far as this user may look at them."""
+    """The ids of all users' runs that this user may read."""
     try:
         names = [name for name in foreign.names(runs) if not name.startswith(".")]
     except OSError:
@@ -31,20 +31,20 @@ def _all_ids(runs: Path) -> list[str]:
 
 
 def find_run(text: str, runs: Path | None = None) -> RunDirectory:
-    """The run that `text` names. Raises RunNotFoundError, which names the nearest runs, and RunDirectoryError
-    for a directory of that name that is no run of this user's."""
+    """The run that `text` names. Raises RunNotFoundError, which names similar runs, and RunDirectoryError for
+    a directory of that name that is not a run of this user."""
     runs = default_runs() if runs is None else runs
-    text = text.rstrip("/") or text  # a shell completes a directory's name so
+    text = text.rstrip("/") or text  # a shell completes the name of a directory with a slash
     places = [Path(text).expanduser().absolute()] if text else []
     if "/" not in text and text not in ("", ".", ".."):
         places.insert(0, runs / text)
         job, _, _cluster = text.partition(";")  # as `submit --parsable` prints it
         if job.isdigit() or job.startswith("local-"):
-            # Slurm starts counting anew one day; the newest run with this job is meant.
+            # Slurm's job ids start again some day; the newest run with this job is meant.
             names = dict.fromkeys((*run_ids(runs), *_all_ids(runs)))
             jobs = (runs / name / "slurm" / "jobs" / job for name in names)
             places += [job.parents[2] for job in jobs if foreign.exists(job)][:1]
-    # Anybody may call a directory so, or say that a job is his: what is this user's own comes first.
+    # Any user may use this name, or claim this job: this user's own runs come first.
     for place in sorted(places, key=lambda place: not foreign.owns(place)):
         if foreign.exists(place / "plan.json"):
             return RunDirectory(place)

@@ -1,4 +1,4 @@
-"""`jurymast health`: run every health probe on this machine, now."""
+"""`jurymast health`: run every health probe on this machine now."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jurymast.core.settings import Settings
     from jurymast.policy.resolve import Resolved
 
-# With which Nagios begins a line, by its codes.
+# The words with which Nagios begins a line, by its exit codes.
 WORDS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
 
 
@@ -97,7 +97,7 @@ def _show(view: dict[str, Any]) -> None:
 
 
 def _explain(code: int, resolved: Resolved, as_json: bool) -> None:
-    """The packaged reading of a Xid code, and the policy's. Raises UsageError for one that is not known."""
+    """The packaged reading of an Xid code, and the policy's. Raises UsageError for an unknown code."""
     from jurymast.health.probe import Context
     from jurymast.health.tables import reading
     from jurymast.reference import recovery_actions, xids

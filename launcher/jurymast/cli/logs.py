@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 FOLLOW_EVERY_S = 0.2
 LOOK_EVERY_S = 5.0
 READ_BYTES = 1 << 20
-# Of more ranks not all are shown unless that is asked for.
+# If there are more ranks, not all of them are shown by default.
 RANKS_SHOWN_MAX = 64
-# Whoever follows all of thousands of logs reads no more of them a second: storage serves others, too.
+# Following thousands of logs reads at most this many per second: storage serves others, too.
 FILES_A_SECOND = 2000.0
 
 
@@ -80,7 +80,7 @@ def _nothing(directory: RunDirectory, attempt: int, ranks: tuple[int, ...], job:
 
 
 class _Finder:
-    """Finds the logs to show: {prefix: file} of an attempt, in the order of ranks."""
+    """Finds the logs to show, as {prefix: file} of an attempt, in the order of ranks."""
 
     def __init__(
         self, directory: RunDirectory, ranks: tuple[int, ...], *, everything: bool, job: bool
@@ -103,7 +103,7 @@ class _Finder:
         return {f"[r{int(path.stem.removeprefix('rank-'))}] ": path for path in logs}
 
     def _telling(self, attempt: int) -> tuple[int, ...]:
-        """Of very many ranks those that are worth a look; () for all."""
+        """The ranks that are shown if there are very many; () for all."""
         if self._everything:
             return ()
         if attempt not in self._chosen:
@@ -125,7 +125,8 @@ def _job_files(directory: RunDirectory) -> dict[str, Path]:
 
 
 def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed: bool) -> None:
-    """All there is, in rank order; then, with `follow`, what comes, and later attempts unless `fixed`."""
+    """Print the logs in rank order; with `follow`, then also new lines and, unless `fixed`, later
+    attempts."""
     from jurymast.journal import FileTail
 
     directory = find.directory
@@ -144,7 +145,8 @@ def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed
 
 
 def _newest(directory: RunDirectory, attempt: int) -> int:
-    """`attempt` while no later one is known: storage that fails for a moment does not end the following."""
+    """The newest attempt, or `attempt` if none can be read: a moment's failure of the storage does not end
+    --follow."""
     try:
         return max(attempt, directory.newest_attempt())
     except RunDirectoryError:
@@ -152,7 +154,8 @@ def _newest(directory: RunDirectory, attempt: int) -> int:
 
 
 def _rounds(directory: RunDirectory, follow: bool, files: Sized) -> Iterator[bool]:
-    """Once, or until the run has ended; True in the last round, when half a line is all that will come."""
+    """Yield once, or until the run has ended; True in the last round, in which unfinished lines are printed,
+    too."""
     if not follow:
         yield True
         return

@@ -1,4 +1,4 @@
-"""The `jurymast` command. A subcommand's module is imported when it is called, so that help stays quick."""
+"""The `jurymast` command. A subcommand's module is imported when it is called, so that help is quick."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def cli() -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code. The only place where errors are printed."""
+    """Run the command line; returns the exit code. Errors are printed only here."""
     _open_what_is_closed()
     over = patience.begin()
     try:
@@ -97,7 +97,7 @@ def main(words: list[str] | None = None) -> int:
         return _complain(error.format_message(), "", error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", "", 130)
-    except BrokenPipeError:  # the reader (head, less) has left
+    except BrokenPipeError:  # the reader (head, less) has ended
         _drop_output()
         return 141
     except OSError as error:
@@ -108,19 +108,20 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _open_what_is_closed() -> None:
-    """Of what is closed (`>&-`) Python has no stream, and the next file opened would take its place."""
+    """Open closed standard streams (`>&-`): Python has no stream for them, and the next file would get their
+    number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _drop_output() -> None:
-    """What is left in the buffer goes nowhere: Python would complain once more when it flushes at the end."""
+    """Discard the rest of the buffer: otherwise Python would report an error when it flushes at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _trouble(error: OSError) -> str:
-    """An error of the system that no command has words of its own for."""
+    """The message for a system error that no command handles itself."""
     try:
         os.getcwd()
     except OSError:

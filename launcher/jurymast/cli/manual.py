@@ -1,4 +1,4 @@
-"""Manual pages of all commands, made of what their --help says: `python -m jurymast.cli.manual DIRECTORY`."""
+"""Manual pages of all commands, made from their --help: `python -m jurymast.cli.manual DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECTION = 1
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """(file, text) of each."""
+    """(file, text) of each page."""
     root = click.Context(cli, info_name="jurymast")
     names = [(f"jurymast {name}", text) for name, (_, text) in COMMANDS.items()]
     yield f"jurymast.{SECTION}", page(cli, root, "Keep training runs going on Slurm.", names)
@@ -34,7 +34,7 @@ def _of(command: click.Command, parent: click.Context, name: str, text: str) -> 
 
 
 def page(command: click.Command, context: click.Context, text: str, below: list[tuple[str, str]]) -> str:
-    """roff. `text`: what it does, in a line; `below`: its commands."""
+    """A page in roff. `text`: what the command does, in one line; `below`: its subcommands."""
     title = context.command_path.replace(" ", "-")
     synopsis = " ".join(command.collect_usage_pieces(context))
     lines = [
@@ -56,7 +56,7 @@ def page(command: click.Command, context: click.Context, text: str, below: list[
 
 
 def _section(title: str, text: str) -> Iterator[str]:
-    """Paragraphs of a help text; one that click is told not to wrap (\\b) keeps its lines."""
+    """The paragraphs of a help text. One that click must not wrap (\\b) keeps its lines."""
     if not text.strip():
         return
     yield f".SH {title}"
@@ -71,7 +71,7 @@ def _section(title: str, text: str) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
-    """Without a meaning for roff."""
+    """The text with roff's special characters escaped."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
 

@@ -1,4 +1,4 @@
-"""What several commands share: RUN, --runs, --json, how output is shown, and asking a run's supervisor."""
+"""What several commands share: RUN, --runs, --json, output, and requests to a run's supervisor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jurymast.report.layout import Block
 
 
-# Of the sizes and numbers of nodes that commands calculate with: far above any there is.
+# Limits of the sizes and numbers of nodes for calculations: far above any real ones.
 LARGEST_BYTES = 1e18
 MOST_NODES = 1_000_000
 
@@ -33,7 +33,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _complete_run(context: click.Context, _argument: click.Parameter, begin: str) -> list[CompletionItem]:
-    """This user's runs, newest first; where none begins so, directories."""
+    """This user's runs, newest first, or directories if no run's id begins like this."""
     runs = context.params.get("runs")
     names = run_ids(default_runs() if runs is None else runs)
     found = [CompletionItem(name) for name in names if name.startswith(begin)]
@@ -49,12 +49,12 @@ json_option: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=Tr
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help."""
+    """The end of a command's help text."""
     return "\n  ".join(("\b\nExamples:", *lines))
 
 
 def size(text: str) -> float:
-    """Bytes in 5e12, 5TB or "4.5 TiB". Raises ValueError."""
+    """The number of bytes in 5e12, 5TB or "4.5 TiB". Raises ValueError."""
     match = re.fullmatch(r"([\d.]+(?:e\+?\d+)?) ?([kMGTP]?)(i?)B?", text.strip())
     found = 0.0
     if match is not None:
@@ -77,7 +77,8 @@ checkpoint_bytes_option: Callable[[Any], Any] = click.option(
 
 
 def runs_place(runs: Path | None) -> Path:
-    """The directory that --runs names, or the usual one. Raises RunDirectoryError for a name of nothing."""
+    """The directory that --runs names, or the usual one. Raises RunDirectoryError if --runs names no
+    directory."""
     place = default_runs() if runs is None else runs.expanduser().absolute()
     if runs is not None and not foreign.is_directory(place):
         raise RunDirectoryError(f"there is no directory {place}")
@@ -85,8 +86,8 @@ def runs_place(runs: Path | None) -> Path:
 
 
 def the_run(run: str, runs: Path | None, *, only_look: bool = False) -> RunDirectory:
-    """`only_look`: another user's run will do, and it is said whose it is. Raises RunNotFoundError,
-    RunDirectoryError."""
+    """The run that RUN names. With `only_look`, another user's run is accepted, with a note of its owner.
+    Raises RunNotFoundError, RunDirectoryError."""
     found = find_run(run, runs.expanduser().absolute() if runs is not None else None)
     if foreign.owns(found.root):
         return found
@@ -120,7 +121,7 @@ def show_json(values: Any) -> None:
 
 
 def show(blocks: Sequence[Block]) -> None:
-    """Print on stdout: with colours on a terminal, plainly in a pipe."""
+    """Print on stdout, with colours on a terminal and plainly in a pipe."""
     click.echo(shown(blocks), nl=False, color=True)
 
 
@@ -132,7 +133,7 @@ def shown(blocks: Sequence[Block]) -> str:
 
 
 def write_page(text: str, path: Path) -> None:
-    """Raises RunDirectoryError."""
+    """Write a page. Raises RunDirectoryError."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -141,7 +142,7 @@ def write_page(text: str, path: Path) -> None:
 
 
 def user() -> str:
-    """Who is asking, for the journal."""
+    """The user who makes the request, for the journal."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -149,7 +150,7 @@ def user() -> str:
 
 
 def refuse_ended(directory: RunDirectory) -> None:
-    """Raises NotNowError when the run is over."""
+    """Raise NotNowError if the run has ended."""
     from jurymast.report.status import public_state, read_status
 
     watcher = read_status(directory)
@@ -161,7 +162,7 @@ def refuse_ended(directory: RunDirectory) -> None:
 
 
 def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> None:
-    """Raises NotNowError when the supervisor refuses, or none answers."""
+    """Send a request to the supervisor. Raises NotNowError if it refuses, or if none answers."""
     from jurymast.core.messages import Declined
     from jurymast.wire.ask import ask
 

@@ -1,4 +1,5 @@
-"""How long a command waits for storage that hangs. The call itself cannot be ended, so the command is."""
+"""How long a command waits for storage that hangs. The call itself cannot be interrupted, so the command
+ends."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import threading
 from jurymast import foreign
 from jurymast.errors import RunDirectoryError
 
-# Longer than a busy file server takes, and not yet so long that somebody gives up on the terminal.
+# Longer than a busy file server takes, and short enough that a user at the terminal waits for it.
 LIMIT_S = 30.0
 LOOK_EVERY_S = 0.5
 
@@ -16,12 +17,13 @@ _follows = threading.Event()
 
 
 def follow_on() -> None:
-    """From now on this command follows a run: it says that the storage hangs, and waits for it."""
+    """Declare that this command follows a run: from now on it reports storage that hangs, and waits for
+    it."""
     _follows.set()
 
 
 def begin(limit_s: float | None = None) -> threading.Event:
-    """Watch the calls of this process until the event is set."""
+    """Watch this process's calls until the returned event is set."""
     over = threading.Event()
     _follows.clear()
     limit_s = LIMIT_S if limit_s is None else limit_s
@@ -37,13 +39,13 @@ def _watch(over: threading.Event, limit_s: float) -> None:
             told = ""
         elif not _follows.is_set():
             _say(f"error: {path}: its storage has not responded for {limit_s:g} s")
-            os._exit(RunDirectoryError.exit_code)  # anything more polite would wait for the thread that hangs
+            os._exit(RunDirectoryError.exit_code)  # a normal exit would wait for the thread that hangs
         elif not told:
             told = path
             _say(f"note: {path}: its storage has not responded for {limit_s:g} s; waiting for it")
 
 
 def _say(text: str) -> None:
-    """On stderr, past Python's buffers: the thread that hangs may hold their locks."""
+    """Print on stderr without Python's buffers, whose locks the thread that hangs may hold."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in text)
     os.write(2, f"jurymast: {plain}\n".encode(errors="replace"))

@@ -1,4 +1,4 @@
-"""`jurymast plan`: estimate a run before it spends a GPU-hour."""
+"""`jurymast plan`: a run's estimate before it costs a GPU-hour."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def command(
 
 
 def _question(policy: Resolved, given: dict[str, Any]) -> Question:
-    """What was said on the command line, then in the policy. Raises UsageError for a policy that cannot be
-    planned for."""
+    """The question by the command line's values, or else the policy's. Raises UsageError for a policy that
+    cannot be planned for."""
     from jurymast.core.planning.failure_rate import prior
     from jurymast.core.planning.forecast import Question
 

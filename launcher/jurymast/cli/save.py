@@ -50,8 +50,8 @@ def command(run: str, limit: int, as_json: bool, runs: Path | None) -> None:
 
 
 def _await_save(watcher: StatusWatcher, done: int, limit_s: float) -> tuple[int, str] | None:
-    """(step, tier) of the next checkpoint of step `done` or later in the journal; None after `limit_s`, or
-    when the run has ended."""
+    """(step, tier) of the next checkpoint of step `done` or later in the journal; None after `limit_s`
+    seconds or if the run has ended."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end and not watcher.state.ended:
         for entry in watcher.poll():

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     Draw = Callable[[int, Random], list[TraceFault]]
 
 POSITIVE = click.FloatRange(min=0.0, min_open=True)
-# Of the page's curves.
+# Points of the page's curves.
 PARTS = 120
 
 
 def _seconds(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
-    """A time as policies write it: 90s, 10m, 6h, 2d; 0 too."""
+    """Seconds of a time as policies write it: 90s, 10m, 6h, 2d; also 0."""
     from jurymast.policy.values import positive_duration
 
     if value is None:
@@ -198,7 +198,7 @@ def _policy_cadence(settings: Settings) -> str:
 
 
 def _spares(given: str | None, policy: int | None) -> int | None:
-    """None for auto."""
+    """The number of spare nodes; None for auto."""
     if given is None:
         return policy
     if given == "auto":
@@ -209,11 +209,11 @@ def _spares(given: str | None, policy: int | None) -> int | None:
 
 
 def _durations(measured: Measured, nodes: int, settings: Settings, options: dict[str, Any]) -> Durations:
-    """What was measured, at this size, with what was said in its place."""
+    """The measured durations at this size, with the values of options in their place."""
     storage = options["storage_gb_per_s"] and options["storage_gb_per_s"] * 1e9
     try:
         durations = measured.durations(nodes, options["checkpoint_bytes"], storage, settings)
-        if not settings.memory:  # each save goes to storage, behind training's back
+        if not settings.memory:  # saves go to storage in the background
             durations = replace(durations, copy_s=durations.read_s, restore_s=durations.read_s, write_s=None)
         names = {"stall": "stall_s", "copy": "copy_s", "step": "step_s", "repair": "repair_s",
                  "requeue": "requeue_s"}  # fmt: skip
@@ -221,7 +221,7 @@ def _durations(measured: Measured, nodes: int, settings: Settings, options: dict
         durations = replace(durations, **said)
         if options["restart"] is not None:
             rest_s = options["restart"] - (durations.restart_s - durations.warm_up_s)
-            if rest_s < 0.0:  # quicker than the usual parts: in proportion
+            if rest_s < 0.0:  # the usual parts, shortened in proportion
                 part = options["restart"] / durations.restart_s
                 parts = ("detection_s", "stop_s", "launch_s", "restore_s", "warm_up_s")
                 return replace(durations, **{name: part * getattr(durations, name) for name in parts})
@@ -232,7 +232,7 @@ def _durations(measured: Measured, nodes: int, settings: Settings, options: dict
 
 
 def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tuple[float, str, Draw]:
-    """The rate, what to call the faults, and how to draw them for a number of nodes."""
+    """The failure rate, a name for the faults, and how to draw them for a number of nodes."""
     from jurymast.core.planning.failure_rate import PRIOR_RATE
     from jurymast.sim.faults import FaultModel, parse_patterns, read_trace
 

@@ -1,4 +1,4 @@
-"""`jurymast submit`: command line -> policy -> plan -> request -> submission."""
+"""`jurymast submit`: makes a policy, a plan and a request from a command line, and submits the request."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 class SubmitCommand(click.Command):
-    """Takes sbatch's options and the script out of the command line before click sees our own options."""
+    """Takes sbatch's options and the script from the command line before click reads our own options."""
 
     def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
         found = super().shell_complete(context, incomplete)
         return found if incomplete.startswith("-") else [CompletionItem(incomplete, type="file")]
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if context.resilient_parsing:  # for the shell, which wants to complete it
+        if context.resilient_parsing:  # only for the shell's completion
             return super().parse_args(context, args)
         options = [p for p in self.get_params(context) if isinstance(p, click.Option)]
         own = {
@@ -51,7 +51,7 @@ class SubmitCommand(click.Command):
         line = split_command_line(args, own)
         script = _batch_script(line, own)
         context.meta["jurymast.line"], context.meta["jurymast.script"] = line, script
-        # What the command line says counts more: click takes the last.
+        # The command line overrides the script: click takes the last value.
         return super().parse_args(context, [*(script.own if script else ()), *line.own])
 
     def collect_usage_pieces(self, context: click.Context) -> list[str]:
@@ -59,7 +59,7 @@ class SubmitCommand(click.Command):
 
 
 def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None:
-    """The batch script to submit, if it is one: a file, --wrap, or what comes on standard input."""
+    """The batch script to submit, if there is one: a file, --wrap, or standard input."""
     wrap = line.last("wrap")
     if wrap is not None:
         if line.script:
@@ -151,9 +151,9 @@ def command(context: click.Context, /, **options: Any) -> int:
             click.echo(test_only(request))
             return 0
     submitted = submit(request)
-    patience.follow_on()  # it is submitted, whatever storage does now
+    patience.follow_on()  # the job is submitted even if storage hangs now
     try:
-        if not line.has("quiet"):  # in a script sbatch does not heed it
+        if not line.has("quiet"):  # sbatch ignores it in a script
             if submitted.notes:
                 click.echo(submitted.notes, err=True)
             options["parsable"] = options["parsable"] or told.has("parsable")
@@ -175,12 +175,12 @@ def command(context: click.Context, /, **options: Any) -> int:
 
 
 def _told(line: CommandLine, script: BatchScript | None) -> CommandLine:
-    """With what variables and the script say."""
+    """The command line together with the variables and the script."""
     return merged(script or BatchScript("", ""), os.environ, line)
 
 
 def _policy(path: Path | None, spares: int | str | None) -> Resolved:
-    """Site, file and command line laid over each other and checked."""
+    """The site's policy, the file's and the command line's, merged and checked."""
     from jurymast.policy.load import file_layers, pairs_layer, site_layers
     from jurymast.policy.resolve import resolve
 
@@ -195,7 +195,7 @@ def _policy(path: Path | None, spares: int | str | None) -> Resolved:
 def _request(
     line: CommandLine, script: BatchScript | None, policy: Resolved, options: dict[str, Any], runs: Path
 ) -> Request:
-    """Everything that can be found wrong without asking Slurm is found here."""
+    """Build the request; finds every mistake that can be found without asking Slurm."""
     from jurymast.cluster.earlier import keep_out, with_earlier
     from jurymast.cluster.planning import OwnOptions
     from jurymast.cluster.request import build_request, check_runs_directory
@@ -226,7 +226,7 @@ def _plan(asked: OwnOptions, line: CommandLine, script: BatchScript | None, poli
 
 
 def _note_unused(line: CommandLine, cluster: str) -> None:
-    """Say which of sbatch's options mean nothing on the local cluster."""
+    """Print which of sbatch's options have no effect on the local cluster."""
     used = ("gpus-per-node", "gpus-per-task", "gres", "job-name", "chdir")
     unused = [" ".join(given.words) for given in line.sbatch if given.name not in used]
     if cluster == "local" and unused:
@@ -234,7 +234,7 @@ def _note_unused(line: CommandLine, cluster: str) -> None:
 
 
 def _shown(request: Request) -> str:
-    """A dry run for people: the command line, the batch script, the policy."""
+    """A dry run for people: the command line, the batch script and the policy."""
     from jurymast.cluster.request import script_file
 
     parts = [f"# {request.plan.directory}", shlex.join(request.argv)]
