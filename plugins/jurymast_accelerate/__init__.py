@@ -1,11 +1,11 @@
 """jurymast's checkpoints for loops with Hugging Face's Accelerate, in one line:
 
-    checkpoint = jurymast_accelerate.checkpointer(accelerator)    # behind accelerator.prepare
+    checkpoint = jurymast_accelerate.checkpointer(accelerator)    # after accelerator.prepare
     for step in range(checkpoint.restore(), total_steps):
         ...
         checkpoint.step(step + 1)
 
-Accelerate is the caller's; nothing of it is imported here.
+Only the caller imports Accelerate.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["checkpointer"]
 
 
 def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
-    """Of what the accelerator has prepared and what was registered for its checkpoints, with the random
-    generators; `options` are the Checkpointer's. Loaders are among it that have a state: with
-    `DataLoaderConfiguration(use_stateful_dataloader=True)`."""
+    """Return a Checkpointer for everything that the accelerator has prepared or that was registered for its
+    checkpoints, and for the random generators; `options` are the Checkpointer's. Loaders are included if they
+    have a state: with `DataLoaderConfiguration(use_stateful_dataloader=True)`."""
     import jurymast
     from jurymast.checkpoint import RandomState
 

@@ -1,5 +1,5 @@
-"""Health probe: AMD GPUs, through what the amdgpu driver shows in /sys (kernel: Documentation/gpu/amdgpu, its
-amdgpu_ras.c and amdgpu_pm.c). It needs no ROCm library. Only the GPUs that this job may use are looked at."""
+"""Health probe: AMD GPUs, from what the amdgpu driver shows in /sys (kernel: Documentation/gpu/amdgpu, its
+amdgpu_ras.c and amdgpu_pm.c). It needs no ROCm library. It looks only at GPUs that this job may use."""
 
 from __future__ import annotations
 
@@ -18,39 +18,40 @@ NAME = "amd"
 INTERVAL_S = 15.0
 VENDOR = "0x1002"
 HOUR_S = 3600.0
-# Of which the first that is set counts: ROCm's own order of precedence.
+# The first variable that is set counts: ROCm's own order of precedence.
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 BUSY_PERCENT = 50
 
 
 @dataclass
 class Gpu:
-    """One GPU: `name` as in findings, `device` its PCI device's directory, and what earlier looks found."""
+    """One GPU. `name`: as in findings; `device`: its PCI device's directory; the rest is known from earlier
+    looks."""
 
     name: str
     device: Path
     uncorrectable: dict[str, Gains] = field(default_factory=dict)  # by block of the chip
     correctable: dict[str, Gains] = field(default_factory=dict)
     deferred: dict[str, Gains] = field(default_factory=dict)
-    since: dict[str, float] = field(default_factory=dict)  # what must hold for a while -> when it began
+    since: dict[str, float] = field(default_factory=dict)  # conditions that must last -> since when they have
     answered: bool = False
 
     def held(self, what: str, holds: bool, now: float, limit_s: float) -> bool:
-        """Whether `what` has held without a break for `limit_s`."""
+        """Whether the condition `what` has held without interruption for `limit_s` seconds."""
         if not holds:
             self.since.pop(what, None)
             return False
         return now - self.since.setdefault(what, now) >= limit_s
 
 
-# (code, verdict, what a person reads)
+# (code, verdict, text for people)
 Found = tuple[str, Verdict, str]
 Check = Callable[[Gpu, Context, float], Iterator[Found]]
 
 
 def errors(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
-    """RAS counts of each block: ras/umc_err_count says "ue: 0", "ce: 3" and, for memory, "de: 0"; newer ones
-    are ras/aca_umc and so on. An xGMI link is the block xgmi_wafl."""
+    """RAS counts of each block of the chip. ras/umc_err_count has "ue: 0", "ce: 3" and, for memory, "de: 0";
+    newer files are ras/aca_umc and so on. The block xgmi_wafl is an xGMI link."""
     limit = threshold(context, "amd-correctable-errors")
     for file in sorted((gpu.device / "ras").glob("*")):
         block = file.name.removesuffix("_err_count").removeprefix("aca_")
@@ -70,13 +71,14 @@ def errors(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
             what = f"{recent} correctable {name} errors in an hour (limit {limit:g})"
             yield f"{code}-correctable", Verdict.SUSPECT, what
         if gpu.deferred.setdefault(block, Gains(HOUR_S)).add(now, counts.get("de")):
-            # Marked as poisoned and not used yet: whoever reads it is killed, the page is retired.
+            # Memory marked as poisoned but not used yet: a process that reads it is killed, and the page is
+            # retired.
             yield f"{code}-deferred", Verdict.UNKNOWN, f"{name} errors that kill who reads that memory"
 
 
 def bad_pages(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
-    """ras/gpu_vram_bad_pages has a line a page, "0x00000001 : 0x00001000 : R": R retired, P about to be, F
-    failed to be."""
+    """ras/gpu_vram_bad_pages has a line per page, "0x00000001 : 0x00001000 : R": R for retired, P for
+    pending, F for failed."""
     failed = re.findall(r": *F$", text(gpu.device / "ras/gpu_vram_bad_pages") or "", re.M)
     if failed:
         what = f"{len(failed)} bad pages of memory could not be retired"
@@ -84,8 +86,8 @@ def bad_pages(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
 
 
 def temperature(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
-    """hwmon's sensors (edge, junction, mem) in thousandths of a degree, with a limit to throttle (crit) and
-    one at which the GPU switches itself off (emergency)."""
+    """hwmon's sensors (edge, junction, mem) in thousandths of a degree, with the limits at which the GPU
+    throttles (crit) and at which it switches off (emergency)."""
     limit_s = threshold(context, "amd-held-s")
     for sensor in sorted(gpu.device.glob("hwmon/hwmon*/temp*_input")):
         stem = str(sensor).removesuffix("_input")
@@ -105,9 +107,9 @@ def temperature(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
 
 
 def pcie(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
-    """The narrowest link on the way to the processor against the narrowest that the devices on it can do:
-    inside many cards there is a switch, so the GPU's own link always looks well. Width always; speed only
-    under load, as an idle GPU lowers it."""
+    """Compare the slowest link between GPU and processor with the slowest that the devices there can do: many
+    cards contain a switch, so the GPU's own link always looks good. Width is always compared, speed only
+    under load, because an idle GPU lowers it."""
     way = [gpu.device, *(above for above in gpu.device.parents if (above / "vendor").exists())]
     for what, code, unit in (("width", "gpu-pcie-width", ""), ("speed", "gpu-pcie-generation", " GT/s")):
         current = [value for device in way if (value := _link(device, f"current_link_{what}"))]
@@ -124,13 +126,13 @@ def pcie(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
 
 
 def _link(device: Path, name: str) -> float:
-    """A width ("16") or a speed ("16.0 GT/s PCIe") as a number; 0 where the driver does not know."""
+    """A width ("16") or a speed ("16.0 GT/s PCIe") as a number; 0 if the driver does not know it."""
     match = re.match(r"\d+(\.\d+)?", text(device / name) or "")
     return float(match[0]) if match else 0.0
 
 
 def reset(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
-    """While a GPU is being reset the driver refuses what it otherwise answers."""
+    """While a GPU is being reset, the driver refuses requests that it otherwise answers."""
     try:
         (gpu.device / "gpu_busy_percent").read_bytes()
         gpu.answered = True
@@ -143,7 +145,7 @@ CHECKS: tuple[Check, ...] = (errors, bad_pages, temperature, pcie, reset)
 
 
 class AmdProbe:
-    """See the module. `sys` and `dev` are the roots of sysfs and of the device files."""
+    """Looks at the job's AMD GPUs. `sys` and `dev` are the roots of sysfs and of the device files."""
 
     name = NAME
     interval_s = INTERVAL_S
@@ -171,7 +173,7 @@ class AmdProbe:
         return found
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Nothing to release."""
 
     def _count(self, now: float) -> Iterator[Finding]:
         asked = len([part for part in self._visible.split(",") if part.strip()])
@@ -188,16 +190,16 @@ class AmdProbe:
 
 
 def gpus(sys: Path) -> list[Path]:
-    """The PCI devices of all AMD GPUs on this machine, by their PCI addresses."""
+    """The directories of all AMD GPUs' PCI devices on this machine, in the order of their PCI addresses."""
     cards = [card for card in (sys / "class/drm").glob("card*") if re.fullmatch(r"card\d+", card.name)]
     found = [card / "device" for card in cards if text(card / "device/vendor") == VENDOR]
     return sorted((device.resolve() for device in found), key=lambda device: device.name)
 
 
 def granted(found: Sequence[Path], visible: str, dev: Path) -> list[Gpu]:
-    """Those of the job, named gpu0, gpu1, ... as ROCm numbers them: what the job's device cgroup lets it open
-    (all where there are no device files to ask), and of these the ones in `visible`, by number or by "GPU-"
-    and unique id."""
+    """The job's GPUs, named gpu0, gpu1, ... as ROCm numbers them: those that the job's device cgroup lets it
+    open (all if there are no device files), and of these the ones in `visible`, given by number or by "GPU-"
+    and the unique id."""
     own = [device for device in found if _may_open(device, dev)] or list(found)
     wanted = [part.strip() for part in visible.split(",") if part.strip()]
     numbered = [Gpu(f"gpu{number}", device) for number, device in enumerate(own)]
@@ -218,6 +220,6 @@ def _may_open(device: Path, dev: Path) -> bool:
 
 
 def probe(context: Context) -> Probe | None:
-    """None on a machine without AMD GPUs."""
+    """Return the probe; None on a machine without AMD GPUs."""
     made = AmdProbe(context)
     return made if made.gpus else None

@@ -1,8 +1,7 @@
-"""Health probe of the host: memory, local disks, processes that stand still, memory errors, the kernel's log.
+"""Health probe: the host's memory, local disks, processes blocked in the kernel, memory errors, kernel log.
 
-What is short before the run has done anything is the node's own trouble: `suspect`. What gets short later may
-well be the run's doing, and another node would fare the same: `unknown`, which names the cause of a failure
-and no more.
+A shortage before the run has done anything is the node's own: `suspect`. A later shortage may be caused by
+the run, and would appear on another node as well: `unknown`, which only names the cause of a failure.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from jurymast_host.kernel_log import KernelLog
 from jurymast_host.memory import uncorrectable
 
 INTERVAL_S = 10.0
-# Going through all processes costs more than the rest together.
+# Reading all processes costs more than everything else together.
 PROCESSES_EVERY_S = 60.0
 NETWORK_TYPES = (
     "nfs", "lustre", "gpfs", "mmfs", "beegfs", "ceph", "cifs", "smb", "fuse", "9p", "wekafs", "glusterfs",
@@ -43,7 +42,7 @@ def probe(context: Context) -> Probe | None:
 
 
 class HostProbe:
-    """`root` is where proc, sys and dev are: "/" but for tests."""
+    """Looks at the host. `root` is where proc, sys and dev are: "/" except in tests."""
 
     name = NAME
     interval_s = INTERVAL_S
@@ -54,7 +53,7 @@ class HostProbe:
         cgroup, self._oom_file = where_kills_count(
             memory_cgroups(root / "proc/self/cgroup", root / "sys/fs/cgroup")
         )
-        # Where the cgroup counts its kills itself the kernel's log can tell of others' only.
+        # If the cgroup counts its own kills, the kernel log can only add those of others.
         self._log = KernelLog(root, context, cgroup if self._oom_file is None else "")
         self._disks = [path for path in _local_directories(context) if not _is_shared(path, root)]
         self._oom_kills = oom_kills(self._oom_file)
@@ -107,7 +106,7 @@ class HostProbe:
         try:
             found = os.statvfs(path)
         except OSError as error:
-            # That a directory is gone may be the run's doing; that its disk fails is not.
+            # The run itself may have removed a directory, but it does not make a disk fail.
             verdict = Verdict.UNKNOWN if error.errno in _NOT_THE_DISK else Verdict.SUSPECT
             said = f"{path}: {error.strerror}"
             yield _finding("disk-error", HOST, said, verdict=verdict, device=path)
@@ -132,7 +131,7 @@ class HostProbe:
             )
 
     def _oom(self, now: float) -> Iterator[Finding]:
-        """The kernel killed processes of this job, because the job had used up its memory."""
+        """Kills of the job's processes by the kernel because the job had used up its memory."""
         kills = oom_kills(self._oom_file)
         if kills is None:
             return
@@ -153,7 +152,7 @@ class HostProbe:
             yield _finding("memory-uncorrectable", HARDWARE, said, verdict=Verdict.BAD)
 
     def _processes(self, now: float) -> Iterator[Finding]:
-        """This user's processes that have stood still in the kernel (state D, not once scheduled)."""
+        """Find this user's processes that are blocked in the kernel (state D, never scheduled in between)."""
         still: dict[int, tuple[str, float]] = {}
         limit = self._limit("stuck-process-s")
         for pid in _own_processes(self._root / "proc"):
@@ -196,8 +195,8 @@ def _local_directories(context: Context) -> list[str]:
 
 
 def _is_shared(path: str, root: Path) -> bool:
-    """Whether `path` lies on storage that other nodes see too: not this probe's business. Reads the table of
-    mounts and touches no file system."""
+    """Whether `path` is on storage shared with other nodes, which is not this probe's business. Reads only
+    the table of mounts, not a file system."""
     best, kind = "", ""
     for line in (text(root / "proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
@@ -217,11 +216,12 @@ def _own_processes(proc: Path) -> Iterator[int]:
                     if entry.stat().st_uid == uid:
                         yield int(entry.name)
                 except OSError:
-                    continue  # it has ended
+                    continue  # it has ended in the meantime
 
 
 def _still_mark(folder: Path) -> str:
-    """For a process in uninterruptible sleep, what stays equal only while it is never scheduled; else ""."""
+    """A mark of a process in uninterruptible sleep that changes when the process is scheduled; "" for
+    others."""
     stat = text(folder / "stat")
     if stat is None or stat.rpartition(")")[2].split()[0] != "D":
         return ""

@@ -1,4 +1,4 @@
-"""The kernel's log, where it may be read: what drivers and the kernel itself say went wrong."""
+"""The kernel log, if it may be read: what the kernel and drivers report."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ RECORD_BYTES_MAX = 8192
 MESSAGE_MAX = 300
 OOM_KILL = "oom-kill"
 MEMORY = "memory-uncorrectable"
-# What the kernel says of a process begins with the process's name, 15 bytes that any user can choose: a
-# crash, memory used up, a call that is out of date. None of it tells of hardware. The log has \x and two
-# digits for each byte that cannot be printed.
+# Messages about a process begin with the process's name, 15 bytes that any user can choose: a crash, memory
+# used up, an outdated call. None of them is about hardware. The log shows each unprintable byte as \x and two
+# digits.
 OF_PROCESS = re.compile(
     r"(\\x[0-9a-f]{2}|.){0,15}(\[\d+\]:? | \(\d+\): |: \d+: |/\d+: | invoked oom-killer: "
     r"|: page allocation failure|: potentially unexpected fatal signal )"
@@ -37,7 +37,7 @@ OF_PROCESS = re.compile(
 
 @dataclass(frozen=True)
 class Pattern:
-    """A line of the kernel's. The group `device`, if there is one, names the part."""
+    """A line of the kernel's. The group `device`, if it exists, names the part."""
 
     regex: re.Pattern[str]
     code: str
@@ -49,9 +49,9 @@ def _pattern(regex: str, code: str, verdict: Verdict, kind: str) -> Pattern:
     return Pattern(re.compile(regex, re.IGNORECASE), code, verdict, kind)
 
 
-# The first that fits counts. Texts as in the kernel's drivers/edac, mm, drivers/nvme, block, fs and
-# kernel/watchdog.c. They fit from the line's start only, and leave no room for more than the kernel's own
-# words: further on a line may hold a name that a user gave.
+# The first pattern that matches counts. The texts are those of the kernel's drivers/edac, mm, drivers/nvme,
+# block, fs and kernel/watchdog.c. They match only at the beginning of the line and contain nothing but the
+# kernel's own words: later in a line there may be a name that a user chose.
 PATTERNS = (
     _pattern(r"EDAC (?P<device>MC\d+): \d+ UE ", MEMORY, Verdict.BAD, HARDWARE),
     _pattern(r"Memory failure: 0x[0-9a-f]+: ", MEMORY, Verdict.BAD, HARDWARE),
@@ -96,15 +96,15 @@ PATTERNS = (
         r"(mce: )?(?P<device>CPU\d+): .*cpu clock throttled", "cpu-throttled", Verdict.UNKNOWN, HARDWARE
     ),
 )  # fmt: skip
-# Comes before the kill itself, and alone tells whose it was.
+# Precedes the message about the kill itself, and is the only one with the process's cgroup.
 OOM = re.compile(r"oom-kill:constraint=CONSTRAINT_MEMCG,.*?task_memcg=(?P<cgroup>/.*?),task=")
 XID = re.compile(r"NVRM: Xid \(PCI:(?P<device>[0-9a-fA-F:.]+)\): (?P<code>\d+),? ?(?P<text>.*)")
 
 
 class KernelLog:
-    """Reads what is new at each look: events of this job's time, each once.
+    """Reads what is new at each look: events since this job's start, each once.
 
-    Of kills for want of memory those count whose process was in `cgroup`: a node has other jobs too.
+    Out-of-memory kills count only if the process was in `cgroup`: a node has other jobs, too.
     """
 
     def __init__(self, root: Path, context: Context, cgroup: str = "") -> None:
@@ -119,7 +119,7 @@ class KernelLog:
             self._file, self._why_not = -1, error.strerror or str(error)
 
     def look(self, now: float) -> Iterator[Finding]:
-        """`now`: seconds since the epoch."""
+        """Return the new findings. `now`: seconds since the epoch."""
         if self._file < 0:
             yield Finding(
                 probe="host", code=NOT_OBSERVABLE, verdict=Verdict.UNKNOWN, kind=HOST, device="kernel log",
@@ -141,7 +141,7 @@ class KernelLog:
                     yield finding
 
     def _records(self) -> Iterator[str]:
-        """The first line of each record: those that follow are properties."""
+        """Yield the first line of each record; the following lines are properties."""
         while True:
             try:
                 data = os.read(self._file, RECORD_BYTES_MAX)
@@ -156,7 +156,7 @@ class KernelLog:
             )
 
     def _read(self, message: str, at: float) -> Finding | None:
-        """What one message means; None for nothing that matters."""
+        """The finding for one message; None if it does not matter."""
         if OF_PROCESS.match(message):
             return None
         if xid := XID.match(message):
@@ -170,7 +170,7 @@ class KernelLog:
                 device = found.groupdict().get("device") or ""
                 verdict = pattern.verdict
                 if pattern.code == MEMORY and not is_broken(self._root):
-                    verdict = Verdict.UNKNOWN  # the kernel's counters know nothing of it
+                    verdict = Verdict.UNKNOWN  # the kernel's counters do not confirm it
                 return Finding(
                     probe="host", code=pattern.code, verdict=verdict, kind=pattern.kind, at=at,
                     message=f"the kernel says: {message[:MESSAGE_MAX]}", device=device, once=True,

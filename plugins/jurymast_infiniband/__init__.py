@@ -1,10 +1,10 @@
 """Health probe: ports of InfiniBand and RoCE devices, and the ordinary network interfaces that a run uses.
 
-Everything comes from /sys/class/infiniband and /sys/class/net (kernel: Documentation/ABI/stable/ sysfs-
-class-infiniband, testing/sysfs-class-net). Codes begin with "ib-" for ports, with "net-" for interfaces;
-`core.nodes.devices` goes by that. What was down when the job started is not this run's business, unless the
-user names it; a device that goes down is `suspect` while another one of its kind is up, so that the ranks
-can do without it, else `bad`.
+Everything comes from /sys/class/infiniband and /sys/class/net (kernel: Documentation/ABI/stable/
+sysfs-class-infiniband, testing/sysfs-class-net). Codes begin with "ib-" for ports and with "net-" for
+interfaces, which `core.nodes.devices` uses. A device that was down when the job started is not the run's,
+unless the user names it. A device that goes down is `suspect` while another one of its kind is up, so that
+the ranks can do without it, and otherwise `bad`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CARRIER = "carrier_changes"
 
 @dataclass(frozen=True)
 class Counter:
-    """A counter that must not gain `limit` (a threshold's name) within `window_s` seconds."""
+    """A counter that must gain less than `limit` (a threshold's name) within `window_s` seconds."""
 
     code: str
     limit: str
@@ -35,7 +35,7 @@ class Counter:
     meaning: str
 
 
-# File below a port's counters/ -> how it is judged. What the counters mean: IBTA volume 1, PortCounters.
+# File below a port's counters/ -> how it is judged. IBTA volume 1, PortCounters, explains the counters.
 COUNTERS = {
     "link_downed": Counter(
         "flapping", "ib-link-flaps", 3600.0, "times down: a cable, a module or its other end"
@@ -56,7 +56,7 @@ COUNTERS = {
         "bursts of errors beyond what the hardware corrects",
     ),
     "port_rcv_errors": Counter("receive-errors", "ib-receive-errors", 60.0, "packets received damaged"),
-    # Not below counters/: of the network interface, where it counts each way.
+    # Not below counters/: the network interface's, which counts up and down.
     CARRIER: Counter("flapping", "ib-link-flaps", 3600.0, "times down: a cable, a module or its other end"),
 }
 
@@ -64,7 +64,7 @@ COUNTERS = {
 @dataclass(frozen=True)
 class Reading:
     """One look at a port ("mlx5_1:1") or an interface ("eth1"). `kind`: its link layer, or INTERFACE. `up` is
-    None where the driver does not say; `state` is for people; `rate` in Gb/s, 0 where it is not known."""
+    None if the driver does not say; `state` is for people; `rate` is in Gb/s, 0 if it is not known."""
 
     name: str
     kind: str
@@ -75,7 +75,7 @@ class Reading:
 
 
 def read_ports(sys: Path) -> Iterator[Reading]:
-    """Every port of every RDMA device but virtual functions, which are other machines'."""
+    """Read all ports of all RDMA devices except virtual functions, which belong to other machines."""
     for device in sorted(_entries(sys / "class/infiniband")):
         if (device / "device/physfn").exists():
             continue
@@ -92,29 +92,29 @@ def _port(device: Path, port: Path) -> Reading:
     counters = {name: number(port / "counters" / name) for name in COUNTERS if name != CARRIER}
     if kind != "InfiniBand" and (interface := _interface_below(device, port)) is not None:
         link = _interface(interface)
-        # Some drivers (Amazon's EFA) call every port active: the interface knows better.
+        # Some drivers (Amazon's EFA) report every port as active; the interface shows the true state.
         up, state = up and link.up is not False, f"{state}, {interface.name} is {link.state}"
         counters.update(link.counters)
     return Reading(f"{device.name}:{port.name}", kind, up, state, _rate(port), counters)
 
 
 def _rate(port: Path) -> float:
-    """Gb/s of "400 Gb/sec (4X NDR)"."""
+    """The Gb/s in "400 Gb/sec (4X NDR)"."""
     said = (text(port / "rate") or "").partition(" ")[0]
     return float(said) if said.replace(".", "", 1).isdigit() else 0.0
 
 
 def _interface_below(device: Path, port: Path) -> Path | None:
-    """The network interface of a RoCE port."""
+    """The network interface of a RoCE port; None if there is none."""
     found = sorted(_entries(device / "device/net"))
     same = [each for each in found if str((number(each / "dev_port") or 0) + 1) == port.name]
     return next(iter(same or found), None)
 
 
 def read_interfaces(sys: Path, filters: Sequence[str], alone: bool) -> Iterator[Reading]:
-    """The interfaces on PCI that the user names in one of `filters` (in NCCL's syntax); all of them when they
-    are `alone`, on a node without RDMA, and nobody names any. Parts of a bond and virtual functions are not
-    used by themselves."""
+    """Read the interfaces on PCI that the user names in one of `filters` (in NCCL's syntax). If the user
+    names none and the interfaces are `alone`, on a node without RDMA, reads all. Virtual functions and
+    interfaces that are part of a bond are left out: they are not used by themselves."""
     named = any(part and not part.startswith("^") for part in filters)
     for interface in sorted(_entries(sys / "class/net")):
         pci = (interface / "device/vendor").exists() and not (interface / "device/physfn").exists()
@@ -141,7 +141,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 class Watched:
-    """What is known of one port or interface since the first look at it."""
+    """What is known of one port or interface since the first look."""
 
     def __init__(self, first: Reading, named: bool) -> None:
         self.last = first
@@ -156,7 +156,7 @@ class Watched:
 
 
 class InfinibandProbe:
-    """See the module. `sys` is the root of sysfs, `users` the user's variables."""
+    """Looks at ports and interfaces. `sys` is the root of sysfs, `users` the user's variables."""
 
     name = NAME
     interval_s = INTERVAL_S
@@ -182,7 +182,7 @@ class InfinibandProbe:
         return found
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Nothing to release."""
 
     def _read(self) -> list[Reading]:
         allowed = self._users[devices.PORTS]
@@ -197,7 +197,7 @@ class InfinibandProbe:
         return bool(_entries(self._sys / "class/infiniband")) or any(self._interfaces())
 
     def _named(self, name: str) -> bool:
-        """Whether the user says of this very device that the run uses it, not just of all that begin so."""
+        """Whether the user names this very device for the run, not just all devices with a prefix."""
         wanted = [
             self._users[devices.PORTS],
             self._users[devices.INTERFACES],
@@ -239,7 +239,7 @@ class InfinibandProbe:
             yield self._finding(watched, "unused", Verdict.UNKNOWN, what, now)
             return
         watched.down_since = now if watched.down_since is None else watched.down_since
-        # What lasts shorter NCCL's own retries get over; how often it happens is counted besides.
+        # NCCL's own retries survive shorter interruptions; how often they happen is counted separately.
         if now - watched.down_since < threshold(self._context, "ib-down-s"):
             return
         others = sorted(each.name for each in all_seen if each.up and each.kind == reading.kind)
@@ -262,6 +262,6 @@ def _exact(names: str) -> list[str]:
 
 
 def probe(context: Context) -> Probe | None:
-    """None on a machine without an RDMA device and without an interface on PCI."""
+    """Return the probe; None on a machine without an RDMA device and without an interface on PCI."""
     made = InfinibandProbe(context)
     return made if made.anything_to_see() else None

@@ -1,6 +1,6 @@
-"""jurymast's checkpoints for Lightning, in a line each.
+"""jurymast's checkpoints for Lightning, in one line each.
 
-    Trainer(..., callbacks=[jurymast_lightning.Checkpoints()])           # then trainer.fit as ever
+    Trainer(..., callbacks=[jurymast_lightning.Checkpoints()])           # then trainer.fit as usual
     checkpoint = jurymast_lightning.checkpointer(state)                  # Fabric: the state of fabric.save
 
 Lightning is imported when a name is first used.

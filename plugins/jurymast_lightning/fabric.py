@@ -1,4 +1,4 @@
-"""For loops of one's own with Fabric."""
+"""jurymast's checkpoints for custom loops with Fabric."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import jurymast
 
 
 def checkpointer(state: MutableMapping[str, Any], **options: Any) -> jurymast.Checkpointer:
-    """Of the `state` that `fabric.save` takes; `options` are the Checkpointer's. Plain values in it, like the
-    number of the iteration, are restored there."""
+    """Return a Checkpointer for the `state` that `fabric.save` takes; `options` are the Checkpointer's. Plain
+    values in it, such as the number of the iteration, are restored in the same mapping."""
     return jurymast.Checkpointer(_Unwrapped(state), **options)
 
 
 class _Unwrapped(MutableMapping[str, Any]):
-    """The mapping with what Fabric has wrapped as it was before."""
+    """The mapping, with the objects that Fabric has wrapped in their original form."""
 
     def __init__(self, state: MutableMapping[str, Any]) -> None:
         self._state = state

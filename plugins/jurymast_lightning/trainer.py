@@ -1,4 +1,4 @@
-"""For Lightning's Trainer."""
+"""jurymast's checkpoints for Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jurymast.checkpoint import HeldRandomState
 
 
 class Checkpoints(Callback):
-    """Restores a training when it starts, and saves after those of its steps for which it is time. `options`
-    are the Checkpointer's.
+    """Restores a training when it starts, and saves after a step whenever a save is due. `options` are the
+    Checkpointer's.
 
-    Within an epoch it saves where the training's loader has a state, as torchdata's StatefulDataLoader has;
-    else at the end of each epoch, and only there.
+    It saves within an epoch if the training's loader has a state, like torchdata's StatefulDataLoader;
+    otherwise only at the end of each epoch.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -33,12 +33,12 @@ class Checkpoints(Callback):
         self._last = self._checkpoint.restore()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        # Not before: what makes a loader's iterator draws a number.
+        # Not earlier: creating a loader's iterator draws a random number.
         self._random.apply()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         assert self._checkpoint is not None
-        if trainer.global_step == self._last:  # gradients are still being added up
+        if trainer.global_step == self._last:  # gradients are still being accumulated
             return
         self._last = trainer.global_step
         if _has_state(trainer):
@@ -52,7 +52,7 @@ class Checkpoints(Callback):
 
 
 class _Progress:
-    """How far loops, schedules, callbacks and precision are."""
+    """The progress of loops, schedules, callbacks and precision."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

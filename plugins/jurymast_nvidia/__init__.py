@@ -12,7 +12,8 @@ AMD_DRIVER = Path("/dev/kfd")
 
 
 def probe(context: Context) -> Probe | None:
-    """None: no GPU to see on this machine. Where GPUs were granted that cannot be seen, a probe says so."""
+    """Return the probe; None if this machine has no GPU to see. If GPUs were granted but cannot be seen,
+    returns a probe that reports that."""
     try:
         from jurymast_nvidia import nvml
         from jurymast_nvidia.watch import NvidiaProbe
@@ -42,7 +43,7 @@ def _unseen(context: Context, why: str) -> Probe | None:
 
 
 class _Unseen:
-    """Says the one thing that is known."""
+    """Reports one finding: why the GPUs cannot be seen."""
 
     name = NAME
     interval_s = 15.0

@@ -1,4 +1,5 @@
-"""What the nvidia probe sees on this machine, check by check, and what it costs: `python -m jurymast_nvidia`.
+"""Prints what the nvidia probe sees on this machine, check by check, and its cost: `python -m
+jurymast_nvidia`.
 
 `--json` prints one object: gpus: [{gpu, bus, checks: [{check, answers, problems}]}], findings, and the median
 processor time in microseconds of all checks of all GPUs (batch_us) and of asking for events (events_us).
@@ -20,7 +21,7 @@ LOOKS = 20
 
 
 def main() -> int:
-    """Exit code 0: it could look; 1: there is nothing to look at; 2: wrong arguments."""
+    """Return exit code 0 if the probe could look, 1 if there is nothing to look at, 2 for wrong arguments."""
     arguments = sys.argv[1:]
     if arguments not in ([], ["--json"]):
         print("usage: python -m jurymast_nvidia [--json]", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Every check of one GPU: a function each, listed in CHECKS.
+"""The checks of one GPU: a function each, listed in CHECKS.
 
-A state that is wrong counts at once, a counter only by what it gains after the first look: most are totals of
-the GPU's life. A check raises NvmlError where it cannot see, and where the GPU is broken: see `nvml.py`.
+A wrong state counts at once, a counter only by its growth since the first look: most counters are totals of
+the GPU's life. A check raises NvmlError if it cannot see, or if the GPU is broken: see `nvml.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from jurymast_nvidia.nvml import GONE, Gpu, NvmlError, Problem, problem_of
 
 Limit = Callable[[str], float]  # by the name of a threshold
 
-# Fields of nvml.h (NVML_FI_DEV_...); those per NVLink take its number as their scope. Numbers, because not
-# every nvidia-ml-py has the names.
+# Fields of nvml.h (NVML_FI_DEV_...); those per NVLink have its number as their scope. They are numbers
+# because not every nvidia-ml-py has the names.
 ECC_VOLATILE, ECC_AGGREGATE, PAGES_PENDING, PCIE_REPLAYS, RECOVERY_ACTION = 4, 6, 31, 94, 230
 LINK_STATE = 165
-# CRC errors of NVLink 4, packets received with errors of NVLink 5; recoveries of both
+# CRC errors of NVLink 4, packets with errors received by NVLink 5; recoveries of both
 LINK_ERRORS = (163, 208)
 LINK_RECOVERIES = (162, 215)
 LINK_FAILED_RECOVERIES = (214,)
@@ -42,7 +42,7 @@ UNCORRECTED, VOLATILE, AGGREGATE = 1, 0, 1
 # States of nvmlGpuFabricInfo: 0 is "no fabric here".
 FABRIC_STATES = {1: "has not begun", 2: "is not finished"}
 FABRIC_COMPLETED = 3
-# (shift, mask, values that are well, what is wrong otherwise) of NVML_GPU_FABRIC_HEALTH_MASK_...
+# (shift, mask, good values, what is wrong with any other) of NVML_GPU_FABRIC_HEALTH_MASK_...
 FABRIC_HEALTH = (
     (0, 0x3, (0, 2), "bandwidth is degraded"),
     (2, 0x3, (0, 2), "routes are being recovered"),
@@ -50,13 +50,13 @@ FABRIC_HEALTH = (
     (6, 0x3, (0, 2), "access timeouts are being recovered"),
     (8, 0xF, (0, 1), "its configuration is wrong"),
 )
-FABRIC_BAD = (4,)  # shifts for which the node leaves
+FABRIC_BAD = (4,)  # shifts with the verdict bad
 
 
 @dataclass
 class Watched:
     """A GPU and what is remembered of it. `links_at_first`: its active NVLinks in the first look; `deaf`: why
-    its events cannot be heard, "" where they can."""
+    its events cannot be received, "" if they can."""
 
     gpu: Gpu
     limit: Limit
@@ -69,7 +69,7 @@ Check = Callable[[Watched, float], Iterator[Problem]]
 
 
 def attempt(name: str, check: Check, watched: Watched, at: float) -> tuple[list[Problem], bool]:
-    """(what the check, or the error that it met, says; whether the GPU is gone). `at`: seconds since 1970."""
+    """(problems of the check or of its error; whether the GPU is gone). `at`: seconds since the epoch."""
     try:
         return [*check(watched, at)], False
     except NvmlError as error:
@@ -90,7 +90,7 @@ def recovery_action(watched: Watched, at: float) -> Iterator[Problem]:
 
 
 def ecc(watched: Watched, at: float) -> Iterator[Problem]:
-    """Uncorrectable errors of all memories, since the driver was loaded and in the GPU's life."""
+    """Uncorrectable errors of all memories, since the driver was loaded and over the GPU's life."""
     gained = 0.0
     for number, counter in ((ECC_VOLATILE, VOLATILE), (ECC_AGGREGATE, AGGREGATE)):
         count = watched.gpu.value(number, "nvmlDeviceGetTotalEccErrors", UNCORRECTED, counter)
@@ -149,7 +149,7 @@ def repairs(watched: Watched, at: float) -> Iterator[Problem]:
 
 
 def nvlinks(watched: Watched, at: float) -> Iterator[Problem]:
-    """A link that was up in the first look and is not any more. One that never was may just not be wired."""
+    """Report links that were active in the first look and no longer are. Others may not be wired."""
     active = frozenset(link for link in range(watched.gpu.links) if _is_active(watched.gpu, link))
     if watched.links_at_first is None:
         watched.links_at_first = active
@@ -163,7 +163,7 @@ def nvlinks(watched: Watched, at: float) -> Iterator[Problem]:
 def _is_active(gpu: Gpu, link: int) -> bool:
     try:
         return bool(gpu.field(LINK_STATE, link))
-    except NvmlError:  # before NVLink 4 there is no such field
+    except NvmlError:  # no such field before NVLink 4
         return bool(gpu.ask("nvmlDeviceGetNvLinkState", link))
 
 
@@ -196,16 +196,16 @@ def _rate(
 def _too_many(
     watched: Watched, count: float, at: float, code: str, window_s: float, what: str
 ) -> Iterator[Problem]:
-    """Suspect when a counter gains at least the threshold `code` in the window."""
+    """Suspect if a counter gains at least the threshold `code` within the window."""
     gained, limit = watched.history.gained_within(code, count, at, window_s), watched.limit(code)
     if gained and gained >= limit:
         yield Problem(code, Verdict.SUSPECT, f"{gained:.0f} {what} (limit {limit:g})")
 
 
 def fabric(watched: Watched, at: float) -> Iterator[Problem]:
-    """Registration with the NVSwitch fabric, without which CUDA does not start on such a machine."""
+    """Registration with the NVSwitch fabric; without it, CUDA does not start on a machine that has one."""
     info = watched.gpu.ask_structure("nvmlDeviceGetGpuFabricInfoV", "c_nvmlGpuFabricInfo_v2_t")
-    state = info.state & 0xFF  # a char in nvml.h, whatever nvidia-ml-py says; the rest is padding
+    state = info.state & 0xFF  # a char in nvml.h; in nvidia-ml-py the rest is padding
     if state in FABRIC_STATES:
         yield Problem(
             "gpu-fabric", Verdict.SUSPECT,
@@ -231,7 +231,7 @@ def pcie_width(watched: Watched, at: float) -> Iterator[Problem]:
 
 
 def pcie_generation(watched: Watched, at: float) -> Iterator[Problem]:
-    """Under load only: idle GPUs lower it."""
+    """Counts only under load: idle GPUs lower it."""
     generation = watched.gpu.ask("nvmlDeviceGetCurrPcieLinkGeneration")
     highest = watched.gpu.ask_once("nvmlDeviceGetMaxPcieLinkGeneration")
     slow = 0 < generation < highest and (

@@ -1,4 +1,4 @@
-"""What a check remembers of one GPU from look to look. Times in seconds since the epoch."""
+"""What a check remembers of one GPU between looks. Times are in seconds since the epoch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class History:
         self._streaks: defaultdict[str, int] = defaultdict(int)
 
     def gained(self, counter: str, value: float) -> float:
-        """By how much `counter` has grown since it was first seen here. A counter that falls starts anew."""
+        """The growth of `counter` since it was first seen here. A counter that falls starts again."""
         if value < self._first.setdefault(counter, value):
             self._first[counter] = value
         return value - self._first[counter]
 
     def gained_within(self, counter: str, value: float, at: float, window_s: float) -> float:
-        """By how much it has grown in the last `window_s` (on average, where looks are further apart), or
-        since it was first seen here."""
+        """The growth in the last `window_s` seconds (an average if looks are further apart), or since it was
+        first seen here."""
         series = self._series[counter]
         if series and value < series[-1][1]:
             series.clear()
@@ -31,7 +31,7 @@ class History:
         return (value - least) * min(1.0, window_s / max(at - begin, window_s))
 
     def share(self, state: str, holds: bool, at: float, minutes: int) -> float:
-        """In which share of the last `minutes` the state was seen to hold; 0 .. 1."""
+        """The share of the last `minutes` minutes in which the state was seen to hold; 0..1."""
         now, seen = int(at // 60), self._minutes[state]
         if holds:
             seen.add(now)
@@ -39,6 +39,6 @@ class History:
         return len(seen) / minutes
 
     def streak(self, state: str, holds: bool) -> int:
-        """In how many looks in a row the state has held, this one counted."""
+        """The number of consecutive looks, including this one, in which the state has held."""
         self._streaks[state] = self._streaks[state] + 1 if holds else 0
         return self._streaks[state]

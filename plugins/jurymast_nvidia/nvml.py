@@ -1,7 +1,7 @@
-"""NVIDIA's library as the checks use it: one GPU's calls and field values, and what its errors mean.
+"""NVIDIA's library as the checks use it: one GPU's calls and field values, and the meaning of errors.
 
-Field values do not raise, a missing symbol does, and an older nvidia-ml-py lacks the function altogether:
-here all three are an NvmlError.
+In the library, unreadable field values do not raise, a missing symbol does, and an older nvidia-ml-py lacks
+the function. Here all three raise NvmlError.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ NvmlError: TypeAlias = pynvml.NVMLError
 
 LINK_COUNT = 91
 _DROPPED = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
-# nvmlFieldValue_t without its times, and how its value is read by its type (nvmlValueType_t).
+# nvmlFieldValue_t without its times, and the formats of its value by type (nvmlValueType_t).
 _FIELD_VALUE = struct.Struct("=II16xii8s")
 _VALUES = tuple(struct.Struct(f"={letter}") for letter in "dIQQqiH")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a check found wrong with one GPU; the words of `jurymast.health.probe.Finding`."""
+    """What a check found wrong with one GPU, with the fields of `jurymast.health.probe.Finding`."""
 
     code: str
     verdict: Verdict
@@ -35,7 +35,7 @@ class Problem:
     kind: str = HARDWARE
 
 
-# Errors that say something of the GPU or its driver, whichever call ran into them.
+# Errors that mean a fault of the GPU or its driver, whichever call they come from.
 _SPEAKING = {
     pynvml.NVML_ERROR_INSUFFICIENT_POWER: Problem(
         "gpu-power", Verdict.BAD, "its external power cables are not attached properly"
@@ -54,9 +54,9 @@ _SPEAKING = {
     ),
 }  # fmt: skip
 NOT_THERE: tuple[int, float] = (pynvml.NVML_ERROR_NOT_SUPPORTED, 0)
-# Nothing more can be read of such a GPU.
+# After these errors nothing more can be read from the GPU.
 GONE = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
-# Cannot be seen here: this GPU, driver or user does not have it. No reason to say anything.
+# The value does not exist for this GPU, driver or user. That is not worth a finding.
 _SILENT = (
     pynvml.NVML_ERROR_NOT_SUPPORTED,
     pynvml.NVML_ERROR_NO_PERMISSION,
@@ -72,7 +72,7 @@ _SILENT = (
 
 
 def problem_of(error: NvmlError, call: str) -> Problem | None:
-    """What an error of `call` says; None: only that this cannot be seen here."""
+    """The problem that an error of `call` means; None if it only means that the value cannot be seen here."""
     if error.value in _SILENT:
         return None
     known: Problem | None = _SPEAKING.get(error.value)
@@ -85,17 +85,18 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Raises NvmlError."""
+    """Unload the library. Raises NvmlError."""
     pynvml.nvmlShutdown()
 
 
 def address(handle: Any) -> int:
-    """A handle as a number: equal for equal GPUs; 0 for none."""
+    """A handle as a number, equal for equal GPUs; 0 for none."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
 class Gpu:
-    """One GPU. `index` is NVML's, as nvidia-smi shows it; `trace`, if a list, gets every answer in words."""
+    """One GPU. `index` is NVML's, as in nvidia-smi; `trace`, if it is a list, collects all answers as
+    text."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -109,7 +110,7 @@ class Gpu:
         self._values: dict[tuple[int, int], tuple[int, float]] = {}  # (field, scope): (error code, value)
 
     def open(self, fields: Sequence[int], link_fields: Sequence[int]) -> None:
-        """Find the GPU and which of these fields it has, `link_fields` for each of its NVLinks. Raises
+        """Find the GPU, and which of these fields it has; `link_fields` are for each NVLink. Raises
         NvmlError."""
         handle = pynvml.nvmlDeviceGetHandleByIndex(self.index)
         try:
@@ -129,7 +130,7 @@ class Gpu:
         self.handle = handle
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """pynvml's function of that name, for this GPU. Raises NvmlError."""
+        """Call pynvml's function of this name for this GPU. Raises NvmlError."""
         call = getattr(pynvml, function, None)
         try:
             if call is None:
@@ -142,13 +143,13 @@ class Gpu:
         return answer
 
     def ask_once(self, function: str) -> Any:
-        """The same for what never changes."""
+        """The same for a value that never changes."""
         if function not in self._constants or self.trace is not None:
             self._constants[function] = self.ask(function)
         return self._constants[function]
 
     def ask_structure(self, function: str, structure: str) -> Any:
-        """The same for a function that fills in a structure, pynvml's class of that name."""
+        """The same for a function that fills a structure, whose class in pynvml is `structure`."""
         made = getattr(pynvml, structure, None)
         if made is None:
             raise NvmlError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -158,9 +159,9 @@ class Gpu:
         return answer
 
     def read_fields(self) -> None:
-        """Read all fields that this GPU has in one call, for `field`. Raises NvmlError."""
+        """Read all of this GPU's fields in one call, for `field`. Raises NvmlError."""
         self._values = {}
-        # pynvml's function for this makes the array anew, which takes as long as all else here together.
+        # pynvml's own function creates a new array, which takes as long as everything else here together.
         call = getattr(pynvml.nvmlLib, "nvmlDeviceGetFieldValues", None)
         handle, wanted = self._request
         if call is None or not wanted:
@@ -174,14 +175,14 @@ class Gpu:
             self._values[field, scope] = code, 0 if code else _VALUES[kind].unpack_from(value)[0]
 
     def _want(self, handle: Any, fields: Sequence[tuple[int, int]]) -> None:
-        """What `read_fields` asks for: (field, scope) each."""
+        """Set what `read_fields` reads: (field, scope) each."""
         wanted = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for value, (field, scope) in zip(wanted, fields, strict=True):
             value.fieldId, value.scopeId = field, scope
         self._request = handle, wanted
 
     def field(self, field: int, scope: int = 0) -> float:
-        """What `read_fields` read. Raises NvmlError."""
+        """The value that `read_fields` read. Raises NvmlError."""
         code, number = self._values.get((field, scope), NOT_THERE)
         if code:
             self._note("field", field, "of", scope, "=", NvmlError(code))
@@ -190,13 +191,13 @@ class Gpu:
         return number
 
     def value(self, field: int, function: str, *arguments: Any) -> Any:
-        """The field, or where there is none the answer of `function`. Raises NvmlError."""
+        """The field, or if there is none, the answer of `function`. Raises NvmlError."""
         if self._values.get((field, 0), NOT_THERE)[0]:
             return self.ask(function, *arguments)
         return self.field(field)
 
     def total(self, fields: Sequence[int]) -> float:
-        """The sum of these fields over all NVLinks. Raises NvmlError where none can be read."""
+        """The sum of these fields over all NVLinks. Raises NvmlError if none can be read."""
         links = range(self.links)
         found = [self._values.get((field, link), NOT_THERE) for field in fields for link in links]
         readable = [number for code, number in found if not code]

@@ -1,4 +1,4 @@
-"""Which of the GPUs on this machine are the job's."""
+"""Finds the job's GPUs among those of this machine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 def of_this_job(
     reachable: Sequence[int], visible: str | None, uuid: Callable[[int], str]
 ) -> tuple[list[int], int | None]:
-    """(indices of the job's GPUs, how many there should be; None: not known).
+    """Return (indices of the job's GPUs, how many there should be; None if not known).
 
-    `reachable`: NVML's indices, without GPUs that this user may not open. `visible` is CUDA_VISIBLE_DEVICES:
-    it counts the reachable ones, or names them by (the beginning of) their uuid. Where it names an instance
-    of MIG, which is no whole GPU, all that can be reached are looked at. CUDA counts as NVML does, by PCI
-    address, among GPUs of one kind.
+    `reachable`: NVML's indices, without GPUs that this user may not open. `visible`: CUDA_VISIBLE_DEVICES,
+    which numbers the reachable GPUs or names them by their uuid or its beginning. If it names a MIG instance,
+    which is not a whole GPU, all reachable GPUs are returned. Among GPUs of one kind, CUDA and NVML both
+    number by PCI address.
     """
     words = [word.strip() for word in (visible or "").split(",") if word.strip()]
     if visible is None:

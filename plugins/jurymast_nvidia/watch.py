@@ -1,4 +1,4 @@
-"""The probe itself: all checks of the job's GPUs every 15 s, and the driver's events every second."""
+"""The probe: all checks of the job's GPUs every 15 s, and the driver's events every second."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from jurymast_nvidia.nvml import Gpu, NvmlError, Problem
 NAME = "nvidia"
 BATCH_S = 15.0
 EVENTS_S = 1.0
-EVENTS_MAX = 100  # of one look: a GPU can say the same thing for ever
+EVENTS_MAX = 100  # in one look: a GPU can repeat an event forever
 XID = pynvml.nvmlEventTypeXidCriticalError
 XID_RECOVERY_ACTION = 154
-# Xids are told as they are. The others only make the next batch come at once: it sees what they are about.
+# Xids are reported as they are. The other events only trigger the next batch of checks, which finds their
+# cause.
 EVENTS = XID | 0x2 | 0x4000 | 0x8000  # double-bit ECC error, GPU unavailable, recovery action
 
 
 class NvidiaProbe:
-    """After `nvml.start`. `gpus` are the job's; `expected`: how many it should have, 0 if nothing says so.
+    """Looks at the job's GPUs; created after `nvml.start`. `gpus` are the job's; `expected` is how many it
+    should have, 0 if that is not known.
 
-    Raises NvmlError when the GPUs cannot be counted.
+    Raises NvmlError if the GPUs cannot be counted.
     """
 
     name = NAME
@@ -49,7 +51,7 @@ class NvidiaProbe:
 
     def look(self, now: float) -> Sequence[Finding]:
         events = [*self._new_events(now)]
-        if now >= self._due or now < self._due - BATCH_S:  # the latter: the clock was set back
+        if now >= self._due or now < self._due - BATCH_S:  # or the clock was set back
             self._due = now + BATCH_S
             self._standing = self.batch(now)
         return [*(event for event in events if event.verdict is not Verdict.OK), *self._standing]
@@ -74,7 +76,7 @@ class NvidiaProbe:
         return visible.of_this_job(reachable, os.environ.get("CUDA_VISIBLE_DEVICES"), _uuid)
 
     def _reach(self, watched: Watched, at: float) -> Iterator[Problem]:
-        """Reads the fields for the checks that follow, and meets the error of a GPU that is gone."""
+        """Read the fields for the following checks, which raises NvmlError for a GPU that is gone."""
         gpu = watched.gpu
         if gpu.handle is None:
             gpu.open(checks.FIELDS, checks.LINK_FIELDS)
@@ -84,7 +86,7 @@ class NvidiaProbe:
         yield from ()
 
     def _listen(self, gpu: Gpu) -> str:
-        """Why its events cannot be heard, or ""."""
+        """Register for the GPU's events; returns why they cannot be received, or ""."""
         try:
             if self._events is None:
                 self._events = pynvml.nvmlEventSetCreate()
@@ -103,7 +105,7 @@ class NvidiaProbe:
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)
             except NvmlError as error:
-                failed = error.value != pynvml.NVML_ERROR_TIMEOUT  # a lost GPU, for one
+                failed = error.value != pynvml.NVML_ERROR_TIMEOUT  # a lost GPU, for example
                 if failed and not self._waiting_failed:
                     self._due = now
                 self._waiting_failed = failed
@@ -123,7 +125,7 @@ class NvidiaProbe:
     # The batch.
 
     def batch(self, now: float) -> list[Finding]:
-        """What all checks find. A finding's `at` is when it was first seen."""
+        """The findings of all checks. A finding's `at` is when it was first seen."""
         before, self._since, found = self._since, {}, []
         for device, bus, problem in self._problems(now):
             key = problem.code, device
@@ -140,7 +142,7 @@ class NvidiaProbe:
         return found
 
     def _problems(self, now: float) -> Iterator[tuple[str, str, Problem]]:
-        """(device, PCI address, problem), worst first where one code has several."""
+        """(device, PCI address, problem), the worst first if a code has several."""
         yield from (("", "", problem) for problem in self._count_gpus())
         for watched in self.gpus:
             found = self._check(watched, now)
@@ -149,7 +151,7 @@ class NvidiaProbe:
         yield from self._compare_links()
 
     def _check(self, watched: Watched, now: float) -> list[Problem]:
-        """All checks of one GPU; once it is gone, no more of them."""
+        """Run all checks of one GPU; if it is gone, the rest is skipped."""
         found: list[Problem] = []
         for name, check in (("GPU", self._reach), *checks.CHECKS):
             problems, gone = checks.attempt(name, check, watched, now)
@@ -159,7 +161,7 @@ class NvidiaProbe:
         return found
 
     def _count_gpus(self) -> Iterator[Problem]:
-        """Against what Slurm granted, and against what was here at the start."""
+        """Compare the number of GPUs with what Slurm granted, and with what was present at the start."""
         try:
             there = pynvml.nvmlDeviceGetCount()
         except NvmlError as error:
@@ -175,7 +177,8 @@ class NvidiaProbe:
             yield Problem("gpu-missing", Verdict.BAD, f"of the GPUs that were here, only {there} are left")
 
     def _compare_links(self) -> Iterator[tuple[str, str, Problem]]:
-        """Fewer NVLinks up than on the node's other GPUs, from the start. None may be how it is wired."""
+        """Find GPUs with fewer active NVLinks at the start than the node's other GPUs. A GPU without any may
+        have none wired."""
         up = {watched.gpu: len(watched.links_at_first or ()) for watched in self.gpus}
         most = max(up.values(), default=0)
         for gpu, links in up.items():
@@ -185,7 +188,7 @@ class NvidiaProbe:
 
 
 def _recommended(gpu: Gpu) -> str:
-    """What the driver recommends now, in the words in which Xid 154 says it in the kernel log."""
+    """What the driver recommends now, in the words of Xid 154 in the kernel log."""
     try:
         gpu.read_fields()
         action = int(gpu.field(RECOVERY_ACTION))

@@ -1,8 +1,8 @@
-"""Health probe of shared storage: the run's own directory and the training's data must respond, in time.
+"""Health probe: shared storage. The run's own directory and the training's data must respond in time.
 
-Storage that hangs takes along whoever looks at it. So each path has its own thread, which may wait for ever:
-the others go on, and the path is looked at again when it is back. Shared paths are no single node's fault:
-every finding is of the kind storage.
+Storage that hangs blocks every thread that looks at it. So each path has its own thread, which may wait
+forever: the others continue, and the path is checked again once it responds. Shared storage is not a single
+node's fault, so every finding has the kind storage.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jurymast.health.probe import STORAGE, Context, Finding, Probe, Verdict
 from jurymast.health.tables import threshold
 
 INTERVAL_S = 60.0
-# A file is written at the first look and at every so many, on each node at others: with thousands of nodes it
-# is the server's burden.
+# A file is written at the first look and then at every tenth, which differs among the nodes: thousands of
+# nodes would otherwise load the server.
 WRITE_EVERY = 10
 CONTENT = b"jurymast looks whether this storage works; this file may be removed\n" * 32
 NAME = "storage"
@@ -30,13 +30,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def probe(context: Context) -> Probe | None:
-    """None without a path to look at."""
+    """Return the probe; None if there is no path to look at."""
     return StorageProbe(context) if context.paths or context.data_paths else None
 
 
 @dataclass
 class Place:
-    """One path. `thread` is there while a look is under way; `problem` is what the last one that ended found:
+    """One path. `thread` exists while a look is running; `problem` is the result of the last finished look:
     (code, message)."""
 
     path: str
@@ -86,7 +86,7 @@ class StorageProbe:
         return found
 
     def close(self) -> None:
-        """Threads that hang end with the process."""
+        """Do nothing: threads that hang end with the process."""
 
     def _problem(self, place: Place) -> tuple[str, str] | None:
         if place.thread is not None and place.thread.is_alive():
@@ -98,7 +98,7 @@ class StorageProbe:
         return place.problem
 
     def _try(self, place: Place) -> None:
-        """On the path's own thread."""
+        """One look, on the path's own thread."""
         began = time.monotonic()
         due = place.looks == 0 or (place.looks + self._offset) % WRITE_EVERY == 0
         writes, place.looks = place.write and due, place.looks + 1
@@ -110,14 +110,14 @@ class StorageProbe:
             if writes:
                 _write_read_remove(Path(place.path, f".jurymast-health-{self._mark}"))
         except OSError as error:
-            place.looks = 0  # writing is worth another try at the next look
+            place.looks = 0  # try writing again at the next look
             code = "storage-full" if error.errno in FULL else "storage-error"
             place.problem = code, error.strerror or str(error)
         place.took_s = time.monotonic() - began
 
 
 def _write_read_remove(path: Path) -> None:
-    """Raises OSError, also when what is read is not what was written."""
+    """Raises OSError, also if the content read is not the content written."""
     flags = os.O_RDWR | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(path, flags | os.O_CREAT, 0o600)
     try:

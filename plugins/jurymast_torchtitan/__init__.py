@@ -1,11 +1,11 @@
-"""jurymast's checkpoints for loops in the style of torchtitan's, whose checkpoint manager it stands in for:
+"""jurymast's checkpoints for loops in the style of torchtitan's, in place of its checkpoint manager:
 
     self.checkpointer = jurymast_torchtitan.CheckpointManager(states)
-    self.checkpointer.load()                      # True when something was restored
+    self.checkpointer.load()                      # True if a state was restored
     self.checkpointer.save(self.step)             # after every step; it saves when it is time
 
-`states` maps names to what has `state_dict` and `load_state_dict`: the model's parts, optimizers, schedules,
-the loader, and the trainer with its step.
+`states` maps names to objects with `state_dict` and `load_state_dict`: the model's parts, optimizers,
+schedules, the loader, and the trainer with its step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CheckpointManager"]
 
 
 class CheckpointManager:
-    """`options` are the Checkpointer's."""
+    """Stands in for torchtitan's checkpoint manager. `options` are the Checkpointer's."""
 
     def __init__(self, states: MutableMapping[str, Any], **options: Any) -> None:
         self._states, self._options = states, options
@@ -28,7 +28,7 @@ class CheckpointManager:
 
     @property
     def _checkpoint(self) -> Checkpointer:
-        """Made when it is first used, as the states may still be added to until then."""
+        """Made at its first use: until then, states may be added."""
         if self._made is None:
             import jurymast
 
@@ -36,8 +36,8 @@ class CheckpointManager:
         return self._made
 
     def load(self, step: int = -1) -> bool:
-        """The newest state. Raises ValueError for another `step`, which torchtitan's own can load: a run goes
-        back for all ranks, and for good."""
+        """Restore the newest state; returns whether there was one. Raises ValueError for another `step`,
+        which torchtitan's own manager could load: a run goes back for all ranks, and for good."""
         if step != -1:
             raise ValueError(f"to go back to step {step}: jurymast checkpoints RUN rollback {step}")
         return self._checkpoint.restore() > 0
@@ -49,7 +49,7 @@ class CheckpointManager:
             self._checkpoint.step(curr_step)
 
     def maybe_wait_for_staging(self) -> None:
-        """Nothing is staged: a save is one copy in memory, and done when it returns."""
+        """Do nothing: a save is one copy in memory, which is complete when it returns."""
 
     def close(self) -> None:
-        """The node's agent brings on what was saved."""
+        """Do nothing: the node's agent writes the saved states to storage."""

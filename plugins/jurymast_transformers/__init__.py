@@ -16,8 +16,8 @@ __all__ = ["train"]
 
 
 def train(trainer: Trainer, **options: Any) -> Any:
-    """What `trainer.train()` returns, from the newest checkpoint on; `options` are the Checkpointer's. Saves
-    after those steps for which it is time; what the Trainer saves itself it saves besides. Raises
+    """Run `trainer.train()` from the newest checkpoint, and return what it returns; `options` are the
+    Checkpointer's. Saves after a step whenever a save is due; the Trainer's own saves continue. Raises
     CheckpointError for a transformers older than 5."""
     from jurymast_transformers.trainer import train_on
 

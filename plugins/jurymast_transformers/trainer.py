@@ -1,7 +1,7 @@
-"""A Trainer that resumes from what is restored in place, where it would resume from files.
+"""A Trainer that resumes from a state restored in place, where it would otherwise resume from files.
 
-The Trainer reads where it is before it has an optimizer; here it makes its model and its optimizer ready
-first. The rest of resuming, like passing over batches that were seen, is its own.
+The Trainer reads its progress before it has an optimizer; here its model and optimizer are made ready first.
+It does the rest of resuming itself, such as skipping batches that it has already seen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train_on(trainer: Trainer, options: Mapping[str, Any]) -> Any:
     trainer.__class__ = type(kind.__name__, (_Resuming, kind), {"__module__": kind.__module__})
     trainer.jurymast_options = options
     try:
-        with tempfile.TemporaryDirectory() as folder:  # what it reads at once, of any checkpoint
+        with tempfile.TemporaryDirectory() as folder:  # the part of a checkpoint that it reads at once
             TrainerState().save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
             return trainer.train(resume_from_checkpoint=folder)
     finally:
@@ -38,7 +38,7 @@ def train_on(trainer: Trainer, options: Mapping[str, Any]) -> Any:
 
 
 class _Resuming(Trainer):
-    """Comes before the Trainer's own class, which may be somebody's."""
+    """Overrides methods of the Trainer's own class, which may be a user's."""
 
     state: TrainerState
     jurymast_options: Mapping[str, Any]
@@ -76,14 +76,14 @@ class _Resuming(Trainer):
         return self._jurymast_ready
 
     def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:
-        """It was restored in place."""
+        """Do nothing: the model was restored in place."""
 
     def _load_rng_state(self, folder: str) -> None:
         self._jurymast_random.apply()
 
 
 class _Progress:
-    """The Trainer's own state: how far it is, its log, its best metric."""
+    """The Trainer's own state: its progress, its log, its best metric."""
 
     state: TrainerState
 
