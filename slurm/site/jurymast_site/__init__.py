@@ -1,5 +1,5 @@
-"""What a site installs beside Slurm: the health check that drains nodes, and the sweep after jobs.
+"""Programs that a site installs in Slurm: the health check that drains nodes, and the sweep after jobs.
 
-Runs as root on every node, so it uses nothing but Python's own library, starts programs without a shell,
-and believes nothing that a user wrote. Needs Python 3.9.
+They run as root on every node, so they use only Python's own library, start programs without a shell, and
+trust nothing that a user wrote. They need Python 3.9.
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 DEFAULT = Path("/etc/jurymast/site.ini")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# Only keys that are here are understood; a mistyped one is an error, not a default.
+# Any other key is an error: a mistyped one must not mean the default.
 _KEYS = {
     "health": ("command", "limit_s"),
     "verdicts": ("spool", "max_age_s"),
@@ -23,13 +23,14 @@ _KEYS = {
 
 
 class ConfigError(Exception):
-    """The file cannot be used; the message is one line that names it."""
+    """The file cannot be used. The message is one line that names the file."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """`health_limit_s` and `max_age_s` are seconds. `log` is "" for syslog alone. `slurm_bin` and
-    `slurm_conf` say where Slurm is if not in its usual places: slurmd does not tell what it starts."""
+    """The settings. `health_limit_s` and `max_age_s` are in seconds. `log` is "" for syslog alone.
+    `slurm_bin` and `slurm_conf` say where Slurm is, if not in its usual places: slurmd does not pass that
+    on."""
 
     health_command: tuple[str, ...] = ("/opt/jurymast/bin/python", "-I", "-m", "jurymast.health.once")
     health_limit_s: float = 30.0
@@ -51,7 +52,7 @@ class Config:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For Slurm's commands, munge's and the probes."""
+        """The environment for Slurm's commands, munge's and the probes."""
         environment = dict(os.environ)
         environment["PATH"] = ":".join(filter(None, (self.slurm_bin, SYSTEM_PATH)))
         if self.slurm_conf:
@@ -60,7 +61,7 @@ class Config:
 
 
 def load(path: Path) -> Config:
-    """The settings in `path`; all defaults when there is no file. Raises ConfigError."""
+    """Read the settings in `path`; without a file, all are the defaults. Raises ConfigError."""
     parser = configparser.ConfigParser(interpolation=None)
     try:
         with open(path, encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""Slurm's HealthCheckProgram: looks at this node as root, reads verdicts, drains the node or lets it back.
+"""Slurm's HealthCheckProgram: checks this node as root, reads verdicts, drains the node or resumes it.
 
-A verdict only makes root look at it: the node is drained when root's own probes find something bad of the
-same kind. So nobody can drain a node by lying about it, not even a node of one's own job.
+A verdict only makes root look: the node is drained if root's own probes find something bad of the same kind.
+So nobody can drain a node by a false verdict, not even a node of their own job.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ from jurymast_site.system import (
 from jurymast_site.verdicts import Here, Refused, Verdict
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# Storage that nodes share, the application and what other nodes' trouble brings are never this node's fault.
+# The kinds of findings that are this node's fault. Shared storage, the application and trouble that comes
+# from other nodes never are.
 KINDS = ("hardware", "network", "host")
 HOUR_S = 3600.0
-# The probes end with the Nagios code of what they found.
+# The probes' exit code is the Nagios code of what they found.
 HEALTH_CODES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Look:
-    """What root's own probes said: `bad` findings that speak against this node, and whether all was well."""
+    """The result of root's own probes: the `bad` findings that are this node's fault, and whether all was
+    well."""
 
     bad: tuple[Mapping[str, Any], ...]
     all_well: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0; 1 when nothing could be looked at. Slurm only logs it."""
+    """Return exit code 0, or 1 if nothing could be checked. Slurm only logs it."""
     parser = argparse.ArgumentParser(description="jurymast's HealthCheckProgram; runs as root on a node")
     parser.add_argument("--config", type=Path, default=DEFAULT, help=f"default: {DEFAULT}")
     path: Path = parser.parse_args(arguments).config
@@ -61,13 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         os.environ.update(config.environment)
-        os.chdir("/")  # Python's -m imports from where it is started, and that must be nobody's directory
+        os.chdir("/")  # Python's -m imports from its directory, which must be root's
         state = state_directory(config.state)
         lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         HealthCheck(config, state, log).run()
     except BlockingIOError:
-        return 0  # the last one is still at it
+        return 0  # the last check is still running
     except (Failed, OSError) as error:
         log.say(f"failed: {error}")
         return 1
@@ -75,22 +77,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class HealthCheck:
-    """One round."""
+    """One run of the health check."""
 
     def __init__(self, config: Config, state: Path, log: Log) -> None:
         self._config = config
         self._state = state
-        self._unseen = state / "unseen.json"  # a drain of ours, until the others that are out were looked at
+        self._unseen = state / "unseen.json"  # a drain of ours, until the drained nodes were counted again
         self._log = log
         self._now = time.time()
         self._node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
         self._boot_id = BOOT_ID.read_text().strip()
 
     def run(self) -> None:
-        """Raises Failed and OSError."""
+        """Check the node, and drain or resume it. Raises Failed and OSError."""
         self._look_again()
         jobs = self._jobs_lately()
-        # Of what a verdict that comes later speaks of, this look need not know yet.
+        # Listed before the probes run: they could not confirm a verdict that comes later.
         names = verdicts.waiting(self._config.spool, self._node)
         look = self._look()
         reason = self._reason_by_verdict(look, jobs, names)
@@ -100,10 +102,10 @@ class HealthCheck:
             self._drain(reason)
         elif look is not None and look.all_well and self._config.resume:
             self._let_back()
-        verdicts.clean(self._config.spool, self._now)  # last: nobody can delay the rest by what they leave
+        verdicts.clean(self._config.spool, self._now)  # last: users' files must not delay the rest
 
     def _look(self) -> Look | None:
-        """Root's own probes; None when they could not be run, and then they confirm nothing."""
+        """Run root's own probes; None if they could not be run, so that they confirm nothing."""
         config = self._config
         try:
             require_roots(Path(config.health_command[0]))
@@ -117,7 +119,8 @@ class HealthCheck:
         return look
 
     def _jobs_lately(self) -> dict[str, int]:
-        """{job id: uid}: a run may give its sick node back before this is called again."""
+        """{job id: uid} of current and recent jobs: a run may give its bad node back before the next
+        check."""
         path = self._state / "jobs.json"
         seen = {
             job: [uid, at]
@@ -129,9 +132,9 @@ class HealthCheck:
         return {job: uid for job, (uid, _) in seen.items()}
 
     def _reason_by_verdict(self, look: Look | None, jobs: Mapping[str, int], names: Sequence[str]) -> str:
-        """The reason to drain that verdicts lead to; "" for none. Every refusal is logged."""
+        """The reason to drain that follows from verdicts; "" if there is none. Every refusal is logged."""
         path = self._state / "nonces.json"
-        # Older ones cannot come back: they would be too old.
+        # A verdict with an older nonce would be refused for its age.
         kept = self._now - self._config.max_age_s - 3600.0
         nonces = {nonce: at for nonce, at in load_state(path).items() if at > kept}
         reason = ""
@@ -143,7 +146,7 @@ class HealthCheck:
                 here = Here(self._node, self._boot_id, self._now, self._config.max_age_s, jobs, nonces)
                 verdicts.check(verdict, here)
                 nonces[verdict.nonce] = self._now
-                save_state(path, nonces)  # before anything is done
+                save_state(path, nonces)  # before anything else is done
                 confirmed = confirming(look, verdict)
                 if not self._config.act_on_verdicts:
                     raise Refused(f"uid {verdict.uid}: this site does not act on verdicts")
@@ -160,7 +163,8 @@ class HealthCheck:
         return slurm.PREFIX + "".join(c for c in told if c.isalnum() or c in " []=_.:/-")
 
     def _drain(self, reason: str) -> None:
-        """Take this node out, unless somebody else did, or too many are out already. Raises Failed."""
+        """Drain this node, unless it is out of service already, or too many nodes are drained. Raises
+        Failed."""
         state, before = slurm.node_state(self._node)
         if slurm.is_foreign(state, before):
             self._log.say(f"not drained: it is {state} already, by somebody else: {before or 'no reason'}")
@@ -174,13 +178,14 @@ class HealthCheck:
         if self._config.dry_run:
             self._log.say(f"would drain (dry run): {reason}")
             return
-        save_state(self._unseen, {"drained for": reason})  # before it is, or a round that breaks off forgets
+        save_state(self._unseen, {"drained for": reason})  # before the drain: it must not be lost
         slurm.drain(self._node, reason)
         self._look_again()
 
     def _look_again(self) -> None:
-        """After a drain. Where one fault shows on many nodes they all drain at the same moment, and none has
-        seen the others out. In the next round, if Slurm does not answer in this one. Raises Failed."""
+        """Count the drained nodes again after a drain, and take it back if they are too many: if one fault
+        shows on many nodes, all drain at the same moment, and none has seen the others drained. If Slurm does
+        not answer, the next check does this. Raises Failed."""
         if not load_state(self._unseen):
             return
         state, reason = slurm.node_state(self._node)
@@ -194,8 +199,8 @@ class HealthCheck:
         save_state(self._unseen, {})
 
     def _beyond_limits(self) -> str:
-        """Why this node may not be out beside those that are out for our reasons; "" when it may. Many bad
-        nodes at once have one cause outside of them more often than not. Raises Failed."""
+        """Why this node must not be drained in addition to those already drained by us; "" if it may. Many
+        bad nodes at once usually have one cause outside of them. Raises Failed."""
         ours, nodes = slurm.drained_by_us()
         others = [reason for name, reason in ours.items() if name != self._node]
         most = max(1, int(self._config.max_fraction * nodes))
@@ -207,7 +212,7 @@ class HealthCheck:
         return ""
 
     def _let_back(self) -> None:
-        """Back into service if we took it out, in an earlier boot. Raises Failed."""
+        """Resume the node if we drained it in an earlier boot. Raises Failed."""
         state, reason = slurm.node_state(self._node)
         ours = reason.startswith(slurm.PREFIX) and "boot=" in reason
         if not state.startswith("drain") or not ours or f"boot={self._boot_id}" in reason:
@@ -220,7 +225,7 @@ class HealthCheck:
 
 
 def parsed(told: str) -> Look:
-    """As `jurymast health --json` prints it: {"findings": [...]}. Raises ValueError."""
+    """Parse what `jurymast health --json` prints: {"findings": [...]}. Raises ValueError."""
     try:
         content = json.loads(told)
     except RecursionError:
@@ -234,13 +239,13 @@ def parsed(told: str) -> Look:
         words = {key: str(finding.get(key, "")) for key in ("verdict", "kind", "code", "device", "message")}
         if words["verdict"] == "bad" and words["kind"] in KINDS:
             against.append(words)
-    # Not "unknown": where nothing could be seen, nothing is well.
+    # "unknown" is not well: nothing could be seen.
     return Look(tuple(against), content.get("verdict") == "ok")
 
 
 def confirming(look: Look | None, verdict: Verdict) -> Mapping[str, Any]:
-    """Root's own finding that bears the verdict out: the same sign, or another one of the same part (which is
-    numbered otherwise inside a job that has some only). Raises Refused when there is none."""
+    """Return root's own finding that confirms the verdict: the same sign, or another one of the same part
+    (whose number differs in a job that has only some parts). Raises Refused if there is none."""
     for finding in look.bad if look is not None else ():
         same_part = verdict.device != "" and finding["device"] == verdict.device
         if finding["kind"] == verdict.kind and (finding["code"] == verdict.code or same_part):

@@ -1,4 +1,4 @@
-"""What the health check asks of Slurm and tells it: this node's state and reason, and whose jobs are here."""
+"""The health check's requests to Slurm: this node's state and reason, its jobs, and drain and resume."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from jurymast_site.system import Failed, run
 
 PREFIX = "jurymast: "
-STAMP = "%Y-%m-%dT%H:%M:%SZ"  # of a reason's ts=, UTC
-# Of sinfo's states: the node takes no job because somebody said so.
+STAMP = "%Y-%m-%dT%H:%M:%SZ"  # of a reason's ts=, in UTC
+# The beginnings of sinfo's states for a node that takes no jobs because it was taken out of service.
 OUT = ("drain", "down", "fail", "maint", "error", "power", "reboot")
 
 
 def node_state(node: str) -> tuple[str, str]:
-    """(sinfo's word for the node's state, the reason for it or ""). Raises Failed."""
+    """Return (sinfo's state of the node, its reason or ""). Raises Failed."""
     told = run(["sinfo", "--noheader", "--all", "--Node", f"--nodes={node}", "--format=%T|%E"])
     lines = told.splitlines()
     if not lines:
@@ -28,19 +28,19 @@ def is_out(state: str) -> bool:
 
 
 def is_foreign(state: str, reason: str) -> bool:
-    """Whether somebody else took the node out of service."""
+    """Whether the node was taken out of service by somebody else."""
     return is_out(state) and not reason.startswith(PREFIX)
 
 
 def jobs_on(node: str) -> dict[str, int]:
-    """{job id: its owner's uid} of all jobs that have this node, those that are ending too. Raises Failed."""
+    """Return {job id: owner's uid} of all jobs that have this node, including ending ones. Raises Failed."""
     told = run(["squeue", "--noheader", "--all", f"--nodelist={node}", "--format=%A|%U"])
     rows = (line.strip().split("|") for line in told.splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
 def drained_by_us() -> tuple[dict[str, str], int]:
-    """({node out of service for a reason of ours: that reason}, how many nodes there are). Raises Failed."""
+    """Return ({node that we drained: its reason}, number of nodes in Slurm). Raises Failed."""
     told = run(["sinfo", "--noheader", "--all", "--Node", "--format=%N|%T|%E"])
     nodes = set()
     ours = {}
@@ -53,7 +53,7 @@ def drained_by_us() -> tuple[dict[str, str], int]:
 
 
 def drained_at(reason: str) -> float:
-    """When a node was drained for this reason of ours, in seconds since the epoch; 0.0: it does not say."""
+    """When a node was drained for this reason, in seconds since the epoch; 0.0 if the reason does not say."""
     stamp = next((word[3:] for word in reason.split() if word.startswith("ts=")), "")
     try:
         return float(calendar.timegm(time.strptime(stamp, STAMP)))
@@ -62,14 +62,14 @@ def drained_at(reason: str) -> float:
 
 
 def drain(node: str, reason: str) -> None:
-    """Raises Failed."""
+    """Drain the node. Raises Failed."""
     run(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
 
 
 def resume(node: str) -> None:
-    """Raises Failed."""
+    """Return the node to service. Raises Failed."""
     run(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
     state, reason = node_state(node)
     if reason.startswith(PREFIX) and not is_out(state):
-        # Newer Slurm keeps the reason (24.11 does), and takes no empty one.
+        # Newer Slurm (24.11) keeps the reason, and accepts no empty one.
         run(["scontrol", "update", f"NodeName={node}", f"Reason={PREFIX}back in service"])

@@ -1,8 +1,8 @@
-"""For Prolog and Epilog: what users without a job left on this node, reported or removed.
+"""For Prolog and Epilog: reports or removes what users without a job left on this node.
 
-Calls no Slurm command (a Prolog must not): who has a job here is read off the processes that slurmstepd
-holds. A user with a job is left alone entirely, as is everybody below `min_uid`, and everybody in a login
-session of their own. Always ends with 0: a failing Prolog drains the node, a failing Epilog too.
+Calls no Slurm command, which a Prolog must not do: the processes below slurmstepd show who has a job here.
+Leaves alone every user with a job, with a uid below `min_uid`, or in a login session. Always exits with 0,
+because a failing Prolog or Epilog drains the node.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jurymast_site.system import Failed, Log, require_own_tree
 
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
-# A Prolog holds a job up: by then the rest is left for the next sweep, and after so many entries as well.
+# A job waits for its Prolog: what is left after these limits is left for the next sweep.
 LIMIT_S = 5.0
 ENTRIES_MAX = 100_000
-# Processes and files younger than this may belong to a job that starts at this moment.
+# Processes and files younger than this may belong to a job that is just starting.
 YOUNG_S = 60.0
 KILL_AFTER_S = 2.0
 POLL_S = 0.05
@@ -37,7 +37,8 @@ _GPU_DEVICE = re.compile(r"/dev/(?:nvidia\d+|kfd|dri/renderD\d+)$")
 
 @dataclass(frozen=True)
 class Process:
-    """`started` is in clock ticks since boot: with the pid it names this process and no later one."""
+    """A process. `started`, in clock ticks since boot, distinguishes it from a later one with the same
+    pid."""
 
     pid: int
     uid: int
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sweep(config: Config, log: Log) -> None:
-    """Report, and remove what the site said to remove."""
+    """Report what is left, and remove what the site's settings say."""
     job_uid = os.environ.get("SLURM_JOB_UID", "")
     end_s = time.monotonic() + LIMIT_S
     found = list(processes())
@@ -83,7 +84,7 @@ def sweep(config: Config, log: Log) -> None:
 
 
 def _report_strays(strays: Sequence[Process], log: Log, end_s: float) -> None:
-    """A line a user: anybody can leave thousands."""
+    """Log one line per user: anybody can leave thousands of processes."""
     for uid in sorted({process.uid for process in strays}):
         theirs = [process for process in strays if process.uid == uid]
         held: set[str] = set()
@@ -97,7 +98,7 @@ def _report_strays(strays: Sequence[Process], log: Log, end_s: float) -> None:
 
 
 def _sweep_files(stale: Iterable[tuple[Path, int, int]], log: Log, *, remove: bool, end_s: float) -> None:
-    """A line a user, and no longer than until `end_s`: anybody can leave a million of them."""
+    """Log one line per user, and stop at `end_s`: anybody can leave a million files."""
     found: dict[int, list[int]] = {}
     for number, (entry, uid, size) in enumerate(stale):
         if number >= ENTRIES_MAX or time.monotonic() > end_s:
@@ -116,7 +117,7 @@ def _is_epilog() -> bool:
 
 
 def processes() -> Iterator[Process]:
-    """Everything that runs here."""
+    """Yield all processes on this node."""
     ticks = os.sysconf("SC_CLK_TCK")
     uptime_s = float((PROC / "uptime").read_text().split()[0])
     for entry in PROC.iterdir():
@@ -132,16 +133,16 @@ def processes() -> Iterator[Process]:
                 age_s=uptime_s - started / ticks,
             )  # fmt: skip
         except (OSError, IndexError, ValueError):
-            continue  # it has ended
+            continue  # it has ended in the meantime
 
 
 def users_with_jobs(found: Iterable[Process]) -> set[int]:
-    """Users of whom a process descends from a slurmstepd, or lies in a cgroup of Slurm's."""
+    """The users with a process that descends from a slurmstepd, or is in one of Slurm's cgroups."""
     by_pid = {process.pid: process for process in found}
     users = set()
     for process in by_pid.values():
         above: Process | None = process
-        # Anybody may call a process of theirs so; Slurm's runs as root.
+        # Any user's process may have this name; Slurm's runs as root.
         while above is not None and not (above.uid == 0 and above.name.startswith("slurmstepd")):
             above = by_pid.get(above.parent) if above.parent != above.pid else None
         if above is not None or _OF_SLURM.search(process.cgroup):
@@ -150,7 +151,7 @@ def users_with_jobs(found: Iterable[Process]) -> set[int]:
 
 
 def orphans(found: Iterable[Process], busy: set[int], min_uid: int) -> Iterator[Process]:
-    """Processes of users who have no job here and did not log in."""
+    """Yield processes of users who have no job here and did not log in."""
     for process in found:
         logged_in = _OF_LOGIN.search(process.cgroup)
         if process.uid >= min_uid and process.uid not in busy and process.age_s >= YOUNG_S and not logged_in:
@@ -158,7 +159,7 @@ def orphans(found: Iterable[Process], busy: set[int], min_uid: int) -> Iterator[
 
 
 def gpus_held(pid: int) -> set[str]:
-    """GPU devices that the process has open: its memory there stays taken."""
+    """The GPU devices that the process has open, whose memory it may still hold."""
     held = set()
     try:
         for descriptor in (PROC / str(pid) / "fd").iterdir():
@@ -166,12 +167,12 @@ def gpus_held(pid: int) -> set[str]:
             if _GPU_DEVICE.match(target):
                 held.add(target)
     except OSError:
-        pass  # it has ended
+        pass  # it has ended in the meantime
     return held
 
 
 def end(strays: Sequence[Process]) -> list[Process]:
-    """SIGTERM, then SIGKILL; returns those that are still there (stuck in the kernel)."""
+    """Send SIGTERM, then SIGKILL; returns the processes that are left, blocked in the kernel."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in strays:
             _signal(process, number)
@@ -183,7 +184,7 @@ def end(strays: Sequence[Process]) -> list[Process]:
 
 
 def _signal(process: Process, number: signal.Signals) -> None:
-    """By a descriptor of the process, so that a later one with its pid is never hit."""
+    """Signal through a descriptor of the process, so that a later one with the same pid is never hit."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:
@@ -206,7 +207,7 @@ def _alive(process: Process) -> bool:
 
 
 def stale_files(directory: Path, alive: set[int], min_uid: int) -> Iterator[tuple[Path, int, int]]:
-    """(path, owner's uid, bytes) of files whose owner has no process and no job here."""
+    """Yield (path, owner's uid, bytes) of files whose owner has no process and no job here."""
     young = time.time() - YOUNG_S
     with os.scandir(directory) as entries:  # one by one: there may be very many
         for entry in entries:
@@ -220,7 +221,7 @@ def stale_files(directory: Path, alive: set[int], min_uid: int) -> Iterator[tupl
 
 
 def _unlink(path: Path, uid: int) -> None:
-    """The directory is sticky, so the name is still this user's unless they have replaced it themselves."""
+    """Remove the file. The directory is sticky, so only the user could have replaced it in the meantime."""
     try:
         if path.lstat().st_uid == uid:
             path.unlink()

@@ -1,4 +1,4 @@
-"""What the site's programs share: the log, running a program within a time limit, root's own files."""
+"""What the site's programs share: the log, running a program with a time limit, and root's own files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMAND_LIMIT_S = 10.0
 
 
 class Failed(Exception):
-    """A program could not be run, or refused; one line."""
+    """A program could not be run, or failed; the message is one line."""
 
 
 def run(
@@ -26,7 +26,8 @@ def run(
     given: bytes = b"",
     codes: Sequence[int] = (0,),
 ) -> str:
-    """Standard output of a program whose exit code is one of `codes` (empty: any). Raises Failed."""
+    """Return the standard output of a program whose exit code is one of `codes` (empty: any). Raises
+    Failed."""
     try:
         done = subprocess.run(list(command), input=given, capture_output=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
@@ -43,8 +44,7 @@ OURS = Path(__file__).resolve().parents[1]
 
 
 def require_roots(program: Path) -> None:
-    """Raises Failed unless only root can change the program, or put another into the place of it or of a
-    directory above it."""
+    """Raise Failed unless only root can change the program, or replace it or a directory above it."""
     try:
         for path in (program.resolve(strict=True), *program.resolve().parents):
             _require_roots(path)
@@ -53,7 +53,7 @@ def require_roots(program: Path) -> None:
 
 
 def require_own_tree() -> None:
-    """Raises Failed unless only root can change what runs here."""
+    """Raise Failed unless only root can change the programs that run here."""
     try:
         for path in (OURS, *OURS.rglob("*")):
             _require_roots(path)
@@ -62,7 +62,7 @@ def require_own_tree() -> None:
 
 
 def _require_roots(path: Path) -> None:
-    """Raises Failed, OSError. A sticky directory's entries only their owners replace."""
+    """Raises Failed, OSError. In a sticky directory, entries can be replaced only by their owners."""
     status = path.lstat()
     sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     open_to_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode)
@@ -73,7 +73,7 @@ def _require_roots(path: Path) -> None:
 
 
 class Log:
-    """Lines for syslog, and for the site's own file if it wants one. What users wrote comes in as text."""
+    """Writes lines to syslog, and to the site's own file if there is one. Users' texts are made harmless."""
 
     def __init__(self, program: str, path: str) -> None:
         self._program = program
@@ -81,7 +81,7 @@ class Log:
         syslog.openlog(program, syslog.LOG_PID, syslog.LOG_DAEMON)
 
     def alert(self, text: str) -> None:
-        """What somebody should look at: many sites page people for syslog's priority `alert`."""
+        """Log what needs attention: many sites page people for syslog's priority `alert`."""
         self.say(f"ALERT: {text}", syslog.LOG_ALERT)
 
     def say(self, text: str, priority: int = syslog.LOG_NOTICE) -> None:
@@ -99,12 +99,12 @@ class Log:
 
 
 def clean(text: str) -> str:
-    """On one line and printable, whatever somebody put into it."""
+    """The text on one line, printable and cut short, whatever a user wrote."""
     return "".join(c if c.isprintable() else "?" for c in text)[:600]
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """One of root's own JSON files; empty when it is missing or damaged."""
+    """Read one of root's own JSON files; empty if it is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -113,7 +113,7 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def save_state(path: Path, content: Mapping[str, Any]) -> None:
-    """Raises OSError: what must not be forgotten could not be written."""
+    """Write one of root's own JSON files, durably. Raises OSError."""
     partial = path.with_suffix(".partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -124,7 +124,7 @@ def save_state(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def state_directory(path: Path) -> Path:
-    """Root's own, closed to others; made when it is missing. Raises Failed."""
+    """Return root's own directory, closed to others; makes it if it is missing. Raises Failed."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()

@@ -1,4 +1,4 @@
-"""Reads verdicts that users left in the spool, and refuses those that prove nothing."""
+"""Reads the verdicts that users left in the spool, and refuses those that prove nothing."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from typing import Any
 from jurymast_site.system import Failed, run
 
 SIZE_MAX = 16_384
-# For all of them in one look. What is left waits for the next one, and root's own findings for none of it.
+# For all verdicts of one check. The rest waits for the next check; root's own findings do not wait.
 READ_LIMIT_S = 10.0
-# Of one user's in one look; what they heap up beyond that is removed unread, and costs nobody else's.
+# Verdicts of one user in one check. Further ones are removed unread, and delay nobody else's.
 READ_MAX = 32
-NOBODY = -1  # whose it is that cannot be a verdict: links may be to other users' files
+NOBODY = -1  # owner of what cannot be a verdict: links may be to other users' files
 SPOOL_MODE = 0o1733
-# Files of nodes that never looked at them.
+# Files for nodes that never read them are removed after this time, in seconds.
 ABANDONED_S = 7 * 86_400.0
-# Of one user's in the spool at a time; nobody has so many sick nodes.
+# Files of one user in the spool; nobody has so many bad nodes.
 HEAP_MAX = 1000
 CLEAN_LIMIT_S = 10.0
 _METADATA_KEYS = "STATUS,ENCODE_TIME,TTL,UID"
-# Of the numbers that unmunge calls a credential's status.
+# Texts for the numbers of unmunge's STATUS.
 _MUNGE_WORDS = {
     "15": "it has expired",
     "16": "it comes from the future: clocks differ",
@@ -40,12 +40,12 @@ _NONCE = re.compile(r"[0-9a-f]{32}")
 
 
 class Refused(Exception):
-    """Why a verdict counts for nothing; one line."""
+    """Why a verdict does not count, in one line."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`uid` and `sealed_at` (seconds since the epoch) are munge's word; all else is the user's."""
+    """A verdict. `uid` and `sealed_at` (seconds since the epoch) come from munge, the rest from the user."""
 
     uid: int
     sealed_at: float
@@ -61,7 +61,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Here:
-    """What root knows itself. `jobs`: {job id: uid} of those that have or lately had this node."""
+    """What root knows itself. `jobs`: {job id: uid} of the jobs that have or recently had this node."""
 
     node: str
     boot_id: str
@@ -72,8 +72,8 @@ class Here:
 
 
 def waiting(spool: Path, node: str) -> list[str]:
-    """The names of verdicts that are there for this node, in no order that anybody could use to be the first
-    each time. Raises Failed."""
+    """Return the names of the verdicts for this node, in random order, so that no user can always be the
+    first. Raises Failed."""
     descriptor = _open_spool(spool)
     try:
         with os.scandir(descriptor) as entries:
@@ -85,7 +85,7 @@ def waiting(spool: Path, node: str) -> list[str]:
 
 
 def taken(spool: Path, names: Iterable[str]) -> Iterator[bytes | Refused]:
-    """Each of these verdicts, or why it cannot be read; it is removed first. Raises Failed."""
+    """Remove these verdicts; yields each one's content, or why it cannot be read. Raises Failed."""
     descriptor = _open_spool(spool)
     end_s = time.monotonic() + READ_LIMIT_S
     try:
@@ -99,7 +99,7 @@ def taken(spool: Path, names: Iterable[str]) -> Iterator[bytes | Refused]:
                 found = _read(name, descriptor) if read[owner] < READ_MAX else b""
             except Refused as refusal:
                 found = refusal
-            # What cannot be removed, a directory that somebody filled, must not fill the log at every look.
+            # A directory with files in it cannot be removed, and must not fill the log at every check.
             if _remove(name, descriptor) and read[owner] < READ_MAX:
                 read[owner] += 1
                 yield found
@@ -108,8 +108,8 @@ def taken(spool: Path, names: Iterable[str]) -> Iterator[bytes | Refused]:
 
 
 def clean(spool: Path, now: float) -> None:
-    """Remove what no node takes away, and what somebody heaps up; the rest next time, if it takes too long.
-    By the time of the last change to the file itself: users cannot set that one. Raises Failed."""
+    """Remove verdicts that no node reads, and those beyond a user's limit; what takes too long is left for
+    the next check. The age is that of the last change to the inode, which users cannot set. Raises Failed."""
     descriptor = _open_spool(spool)
     end_s = time.monotonic() + CLEAN_LIMIT_S
     seen: Counter[int] = Counter()
@@ -131,7 +131,7 @@ def clean(spool: Path, now: float) -> None:
 
 
 def _open_spool(spool: Path) -> int:
-    """Raises Failed unless it is root's own and nobody can list it or replace another's file."""
+    """Raise Failed unless the spool is root's own, and nobody can list it or replace another user's file."""
     try:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(spool, flags)
@@ -145,7 +145,7 @@ def _open_spool(spool: Path) -> int:
 
 
 def _owner(name: str, directory: int) -> int:
-    """Uid of the user who left an ordinary file; `NOBODY` for all else."""
+    """The uid of the owner of an ordinary file; `NOBODY` for anything else."""
     try:
         status = os.stat(name, dir_fd=directory, follow_symlinks=False)
     except OSError:
@@ -154,9 +154,9 @@ def _owner(name: str, directory: int) -> int:
 
 
 def _read(name: str, directory: int) -> bytes:
-    """A file's content, if it is an ordinary small one with one name. Raises Refused."""
+    """The content of a small ordinary file with one name. Raises Refused."""
     try:
-        # O_NONBLOCK: opening a pipe must not wait for somebody at its other end.
+        # O_NONBLOCK: opening a pipe must not wait for a process at its other end.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(name, flags, dir_fd=directory)
     except OSError as error:
@@ -173,7 +173,7 @@ def _read(name: str, directory: int) -> bytes:
 
 
 def _remove(name: str, directory: int) -> bool:
-    """False when it is still there, or was gone already."""
+    """Remove an entry; False if it is still there, or was already gone."""
     try:
         os.unlink(name, dir_fd=directory)
         return True
@@ -189,7 +189,8 @@ def _remove(name: str, directory: int) -> bool:
 
 
 def decoded(content: bytes) -> Verdict:
-    """Ask munge who sealed it, and when. Raises Refused: forged, expired, replayed, or no verdict at all."""
+    """Ask munge who sealed the verdict, and when. Raises Refused if it is forged, expired, replayed, or not a
+    verdict."""
     try:
         told = run(["unmunge", "--numeric", f"--keys={_METADATA_KEYS}"], given=content, codes=())
     except Failed as error:
@@ -210,7 +211,8 @@ def decoded(content: bytes) -> Verdict:
 
 
 def check(verdict: Verdict, here: Here) -> None:
-    """Raises Refused unless it is this boot's, fresh, new, and from somebody whose job has this node."""
+    """Raise Refused unless the verdict is of this boot, recent, new, and from a user whose job has this
+    node."""
     who = f"uid {verdict.uid}"
     if verdict.node != here.node:
         raise Refused(f"{who}: it speaks of node {verdict.node}")
