@@ -73,7 +73,8 @@ def errors(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
         if gpu.deferred.setdefault(block, Gains(HOUR_S)).add(now, counts.get("de")):
             # Memory marked as poisoned but not used yet: a process that reads it is killed, and the page is
             # retired.
-            yield f"{code}-deferred", Verdict.UNKNOWN, f"{name} errors that kill who reads that memory"
+            what = f"deferred {name} errors: reading that memory kills a process"
+            yield f"{code}-deferred", Verdict.UNKNOWN, what
 
 
 def bad_pages(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
@@ -99,10 +100,10 @@ def temperature(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
         hot = gpu.held(label, value >= critical, now, limit_s)
         said = f"{label} at {value / 1000:.0f} C"
         if emergency and value >= emergency:
-            what = f"{said}, switches itself off at {emergency / 1000:.0f} C"
+            what = f"{said}, the GPU switches off at {emergency / 1000:.0f} C"
             yield "gpu-overheated", Verdict.BAD, what
         elif hot:
-            what = f"{said}, throttles at {critical / 1000:.0f} C"
+            what = f"{said}, the GPU throttles at {critical / 1000:.0f} C"
             yield "gpu-hot", Verdict.SUSPECT, what
 
 
@@ -122,7 +123,7 @@ def pcie(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
             lower = gpu.held("pcie", lower and busy, now, threshold(context, "amd-held-s"))
         if lower:
             said = f"PCIe {what} {min(current):g}{unit} of {min(able):g}{unit}"
-            yield code, Verdict.SUSPECT, f"{said}: data come slower than to the others"
+            yield code, Verdict.SUSPECT, f"{said}: transfers are slower than on a full link"
 
 
 def _link(device: Path, name: str) -> float:
@@ -138,7 +139,7 @@ def reset(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
         gpu.answered = True
     except OSError as error:
         if gpu.answered and error.errno in (errno.EPERM, errno.EACCES, errno.EBUSY):
-            yield "gpu-reset", Verdict.SUSPECT, "is being reset; its ranks lose what they had on it"
+            yield "gpu-reset", Verdict.SUSPECT, "is being reset; its ranks lose their data on it"
 
 
 CHECKS: tuple[Check, ...] = (errors, bad_pages, temperature, pcie, reset)
@@ -165,7 +166,7 @@ class AmdProbe:
         found = [*self._count(now)]
         for gpu in self.gpus:
             if not gpu.device.exists():
-                found.append(self._finding(gpu.name, "gpu-lost", Verdict.BAD, "is no longer there", now))
+                found.append(self._finding(gpu.name, "gpu-lost", Verdict.BAD, "is no longer present", now))
                 continue
             for check in CHECKS:
                 for code, verdict, what in check(gpu, self._context, now):
@@ -179,7 +180,7 @@ class AmdProbe:
         asked = len([part for part in self._visible.split(",") if part.strip()])
         wanted = self._context.gpus if self._context.gpus is not None else asked
         if len(self.gpus) < wanted:
-            what = f"{wanted} GPUs were granted, {len(self.gpus)} are there"
+            what = f"{wanted} GPUs were granted, {len(self.gpus)} are present"
             yield self._finding("", "gpu-missing", Verdict.BAD, what, now)
 
     def _finding(self, device: str, code: str, verdict: Verdict, what: str, at: float) -> Finding:

@@ -127,7 +127,7 @@ class HostProbe:
         load = float(said.split()[2])
         if load / cores >= (limit := self._limit("load-per-core")):
             yield _finding(
-                "load-high", HOST, f"15-minute load {load:.0f} on {cores} cores (limit {limit:g} a core)"
+                "load-high", HOST, f"15-minute load {load:.0f} on {cores} cores (limit {limit:g} per core)"
             )
 
     def _oom(self, now: float) -> Iterator[Finding]:
@@ -139,7 +139,7 @@ class HostProbe:
         if before is not None and kills > before:
             yield _finding(
                 "oom-kill", APPLICATION, at=now, once=True,
-                message=f"the kernel killed {kills - before} of the job's processes, out of the job's memory",
+                message=f"the job's memory was used up: the kernel killed {kills - before} of its processes",
             )  # fmt: skip
 
     def _memory_error(self) -> Iterator[Finding]:
@@ -172,8 +172,8 @@ class HostProbe:
         return _finding(
             "process-stuck", STORAGE if on_storage else HOST, device=f"pid {pid}",
             verdict=Verdict.SUSPECT if where and not on_storage else Verdict.UNKNOWN,
-            message=f"{name} (pid {pid}) stands still in the kernel for {seconds:.0f} s"
-            + (f", in {where}" if where else "; where, only root can see"),
+            message=f"{name} (pid {pid}) has been blocked in the kernel for {seconds:.0f} s"
+            + (f", in {where}" if where else "; only root can see where"),
         )  # fmt: skip
 
 

@@ -38,26 +38,28 @@ class Counter:
 # File below a port's counters/ -> how it is judged. IBTA volume 1, PortCounters, explains the counters.
 COUNTERS = {
     "link_downed": Counter(
-        "flapping", "ib-link-flaps", 3600.0, "times down: a cable, a module or its other end"
+        "flapping", "ib-link-flaps", 3600.0, "times down: check the cable, the module and the other end"
     ),
     "symbol_error": Counter(
         "symbol-errors",
         "ib-symbol-errors",
         3600.0,
-        "symbol errors: more than a bit error rate of 1e-12 gives",
+        "symbol errors: more than at a bit error rate of 1e-12",
     ),
     "link_error_recovery": Counter(
-        "retraining", "ib-link-recoveries", 60.0, "times trained anew: it barely holds"
+        "retraining", "ib-link-recoveries", 60.0, "retrainings: the link is unstable"
     ),
     "local_link_integrity_errors": Counter(
         "integrity-errors",
         "ib-integrity-errors",
         3600.0,
-        "bursts of errors beyond what the hardware corrects",
+        "bursts of errors that the hardware cannot correct",
     ),
-    "port_rcv_errors": Counter("receive-errors", "ib-receive-errors", 60.0, "packets received damaged"),
+    "port_rcv_errors": Counter("receive-errors", "ib-receive-errors", 60.0, "damaged packets received"),
     # Not below counters/: the network interface's, which counts up and down.
-    CARRIER: Counter("flapping", "ib-link-flaps", 3600.0, "times down: a cable, a module or its other end"),
+    CARRIER: Counter(
+        "flapping", "ib-link-flaps", 3600.0, "times down: check the cable, the module and the other end"
+    ),
 }
 
 
@@ -219,7 +221,7 @@ class InfinibandProbe:
             if 0 < reading.rate < watched.rate:
                 yield self._finding(
                     watched, "slow", Verdict.SUSPECT,
-                    f"runs at {reading.rate:g} Gb/s, had {watched.rate:g}: lanes or a speed step lost", now,
+                    f"runs at {reading.rate:g} Gb/s, down from {watched.rate:g}: it lost lanes or speed", now,
                 )  # fmt: skip
             watched.rate = max(watched.rate, reading.rate)
         for name, gains in watched.gains.items():
@@ -235,7 +237,7 @@ class InfinibandProbe:
         self, watched: Watched, reading: Reading, all_seen: Collection[Reading], now: float
     ) -> Iterator[Finding]:
         if not watched.ours:
-            what = f"is {reading.state} and was so when the job started: not used"
+            what = f"is {reading.state}, as it was when the job started: not used"
             yield self._finding(watched, "unused", Verdict.UNKNOWN, what, now)
             return
         watched.down_since = now if watched.down_since is None else watched.down_since
@@ -243,7 +245,7 @@ class InfinibandProbe:
         if now - watched.down_since < threshold(self._context, "ib-down-s"):
             return
         others = sorted(each.name for each in all_seen if each.up and each.kind == reading.kind)
-        rest = f"the ranks can use {', '.join(others)}" if others else "no other one is up"
+        rest = f"the ranks can use {', '.join(others)}" if others else "no other device of its kind is up"
         code = "device-gone" if reading.state == "gone" else "link-down"
         verdict = Verdict.SUSPECT if others else Verdict.BAD
         yield self._finding(watched, code, verdict, f"is {reading.state}; {rest}", watched.down_since)

@@ -38,7 +38,7 @@ def probe(context: Context) -> Probe | None:
 def _unseen(context: Context, why: str) -> Probe | None:
     if not context.gpus or AMD_DRIVER.exists():
         return None
-    message = f"{context.gpus} GPUs were granted here, but nothing can be seen of them: {why}"
+    message = f"{context.gpus} GPUs were granted here, but they cannot be checked: {why}"
     return _Unseen("gpus-unseen", Verdict.UNKNOWN, HOST, message)
 
 

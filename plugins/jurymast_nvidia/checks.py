@@ -79,7 +79,9 @@ def attempt(name: str, check: Check, watched: Watched, at: float) -> tuple[list[
 
 def events(watched: Watched, at: float) -> Iterator[Problem]:
     if watched.deaf:
-        yield Problem("gpu-events-unseen", Verdict.UNKNOWN, f"its Xids cannot be heard: {watched.deaf}")
+        yield Problem(
+            "gpu-events-unseen", Verdict.UNKNOWN, f"its Xid events cannot be received: {watched.deaf}"
+        )
 
 
 def recovery_action(watched: Watched, at: float) -> Iterator[Problem]:
@@ -102,7 +104,7 @@ def ecc_sram(watched: Watched, at: float) -> Iterator[Problem]:
     status = watched.gpu.ask_structure("nvmlDeviceGetSramEccErrorStatus", "c_nvmlEccSramErrorStatus_v1_t")
     if status.bThresholdExceeded:
         yield Problem(
-            "gpu-sram-threshold", Verdict.BAD, "more SRAM errors than its maker allows: to be replaced"
+            "gpu-sram-threshold", Verdict.BAD, "SRAM errors beyond the maker's limit: replace the GPU"
         )
     aggregate = status.aggregateUncParity + status.aggregateUncSecDed
     recent = status.volatileUncParity + status.volatileUncSecDed
@@ -124,19 +126,19 @@ def remapped_rows(watched: Watched, at: float) -> Iterator[Problem]:
     _, uncorrectable, pending, failed = watched.gpu.ask("nvmlDeviceGetRemappedRows")
     if failed:
         yield Problem(
-            "gpu-row-remap-failed", Verdict.BAD, "a row of memory cannot be remapped: to be replaced"
+            "gpu-row-remap-failed", Verdict.BAD, "a row of memory cannot be remapped: replace the GPU"
         )
     if pending:
         yield Problem(
             "gpu-row-remap-pending", Verdict.SUSPECT,
-            f"a row of memory waits for a reset to be remapped ({uncorrectable} for uncorrectable errors)",
+            f"the GPU needs a reset to remap a row of memory ({uncorrectable} for uncorrectable errors)",
         )  # fmt: skip
 
 
 def retired_pages(watched: Watched, at: float) -> Iterator[Problem]:
     if watched.gpu.value(PAGES_PENDING, "nvmlDeviceGetRetiredPagesPendingStatus"):
         yield Problem(
-            "gpu-page-retirement-pending", Verdict.SUSPECT, "a page of memory waits for a reset to be retired"
+            "gpu-page-retirement-pending", Verdict.SUSPECT, "the GPU needs a reset to retire a page of memory"
         )
 
 
@@ -144,7 +146,9 @@ def repairs(watched: Watched, at: float) -> Iterator[Problem]:
     waiting = zip(("channel", "TPC"), watched.gpu.ask("nvmlDeviceGetRepairStatus"), strict=True)
     if parts := [part for part, pending in waiting if pending]:
         yield Problem(
-            "gpu-repair-pending", Verdict.SUSPECT, f"a repair of a {' and a '.join(parts)} waits for a reset"
+            "gpu-repair-pending",
+            Verdict.SUSPECT,
+            f"the GPU needs a reset to repair a {' and a '.join(parts)}",
         )
 
 
@@ -240,7 +244,7 @@ def pcie_generation(watched: Watched, at: float) -> Iterator[Problem]:
     if watched.history.streak("slow PCIe", slow) >= 2:
         yield Problem(
             "gpu-pcie-generation", Verdict.SUSPECT,
-            f"PCIe runs as generation {generation} under load, not as {highest}",
+            f"PCIe runs at generation {generation} under load, not at {highest}",
         )  # fmt: skip
 
 
@@ -268,8 +272,8 @@ def temperature(watched: Watched, at: float) -> Iterator[Problem]:
     if share and share >= limit:
         yield Problem(
             "gpu-hot", Verdict.SUSPECT,
-            f"as hot as it may get in {share:.0%} of the last 10 minutes (limit {limit:.0%}); "
-            f"now {margin} degrees below where it slows down",
+            f"too hot in {share:.0%} of the last 10 minutes (limit {limit:.0%}); "
+            f"now {margin} degrees below throttling",
         )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ _SPEAKING = {
     ),
     pynvml.NVML_ERROR_IRQ_ISSUE: Problem("gpu-interrupts", Verdict.SUSPECT, "its interrupts do not arrive"),
     pynvml.NVML_ERROR_CORRUPTED_INFOROM: Problem(
-        "gpu-inforom", Verdict.SUSPECT, "its InfoROM is corrupted: to be flashed, or replaced"
+        "gpu-inforom", Verdict.SUSPECT, "its InfoROM is corrupted: flash it, or replace the GPU"
     ),
     pynvml.NVML_ERROR_GPU_IS_LOST: Problem(
         "gpu-lost", Verdict.BAD, "it has fallen off the bus, or cannot be reached for another reason"
@@ -50,7 +50,7 @@ _SPEAKING = {
     pynvml.NVML_ERROR_RESET_REQUIRED: Problem("gpu-reset-required", Verdict.BAD, "it needs a reset"),
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: Problem(
         "driver-mismatch", Verdict.BAD,
-        "the loaded driver and the installed library are of different versions: reboot the node", HOST,
+        "the loaded driver and the installed library have different versions: reboot the node", HOST,
     ),
 }  # fmt: skip
 NOT_THERE: tuple[int, float] = (pynvml.NVML_ERROR_NOT_SUPPORTED, 0)
@@ -76,7 +76,7 @@ def problem_of(error: NvmlError, call: str) -> Problem | None:
     if error.value in _SILENT:
         return None
     known: Problem | None = _SPEAKING.get(error.value)
-    return known or Problem("nvml-error", Verdict.UNKNOWN, f"{call} answers: {error} (error {error.value})")
+    return known or Problem("nvml-error", Verdict.UNKNOWN, f"{call} failed: {error} (error {error.value})")
 
 
 def start() -> None:

@@ -171,10 +171,12 @@ class NvidiaProbe:
         seen = len(self.gpus)
         if seen < self.expected:
             yield Problem(
-                "gpu-missing", Verdict.BAD, f"{seen} of {self.expected} GPUs granted here are there"
+                "gpu-missing", Verdict.BAD, f"{seen} of {self.expected} GPUs granted here are present"
             )
         elif self.gpus and there <= max(watched.gpu.index for watched in self.gpus):
-            yield Problem("gpu-missing", Verdict.BAD, f"of the GPUs that were here, only {there} are left")
+            yield Problem(
+                "gpu-missing", Verdict.BAD, f"only {there} of the GPUs present at the start are left"
+            )
 
     def _compare_links(self) -> Iterator[tuple[str, str, Problem]]:
         """Find GPUs with fewer active NVLinks at the start than the node's other GPUs. A GPU without any may
@@ -183,7 +185,7 @@ class NvidiaProbe:
         most = max(up.values(), default=0)
         for gpu, links in up.items():
             if 0 < links < most:
-                words = f"{links} NVLinks are up, {most} are on other GPUs of this node"
+                words = f"{links} NVLinks are up, but {most} on other GPUs of this node"
                 yield gpu.name, gpu.bus, Problem("gpu-nvlink-missing", Verdict.SUSPECT, words)
 
 

@@ -24,7 +24,7 @@ INTERVAL_S = 60.0
 # A file is written at the first look and then at every tenth, which differs among the nodes: thousands of
 # nodes would otherwise load the server.
 WRITE_EVERY = 10
-CONTENT = b"jurymast looks whether this storage works; this file may be removed\n" * 32
+CONTENT = b"jurymast tests this storage with this file, which may be removed\n" * 32
 NAME = "storage"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -94,7 +94,7 @@ class StorageProbe:
             return "storage-hangs", f"no answer for {waiting:.0f} s (limit {self._limit_s:g} s)"
         place.thread = None
         if place.problem is None and place.took_s > self._limit_s:
-            return "storage-slow", f"a look took {place.took_s:.0f} s (limit {self._limit_s:g} s)"
+            return "storage-slow", f"a check took {place.took_s:.0f} s (limit {self._limit_s:g} s)"
         return place.problem
 
     def _try(self, place: Place) -> None:
@@ -125,7 +125,7 @@ def _write_read_remove(path: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(file)
         if os.pread(file, len(CONTENT), 0) != CONTENT:
-            raise OSError(errno.EIO, "a small file reads otherwise than it was written")
+            raise OSError(errno.EIO, "a small file does not read as it was written")
     finally:
         os.close(file)
         path.unlink()

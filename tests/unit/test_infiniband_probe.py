@@ -135,7 +135,7 @@ def test_a_lower_rate_than_at_the_start(sysfs: Sysfs) -> None:
     at(probe, 0)
     sysfs.set(f"{PORT.format('mlx5_0')}/rate", "100 Gb/sec (1X NDR)")
     assert ("ib-slow", "mlx5_0:1", Verdict.SUSPECT) in at(probe, 10)
-    assert any("runs at 100 Gb/s, had 400" in finding.message for finding in probe.look(1e9 + 20))
+    assert any("runs at 100 Gb/s, down from 400" in finding.message for finding in probe.look(1e9 + 20))
 
 
 @pytest.mark.parametrize(

@@ -407,9 +407,9 @@ def test_gpus_of_others_do_not_count(gpus: FakeGpus, looker: Looker) -> None:
 @pytest.mark.parametrize(
     ("visible", "granted", "words"),
     [
-        (None, 8, "4 of 8 GPUs granted here are there"),
-        ("2,3,4", 3, "2 of 3 GPUs granted here are there"),
-        ("GPU-fa4e0003,GPU-00000000", None, "1 of 2 GPUs granted here are there"),
+        (None, 8, "4 of 8 GPUs granted here are present"),
+        ("2,3,4", 3, "2 of 3 GPUs granted here are present"),
+        ("GPU-fa4e0003,GPU-00000000", None, "1 of 2 GPUs granted here are present"),
     ],
 )
 def test_fewer_gpus_than_were_granted(
@@ -545,7 +545,7 @@ def test_the_self_check_shows_raw_answers_and_what_they_cost(tmp_path: Path, lib
     assert (done.returncode, done.stderr) == (0, "")
     checks = {check["check"]: check for check in seen["gpus"][1]["checks"]}
     assert checks["remapped rows"]["answers"] == ["nvmlDeviceGetRemappedRows = (0, 0, 0, 1)"]
-    assert checks["remapped rows"]["problems"] == ["a row of memory cannot be remapped: to be replaced"]
+    assert checks["remapped rows"]["problems"] == ["a row of memory cannot be remapped: replace the GPU"]
     assert checks["repairs"]["answers"] == ["nvmlDeviceGetRepairStatus = Not Supported"]
     assert [finding["code"] for finding in seen["findings"]] == ["gpu-row-remap-failed"]
     assert 0 < seen["events_us"] < seen["batch_us"]
