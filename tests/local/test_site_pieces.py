@@ -73,7 +73,7 @@ def test_settings_that_others_can_write_are_refused(tmp_path: Path, mode: int, u
     path.write_text("[drain]\ndry_run = no\n")
     os.chown(path, uid, 0)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match="others than root can write it"):
+    with pytest.raises(ConfigError, match="users other than root can write to it"):
         load(path)
 
 
@@ -83,11 +83,11 @@ def test_root_runs_and_keeps_only_what_is_its_own(tmp_path: Path) -> None:
     program.chmod(0o755)
     require_roots(program)
     os.chown(program, STRAY, 0)
-    with pytest.raises(Failed, match="others than root can write it"):
+    with pytest.raises(Failed, match="users other than root can write to it"):
         require_roots(program)
     os.chown(program, 0, 0)
     tmp_path.chmod(0o777)
-    with pytest.raises(Failed, match=f"{tmp_path}: others than root can write it"):
+    with pytest.raises(Failed, match=f"{tmp_path}: users other than root can write to it"):
         require_roots(program)
     tmp_path.chmod(0o1777)
     require_roots(program)
@@ -220,7 +220,7 @@ def test_a_heap_of_files_holds_no_job_up_and_fills_no_log(
     monkeypatch.setattr(sweeping, "SHARED_MEMORY", place)
     config = Config(sweep_processes="off", sweep_shared_memory="remove", min_uid=MIN_UID, log=str(log))
     for name, value, left, told in (
-        ("LIMIT_S", -1.0, 300, ["the rest is left for the next time"]),
+        ("LIMIT_S", -1.0, 300, ["the rest is left for the next sweep"]),
         ("ENTRIES_MAX", 100, 200, ["the rest is left", f"of uid {STRAY}: 100 files, 0 bytes"]),
         ("ENTRIES_MAX", 1000, 0, [f"of uid {STRAY}: 200 files, 0 bytes"]),
     ):
@@ -330,7 +330,7 @@ esac
 
 
 BAD = '{"verdict": "bad", "findings": [{"verdict": "bad", "kind": "hardware", "code": "gpu-lost"}]}'
-TOO_MANY = "ALERT: not drained after all, because drained within the hour are already 4, most is 4: "
+TOO_MANY = "ALERT: not drained after all, because max_per_hour = 4 is reached: "
 
 
 def drained(s_ago: float) -> str:
@@ -404,7 +404,7 @@ def test_root_looks_through_no_program_that_others_can_write(tmp_path: Path, uid
     program.chmod(mode)
     os.chown(program, uid, 0)
     assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 0
-    assert "others than root can write it" in (tmp_path / "log").read_text()
+    assert "users other than root can write to it" in (tmp_path / "log").read_text()
     assert not (tmp_path / "ran").exists()
     program.chmod(0o755)
     os.chown(program, 0, 0)

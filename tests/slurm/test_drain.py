@@ -184,10 +184,10 @@ def busy(cluster: Cluster, gpus: dict[str, FakeGpus]) -> Spool:
 LIES: list[tuple[str, dict[str, Any], str]] = [
     ("another-user", {"uid": NOBODY}, f"uid {NOBODY}: job .* is not theirs"),
     ("another-job", {"job": "99999"}, "job 99999 is not theirs"),
-    ("another-node", {"node": "n99"}, "it speaks of node n99"),
-    ("another-boot", {"boot_id": "not-this-one"}, "it speaks of another boot"),
+    ("another-node", {"node": "n99"}, "it is about node n99"),
+    ("another-boot", {"boot_id": "not-this-one"}, "it is about another boot"),
     ("another-kind", {"kind": "network"}, "root's own probes do not find gpu-lost gpu3"),
-    ("no-nonce", {"nonce": "../../etc/passwd"}, "it was here before"),
+    ("no-nonce", {"nonce": "../../etc/passwd"}, "it was used before"),
     ("no-text", {"code": ["gpu-lost"]}, "a verdict of another version"),
     ("expired", {"ttl_s": 1}, "munge: it has expired"),
 ]
@@ -210,7 +210,7 @@ def test_lies_are_refused_and_the_node_stays_as_it_was(
     told = wait_until("all refusals", lambda: _told(cluster, name, len(LIES) + 4), LIMIT_S)
     for _, _, words in LIES:
         assert _matches(words, told), f"{words}\n{told}"
-    for words in ("no credential of this cluster", "20000 bytes", "link: ", "no ordinary file"):
+    for words in ("not a credential of this cluster", "20000 bytes", "link: ", "not an ordinary file"):
         assert words in told
     assert "shadow" not in told
     assert node(cluster, name)[1] == "none"
@@ -230,7 +230,7 @@ def test_a_made_up_finding_and_a_replay_are_refused(
     busy.drop("replayed", credential)
     busy.drop("sealed-again", busy.seal(nonce=busy.honest["nonce"]))
     busy.wait_empty()
-    for words in ("munge: it was here before", r"uid \d+: it was here before"):  # in either order
+    for words in ("munge: it was used before", r"uid \d+: it was used before"):  # in either order
         wait_until(words, lambda words=words: _matches(words, site_log(cluster, name)), LIMIT_S)  # type: ignore[misc]
     assert node(cluster, name)[1] == "none"
 
@@ -269,7 +269,7 @@ def test_beyond_the_site_s_limit_a_bad_node_stays_and_somebody_is_told(
     out(cluster, other, time.time())
     busy.drop("one-too-many", busy.seal())
     busy.wait_empty()
-    words = "ALERT: not drained, because drained within the hour are already 1, most is 1: jurymast: "
+    words = "ALERT: not drained, because max_per_hour = 1 is reached: jurymast: "
     wait_until("the alert", lambda: words in site_log(cluster, name), LIMIT_S)
     assert node(cluster, name)[1] == "none"
     out(cluster, other, time.time() - 3700.0)

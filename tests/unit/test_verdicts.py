@@ -54,13 +54,13 @@ def test_an_honest_verdict_passes() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"node": "n2"}, "it speaks of node n2"),
+        ({"node": "n2"}, "it is about node n2"),
         ({"boot_id": "another"}, "another boot"),
-        ({"sealed_at": NOW - 1801.0}, "sealed 1801 s ago, most is 1800 s"),
+        ({"sealed_at": NOW - 1801.0}, r"sealed 1801 s ago \(limit 1800 s\)"),
         ({"sealed_at": NOW + 61.0}, "sealed -61 s ago"),
-        ({"nonce": "f" * 32}, "it was here before"),
-        ({"nonce": "F" * 32}, "it was here before"),
-        ({"nonce": ""}, "it was here before"),
+        ({"nonce": "f" * 32}, "it was used before"),
+        ({"nonce": "F" * 32}, "it was used before"),
+        ({"nonce": ""}, "it was used before"),
         ({"job": "18"}, "job 18 is not theirs"),
         ({"job": "19"}, "job 19 is not theirs"),
         ({"uid": 1001}, "uid 1001: job 17 is not theirs"),

@@ -67,7 +67,7 @@ def load(path: Path) -> Config:
         with open(path, encoding="utf-8") as file:
             status = os.fstat(file.fileno())
             if status.st_uid != 0 or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise ConfigError(f"{path}: others than root can write it: chown root, chmod 644")
+                raise ConfigError(f"{path}: users other than root can write to it: chown root, chmod 644")
             parser.read_file(file)
     except FileNotFoundError:
         return Config()

@@ -167,7 +167,9 @@ class HealthCheck:
         Failed."""
         state, before = slurm.node_state(self._node)
         if slurm.is_foreign(state, before):
-            self._log.say(f"not drained: it is {state} already, by somebody else: {before or 'no reason'}")
+            self._log.say(
+                f"not drained: it was already set to {state} by somebody else: {before or 'no reason'}"
+            )
             return
         if slurm.is_out(state):
             return  # by us, earlier
@@ -205,10 +207,10 @@ class HealthCheck:
         others = [reason for name, reason in ours.items() if name != self._node]
         most = max(1, int(self._config.max_fraction * nodes))
         if len(others) >= most:
-            return f"out for our reasons are already {len(others)} of {nodes} nodes, most is {most}"
+            return f"{len(others)} of {nodes} nodes are already drained (max_fraction allows {most})"
         lately = sum(slurm.drained_at(reason) > self._now - HOUR_S for reason in others)
         if lately >= self._config.max_per_hour:
-            return f"drained within the hour are already {lately}, most is {self._config.max_per_hour}"
+            return f"max_per_hour = {self._config.max_per_hour} is reached"
         return ""
 
     def _let_back(self) -> None:
@@ -218,10 +220,10 @@ class HealthCheck:
         if not state.startswith("drain") or not ours or f"boot={self._boot_id}" in reason:
             return
         if self._config.dry_run:
-            self._log.say(f"would let it back (dry run): {reason}")
+            self._log.say(f"would return it to service (dry run): {reason}")
             return
         slurm.resume(self._node)
-        self._log.say(f"back in service after a reboot, all checks pass; it was out for: {reason}")
+        self._log.say(f"back in service after a reboot, since all checks pass; it was drained for: {reason}")
 
 
 def parsed(told: str) -> Look:
@@ -235,7 +237,7 @@ def parsed(told: str) -> Look:
     against = []
     for finding in content["findings"]:
         if not isinstance(finding, dict):
-            raise ValueError("the health command printed something else than findings")
+            raise ValueError("the health command printed something other than findings")
         words = {key: str(finding.get(key, "")) for key in ("verdict", "kind", "code", "device", "message")}
         if words["verdict"] == "bad" and words["kind"] in KINDS:
             against.append(words)

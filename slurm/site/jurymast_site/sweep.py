@@ -102,7 +102,7 @@ def _sweep_files(stale: Iterable[tuple[Path, int, int]], log: Log, *, remove: bo
     found: dict[int, list[int]] = {}
     for number, (entry, uid, size) in enumerate(stale):
         if number >= ENTRIES_MAX or time.monotonic() > end_s:
-            log.say("stale shared memory: the rest is left for the next time")
+            log.say("stale shared memory: the rest is left for the next sweep")
             break
         found.setdefault(uid, []).append(size)
         if remove:

@@ -68,7 +68,7 @@ def _require_roots(path: Path) -> None:
     open_to_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode)
     if status.st_uid != 0 or (open_to_others and not sticky):
         raise Failed(
-            f"{path}: others than root can write it, so root does not run it: chown root, chmod go-w"
+            f"{path}: users other than root can write to it, so root does not run it: chown root, chmod go-w"
         )
 
 
@@ -131,5 +131,5 @@ def state_directory(path: Path) -> Path:
     except OSError as error:
         raise Failed(f"{path}: {error.strerror}") from error
     if path.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise Failed(f"{path}: must be root's own directory, and writable by nobody else")
+        raise Failed(f"{path}: must belong to root, and be writable by root alone")
     return path

@@ -32,8 +32,8 @@ _METADATA_KEYS = "STATUS,ENCODE_TIME,TTL,UID"
 # Texts for the numbers of unmunge's STATUS.
 _MUNGE_WORDS = {
     "15": "it has expired",
-    "16": "it comes from the future: clocks differ",
-    "17": "it was here before (replayed)",
+    "16": "its time is in the future: clocks differ",
+    "17": "it was used before (replayed)",
 }
 _TEXT = ("node", "boot_id", "job", "kind", "code", "device", "message", "nonce")
 _NONCE = re.compile(r"[0-9a-f]{32}")
@@ -164,9 +164,9 @@ def _read(name: str, directory: int) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise Refused(f"{name}: no ordinary file")
+            raise Refused(f"{name}: not an ordinary file")
         if status.st_size > SIZE_MAX:
-            raise Refused(f"{name}: {status.st_size} bytes, most is {SIZE_MAX}")
+            raise Refused(f"{name}: {status.st_size} bytes (limit {SIZE_MAX})")
         return os.read(descriptor, SIZE_MAX)
     finally:
         os.close(descriptor)
@@ -199,7 +199,7 @@ def decoded(content: bytes) -> Verdict:
     values = dict(line.split(":", 1) for line in metadata.splitlines() if ":" in line)
     status = values.get("STATUS", "").strip()
     if status != "0":
-        raise Refused(f"munge: {_MUNGE_WORDS.get(status, 'it is no credential of this cluster')}")
+        raise Refused(f"munge: {_MUNGE_WORDS.get(status, 'it is not a credential of this cluster')}")
     try:
         uid, sealed_at = int(values["UID"]), float(values["ENCODE_TIME"])
         body = json.loads(payload)
@@ -207,7 +207,7 @@ def decoded(content: bytes) -> Verdict:
             raise Refused(f"uid {uid}: a verdict of another version")
         return Verdict(uid, sealed_at, **{key: body[key] for key in _TEXT})
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise Refused(f"no verdict: {error!r}") from error
+        raise Refused(f"not a verdict: {error!r}") from error
 
 
 def check(verdict: Verdict, here: Here) -> None:
@@ -215,13 +215,13 @@ def check(verdict: Verdict, here: Here) -> None:
     node."""
     who = f"uid {verdict.uid}"
     if verdict.node != here.node:
-        raise Refused(f"{who}: it speaks of node {verdict.node}")
+        raise Refused(f"{who}: it is about node {verdict.node}")
     if verdict.boot_id != here.boot_id:
-        raise Refused(f"{who}: it speaks of another boot of this node")
+        raise Refused(f"{who}: it is about another boot of this node")
     age_s = here.now - verdict.sealed_at
     if not -60.0 <= age_s <= here.max_age_s:
-        raise Refused(f"{who}: sealed {age_s:.0f} s ago, most is {here.max_age_s:.0f} s")
+        raise Refused(f"{who}: sealed {age_s:.0f} s ago (limit {here.max_age_s:.0f} s)")
     if not _NONCE.fullmatch(verdict.nonce) or verdict.nonce in here.nonces:
-        raise Refused(f"{who}: it was here before")
+        raise Refused(f"{who}: it was used before")
     if here.jobs.get(verdict.job) != verdict.uid:
-        raise Refused(f"{who}: job {verdict.job} is not theirs, or was not on this node lately")
+        raise Refused(f"{who}: job {verdict.job} is not theirs, or was not on this node recently")
