@@ -30,7 +30,7 @@ OTHERS_ANYTHING = stat.S_IRWXG | stat.S_IRWXO
 BYTES_MAX = 256 << 20
 # Always readable, whatever size the file shows: some files grow while they are read.
 BYTES_MIN = 64 << 10
-# Where the names that `own_directory` gives are.
+# The directory of the names that `own_directory` yields.
 HELD = "/proc/self/fd/"
 # Bytes read in one call, so that storage that is merely slow answers soon.
 ASKED_AT_ONCE = 64 << 20

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jurymast.report.status import StatusWatcher
 
 END_LIMIT_S = 10.0
-# As long as Slurm waits after its SIGTERM, in seconds.
+# Slurm waits for the same time after its SIGTERM, in seconds.
 KILL_WAIT_S = 30.0
 # A supervisor that does not answer may still learn of the end from Slurm, and record it.
 LAST_WORD_S = 3.0

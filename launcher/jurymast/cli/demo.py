@@ -75,7 +75,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
 
 @dataclass
 class Folder:
-    """Where the demo's files are. The run directory is in `runs`, which is elsewhere with --keep."""
+    """The demo's directories. The run directory is in `runs`, which is elsewhere with --keep."""
 
     path: Path
     runs: Path

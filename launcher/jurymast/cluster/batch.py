@@ -214,8 +214,8 @@ class BatchProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _tie(self) -> Callable[[], None] | None:
-        """What a new process does first. Slurm ends the processes that are left of a job; a local run has to
-        do so itself."""
+        """The function that a new process calls first. Slurm ends the processes that are left of a job; those
+        of a local run end with this process."""
         return end_with_us if self._plan.cluster == "local" else None
 
     def _read_outcome(self) -> core.Outcome | None:

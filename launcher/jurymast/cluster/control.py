@@ -1,5 +1,5 @@
-"""What a run does to its own Slurm job, with its owner's rights: requeue it without the bad nodes, or end
-it."""
+"""Changes that a run makes to its own Slurm job, with its owner's rights: requeue it without the bad nodes,
+or end it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ ENTRY_POINTS = "jurymast.probes"
 
 @dataclass(frozen=True)
 class Context:
-    """What a probe may know of the run on this node. Times are in seconds.
+    """The facts that a probe may know of the run on this node. Times are in seconds.
 
     `thresholds` are the packaged ones, overridden by the policy's; `xid` maps codes to the policy's verdicts.
     `paths` are shared directories to which the run writes, `data_paths` shared ones that it only reads,

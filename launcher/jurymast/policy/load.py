@@ -30,8 +30,8 @@ _UNEXPECTED = re.compile(r"[-+]?(0_*[0-9]|[0-9_]+:)")
 
 
 class Origin(NamedTuple):
-    """Where a value was written: `source` is a file or another layer such as "command line"; `line` counts
-    from 1, 0 for none. Origins sort by source, then line."""
+    """The place where a value was written: `source` is a file or another layer such as "command line"; `line`
+    counts from 1, 0 for none. Origins sort by source, then line."""
 
     source: str
     line: int = 0
@@ -50,14 +50,14 @@ class Layer:
     extends: list[str] = field(default_factory=list)
 
     def origin(self, key: Key) -> Origin:
-        """Where `key`, or else the nearest mapping around it, was written."""
+        """The origin of `key`, or else of the nearest mapping around it."""
         while key and key not in self.origins:
             key = key[:-1]
         return self.origins.get(key, Origin(self.name))
 
 
 def spelled(key: Key) -> str:
-    """`failures.restarts.application`, `notify[0].when`."""
+    """The key as text: `failures.restarts.application`, `notify[0].when`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
     return text.removeprefix(".")
 

@@ -54,8 +54,8 @@ class DoctorCheck:
 
 @dataclass(frozen=True)
 class SlurmSite:
-    """What the checks need to know. `conf`: slurm.conf as `scontrol show config` prints it, empty if Slurm
-    does not answer."""
+    """The facts that checks need. `conf`: slurm.conf as `scontrol show config` prints it, empty if Slurm does
+    not answer."""
 
     runs: Path
     spool: Path

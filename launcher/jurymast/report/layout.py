@@ -21,8 +21,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """`right` has the indexes of right-aligned columns. With `wrap`, the last column may take several lines
-    on a terminal; without it rows stay whole, however long they are."""
+    """A table. `right` has the indexes of right-aligned columns. With `wrap`, the last column may take
+    several lines on a terminal; without it rows stay whole, however long they are."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]

@@ -45,7 +45,7 @@ def node_rows(runs: Path, exclusion_s: float) -> list[Row]:
 
 
 def _row(record: NodeRecord, out: tuple[float, str] | None, fleet: float, now: float) -> Row:
-    """`fleet`: failures per 1,000 node-days of all nodes."""
+    """The row of one node. `fleet`: failures per 1,000 node-days of all nodes."""
     last = record.departures[-1] if record.departures else None
     after_repair = AFTER_REPAIR if record.fresh(now) else 1.0
     rate = node_rate(fleet, record.failures, record.exposure_days) * after_repair

@@ -91,7 +91,7 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
 
 
 def _until(life: Liveness) -> float | None:
-    """When to end the account: None, which means the last event, for a run whose job is gone."""
+    """The time at which the account ends; None, for its last event, if the run's job is gone."""
     return None if life.kind == "gone" else time.time()
 
 

@@ -50,7 +50,7 @@ View = Mapping[str, Any]
 
 @dataclass
 class Facts:
-    """What status shows besides the run's state: the newest entry of some kinds."""
+    """Facts that status shows besides the run's state: the newest entry of some kinds."""
 
     started: Entry | None = None
     saved: Entry | None = None
@@ -141,7 +141,7 @@ def shown_step(state: RunState) -> int:
 
 
 def status_view(watcher: StatusWatcher, life: Liveness, now: float, told: Condition | None) -> dict[str, Any]:
-    """`told`: see `report.liveness.hear`."""
+    """The status object. `told`: see `report.liveness.hear`."""
     state, plan = watcher.state, watcher.plan
     word, why = public_state(state, life)
     following = _next(state, life, now) if word not in ("failed", "cancelled", "succeeded") else ""
@@ -192,7 +192,7 @@ def incident_json(incident: Incident) -> dict[str, Any]:
 
 
 def tiers_json(state: RunState) -> dict[str, Any]:
-    """By tier: the newest complete step, and what has failed since."""
+    """The newest complete step of each tier, and what has failed since."""
     return {
         name: {
             "step": tier.step, "at": iso(tier.at) if tier.step is not None else None,
@@ -227,7 +227,8 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
 
 
 def data_gaps(watcher: StatusWatcher) -> list[str]:
-    """What a report must not leave out: missing parts of the journal, and steps that no checkpoint has."""
+    """The gaps that a report must not leave out: missing parts of the journal, and steps that no checkpoint
+    has."""
     state, found = watcher.state, list(watcher.tail.unread)
     kept = [t.step for name, t in state.saved.items() if name not in (MEMORY, PEER) and t.step is not None]
     unsaved = state.step - max(kept, default=0)

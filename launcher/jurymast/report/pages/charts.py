@@ -82,7 +82,7 @@ def slices(categories: Mapping[str, float], total: float) -> tuple[Slice, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """`label` names the node, or says how many nodes do the same."""
+    """A row of the timeline. `label` names the node, or says how many nodes do the same."""
 
     label: str
     intervals: tuple[Interval, ...]
@@ -110,7 +110,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`top` is where the first lane begins; `left_out` nodes have no lane."""
+    """The timeline. `top` is where the first lane begins; `left_out` nodes have no lane."""
 
     width: int
     height: int

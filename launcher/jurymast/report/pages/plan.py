@@ -38,8 +38,8 @@ class WayView:
 
 @dataclass(frozen=True)
 class SpareRow:
-    """`bar` compares the allocation goodput, from a little above 0 for the least to 1 for the most: otherwise
-    no difference could be seen."""
+    """One choice of spares. `bar` compares the allocation goodput, from a little above 0 for the least to 1
+    for the most: otherwise no difference could be seen."""
 
     spares: int
     waiting: float

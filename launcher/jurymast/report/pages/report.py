@@ -40,8 +40,8 @@ class Card:
 
 @dataclass(frozen=True)
 class IncidentView:
-    """`seconds` are by part, in the order of PARTS; `bars` shows them in a bar of length 1. `steps`: from
-    which step the run went back to which."""
+    """An incident. `seconds` are by part, in the order of PARTS; `bars` shows them in a bar of length 1.
+    `steps`: from which step the run went back to which."""
 
     id: int
     at: str
@@ -67,7 +67,7 @@ class IncidentView:
 
 @dataclass(frozen=True)
 class TierRow:
-    """`step` is None if the tier has nothing yet."""
+    """A tier. `step` is None if the tier has nothing yet."""
 
     name: str
     step: int | None
@@ -80,7 +80,8 @@ class TierRow:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """`failure` is the incident with which the run ended; `sums` has the incidents' seconds by part."""
+    """The page's content. `failure` is the incident with which the run ended; `sums` has the incidents'
+    seconds by part."""
 
     title: str
     run: str
