@@ -1,1 +1,1 @@
-"""What `jurymast demo` runs, and a training script to try a cluster with."""
+"""The run of `jurymast demo`, and a training script to try a cluster with."""

@@ -1,4 +1,4 @@
-"""Starting the demo's run, breaking one of its nodes, and ending all of its processes; each by its id."""
+"""Starts the demo's run, kills one of its nodes, and ends all of its processes, each by its id."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPORARY_CHARACTERS = 55
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line asked for."""
+    """What the command line requested."""
 
     nodes: int
     spares: int
@@ -36,7 +36,7 @@ class Wanted:
 
     @property
     def save_every(self) -> int:
-        """Steps between checkpoints: fifteen of them in a run, at most 20 steps apart."""
+        """The number of steps between checkpoints: 15 checkpoints in a run, at most 20 steps apart."""
         return max(1, min(20, self.steps // 15))
 
     @property
@@ -46,7 +46,7 @@ class Wanted:
 
 
 def request_for(asked: Wanted, runs: Path, working_directory: Path) -> Request:
-    """The request that `jurymast submit --cluster local` would make; no site policy plays a part."""
+    """Return the request that `jurymast submit --cluster local` would make, without a site policy."""
     policy = resolve([pairs_layer("the demo", [("spares", asked.spares)])])
     plan = make_plan(
         OwnOptions(nodes=asked.nodes, nproc_per_node=1, name="demo", cluster="local", runs=runs),
@@ -60,7 +60,8 @@ def request_for(asked: Wanted, runs: Path, working_directory: Path) -> Request:
 
 
 class LocalRun:
-    """The processes of one run on this machine; what they put into `temporary` a killed node leaves there."""
+    """The processes of one run on this machine. Their temporary files are in `temporary`, where a killed node
+    leaves its own."""
 
     def __init__(self, request: Request, temporary: Path) -> None:
         self._request = request
@@ -68,7 +69,7 @@ class LocalRun:
         self.directory = request.run_directory
 
     def start(self) -> None:
-        """Raises RunDirectoryError, SubmissionError."""
+        """Submit the run. Raises RunDirectoryError or SubmissionError."""
         # All nodes share this machine's processors: a rank with a thread for each would only be in the way.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if len(str(self._temporary)) <= TEMPORARY_CHARACTERS:
@@ -76,9 +77,10 @@ class LocalRun:
         submit(self._request)
 
     def break_node(self, agent_pid: int) -> int:
-        """SIGKILL a node's processes, all at once; how many there were. ProcessLookupError: it is gone.
+        """Kill all processes of a node at once, and return their number.
 
-        `agent_pid` leads the node's process group; one that is not an agent of this run is left alone.
+        `agent_pid` leads the node's process group. Raises ProcessLookupError if it is gone or is not an agent
+        of this run.
         """
         try:
             agent = psutil.Process(agent_pid)
@@ -91,13 +93,13 @@ class LocalRun:
         return 1 + len(members)
 
     def await_end(self, limit_s: float = GRACE_S) -> None:
-        """Return when the batch process is gone by itself, as after the run's end, or after `limit_s`."""
+        """Return when the batch process has ended by itself, or after `limit_s` seconds."""
         batch = local_process(self.directory)
         if batch is not None:
             psutil.wait_procs([batch], timeout=limit_s)
 
     def end(self) -> None:
-        """End the batch process, which ends the rest, then whatever of the run is still there."""
+        """End the batch process, which ends the other processes; then kill those of the run that are left."""
         batch = local_process(self.directory)
         if batch is not None:
             try:
@@ -118,7 +120,8 @@ class LocalRun:
         return words[1:2] == ["-m"] and words[2] in MODULES and str(self.directory.root) in words[3:]
 
     def _processes(self) -> list[psutil.Process]:
-        """By the run's directory in their command or environment; nobody who only watches the run."""
+        """The processes that name the run's directory in their command or environment, except those that only
+        watch the run."""
         place, found = str(self.directory.root), []
         for process in psutil.process_iter():
             try:

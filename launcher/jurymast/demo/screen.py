@@ -1,4 +1,4 @@
-"""What the demo shows: lines with the time since its start, and on a terminal one line that is drawn over."""
+"""The demo's output: lines with the time since its start, and on a terminal one line that is overwritten."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRESS_EVERY_S = 5.0
 
 
 class Screen:
-    """Writes to `stream`; nothing is coloured or drawn over unless it is a terminal."""
+    """Writes to `stream`. Colors and overwriting are used only on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -31,19 +31,19 @@ class Screen:
         self.unicode = "utf" in (getattr(stream, "encoding", "") or "").lower()
 
     def say(self, text: str, *, t: float | None = None, style: str = "") -> None:
-        """A line that stays; `t`: when it happened, in seconds since the epoch."""
+        """Print a line that stays, about something that happened at `t` (seconds since the epoch)."""
         seconds = (time.time() if t is None else t) - self.began
         lead = click.style(f"[{seconds:5.1f} s]", dim=True) if self._colours else f"[{seconds:5.1f} s]"
         self.write(f"{lead} {self._styled(clean(text), style)}")
 
     def write(self, text: str) -> None:
-        """A line as it is."""
+        """Print a line without a time."""
         self._erase()
         self._stream.write(self._encodable(text) + "\n")
         self._stream.flush()
 
     def progress(self, text: str) -> None:
-        """The newest state of things."""
+        """Show the current state on the line that is overwritten."""
         now = time.monotonic()
         if self._terminal:
             self._erase()
@@ -74,7 +74,7 @@ class Screen:
 
 
 def can_open_a_browser() -> bool:
-    """True where a window can appear: a display, and somebody at a terminal."""
+    """Return whether a browser window can open: there is a display, and a user at a terminal."""
     if os.environ.get("CI") or not sys.stdout.isatty():
         return False
     return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin")

@@ -1,5 +1,5 @@
-"""The demo's run as a story: it follows the journal and the losses, breaks a node in the middle, and says
-what happened, when, why, and how long it took."""
+"""Narrates the demo's run: follows the journal and the losses, breaks a node in the middle, and says what
+happened, when, why, and how long it took."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ASCII_BLOCKS = "_.-=+*#%"
 
 @dataclass(frozen=True)
 class Loss:
-    """One line of rank 0; `text` has the loss as printed, for comparing it to the last digit."""
+    """One line of rank 0. `text` is the loss as printed, to compare all its digits."""
 
     attempt: int
     step: int
@@ -42,7 +42,7 @@ class Loss:
 
 
 class LossCurve:
-    """All losses printed so far, in the order of their attempts; `weights` is the hash at the end."""
+    """All losses printed so far, in the order of their attempts. `weights` is the hash printed at the end."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
@@ -51,7 +51,7 @@ class LossCurve:
         self.weights = ""
 
     def poll(self, attempt: int) -> None:
-        """Read what is new, up to attempt number `attempt`."""
+        """Read new lines of all attempts up to number `attempt`."""
         for number in range(1, attempt + 1):
             path = self._directory.rank_log(number, 0)
             tail = self._tails.setdefault(number, FileTail(path))
@@ -69,15 +69,15 @@ class LossCurve:
         return self.points[-1] if self.points else None
 
     def at(self, step: int) -> Loss | None:
-        """The newest loss printed for this step."""
+        """Return the newest loss printed for this step."""
         return next((point for point in reversed(self.points) if point.step == step), None)
 
     def final(self) -> dict[int, float]:
-        """Step to loss, each step as it was done last."""
+        """Return the loss of each step, as printed last."""
         return {point.step: point.value for point in sorted(self.points, key=lambda p: (p.attempt, p.step))}
 
     def repeated(self) -> list[tuple[Loss, Loss]]:
-        """(before, again) for every step that two attempts printed."""
+        """Return the pair (first, repeated) for every step that two attempts printed."""
         first: dict[int, Loss] = {}
         pairs = []
         for point in self.points:
@@ -88,7 +88,7 @@ class LossCurve:
 
 
 def blocks(values: Sequence[float], width: int, ramp: str = BLOCKS) -> str:
-    """`values` as at most `width` characters, low to high; each is the mean of its share of the values."""
+    """Draw `values` with at most `width` block characters; each shows the mean of its share of the values."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -113,7 +113,8 @@ TOLD = frozenset({"Noted", "WorkerFailed", "RanksHung", "Asked", "Signalled", "R
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """What was done to which node, `at` seconds since the epoch, and how far the training was then."""
+    """The fault that was injected: on which node, `at` which time (seconds since the epoch), and at which
+    step."""
 
     node: str
     at: float
@@ -124,7 +125,7 @@ class InjectedFault:
 
 
 class Show:
-    """One run, from its start with `run` to the summary."""
+    """One run, which `run` starts and narrates until the summary."""
 
     def __init__(self, local: LocalRun, wanted: Wanted, screen: Screen, *, with_fault: bool) -> None:
         self._local = local
@@ -150,13 +151,13 @@ class Show:
 
     @property
     def shown(self) -> bool:
-        """A node was lost, the run recovered from it, and every step was done."""
+        """Whether a node was lost, the run recovered from it, and every step was done."""
         recovered = any(incident.recovered_at is not None for incident in self.state.incidents)
         return self.fault is not None and recovered and self.complete
 
     def run(self) -> None:
-        """Start the run, follow it to its end, tell how it went. Raises RunFailedError when its processes
-        die without a word, and what `submit` raises."""
+        """Start the run, follow it to its end, and say how it went. Raises RunFailedError if its processes
+        end without an outcome, and what `submit` raises."""
         self._local.start()
         self._follow()
         self._screen.close()
@@ -259,7 +260,8 @@ class Show:
     # The fault.
 
     def _fault_is_due(self) -> bool:
-        """In the middle of the run, and well after a checkpoint: some steps are to be done again."""
+        """Whether to inject the fault: in the middle of the run, and some steps after a checkpoint, so that
+        steps have to be repeated."""
         state, last = self.state, self.curve.last
         if not self._with_fault or self.fault is not None or last is None or state.saved_step is None:
             return False
@@ -289,7 +291,7 @@ class Show:
     # The end.
 
     def _tell_end(self) -> None:
-        """The loss curve, and whether anything was lost."""
+        """Print the loss curve, and whether anything was lost."""
         state, write = self.state, self._screen.write
         word = state.phase.value
         why = f", {state.end_reason}" if state.end_reason and word != "succeeded" else ""
@@ -309,7 +311,7 @@ class Show:
             write(f"sha256 of the weights: {self.curve.weights}")
 
     def _drawing(self) -> list[str]:
-        """The losses over the steps, with a mark under the step of the fault."""
+        """The losses by step, with a mark under the step of the fault."""
         final = self.curve.final()
         if len(final) < 2:
             return []
@@ -325,7 +327,7 @@ class Show:
         return lines
 
     def findings(self) -> list[str]:
-        """What the losses say of the fault, in words."""
+        """Return sentences on what the losses show about the fault."""
         if self.fault is None:
             return []
         lines = []
@@ -349,7 +351,7 @@ class Show:
 
     @property
     def complete(self) -> bool:
-        """Every step from the first to the last was done."""
+        """Whether every step from the first to the last was done."""
         return sorted(self.curve.final()) == list(range(1, self._wanted.steps + 1))
 
     def to_json(self) -> dict[str, Any]:

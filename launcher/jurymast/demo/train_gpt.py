@@ -1,8 +1,8 @@
 """A small GPT that learns the Python standard library's sources, byte by byte, on CPUs.
 
-An ordinary data-parallel training: what makes it survive failures are the three lines with `checkpoint`.
-It ends with the same weights, bit for bit, however often it was interrupted, and prints their hash. Run it
-with `jurymast submit`, with torchrun, or with python alone.
+This is an ordinary data-parallel training. The three lines with `checkpoint` make it survive failures. It
+ends with the same weights, bit for bit, however often it was interrupted, and prints their hash. Run it with
+`jurymast submit`, with torchrun, or with python alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TransformerBlock(nn.Module):  # type: ignore[misc]  # torch's types are no
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, context, width) to the same shape."""
+        """Map (batch, context, width) to the same shape."""
         batch, context, width = x.shape
         parts = self.qkv(self.norm1(x)).view(batch, context, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -80,14 +80,16 @@ class GPT(nn.Module):  # type: ignore[misc]
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy, in nats a byte, of `targets` given `tokens`, both (batch, context)."""
+        """Return the mean cross-entropy, in nats per byte, of `targets` given `tokens`; both are (batch,
+        context)."""
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         logits = self.norm(self.blocks(x)) @ self.token.weight.T
         return F.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
 
 
 def read_corpus() -> torch.Tensor:
-    """The first modules of the standard library, by name, as one tensor of bytes: text every Python has."""
+    """Return the first modules of the standard library, by name, as one tensor of bytes. Every Python has
+    this text."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
@@ -99,7 +101,7 @@ def read_corpus() -> torch.Tensor:
 def batch_at(
     corpus: torch.Tensor, step: int, rank: int, batch: int, context: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, (batch, context) each, that depend on step and rank only."""
+    """Return inputs and targets, each (batch, context). They depend only on step and rank."""
     generator = torch.Generator().manual_seed(SEED + step * 65_536 + rank)
     starts = torch.randint(len(corpus) - context - 1, (batch,), generator=generator)
     rows = torch.stack([corpus[start : start + context + 1] for start in starts.tolist()]).long()
@@ -115,7 +117,7 @@ def sha256_of(weights: dict[str, torch.Tensor]) -> str:
 
 
 def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Write `weights` so that `path` is whole or absent."""
+    """Write `weights` so that `path` is either complete or absent."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         torch.save(weights, partial)

@@ -1,8 +1,7 @@
-"""When a simulated run saves: `core.checkpoints.agreement` decides, ranks follow as in `worker.schedule`.
+"""When a simulated run saves: `core.checkpoints.agreement` decides, and ranks follow as in `worker.schedule`.
 
-All ranks go in step, and all agents hear at once what they are told, so that one page stands for all. Ranks
-are looked at about once a save, so that the time a step takes has its share of a save's in it; a run looks
-every two seconds.
+All ranks step together, and all agents receive messages at once, so one page stands for all. Ranks are looked
+at about once per save, so the measured step time includes a save's share; a real run looks every two seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleFollower, ScheduleR
 
 
 class SimRanks:
-    """`asked` is what the script asks for. Times are the simulation's, steps count from the run's start."""
+    """All ranks of a simulated run. `asked` is the cadence that the script requests. Times are the
+    simulation's; steps count from the start of the run."""
 
     def __init__(self, state: RunState, asked: Cadence) -> None:
         self._state, self._asked = state, asked
@@ -28,7 +28,7 @@ class SimRanks:
         self._begin()
 
     def _begin(self) -> None:
-        """A new attempt: its page is blank."""
+        """Start a new attempt, whose page is blank."""
         self._attempt = self._state.attempt
         self._record = ScheduleRecord(memoryview(bytearray(SCHEDULE_BYTES)))
         self._settled = 0
@@ -38,8 +38,8 @@ class SimRanks:
         self._settled = number
 
     def look(self, step: int, now: float) -> tuple[list[ev.Event], float | None]:
-        """The ranks have done `step`: all heartbeats say so, and what is due is decided. Returns what is to
-        be recorded, and after how many seconds another look is needed (None: not before the next save)."""
+        """Process heartbeats that report `step`, and make the decisions that are due. Returns the events to
+        record, and the seconds until the next look (None: not before the next save)."""
         if self._attempt != self._state.attempt:
             self._begin()
         if self._is_decided:
@@ -58,19 +58,19 @@ class SimRanks:
         self._agreement.heard(save)
 
     def next_save(self, step: int) -> int:
-        """The first step after `step` that is to be saved; NEVER if there is none."""
+        """Return the first step after `step` that is to be saved; NEVER if there is none."""
         if self._asked.steps is not None:
             return min(NEVER, next_save_step(step, self._asked.steps))
         return self._follower.next_due(step)
 
     @property
     def steady(self) -> bool:
-        """Whether saves go on as they are."""
+        """Return whether the schedule of saves will not change."""
         return self._settled == self._record.number
 
     @property
     def _is_decided(self) -> bool:
-        """Else ranks would have to wait, if they were that far."""
+        """Whether the schedule is decided; otherwise ranks that get this far would have to wait."""
         return self._record.number == abs(self._record.decided)
 
     def _beat(self, step: int) -> msg.Beat:
@@ -93,8 +93,9 @@ class SimRanks:
 
 
 def asked_cadence(text: str, nodes: int, rate: float, durations: Durations) -> Cadence:
-    """What `--cadence` says: `fixed:60m` (or `60m`), `young` (at the true `rate` per 1,000 node-days),
-    `optimum` (the same with the exact formula) or `adaptive`, as a run decides by itself.
+    """Return the cadence that `--cadence` requests: `fixed:60m` (or `60m`), `young` (Young's formula at the
+    true `rate` per 1,000 node-days), `optimum` (the same with the exact formula) or `adaptive`, which a run
+    decides by itself.
 
     Raises ValueError.
     """

@@ -1,5 +1,5 @@
-"""How long everything takes in a simulated run: durations that were measured, and what a run's size makes of
-them; the rest is assumed, and said so."""
+"""How long everything takes in a simulated run: durations that were measured, scaled to the size of the run.
+What is assumed instead is listed as such."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ POWER_LOSS, NODE_CRASH, WORKER_KILL, SCRIPT, HANG = KINDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Seconds from a failure until it is noticed, until all ranks are stopped, and from the order to launch
-    until new ones have started."""
+    """Seconds from a failure until it is detected, then until all ranks are stopped, and from the order to
+    launch until the new ranks have started."""
 
     detect_s: float = 0.0
     stop_s: float = 0.0
@@ -45,18 +45,18 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """All in seconds.
+    """Durations of a simulated run, in seconds.
 
-    A failure costs `restart_s` and the steps since the newest complete save. `copy_s` is how long after
-    its stall a save becomes complete, while steps go on and take `slowdown` (0.1: a tenth) more time.
-    `repair_s` is what passes until a lost node, or another in its place, joins as a spare again.
+    A failure costs `restart_s` and the steps since the newest complete save. A save becomes complete `copy_s`
+    after its stall; meanwhile training continues, and steps take longer by the share `slowdown` (0.1: a
+    tenth). `repair_s` is the time until a lost node, or its replacement, joins as a spare again.
 
-    `detection_s`, `stop_s` and `launch_s` are those of a node that falls silent. `kinds` has the parts of
-    others; a kind without an entry is noticed at once and else takes the same. How long a hang goes
-    unnoticed is the hang detector's own decision.
+    `detection_s`, `stop_s` and `launch_s` apply to a node that becomes silent. `kinds` has the parts of other
+    failures; a kind without an entry is detected at once and otherwise takes the same. The hang detector
+    itself decides how long a hang stays undetected.
 
-    Saves are in two tiers when `write_s` is given: complete means two copies in memory, and now and then one
-    is written to durable storage, which takes so long and costs training nothing; `read_s` is a restore from
+    With `write_s`, saves use two tiers: complete means two copies in memory, and some saves are also written
+    to durable storage, which takes `write_s` and costs the training nothing; `read_s` is a restore from
     there. None: a complete save survives everything.
     """
 
@@ -76,7 +76,7 @@ class Durations:
     kinds: Mapping[str, Parts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for times that cannot be, or that the run's own limits would cut short."""
+        """Raise ValueError for impossible times, or times that the run's own limits would cut short."""
         if self.step_s <= 0.0:
             raise ValueError("a step takes some time")
         parts = [self.parts(kind) for kind in KINDS]
@@ -96,16 +96,16 @@ class Durations:
 
     @property
     def restart_s(self) -> float:
-        """From a node's loss to the first step after it, without waiting for a node."""
+        """Seconds from the loss of a node to the first step after it, if no node has to be waited for."""
         return self.detection_s + self.stop_s + self.launch_s + self.restore_s + self.warm_up_s
 
     def time_of(self, steps: float, *, copying: bool) -> float:
-        """Seconds that `steps` take; `copying`: a save was made just before them."""
+        """Return the seconds that `steps` take. `copying`: a save was made just before them."""
         slow = self._slow_steps() if copying else 0.0
         return self.step_s * (steps + self.slowdown * min(steps, slow))
 
     def steps_in(self, seconds: float, *, copying: bool) -> int:
-        """Whole steps done in `seconds`; the inverse of `time_of`."""
+        """Return the number of whole steps done in `seconds`. Inverse of `time_of`."""
         slow = self._slow_steps() if copying else 0.0
         slow_s = slow * self.step_s * (1.0 + self.slowdown)
         if seconds < slow_s:
@@ -133,9 +133,9 @@ _USUAL = Settings()
 
 @dataclass(frozen=True)
 class Measured:
-    """`kinds`: what each kind of failure takes (its detection: what that takes besides the detector's own
-    limit, where there is one); `requeue_s`: from a requeue to the next allocation where
-    nodes are free; rates in bytes per second of one node; `source` says where the figures come from."""
+    """Measured durations. `kinds`: the parts of each kind of failure (where a detector has a limit, its
+    detection is the time beyond that limit). `requeue_s`: from a requeue to the next allocation while nodes
+    are free. Rates are bytes per second of one node. `source` states where the figures come from."""
 
     source: str
     kinds: Mapping[str, Parts]
@@ -151,9 +151,9 @@ class Measured:
         storage_bytes_per_s: float | None = None,
         settings: Settings = _USUAL,
     ) -> Durations:
-        """For a run on `nodes` nodes whose checkpoint has so many bytes altogether. A node's silence is
-        noticed as its heartbeats' detector decides by the policy's `settings`. Raises ValueError for parts
-        that the run's own limits would cut short."""
+        """Return the durations for a run on `nodes` nodes whose checkpoint has this many bytes in total. The
+        heartbeat detector with the policy's `settings` decides when a silent node is detected. Raises
+        ValueError for parts that the run's own limits would cut short."""
         node_bytes = NODE_BYTES if checkpoint_bytes is None else checkpoint_bytes / nodes
         write_s = WRITE_S
         if storage_bytes_per_s is not None:
@@ -169,9 +169,9 @@ class Measured:
 
 
 def read_measured(path: Path | None = None) -> Measured:
-    """The packaged figures, with those of a file of the same form in their place where it has them.
+    """Return the packaged figures, overridden by those in a file of the same form.
 
-    Raises UsageError for a file that cannot be read, and for entries that are unknown or no figures.
+    Raises UsageError for a file that cannot be read, and for unknown or non-numeric entries.
     """
     text = (resources.files("jurymast.sim") / "data" / "durations.yaml").read_text("utf-8")
     found: dict[str, Any] = yaml.safe_load(text)

@@ -1,6 +1,6 @@
 """What goes wrong in a simulated run, and when: drawn at random, or replayed from a trace.
 
-A fault plan is a list of faults in the order of time. Nodes are numbers: 0 .. active + spares - 1.
+A fault plan is a list of faults in order of time. Nodes are numbers: 0 .. active + spares - 1.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ BUNDLED_NODES, BUNDLED_DAYS = 400, 348.98
 
 @dataclass(frozen=True)
 class TraceFault:
-    """At `t` seconds from the start `nodes` are lost together (`kind`: power_loss or node_crash), a rank on
-    one of them is killed (worker_kill), the script fails, or all ranks hang. `down_s`: until lost nodes are
-    repaired (None: as long as repairs take). With a `step` it strikes when that was done for the first time,
-    and `t` says nothing: so a plan suits a real run, too."""
+    """One fault at `t` seconds from the start: `nodes` are lost together (`kind`: power_loss or node_crash),
+    a rank on one of them is killed (worker_kill), the script fails, or all ranks hang. `down_s` is the time
+    until lost nodes are repaired (None: the usual time of a repair). With a `step`, the fault strikes when
+    that step is first done, and `t` is ignored; so the same plan works for a real run."""
 
     t: float
     nodes: tuple[int, ...] = ()
@@ -42,13 +42,13 @@ class TraceFault:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultModel:
-    """`rate` counts node failures per 1,000 node-days, whatever pattern they come in.
+    """A random model of faults. `rate` is in node failures per 1,000 node-days, whatever their pattern.
 
-    `shape` is the Weibull shape of the time between incidents (1: exponential; below 1: clustered).
-    `bursts` is the share of incidents that others follow within minutes, two on average. `multi` is the
-    share that takes several nodes at once (at least two, neighbours). `lemons` is the share of nodes that
-    fail `lemon_factor` times as often as the others. `application_rate` and `hang_rate`: failures of the
-    script, and hangs, in the same unit.
+    `shape` is the Weibull shape of the time between incidents (1: exponential; below 1: clustered). `bursts`
+    is the share of incidents that others follow within minutes, two on average. `multi` is the share that
+    takes several neighboring nodes at once. `lemons` is the share of nodes that fail `lemon_factor` times as
+    often as the others. `application_rate` and `hang_rate` are failures of the script, and hangs, in the same
+    unit.
     """
 
     rate: float = PRIOR_RATE
@@ -61,7 +61,7 @@ class FaultModel:
     hang_rate: float = 0.0
 
     def draw(self, nodes: int, seconds: float, rng: random.Random) -> list[TraceFault]:
-        """A plan for `nodes` over `seconds`. Equal generators give equal plans."""
+        """Draw a plan for `nodes` over `seconds`. Equal generators give equal plans."""
         faults: list[TraceFault] = []
         nodes_per_incident = (1.0 + self.bursts * 2.0) * (1.0 + self.multi * 1.5)
         per_second = nodes * self.rate / 1000.0 / DAY_S
@@ -79,7 +79,7 @@ class FaultModel:
         return sorted((fault for fault in faults if fault.t < seconds), key=lambda fault: fault.t)
 
     def _node(self, nodes: int, rng: random.Random) -> int:
-        """Lemons are spread evenly over the numbers, so that some of them are spares."""
+        """Draw a node. Lemons are spread evenly over the numbers, so some of them are spares."""
         bad = min(nodes, round(self.lemons * nodes))
         weight = bad * self.lemon_factor
         if bad and rng.random() < weight / (weight + nodes - bad):
@@ -99,7 +99,7 @@ PATTERNS: dict[str, dict[str, float]] = {
 
 
 def parse_patterns(text: str) -> dict[str, float]:
-    """Read "lemons", with a value of one's own "lemons:0.1", or several: "lemons,multi".
+    """Parse "lemons", a pattern with a value ("lemons:0.1"), or several ("lemons,multi").
 
     Raises UsageError.
     """
@@ -122,7 +122,7 @@ def parse_patterns(text: str) -> dict[str, float]:
 
 
 def _arrivals(per_second: float, shape: float, until: float, rng: random.Random) -> list[float]:
-    """Times of a renewal process with this mean rate."""
+    """Draw the times of a renewal process with this mean rate."""
     if per_second <= 0.0:
         return []
     scale = 1.0 / per_second / math.gamma(1.0 + 1.0 / shape)
@@ -136,7 +136,7 @@ def _arrivals(per_second: float, shape: float, until: float, rng: random.Random)
 
 @dataclass(frozen=True)
 class Trace:
-    """Recorded faults (day, node, days down) of a cluster of `nodes` nodes that was watched for `days`."""
+    """Recorded faults (day, node, days down) of a cluster of `nodes` nodes that was observed for `days`."""
 
     faults: tuple[tuple[float, int, float], ...]
     nodes: int
@@ -148,7 +148,7 @@ class Trace:
         return 1000.0 * len(self.faults) / (self.nodes * self.days)
 
     def incidents(self, window_s: float, factor: float = 1.0) -> int:
-        """Faults that start more than `window_s` after the one before, with time `factor` times as quick."""
+        """Faults that start more than `window_s` after the one before, with time sped up by `factor`."""
         gap = window_s / DAY_S * factor
         days = [fault[0] for fault in self.faults]
         return 1 + sum(later - earlier > gap for earlier, later in zip(days, days[1:], strict=False))
@@ -156,11 +156,11 @@ class Trace:
     def draw(
         self, nodes: int, seconds: float, rng: random.Random, *, repair: bool = False, shift: bool = True
     ) -> list[TraceFault]:
-        """A plan for `nodes` over `seconds`: time runs `nodes / self.nodes` times as quick, so that the rate
-        per node stays; each recorded node stands for that many.
+        """Draw a plan for `nodes` over `seconds`. Time is sped up by `nodes / self.nodes`, so that the rate
+        per node stays the same; each recorded node stands for that many nodes.
 
-        `repair`: nodes are down for as long as they were (in real hours); else as long as repairs take.
-        `shift`: begin at a random day. The trace starts over at its end.
+        With `repair`, nodes are down as long as recorded (in real hours); otherwise as long as repairs
+        usually take. With `shift`, the plan starts on a random day. The trace starts over at its end.
         """
         factor = nodes / self.nodes
         copies = max(1, math.ceil(factor))
@@ -180,10 +180,10 @@ class Trace:
 
 
 def read_trace(path: Path | str, nodes: int | None = None) -> Trace:
-    """Read a CSV with the header `node,start_day,end_day` (more columns allowed), or the bundled trace by
-    its name. `nodes`: size of the cluster it was recorded on; None: the nodes that it names.
+    """Read a CSV with the header `node,start_day,end_day` (more columns are allowed), or the bundled trace of
+    that name. `nodes` is the size of the recorded cluster; None: the number of nodes in the file.
 
-    Raises UsageError for a file that cannot be read or has no faults.
+    Raises UsageError for a file that cannot be read or contains no faults.
     """
     if str(path) == BUNDLED_TRACE:
         text = (resources.files("jurymast.sim") / "data" / "infinitehbd_node_faults.csv").read_text("utf-8")

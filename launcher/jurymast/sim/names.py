@@ -1,9 +1,9 @@
 """Which of a run's nodes the state machine sees by name.
 
-The state machine treats healthy placed nodes alike, and each of its decisions walks over all placed nodes.
-So a few placed nodes have names of their own and one name stands for all the others; a node that fails
-gets the name of one that never mattered. Decisions are the same as with a name for every node (a test
-compares them), and cost the same for 12,500 nodes as for ten.
+The state machine treats healthy placed nodes alike, and each of its decisions walks over all placed nodes. So
+a few placed nodes have names of their own, and one name stands for all the others; a node that fails gets a
+name that has not been needed yet. Decisions are the same as with a name for every node (a test compares
+them), and cost the same for 12,500 nodes as for ten.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TOGETHER_S = 15.0
 
 
 def names_needed(faults: Sequence[TraceFault]) -> int:
-    """Most nodes of a fault plan that are hit within a minute, and some names for those after them. Where
-    several are hit at once, as many names as make them the share of the names that the state machine would
-    take for a fault of the fabric only if it were one of the nodes, too."""
+    """Return how many placed nodes need names: the most that a plan hits within a minute, and some for later
+    ones. If several are hit at once, there are enough names that their share reaches the limit for a fault of
+    the fabric only if it would with a name for every node."""
     together = _most_within(faults, TOGETHER_S)
     wide = math.ceil(together / MANY_LOST_FRACTION) if together > MANY_LOST else 0
     return max(NAMED + _most_within(faults, WINDOW_S), wide)
@@ -43,7 +43,7 @@ def _most_within(faults: Sequence[TraceFault], window_s: float) -> int:
 
 
 class Names:
-    """Numbers 0 .. active - 1 are placed first, those after them are the spares."""
+    """The names of nodes. Numbers 0 .. active - 1 are placed first; the rest are the spares."""
 
     def __init__(self, active: int, spares: int, allocation: int, named: int) -> None:
         own = active if active <= named else named
@@ -59,12 +59,12 @@ class Names:
 
     @property
     def active(self) -> int:
-        """Places, as the state machine counts them."""
+        """The number of places, as the state machine counts them."""
         return len(self._lendable) + bool(self.others)
 
     def of(self, number: int, healthy_placed: Collection[str]) -> str | None:
-        """The name of a node, which may have to take over that of one in `healthy_placed`; None: no name is
-        left, since as many nodes as have names are out at the same time."""
+        """Return the name of a node, which may take over the name of one in `healthy_placed`. None: no name
+        is left, because as many nodes as have names are out at the same time."""
         name = self._names.get(number)
         if name is None:
             name = next((n for n in self._lendable if n in healthy_placed), None)
@@ -79,8 +79,8 @@ class Names:
         return name
 
     def placed(self, placement: Sequence[str]) -> list[tuple[int, int]]:
-        """The nodes of the newest attempt: their names may be lent. Returns (number of one that left the
-        placement, number of one in its place) for each that is new."""
+        """Note the nodes of the newest attempt, whose names may be lent. Returns, for each new node, the pair
+        (number of the node that left the placement, number of the node in its place)."""
         numbers = {name: number for number, name in self._names.items()}
         gone = [numbers[name] for name in self._placed if name not in placement and name in numbers]
         new = [numbers[name] for name in placement if name not in self._placed and name in numbers]

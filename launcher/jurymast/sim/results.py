@@ -1,4 +1,4 @@
-"""Several simulated runs together: what `jurymast simulate` shows."""
+"""Results of several simulated runs, as `jurymast simulate` shows them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Draw = Callable[[random.Random], list[TraceFault]]
 def simulate(
     setup: Setup, draw: Draw, cadence: Cadence, seeds: int, told: Callable[[float], None] | None = None
 ) -> list[SimOutcome]:
-    """Runs with the seeds 0 .. `seeds` - 1. Equal calls, equal results. `told` gets the share done, 0..1."""
+    """Run the seeds 0 .. `seeds` - 1. Equal calls give equal results. `told` is called with the share done,
+    0..1."""
     outcomes = []
     for seed in range(seeds):
         done = seed / seeds
@@ -36,7 +37,7 @@ def simulate(
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest values."""
+    """Return a quantile, interpolated linearly between the two nearest values."""
     values = sorted(values)
     place = share * (len(values) - 1)
     low = int(place)
@@ -51,14 +52,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _cost(incidents: Sequence[Incident]) -> dict[str, float]:
-    """How many of a cause, and the median time from the failure to where training was before, seconds."""
+    """Return the number of incidents of a cause, and the median seconds from the failure until training is
+    back where it was."""
     times = [sum(incident.seconds().values()) for incident in incidents]
     return {"incidents": len(incidents), "seconds": quantile(times, 0.5)}
 
 
 def summary(outcomes: Sequence[SimOutcome]) -> dict[str, Any]:
-    """Means over the runs; `categories` and `total_node_seconds` are those of a mean run, `by_cause` counts
-    the incidents of all runs."""
+    """Summarize the runs by means. `categories` and `total_node_seconds` are those of a mean run; `by_cause`
+    counts the incidents of all runs."""
     runs = len(outcomes)
     totals: Counter[str] = Counter()
     for outcome in outcomes:

@@ -1,8 +1,8 @@
-"""One simulated run: faults come in, `core.run.machine.step` decides, and what it orders takes its time.
+"""One simulated run: faults happen, `core.run.machine.step` decides, and its orders take time.
 
-Discrete events: the clock jumps from one to the next, and neither steps nor heartbeats are among them. The
-state machine gets the events that a supervisor would give it (of all steps, those at which it learns
-something), and `core.goodput.ledger` books them as it books a real run's journal.
+This is a discrete-event simulation: the clock jumps from event to event, and single steps and heartbeats are
+not events. The state machine gets the events that a supervisor would give it (of all steps, only those that
+tell it something), and `core.goodput.ledger` accounts for them as for a real run's journal.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ COLLECTIVE_LIMIT_S = 600.0
 class Setup:
     """What is simulated: `nodes` active and `spares` idle nodes for `seconds`.
 
-    `named`: how many placed nodes have a name of their own; None: as many as the faults need.
-    `saves_at_once`: saves without anything between them that one event may tell of. `parts`: of so many
-    equal parts of the time the outcome says what the placed nodes did.
+    `named` is the number of placed nodes with a name of their own (None: as many as the faults need).
+    `saves_at_once` is the number of uneventful saves that one event may report. `parts` is the number of
+    equal parts of the time for which the outcome states what the placed nodes did.
     """
 
     nodes: int
@@ -60,9 +60,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class SimOutcome:
-    """One run's account. `categories` are node-microseconds that sum to `total_us`, the allocated and the
-    queued node-time; `state` tells whether the run gave up. `restores`: how often from which tier. `history`:
-    microseconds by category of the placed nodes (or of the queue), for each part of the time."""
+    """The account of one run. `categories` are node-microseconds that sum to `total_us`, the allocated and
+    queued node-time; `state` shows whether the run gave up. `restores` counts restores by tier. `history`
+    has, for each part of the time, the microseconds by category of the placed nodes (or of the queue)."""
 
     ratios: dict[str, float | None]
     categories: dict[str, int]
@@ -78,8 +78,8 @@ class SimOutcome:
 
 
 class Simulation:
-    """Drives one run through `faults`, whose script asks for `cadence`; `told` is called with the time that
-    has passed, now and then."""
+    """Runs one simulation through `faults`; the script requests `cadence`. `told` is called from time to time
+    with the time that has passed."""
 
     def __init__(
         self, setup: Setup, faults: Sequence[TraceFault], cadence: Cadence,
@@ -156,14 +156,14 @@ class Simulation:
         heapq.heappush(self._heap, (t, self._order, act, arguments))
 
     def _feed(self, event: ev.Event) -> None:
-        """Decide and book, then carry out what was decided."""
+        """Give the state machine an event, account for it, and carry out the decisions."""
         for instruction in self.ledger.feed(event):
             self._carry_out(instruction)
         if self.state.phase is not Phase.RUNNING:
             self._wake()
 
     def _wake(self) -> None:
-        """A tick at the next moment at which the state machine wants to look again."""
+        """Schedule a tick for the next time at which the state machine wants to look again."""
         state = self.state
         times = [state.deadline] if state.deadline is not None else []
         if state.phase is Phase.WAITING:
@@ -203,7 +203,8 @@ class Simulation:
     # Allocations and nodes.
 
     def _allocate(self, eligible_at: float) -> None:
-        """All nodes of a new allocation are well: Slurm gives others for those that are being repaired."""
+        """Start an allocation in which all nodes are healthy: Slurm replaces those that are being
+        repaired."""
         self._allocation += 1
         self._names = Names(self.setup.nodes, self.setup.spares, self._allocation, self._named)
         self._dead = set()
@@ -249,7 +250,7 @@ class Simulation:
         self._at(self.now + limit_s, self._hung, self._generation, limit_s)
 
     def _hang_limit_s(self) -> float:
-        """What the hang detector waits for when all ranks sit in a collective."""
+        """The seconds that the hang detector waits when all ranks are in a collective."""
         longest_s, settings = self._d.step_s + self._d.stall_s, self.state.settings
         ranks = [RankView(0, "", "stepping" if self._training else "restoring", int(self._training), math.inf,
                           longest_s, math.inf, 0.0)]  # fmt: skip
@@ -270,7 +271,7 @@ class Simulation:
             )  # fmt: skip
 
     def _rank_fault(self, fault: TraceFault) -> None:
-        """The script fails, or somebody kills a rank."""
+        """Let the script fail, or a rank be killed."""
         node: str | None = self.state.placement[0]
         killed = fault.kind == WORKER_KILL
         if killed and fault.nodes:
@@ -362,7 +363,7 @@ class Simulation:
         self._at(self.now + first_s, self._train, generation, step + 1, False)
 
     def _train(self, generation: int, at_step: int, copying: bool) -> None:
-        """Steps go on from `at_step`, until the next save or fault."""
+        """Continue training from `at_step` until the next save or fault."""
         if generation != self._generation:
             return
         if not self._training:
@@ -371,13 +372,13 @@ class Simulation:
         self._look(generation)
 
     def _steps_now(self) -> int:
-        """Done by now; when a save is due, ranks stand still for it."""
+        """The number of steps done by now. When a save is due, ranks wait for it."""
         start, before, copying = self._segment
         done = before + self._d.steps_in(self.now - start, copying=copying)
         return min(done, self._next_save or done)
 
     def _look(self, generation: int) -> None:
-        """At the ranks' heartbeats: when they save is decided, and comes at once to all."""
+        """Process the ranks' heartbeats. A new schedule of saves reaches all ranks at once."""
         if generation != self._generation or not self._training:
             return
         step = self._steps_now()
@@ -390,7 +391,7 @@ class Simulation:
             self._plan_save(step)
 
     def _plan_save(self, step: int) -> None:
-        """Ranks have done `step`: what happens next if nothing else does."""
+        """Schedule what happens next after ranks have done `step`, if nothing intervenes."""
         start, before, copying = self._segment
         until = self._save_after(step, before if copying else None)
         if until == self._next_save:
@@ -411,18 +412,18 @@ class Simulation:
         self._at(due + more * cycle_s, self._saved, self._plans, until + more * steps, more + 1, steps)
 
     def _save_after(self, step: int, saved: int | None) -> int:
-        """The step of the next save; none begins while that of the step `saved` is being copied."""
+        """The step of the next save; none begins while the save of step `saved` is being copied."""
         if saved is not None:
             step = max(step, saved + math.ceil(self._d.copy_s / self._d.step_s) - 1)
         return self._ranks.next_save(step)
 
     def _time_of(self, step: int) -> float:
-        """When a step of this segment is done."""
+        """The time at which a step of this segment is done."""
         start, before, copying = self._segment
         return start + self._d.time_of(step - before, copying=copying)
 
     def _strike_within(self, step: int, until: int) -> None:
-        """The next fault that waits for a step, if it is one of these."""
+        """The next fault that is bound to a step, if that step is one of these."""
         if self._scripted and (struck := max(step, self._scripted[0].step or 0)) <= until:
             self._at(self._time_of(struck), self._strike, self._plans)
 
@@ -443,9 +444,8 @@ class Simulation:
             self._progress(at_step)
 
     def _more_saves(self, steps: int, first_at: float) -> tuple[int, float]:
-        """How many saves after that at `first_at`, one every `steps`, are over before anything else happens,
-        and the time from one to the next. One event tells of all of them, and all times come out the same.
-        """
+        """Return how many saves after the one at `first_at`, one every `steps`, end before anything else
+        happens, and the time between two. One event reports them all, with exactly the same times."""
         cycle_s = self._d.time_of(steps, copying=True) + self._d.stall_s
         if self.state.incident is not None or self._scripted or not self._ranks.steady:
             return 0, cycle_s
@@ -454,7 +454,7 @@ class Simulation:
         return (min(self.setup.saves_at_once - 1, int(fit - 1e-6)) if fit > 1.0 else 0), cycle_s
 
     def _saved(self, plan: int, at_step: int, saves: int, steps: int) -> None:
-        """Usual saves are told together."""
+        """Record a save; uneventful saves are reported together."""
         if plan != self._plans:
             return
         d, attempt = self._d, self.state.attempt
@@ -476,7 +476,7 @@ class Simulation:
         self._train(self._generation, at_step, True)
 
     def _halt(self) -> None:
-        """From now on no rank of this attempt gets any further."""
+        """Stop all ranks of this attempt now."""
         if self.state.phase in (Phase.LAUNCHING, Phase.RUNNING):
             self._generation += 1
         if not self._training:
@@ -521,7 +521,7 @@ class Simulation:
 
 
 def _history(account: Account, end: int, parts: int) -> tuple[dict[str, int], ...]:
-    """Microseconds by category in each of `parts` equal parts of the time until `end`."""
+    """Return the microseconds by category in each of `parts` equal parts of the time until `end`."""
     start = to_us(START)
     found: list[dict[str, int]] = [{} for _ in range(parts)]
     width = -(-(end - start) // max(1, parts))

@@ -1,13 +1,14 @@
-"""Which saves of a simulated run are held where, how long they are on their way, and what a failure takes.
+"""Which saves of a simulated run are held where, how long they take to get there, and what a failure
+destroys.
 
-What follows from that is decided as in a run: when storage gets a save by `core.checkpoints.commit` and
-`writes`, of one image that stands for all ranks', as all are saved and written alike, and before the nodes go
-by `core.checkpoints.securing`; who copies whose images by the orders of `core.checkpoints.replicas` to all
-nodes; what an attempt restores by `core.checkpoints.restore`, with the ranks of only those nodes in its books
-that matter: the lost ones, the others of their XOR groups, and one that stands for the rest.
+The decisions are made as in a run. `core.checkpoints.commit` and `writes` decide when storage gets a save,
+and `core.checkpoints.securing` what is written before the nodes are released; one image stands for those of
+all ranks, because all are saved and written alike. `core.checkpoints.replicas` decides for all nodes who
+copies whose images. `core.checkpoints.restore` decides what an attempt restores, from the copies of only
+those nodes that matter: the lost ones, the others of their XOR groups, and one that stands for the rest.
 
-Only durations are this module's. The copy in a node's own memory is there when its stall is over and outlives
-dead ranks, what is ordered of others is done `Durations.copy_s` later, as is what a lost node held.
+Only durations come from this module. The copy in a node's own memory exists once its stall is over, and
+survives its ranks. Copies ordered from other nodes are complete `Durations.copy_s` later.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ALL_NODES = "all"
 
 @dataclass(frozen=True)
 class Restoring:
-    """What an attempt restores, in so many seconds; `record` is for the journal."""
+    """What an attempt restores, and the seconds that this takes. `record` goes into the journal."""
 
     key: Key
     tier: str
@@ -48,8 +49,9 @@ class Restoring:
 
 
 class SimTiers:
-    """Times are the simulation's. Replicas go by places: 0 .. nodes - 1 are the active ones, those after them
-    the spares'. Who steps in for another takes its place, and what that one would hold."""
+    """The tiers of a simulated run. Times are the simulation's. Replicas are assigned by place: 0 .. nodes -
+    1 are the active nodes, higher places the spares. A node that replaces another takes its place, and the
+    replicas that belong there."""
 
     def __init__(self, state: RunState, durations: Durations, nodes: int, spares: int) -> None:
         self._state, self._d, self._nodes = state, durations, nodes
@@ -64,36 +66,37 @@ class SimTiers:
         self._halted_at = 0.0
 
     def swapped(self, out: int, into: int) -> None:
-        """The node `into` takes the place of the node `out`."""
+        """Let the node `into` take the place of the node `out`."""
         places = self._places
         places[into], places[out] = places.get(out, out), places.get(into, into)
 
     def allocated(self) -> None:
-        """All nodes are others now."""
+        """Note that all nodes have been replaced."""
         self._places.clear()
 
     def saved(self, key: Key, at: float, next_at: float) -> None:
-        """The stall of a save ended; that of the next one ends at `next_at`, as far as that is certain."""
+        """Note that the stall of a save has ended. The stall of the next one ends at `next_at`, if that is
+        certain."""
         self._recent = [*self._recent[-1:], (key, at + self._d.copy_s)]
         if self._storage is not None and self._storage.wants(at, next_at):
             self._storage.saved(key, at)
 
     def lost(self, node: int, now: float) -> None:
-        """A node with copies of others, or of its own, is gone."""
+        """Note that a node is lost, with its own images and its copies of others'."""
         place = self._places.get(node, node)
         self._losses.append((now, place))
         if self._storage is not None and place < self._nodes:
             self._storage.lost(now)
 
     def halted(self, now: float) -> None:
-        """The ranks stopped: what is not complete now never will be."""
+        """Note that the ranks have stopped: a save that is incomplete now stays incomplete."""
         self._halted_at = now
         if self._storage is None:
             whole = [key for key, complete_at in self._recent if complete_at <= now]
             self._direct = dict.fromkeys(whole[-1:] or self._direct, 1)
 
     def given_back(self, now: float) -> float:
-        """The nodes go. Returns how long that takes longer, as something is to be written."""
+        """Release the nodes. Returns the seconds for which writing a save delays this."""
         took_s = 0.0
         if self._storage is not None:
             copies = self._world().copies
@@ -103,7 +106,7 @@ class SimTiers:
         return took_s
 
     def choose(self, launch: Launch, now: float) -> Restoring:
-        """For an attempt whose nodes are about to be told."""
+        """Return what an attempt restores whose nodes are about to be told."""
         shared: Mapping[Key, int] = self._direct
         if self._storage is not None:
             self._storage.pass_until(now)
@@ -119,7 +122,7 @@ class SimTiers:
         return Restoring((chosen.step, chosen.attempt), chosen.tier, seconds, record)
 
     def restored(self, what: Restoring, now: float) -> None:
-        """The ranks go on from this; of what was in memory all nodes have copies again."""
+        """Note that the ranks continue from this. All nodes have copies again of what is in memory."""
         self._losses.clear()
         in_memory = what.tier == MEMORY
         self._recent = [(what.key, 0.0)] if in_memory else []
@@ -138,8 +141,8 @@ class SimTiers:
 
 
 class _Storage:
-    """What is on its way to shared storage, and there: `write_s` seconds are a write's. It is looked at when
-    something is about to happen; what the journal would be told nothing here depends on."""
+    """Saves on shared storage and on their way there. A write takes `write_s` seconds. This is updated
+    whenever something is about to happen; nothing here depends on what would go into the journal."""
 
     def __init__(self, state: RunState, write_s: float) -> None:
         self._state, self._write_s = state, write_s
@@ -157,7 +160,8 @@ class _Storage:
         return self._writes.shared
 
     def wants(self, at: float, next_at: float) -> bool:
-        """Whether a save at `at` is asked for before the next one, which is certain unless it is endless."""
+        """Whether storage gets the save at `at` instead of waiting for the next save, at `next_at` (infinity:
+        no next save is certain)."""
         self.pass_until(at)
         if self._order is not None and self._ends_at < next_at < math.inf:
             self._now = self._ends_at
@@ -178,7 +182,7 @@ class _Storage:
         self._look()
 
     def lost(self, now: float) -> None:
-        """An active node's part of the images is gone, and of what was being written."""
+        """Note that an active node's part of the images is lost, also of those being written."""
         self.pass_until(now)
         self._copies.drop_where()
         self._carry_out(self._writes.lost(ALL_NODES, "a node was lost", now))
@@ -194,7 +198,8 @@ class _Storage:
             self._writes.restored(attempt, key[0])
 
     def secure(self, key: Key | None, now: float) -> float:
-        """Before the nodes go, of which all together still have the state `key`; returns how long it took."""
+        """Write the state `key`, which all nodes together still have, before they are released. Returns the
+        seconds this took."""
         self.pass_until(now)
         self._copies.drop_where()
         if key is not None:
@@ -210,7 +215,7 @@ class _Storage:
         return took_s
 
     def pass_until(self, now: float) -> None:
-        """What happens to storage by then."""
+        """Carry out what happens to storage until this time."""
         while (at := max(self._now, self._next_at)) <= now:
             self._now = at
             if self._order is not None:
@@ -223,7 +228,7 @@ class _Storage:
         self._copies.hold(Copy(ALL_NODES, MEMORY, *key, 0, 1, ALL, size_bytes=1))
 
     def _look(self) -> bool:
-        """Whether another write begins now."""
+        """Start another write now if one is due."""
         key = self._commit.key
         if key is not None:
             self._carry_out(self._writes.look(key, self._now))
@@ -244,15 +249,15 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Copied:
-    """Who was ordered to hold what, and of which part: by rank, which is the place of its node, or group."""
+    """Who was ordered to hold what, and which part: by rank (the place of its node) or by group."""
 
     whole: Mapping[int, Sequence[tuple[str, str]]]
     groups: Mapping[tuple[int, ...], tuple[str, str]]
 
 
 class _World:
-    """The books of the nodes at the places `lost`, the others of their XOR groups, and one that stands for
-    the rest of all `nodes`."""
+    """The copies on the nodes at the places `lost`, on the others of their XOR groups, and on one node that
+    stands for the rest of all `nodes`."""
 
     def __init__(self, copied: _Copied, nodes: int, lost: set[int]) -> None:
         self._copied = copied
@@ -266,7 +271,8 @@ class _World:
         self.copies = Copies()
 
     def hold(self, key: Key, *, replicated: bool) -> None:
-        """All have this save in their own memory, and if `replicated`, what they were to copy of others'."""
+        """Let all nodes hold this save in memory and, if `replicated`, the copies of others' that they were
+        to make."""
         for place, rank in self._ranks.items():
             image = Copy(f"n{place}", MEMORY, *key, rank, len(self._ranks), ALL, size_bytes=1)
             self._hold(image)
@@ -287,7 +293,7 @@ class _World:
 
 @lru_cache(maxsize=4)
 def _copied(nodes: int, spares: int, replicas: int, parity: int, prefer_spares: bool) -> _Copied:
-    """What is ordered once all nodes have saved, a rank each."""
+    """Return what is ordered once all nodes, with one rank each, have saved."""
     names = [f"n{place}" for place in range(nodes + spares)]
     state = RunState(
         Settings(replicas=replicas, parity=parity, prefer_spares=prefer_spares), active=nodes, spares=spares,
@@ -305,7 +311,7 @@ def _copied(nodes: int, spares: int, replicas: int, parity: int, prefer_spares: 
 
 
 def _orders(state: RunState, names: Sequence[str]) -> Iterator[tuple[str, msg.Replicate]]:
-    """Of a first save of all placed nodes, while those of all `names` are here."""
+    """Return the orders after a first save of all placed nodes, while all nodes in `names` are present."""
     copies = Copies()
     commit = Commit(state, copies)
     replicas = Replicas(state, copies, {name: Holder(name, 1, "") for name in names}, commit)
