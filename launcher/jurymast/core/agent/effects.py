@@ -1,4 +1,4 @@
-"""What an agent's machines want done. What takes time says which event brings its answer."""
+"""What an agent's machines want done. An effect that takes time names the event that brings its answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Obeyed = msg.GoOn | msg.CadenceSet | msg.LeaveVerdict | msg.KeeperOrder
 
 
 class WakeAt(Struct, frozen=True):
-    """Call `tick` at this time of the machines' clock, in seconds. The newest one counts; NEVER means
+    """Call `tick` at this time of the machines' clock, in seconds. Only the newest one counts; NEVER means
     never."""
 
     at: float
@@ -39,8 +39,8 @@ class Obey(Struct, frozen=True):
 
 
 class Leave(Struct, frozen=True):
-    """End this agent and its ranks. `over`: the run has ended too, with this `exit_code`, so nobody restores
-    from this node's disk."""
+    """End this agent and its ranks. `over`: the run has ended, too, with this `exit_code`, so nobody will
+    restore from this node's disk."""
 
     over: bool = False
     exit_code: int = 0
@@ -98,14 +98,14 @@ class KillHost(Struct, frozen=True):
 
 
 class StartProbes(Struct, frozen=True):
-    """Start the probes: nothing more urgent is to be done on the node."""
+    """Start the probes. This is the least urgent work on a new node."""
 
 
 # Tests of this node. Each set of processes has a number, from 1 on.
 
 
 class StartTests(Struct, frozen=True):
-    """Start so many processes that test this node. Answered by `tests_started`."""
+    """Start this many processes that test this node. Answered by `tests_started`."""
 
     number: int
     count: int
@@ -152,7 +152,7 @@ class FindSupervisor(Struct, frozen=True):
 
 
 class Greet(Struct, frozen=True):
-    """A supervisor is connected: give up all other tries, and send it the hello."""
+    """A supervisor is connected: stop all other attempts to connect, and send it the hello."""
 
 
 class HangUp(Struct, frozen=True):
@@ -167,7 +167,7 @@ class ReadPulse(Struct, frozen=True):
 
 
 class StandBy(Struct, frozen=True):
-    """Start a process that can supervise at once. Its end is no event."""
+    """Start a process that can supervise at once. Its end is not an event."""
 
 
 class EndStandby(Struct, frozen=True):

@@ -1,5 +1,5 @@
-"""An agent's connection to its supervisor: whom to connect to and when, how long to wait for a word, what
-is said again to the next supervisor, and when the agent leaves because none comes."""
+"""An agent's connection to its supervisor: whom to connect to and when, how long to wait for a message, what
+to repeat to the next supervisor, and when to leave because no supervisor comes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MEMORY = 60
 
 
 def recent(every_s: float, now: float) -> Arrivals:
-    """Of signs of life that come so often."""
+    """Return an Arrivals that remembers only recent signs of life, which come every `every_s` seconds."""
     return Arrivals(every_s, now, deque(maxlen=MEMORY))
 
 
 class Hearing:
-    """`now` is monotonic, in seconds. `heir`: this node's place among those that take over first, from 0 on;
-    None if it is none of them or does not know yet. `epoch`: the supervisor's; None before its first
-    answer."""
+    """When this agent hears its supervisor. `now` is monotonic, in seconds. `heir`: this node's place from 0
+    on among those that take over first; None if it is none of them, or does not know yet. `epoch`: the
+    supervisor's; None before its first answer."""
 
     def __init__(self, answer_every_s: float) -> None:
         """`answer_every_s`: how often a supervisor answers heartbeats, in seconds."""
@@ -35,7 +35,7 @@ class Hearing:
         self.late_at = NEVER  # and from then on for one that answers on time
 
     def begin(self, now: float) -> None:
-        """A new connection."""
+        """Begin anew with a new connection."""
         self._answers = recent(self._answer_every_s, now)
         self.epoch = self.heir = None
         self._heard(now)
@@ -67,14 +67,15 @@ KEPT_MAX = 1000
 
 
 class SupervisorLink:
-    """`now` is monotonic, in seconds.
+    """Decides about this agent's connection. `now` is monotonic, in seconds.
 
-    Without a connection it tries in rounds: where the last supervisor was, and at the same time where the
-    newest is by the run directory, since storage may need longer for its answer than a supervisor that lives
-    waits for its agent. The next round begins when all tries of one have come to nothing, which takes a while
-    where something listens and does not answer: so within one the run directory is looked at again and again.
-    One that is silent for longer than usual is left as soon as there is a newer one. The agent on its own
-    node looks for that early, however late answers usually come: that node is the first to be given up.
+    Without a connection it tries in rounds: at the last supervisor's address, and at the same time at the
+    newest one in the run directory, because storage may answer later than a living supervisor waits for its
+    agent. The next round begins when all tries of one have failed. That takes a while if something listens
+    and does not answer, so the run directory is read again and again meanwhile. A supervisor that is silent
+    for longer than usual is left as soon as there is a newer one. The agent on the supervisor's own node
+    looks for a newer one early, however late answers usually come, because that node is the first to be given
+    up.
     """
 
     def __init__(
@@ -88,9 +89,8 @@ class SupervisorLink:
         ranks: Ranks,
         hearing: Hearing,
     ) -> None:
-        """`hint`: (host, port) of the first supervisor. `share`: from 0 to 1, when this one of the run's
-        `nodes` looks in the run directory, after all have lost their supervisor at once. `ranks` are only
-        looked at."""
+        """`hint`: (host, port) of the first supervisor. `share`: from 0 to 1, when this agent of the run's
+        `nodes` reads the run directory after all have lost their supervisor at once. `ranks` is only read."""
         self._node, self._allocation = node, allocation
         self._hint = hint
         # After a power loss there is no other sign of a supervisor's end than its silence: no reset comes.
@@ -126,7 +126,7 @@ class SupervisorLink:
         return self._hearing.heard_at + self._patience_s
 
     def check(self) -> None:
-        """What holds between any two events. Raises AssertionError."""
+        """Check the invariants. Raises AssertionError."""
         assert not (self.connected and self._tries), "a connection, and still waiting for one"
         assert self._tries >= self._finding, "more tries ended than were begun"
         assert len(self._kept) <= KEPT_MAX, "too much is kept for the next supervisor"
@@ -160,10 +160,12 @@ class SupervisorLink:
         return [Connect(targets)]
 
     def found(self, place: Endpoint | None, now: float) -> list[Effect]:
-        """None: there is none, or shared storage does not answer, which is no reason to end the ranks.
+        """Take in the address in the run directory. None: there is none, or shared storage does not answer,
+        which is no reason to end the ranks.
 
-        An old view of the run directory may show a supervisor that another has taken over from, and that does
-        not know it: to obey that one would undo what the newer one did."""
+        A stale view of the run directory may show a supervisor that has been replaced and does not know it.
+        Obeying that one would undo what the newer one did.
+        """
         peeked, self._peeking = self._peeking, False
         if place is not None and place.epoch < self._epoch:
             place = None
@@ -187,7 +189,7 @@ class SupervisorLink:
         return self._over(now)
 
     def _over(self, now: float) -> list[Effect]:
-        """The end of a try."""
+        """End one try."""
         if self._tries:
             return []
         if now > self._alone_since + self._alone_limit_s():
@@ -201,7 +203,7 @@ class SupervisorLink:
         return ALONE_LIMIT_S if self._ranks.state == "finished" else IDLE_ALONE_LIMIT_S
 
     def _change_over(self, place: Endpoint | None, now: float) -> list[Effect]:
-        """To a newer one."""
+        """Move to a newer supervisor."""
         epoch = self._hearing.epoch
         if place is None or not epoch or place.epoch <= epoch or place.allocation != self._allocation:
             return []
@@ -211,7 +213,7 @@ class SupervisorLink:
     # Having one.
 
     def connected_to(self, now: float) -> list[Effect]:
-        """Connected to the first that answered; results of the other tries do not matter any more."""
+        """Use the first connection that was made; the results of other tries no longer matter."""
         self.connected, self._peeking, self._finding = True, False, False
         self._tries, self._round_at = 0, NEVER
         self._hearing.begin(now)
@@ -240,8 +242,8 @@ class SupervisorLink:
         self._find_at = peek_at + self._find_every_s * self._share
 
     def say(self, message: msg.ToSupervisor) -> list[Effect]:
-        """Send it now. Send it again over the next connection, unless a hello repeats it or it is known to
-        have arrived: this connection may be dead already."""
+        """Send a message now. Send it again over the next connection, unless a hello repeats it or it is
+        known to have arrived: this connection may be dead already."""
         if isinstance(message, msg.Kept):
             self._said += self.connected
             if len(self._kept) < KEPT_MAX:
@@ -249,7 +251,7 @@ class SupervisorLink:
         return [Send(message)] if self.connected else []
 
     def lost(self, now: float) -> list[Effect]:
-        """The connection has ended."""
+        """Note that the connection has ended."""
         if not self.connected:
             return []
         self.connected, self._alone_since = False, now
@@ -269,13 +271,13 @@ class SupervisorLink:
         return [FindSupervisor()]
 
     def _hang_up(self, now: float, newer: Endpoint | None = None) -> list[Effect]:
-        """One that was only late must not take this for an end; and it may not see that there is a newer one,
-        as its storage hangs."""
+        """Close the connection after telling the supervisor. If it was only late, it must not take this for
+        an end; and it may not see that there is a newer one, because its storage hangs."""
         return [Send(msg.HangsUp(newer=newer)), HangUp(), *self.lost(now)]
 
     def terminated(self, now: float) -> list[Effect]:
-        """A SIGTERM: Slurm ends the job or takes the node. The supervisor finds out which; until it says
-        "leave" this node's memory may be needed for the last checkpoint."""
+        """Report a SIGTERM: Slurm ends the job or takes the node. The supervisor finds out which. Until it
+        says "leave", this node's memory may be needed for the last checkpoint."""
         if not self.connected:
             return [Leave()]
         self._leave_at = min(self._leave_at, now + TERMINATED_LIMIT_S)

@@ -35,8 +35,8 @@ PROBE_ANYWAY_S = 60.0
 
 
 class AgentMachine:
-    """Whoever drives it tells it what happens, and carries out what it returns, in order. `now` is monotonic,
-    in seconds. Each method is one event; after a Leave nothing follows from any."""
+    """Decides everything for an agent. The caller reports events, one method each, and carries out the
+    returned effects in order. `now` is monotonic, in seconds. After a Leave no event has effects."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class AgentMachine:
         gpus: int = 0,
         driver: bool = False,
     ) -> None:
-        """`nodes`: of the allocation, in its order. `hint`, `share`: see SupervisorLink; `gpus`, `driver`:
-        see NodeTests."""
+        """`nodes`: the allocation's, in its order. `hint`, `share`: see SupervisorLink; `gpus`, `driver`: see
+        NodeTests."""
         patience = patience_s(plan.settings.heartbeat_s, plan.nodes)
         hearing = Hearing(answer_every_s(plan.settings.heartbeat_s, plan.nodes))
         self.ranks = Ranks(plan.settings.stop_grace_s)
@@ -64,12 +64,12 @@ class AgentMachine:
         self._was_connected = False
 
     def check(self) -> None:
-        """What holds between any two events. Raises AssertionError."""
+        """Check the invariants. Raises AssertionError."""
         for part in (self.ranks, self.link, self.succession, self.writes, self.tests):
             part.check()
 
     def _out(self, effects: list[Effect], now: float) -> list[Effect]:
-        """What follows from an event for the other parts, and when to wake next."""
+        """Return the effects of an event, with what the other parts add, and when to wake next."""
         if self.left:
             return []
         effects = [one for effect in effects for one in self._with_others(effect, now)]
@@ -85,7 +85,7 @@ class AgentMachine:
         return effects
 
     def _with_others(self, effect: Effect, now: float) -> list[Effect]:
-        """The effect, and what it means to other parts."""
+        """The effect, with what it means to other parts."""
         match effect:
             case StartHost() if self.ranks.attempt == 0:
                 return [effect, *self.tests.host_started(now)]
@@ -97,7 +97,7 @@ class AgentMachine:
         return [effect]
 
     def _said(self, effects: list[Effect]) -> list[Effect]:
-        """What is to be said waits for a supervisor, or is left out, when none is there."""
+        """While no supervisor is connected, keep messages for the next one and drop heartbeats."""
         out: list[Effect] = []
         for effect in effects:
             if isinstance(effect, Send):
@@ -109,8 +109,8 @@ class AgentMachine:
     # The agent's own life.
 
     def start(self, now: float, *, reachable: bool) -> list[Effect]:
-        """`reachable`: this node's address is known, so its first host can start. (Importing torch takes
-        longer than finding the supervisor.)"""
+        """Start the agent. `reachable`: this node's address is known, so its first host can start. (Importing
+        torch takes longer than finding the supervisor.)"""
         self._probe_at = now + PROBE_ANYWAY_S
         begun = self.ranks.begin(now) if reachable else []
         return self._out(begun + self.link.start(now), now)
@@ -122,7 +122,7 @@ class AgentMachine:
         return self._out(ranks + others, now)
 
     def _probe(self) -> list[Effect]:
-        """Once."""
+        """Start the probes, once."""
         wanted, self._probe_at = self._probe_at < NEVER, NEVER
         return [StartProbes()] if wanted else []
 
@@ -138,7 +138,7 @@ class AgentMachine:
         return self._out(self.link.found(place, now), now)
 
     def unreached(self, now: float, *, refused: bool = False) -> list[Effect]:
-        """`refused`: nobody listens at that address."""
+        """No supervisor was reached. `refused`: nothing listens at that address."""
         if refused:
             self.succession.refused(now)
         return self._out(self.link.unreached(now), now)
@@ -201,7 +201,7 @@ class AgentMachine:
         return self._out(warm + self._said(self.ranks.host_said(message, now)), now)
 
     def rank_failed(self, failed: within.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
-        """`evidence`: what the node knows about it, as fields of `messages.Failed`."""
+        """A rank failed. `evidence`: what the node knows about it, as fields of `messages.Failed`."""
         return self._out(self._said(self.ranks.rank_failed(failed, evidence, now)), now)
 
     def host_ended(self, code: int, evidence: Mapping[str, Any], now: float) -> list[Effect]:
@@ -217,8 +217,8 @@ class AgentMachine:
     # Tests, succession, and writes.
 
     def tests_started(self, number: int, port: int, why: str, now: float) -> list[Effect]:
-        """`port`: of the store for tests that meet here, 0 for none. `why`: the reason if they cannot start,
-        else ""."""
+        """The test processes have started, or (`why`) cannot. `port`: of the store for tests that meet here;
+        0 for none."""
         return self._out(self._said(self.tests.started(number, port, why)), now)
 
     def tests_answered(self, number: int, answers: Sequence[Alone], now: float) -> list[Effect]:

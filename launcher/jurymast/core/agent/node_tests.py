@@ -1,5 +1,5 @@
-"""Tests of this node, alone and with another one: which processes there are for them, what those are asked,
-and what the supervisor hears of it."""
+"""Tests of this node, alone and with another one: which processes run them, what these are asked, and what
+the supervisor learns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Asked = TestDevices | TestTogether
 
 
 class NodeTests:
-    """One process for each device, or one or two without GPUs. They start with the agent's first torchrun
-    host, so that both import torch at the same time. `now` is monotonic, in seconds."""
+    """Runs one test process for each device, or one or two without GPUs. They start with the agent's first
+    torchrun host, so that both import torch at the same time. `now` is monotonic, in seconds."""
 
     def __init__(self, plan: RunPlan, gpus: int, *, driver: bool) -> None:
         """`driver`: Slurm has granted GPUs, and a driver is present."""
@@ -43,7 +43,7 @@ class NodeTests:
         return self.wake_at < NEVER
 
     def check(self) -> None:
-        """What holds between any two events. Raises AssertionError."""
+        """Check the invariants. Raises AssertionError."""
         assert self.here or self._asked is None, "nobody is there to answer"
         assert self._asked is not None or not self._waiting, "nothing is on, and something waits"
         assert self._result is None or self.here, "a result of processes that are gone"
@@ -56,7 +56,7 @@ class NodeTests:
         return self._begin(now + self._join_limit_s) if wanted and not self.here else []
 
     def test(self, order: msg.TestAlone | msg.TestPair, now: float) -> list[Effect]:
-        """Tests that were answered before are answered again."""
+        """Start tests. Tests that were answered before are answered again."""
         if isinstance(order, msg.TestPair):
             return self._pair(order)
         begun = [] if self.here else self._begin(now)
@@ -95,7 +95,7 @@ class NodeTests:
         return self._ended(Alone(error=why)) if why else [self._asked]
 
     def answered(self, number: int, answers: Sequence[Alone]) -> list[Effect]:
-        """The answers to the last tests."""
+        """Take in the answers to the last tests."""
         if number != self._number or self._asked is None or self._port is None:
             return []
         return self._ended(slowest(answers))
@@ -125,7 +125,7 @@ class NodeTests:
         return self.end() if now >= self.wake_at else []
 
     def end(self) -> list[Effect]:
-        """End the test processes; others need the devices."""
+        """End the test processes, because others need the devices."""
         if not self.here:
             return []
         self._asked, self._result, self.wake_at = None, None, NEVER

@@ -1,4 +1,5 @@
-"""The ranks of one node: when they start and stop, when by force, and what the supervisor hears of it."""
+"""The ranks of one node: when they start and stop, when they are killed, and what the supervisor is told of
+them."""
 
 from __future__ import annotations
 
@@ -33,20 +34,20 @@ HOST_RESTARTS_MAX = 5
 
 
 class Ranks:
-    """Launches and stops as the supervisor orders. `now` is monotonic, in seconds.
+    """Starts and stops ranks as the supervisor orders. `now` is monotonic, in seconds.
 
-    The host runs one attempt at a time. It is told of an attempt only while it waits, without ranks, so that
-    what it says next is about that attempt. What always holds:
+    The host runs one attempt at a time. It is told of an attempt only while it waits without ranks, so its
+    next message is about that attempt. Invariants:
 
-    - No attempt starts after a newer one, nor after word that it is to stop.
+    - No attempt starts after a newer one, nor after an order to stop it.
     - Ranks of an attempt start once those of earlier ones are gone.
-    - Every order to stop is answered by Stopped once the ranks are gone, however long ago that was, except
-      one for an attempt that a newer one has replaced.
-    - A launch that comes to nothing is told as one whose ranks have ended.
+    - Every order to stop is answered by Stopped once the ranks are gone, even if they have been gone for
+      long, except an order for an attempt that a newer one has replaced.
+    - A launch that fails is reported like one whose ranks have ended.
     """
 
     def __init__(self, stop_grace_s: float) -> None:
-        """`stop_grace_s`: seconds that ranks have between SIGTERM and SIGKILL."""
+        """`stop_grace_s`: seconds between SIGTERM and SIGKILL."""
         self.attempt = 0  # the newest ordered here
         self.store_port = 0  # of the host while it waits
         self.pids: tuple[int, ...] = ()
@@ -82,7 +83,7 @@ class Ranks:
         return Beat(self._told if self.pids else self.attempt, self.pids)
 
     def check(self) -> None:
-        """What holds between any two events. Raises AssertionError."""
+        """Check the invariants. Raises AssertionError."""
         assert self._told <= self.attempt, "the host was told of an attempt that nobody ordered"
         assert not (self._alive and self.store_port), "a host with ranks does not wait"
         assert not (self._alive and self._finished), "ranks that have ended live"
@@ -98,7 +99,7 @@ class Ranks:
     # Orders.
 
     def begin(self, now: float) -> list[Effect]:
-        """Other nodes can reach this one, so the first host can start."""
+        """Start the first host, now that other nodes can reach this one."""
         return [] if self.host_starts else self._start_host()
 
     def launch(self, order: msg.Launch, now: float) -> list[Effect]:
@@ -115,7 +116,7 @@ class Ranks:
         return self._go_on()
 
     def _go_on(self) -> list[Effect]:
-        """The next step of a launch: the ranks before are gone, room is made, the host waits."""
+        """Take the next step of a launch: the earlier ranks are gone, room is made, the host waits."""
         order = self._launch
         if order is None or self._alive:
             return []
@@ -131,7 +132,7 @@ class Ranks:
         return [StartRanks(order, self._cold)]
 
     def _cannot_lead(self, order: msg.Launch) -> list[Effect]:
-        """All ranks are about to meet at a store that went with the host before."""
+        """Report that all ranks would meet at a store that ended with the previous host."""
         failed = msg.Failed(
             attempt=order.attempt, rank=-1, exit_code=1, error="TorchrunHostDied", oom_kills=None,
             message="the node's torchrun host and its store ended before the ranks started",
@@ -139,7 +140,7 @@ class Ranks:
         return self._tell(failed) + self._tell_stopped()
 
     def stop(self, attempt: int, now: float, *, stacks: bool = False) -> list[Effect]:
-        """Stop the ranks of `attempt`, if wanted after a look at their `stacks`."""
+        """Stop the ranks of `attempt`, if requested after recording their `stacks`."""
         if (self._alive or self._launch is not None) and attempt < self.attempt:
             return []
         self._stopping = max(self._stopping, attempt)
@@ -155,7 +156,7 @@ class Ranks:
         return [LookAtRanks(order.number, self.pids)] if here else []
 
     def terminated(self, now: float) -> list[Effect]:
-        """Slurm ends the job or removes the node, so the end of the ranks is no failure."""
+        """Note that Slurm ends the job or removes the node, so that the end of the ranks is no failure."""
         self._terminating = True
         return []
 
@@ -196,7 +197,7 @@ class Ranks:
                 return self._ranks_finished(message)
 
     def rank_failed(self, failed: within.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
-        """`evidence`: what the node knows about it, as fields of `messages.Failed`."""
+        """Report a failed rank. `evidence`: what the node knows about it, as fields of `messages.Failed`."""
         return [self.beat(), *self._tell(msg.Failed(**asdict(failed), **evidence))]
 
     def rank_said(self, event: within.ForSupervisor, now: float) -> list[Effect]:
@@ -226,7 +227,8 @@ class Ranks:
         return [] if self._finished else [Send(msg.Ready(store_port=store_port))]
 
     def host_ended(self, code: int, evidence: Mapping[str, Any], now: float) -> list[Effect]:
-        """The host ended while it waited, or together with its ranks. `evidence` as in `rank_failed`."""
+        """Handle the end of the host, while it waited or together with its ranks. `evidence` as in
+        `rank_failed`."""
         had_ranks, waited = self.state in ("starting", "running"), self.state == "waiting"
         effects: list[Effect] = [KillRanks(self.pids)] if self.pids else []
         self._gone()
@@ -254,11 +256,11 @@ class Ranks:
         self._stacks_until = self._force_at = NEVER
 
     def _tell_stopped(self) -> list[Effect]:
-        """To whoever waits for the newest attempt to end."""
+        """Answer whoever waits for the newest attempt to end."""
         attempt = max(self.attempt, self._stopping)
         return self._tell(msg.Stopped(attempt=attempt, store_port=self.store_port))
 
     def _tell(self, message: msg.Failed | msg.Stopped) -> list[Effect]:
-        """But for what the end of the job explains."""
+        """Tell the supervisor, unless the end of the job explains it."""
         asked = isinstance(message, msg.Stopped) and self._stopping >= self.attempt
         return [] if self._terminating and not asked else [Send(message)]

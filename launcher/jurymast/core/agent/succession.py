@@ -1,4 +1,4 @@
-"""When the supervisor's node dies: which nodes are to start the next supervisor, and when each does."""
+"""Who takes over when the supervisor's node dies, and when."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LOOK_EVERY_S = 5.0
 
 
 class Heirs:
-    """The first of the nodes that are `here`, spares first because their processors are idle. `now` is the
-    watcher's clock."""
+    """The nodes that take over first, of those that are `here`: spares first, because their processors are
+    idle. `now` is the watcher's clock."""
 
     def __init__(self, state: RunState, here: Set[str]) -> None:
         self._state, self._here = state, here
@@ -28,8 +28,8 @@ class Heirs:
         self._among = 0
 
     def look(self, now: float) -> None:
-        """Choose again: now and then, as there may be thousands of nodes; at once if an heir has left, or if
-        there are too few."""
+        """Choose again: from time to time, because there may be thousands of nodes, and at once if an heir
+        has left or there are too few."""
         enough = len(self._heirs) == HEIRS or len(self._here) == self._among
         if now < self._look_at and enough and all(name in self._here for name in self._heirs):
             return
@@ -44,7 +44,7 @@ class Heirs:
         self._heirs = tuple(node.name for node in chosen)
 
     def place(self, node: str) -> int | None:
-        """The node's place from 0 on; None if it is not among the first."""
+        """Return the node's place from 0 on; None if it is not among the first."""
         return self._heirs.index(node) if node in self._heirs else None
 
 
@@ -68,27 +68,28 @@ def epoch_of(pulse: str) -> int:
 
 
 class Succession:
-    """One agent's part in it, decided from what it hears of the supervisor, from readings of the supervisor's
-    pulse in the run directory, and from its place in the order. `now` is monotonic, in seconds.
+    """One agent's part in the succession. It decides from the supervisor's messages, from readings of the
+    supervisor's pulse in the run directory, and from this node's place in the order. `now` is monotonic, in
+    seconds.
 
-    - That two successors never both supervise is not settled here: each has to claim an epoch first, and an
-      epoch has one claimant. The order of the nodes only keeps them from trying at once.
+    - Two supervisors are prevented elsewhere: each has to claim an epoch, and an epoch has one claimant. The
+      order of nodes only keeps agents from trying at once.
     - The first few in the order, whom the supervisor names, read the pulse all the time; the others once they
       have lost their supervisor.
-    - A supervisor that is heard is never replaced, nor is one whose connection closed, as long as its batch
-      process may start it again: that listens for it meanwhile.
-    - A node that is merely cut off does not take over: while the pulse changes the supervisor lives, and
-      others hear it. Quiet is the time from the answer of one reading to the question of a later one that
-      reads the same, so that a storage that answers late, or not at all, is not taken for a quiet supervisor.
-      A pulse that has been slow before has more time, as with heartbeats; the silence of one supervisor that
-      ended says nothing of the next.
-    - Who never met a supervisor starts none: it is the batch process's to bring the first one up.
+    - A supervisor that is heard is never replaced. Nor is one whose connection closed, while its batch
+      process may still start it again; that process has a listening port meanwhile.
+    - A node that is merely cut off does not take over: while the pulse changes, the supervisor lives and
+      others hear it. The pulse counts as quiet from the answer of one reading to the request of a later
+      reading with the same value, so that storage that answers late, or not at all, is not taken for a quiet
+      supervisor. A pulse that was slow before has more time, as with heartbeats; the silence of a supervisor
+      that ended does not count for the next.
+    - An agent that never met a supervisor starts none: the batch process starts the first one.
     - An agent has at most one supervisor here, and reads one pulse at a time.
     """
 
     def __init__(self, node: str, nodes: Sequence[str], hearing: Hearing, *, enabled: bool) -> None:
         """`nodes`: all of the allocation, in its order. Not `enabled`: the batch process cannot die alone.
-        `hearing` is only looked at."""
+        `hearing` is only read."""
         self._enabled = enabled
         self._hearing = hearing
         self._own_place = HEIRS + (nodes.index(node) if node in nodes else PLACE_UNKNOWN)
@@ -120,7 +121,7 @@ class Succession:
         return min(look_at, self._stand_by_at)
 
     def check(self) -> None:
-        """What holds between any two events. Raises AssertionError."""
+        """Check the invariants. Raises AssertionError."""
         assert self._met or not self._alone, "who never met a supervisor misses one"
         assert self._enabled or self.wake_at == NEVER, "a run whose batch process cannot die alone is watched"
         assert not (self._stands_by and self._supervises), "one process stands by and another supervises"
@@ -128,13 +129,13 @@ class Succession:
     # The supervisor.
 
     def answered(self, now: float) -> list[Effect]:
-        """This agent is connected to a supervisor."""
+        """Note that this agent is connected to a supervisor."""
         self._met, self._alone, self._quiet_since = self._enabled, False, None
         self._restarts_until = 0.0
         return []
 
     def heard(self, now: float) -> list[Effect]:
-        """The supervisor answered; this node's place may have changed."""
+        """Note an answer of the supervisor, which may change this node's place."""
         first = self._met and self._hearing.heir == 0 and not self._supervises
         if first and not self._stands_by and self._stand_by_at == NEVER:
             self._stand_by_at = now + STANDBY_AFTER_S
@@ -145,15 +146,15 @@ class Succession:
         return [EndStandby()] if ended else []
 
     def closed(self, now: float) -> None:
-        """Its process ended, or it refuses this agent."""
+        """Note that the supervisor's process ended, or refuses this agent."""
         self._restarts_until = now + RESTART_S
 
     def refused(self, now: float) -> None:
-        """Nobody listens at its address, so its batch process is gone as well."""
+        """Note that nothing listens at its address, so its batch process is gone as well."""
         self._restarts_until = 0.0
 
     def unanswered(self, now: float) -> list[Effect]:
-        """This agent is not connected any more."""
+        """Note that this agent is no longer connected."""
         self._alone = self._met
         return self.tick(now)
 
@@ -170,7 +171,7 @@ class Succession:
         return effects
 
     def pulse(self, value: str | None, now: float) -> list[Effect]:
-        """`value`: what was read, "EPOCH:COUNT"; None: storage did not answer."""
+        """Take in a reading of the pulse, "EPOCH:COUNT"; None: storage did not answer."""
         asked_at, self._asked_at = self._asked_at, None
         self._look_at = now + self._look_every_s()
         if value is None or asked_at is None or not self._looks:
@@ -195,6 +196,6 @@ class Succession:
         return now < self._restarts_until if self._alone else now < self._hearing.suspect_at
 
     def supervisor_ended(self, now: float) -> list[Effect]:
-        """The supervisor that was started on this node ended."""
+        """Note that the supervisor that was started on this node has ended."""
         self._supervises = False
         return self.tick(now)

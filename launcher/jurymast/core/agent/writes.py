@@ -1,4 +1,4 @@
-"""What a node writes of its images: which order replaces which, and what it will need."""
+"""What a node writes of its images: which order replaces which, and what has to be ready for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jurymast.core.agent.effects import CancelWrite, Effect, SayForeseen, StartW
 
 
 class NodeWrites:
-    """At most one write to each tier."""
+    """Decides about the node's writes, at most one to each tier."""
 
     def __init__(self, ranks_per_node: int) -> None:
         self._ranks_per_node = ranks_per_node
@@ -20,19 +20,20 @@ class NodeWrites:
         self._warm = False
 
     def check(self) -> None:
-        """What holds between any two events. Raises AssertionError."""
+        """Check the invariants. Raises AssertionError."""
         going = [tier for id, tier in self._running.items() if id not in self._cancelled]
         assert len(going) == len(set(going)), "two writes to a tier"
         assert self._cancelled <= self._running.keys(), "a write that is not there is remembered"
 
     def launch(self, order: msg.Launch) -> None:
-        """The ranks of this attempt are about to start."""
+        """Prepare for the ranks of this attempt, which are about to start."""
         self._leads = order.rank == 0
         self._foreseen.clear()
 
     def begin(self, order: msg.Write, now: float) -> list[Effect]:
-        """A supervisor orders one write to a tier at a time, so an earlier order is void: its supervisor may
-        be dead, and it may wait for a lost node. Orders that were lost with a connection are repeated."""
+        """Start a write. A supervisor orders one write to a tier at a time, so an earlier order is void: its
+        supervisor may be dead, and it may wait for a lost node. Orders that were lost with a connection are
+        repeated."""
         if self._newest.get(order.tier) == order.id:
             return []
         self._newest[order.tier] = order.id

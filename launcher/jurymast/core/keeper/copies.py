@@ -12,8 +12,8 @@ Entry = tuple[Image, str, str, tuple[int, ...]]
 
 class KeptCopy:
     """One image or part of one, or with a `group` the XOR of that part of these ranks' images. `buffer`: the
-    number of the one that it lies in; 0: it is on the node's own disk. Whoever drives the machine adds what
-    it needs."""
+    number of the buffer that contains it; 0: it is on the node's own disk. The machine's caller adds what it
+    needs itself."""
 
     def __init__(self, report: msg.CopyReport, buffer: int) -> None:
         self.report = report
@@ -24,10 +24,10 @@ class KeptCopy:
 
     @property
     def entry(self) -> Entry:
-        """No two copies with the same are held."""
+        """The key of a copy; no two copies with the same key are held."""
         return self.image, self.tier, self.part, self.group
 
     @property
     def age(self) -> tuple[int, int]:
-        """Of two states the newer one's is greater."""
+        """Of two states the newer one's age is greater."""
         return age(self.image[:2])

@@ -1,7 +1,7 @@
-"""What a keeper's machine wants done. What takes time says which event brings its answer.
+"""What a keeper's machine wants done. An effect that takes time names the event that brings its answer.
 
-Buffers have numbers, from 1 on, and so has work that takes several steps. `local` is a local rank, `slot` the
-number of one of its slots. Sizes and places in a buffer are bytes.
+Buffers have numbers, from 1 on, as does work that takes several steps. `local` is a local rank, `slot` the
+number of one of its slots. Sizes and positions in a buffer are bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Measure(Struct, frozen=True):
 
 
 class Make(Struct, frozen=True):
-    """Make buffers of this size that take no memory yet. Answered by `made`, before any other event."""
+    """Make buffers of this size that use no memory yet. Answered by `made`, before any other event."""
 
     buffers: tuple[int, ...]
     capacity: int
@@ -45,7 +45,7 @@ class Unmake(Struct, frozen=True):
 
 
 class Lend(Struct, frozen=True):
-    """Lend this buffer to the borrower `number`. If that is refused, `buffer` is 0 and `why` tells the
+    """Lend this buffer to the borrower `number`. If that is refused, `buffer` is 0 and `why` gives the
     reason."""
 
     number: int
@@ -84,7 +84,7 @@ class Begin(Struct, frozen=True):
 
 
 class Mend(Struct, frozen=True):
-    """Discard what a dead rank began in this free slot, or published without being noticed."""
+    """Discard what a dead rank began in this free slot, or published there unnoticed."""
 
     local: int
     slot: int
@@ -159,7 +159,8 @@ class Elsewhere(Struct, frozen=True):
 
 
 class FailRestore(Struct, frozen=True):
-    """Tell the rank that its state cannot be brought here. It waits for the supervisor's decision."""
+    """Tell the rank that its state cannot be brought here. The rank then waits for the supervisor's
+    decision."""
 
     local: int
 
@@ -184,7 +185,7 @@ class Verify(Struct, frozen=True):
 
 
 class Fetch(Struct, frozen=True):
-    """Take the memory for [start, end) of the buffer, and bring what it lacks of this part of the image,
+    """Take the memory for [start, end) of the buffer, and fetch what it lacks of this part of the image,
     which was found or verified; with `behind` its manifest, too. Answered by `fetched`."""
 
     number: int

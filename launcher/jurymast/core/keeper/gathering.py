@@ -1,6 +1,6 @@
-"""From whom a keeper brings an image together: one source after the other, best first, until it is whole.
+"""From whom a keeper fetches an image: one source after another, best first, until the image is complete.
 
-Of a source counts what its hashes prove, so that one which dies or lies only leaves something for the next.
+Only bytes whose hashes match count, so a source that dies or sends wrong bytes only leaves more for the next.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FromPeer:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Out of an XOR, and the same part of the other images that are in it: see `ingredients`."""
+    """Compute the part from an XOR and the same part of the other images in it: see `ingredients`."""
 
     source: msg.Source
 
@@ -42,14 +42,15 @@ Fetch = FromHere | FromPeer | Rebuild
 
 
 class Gathering:
-    """`node`: this one. `of_xor`: what is fetched is an XOR itself, of which the sources have copies."""
+    """`node`: this one. `of_xor`: what is fetched is an XOR itself, which the sources hold."""
 
     def __init__(self, node: str, sources: Sequence[msg.Source], *, of_xor: bool = False) -> None:
         self._node, self._of_xor = node, of_xor
         self._sources = list(sources)
 
     def next(self, missing: Collection[str]) -> Fetch | None:
-        """What to try for these parts, of which something is missing; None: nobody is left, or nothing is."""
+        """Return what to try for these parts, of which something is missing; None: no source is left, or
+        nothing is missing."""
         while self._sources and missing:
             source = self._sources.pop(0)
             if set(missing).isdisjoint(parts_of(source.part)):
@@ -61,7 +62,7 @@ class Gathering:
 
 
 class ManifestSearch:
-    """Whom to ask what the image of `rank` is like: each node once that has some of that one, and not this
+    """Whom to ask for the manifest of `rank`'s image: each node that has some of that image once, except this
     node, which would know."""
 
     def __init__(self, node: str, rank: int, sources: Sequence[msg.Source]) -> None:
@@ -77,7 +78,7 @@ class ManifestSearch:
 
 @dataclass(frozen=True)
 class Ingredient:
-    """An image to go into an XOR, or to come out of one; with a `group` that XOR itself."""
+    """An image that goes into an XOR or is removed from it; with a `group` the XOR itself."""
 
     image: Image
     sources: tuple[msg.Source, ...]
@@ -85,8 +86,8 @@ class Ingredient:
 
 
 def ingredients(image: Image, source: msg.Source) -> Iterator[Ingredient]:
-    """What this image's part is made of again: the XOR at `source`, then each other member. One that is not
-    to be had makes all others useless."""
+    """Return what this image's part is computed from: the XOR at `source`, then each other member. If one is
+    not available, all others are useless."""
     step, attempt, rank = image
     group = tuple(sorted(source.group))
     xor = (step, attempt, group[0])
@@ -95,14 +96,15 @@ def ingredients(image: Image, source: msg.Source) -> Iterator[Ingredient]:
 
 
 def members(step: int, attempt: int, told: Sequence[msg.Member]) -> Iterator[Ingredient]:
-    """Nothing is made of one XOR to make another of it."""
+    """Return the members of an XOR, with sources of whole images only: no XOR is computed from another
+    one."""
     for member in told:
         plain = tuple(one for one in member.sources if not one.group)
         yield Ingredient((step, attempt, member.rank), plain)
 
 
 def of_rank(source: msg.Source, rank: int) -> msg.Source:
-    """The XOR goes by its lowest rank's name."""
+    """Return this source for the image of `rank`. An XOR goes by its lowest rank."""
     return msg.Source(
         tier=source.tier, node=source.node, hosts=source.hosts, port=source.port, part=source.part, rank=rank,
         group=source.group,

@@ -1,4 +1,4 @@
-"""Memory for slots, as ranks ask for it, and for what is read for longer."""
+"""Memory for slots, when ranks ask for it, and for copies that are read for long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jurymast.core.texts import memory_size
 
 
 class Growth:
-    """Two slots of the size that a rank wants, or what lacks of them."""
+    """Provides two slots of the size that a rank wants, or those that are missing."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Growth:
 
 
 class LoanGrowth:
-    """A buffer for a copy of an image that somebody will read for long."""
+    """Provides a buffer for a copy of an image that will be read for long."""
 
     def __init__(
         self, do: Do, holding: Holding, memory: BufferPool, number: int, size: int, asked: str

@@ -1,4 +1,4 @@
-"""What a node holds of checkpoints, in which buffers, and what goes when."""
+"""What a node holds of checkpoints, in which buffers, and what is removed when."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ NOTHING = (0, -1)
 
 
 class Holding:
-    """`committed`: (attempt, step) of the newest state that is safe: of two states the newer one is greater.
-    `busy`: buffers that somebody writes into or hashes, who returns them with `release`."""
+    """The copies of a node. `committed`: (attempt, step) of the newest safe state; of two states the newer
+    one is greater. `busy`: buffers that are being written or hashed; whoever does that returns them with
+    `release`."""
 
     def __init__(self, do: Do, memory: BufferPool, ranks: Sequence[RankSlots]) -> None:
         self._do = do
@@ -59,7 +60,7 @@ class Holding:
         return self.copies.get(copy.entry) is copy
 
     def find(self, image: Image, tiers: Sequence[str], group: tuple[int, ...] = ()) -> list[KeptCopy]:
-        """Copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
+        """Return copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
         found = [
             copy
             for copy in self.copies.values()
@@ -77,7 +78,8 @@ class Holding:
         return next((copy for copy in self.copies.values() if copy.buffer == buffer.number), None)
 
     def counts(self, copy: KeptCopy) -> bool:
-        """False for an image of ranks that are dead, of a step that cannot be complete, or of one passed."""
+        """Return False for an image of dead ranks, of a step that cannot be complete, or of one that has been
+        passed."""
         step, attempt, _ = copy.image
         if attempt != self.attempt or (step, attempt) in self._void:
             return False
@@ -86,7 +88,7 @@ class Holding:
     # ---- what comes and goes
 
     def hold(self, copy: KeptCopy) -> None:
-        """It counts from now on."""
+        """Hold a copy from now on."""
         older = self.copies.get(copy.entry)
         if older is not None:
             self.drop(older, say=False)
@@ -98,12 +100,12 @@ class Holding:
         self._do(do.Serve(copy))
 
     def remove(self, copy: KeptCopy) -> None:
-        """It counts no more, and whoever calls this cares for its buffer and slot."""
+        """Stop holding a copy. The caller takes care of its buffer and slot."""
         del self.copies[copy.entry]
         self._do(do.Unserve(copy))
 
     def drop(self, copy: KeptCopy, why: str = "", *, say: bool = True) -> None:
-        """It counts no more; its memory is free when the last reader is done."""
+        """Stop holding a copy; its memory is free when the last reader is done."""
         if not self.has(copy):
             return
         self.remove(copy)
@@ -120,7 +122,7 @@ class Holding:
             self.drop(copy, say=False)
 
     def leave(self, buffer: Buffer) -> None:
-        """Nothing in it is wanted any more."""
+        """Give a buffer up: nothing in it is wanted any more."""
         self.leaving.add(buffer)
         self._do(do.AwaitReaders(buffer.number))
 
@@ -137,7 +139,7 @@ class Holding:
             self._memory.give_back(buffer, max(held, len(self._ranks)))
 
     def release(self, buffer: Buffer) -> None:
-        """Whoever was busy with it is not any more: it goes back, unless it is a copy's all the same."""
+        """End the use of a busy buffer: give it back, unless it belongs to a copy by now."""
         self.busy.discard(buffer)
         if self.copy_in(buffer) is None:
             self.leave(buffer)
@@ -145,7 +147,7 @@ class Holding:
     # ---- slots
 
     def publish(self, slot: Slot) -> None:
-        """The rank has written an image."""
+        """Note that the rank has written an image."""
         assert slot.buffer is not None
         slot.state = SlotState.TAKING
         self.busy.add(slot.buffer)
@@ -170,7 +172,8 @@ class Holding:
         self.settle(slot)
 
     def settle(self, slot: Slot) -> None:
-        """A larger buffer that was waiting for this slot gets in, if it is free; one that is to go goes."""
+        """Bring a slot up to date if it is free: install a larger buffer that waits for it, or remove it if
+        it is to go."""
         if slot.following is not None and slot.state is SlotState.EMPTY:
             buffer, slot.following = slot.following, None
             slot.state, slot.buffer = SlotState.FREE, buffer
@@ -186,19 +189,19 @@ class Holding:
             self.settle(slot)
 
     def give_slots_up(self) -> None:
-        """As soon as they are free; a rank that is just writing keeps its own."""
+        """Give slots up as soon as they are free; a rank that is writing keeps its slot."""
         self._slots_go = True
         for slot in self._slots():
             self.settle(slot)
 
     def detach(self, slot: Slot) -> Buffer | None:
-        """The buffer goes its own way; the slot is empty."""
+        """Separate the buffer from its slot, which is then empty."""
         buffer, slot.buffer, slot.copy, slot.state = slot.buffer, None, None, SlotState.EMPTY
         self._do(do.Detach(slot.local, slot.number))
         return buffer
 
     def vacate(self, mine: RankSlots) -> Slot:
-        """The slot that is easiest to do without, now waiting for what comes."""
+        """Empty the slot that is needed least, for what is to come, and return it."""
         slot = min(mine.slots, key=lambda one: (EASE.index(one.state), self._is_wanted(one)))
         if slot.copy is not None and not self._is_wanted(slot):
             self.drop(slot.copy)
@@ -215,10 +218,11 @@ class Holding:
         return slot.copy is not None and slot.copy.age in self._wanted
 
     def launch(self, attempt: int, restore: msg.Restore | None) -> None:
-        """Images in slots stay until the ranks have restored: nodes that were away may have the rest of a
-        newer state, and an older one serves if what is restored turns out to be damaged. Other images stay if
-        they are of the state that is restored, or of the newest that is safe. Without `restore` (the ranks
-        start from shared storage, or anew) no replica stays; the supervisor knows that without being told."""
+        """Prepare for an attempt. Images in slots stay until the ranks have restored: nodes that were away
+        may have the rest of a newer state, and an older one helps if the restored one turns out to be
+        damaged. Other images stay if they belong to the restored state or to the newest safe one. Without
+        `restore` (the ranks start from shared storage, or anew) no replica stays; the supervisor knows that
+        without a report."""
         self.attempt, self._slots_go = attempt, False
         self._void.clear()
         restored = (restore.attempt, restore.step) if restore is not None else NOTHING
@@ -232,7 +236,7 @@ class Holding:
                 self.drop(copy, say=False)
 
     def begin(self, mine: RankSlots, rank: int) -> None:
-        """A new attempt of a local rank; what the last one left is mended. Its images stay."""
+        """Begin a new attempt of a local rank: repair what the last one left. Its images stay."""
         mine.rank, mine.refused, mine.restored = rank, 0, None
         self._do(do.Begin(mine.local))
         for slot in mine.slots:
@@ -250,8 +254,7 @@ class Holding:
             self.settle(slot)
 
     def went_on(self, mine: RankSlots) -> None:
-        """All ranks have restored what they were to: only now nobody needs another image any more, but one
-        that is safe."""
+        """All ranks have restored. From now on no other image is needed, except a safe one."""
         for slot in mine.slots:
             copy = slot.copy
             kept = copy is None or copy is mine.restored or copy.image[1] == self.attempt
@@ -259,7 +262,7 @@ class Holding:
                 self.drop(copy)
 
     def commit(self, step: int, attempt: int) -> None:
-        """This state is safe: older ones, and those of earlier attempts, may go."""
+        """This state is safe: older states, and those of earlier attempts, may go."""
         self.committed = max(self.committed, (attempt, step))
         self._drop_where(lambda copy: copy.tier != LOCAL and copy.age < self.committed)
 
@@ -269,7 +272,7 @@ class Holding:
         self._drop_where(lambda copy: copy.tier != LOCAL and copy.image[:2] == (step, attempt))
 
     def drop_replicas_before(self, step: int, attempt: int) -> bool:
-        """Of older states. False when there is none that nobody is busy with."""
+        """Drop replicas of older states. Returns False if there is none that is not in use."""
         older = [copy for copy in self.copies.values() if copy.tier == PEER and copy.age < (attempt, step)]
         idle = [copy for copy in older if self.buffer_of(copy) not in self.busy]
         for copy in idle:
@@ -282,14 +285,14 @@ class Holding:
         self._drop_where(lambda copy: copy.tier == PEER and not copy.group and copy.image in images)
 
     def forget_newer(self, step: int) -> None:
-        """The run goes back to `step`: nothing newer is restored, from wherever."""
+        """The run goes back to `step`: drop everything newer, so that nothing newer is restored."""
         self._unwanted |= {copy.image for copy in self.copies.values() if copy.image[0] > step}
         self._drop_where(lambda copy: copy.image[0] > step)
         if self.committed[1] > step:
             self.committed = NOTHING
 
     def scanned(self, found: Sequence[KeptCopy]) -> None:
-        """What the local disk has now."""
+        """Take in what the local disk holds now."""
         there = {copy.image for copy in found}
         known = {copy.image: copy for copy in self.copies.values() if copy.tier == LOCAL}
         for image in sorted(known.keys() - there):

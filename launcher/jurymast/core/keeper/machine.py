@@ -25,8 +25,8 @@ from jurymast.errors import never
 
 
 class KeeperMachine:
-    """Whoever drives it tells it what happens, and carries out what it returns, in order. `now` is monotonic,
-    in seconds. Each method is one event."""
+    """Decides everything for a keeper. The caller reports events, one method each, and carries out the
+    returned effects in order. `now` is monotonic, in seconds."""
 
     def __init__(self, node: str, ranks_per_node: int) -> None:
         self._effects: list[do.Effect] = []
@@ -39,13 +39,13 @@ class KeeperMachine:
         self.restores = Restores(self._works, node)
 
     def check(self) -> None:
-        """What holds between any two events. Raises AssertionError."""
+        """Check the invariants. Raises AssertionError."""
         for part in (self.memory, self.holding, self.replicas, self.restores):
             part.check()
         self._check_buffers()
 
     def _check_buffers(self) -> None:
-        """Each is used by somebody, and by nobody else."""
+        """Check that each buffer has exactly one user."""
         free = [slot.buffer for mine in self.ranks for slot in mine.slots if slot.state is SlotState.FREE]
         following = [slot.following for mine in self.ranks for slot in mine.slots]
         claimed = [one for claim in self.memory.claims for one in claim.taken]
@@ -103,11 +103,12 @@ class KeeperMachine:
         return self._out()
 
     def stalled(self, local: int, number: int, stall_s: float) -> None:
-        """So long, in seconds, for the image there, which was seen before the rank said so."""
+        """Training stood still this long, in seconds, for an image that was seen before the rank reported
+        it."""
         self.ranks[local].slots[number].stall_s = stall_s
 
     def wants(self, local: int, want: int) -> list[do.Effect]:
-        """The rank asks for slots of so many bytes: it has restored, and with it all others."""
+        """The rank asks for slots of this many bytes. It has restored, and so have all others."""
         mine = self.ranks[local]
         if mine.rank >= 0 and want > 0:
             self.holding.went_on(mine)
@@ -122,7 +123,7 @@ class KeeperMachine:
     def unhashed(
         self, local: int, number: int, buffer: int, rank: int, step: int, size: int, why: str
     ) -> list[do.Effect]:
-        """What was published there is no image."""
+        """The published bytes are not an image."""
         slot = self.ranks[local].slots[number]
         there = slot.buffer is not None and slot.buffer.number == buffer
         self.holding.hashed(slot, self.memory.buffers[buffer], None)
@@ -145,7 +146,7 @@ class KeeperMachine:
         return self._out()
 
     def made(self, why: str = "") -> list[do.Effect]:
-        """`why` not, if none of them was."""
+        """The buffers were made, or (`why`) none was."""
         self.memory.made(why)
         return self._out()
 
@@ -158,7 +159,7 @@ class KeeperMachine:
         return self._out()
 
     def borrow(self, number: int, size: int, asked: str) -> list[do.Effect]:
-        """Somebody wants a buffer for a while. Answered by Lend."""
+        """A borrower wants a buffer for a while. Answered by Lend."""
         LoanGrowth(self._effects.append, self.holding, self.memory, number, size, asked)
         return self._out()
 
@@ -169,7 +170,7 @@ class KeeperMachine:
     # What is held.
 
     def scanned(self, found: Sequence[KeptCopy]) -> list[do.Effect]:
-        """What the local disk has now."""
+        """Take in what the local disk holds now."""
         self.holding.scanned(found)
         return self._out()
 
@@ -211,7 +212,7 @@ class KeeperMachine:
         return self._out()
 
     def verified(self, number: int, intact: bool | None) -> list[do.Effect]:
-        """None: that could not be seen."""
+        """Handle the result of Verify; None: it could not be determined."""
         self._works.going[number].verified(intact)
         return self._out()
 

@@ -1,4 +1,4 @@
-"""The memory that a node gives to checkpoints: within its limits, and used again."""
+"""The memory that a node gives to checkpoints: kept within limits, and reused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def round_up(count: int) -> int:
 
 @dataclass(eq=False)
 class Buffer:
-    """`capacity` bytes at most; `allocated`: the memory that it took when that was last seen."""
+    """`capacity` is its maximum in bytes; `allocated` the memory that it used when last measured."""
 
     number: int
     capacity: int
@@ -29,7 +29,7 @@ class Buffer:
 
 
 class Claimant(Protocol):
-    """Who asks for memory hears one of these, maybe at once."""
+    """Asks for memory, and receives one of these calls, possibly at once."""
 
     def granted(self, buffers: list[Buffer]) -> None: ...
 
@@ -37,14 +37,14 @@ class Claimant(Protocol):
 
 
 class Reserver(Protocol):
-    """Who has it reserved."""
+    """Has memory reserved."""
 
     def reserved(self, buffer: Buffer, why: str) -> None: ...
 
 
 @dataclass(eq=False)
 class Claim:
-    """`count` buffers in which [start, end) will be reserved. `also`: bytes that must be free besides."""
+    """`count` buffers in which [start, end) will be reserved. `also`: bytes that must be free in addition."""
 
     who: Claimant
     asked: str
@@ -64,8 +64,9 @@ class Claim:
 
 
 class BufferPool:
-    """Buffers in use belong to whoever took them; those given back wait here for the next who asks, because
-    the first touch of new memory is ten times slower than a copy into old. One claim after the other."""
+    """The buffers. Those in use belong to whoever took them; those given back wait here for the next claim,
+    because the first use of new memory is ten times slower than a copy into used memory. Claims are served
+    one after the other."""
 
     def __init__(self, do: Do) -> None:
         self._do = do
@@ -89,7 +90,8 @@ class BufferPool:
         extent: tuple[int, int] | None = None,
         also: int = 0,
     ) -> None:
-        """`extent`: where memory will be reserved, by default all; `asked` is for whoever is refused."""
+        """Ask for buffers. `extent`: where memory will be reserved, by default everywhere; `asked` describes
+        the request in a refusal."""
         capacity = round_up(capacity)
         start, end = extent or (0, capacity)
         self.claims.append(Claim(who, asked, count, capacity, start, end, also))
@@ -109,7 +111,7 @@ class BufferPool:
             self._do(Measure())
 
     def measured(self, room: Room, allocated: Mapping[int, int]) -> None:
-        """`allocated`: by buffer, the memory that it takes now."""
+        """Take in measurements. `allocated`: the memory that each buffer uses now."""
         for number, count in allocated.items():
             if number in self.buffers:
                 self.buffers[number].allocated = count
@@ -138,7 +140,7 @@ class BufferPool:
         self._do(Make(tuple(one.number for one in claim.made), claim.capacity))
 
     def made(self, why: str) -> None:
-        """`why` not, if they were not."""
+        """The buffers were made, or (`why`) were not."""
         claim = self.claims[0]
         if why:
             claim.made = []
@@ -175,12 +177,13 @@ class BufferPool:
         self._reservers.pop(buffer).reserved(buffer, kernel_refusal(why))
 
     def touched(self, buffer: Buffer, allocated: int) -> None:
-        """What was promised of it has been taken, or never will be."""
+        """The memory promised to a buffer has been taken, or never will be."""
         buffer.allocated = allocated
         self._promised.pop(buffer, None)
 
     def give_back(self, buffer: Buffer, keep: int) -> None:
-        """Nobody uses it any more. At most `keep` buffers wait for the next who asks, the newest ones."""
+        """Take back a buffer that is no longer used. At most `keep` buffers, the newest ones, wait for the
+        next claim."""
         self._promised.pop(buffer, None)
         self.idle.append(buffer)
         while len(self.idle) > keep:
@@ -192,7 +195,7 @@ class BufferPool:
 
 
 def refusal(asked: str, room: Room) -> str:
-    """One line that says why and what to do."""
+    """Return one line with the reason and what to do."""
     return (
         f"no memory for {asked}: {memory_size(room.free)} available (limit: {room.limit}); "
         "ask Slurm for more --mem, or set checkpoint.tiers.memory: off"
@@ -200,5 +203,5 @@ def refusal(asked: str, room: Room) -> str:
 
 
 def kernel_refusal(why: str) -> str:
-    """What was granted, and is not there all the same. "" for ""."""
+    """Describe memory that was granted but that the kernel does not give. "" for ""."""
     return refusal("a buffer that was granted", Room(0, f"the kernel: {why}")) if why else ""

@@ -1,4 +1,4 @@
-"""Parts of other nodes' images, or the XOR of several, held here in case one of those nodes dies."""
+"""Parts of other nodes' images, or the XOR of several, held here in case one of those nodes is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Name = tuple[Image, str, tuple[int, ...]]
 
 
 class Replica(Work):
-    """One order. It waits for its turn, finds what the images are like, takes memory, and fills it."""
+    """One order. It waits for its turn, finds the images' manifests, takes memory, and fills it."""
 
     def __init__(self, replicas: OwnReplicas, order: msg.Replicate) -> None:
         super().__init__(replicas.works)
@@ -103,7 +103,8 @@ class Replica(Work):
 
 
 class OwnReplicas:
-    """A replica counts when all of it is here and verified; until then every older one stays."""
+    """The replicas on this node. One counts when all of it is here and verified; until then every older one
+    stays."""
 
     def __init__(self, works: Works) -> None:
         self.works = works
@@ -147,7 +148,7 @@ class OwnReplicas:
         self._next()
 
     def stop(self, gone: Callable[[Replica], bool]) -> None:
-        """Nobody wants these any more, and nobody is told what comes of them."""
+        """Stop making these replicas, without a report."""
         for one in [one for one in self.wanted.values() if gone(one)]:
             del self.wanted[one.name]
             if one in self.waiting:
@@ -158,13 +159,13 @@ class OwnReplicas:
 
 
 def extent(report: msg.CopyReport, part: str) -> tuple[int, int]:
-    """[start, end) of a part in its image."""
+    """Return [start, end) of a part in its image."""
     if part == ALL:
         return 0, report.size_bytes
     return (0, report.common_bytes) if part == COMMON else (report.common_bytes, report.size_bytes)
 
 
 def mixed_bytes(members: Sequence[msg.CopyReport], part: str) -> int:
-    """Of the XOR of this part of these images: as long as the longest of them."""
+    """Return the size of the XOR of this part of these images: that of the longest part."""
     common = max(one.common_bytes for one in members) if part == ALL else 0
     return common + max(one.size_bytes - one.common_bytes for one in members)

@@ -1,4 +1,5 @@
-"""Before ranks read: what an attempt restores comes into their slots, whole and verified, or not at all."""
+"""Brings what an attempt restores into its ranks' slots before they read it: whole and verified, or not at
+all."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from jurymast.core.texts import memory_size
 
 
 class Bringing(Work):
-    """One rank's restore. Where this node has the image in memory, all or part, nothing is copied: that
-    buffer itself (the `base`) becomes the slot, and only what it lacks is fetched."""
+    """One rank's restore. If this node has all or part of the image in memory, that is not copied: its buffer
+    (the `base`) becomes the slot, and only what it lacks is fetched."""
 
     def __init__(
         self, works: Works, node: str, mine: RankSlots, restore: msg.Restore, world: int, now: float
@@ -69,7 +70,7 @@ class Bringing(Work):
                 self._from_others(self._claim)
 
     def _distrust(self, base: KeptCopy) -> None:
-        """What is good of it serves, but it is no copy, and nobody's slot until it is whole."""
+        """Stop treating the base as a copy or slot until it is whole; its good bytes are still used."""
         holder = self.holding.slot_of(base)
         if holder is not None:
             self.holding.detach(holder)
@@ -83,7 +84,7 @@ class Bringing(Work):
         self._from_others(self._find)
 
     def _from_others(self, then: Callable[[], None]) -> None:
-        """What was to be here is not, or not whole: ask who else has it."""
+        """Ask which other nodes have the image, because it is not here, or not whole."""
         if self._sources:
             then()
             return
@@ -121,7 +122,7 @@ class Bringing(Work):
             self._claim()
 
     def _claim(self) -> None:
-        """A buffer, or what the one that is here lacks."""
+        """Claim a buffer, or the memory that the present one lacks."""
         asked = f"what rank {self.image[2]} restores"
         if self.buffer is None:
             self.memory.claim(self, f"{asked}, {memory_size(self._slot_bytes)}", 1, self._slot_bytes)
@@ -169,7 +170,7 @@ class Bringing(Work):
             self._ready(copy, fetched, now)
 
     def _is_ours(self) -> bool:
-        """False when the copy that the restore began with has been given up, and with it its slot."""
+        """Return False if the copy with which the restore began has been given up, and with it its slot."""
         slots = [one for one in self._mine.slots if one.buffer is self.buffer]
         return self.slot.state in (SlotState.FILLING, SlotState.HELD) and all(
             one.copy is not None for one in slots
@@ -208,7 +209,7 @@ class Bringing(Work):
         )  # fmt: skip
 
     def _over(self, *why: str) -> None:
-        """Without having brought it."""
+        """End the restore without success."""
         self.end()
         if self.stopped:
             return
@@ -237,7 +238,7 @@ class Restores:
             assert one.attempt == self._works.holding.attempt, "the restore of an attempt that is over"
 
     def stop(self) -> None:
-        """A newer attempt has begun, whose slots these are now."""
+        """Stop all restores, because a newer attempt has begun and owns these slots now."""
         for work in [*self._works.going.values()]:
             if isinstance(work, Bringing) and not work.stopped:
                 work.stop()

@@ -1,4 +1,4 @@
-"""The slots of a node's ranks: what is in each."""
+"""The slots of a node's ranks, and what each contains."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ EASE = (
 
 @dataclass(eq=False)
 class Slot:
-    """`following`: a larger buffer that takes the place of this one as soon as it is free. `stall_s`: how
-    long training stood still for what was published last."""
+    """`following`: a larger buffer that replaces the present one as soon as it is free. `stall_s`: how long
+    training stood still for what was published last."""
 
     local: int
     number: int
@@ -46,7 +46,7 @@ class Slot:
 
     @property
     def capacity(self) -> int:
-        """Of the buffer that is here, or about to be."""
+        """The capacity of the buffer that is here, or about to be."""
         return max((one.capacity for one in (self.buffer, self.following) if one is not None), default=0)
 
     def check(self) -> None:
@@ -60,7 +60,7 @@ class Slot:
 
 @dataclass(eq=False)
 class RankSlots:
-    """One local rank. `rank` is its number in the run now, -1 while it has none."""
+    """The slots of one local rank. `rank` is its present number in the run, -1 while it has none."""
 
     local: int
     rank: int = -1

@@ -14,9 +14,9 @@ from jurymast.core.keeper.memory import Buffer, BufferPool, Do
 
 @dataclass(frozen=True)
 class Found:
-    """What images are like, in the order in which they were asked for, up to the first that nobody has.
-    `slot_bytes`: how large a buffer should be that the first is to lie in as a slot; `passed_over`: why
-    sources did not serve, a line each."""
+    """Manifests of images, in the order in which they were requested, up to the first that no node has.
+    `slot_bytes`: the size of the buffer for the first one as a slot; `passed_over`: why sources could not be
+    used, one line each."""
 
     reports: tuple[msg.CopyReport, ...]
     slot_bytes: int = 0
@@ -25,9 +25,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Filled:
-    """What came of filling a buffer: the `copy` if it is whole, with its manifest of `behind` bytes after it
-    if that was wanted and has room. `got`: bytes by tier; `refused`: why the kernel has no memory for it,
-    `allocated`: what memory the buffer takes now."""
+    """The result of filling a buffer: the `copy` if it is whole, with its manifest of `behind` bytes after it
+    if that was requested and has room. `got`: bytes by tier; `refused`: why the kernel has no memory for it;
+    `allocated`: the memory that the buffer uses now."""
 
     copy: KeptCopy | None
     behind: int = 0
@@ -38,7 +38,7 @@ class Filled:
 
 
 class Works:
-    """All that are under way, by number."""
+    """All work under way, by number."""
 
     def __init__(self, do: Do, memory: BufferPool, holding: Holding) -> None:
         self.do, self.memory, self.holding = do, memory, holding
@@ -47,7 +47,8 @@ class Works:
 
 
 class Work:
-    """`buffer`: that it fills; `why`: what it had to pass over; `stopped`: nobody wants it any more."""
+    """`buffer`: the buffer that it fills; `why`: what it had to pass over; `stopped`: nobody wants it any
+    more."""
 
     def __init__(self, works: Works) -> None:
         works.numbers += 1
@@ -82,7 +83,7 @@ class Work:
         self.do(do.Hurry(self.number))
 
     def end(self) -> None:
-        """Its buffer goes back, unless it is a copy's."""
+        """End the work, and give its buffer back unless it belongs to a copy."""
         if self.buffer is not None:
             self.holding.release(self.buffer)
             self.buffer = None
