@@ -1,7 +1,7 @@
-"""The cadence: when all ranks save is decided here, and they are brought to agree.
+"""Decides when all ranks save, and brings them to agree on it.
 
-How they agree is told in `worker.schedule`; this is the proposing side. Everything here is learnt anew from
-heartbeats, so a supervisor that takes over goes on; what was agreed is journalled before ranks hear of it.
+`worker.schedule` describes how ranks agree; this is the proposing side. Everything here is learned anew from
+heartbeats, so a supervisor that takes over continues; an agreed schedule is journalled before ranks are told.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ TRIES = 3
 
 @dataclass
 class _Seen:
-    """What a node's newest heartbeat shows: its fastest and slowest rank's step, the oldest schedule that a
-    rank has settled last, and the agent's page."""
+    """What a node's newest heartbeat shows: the steps of its fastest and slowest rank, the oldest schedule
+    that a rank has settled last, and the agent's page."""
 
     fastest: int
     slowest: int
@@ -50,7 +50,7 @@ class _Seen:
 
 
 def _see(ranks: list[RankReport], report: CadenceReport) -> _Seen | None:
-    """None until every rank has done a step with its Checkpointer."""
+    """Read a heartbeat; None until every rank has done a step with its Checkpointer."""
     if not all(rank.explicit and rank.beats for rank in ranks):
         return None
     steps = [rank.step for rank in ranks]
@@ -60,7 +60,7 @@ def _see(ranks: list[RankReport], report: CadenceReport) -> _Seen | None:
 
 @dataclass(frozen=True)
 class _Wait:
-    """For a save of what all ranks had done of an attempt, `until` then at the latest."""
+    """A wait for a save of what all ranks had done of an attempt, at most until `until`."""
 
     attempt: int
     done: int
@@ -68,7 +68,8 @@ class _Wait:
 
 
 class Agreement:
-    """Times are the supervisor's clock. A request is proposed at the next `look`."""
+    """Proposes and settles schedules of saves. Times are the supervisor's clock. A request is proposed at the
+    next `look`."""
 
     def __init__(self, state: RunState) -> None:
         self.state = state
@@ -79,8 +80,8 @@ class Agreement:
         self._begin()
 
     def _begin(self) -> None:
-        """A new attempt: its pages are blank. What steps take is still known, what saves cost the state
-        knows."""
+        """Begin a new attempt, whose pages are blank. The step time is still known; the state knows what
+        saves cost."""
         self._attempt = self.state.attempt
         self._places = frozenset(self.state.placement)
         # Each node's newest heartbeat, and what all of them showed when they were last looked at: thousands
@@ -108,7 +109,7 @@ class Agreement:
     # ---- what is heard
 
     def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
-        """Take a heartbeat in. Those of ranks with a Checkpointer carry the cadence."""
+        """Process a heartbeat. Those of ranks with a Checkpointer carry the cadence."""
         if self._attempt != self.state.attempt:
             self._begin()
         report, ranks = beat.cadence, beat.ranks
@@ -125,7 +126,7 @@ class Agreement:
         return self._answer(node, seen, current, now)
 
     def heard(self, event: ev.Event) -> None:
-        """Take in what the journal says about saves."""
+        """Process what the journal says about saves."""
         if not isinstance(event, ev.Saved) or event.copied or event.attempt != self._attempt:
             return
         if event.ok:
@@ -137,8 +138,8 @@ class Agreement:
                 self._asks.append(by)
 
     def ask(self, by: str) -> bool:
-        """Save as soon as all ranks can at one step. False if the run has no Checkpointer, or no step was
-        done with it yet."""
+        """Save as soon as all ranks can do so at one step. False if the run has no Checkpointer, or has not
+        done a step with it yet."""
         if not self._heard or self._attempt != self.state.attempt:
             return False
         self._look_at = 0.0
@@ -148,8 +149,8 @@ class Agreement:
         return True
 
     def save_first(self, by: str, limit_s: float, now: float) -> bool:
-        """Request a save, after which `saved_first` tells that all steps done by now are saved. False if that
-        is impossible."""
+        """Request a save, after which `saved_first` reports that all steps done by now are saved. False if
+        that is impossible."""
         if self.state.phase is not Phase.RUNNING or not self.ask(by):
             return False
         self._see_all()
@@ -157,7 +158,7 @@ class Agreement:
         return True
 
     def saved_first(self, now: float) -> list[tuple[str, bool]]:
-        """Who no longer has to wait for a save, and whether it came in time."""
+        """Return who no longer has to wait for a save, and whether it was done in time."""
         over = []
         for by, wait in list(self._waiting.items()):
             runs = (self.state.attempt, self.state.phase) == (wait.attempt, Phase.RUNNING)
@@ -170,7 +171,7 @@ class Agreement:
     # ---- bringing ranks to agree
 
     def _answer(self, node: str, seen: _Seen, current: Schedule, now: float) -> list[Effect]:
-        """What follows from one node's heartbeat: tell it what it lacks, or decide."""
+        """React to one node's heartbeat: send what it lacks, or decide."""
         if seen.number != current.number or (self._decided and seen.decided != self._decided):
             return self._send([node], current)
         if self._decided:
@@ -185,7 +186,7 @@ class Agreement:
         return [Send(node, order) for node in nodes]
 
     def _decide(self, current: Schedule, decided: int, now: float) -> list[Effect]:
-        """What was proposed holds, or (less than 0) it came too late."""
+        """Settle the proposal: `decided` is its number, or negative if it came too late."""
         proposed, effects = self._proposed, list[Effect]()
         self._decided, self._proposed = decided, None
         if proposed is not None and decided > 0:
@@ -198,7 +199,7 @@ class Agreement:
         return effects + self._send(self._places, current)
 
     def _adopt(self, now: float) -> list[Effect]:
-        """What an earlier supervisor left undecided is settled: confirmed if it had journalled or told it."""
+        """Settle what an earlier supervisor left undecided: confirm it if it was journalled or sent."""
         if self._current is not None or self._adopted:
             return []
         self._adopted = True
@@ -243,7 +244,7 @@ class Agreement:
         return []
 
     def _see_all(self) -> bool:
-        """True when all ranks of every node have done a step in this attempt."""
+        """Whether all ranks of every node have done a step in this attempt."""
         seen = {node: _see(ranks, report) for node, (ranks, report) in self._heard.items()}
         self._seen = {node: one for node, one in seen.items() if one is not None}
         for _, report in self._heard.values():  # it is one script: they all say the same
@@ -266,12 +267,12 @@ class Agreement:
 
     @property
     def step_s(self) -> float:
-        """Seconds per step, saves included. There must be samples."""
+        """Return the seconds per step, saves included. There must be samples."""
         return median([took_s for took_s, _ in self.samples][-RECENT:] if self.samples else [1.0])
 
     @property
     def slowdown(self) -> float:
-        """By which share steps are slower while copies are written: measured, or else the expected one."""
+        """The share by which steps are slower while copies are written: measured, or else expected."""
         during = [took_s for took_s, copying in self.samples if copying]
         quiet = [took_s for took_s, copying in self.samples if not copying]
         if min(len(during), len(quiet)) < SLOWDOWN_SAMPLES:
@@ -279,7 +280,7 @@ class Agreement:
         return min(SLOWDOWN_MAX, max(0.0, median(during) / median(quiet) - 1.0))
 
     def _measure(self, now: float, copying: bool) -> None:
-        """A sample of the time a step takes, every few seconds; all ranks go in step."""
+        """Take a sample of the step time every few seconds; all ranks step together."""
         ranks, _ = next(iter(self._heard.values()))
         step = min(rank.step for rank in ranks)
         if self._first is None:
@@ -291,14 +292,15 @@ class Agreement:
 
     @property
     def saving(self) -> Saving | None:
-        """What a save costs in this run; None before the first. A copy is safe once other nodes hold it."""
+        """Return what a save costs in this run; None before the first. A copy is safe once other nodes hold
+        it."""
         if not self.state.stalls:
             return None
         peer = self.state.saved.get(PEER)
         return Saving(median(self.state.stalls), peer.seconds if peer else 0.0, self.slowdown)
 
     def _interval(self, now: float) -> tuple[float, str]:
-        """Time wanted between saves, in seconds, and why."""
+        """Return the wanted time between saves, in seconds, and the reason."""
         if self._seconds is not None:
             return self._seconds, "as the script or the policy asks"
         mtbf_s, most_s = expected_mtbf_s(self.state, now), self.state.settings.max_loss_s
@@ -308,7 +310,7 @@ class Agreement:
         return best_interval_s(saving, mtbf_s, most_s), why_interval(saving, mtbf_s, most_s)
 
     def _propose(self, every: int, interval_s: float, reason: str, now: float, by: str = "") -> list[Effect]:
-        """`every` 0: one save now, and on with what is there."""
+        """Propose a schedule. `every` 0: one save now, then continue with the current schedule."""
         ahead_s = self._margin_s + self.state.settings.heartbeat_s
         fastest = max(seen.fastest for seen in self._seen.values())
         at = fastest + math.ceil(ahead_s / self.step_s) + 2

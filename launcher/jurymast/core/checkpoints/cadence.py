@@ -1,10 +1,10 @@
-"""When to save: how often loses least, and how all ranks come to save at the same steps.
+"""When to save: the interval that loses least, and how all ranks come to save at the same steps.
 
-In a run of jurymast the supervisor decides, from what all ranks' saves cost and how often things fail, and
-tells the ranks by a `Schedule` (see `worker.schedule` for how they agree on it). Under plain torchrun ranks
-meet: rank 0's clock counts, and the others hear of it at steps that all have agreed on before.
+In a run of jurymast the supervisor decides, from the cost of all ranks' saves and the failure rate, and sends
+ranks a `Schedule` (`worker.schedule` describes how they agree on it). Under plain torchrun, rank 0's clock
+decides, and the others learn its decision at steps on which all have agreed before (meetings).
 
-Times are seconds, steps count from the start of the run.
+Times are seconds; steps count from the start of the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STEPS = re.compile(r"(\d+)\s*(?:steps?)?")
 
 @dataclass(frozen=True)
 class Cadence:
-    """Every `steps` steps, or every `seconds` seconds; both None is automatic."""
+    """A save every `steps` steps, or every `seconds` seconds; both None is automatic."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -60,7 +60,7 @@ class Cadence:
 
 
 def parse_cadence(text: str | int) -> Cadence:
-    """Read "auto", "200 steps", a number of steps, or a time ("90s", "10m", "1.5h"). Raises ValueError."""
+    """Parse "auto", "200 steps", a number of steps, or a time ("90s", "10m", "1.5h"). Raises ValueError."""
     if isinstance(text, int):
         return Cadence(steps=text)
     plain = text.strip().lower()
@@ -74,30 +74,32 @@ def parse_cadence(text: str | int) -> Cadence:
 
 
 def young_interval_s(stall_s: float, mtbf_s: float) -> float:
-    """Time between saves that loses least: Young's sqrt(2 * stall * MTBF), within bounds.
+    """Return the time between saves that loses least: Young's sqrt(2 * stall * MTBF), within bounds.
 
-    At most `AUTO_INTERVAL_MAX_S`, but never so often that stalls take more than a tenth of the time.
+    The bounds are `AUTO_INTERVAL_MAX_S`, and at most a tenth of the time spent in stalls.
     """
     best_s = young_s(max(0.0, stall_s), max(0.0, mtbf_s))
     return max(min(best_s, AUTO_INTERVAL_MAX_S), STALLS_PER_INTERVAL_MIN * stall_s)
 
 
 def first_interval_s(mtbf_s: float) -> float:
-    """Time to the first automatic save, when the stall is not known yet."""
+    """Return the time to the first automatic save, while the stall is not known yet."""
     return min(AUTO_FIRST_SAVE_S, young_interval_s(STALL_GUESS_S, mtbf_s))
 
 
 def next_save_step(step: int, every: int) -> int:
-    """First multiple of `every` after `step`: the same on every rank, whatever step it restored."""
+    """Return the first multiple of `every` after `step`: the same on every rank, whatever step it
+    restored."""
     return (step // every + 1) * every
 
 
 def next_meeting(step: int, gap: int, remaining_s: float, step_s: float) -> int:
-    """The step at which ranks that save by time should meet after `step`; `step` itself means: save now.
+    """Return the step after `step` at which ranks that save by time should meet; `step` itself means: save
+    now.
 
     A save is due in `remaining_s`, steps took `step_s` lately, and the last meeting was `gap` steps ago. Only
-    one rank's clock is asked, so ranks must meet to learn what it says, but not often: gaps at most double,
-    so that slow first steps mislead nobody, and end half-way to the save, so that a changed step time is
+    one rank's clock counts, so ranks must meet to learn what it says, but not often. Gaps at most double, so
+    that slow first steps do not mislead, and end half-way to the save, so that a changed step time is
     noticed. That makes about two meetings for every doubling of the number of steps between saves.
     """
     if remaining_s <= 0.5 * step_s:
@@ -108,10 +110,10 @@ def next_meeting(step: int, gap: int, remaining_s: float, step_s: float) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """From the step `at` on: save at the step `first`, and every `every` steps after it (0: not again).
+    """From step `at` on: save at step `first`, and every `every` steps after it (0: not again).
 
-    `number` grows from one schedule to the next. What a rank saves is a function of the schedule and the
-    step alone, so a rank that heard of it late does as the others from then on.
+    `number` grows from one schedule to the next. What a rank saves depends only on the schedule and the step,
+    so a rank that learns of it late does the same as the others from then on.
     """
 
     number: int
@@ -120,7 +122,7 @@ class Schedule:
     every: int
 
     def due_after(self, step: int) -> int:
-        """The first step after `step` that is to be saved; NEVER if there is none."""
+        """Return the first step after `step` that is to be saved; NEVER if there is none."""
         if step < self.first:
             return self.first
         if self.every <= 0:
@@ -129,8 +131,8 @@ class Schedule:
 
 
 def best_interval_s(saving: Saving, mtbf_s: float, max_loss_s: float) -> float:
-    """Time between saves that loses least, within bounds: a failure costs at most `max_loss_s` of training,
-    unless stalls would then take more than a tenth of the time, or saves overtake each other."""
+    """Return the time between saves that loses least, within bounds: a failure costs at most `max_loss_s` of
+    training, unless stalls would then take more than a tenth of the time, or saves would overlap."""
     best_s = optimal_interval_s(saving, mtbf_s)
     return max(
         min(best_s, max_loss_s - saving.copy_s), STALLS_PER_INTERVAL_MIN * saving.stall_s, saving.copy_s
@@ -138,7 +140,7 @@ def best_interval_s(saving: Saving, mtbf_s: float, max_loss_s: float) -> float:
 
 
 def why_interval(saving: Saving, mtbf_s: float, max_loss_s: float) -> str:
-    """Which of the bounds of `best_interval_s` counts, in words."""
+    """Say which of the bounds of `best_interval_s` applies."""
     chosen_s = best_interval_s(saving, mtbf_s, max_loss_s)
     if chosen_s > max_loss_s - saving.copy_s:
         return "as often as the cost of a save allows"
@@ -148,20 +150,20 @@ def why_interval(saving: Saving, mtbf_s: float, max_loss_s: float) -> str:
 
 
 def moved(before: float, now: float) -> bool:
-    """Whether a cadence is so far from the wanted one that changing it is worth it."""
+    """Return whether a cadence is so far from the wanted one that a change is worth it."""
     return before <= 0.0 or not 1.0 / HYSTERESIS < now / before < HYSTERESIS
 
 
 def cost_if(interval_s: float, saving: Saving, mtbf_s: float, factor: float = 2.0) -> float:
-    """Goodput lost, 0..1, because the interval stays while failures come `factor` times as often."""
+    """Return the goodput lost, 0..1, if failures come `factor` times as often and the interval stays."""
     true_s = mtbf_s / factor
     best = async_goodput(optimal_interval_s(saving, true_s), saving, true_s)
     return max(0.0, best - async_goodput(interval_s, saving, true_s))
 
 
 def durable_share(failures: int, durable: int, copies_elsewhere: bool) -> float:
-    """Which share of failures only durable saves survive, after `durable` of `failures` were such: the mean
-    of a Beta posterior."""
+    """Return the share of failures that only durable saves survive, after `durable` of `failures` were such:
+    the mean of a Beta posterior."""
     expected = DURABLE_SHARE if copies_elsewhere else DURABLE_SHARE_ALONE
     return (SHARE_WEIGHT * expected + durable) / (SHARE_WEIGHT + failures)
 
@@ -169,8 +171,8 @@ def durable_share(failures: int, durable: int, copies_elsewhere: bool) -> float:
 def durable_interval_s(
     cheap: Saving, durable: Saving, mtbf_s: float, share: float, max_loss_s: float, age_s: float
 ) -> float:
-    """Time between durable saves by the two-level optimum; bounded, as the share is a guess at first, by
-    `max_loss_s` and by a tenth of what the run has to lose, its age."""
+    """Return the time between durable saves by the two-level optimum. As the share is a guess at first, the
+    time is bounded by `max_loss_s` and by a tenth of what the run can lose, its age."""
     interval_s = best_interval_s(cheap, mtbf_s, max_loss_s)
     found = two_levels(cheap, durable, mtbf_s, share, interval_s if interval_s > 0.0 else 1.0)
     return min(found.durable_interval_s, max_loss_s, AGE_SHARE * age_s)

@@ -1,8 +1,8 @@
 """Decides about the checkpoints of a run: commits, replicas, writes to storage, and what attempts restore.
 
-Agents say which images they hold; this says what follows. Nothing here is journalled but its outcomes: a
-supervisor that takes over hears again what the agents hold. Methods return what is to be done; times are Unix
-times in seconds.
+Agents report which images they hold; this decides what to do. Only outcomes are journalled: agents report
+what they hold again to a supervisor that takes over. Methods return what is to be done; times are Unix times
+in seconds.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ VOIDS_AFTER = 2
 
 
 class Checkpoints:
-    """`copies` is what the agents say they hold.
+    """All decisions about checkpoints. `copies` is what the agents report to hold.
 
-    Whoever drives this calls `look` now and then; while `replicating`, it calls `replicate` again and again,
-    others having their turn in between, and says with `replicated` how long each took.
+    The caller calls `look` from time to time. While `replicating`, it calls `replicate` again and again, with
+    other work in between, and reports with `replicated` how long each call took.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -61,7 +61,7 @@ class Checkpoints:
     # ---- agents
 
     def joined(self, node: str, hello: msg.Hello, now: float) -> list[Effect]:
-        """An agent joined, possibly again: what it holds counts anew."""
+        """An agent joined, possibly again: replace what was known about its copies."""
         effects: list[Effect] = []
         before = self._holders.get(node)
         if before is not None and before.incarnation != hello.incarnation:
@@ -146,7 +146,7 @@ class Checkpoints:
         return [_noted(node, why, now)] if message.why else []
 
     def _gone(self, now: float) -> None:
-        """Copies are not there any more."""
+        """Note that copies no longer exist."""
         self._commit.broken = True
         self._replicas.order_anew(now)
 
@@ -158,7 +158,7 @@ class Checkpoints:
         return self._shortages.look(placement, self._state.ranks_per_node, self._replicas.kept(now), now)
 
     def _prefetched(self, node: str, message: msg.Prefetched, now: float) -> list[Effect]:
-        """Only what did not go as planned is worth a line."""
+        """Record an image that was brought, if this did not go as planned."""
         if not message.passed_over:
             return []
         fetched = ev.Fetched(
@@ -190,8 +190,8 @@ class Checkpoints:
         return effects
 
     def _give_incomplete_up(self, attempt: int, now: float) -> list[Effect]:
-        """States that will never be complete, as some image was dropped when nobody listened, say: what there
-        is of them takes the ranks' room."""
+        """Give up states that will never be complete, for example because an image was dropped while no
+        supervisor listened: they occupy the ranks' memory."""
         if not self._all_heard() or self._state.phase is not Phase.RUNNING:
             return []
         voids = [step for step, of in self._void if of == attempt]
@@ -209,12 +209,13 @@ class Checkpoints:
             self._told[rank] = max(key[0], self._told.get(rank, 0))
 
     def _all_told(self, key: Key) -> bool:
-        """Whoever's image seems to be nowhere has told of a later one: nothing is late on its way."""
+        """Whether every rank whose image seems to be missing has reported a later one, so that nothing is on
+        its way."""
         return all(self._told.get(rank, 0) > key[0] for rank in self.copies.not_in_memory(key))
 
     def _all_heard(self) -> bool:
-        """Of those that an earlier supervisor knew, who has not been heard yet may bring what seems to be
-        nowhere; who has never joined has nothing."""
+        """Whether all nodes that an earlier supervisor knew have reported. A node that has not may hold what
+        seems to be missing; one that never joined holds nothing."""
         return not any(
             node.incarnation and not node.heard and node.role is not Role.FAILED
             for node in self._state.nodes.values()
@@ -222,7 +223,7 @@ class Checkpoints:
         )
 
     def _make_void(self, key: Key, why: str, now: float) -> list[Effect]:
-        """Agents give up what they have of a state that is of no use."""
+        """Have agents give up what they hold of a state that is of no use."""
         self._void.append(key)
         self._commit.void(key)
         self.copies.drop_where(key, tiers=(cp.MEMORY, cp.PEER))
@@ -231,7 +232,7 @@ class Checkpoints:
         return [*(Send(node, void) for node in self._holders), Record(saved)]
 
     def restored(self, attempt: int, step: int, tier: str) -> None:
-        """The ranks continue from here."""
+        """Note that the ranks continue from this state."""
         if tier != cp.MEMORY:
             self._writes.restored(attempt, step)
 
@@ -246,7 +247,7 @@ class Checkpoints:
         return effects + self._writes.look_for_late(now)
 
     def _give_useless_up(self, now: float) -> list[Effect]:
-        """A committed state of which some image is nowhere any more: an older one counts again."""
+        """Give up a committed state of which an image no longer exists: an older state counts again."""
         key, why = self._commit.key, self._commit.damaged
         if key is None or not self._commit.useless() or not self._all_heard():
             return []
@@ -260,11 +261,11 @@ class Checkpoints:
         return self._replicas.under_way
 
     def replicate(self, now: float) -> list[Effect]:
-        """Order the replicas that some nodes' images lack."""
+        """Order the missing replicas of some nodes' images."""
         return self._replicas.slice(now)
 
     def replicated(self, seconds: float, now: float) -> None:
-        """The last `replicate` took this long. It may use a tenth of the time."""
+        """The last `replicate` took this long. A tenth of the time may be used for it."""
         self._replicas.took(seconds, now)
 
     @property
@@ -301,13 +302,15 @@ class Checkpoints:
         return effects
 
     def restore_message(self, node: str, ranks: range) -> msg.Restore | None:
-        """What was chosen, for the ranks of one node; None: they look in the shared tier themselves."""
+        """Return what the ranks of one node restore, as chosen; None: they look in the shared tier
+        themselves."""
         return self._restore.message(node, ranks)
 
     def found_on_storage(
         self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback], now: float
     ) -> list[Effect]:
-        """What earlier supervisors, attempts and runs left there: states, and their sizes in bytes."""
+        """Take in what earlier supervisors, attempts and runs left there: states, and their sizes in
+        bytes."""
         self._writes.shared = {**shared, **self._writes.shared}
         self._restore.found_rollbacks(rollbacks)
         void = [copy for copy in self.copies.every() if self._restore.is_void(copy.key)]
@@ -322,13 +325,13 @@ class Checkpoints:
 
     @property
     def missed_rollback(self) -> int | None:
-        """The step that the newest attempt should have gone back to, and did not."""
+        """The step that the newest attempt should have gone back to, but did not."""
         return self._restore.missed_rollback()
 
     # ---- before the nodes go
 
     def unsaved(self) -> str:
-        """What would be lost with these nodes, in words; "" for nothing."""
+        """Say what would be lost with these nodes; "" for nothing."""
         keys = self._writes.unsaved()
         return f"the checkpoint of step {keys[0][0]}" if keys else ""
 
@@ -337,12 +340,12 @@ class Checkpoints:
         return self._securing.secured
 
     def secure(self, now: float) -> list[Effect]:
-        """Get the newest state to the shared tier, or else one before it. To be called again and again until
-        `secured`: it is there, or none can be got there."""
+        """Write the newest state to the shared tier, or else the one before it. To be called repeatedly until
+        `secured`: it is written, or none can be."""
         return self._writes.look_for_late(now) + self._securing.secure(now)
 
     def check(self) -> None:
-        """Invariants; AssertionError names the one broken."""
+        """Check the invariants; AssertionError names the broken one."""
         for copy in self.copies.every():
             assert copy.node in self._holders, f"{copy.node} is not here, and counts as a holder"
             assert not self._restore.is_void(copy.key), f"{copy.key} was rolled back, and still counts"

@@ -10,8 +10,9 @@ from jurymast.core.run.state import RunState
 
 
 class Commit:
-    """`key` is the committed state, since `at` (Unix time, seconds). `broken`: part of it is gone, as
-    announced. `damaged`: why an image in its own node's memory is unusable and not brought back; else ""."""
+    """`key` is the committed state, since `at` (Unix time, seconds). `broken`: part of it is lost, as
+    announced. `damaged`: why an image in its own node's memory is unusable and cannot be restored there; else
+    ""."""
 
     def __init__(self, state: RunState, copies: Copies) -> None:
         self._state, self._copies = state, copies
@@ -21,7 +22,7 @@ class Commit:
         self._stalls: dict[Key, float] = {}  # of states that may yet be committed
 
     def held(self, key: Key, stall_s: float) -> None:
-        """The training stood still this long for one of its images."""
+        """The training stood still this long for one of the state's images."""
         if self.is_newer(key):
             self._stalls[key] = max(self._stalls.get(key, 0.0), stall_s)
 
@@ -44,7 +45,7 @@ class Commit:
         return Record(saved)
 
     def go_on_from(self, key: Key | None) -> None:
-        """From now on this state counts (None: none). It is whole once all ranks hold it again."""
+        """Let this state count from now on (None: none). It is whole once all ranks hold it again."""
         self.key, self.broken, self.damaged = key, True, ""
         held = {one for one in self._copies.newest_first() if self.is_newer(one)}
         self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if one in held}
@@ -67,8 +68,8 @@ class Commit:
         self._stalls.pop(key, None)
 
     def _counts(self, key: Key) -> bool:
-        """Not what a node brings back of an earlier attempt when this one goes on from something else: then
-        agents would give up what the ranks restore."""
+        """Whether a state may be committed. A state of an earlier attempt may not if this attempt continued
+        from another one: agents would then give up what the ranks restore."""
         restore, attempt = self._state.restore, self._state.attempt
         if key[1] == attempt or restore is None or restore.attempt != attempt:
             return True
@@ -78,7 +79,7 @@ class Commit:
         return self.key is None or cp.age(key) > cp.age(self.key)
 
     def check(self) -> None:
-        """Invariants; AssertionError names the one broken."""
+        """Check the invariants; AssertionError names the broken one."""
         if self.key is not None and not self.broken:
             assert self._copies.in_memory(self.key), f"{self.key} is committed, and some of it is nowhere"
         assert all(map(self.is_newer, self._stalls)), "times are kept of saves that are over"

@@ -1,10 +1,10 @@
 """Who holds which part of which rank's state, and what follows: commit, replicas, the restore plan.
 
 An image is one rank's state at one step of one attempt; `Key` names the set of all ranks' images. A set is
-committed when every rank's image is held and hashed by an agent; it is restorable while every part of every
-rank's image has a copy somewhere. The common part, which data-parallel ranks have alike, may come from
-any rank whose common part has the same hash. Where memory is short a node keeps the XOR of several ranks'
-parts instead of each: of such a group any one rank's part is what the others' and the XOR make of it.
+committed when agents hold every rank's image, hashed; it is restorable while every part of every rank's image
+has a copy somewhere. The common part, which is the same on data-parallel ranks, may come from any rank whose
+common part has the same hash. Where memory is short, a node keeps the XOR of several ranks' parts instead of
+the parts; any one rank's part of such a group can be computed from the others' and the XOR.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ COMMON_SOURCES = 4
 
 
 def age(key: Key) -> tuple[int, int]:
-    """Of two states of a run the one that was reached later compares greater: (attempt, step)."""
+    """Return (attempt, step): of two states of a run, the one reached later compares greater."""
     return key[1], key[0]
 
 
 class Copy(msgspec.Struct, frozen=True, gc=False):
-    """A verified copy of (a `part` of) one rank's image on one node, in memory, peer or local tier.
+    """A verified copy of (a `part` of) one rank's image on one node, in the memory, peer or local tier.
 
-    `size_bytes` is the whole image's, `common_bytes` and `common_id` its common part's size and hash.
-    With a `group` it is no copy by itself: the node holds the XOR of this part of all these ranks' images,
-    and such a value stands for each of them.
+    `size_bytes` is the size of the whole image; `common_bytes` and `common_id` are its common part's size and
+    hash. With a `group` this is no copy by itself: the node holds the XOR of this part of all these ranks'
+    images, and one such value stands for each of them.
     """
 
     node: str
@@ -69,21 +69,22 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
         return not self.group and self.part in (ALL, part)
 
     def helps(self, part: str) -> bool:
-        """With the others of its group, it gives this part."""
+        """Whether it gives this part, together with the others of its group."""
         nothing = part == COMMON and not self.common_bytes
         return bool(self.group) and (nothing or self.part in (ALL, part))
 
     @property
     def part_bytes(self) -> int:
-        """Size of what is copied; of an XOR this rank's share in it, which is as long as the longest."""
+        """The size of what is copied; for an XOR this rank's share of it, which is as long as the longest
+        part."""
         own = self.size_bytes - self.common_bytes
         return {ALL: self.size_bytes, COMMON: self.common_bytes, OWN: own}[self.part]
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where a node can get `part` of an image: from `rank`'s image on `node`; `tier` is what it counts as.
+    """Where a node can get `part` of an image: from `rank`'s image on `node`; it counts as `tier`.
 
-    With a `group`, `node` has the XOR of that part of its ranks' images, and `members` says where the
+    With a `group`, `node` has the XOR of that part of its ranks' images, and `members` lists where the
     others' are.
     """
 
@@ -99,15 +100,15 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One rank of a group, and where its image can be had."""
+    """One rank of a group, and where its image is available."""
 
     rank: int
     sources: tuple[Source, ...]
 
 
 class Replication(msgspec.Struct, frozen=True):
-    """`holder` should pull `part` of `rank`'s image from one of `sources`; with a `group`, make the XOR of
-    that part of all `members`, of which `rank` is the lowest."""
+    """An order: `holder` gets `part` of `rank`'s image from one of `sources`; with a `group`, it makes the
+    XOR of that part of all `members`, of which `rank` is the lowest."""
 
     holder: str
     rank: int
@@ -119,8 +120,8 @@ class Replication(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What the ranks of an attempt restore. `tier` is memory (images held by agents, in whatever tier),
-    shared, or "" for a fresh start; `tiers` are the bytes that come from each."""
+    """What the ranks of an attempt restore. `tier` is memory (images held by agents, in any tier), shared, or
+    "" for a fresh start; `tiers` are the bytes that come from each."""
 
     step: int
     attempt: int
@@ -131,7 +132,7 @@ class RestorePlan:
 
 
 class _Alike:
-    """Copies of one common part, which many ranks may have."""
+    """Copies of one common part, which many ranks may share."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, int] = {}  # how many of the copies each has
@@ -160,7 +161,8 @@ class _Alike:
             self._sorted = False
 
     def near(self, rank: int, most: int) -> list[Copy]:
-        """Copies that other ranks have: the next ones, so that not all nodes ask the same one."""
+        """Copies that other ranks have, starting with the next rank, so that not all nodes ask the same
+        one."""
         if not self._sorted:
             self._order, self._sorted = sorted(self._ranks), True
         first = bisect.bisect_right(self._order, rank)
@@ -174,9 +176,10 @@ class _Alike:
 
 
 class _Set:
-    """The copies of one state. `held`: of each rank's image, by place; `whole`: ranks whose whole image is in
-    their own node's memory, asked for at every word from an agent; `at`: the ranks of which a node has, or
-    had, copies, as thousands of nodes come and go at once; `alike`: copies of common parts, by their hash."""
+    """The copies of one state. `held`: for each rank's image, by place; `whole`: ranks whose whole image is
+    in their own node's memory, needed at every report of an agent; `at`: the ranks of which a node has, or
+    had, copies, because thousands of nodes come and go at once; `alike`: copies of common parts, by their
+    hash."""
 
     def __init__(self) -> None:
         self.held: dict[int, dict[Place, Copy]] = {}
@@ -230,7 +233,8 @@ _NONE = _Set()
 
 
 class Copies:
-    """What the agents say they hold. Not in the journal: agents say it again to every new supervisor."""
+    """What the agents report to hold. It is not in the journal: agents report it again to every new
+    supervisor."""
 
     def __init__(self) -> None:
         self._sets: dict[Key, _Set] = {}
@@ -252,7 +256,7 @@ class Copies:
             del self._sets[copy.key]
 
     def drop_where(self, key: Key | None = None, node: str = "", tiers: Iterable[str] = ()) -> None:
-        """Forget what matches all that is given."""
+        """Forget the copies that match everything that is given."""
         wanted = frozenset(tiers)
         for one in [key] if key is not None else list(self._sets):
             known = self._sets.get(one)
@@ -267,14 +271,14 @@ class Copies:
         return self._sets.get(key, _NONE)
 
     def newest_first(self) -> list[Key]:
-        """Those that were reached last, first: what a later attempt saved is newer, whatever its step."""
+        """Return the states, latest first: what a later attempt saved is newer, whatever its step."""
         return sorted(self._sets, key=age, reverse=True)
 
     def of(self, key: Key, rank: int) -> list[Copy]:
         return list(self._of(key).held.get(rank, {}).values())
 
     def on(self, node: str) -> Iterator[Copy]:
-        """What this node holds."""
+        """Return what this node holds."""
         for key, known in self._sets.items():
             for rank in known.at.get(node, ()):
                 yield from (copy for copy in self.of(key, rank) if copy.node == node)
@@ -288,12 +292,12 @@ class Copies:
         return next((copy.world for held in self._of(key).held.values() for copy in held.values()), 0)
 
     def in_memory(self, key: Key) -> bool:
-        """True when every rank's whole image is held by the agent of its own node."""
+        """Whether every rank's whole image is held by the agent of its own node."""
         world = self.world(key)
         return world > 0 and len(self._of(key).whole) == world
 
     def not_in_memory(self, key: Key) -> list[int]:
-        """Ranks whose whole image is not held by the agent of their own node."""
+        """Return the ranks whose whole image is not held by the agent of their own node."""
         whole = self._of(key).whole
         return [rank for rank in range(self.world(key)) if rank not in whole]
 
@@ -301,7 +305,7 @@ class Copies:
         return sum(next(iter(held.values())).size_bytes for held in self._of(key).held.values() if held)
 
     def replica_bytes(self, key: Key) -> int:
-        """Memory that replicas of this set take, all nodes together."""
+        """Return the memory that replicas of this set take on all nodes together."""
         sizes: dict[Place, int] = {}
         for rank, held in self._of(key).held.items():
             for copy in held.values():
@@ -311,7 +315,7 @@ class Copies:
         return sum(sizes.values())
 
     def nodes_with(self, key: Key, rank: int, part: str) -> Set[str]:
-        """Nodes that have a copy of this part of the rank's image, in whatever tier."""
+        """Return the nodes that have a copy of this part of the rank's image, in any tier."""
         known = self._of(key)
         copies = known.held.get(rank, {}).values()
         if part == COMMON and copies:
@@ -323,12 +327,13 @@ class Copies:
         return {copy.node for copy in copies if copy.has(part)}
 
     def newest_is_whole(self) -> bool:
-        """Whether nobody else is needed to restore the newest state that anybody has told of."""
+        """Whether the newest state that anybody has reported can be restored without nodes that are
+        missing."""
         key = next(iter(self.newest_first()), None)
         return key is not None and self.restorable(key)
 
     def restorable(self, key: Key) -> bool:
-        """True while every part of every rank's image has a copy."""
+        """Return True while every part of every rank's image has a copy."""
         world, whole = self.world(key), self._of(key).whole
         return world > 0 and all(
             rank in whole
@@ -340,7 +345,7 @@ class Copies:
         )
 
     def parities(self, key: Key, rank: int) -> list[Copy]:
-        """The XORs that give the rank's part, because all others of their groups have copies."""
+        """Return the XORs that give the rank's part, because all others of their groups have copies."""
         return [
             copy
             for copy in self._of(key).held.get(rank, {}).values()
@@ -354,8 +359,8 @@ class Copies:
         ]
 
     def sources(self, key: Key, rank: int, node: str, part: str = ALL) -> tuple[Source, ...]:
-        """Where `node` can get the rank's image, or its own `part`, fastest first: its own memory, others'
-        memory, disks."""
+        """Return where `node` can get the rank's image, or its own `part`, fastest first: its own memory,
+        others' memory, disks."""
         found = self._plain_sources(key, rank, node, part)
         for copy in self.parities(key, rank):
             members = self.members(key, [one for one in copy.group if one != rank], copy.part, node)
@@ -363,7 +368,8 @@ class Copies:
         return tuple(found)
 
     def members(self, key: Key, ranks: Iterable[int], part: str, node: str) -> tuple[Member, ...]:
-        """Where `node` gets this part of the images that go into an XOR, or come out of it."""
+        """Return where `node` gets this part of the images that an XOR is made of or that are computed from
+        it."""
         found = {rank: self._plain_sources(key, rank, node) for rank in ranks}
         return tuple(
             Member(rank, tuple(one for one in sources if part == ALL or one.has(part)))
@@ -371,11 +377,11 @@ class Copies:
         )
 
     def has_whole(self, key: Key, rank: int, node: str) -> Copy | None:
-        """The rank's whole image in this node's memory, if it is there."""
+        """Return the rank's whole image in this node's memory, if it is there."""
         return self._of(key).held.get(rank, {}).get((node, MEMORY, ALL, ()))
 
     def nodes_with_both(self, key: Key, rank: int) -> list[str]:
-        """Nodes that have both parts of the rank's image, if not in one piece."""
+        """Return the nodes that have both parts of the rank's image, though not in one piece."""
         common = self.nodes_with(key, rank, COMMON)
         return sorted(node for node in self.nodes_with(key, rank, OWN) if node in common)
 
@@ -421,11 +427,12 @@ def holders(
     full: Iterable[str],
     apart: Collection[Pair] = (),
 ) -> dict[str, tuple[str, ...]]:
-    """For each active node, the nodes that hold its replicas: spares while they have room, then partners.
+    """Return, for each active node, the nodes that hold its replicas: spares while they have room, then
+    partners.
 
-    A partner is in another failure domain (`domains`: node -> switch or the like) where there is one, and
-    half the placement away, so that neighbours that fail together are not each other's partners. Nodes in
-    `full` have no memory left, and pairs in `apart` cannot copy: (holder, node).
+    A partner is in another failure domain (`domains`: node -> switch or similar) where possible, and half the
+    placement away, so that neighbors that fail together are not each other's partners. Nodes in `full` have
+    no memory left, and pairs (holder, node) in `apart` cannot copy.
     """
     no_room = set(full)
     far: dict[str, set[str]] = {}
@@ -451,7 +458,7 @@ def holders(
 def _partners(
     placement: Sequence[str], index: int, domains: Mapping[str, str], no_room: Set[str], count: int
 ) -> list[str]:
-    """Up to `count` active nodes, from half the placement away on: those of other domains first."""
+    """Return up to `count` active nodes, from half the placement away on, those of other domains first."""
     node, many = placement[index], len(placement)
     apart: list[str] = []
     together: list[str] = []
@@ -476,8 +483,8 @@ def missing_replicas(
     holding: Mapping[str, tuple[str, ...]],
     places: range | None = None,
 ) -> list[Replication]:
-    """What must be copied so that every part of the ranks of these `places` (group ranks; None: all) lives
-    on one node more for each holder.
+    """Return what must be copied so that every part of the ranks of these `places` (group ranks; None: all)
+    is on one more node for each holder.
 
     A common part that as many other nodes have, as data-parallel ranks do, needs no replica.
     """
@@ -505,12 +512,12 @@ def plan_restore(
     ranks_per_node: int,
     failed: Collection[Key] = (),
 ) -> RestorePlan:
-    """The newest step that is complete: the images that hold it, or the shared checkpoint.
+    """Return the newest complete step, from the images that hold it or the shared checkpoint.
 
     `shared` maps steps that are complete in the shared tier to their size in bytes. An older step is never
-    chosen because it would be restored sooner: that is an estimate, and the steps after it are certain.
-    Images serve the same number of ranks only. States in `failed` could not be restored again and again:
-    they are passed over, unless there is nothing else.
+    chosen because its restore would be faster: that is an estimate, while the lost steps are certain. Images
+    serve only the same number of ranks. States in `failed` could repeatedly not be restored: they are passed
+    over unless there is nothing else.
     """
     world = len(placement) * ranks_per_node
     keys = [key for key in copies.newest_first() if copies.world(key) == world and copies.restorable(key)]
@@ -549,7 +556,7 @@ def _from_images(copies: Copies, key: Key, placement: Sequence[str], ranks_per_n
 
 
 def _cheapest(copies: Copies, key: Key, rank: int, node: str) -> Iterator[tuple[Source, int]]:
-    """Where each part of an image that is not here comes from, and its size in bytes."""
+    """Return where each missing part of an image comes from, and its size in bytes."""
     sources = copies.sources(key, rank, node)
     image = copies.of(key, rank)[0]
     for part, size in ((COMMON, image.common_bytes), (OWN, image.size_bytes - image.common_bytes)):

@@ -1,4 +1,4 @@
-"""Whether checkpoints will fit into the nodes' memory, foreseen before a run's first step."""
+"""Foresees before a run's first step whether checkpoints will fit into the nodes' memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Room:
-    """`free` bytes can be had, a reserve already taken off; `limit`: the file that says so."""
+    """`free` bytes are available, after subtracting a reserve; `limit`: the file that limits them."""
 
     free: int
     limit: str
@@ -21,7 +21,7 @@ class Room:
 
 @dataclass(frozen=True)
 class NodeForesight:
-    """Of one active node, all its ranks together: an image, and what of it no other node has."""
+    """The sizes for all ranks of one active node: their images, and what no other node has of these."""
 
     image_bytes: int
     own_bytes: int
@@ -42,7 +42,8 @@ class Need:
 def needs(
     foreseen: Mapping[str, NodeForesight], placement: Sequence[str], ranks_per_node: int, kept: Protection
 ) -> dict[str, Need]:
-    """By node. `foreseen` has every node of the placement. What ranks have alike counts as replicated."""
+    """Return the needs by node. `foreseen` has every node of the placement. What ranks share counts as
+    replicated."""
     held: dict[str, int] = {}
     for node, holders in kept.whole.items():
         for holder in holders:

@@ -1,4 +1,4 @@
-"""The agents that hold images, and how one is told where to get what it lacks."""
+"""The agents that hold images, and how to tell one where to get what it lacks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jurymast.core.checkpoints.copies import Member, Source
 
 @dataclass
 class Holder:
-    """How other agents reach this one's data. `incarnation` is new with every agent process. `full`: it has
-    refused memory; `packed`: for parity as well, which is asked of it once more (until `retried`) when it has
-    given older replicas up. `slotless`: it was told that ranks save no more."""
+    """How other agents reach this one's data. `incarnation` is new with every agent process. `full`: it
+    refused memory for a replica; `packed`: for parity as well, which is requested once more (until `retried`)
+    when it has given up older replicas. `slotless`: it was told that ranks save no more."""
 
     address: str
     port: int
@@ -25,7 +25,7 @@ class Holder:
 
 
 def spelled(sources: Iterable[Source], holders: Mapping[str, Holder]) -> tuple[msg.Source, ...]:
-    """With addresses, for a message. A node that has left is no source."""
+    """Return the sources with addresses, for a message. A node that has left is no source."""
     return tuple(
         msg.Source(
             tier=source.tier, node=source.node, hosts=(known.address,), port=known.port, part=source.part,
@@ -38,5 +38,5 @@ def spelled(sources: Iterable[Source], holders: Mapping[str, Holder]) -> tuple[m
 
 
 def spelled_members(members: Iterable[Member], holders: Mapping[str, Holder]) -> tuple[msg.Member, ...]:
-    """Of a group, likewise."""
+    """Return the members of a group with addresses."""
     return tuple(msg.Member(rank=one.rank, sources=spelled(one.sources, holders)) for one in members)

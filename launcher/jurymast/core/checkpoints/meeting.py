@@ -1,8 +1,8 @@
 """How the nodes that have images of a state write it to shared storage together, as one checkpoint.
 
-They do not talk: they meet at a place on that storage. The one that leads opens it; each announces its images
-there; the lead says who writes what of them; each writes that, and says so; then the lead seals and publishes
-all of it. Who fails tells the others.
+They send no messages but leave files at a meeting place on that storage. The leading node opens the place;
+each node announces its images there; the leader says who writes what of them; each node writes its share and
+says so; then the leader seals and publishes the whole. A node that fails tells the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ CAUSE_FIRST_S = 3.0
 
 
 class Do(Enum):
-    """What a node does next. An event answers: `done` unless it names another, or `failed`."""
+    """What a node does next. The event that answers is `done`, unless the action names another, or
+    `failed`."""
 
     OPEN = "make the place, and sweep what others left half-done; the lead"
     FIND_PLACE = "look for it; `saw_place`"
@@ -40,7 +41,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait so many seconds, or until cancelled; answered by `done`."""
+    """Wait this many seconds, or until cancelled; answered by `done`."""
 
     seconds: float
 
@@ -100,7 +101,7 @@ class Meeting:
         self._closing: list[Next] = []  # what is left to do, the end last
 
     def check(self) -> None:
-        """What holds between any two events. Raises AssertionError."""
+        """Check the invariants. Raises AssertionError."""
         assert len(self._ranks) <= self._world, "more images than ranks"
         assert self._leads or not self._ranks, "who follows reads no layouts"
         assert not self._closing or isinstance(self._closing[-1], Complete | Fail | ReadWhy), (
@@ -108,8 +109,8 @@ class Meeting:
         )
 
     def begin(self, *, unseen: str, rolled_back: bool, existing: bool) -> Next:
-        """`unseen`: what this node does not see of the storage, or ""; `existing`: a complete checkpoint of
-        this step exists."""
+        """Start. `unseen`: what this node cannot see of the storage, or ""; `existing`: a complete checkpoint
+        of this step exists."""
         step, attempt = self._key
         if unseen:
             return Fail(f"{unseen} is not visible on this node: is the shared storage mounted?")
@@ -144,13 +145,13 @@ class Meeting:
         return what
 
     def saw_place(self, *, there: bool, existing: bool) -> Next:
-        """`existing` as in `begin`: then the place is not needed any more."""
+        """Handle a look at the place. `existing` as in `begin`: then the place is no longer needed."""
         if existing:
             return THERE
         return self.done() if there else Wait()
 
     def saw_layouts(self, found: Mapping[str, Iterable[Announced]]) -> Next:
-        """Images that were not seen before, by the message that announced them."""
+        """Take in images that were not seen before, by the message that announced them."""
         for message, images in found.items():
             self._messages.add(message)
             for image in images:
@@ -168,7 +169,7 @@ class Meeting:
         return self.done() if there else Wait()
 
     def saw_parts(self, of: Collection[str]) -> Next:
-        """`of`: the messages in which the nodes of finished images had announced them."""
+        """Take in finished images. `of`: the messages in which their nodes had announced them."""
         return self._do(Do.SEAL) if self._messages.issubset(of) else Wait()
 
     def sealed(self, *, rolled_back: bool) -> Next:
@@ -179,7 +180,8 @@ class Meeting:
     # ---- when it does not go well
 
     def others_failed(self, rank: int, why: str) -> Next:
-        """The node of this rank has told. `why` is "" while that is on its way, or has no room."""
+        """The node of this rank says that it failed. `why` is "" while the reason is not yet there, or had no
+        room."""
         if why or self._asked_why:
             return self._close([Fail(f"rank {rank}: {why or 'its node has failed'}")])
         self._asked_why = True
@@ -187,8 +189,8 @@ class Meeting:
         return Pause(CAUSE_FIRST_S)
 
     def failed(self, why: str, *, gone: bool = False, existing: bool = False) -> Next:
-        """What was to be done. `gone`: the place is not there any more; `existing`: but a complete checkpoint
-        of this step is, as the ranks have saved it themselves meanwhile."""
+        """The last action failed. `gone`: the place no longer exists; `existing`: but a complete checkpoint
+        of this step does, because the ranks have saved it themselves meanwhile."""
         if self._closing:
             return self.done()  # the end does not depend on it
         if self._doing in (Do.OPEN, Do.FIND_PLACE):

@@ -1,7 +1,7 @@
-"""On which nodes each image's replica is kept, or where memory is short, the XOR of a group of images.
+"""On which nodes each image's replica is kept or, where memory is short, the XOR of a group of images.
 
-The XOR of N ranks' parts on a node that has none of them takes 1/N of the memory and survives the loss of
-any one node, as a replica does; what it does not survive is the loss of two nodes of one group.
+The XOR of N ranks' parts, on a node that has none of them, takes 1/N of the memory. Like a replica it
+survives the loss of any one node, but not the loss of two nodes of one group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Load = tuple[bool, int, str]  # whether it is no spare with room, what it holds
 @dataclass(frozen=True)
 class Protection:
     """`whole`: for each active node the nodes that hold its replicas; `parity`: for each group of ranks the
-    node that holds their XOR; `bare`: the nodes for which nobody has memory."""
+    node that holds their XOR; `bare`: the nodes for whose images no node has memory."""
 
     whole: Mapping[str, tuple[str, ...]]
     parity: Mapping[Group, str]
@@ -52,9 +52,10 @@ def keeping(
     packed: Collection[str] = (),
     apart: Collection[Pair] = (),
 ) -> Protection:
-    """Whole replicas unless groups of `parity` nodes are asked for. Nodes in `full` have refused memory, so
-    that what finds no holder among the others is kept in groups; those in `packed` refused that too.
-    Pairs in `apart` cannot copy: (holder, node); with node "" the holder cannot make XORs."""
+    """Return who holds what: whole replicas, unless groups of `parity` nodes are requested. Nodes in `full`
+    have refused memory, and what finds no holder among the others is kept in groups; nodes in `packed` have
+    refused that, too. Pairs (holder, node) in `apart` cannot copy; with node "" the holder cannot make
+    XORs."""
     whole = holders(placement, spares, domains, copies, full, apart)
     packed = {*packed, *(holder for holder, node in apart if not node)}
     if not copies:
@@ -81,8 +82,8 @@ def keeping(
 
 
 def parity_groups(nodes: Sequence[str], count: int, domains: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """`count` groups of nodes, as even as can be, no two of a failure domain in one where that is possible;
-    nor neighbours, which may fail together as well."""
+    """Return `count` groups of nodes of nearly equal size. Where possible no group has two nodes of one
+    failure domain, or neighbors, which may fail together as well."""
     spread = sorted(nodes, key=lambda node: domains.get(node, ""))  # stable: neighbours stay neighbours
     return [tuple(spread[first::count]) for first in range(min(count, len(spread)))]
 
@@ -95,8 +96,8 @@ def _parity_holders(
     spares: Sequence[str],
     domains: Mapping[str, str],
 ) -> dict[Group, str]:
-    """For the groups of ranks, one rank of each node, a node outside: spares first, as far as they go, then
-    in another failure domain than all members, then whoever has least to hold."""
+    """Choose for each group of ranks, one per node, a node outside: spares first, while they have room, then
+    a node in another failure domain than all members, then the node that has least to hold."""
     first_rank = {node: index * ranks_per_node for index, node in enumerate(placement)}
     room = dict.fromkeys(spares, NODES_PER_SPARE * ranks_per_node)
     queue = [(room.get(node, 0) <= 0, 0, node) for node in nodes]
@@ -114,7 +115,8 @@ def _parity_holders(
 
 
 def _take(queue: list[_Load], members: Set[str], domains: Mapping[str, str]) -> _Load | None:
-    """Out of the queue: the first that is no member, and in no member's domain if another as roomy is not."""
+    """Take the first node out of the queue that is not a member; prefer one outside all members' domains if
+    it has as much room."""
     theirs = {domains[node] for node in members if node in domains}
     passed: list[_Load] = []
     chosen: _Load | None = None
@@ -137,7 +139,7 @@ def _take(queue: list[_Load], members: Set[str], domains: Mapping[str, str]) -> 
 def missing_parity(
     copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, holding: Mapping[Group, str]
 ) -> list[Replication]:
-    """The XORs that must be made."""
+    """Return the XORs that must be made."""
     orders = []
 
     def elsewhere(rank: int, part: str) -> bool:

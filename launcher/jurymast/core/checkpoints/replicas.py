@@ -1,7 +1,7 @@
-"""Has other nodes hold what a lost node would take along, and lets older states go once that is done.
+"""Has other nodes hold what the loss of a node would destroy, and lets older states go once that is done.
 
-Looking at the copies of a hundred thousand ranks takes a while: it is done some nodes at a time, between
-which whoever drives this hears others, and which it takes the time of.
+Going through the copies of a hundred thousand ranks takes a while, so it is done a few nodes at a time. In
+between, the caller handles messages and measures the time this takes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ REST_SHARE = 9.0
 
 @dataclass
 class _Pass:
-    """A look at what replicas are missing of the state `key`, some nodes at a time: `place` is the next one's
-    group rank; so much was ordered. `kept`: who is to hold what, once the first node was looked at."""
+    """A pass over the missing replicas of the state `key`, some nodes at a time. `place` is the next node's
+    group rank. It counts what was ordered. `kept`: who is to hold what, once the first node was handled."""
 
     key: Key
     kept: parity.Protection | None = None
@@ -38,7 +38,7 @@ class _Pass:
 
 
 class Replicas:
-    """`holders` are the nodes that are here. Times are Unix times in seconds."""
+    """Decides about replicas. `holders` are the nodes that are here. Times are Unix times in seconds."""
 
     def __init__(
         self, state: RunState, copies: Copies, holders: Mapping[str, Holder], commit: Commit
@@ -68,8 +68,8 @@ class Replicas:
         self._reach.forget(node)
 
     def tell_safe(self, node: str) -> list[Effect]:
-        """To one that is here again, and may not have been told: else it keeps older images, and has no room
-        for newer ones."""
+        """Tell a node that is here again which state is safe, as it may have missed that. Otherwise it would
+        keep older images and have no room for newer ones."""
         return [] if self._safe is None else self.give_up_older(self._safe, [node])
 
     def lost(self, node: str) -> None:
@@ -87,7 +87,8 @@ class Replicas:
         self._dirty = True
 
     def failed(self, node: str, message: msg.Unreplicated, now: float) -> bool:
-        """What was ordered could not be made; true when that is news. It is tried again, or by others."""
+        """An order could not be carried out. Returns True if that is news. It is tried again, or by other
+        nodes."""
         key = message.step, message.attempt
         self._ordered.get(node, set()).discard((key, message.part, message.rank, message.group))
         self._retry_at = now + RETRY_S
@@ -101,7 +102,7 @@ class Replicas:
         return node, "" if group else self._state.node_of(rank)
 
     def order_anew(self, now: float) -> None:
-        """Copies are gone: what was ordered, or looked at, says nothing any more."""
+        """Start again, because copies are lost: what was ordered, or looked at, no longer counts."""
         self._ordered.clear()
         self._dirty, self._safe = True, None
         self._give_pass_up(now)
@@ -110,11 +111,11 @@ class Replicas:
 
     @property
     def under_way(self) -> bool:
-        """Whether a slice is to be looked at as soon as others had their turn."""
+        """Whether to call `slice` again as soon as other work had its turn."""
         return self._pass is not None
 
     def look(self, key: Key, now: float) -> None:
-        """Begin to look at the committed state, if that is due."""
+        """Start a pass over the committed state, if one is due."""
         if self._pass is not None and self._pass.key != key:
             self._give_pass_up(now)
         due = (self._dirty and now >= self._rest_until) or now > self._retry_at
@@ -149,7 +150,7 @@ class Replicas:
         return effects
 
     def took(self, seconds: float, now: float) -> None:
-        """So long the last slice took whoever drives this."""
+        """The last slice took the caller this long."""
         self._took_s += seconds
         if self._pass is None:
             self._rest_until = now + REST_SHARE * self._took_s
@@ -164,13 +165,13 @@ class Replicas:
         return found
 
     def _give_pass_up(self, now: float) -> None:
-        """What was looked at is another by now: from the first node on again, after a rest."""
+        """Start again from the first node after a pause, because the state has changed meanwhile."""
         if self._pass is not None:
             self._dirty, self._rest_until = True, now + REST_SHARE * self._took_s
             self._pass = None
 
     def kept(self, now: float) -> parity.Protection:
-        """Which nodes are to hold whose replicas."""
+        """Return which nodes are to hold whose replicas."""
         state, settings = self._state, self._state.settings
         return parity.keeping(
             state.placement, state.ranks_per_node, self._spares(), self._domains,
@@ -189,7 +190,7 @@ class Replicas:
     # ---- orders
 
     def order(self, key: Key, order: cp.Replication) -> list[Effect]:
-        """Once, of a node that is here."""
+        """Send an order once, to a node that is here."""
         if order.holder not in self._holders:
             return []
         ordered = self._ordered.setdefault(order.holder, set())
@@ -208,7 +209,8 @@ class Replicas:
         )  # fmt: skip
 
     def _make_room(self, key: Key, order: cp.Replication) -> list[Effect]:
-        """Whole replicas that a full node has of some of a group are in the way of the XOR of all of it."""
+        """Drop whole replicas that a full node has of some ranks of a group, to make room for the XOR of the
+        group."""
         if not self._holders[order.holder].full or not self._copies.in_memory(key):
             return []
         useless = [
@@ -225,8 +227,8 @@ class Replicas:
     # ---- what may go
 
     def _settle(self, key: Key, now: float, *, safe: bool) -> list[Effect]:
-        """Every part is on as many nodes as wanted, or (not `safe`) as have memory for it: agents may give
-        older images up."""
+        """Finish: every part is on as many nodes as wanted, or (not `safe`) as have memory for it. Agents may
+        now give up older images."""
         self._safe, self._bare = key, not safe
         effects: list[Effect] = []
         replicated = safe and self._state.settings.replicas and len(self._holders) > 1
@@ -248,14 +250,14 @@ class Replicas:
         return [Send(node, committed) for node in nodes]
 
     def _ask_again(self, key: Key) -> None:
-        """Nodes give their replicas of these images up: then they may have room for parity after all."""
+        """Ask nodes again that give up their replicas of these images: they may have room for parity now."""
         packed = {name for name, node in self._holders.items() if node.packed and not node.retried}
         held = self._copies.every() if packed else ()
         for name in packed & {copy.node for copy in held if copy.key == key and copy.tier == cp.PEER}:
             self._holders[name].packed, self._holders[name].retried = False, True
 
     def check(self) -> None:
-        """Invariants; AssertionError names the one broken."""
+        """Check the invariants; AssertionError names the broken one."""
         assert self._ordered.keys() <= self._holders.keys(), "replicas are ordered of nodes that are not here"
         if self._pass is not None:
             assert self._pass.key == self._commit.key, "replicas are looked for of what is not committed"

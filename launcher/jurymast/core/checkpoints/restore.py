@@ -1,4 +1,4 @@
-"""What an attempt restores, and which states are void because somebody rolled the run back."""
+"""What an attempt restores, and which states are void because a user rolled the run back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jurymast.core.run.state import RunState
 
 
 class RestoreChoice:
-    """`chosen` is what the newest attempt that was launched restores."""
+    """`chosen` is what the newest launched attempt restores."""
 
     def __init__(self, state: RunState, copies: Copies, holders: Mapping[str, Holder]) -> None:
         self._state, self._copies, self._holders = state, copies, holders
@@ -30,12 +30,12 @@ class RestoreChoice:
         self.rollbacks.append(Rollback(step, self._state.attempt, now))
 
     def found_rollbacks(self, rollbacks: Iterable[Rollback]) -> None:
-        """On storage."""
+        """Take in the rollbacks found on storage."""
         self.rollbacks += [back for back in rollbacks if back not in self.rollbacks]
 
     def missed_rollback(self) -> int | None:
-        """The step that the newest attempt should have gone back to: somebody wrote that to storage when no
-        supervisor could be asked, or this one did not know it yet when it chose."""
+        """The step that the newest attempt should have gone back to: the rollback was written to storage
+        while no supervisor could be asked, or this one did not know of it yet when it chose."""
         begun, chosen = self._state.attempt, self.chosen
         missed = [back.step for back in self.rollbacks if begun <= back.attempt]
         if chosen is not None:
@@ -43,7 +43,8 @@ class RestoreChoice:
         return min(missed, default=None)
 
     def choose(self, launch: Launch, shared: Mapping[Key, int], now: float) -> list[Effect]:
-        """To be called once for each attempt: its nodes are to go on from one state."""
+        """Choose the state of an attempt. Called once per attempt, because all its nodes must continue from
+        one state."""
         on_shared = {one: shared[one, attempt] for one, attempt in sorted(shared, key=cp.age)}
         failed, count = self._state.failed_to_restore(), self._state.ranks_per_node
         chosen = self.chosen = cp.plan_restore(self._copies, on_shared, launch.placement, count, failed)
@@ -57,9 +58,9 @@ class RestoreChoice:
         ]  # fmt: skip
 
     def message(self, node: str, ranks: range) -> msg.Restore | None:
-        """What one node's ranks restore; None: they look in the shared tier themselves. Nearly all nodes have
-        nearly all images in their own memory: to tell them of others as well would take longest of all that
-        a launch of thousands takes."""
+        """Return what one node's ranks restore; None: they look in the shared tier themselves. Nearly all
+        nodes have nearly all images in their own memory. To name other sources for these, too, would take
+        most of the time of a launch of thousands of nodes."""
         chosen = self.chosen
         if chosen is None or chosen.tier != cp.MEMORY:
             return None
@@ -73,7 +74,7 @@ class RestoreChoice:
         return spelled(self._copies.sources(key, rank, node), self._holders)
 
     def sources(self, node: str, ask: msg.AskSources) -> Effect:
-        """For a node that cannot use the image in its own memory."""
+        """Return the sources for a node that cannot use the image in its own memory."""
         found = self._copies.sources((ask.step, ask.attempt), ask.rank, node)
         sources = tuple(one for one in found if (one.node, one.tier) != (node, cp.MEMORY))
         answer = msg.Sources(

@@ -1,4 +1,4 @@
-"""Which states count, and which checkpoints of a directory may go."""
+"""Which states count, and which checkpoints of a directory may be removed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 
 def superfluous(complete: Sequence[int], keep: int, pinned: Set[int], bad: Set[int]) -> list[int]:
-    """Of the steps of complete checkpoints, newest first, those that may go: all but the newest `keep`. Those
-    in `bad` neither count nor go, as they are somebody's evidence; `pinned` ones count, and stay."""
+    """Return, from the steps of complete checkpoints, newest first, those that may be removed: all but the
+    newest `keep`. Steps in `bad` neither count nor are removed, because they are evidence; `pinned` ones
+    count and stay."""
     good = [step for step in complete if step not in bad]
     return [step for step in good[max(1, keep) :] if step not in pinned]
 

@@ -1,8 +1,8 @@
-"""When a copy that failed is tried again, and which failures are news: by tier, and by pair of node and tier
-or of two nodes.
+"""When a failed copy is tried again, and which failures are news: by tier, by pair of node and tier, or by
+pair of nodes.
 
-Some failures in a row say that the two of a pair cannot reach each other, whatever the reason is: a third one
-does it then. After a while the two are tried again, each time after twice as long.
+Several failures in a row mean that the two of a pair cannot reach each other, for whatever reason: then a
+third node takes over. After a while the pair is tried again, each time after twice as long.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class _Failing:
 
 @dataclass
 class Retries:
-    """By tier. `now` is Unix time in seconds."""
+    """Retries by tier. `now` is Unix time in seconds."""
 
     _failing: dict[str, _Failing] = field(default_factory=dict)
 
     def due(self, tier: str, now: float, *, hurry: bool = False) -> bool:
-        """True unless it failed a short while ago; in a `hurry` it is tried as often as after one failure."""
+        """Return True unless it failed a short while ago. In a `hurry` it is tried as often as after one
+        failure."""
         last = self._failing.get(tier)
         if last is None:
             return True
@@ -44,7 +45,8 @@ class Retries:
         return last.at if last is not None else -math.inf
 
     def failed(self, tier: str, why: str, now: float) -> bool:
-        """True when that is news: the last try had not failed for the same reason."""
+        """Note a failure; returns True if it is news, because the last try did not fail for the same
+        reason."""
         last = self._failing.get(tier)
         reason = error_signature("", why)
         self._failing[tier] = _Failing(now, last.times + 1 if last else 1, reason)
@@ -69,13 +71,14 @@ class _Unreachable:
 
 @dataclass
 class Reachability:
-    """`tries`: so many failures in a row. Times are the caller's clock, in seconds."""
+    """`tries` failures in a row mean that a pair cannot reach each other. Times are the caller's clock, in
+    seconds."""
 
     tries: int = TRIES
     _failing: dict[Pair, _Unreachable] = field(default_factory=dict)
 
     def failed(self, pair: Pair, now: float) -> bool:
-        """True when that is news: at the first time, and when the two are given up."""
+        """Note a failure; returns True if it is news: the first one, and when the pair is given up."""
         known = self._failing.setdefault(pair, _Unreachable())
         known.times += 1
         if known.times >= self.tries:
@@ -86,10 +89,10 @@ class Reachability:
         self._failing.pop(pair, None)
 
     def forget(self, node: str) -> None:
-        """It is gone, or another agent of it is here."""
+        """Forget a node that is gone, or whose agent is a new one."""
         for pair in [pair for pair in self._failing if node in pair]:
             del self._failing[pair]
 
     def given_up(self, now: float) -> frozenset[Pair]:
-        """Pairs that are not asked for now."""
+        """Return the pairs that are not used now."""
         return frozenset(pair for pair, known in self._failing.items() if known.until > now)

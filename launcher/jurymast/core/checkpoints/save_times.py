@@ -1,7 +1,8 @@
-"""When the ranks of an attempt save, as each of them counts it for itself, and whether to memory.
+"""When the ranks of an attempt save, as each rank computes it for itself, and whether to memory.
 
-All must save at the same step, though none hears of another's clock. Three ways lead there: the script names
-the steps; agents say them; or the ranks meet at a step on which they have agreed, and ask rank 0's clock.
+All ranks must save at the same step, although none knows another's clock. There are three ways: the script
+names the steps; agents name them; or the ranks meet at a step on which they have agreed, and use rank 0's
+clock.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Due(Enum):
 
 
 class SaveTimes:
-    """One rank's. `follows`: agents say when to save. Times are monotonic, in seconds; of what is computed
-    from them rank 0's counts."""
+    """The times of one rank. `follows`: agents say when to save. Times are monotonic, in seconds; of values
+    computed from them, rank 0's counts."""
 
     def __init__(self, cadence: Cadence, mtbf_s: float) -> None:
         self._cadence, self._mtbf_s = cadence, mtbf_s
@@ -49,21 +50,22 @@ class SaveTimes:
 
     @property
     def _by_clock(self) -> bool:
-        """Whether nobody but rank 0's clock says when to save."""
+        """Whether only rank 0's clock says when to save."""
         return self._cadence.steps is None and not self.follows
 
     def begin(self, step: int, now: float) -> None:
-        """Nothing was saved since, and how long a step takes is not known."""
+        """Begin anew: nothing was saved, and the step time is not known."""
         self._gap = 1
         self.saved(step, now)
 
     def measure_after(self, step: int) -> None:
-        """The state is not all there before the first step, when optimizers have theirs."""
+        """Measure after the first step: before it the state is incomplete, because optimizers have none
+        yet."""
         self._unmeasured = True
         self._at = min(self._at, step + 1)
 
     def due(self, step: int, *, told: bool) -> Due:
-        """`told`: agents say that this is a step to save at."""
+        """Return what is due. `told`: agents say that this is a step to save at."""
         if step < self._at and not told:
             return Due.NOTHING
         if self._unmeasured:
@@ -76,20 +78,20 @@ class SaveTimes:
             self._at = self._next_own(step - 1)
 
     def proposal(self, step: int, now: float) -> int:
-        """Where this rank's clock would have the ranks meet next: here, to save, or later."""
+        """Return where by this rank's clock the ranks should meet next: here, to save, or later."""
         step_s = (now - self._met_at) / max(1, step - self._met_step)
         return next_meeting(step, self._gap, self._due_at - now, step_s)
 
     def agreed(self, step: int, following: int, now: float) -> None:
-        """On rank 0's proposal."""
+        """Take rank 0's proposal."""
         if following > step:
             self._meet_at(following, step, now)
         else:
             self._agreed = step
 
     def saved(self, step: int, now: float, *, stall_s: float | None = None, again: bool = False) -> None:
-        """Or not, as that failed. `stall_s`: training stood still so long for it, if it was saved now.
-        `again`: it is to be tried at the next step, as memory is about to be ready."""
+        """Note a save, or that it failed. `stall_s`: how long training stood still, if it was saved now.
+        `again`: try again at the next step, because memory will soon be ready."""
         self._stall_s = self._stall_s if stall_s is None else stall_s
         self._agreed = -1
         if again:
@@ -119,15 +121,15 @@ class SaveTimes:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Whether an attempt saves to memory; None: that must wait, as some of these `ranks` have none yet. If
-    not, nodes of these `ranks` have none to give."""
+    """Whether an attempt saves to memory. None: that must wait, because some of these `ranks` have no memory
+    yet. False: nodes of these `ranks` have none to give."""
 
     used: bool | None
     ranks: tuple[int, ...] = ()
 
 
 def memory_of(answers: Sequence[tuple[bool, bool]]) -> MemoryUse:
-    """`answers`: of each rank, whether its node has refused memory, and whether it is ready."""
+    """Decide from `answers`: for each rank, whether its node has refused memory, and whether it is ready."""
     if refusing := tuple(rank for rank, (refused, _) in enumerate(answers) if refused):
         return MemoryUse(False, refusing)
     waiting = tuple(rank for rank, (_, ready) in enumerate(answers) if not ready)

@@ -1,4 +1,5 @@
-"""Gets the newest state to the shared tier before the nodes go, which take along what is in their memory."""
+"""Writes the newest state to the shared tier before the nodes are released, because their memory is lost with
+them."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ GATHER_LIMIT_S = 15.0
 
 
 class Securing:
-    """`secured`: the newest state is there, or none can be got there. `holders` are the nodes that are here;
-    times are Unix times in seconds."""
+    """`secured`: the newest state is written, or none can be. `holders` are the nodes that are here; times
+    are Unix times in seconds."""
 
     def __init__(
         self, copies: Copies, holders: Mapping[str, Holder], commit: Commit, replicas: Replicas,
@@ -35,12 +36,13 @@ class Securing:
         self.secured = False
 
     def not_gathered(self, now: float) -> None:
-        """An image could not be put together: what failed just now fails again, maybe not on another node."""
+        """An image could not be put together. What failed just now fails again here, but maybe not on another
+        node."""
         self._gather_at = now + RETRY_S
         self._not_gathered += 1
 
     def secure(self, now: float) -> list[Effect]:
-        """To be called again and again until `secured`."""
+        """Order what is due. Called repeatedly until `secured`."""
         keys = [key for key in self._writes.unsaved() if key not in self._hopeless] or self._press()
         self.secured = not keys
         if not keys or not self._writes.free(cp.SHARED, now, hurry=True):
@@ -61,8 +63,8 @@ class Securing:
         return effects + self._writes.write(cp.SHARED, key, now)  # nothing, unless it is whole
 
     def _press(self) -> list[Key]:
-        """The newest of what had no room, once more: what is older is in the shared tier by now, or had no
-        room either, and goes."""
+        """Try again to write the newest state that had no room to be gathered. Older states are in the shared
+        tier by now, or had no room either, and are dropped."""
         if not self._kept_older:
             return []
         self._kept_older = False
@@ -76,7 +78,7 @@ class Securing:
         return [name for name, node in self._holders.items() if not node.full and name not in without]
 
     def _gather(self, key: Key, ranks: Iterable[int], takers: Sequence[str]) -> list[Effect]:
-        """Have these images put together on nodes that can write them: they only exist in parts, or on nodes
+        """Have these images put together on nodes that can write them: they exist only in parts, or on nodes
         that could not write just now."""
         effects: list[Effect] = []
         for number, rank in enumerate(ranks):
@@ -86,8 +88,8 @@ class Securing:
         return effects
 
     def _have_room_made(self, keys: list[Key]) -> list[Effect]:
-        """Once by each node, which may have memory then although it had refused some: ranks save no more, and
-        all that is older is in the shared tier unless it is one of these."""
+        """Ask each node once to make room. It may have memory now although it had refused some: ranks save no
+        more, and everything older is in the shared tier unless it is one of these."""
         fresh = {name: node for name, node in self._holders.items() if not node.slotless}
         for node in fresh.values():
             node.full, node.slotless = False, True

@@ -1,4 +1,5 @@
-"""Says before the first step which nodes will be short of memory for checkpoints, and what to do about it."""
+"""Reports before the first step which nodes will be short of memory for checkpoints, and what to do about
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from jurymast.core.texts import memory_size
 
 
 class Shortages:
-    """What a node can give includes what checkpoints have there now."""
+    """Reports shortages. What a node can give includes what checkpoints already use there."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, Room] = {}
@@ -31,18 +32,18 @@ class Shortages:
         self._rooms.pop(node, None)
 
     def hear(self, node: str, message: msg.Foreseen) -> None:
-        """All ranks of a node have said how large their states will be."""
+        """All ranks of a node have reported how large their states will be."""
         self.joined(node, message.room)
         self._foreseen[node] = NodeForesight(message.image_bytes, message.own_bytes)
 
     def complete(self, placement: Sequence[str]) -> bool:
-        """Whether every node of the placement has been heard."""
+        """Whether every node of the placement has reported."""
         return len(self._foreseen) >= len(placement) and all(node in self._foreseen for node in placement)
 
     def look(
         self, placement: Sequence[str], ranks_per_node: int, kept: Protection, now: float
     ) -> list[Effect]:
-        """Once it is complete: tell each shortage once."""
+        """Report each shortage once, when the reports are complete."""
         theirs = {node: self._foreseen[node] for node in placement}
         effects: list[Effect] = []
         for node, need in foresight.needs(theirs, placement, ranks_per_node, kept).items():

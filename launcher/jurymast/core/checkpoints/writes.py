@@ -1,8 +1,8 @@
-"""Brings committed states to local, shared and object storage: when, by which nodes, and how that ended.
+"""Brings committed states to local, shared and object storage: when, by which nodes, and with what result.
 
-A write is ordered by `messages.Write`. There is one to a tier at a time, and it fails with the first node
-that fails or is lost; then another is tried later, with the state that is the newest by then. Where others
-have the same images whole, they write then what the one that failed has not written.
+A write is ordered by `messages.Write`. There is one per tier at a time. It fails with the first node that
+fails or is lost, and is tried later with the state that is newest by then. If other nodes have the same whole
+images, they then write what the failed node has not written.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ FIRST_S = 15.0
 
 
 def durable_every_s(state: RunState, took_s: float, now: float) -> float | None:
-    """Seconds between durable copies, each of which takes `took_s`, that lose least by what is known of saves
-    and failures; None until a save was measured. How many failures the tiers in memory did not survive is
-    seen from where the run was restored from."""
+    """Return the seconds between durable copies, each of which takes `took_s`, that lose least by what is
+    known of saves and failures; None until a save was measured. The tiers from which the run was restored
+    show how many failures the tiers in memory did not survive."""
     known, settings = state.cadence, state.settings
     if known is None or not known.stall_s:
         return None
@@ -50,7 +50,8 @@ def durable_every_s(state: RunState, took_s: float, now: float) -> float | None:
 
 
 def late_after_s(state: RunState, tier: str, size_bytes: int, nodes: int) -> float:
-    """How long a copy to the tier may take before somebody should hear that the storage is slow, or hangs."""
+    """Return how long a copy to the tier may take before the user is told that the storage is slow, or
+    hangs."""
     known = state.saved.get(tier)
     usual_s = known.seconds if known is not None else 0.0
     if not usual_s:
@@ -65,8 +66,8 @@ WRITE_LIMIT_S = 3600.0
 
 @dataclass
 class OpenWrite:
-    """One state on its way to a tier. `waiting`: nodes that have not said how it ended, and what they were
-    told; from `late_at` on it takes longer than it should. `published`: who leads has brought all parts
+    """One state on its way to a tier. `waiting`: nodes that have not reported the end, and their orders; from
+    `late_at` on the write takes longer than it should. `published`: the leader has brought all parts
     together."""
 
     id: str
@@ -80,8 +81,8 @@ class OpenWrite:
 
 
 class Writes:
-    """`shared` maps the states that are complete in the shared tier to their size in bytes, `holders` are the
-    nodes that are here. Times are Unix times in seconds."""
+    """Decides about writes. `shared` maps the states that are complete in the shared tier to their size in
+    bytes, `holders` are the nodes that are here. Times are Unix times in seconds."""
 
     def __init__(self, state: RunState, copies: Copies, holders: Mapping[str, Holder]) -> None:
         self._state, self._copies, self._holders = state, copies, holders
@@ -100,17 +101,17 @@ class Writes:
         return bool(self._under_way)
 
     def free(self, tier: str, now: float, *, hurry: bool = False) -> bool:
-        """True when nothing is on its way there, and the last failure is a while ago."""
+        """Whether no write to this tier is under way, and its last failure is some time ago."""
         return tier not in self._under_way and self._retries.due(tier, now, hurry=hurry)
 
     def due_at(self, tier: str) -> float:
-        """When the next write there may begin, if none is under way; 0.0: at once."""
+        """Return when the next write to the tier may begin, if none is under way; 0.0: at once."""
         return self._next_at.get(tier, 0.0)
 
     # ---- beginning
 
     def look(self, key: Key, now: float) -> list[Effect]:
-        """Have the committed state written wherever that is due."""
+        """Have the committed state written to every tier where that is due."""
         settings = self._state.settings
         effects: list[Effect] = []
         if settings.local_path and self._due(cp.LOCAL, key, now):
@@ -129,7 +130,7 @@ class Writes:
         return idle and self._tried.get(tier) != key and self._copies.in_memory(key)
 
     def write(self, tier: str, key: Key, now: float) -> list[Effect]:
-        """Have the agents copy a state to a tier; nothing when no agent has some image whole."""
+        """Have the agents copy a state to a tier; does nothing if an image is whole on no node."""
         writers = self._writers(tier, key, now)
         if not writers:
             return []
@@ -149,7 +150,7 @@ class Writes:
         return [Send(node, order) for node, order in orders.items()]
 
     def _writers(self, tier: str, key: Key, now: float) -> dict[str, list[int]]:
-        """The nodes that write, and which ranks' images; none when that cannot be."""
+        """Return the nodes that write, and which ranks' images; empty if the state cannot be written."""
         unfit = self.unfit(tier, now)
         if tier == cp.OBJECT:
             here = [node for node in (*self._state.placement, *self._holders) if node in self._holders]
@@ -164,16 +165,16 @@ class Writes:
         return writers
 
     def unfit(self, tier: str, now: float) -> Set[str]:
-        """The nodes that could not write there lately. What none can write may be anybody's. A node's own
-        disk has no other writer."""
+        """Return the nodes that could not write there lately. If no node can write, any node may have caused
+        it. A node's own disk has no other writer."""
         if tier == cp.LOCAL:
             return frozenset()
         failing = {node for node, of in self._reach.given_up(now) if of == tier}
         return frozenset() if failing >= self._holders.keys() else failing
 
     def writer(self, key: Key, rank: int, unfit: Set[str]) -> str:
-        """The node that has the rank's image, if possible one that is not `unfit` and has it in one piece; ""
-        for none."""
+        """Return the node that writes the rank's image, preferably one that is not `unfit` and has it in one
+        piece; "" for none."""
         own = self._state.node_of(rank)
         if own in self._holders and own not in unfit and self._copies.has_whole(key, rank, own):
             return own
@@ -184,7 +185,7 @@ class Writes:
         return min([*(copy.node for copy in whole), *both], key=lambda node: node in unfit, default="")
 
     def failed_at(self, tier: str) -> float:
-        """When the last write there failed, if none has succeeded since."""
+        """Return when the last write there failed, if none has succeeded since."""
         return self._retries.failed_at(tier)
 
     # ---- ending
@@ -205,18 +206,18 @@ class Writes:
         return self._done(write, node, "" if message.ok else f"{node}: {message.why}", now)
 
     def joined(self, node: str) -> list[Effect]:
-        """Its agent is here again, and may not have heard what it is to write."""
+        """A node's agent is here again: repeat its orders, which it may have missed."""
         orders = [write.waiting.get(node) for write in self._under_way.values()]
         return [Send(node, order) for order in orders if order is not None]
 
     def lost(self, node: str, why: str, now: float) -> list[Effect]:
-        """The node will say nothing of what it was told to write."""
+        """The node is lost and will not report on its orders."""
         self._reach.forget(node)
         theirs = [write for write in self._under_way.values() if node in write.waiting]
         return [effect for write in theirs for effect in self._done(write, node, why, now)]
 
     def go_back(self, step: int, now: float) -> list[Effect]:
-        """Nothing newer is to be written, nor counts."""
+        """The run goes back: nothing newer is written or counts."""
         why = f"the run goes back to step {step}"
         newer = [write for write in self._under_way.values() if write.key[0] > step]
         effects = [effect for write in newer for effect in self._end(write, why, now)]
@@ -224,12 +225,12 @@ class Writes:
         return effects
 
     def restored(self, attempt: int, step: int) -> None:
-        """Storage was read by an attempt, and what earlier ones have newer there is as good as gone: it was
-        passed over as damaged, or somebody has moved it away."""
+        """An attempt restored from storage. Newer states there that earlier attempts wrote no longer count:
+        they were passed over as damaged, or somebody has moved them away."""
         self.shared = {one: size for one, size in self.shared.items() if one[0] <= step or one[1] >= attempt}
 
     def look_for_late(self, now: float) -> list[Effect]:
-        """What takes too long ends, or is told of once."""
+        """End writes that take too long, or report them once."""
         effects: list[Effect] = []
         for write in list(self._under_way.values()):
             if now > write.started_at + WRITE_LIMIT_S:
@@ -242,14 +243,14 @@ class Writes:
         return effects
 
     def _done(self, write: OpenWrite, node: str, why: str, now: float) -> list[Effect]:
-        """A node is done with its part, or will never be."""
+        """Note that a node has finished its part, or never will."""
         write.waiting.pop(node, None)
         if write.published:  # all had done their parts by then, also who was lost before it said so
             why = ""
         return self._end(write, why, now) if why or not write.waiting else []
 
     def _end(self, write: OpenWrite, why: str, now: float) -> list[Effect]:
-        """All of it is there, or (`why`) it will not be: then nobody goes on."""
+        """End a write: it is complete, or (`why`) will not be, and then no node continues."""
         del self._under_way[write.tier]
         cancel = msg.CancelWrite(id=write.id)
         effects: list[Effect] = [Send(node, cancel) for node in sorted(write.waiting)]
@@ -272,7 +273,7 @@ class Writes:
             self._newest_object = write.key
 
     def _shared_pause_s(self, took_s: float, now: float) -> float:
-        """The first write took longer than any other will: its process had to start."""
+        """The pause between writes. The first write takes longer than any other: its process has to start."""
         settings = self._state.settings
         if settings.shared_every_s is not None:
             return max(0.0, settings.shared_every_s - took_s)
@@ -285,13 +286,13 @@ class Writes:
     # ---- what is not there yet
 
     def unsaved(self) -> list[Key]:
-        """States that would be lost with these nodes, the newest first."""
+        """Return the states that would be lost with these nodes, the newest first."""
         newest = max(map(cp.age, self.shared), default=(-1, -1))
         newer = takewhile(lambda key: cp.age(key) > newest, self._copies.newest_first())
         return [key for key in newer if self._copies.restorable(key)]
 
     def check(self) -> None:
-        """Invariants; AssertionError names the one broken."""
+        """Check the invariants; AssertionError names the broken one."""
         for tier, write in self._under_way.items():
             assert write.tier == tier, f"a write to {write.tier} is counted as one to {tier}"
             assert write.waiting, f"the write to {tier} waits for nobody"
