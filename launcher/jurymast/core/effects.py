@@ -1,4 +1,4 @@
-"""What machines want done. Whoever drives one carries its effects out, in their order."""
+"""What machines want done. Their caller carries the effects out, in order."""
 
 from __future__ import annotations
 

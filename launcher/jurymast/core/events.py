@@ -1,7 +1,8 @@
-"""What can happen to a run. These are the journal's lines: the state of a run is a fold over them.
+"""What can happen to a run. Events are the lines of the journal; the state of a run is computed from them in
+order.
 
-Every event has `t`, seconds since the Unix epoch as the supervisor's clock saw it (monotonic within one
-epoch of the supervisor). Durations end in `_s` and are seconds, sizes end in `_bytes`.
+Every event has `t`, seconds since the Unix epoch on the supervisor's clock (monotonic within one epoch of the
+supervisor). Durations end in `_s` and are seconds; sizes end in `_bytes`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """First event of a run: what was asked for."""
+    """The first event of a run: what was requested."""
 
     run: str
     name: str
@@ -45,7 +46,7 @@ class AllocationStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationEnded(Event):
-    """The nodes were released. Written at an orderly end, else by the next allocation."""
+    """The nodes were released. Written at an orderly end, or else by the next allocation."""
 
     slurm_job: str
     why: str
@@ -64,7 +65,7 @@ class SupervisorStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeJoined(Event):
-    """An agent connected and proved itself. `incarnation` is new with every agent process."""
+    """An agent connected and authenticated itself. `incarnation` is new with every agent process."""
 
     node: str
     address: str
@@ -102,10 +103,10 @@ class WorkersStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
-    """A rank's process ended badly: `exit_code` as the shell would say it, negative for a signal.
+    """A rank's process failed: `exit_code` as a shell gives it, negative for a signal.
 
-    What its node showed then: `oom_kills` of its cgroup during the attempt (None: nobody counts them),
-    `shm_used` the share of /dev/shm in use (0..1), `log` the end of the rank's log (only after a signal).
+    The state of its node then: `oom_kills` of its cgroup during the attempt (None: not counted), `shm_used`,
+    the share of /dev/shm in use (0..1), and `log`, the end of the rank's log (only after a signal).
     """
 
     node: str
@@ -134,9 +135,9 @@ class RanksHung(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersStopped(Event):
-    """All ranks of this node are gone; its host waits for the next plan with a new store.
+    """All ranks of this node are gone; its host waits for the next launch with a new store.
 
-    `store_port` 0: the host is gone too, and NodeReady will tell when there is another.
+    `store_port` 0: the host is gone, too, and NodeReady will report the next one.
     """
 
     node: str
@@ -175,9 +176,8 @@ class Progress(Event):
     """The slowest rank has done `step` steps; `stepped_at` is when the last one ended.
 
     `absolute` is False while the script gives no step numbers: then `step` counts from the attempt's start.
-    Of a run that is no longer young this also tells what the ranks have saved as usual since the line before:
-    `saves` times to the tier `saved_in`, `saved_step` the newest of them. Training stood still for `stall_s`
-    for all of them.
+    Later in a run this also reports the regular saves since the previous line: `saves` of them in the tier
+    `saved_in`, `saved_step` the newest. Training stood still for `stall_s` for all of them together.
     """
 
     attempt: int
@@ -195,9 +195,8 @@ class Progress(Event):
 class Saved(Event):
     """A checkpoint of `step` is complete in `tier`, or (`ok` False) was not saved.
 
-    `stall_s` is how long the training stood still for it; `copied` says that agents copied it there from
-    memory while the training went on. Of a run that is no longer young not each is told: see
-    `core.run.telling`.
+    `stall_s` is how long the training stood still for it. `copied`: agents copied it there from memory while
+    the training continued. Later in a run not every save is recorded: see `core.run.telling`.
     """
 
     attempt: int

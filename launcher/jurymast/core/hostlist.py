@@ -8,7 +8,7 @@ from itertools import groupby
 
 
 def compressed(hosts: Iterable[str]) -> str:
-    """In this order; hosts whose numbers follow each other are one range."""
+    """Write the hosts in this order; hosts with consecutive numbers become one range."""
     parts = []
     for prefix, ranges in groupby(_ranges(hosts), key=lambda one: one[0]):
         texts = [low if low == high else f"{low}-{high}" for _, low, high in ranges]
@@ -19,7 +19,7 @@ def compressed(hosts: Iterable[str]) -> str:
 
 
 def _ranges(hosts: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """(name without its number, first number, last number); "" for names without one."""
+    """Return (name without its number, first number, last number); "" for names without one."""
     now: tuple[str, str, str] | None = None
     for host in hosts:
         match = re.fullmatch(r"(.*?)(\d*)", host)

@@ -1,8 +1,8 @@
-"""What all messages have in common: they never change, have named fields only, and are called as their class
-is.
+"""What all messages have in common: they never change, have only named fields, and their kind is the class
+name.
 
-A message is a JSON object with its kind under "say" (to the supervisor), "do" (to an agent), "answer" (to who
-asked) and the like. Its reader checks the types of all fields and ignores fields that it does not know.
+A message is a JSON object with its kind under "say" (to the supervisor), "do" (to an agent), "answer" (to a
+client) and similar keys. Its reader checks the types of all fields and ignores unknown fields.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ KIND_CHARACTERS, WHY_CHARACTERS = 40, 200
 
 
 def kind_of(name: str) -> str:
-    """CancelWrite -> "cancel write"."""
+    """Return the kind of a class: CancelWrite -> "cancel write"."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
 
 
 class ToSupervisor(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="say", tag=kind_of, omit_defaults=True
 ):
-    """What agents and commands say."""
+    """A message from an agent or a command to the supervisor."""
 
 
 class ToAgent(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of, omit_defaults=True):
-    """What the supervisor orders."""
+    """An order of the supervisor."""
 
 
 class ToAsker(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer", tag=kind_of, omit_defaults=True):
-    """What the supervisor answers to a command."""
+    """The supervisor's answer to a command."""
 
 
 @dataclass(frozen=True)
 class Strange:
-    """What came and is no message here. `kind`: what its sender calls it, "" when that cannot be told."""
+    """Something received that is not a message here. `kind`: its kind according to the sender, "" if
+    unreadable."""
 
     kind: str
     why: str
@@ -49,7 +50,7 @@ class Strange:
 
 
 def out_of_place(message: msgspec.Struct) -> Strange:
-    """A message of a kind that is not to be said here and now."""
+    """Return a Strange for a message of a kind that is not allowed here and now."""
     return Strange(kind_of(type(message).__name__), "it is not allowed here")
 
 
@@ -70,7 +71,8 @@ _newest: tuple[msgspec.Struct | None, bytes] = (None, b"")
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """The same bytes again when this very message was the newest: many agents are sent one alike."""
+    """Encode a message. The bytes of the newest one are kept, because many agents are sent the same
+    message."""
     global _newest
     known, payload = _newest
     if message is not known:
@@ -85,7 +87,8 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def reader(kinds: Any) -> Callable[[bytes], Any]:
-    """A function that makes one of these classes, or Strange, of a message's bytes. It raises nothing."""
+    """Return a function that reads one of these classes, or Strange, from a message's bytes. It raises
+    nothing."""
     decode = msgspec.json.Decoder(kinds).decode
 
     def read(payload: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""What a policy and a command line come to: the frozen values the decisions read. Times in seconds."""
+"""The result of a policy and a command line: the frozen values that decisions read. Times in seconds."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Values the core decides with.
+    """Values with which the core decides.
 
-    `node_lost_after_s` and `hang_s` are None for `auto`; `hang_s` 0 switches hang detection off.
-    `cadence_steps` and `cadence_s` are both None for `auto`; at most one of them is set. `replicas` are
-    copies of each image on other nodes; with a `parity` of 2 or more, the XOR of groups of so many nodes
-    instead. `shared_every_s` is None for `auto`: every save when the cadence is given, else what loses least
-    and leaves the storage idle nine tenths of the time. Paths and addresses are "" when off.
+    `node_lost_after_s` and `hang_s` are None for `auto`; `hang_s` 0 turns hang detection off. `cadence_steps`
+    and `cadence_s` are both None for `auto`; at most one of them is set. `replicas` are copies of each image
+    on other nodes; with a `parity` of 2 or more, the XOR of groups of that many nodes instead.
+    `shared_every_s` is None for `auto`: every save if the cadence is given, otherwise the interval that loses
+    least and leaves the storage idle nine tenths of the time. Paths and addresses are "" for off.
 
-    `rate` is the policy's failures per 1,000 node-days, None for `auto`; failures within `burst_s` of one
-    count as one, and what was seen counts half after `half_life_s`. `max_loss_s` bounds an automatic cadence.
+    `rate` is the policy's failures per 1,000 node-days, None for `auto`. Failures within `burst_s` of one
+    count as one, and past failures count half after `half_life_s`. `max_loss_s` limits an automatic cadence.
 
-    `probes_off` names probes that do not run, `xid` and `thresholds` override the packaged tables.
-    `preflight_s` is the time that tests before a first attempt may take, None for `auto` (on nodes with GPUs
-    only), 0 for off; `straggler` the slowness at which a rank counts as one, 0 for off. `workaround`: ranks
-    do without a failing network device where the node has another one. `bad_nodes` is
-    exclude, drain or report (nothing is done); at most `excluded_fraction` of the run's nodes, and one in any
-    case, are blamed at a time, and an exclusion is forgotten after `exclusion_s`. Findings within
-    `together_s` have one origin; so long a bad node is kept, for many may turn out to have the same.
-    `spool` is the site's directory for verdicts, with `bad_nodes` drain. `warm_start`: ranks are forks of a
-    process that has loaded torch. `encrypt`: images are hidden on the network.
+    `probes_off` names probes that do not run; `xid` and `thresholds` override the packaged tables.
+    `preflight_s` is the time for tests before a first attempt, None for `auto` (only on nodes with GPUs), 0
+    for off. `straggler` is the slowness at which a rank counts as a straggler, 0 for off. `workaround`: ranks
+    avoid a failing network device if the node has another one. `bad_nodes` is exclude, drain or report
+    (nothing is done). At most `excluded_fraction` of the run's nodes, and one in any case, are blamed at a
+    time; an exclusion ends after `exclusion_s`. Findings within `together_s` have one origin; a bad node is
+    kept for that long, because many may turn out to have the same fault. `spool` is the site's directory for
+    verdicts if `bad_nodes` is drain. `warm_start`: ranks are forked from a process that has loaded torch.
+    `encrypt`: images are encrypted on the network.
     """
 
     heartbeat_s: float = 0.5
@@ -84,8 +84,8 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Avoided:
-    """A node that earlier runs speak against, kept out `until` then (seconds since the epoch; None: for
-    good)."""
+    """A node with a bad history in earlier runs, excluded `until` then (seconds since the epoch; None:
+    permanently)."""
 
     node: str
     until: float | None
@@ -94,7 +94,7 @@ class Avoided:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """One run as submitted (`plan.json`): who runs what, where, with how many nodes."""
+    """One run as submitted (`plan.json`): who runs what, where, and on how many nodes."""
 
     run: str
     name: str
@@ -132,7 +132,7 @@ class RunPlan:
         return self.active + self.spares
 
     def excluded_at(self, now: float) -> tuple[str, ...]:
-        """Nodes, and ranges of nodes, that the run does not want from the start. `now`: seconds since the
+        """Return nodes, and ranges of nodes, that the run excludes from the start. `now`: seconds since the
         epoch."""
         avoided = (node.node for node in self.avoided if node.until is None or node.until > now)
         return tuple(dict.fromkeys((*self.exclude, *avoided)))
@@ -142,5 +142,5 @@ class RunPlan:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunPlan:
-        """Fields that this version does not know are ignored. Raises ValueError."""
+        """Read a plan; unknown fields are ignored. Raises ValueError."""
         return msgspec.convert(values, cls)

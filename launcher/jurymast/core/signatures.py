@@ -1,4 +1,4 @@
-"""When is a failure the same as an earlier one?
+"""Determines whether a failure is the same as an earlier one.
 
 Scripts, libraries and file systems report errors as text. `error_signature` turns that text into a value, and
 decisions compare values: no other code compares such text.
@@ -18,8 +18,8 @@ MESSAGE_CHARACTERS = 400
 
 @dataclass(frozen=True)
 class ErrorSignature:
-    """`error`: the exception's class, "" for an error without one. `message` and `file` have # in place of
-    every word with a digit. `file` and `line` are where it was raised; "" and 0 without a traceback."""
+    """`error`: the exception's class, "" for an error without one. In `message` and `file` every word with a
+    digit is replaced by #. `file` and `line` are where it was raised; "" and 0 without a traceback."""
 
     error: str = ""
     message: str = ""
@@ -29,8 +29,8 @@ class ErrorSignature:
 
 @dataclass(frozen=True)
 class Signature:
-    """Equal for two incidents of the same cause. `kind`: the incident's class; `code`: of the finding that is
-    to blame; the rest is "" or 0 where the class alone tells."""
+    """Equal for two incidents of the same cause. `kind`: the incident's class; `code`: that of the finding to
+    blame; the rest is "" or 0 if the class alone identifies the cause."""
 
     kind: str = ""
     node: str = ""
@@ -40,7 +40,8 @@ class Signature:
 
 
 def error_signature(error: str, message: str, traceback: str = "") -> ErrorSignature:
-    """Of an exception: its class, its message, and the frame that raised it, the last one in `traceback`."""
+    """Return the signature of an exception: its class, its message, and the frame that raised it, the last
+    one in `traceback`."""
     file, line = (_FRAME.findall(traceback) or [("", "0")])[-1]
     masked = _VARYING.sub("#", message)[:MESSAGE_CHARACTERS]
     return ErrorSignature(error, masked, _VARYING.sub("#", file), int(line))

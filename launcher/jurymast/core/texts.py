@@ -1,4 +1,4 @@
-"""Words for people that several decisions need."""
+"""Texts for people that several decisions need."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ DURATION = f"^\\s*(?:{_PART}\\s*)+$"
 
 
 def some(names: Sequence[str], most: int = 6, separator: str = ", ") -> str:
-    """The names, the later ones counted only."""
+    """List the first names, and count the others."""
     if len(names) <= most:
         return separator.join(names)
     return f"{separator.join(names[:most])} and {len(names) - most} more"
 
 
 def count(number: int, thing: str) -> str:
-    """1 node, 2 nodes."""
+    """Return a number with its noun: 1 node, 2 nodes."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def size(count: float) -> str:
-    """Bytes with a decimal unit: 1.2 GB."""
+    """Format bytes with a decimal unit: 1.2 GB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
@@ -35,19 +35,20 @@ def size(count: float) -> str:
 
 
 def memory_size(count: int) -> str:
-    """Bytes in the units of Slurm's --mem, in which people ask for memory: 1.5 GiB."""
+    """Format bytes in the units of Slurm's --mem, in which people request memory: 1.5 GiB."""
     return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
 
 
 def request(what: str, node: str = "") -> str:
-    """What a user requested, like "restart" or "replacement of node n2". The journal calls a replacement by
-    hand drain."""
+    """Describe what a user requested, like "restart" or "replacement of node n2". The journal calls a
+    replacement by a user a drain."""
     named = "replacement" if what == "drain" else what
     return f"{named} of node {node}" if node else named
 
 
 def seconds_in(text: str) -> float | None:
-    """Of a duration as people write it: 0.5s, 10m, 1h30m, 90 min, 2d; None for anything else."""
+    """Parse a duration as people write it (0.5s, 10m, 1h30m, 90 min, 2d) into seconds; None for anything
+    else."""
     plain = text.strip().lower()
     if not re.match(DURATION, plain):
         return None
@@ -55,7 +56,7 @@ def seconds_in(text: str) -> float | None:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The name most like `word`, or None when nothing is near. `_` and `-` count as the same letter."""
+    """Return the name most similar to `word`, or None if none is. `_` and `-` count as the same character."""
     import difflib  # seldom needed
 
     plain = {name.replace("_", "-").lower(): name for name in names}
@@ -64,6 +65,6 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """ " (did you mean X?)", or nothing."""
+    """Return " (did you mean X?)", or ""."""
     name = nearest(word, names)
     return f" (did you mean {name}?)" if name else ""

@@ -1,7 +1,8 @@
-"""What the processes of one node say to each other: ranks and the torchrun host to their agent, JSON lines.
+"""Messages between the processes of one node: from ranks and the torchrun host to their agent, as JSON lines.
 
-Ranks say {"event": kind, "local_rank": ..., ...} through a pipe that all of them have, the host and its agent
-{"host": kind, ...} and {"do": kind, ...} over a socket pair. Light to import: ranks do it.
+Ranks send {"event": kind, "local_rank": ..., ...} through a pipe that they share; the host and its agent
+exchange {"host": kind, ...} and {"do": kind, ...} over a socket pair. This module is light to import because
+ranks import it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class Skip(str, Enum):
 
 
 class FromRank(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
-    """Whose word it is. The link to the agent fills it in."""
+    """A message of a rank. The link to the agent fills in which rank."""
 
     local_rank: int = 0
 
 
 class Saved(FromRank, frozen=True, kw_only=True):
-    """All ranks have saved `step` to a tier, or (not `ok`) could not; training stood still for `stall_s`
+    """All ranks have saved `step` to a tier, or (not `ok`) could not. Training stood still for `stall_s`
     seconds."""
 
     step: int
@@ -45,8 +46,8 @@ class Saved(FromRank, frozen=True, kw_only=True):
 
 
 class Restored(FromRank, frozen=True, kw_only=True):
-    """All ranks go on from `step` (0: a fresh start), read from `tier` in so many seconds; `skipped`: what
-    was newer, and why it did not serve."""
+    """All ranks continue from `step` (0: a fresh start), read from `tier` in this many seconds. `skipped`:
+    newer states, and why they could not be used."""
 
     step: int
     tier: str
@@ -56,14 +57,14 @@ class Restored(FromRank, frozen=True, kw_only=True):
 
 
 class RestoreWaits(FromRank, frozen=True, kw_only=True):
-    """What this rank restores: the storage of `path` has given no answer for `seconds`."""
+    """The storage of `path`, from which this rank restores, has not answered for `seconds`."""
 
     path: str
     seconds: float
 
 
 class ColdStart(FromRank, frozen=True, kw_only=True):
-    """What was loaded ahead is of no use to the script; loading it again took so many seconds."""
+    """The script cannot use the preloaded modules; loading them again took this many seconds."""
 
     why: str
     seconds: float
@@ -77,28 +78,28 @@ class Skipped(FromRank, frozen=True, kw_only=True):
 
 
 class Cadence(FromRank, frozen=True, kw_only=True):
-    """How often the script wants to save: steps or seconds between two, or neither."""
+    """How often the script wants to save: steps or seconds between two saves, or neither."""
 
     steps: int | None = None
     seconds: float | None = None
 
 
 class CheckpointsKept(FromRank, frozen=True, kw_only=True):
-    """Where the script has its checkpoints, and how many of them it keeps."""
+    """Where the script keeps its checkpoints, and how many of them."""
 
     directory: str
     keep: int
 
 
 class Foreseen(FromRank, frozen=True, kw_only=True):
-    """How large this rank's image will be, and what of it no other node has."""
+    """How large this rank's image will be, and how much of it no other node has."""
 
     image_bytes: int
     own_bytes: int
 
 
 class Image(FromRank, frozen=True, kw_only=True):
-    """The image of `step` lies in this slot; training stood still for `stall_s` seconds for it."""
+    """The image of `step` is in this slot; training stood still for `stall_s` seconds for it."""
 
     slot: int
     step: int
@@ -113,11 +114,11 @@ read_rank: Callable[[bytes], FromRanks] = reader(ForSupervisor | ForKeeper | Cad
 
 
 class FromHost(msgspec.Struct, frozen=True, kw_only=True, tag_field="host", tag=kind_of):
-    """What the torchrun host says."""
+    """A message of the torchrun host."""
 
 
 class Waiting(FromHost, frozen=True, kw_only=True):
-    """Warm, without ranks; its next store listens on `store_port`."""
+    """The host is warm and has no ranks; its next store listens on `store_port`."""
 
     store_port: int
 
@@ -130,8 +131,8 @@ class Started(FromHost, frozen=True, kw_only=True):
 
 
 class Failed(FromHost, frozen=True, kw_only=True):
-    """A rank has ended with `exit_code` (negative for a signal), of the exception that it wrote down, if it
-    did."""
+    """A rank has ended with `exit_code` (negative for a signal), with the exception that it recorded, if
+    any."""
 
     attempt: int
     rank: int
@@ -148,11 +149,12 @@ class Finished(FromHost, frozen=True, kw_only=True):
 
 
 class ToHost(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of):
-    """What the agent orders."""
+    """An order of the agent."""
 
 
 class Launch(ToHost, frozen=True, kw_only=True):
-    """Start the ranks of `attempt`, as `messages.Launch` says, with `environment` beside the host's own."""
+    """Start the ranks of `attempt`, as described by `messages.Launch`, with `environment` added to the host's
+    own."""
 
     attempt: int
     rank: int

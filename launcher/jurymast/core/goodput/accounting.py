@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Category:
-    """`group` is one of productive, start, running, incident, around."""
+    """A category of time. `group` is one of productive, start, running, incident, around."""
 
     name: str
     group: str
@@ -60,12 +60,12 @@ PLACED = "placed"
 
 
 def to_us(seconds: float) -> int:
-    """Seconds -> whole microseconds."""
+    """Convert seconds to whole microseconds."""
     return round(seconds * 1_000_000)
 
 
 def ordered(names: Sequence[str]) -> list[str]:
-    """Category names in the order of reports; those that are not listed come last, by name."""
+    """Return category names in the order of reports; unknown ones come last, by name."""
     known = {category.name: place for place, category in enumerate(CATEGORIES)}
     return sorted(names, key=lambda name: (known.get(name, len(known)), name))
 
@@ -99,7 +99,7 @@ class Stay:
 
 
 def cut_out(timeline: Sequence[Interval], starts: Sequence[int], start: int, end: int) -> Iterator[Interval]:
-    """The part of `timeline` within [`start`, `end`); `starts` are the starts of its intervals."""
+    """Return the part of `timeline` within [`start`, `end`); `starts` are the starts of its intervals."""
     for place in range(max(0, bisect_right(starts, start) - 1), len(timeline)):
         interval = timeline[place]
         if interval.start >= end:
@@ -112,7 +112,7 @@ def cut_out(timeline: Sequence[Interval], starts: Sequence[int], start: int, end
 
 @dataclass(frozen=True)
 class Account:
-    """All intervals up to `end` (microseconds); `final` when nothing can be added any more."""
+    """All intervals up to `end` (microseconds); `final` when nothing can be added."""
 
     timeline: tuple[Interval, ...]
     waits: tuple[Interval, ...]
@@ -127,7 +127,7 @@ class Account:
         object.__setattr__(self, "totals", self._totals())
 
     def _totals(self) -> Counter[str]:
-        """Node-microseconds by category. Nodes placed over the same time are computed once."""
+        """Return node-microseconds by category. Nodes placed over the same time are computed once."""
         totals: Counter[str] = Counter()
         placed: Counter[tuple[int, int]] = Counter()
         for stays in self.stays.values():
@@ -146,29 +146,29 @@ class Account:
 
     @property
     def queue_us(self) -> int:
-        """Queue time of all nodes asked for."""
+        """The queue time of all requested nodes."""
         return self.asked_nodes * sum(wait.us for wait in self.waits)
 
     @property
     def allocated_us(self) -> int:
-        """Node-time of all allocations."""
+        """The node-time of all allocations."""
         return sum(stay.until - stay.start for stays in self.stays.values() for stay in stays)
 
     @property
     def wall_us(self) -> int:
-        """Time since the job could have started."""
+        """The time since the job could have started."""
         return sum(interval.us for interval in (*self.waits, *self.timeline))
 
     def placed_us(self, category: str) -> int:
-        """Time (not node-time) that the placed nodes spent in `category`."""
+        """Return the time (not node-time) that the placed nodes spent in `category`."""
         return sum(interval.us for interval in self.timeline if interval.category == category)
 
     def incident_us(self, incident: int) -> int:
-        """Time (not node-time) that `incident` cost the placed nodes, and the run in the queue."""
+        """Return the time (not node-time) that `incident` cost the placed nodes, and the run in the queue."""
         return sum(i.us for i in (*self.timeline, *self.waits) if i.incident == incident)
 
     def ratios(self) -> dict[str, float | None]:
-        """The three headline ratios, 0..1; None while the denominator is nothing."""
+        """Return the three main ratios, 0..1; None while the denominator is 0."""
         productive = self.placed_us("step")
         since_launch = 0 if self.first_launch is None else self.end - self.first_launch
         return {
@@ -178,7 +178,7 @@ class Account:
         }
 
     def intervals(self, node: str) -> Iterator[Interval]:
-        """What `node` did, in order; times in which it was not allocated are left out."""
+        """Return what `node` did, in order; times in which it was not allocated are left out."""
         starts = [interval.start for interval in self.timeline]
         for stay in self.stays[node]:
             if stay.what == PLACED:

@@ -1,8 +1,8 @@
-"""Books a run's events as they come into the exclusive intervals of `core.goodput.accounting`.
+"""Accounts for a run's events, as they come, in the exclusive intervals of `core.goodput.accounting`.
 
-A step counts the first time it is done. Steps at or below the newest one ever done are rework; so is the
-step that a failure cut short, because it is done again. A script that gives no step numbers has no
-lineage: all its steps count.
+A step counts the first time it is done. Steps at or below the newest step ever done are rework; so is the
+step that a failure cut short, because it is done again. If a script gives no step numbers, repeated steps
+cannot be told from new ones: all its steps count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SaveCounts:
     last: tuple[int, int, float] | None = None  # attempt, step, time
 
     def take(self, event: ev.Saved) -> None:
-        """A save is told once: what agents copy on from memory is no other save."""
+        """Count a save. What agents copy from memory to other tiers is not another save."""
         if self.last is not None and self.last[:2] == (event.attempt, event.step):
             return
         if not event.ok:
@@ -54,7 +54,7 @@ class SaveCounts:
         self.last = (event.attempt, event.step, event.t)
 
     def take_usual(self, event: ev.Progress) -> None:
-        """Saves that were told together."""
+        """Count saves that were recorded together."""
         newest = event.saved_step
         if self.last is not None and self.last[0] == event.attempt:
             self.intervals += event.saves
@@ -67,7 +67,7 @@ class SaveCounts:
 
 
 class Ledger:
-    """`state` is the run's state after the newest event; the ledger is the one that changes it."""
+    """Accounts for a run. `state` is the run's state after the newest event; only the ledger changes it."""
 
     def __init__(self, state: RunState) -> None:
         self.state = state
@@ -91,7 +91,7 @@ class Ledger:
         self._cut: Interval | None = None  # the step that the present incident cut short
 
     def feed(self, event: ev.Event) -> list[Instruction]:
-        """Apply `event` to the state, and book what it tells; returns what follows from it."""
+        """Apply `event` to the state and account for it; returns the instructions that follow."""
         state = self.state
         phase, attempt, incidents, over = state.phase, state.attempt, len(state.incidents), state.ended
         instructions = step(state, event)
@@ -143,7 +143,7 @@ class Ledger:
             self._stage = "replacement"
 
     def _allocation_ended(self) -> None:
-        """Its nodes were held for as long as this, after the decision to end."""
+        """Close an allocation: its nodes were held until now, after the decision to end."""
         now = self._now()
         if self._open:
             self._book(now, self._stage)
@@ -175,7 +175,7 @@ class Ledger:
     # The placed nodes.
 
     def _book(self, until: int, stage: str, incident: int | None = None) -> None:
-        """`stage` from the frontier to `until`, but never beyond now; the past is not changed."""
+        """Enter `stage` from the frontier to `until`, but not beyond now; the past is not changed."""
         until = min(until, self._now())
         if until <= self._frontier:
             return
@@ -192,7 +192,7 @@ class Ledger:
         self._frontier = until
 
     def _hear(self, event: ev.Event) -> None:
-        """What the ranks of this attempt tell: restored, stepped, saved."""
+        """Process what the ranks of this attempt report: restored, stepped, saved."""
         if not self._attempt or getattr(event, "attempt", None) != self._attempt:
             return
         if self.state.phase is Phase.STARTING:
@@ -213,7 +213,7 @@ class Ledger:
             self._stalled(event)
 
     def _stalled(self, event: ev.Saved) -> None:
-        """The ranks stood still after the step that was saved; the word of it comes a little later."""
+        """The ranks stood still after the step that was saved; the report of it arrives a little later."""
         if self._stall == (event.attempt, event.step):
             return  # told twice
         self._stall = (event.attempt, event.step)
@@ -224,14 +224,14 @@ class Ledger:
             self._book(min(told, max(began, self._frontier) + stall), "checkpoint_stall", 0)
 
     def _newest(self) -> int:
-        """The incident that the present attempt follows."""
+        """The incident that led to the present attempt."""
         return self.state.incidents[-1].id if self.state.incidents else 0
 
     def _launching(self) -> str:
         return "launch" if self.state.attempt <= 1 else "relaunch"
 
     def _steps_done(self, until: int, done: int, numbered: bool, stall: int = 0) -> None:
-        """All steps to `done` were over at `until`; between them training stood still for `stall`."""
+        """All steps up to `done` had ended at `until`; between them training stood still for `stall`."""
         again = max(0, min(done, self._best) - self._step) if numbered else 0
         number = done - self._step
         if self._cut is not None and number > 0:
@@ -252,7 +252,7 @@ class Ledger:
             self._best = max(self._best, done)
 
     def _cut_later(self, until: int, again: int, number: int) -> None:
-        """A report that came after the failure: part of what seemed cut short had been done."""
+        """Correct by a report that arrived after the failure: part of what seemed cut short had been done."""
         cut = self._cut
         assert cut is not None
         until = max(cut.start, min(until, cut.end))
@@ -275,7 +275,7 @@ class Ledger:
         self._stage = "diagnosis"
 
     def _follow(self, phase: Phase, attempt: int) -> None:
-        """Book what ended with a change from `phase` and `attempt` to the present ones."""
+        """Enter what ended with a change from `phase` and `attempt` to the present ones."""
         state, now = self.state, self._now()
         if self._stage == "diagnosis" and state.phase is not Phase.STOPPING:
             self._book(now, "diagnosis", self._newest())
@@ -320,8 +320,8 @@ class Ledger:
     # Results.
 
     def account(self, now: float | None = None) -> Account:
-        """Everything booked, and of a run that goes on also what it does until `now` (seconds; None: until
-        its last event), as far as one can say."""
+        """Return everything entered and, for a run that is going on, an estimate of what it does until `now`
+        (seconds; None: until its last event)."""
         end = max(self._now(), to_us(now) if now is not None else 0)
         timeline, waits = list(self.timeline), list(self.waits)
         stays = {name: tuple(list_) for name, list_ in self.stays.items()}
@@ -342,7 +342,7 @@ class Ledger:
         )
 
     def _guess(self, end: int) -> str:
-        """What goes on since the frontier."""
+        """Estimate what has been going on since the frontier."""
         if self._stage == RANKS_UP:
             return "warm_up"
         if self._stage != "step":

@@ -1,8 +1,8 @@
-"""What agents, the supervisor and commands say to each other: every kind of message is a class here.
+"""Messages between agents, the supervisor and commands: every kind of message is a class here.
 
-`read_said`, `read_order` and `read_answer` make them of bytes, at the edge; what is none comes out as
-Strange. Whoever takes them apart does so with `match` and ends with `errors.never`, so that mypy finds what
-was forgotten.
+`read_said`, `read_order` and `read_answer` parse them from bytes where they arrive; anything else becomes a
+Strange. Code that distinguishes them uses `match` and ends with `errors.never`, so that mypy reports kinds
+that were forgotten.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images of the ranks' states: who holds which, who copies what where, and what an attempt restores.
+"""Messages about images: who holds which, who copies what where, and what an attempt restores.
 
 A state is named by `step` and `attempt`, an image by these and a `rank`. Sizes are bytes.
 """
@@ -18,7 +18,7 @@ HeldTier = Annotated[str, msgspec.Meta(pattern=f"^({cp.MEMORY}|{cp.PEER}|{cp.LOC
 
 
 class MemberReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A rank's image that went into an XOR."""
+    """A rank's image that is part of an XOR."""
 
     rank: int
     size_bytes: int
@@ -27,8 +27,9 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A verified copy of (a `part` of) an image on the node that says so; with `members` the XOR of that part
-    of their images. `size_bytes` is the whole image's; training stood still for `stall_s` seconds for it."""
+    """A verified copy of (a `part` of) an image on the reporting node; with `members` the XOR of that part of
+    their images. `size_bytes` is the whole image's size; training stood still for `stall_s` seconds for
+    it."""
 
     tier: HeldTier
     step: int
@@ -43,7 +44,7 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stall_s: float = 0.0
 
     def on(self, node: str) -> tuple[cp.Copy, ...]:
-        """As the supervisor counts it: one copy, or of an XOR one for each member."""
+        """Return it as the supervisor counts it: one copy, or for an XOR one for each member."""
         if not self.members:
             return (self._copy(node, self, ()),)
         group = tuple(one.rank for one in self.members)
@@ -57,7 +58,7 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`core.checkpoints.copies.Source` with the address of its node: `hosts` to try in this order, and the
+    """A `core.checkpoints.copies.Source` with the address of its node: `hosts` to try in this order, and the
     port there."""
 
     tier: str
@@ -71,15 +72,15 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of a group, and where its image can be had."""
+    """One rank of a group, and where its image is available."""
 
     rank: int
     sources: tuple[Source, ...]
 
 
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
-    """The state that an attempt goes on from, and for each rank of the node where to get its image, best
-    first; () where the node has it in its own memory: see `AskSources`."""
+    """The state from which an attempt continues, and for each rank of the node where to get its image, best
+    first; () if the node has it in its own memory: see `AskSources`."""
 
     step: int
     attempt: int
@@ -87,27 +88,28 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Held(ToSupervisor, frozen=True, kw_only=True):
-    """Verified, and here from now on."""
+    """A copy is verified and held from now on."""
 
     copies: tuple[CopyReport, ...]
 
 
 class Dropped(ToSupervisor, frozen=True, kw_only=True):
-    """Not here any more; `why` is "" unless it was corrupt. What was ordered is not told back."""
+    """A copy is no longer held; `why` is "" unless it was corrupt. Copies dropped by order are not
+    reported."""
 
     copy: CopyReport
     why: str = ""
 
 
 class Refused(ToSupervisor, frozen=True, kw_only=True):
-    """This node cannot give the memory; with a `group` not even for that group's XOR."""
+    """This node cannot give the memory for a replica; with a `group` not even for that group's XOR."""
 
     why: str
     group: tuple[int, ...] = ()
 
 
 class Foreseen(ToSupervisor, frozen=True, kw_only=True):
-    """How large the images of this node's ranks will be together, what of that no other node has, and the
+    """How large the images of this node's ranks will be together, how much of that no other node has, and the
     room there is."""
 
     image_bytes: int
@@ -116,7 +118,7 @@ class Foreseen(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Prefetched(ToSupervisor, frozen=True, kw_only=True):
-    """A rank's image is whole in its slot: bytes by tier, and why sources were passed over."""
+    """A rank's image is whole in its slot. It lists the bytes by tier, and why sources were passed over."""
 
     step: int
     attempt: int
@@ -127,7 +129,7 @@ class Prefetched(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Unrestorable(ToSupervisor, frozen=True, kw_only=True):
-    """What `rank` is to restore in `attempt`, the image of `step` that the attempt `of` saved, cannot be
+    """The image that `rank` is to restore in `attempt`, of `step` and saved by the attempt `of`, cannot be
     brought here."""
 
     attempt: int
@@ -138,7 +140,7 @@ class Unrestorable(ToSupervisor, frozen=True, kw_only=True):
 
 
 class AskSources(ToSupervisor, frozen=True, kw_only=True):
-    """The image that a rank is to restore from its own node's memory is not there, or not whole: who else has
+    """The image that a rank is to restore from its own node's memory is missing or incomplete: who else has
     it? Answered by Sources."""
 
     step: int
@@ -147,7 +149,7 @@ class AskSources(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Unreplicated(ToSupervisor, frozen=True, kw_only=True):
-    """What was ordered by Replicate could not be made."""
+    """An order by Replicate could not be carried out."""
 
     step: int
     attempt: int
@@ -158,7 +160,7 @@ class Unreplicated(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Written(ToSupervisor, frozen=True, kw_only=True):
-    """How a node's part of a write ended; `why` not if it is `ok`."""
+    """A node's part of a write has ended; `why` if it is not `ok`."""
 
     id: str
     tier: str
@@ -185,7 +187,7 @@ class Replicate(ToAgent, frozen=True, kw_only=True):
 
 
 class Sources(ToAgent, frozen=True, kw_only=True):
-    """Where else a rank's image is, best first; () nowhere."""
+    """Where else a rank's image is, best first; () if nowhere."""
 
     step: int
     attempt: int
@@ -194,7 +196,7 @@ class Sources(ToAgent, frozen=True, kw_only=True):
 
 
 class Committed(ToAgent, frozen=True, kw_only=True):
-    """This state is safe: older ones may go."""
+    """This state is safe: older states may go."""
 
     step: int
     attempt: int
@@ -222,7 +224,8 @@ class ForgetNewer(ToAgent, frozen=True, kw_only=True):
 
 
 class GiveSlotsUp(ToAgent, frozen=True, kw_only=True):
-    """The nodes are about to go, and ranks save no more: free slots' memory is for other nodes' images."""
+    """The nodes are about to be released, and ranks save no more: use the memory of free slots for other
+    nodes' images."""
 
 
 class Write(ToAgent, frozen=True, kw_only=True):

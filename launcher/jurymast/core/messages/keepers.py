@@ -1,4 +1,4 @@
-"""What agents' keepers ask each other for, and answer: see `wire.stream`."""
+"""Messages between the keepers of agents: see `wire.stream`."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToKeeper(msgspec.Struct, frozen=True, kw_only=True, tag_field="get", tag=kind_of):
-    """What a keeper asks for, of one image; `ways`: how the bytes may be protected, see `wire.shield`."""
+    """A keeper's request for an image; `ways`: how the bytes may be protected, see `wire.shield`."""
 
     image: ImageName
     ways: tuple[str, ...] = ()
 
 
 class GetManifest(ToKeeper, frozen=True, kw_only=True):
-    """The image's manifest; answered by ManifestFollows, and the manifest."""
+    """Request the image's manifest; answered by ManifestFollows and the manifest."""
 
 
 class GetBytes(ToKeeper, frozen=True, kw_only=True):
-    """`length` bytes of the image from `at` on; answered by BytesFollow, and these bytes."""
+    """Request `length` bytes of the image from `at` on; answered by BytesFollow and these bytes."""
 
     at: int
     length: int
 
 
 class Check(ToKeeper, frozen=True, kw_only=True):
-    """Wrong bytes came of the image: read it again there. Answered by Doubted."""
+    """Wrong bytes of the image arrived: verify it there. Answered by Doubted."""
 
 
 class FromKeeper(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer", tag=kind_of):
-    """What a keeper answers."""
+    """A keeper's answer."""
 
 
 class ManifestFollows(FromKeeper, frozen=True, kw_only=True):
-    """So many bytes, protected in this way. `capacity`: bytes of the buffer that the image lies in, or 0."""
+    """This many bytes follow, protected in this way. `capacity`: bytes of the buffer that contains the image,
+    or 0."""
 
     length: int
     way: str
@@ -54,14 +55,14 @@ class ManifestFollows(FromKeeper, frozen=True, kw_only=True):
 
 
 class BytesFollow(FromKeeper, frozen=True, kw_only=True):
-    """So many, protected in this way."""
+    """This many bytes follow, protected in this way."""
 
     length: int
     way: str
 
 
 class Doubted(FromKeeper, frozen=True, kw_only=True):
-    """It will be read again."""
+    """The image will be verified again."""
 
 
 class NotServed(FromKeeper, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What is said about nodes and their ranks: heartbeats, findings, stacks, tests."""
+"""Messages about nodes and their ranks: heartbeats, findings, stacks, tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jurymast.core.nodes.tests import Alone
 
 
 class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One rank as its agent sees it. Ages (`_s`) are seconds at the time of the look; `quiet_s` since it last
-    said anything and `beat_s` since its newest step ended, None before the first; `longest_s` of its steps;
-    `idle_s` without work for the processor, `stopped_s` in state T, 0.0 when it is not. `settled`: number of
-    the schedule of saves that it has settled last."""
+    """One rank as its agent sees it. Ages (`_s`) are seconds at the time of the report: `quiet_s` since the
+    rank last reported anything and `beat_s` since its newest step ended, None before the first; `longest_s`
+    is its longest step; `idle_s` is the time without work for the processor, `stopped_s` that in state T, 0.0
+    if it is not. `settled` is the number of the schedule of saves that it has settled last."""
 
     step: int
     beats: int
@@ -29,8 +29,8 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class CadenceReport(msgspec.Struct, frozen=True, gc=False):
-    """The schedule of saves on an agent's page, and what the script asks for: `steps` or `seconds` between
-    two, or neither."""
+    """The schedule of saves on an agent's page, and what the script requests: `steps` or `seconds` between
+    two saves, or neither."""
 
     number: int
     decided: int
@@ -42,11 +42,11 @@ Times = tuple[int, float, float, float]
 
 
 class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
-    """An agent's heartbeat. `ranks` by local rank, [] while none runs; `cadence` None: no Checkpointer. Now
-    and then it has all ranks' `times`: steps, and the seconds in all of their forward, backward and update
-    parts. What a supervisor of thousands would else work out of each: `quiet_s`, the shortest of the ranks
-    that have not ended, whether one is `stopped`, the longest step, `longest_s`, and the local rank that is
-    least far, `slowest`."""
+    """An agent's heartbeat. `ranks` by local rank, [] while none runs; `cadence` None: no Checkpointer. From
+    time to time it has all ranks' `times`: steps, and the total seconds of their forward, backward and update
+    parts. The rest saves a supervisor of thousands of nodes from computing it: `quiet_s`, the shortest of the
+    ranks that have not ended, whether one is `stopped`, the longest step, `longest_s`, and the local rank
+    with the least progress, `slowest`."""
 
     attempt: int
     ranks: list[RankReport]
@@ -59,7 +59,8 @@ class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
 
 
 def how_far(report: RankReport) -> tuple[bool, int, float]:
-    """Less for a rank that is less far: without a step, with fewer steps, longer ago."""
+    """Return a key that is less for a rank with less progress: without a step, with fewer steps, or longer
+    ago."""
     return report.beats > 0, report.step, -(report.beat_s or 0.0)
 
 
@@ -77,14 +78,14 @@ def beat_of(
 
 
 class Look(ToAgent, frozen=True, kw_only=True):
-    """Where do the ranks of `attempt` stand? `number` of the question."""
+    """Request the places at which the ranks of `attempt` are. `number` identifies the question."""
 
     attempt: int
     number: int
 
 
 class Looked(ToSupervisor, frozen=True, kw_only=True):
-    """The answer, by rank."""
+    """The answer to Look, by rank."""
 
     attempt: int
     number: int
@@ -92,7 +93,7 @@ class Looked(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Stacks(ToSupervisor, frozen=True, kw_only=True):
-    """Where ranks stood just before they were stopped; the fields are those of `core.events.StacksTaken`."""
+    """Where ranks were just before they were stopped; the fields are those of `core.events.StacksTaken`."""
 
     attempt: int
     ranks: tuple[int, ...]
@@ -105,20 +106,20 @@ class Stacks(ToSupervisor, frozen=True, kw_only=True):
 
 
 class HealthFound(ToSupervisor, frozen=True, kw_only=True):
-    """A finding on the node that says so."""
+    """A finding on the reporting node."""
 
     finding: Finding
 
 
 class LeaveVerdict(ToAgent, frozen=True, kw_only=True):
-    """Tell the site that the node is bad, in the name of this Slurm `job`."""
+    """Report to the site, in the name of this Slurm `job`, that the node is bad."""
 
     job: str
     finding: Finding
 
 
 class VerdictLeft(ToSupervisor, frozen=True, kw_only=True):
-    """`why` it could not be left, or ""."""
+    """The verdict was left for the site; else `why` it could not be."""
 
     why: str = ""
 
@@ -130,8 +131,8 @@ class TestAlone(ToAgent, frozen=True, kw_only=True):
 
 
 class TestPair(ToAgent, frozen=True, kw_only=True):
-    """Test it with another node, which has the other `rank` of 0 and 1; both meet at the store of the first,
-    under the pair's `name`."""
+    """Test the node with another one. The two nodes have the `rank`s 0 and 1; both meet at the store of the
+    first, under the pair's `name`."""
 
     name: str
     host: str
@@ -145,14 +146,14 @@ class TestOver(ToAgent, frozen=True, kw_only=True):
 
 
 class TestedAlone(ToSupervisor, frozen=True, kw_only=True):
-    """`port` of the node's store for pairs; 0: none."""
+    """The node's own tests are done. `port` of the node's store for pairs; 0: none."""
 
     port: int
     found: Alone
 
 
 class TestedPair(ToSupervisor, frozen=True, kw_only=True):
-    """Seconds by measure, none when the test failed: `error`."""
+    """The pair's test is done: seconds by measure, none if it failed with `error`."""
 
     name: str
     times: dict[str, float]

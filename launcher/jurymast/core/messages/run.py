@@ -1,4 +1,4 @@
-"""The life of a run's attempts: agents come and go, ranks are started, stopped, fail and end."""
+"""Messages about the life of attempts: agents join and leave; ranks are started, stopped, fail and end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from jurymast.core.run.alert import Alert
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`hosts`: names and addresses to try, best first; `allocation`: the Slurm job and its restart count."""
+    """Where to reach a supervisor. `hosts`: names and addresses to try, best first; `allocation`: the Slurm
+    job and its restart count."""
 
     epoch: int
     hosts: tuple[str, ...]
@@ -27,8 +28,8 @@ class Endpoint:
 
 
 class Ask(ToSupervisor, frozen=True, kw_only=True):
-    """`what` the user `by` requests: cancel, restart, drain (replacement of `node`), rollback (to `step`),
-    save, or how (the run's condition)."""
+    """A request `what` by the user `by`: cancel, restart, drain (replacement of `node`), rollback (to
+    `step`), save, or how (the run's condition)."""
 
     what: str
     by: str
@@ -37,20 +38,20 @@ class Ask(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Accepted(ToAsker, frozen=True, kw_only=True):
-    """It is done now. `gives_up`: what a run that had ended was still waiting for, or ""."""
+    """The request is carried out. `gives_up`: what a run that had ended was still waiting for, or ""."""
 
     gives_up: str = ""
 
 
 class Declined(ToAsker, frozen=True, kw_only=True):
-    """It cannot be done now, or not at all."""
+    """The request cannot be carried out now, or not at all."""
 
     why: str
 
 
 class Condition(ToAsker, frozen=True, kw_only=True):
-    """How the run is where its journal may be silent: what it `waits` for, and why the `journal` cannot be
-    written, "" for neither; the newest `step` done."""
+    """The run's condition where its journal may be silent: what it `waits` for, and why the `journal` cannot
+    be written, "" for neither; the newest `step` done."""
 
     state: str
     waits: str
@@ -63,9 +64,9 @@ RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
 
 
 class Hello(ToSupervisor, frozen=True, kw_only=True):
-    """An agent's first word: who it is, its newest `attempt` and what that one's `ranks` do, and what it has
-    that outlives a supervisor: `copies` of images, `room` for more, and what its probes found (`health`).
-    `data_port`: where it serves images; `domain`: the switches above it, "" when they are not known."""
+    """An agent's first message: who it is, its newest `attempt` and what that attempt's `ranks` do, and what
+    survives a supervisor: `copies` of images, `room` for more, and what its probes found (`health`).
+    `data_port`: where it serves images; `domain`: the switches above it, "" if unknown."""
 
     node: str
     allocation: str
@@ -99,7 +100,7 @@ class Started(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Failed(ToSupervisor, frozen=True, kw_only=True):
-    """A rank has ended badly; the fields are those of `core.events.WorkerFailed`."""
+    """A rank has failed; the fields are those of `core.events.WorkerFailed`."""
 
     attempt: int
     rank: int
@@ -113,7 +114,7 @@ class Failed(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Stopped(ToSupervisor, frozen=True, kw_only=True):
-    """All ranks of the node are gone; `store_port` 0: its host as well."""
+    """All ranks of the node are gone; `store_port` 0: its host, too."""
 
     attempt: int
     store_port: int
@@ -126,7 +127,7 @@ class Finished(ToSupervisor, frozen=True, kw_only=True):
 
 
 class RankEvent(ToSupervisor, frozen=True, kw_only=True):
-    """What a rank of the node has said."""
+    """A message of a rank of the node."""
 
     attempt: int
     event: within.ForSupervisor
@@ -137,22 +138,23 @@ class Terminated(ToSupervisor, frozen=True, kw_only=True):
 
 
 class HangsUp(ToSupervisor, frozen=True, kw_only=True):
-    """The agent has heard nothing for too long: it looks for another supervisor, or has a `newer` one."""
+    """The agent has heard nothing for too long and looks for another supervisor, or has found a `newer`
+    one."""
 
     newer: Endpoint | None = None
 
 
 class Leaving(ToSupervisor, frozen=True, kw_only=True):
-    """The agent gives its node up."""
+    """The agent gives up its node."""
 
     why: str
 
 
 class Launch(ToAgent, frozen=True, kw_only=True):
-    """Start the ranks of `attempt`: this node has group rank `rank` of `world` nodes. `mtbf_s`: seconds
-    between failures as expected now, 0.0 when not known; `cold`: load nothing ahead of the script; `restore`
-    None: the ranks look in the shared tier themselves, where the run had `saved` this step last (0: none).
-    `nodes`: names of all, in the order of their ranks, as Slurm writes them."""
+    """Start the ranks of `attempt`: this node has group rank `rank` of `world` nodes. `mtbf_s`: expected
+    seconds between failures, 0.0 if unknown; `cold`: do not preload anything for the script; `restore` None:
+    the ranks look in the shared tier themselves, where the run had `saved` this step last (0: none). `nodes`:
+    names of all, in the order of their ranks, in Slurm's notation."""
 
     attempt: int
     rank: int
@@ -167,18 +169,18 @@ class Launch(ToAgent, frozen=True, kw_only=True):
 
 
 class Stop(ToAgent, frozen=True, kw_only=True):
-    """Stop the ranks of `attempt`, if wanted after a look at their `stacks`."""
+    """Stop the ranks of `attempt`, if requested after recording their `stacks`."""
 
     attempt: int
     stacks: bool = False
 
 
 class Dismiss(ToAgent, frozen=True, kw_only=True):
-    """The node is out of the attempt: its ranks are killed, its agent stays."""
+    """The node leaves the attempt: kill its ranks; its agent stays."""
 
 
 class CadenceSet(ToAgent, frozen=True, kw_only=True):
-    """When all ranks save; `decided`: the schedule's number, or -number: it is void; 0: proposed only."""
+    """When all ranks save; `decided`: the schedule's number, or -number if it is void; 0: only proposed."""
 
     attempt: int
     schedule: Schedule
@@ -186,10 +188,10 @@ class CadenceSet(ToAgent, frozen=True, kw_only=True):
 
 
 class GoOn(ToAgent, frozen=True, kw_only=True):
-    """The supervisor lives. `time`: its clock, seconds since the epoch; an agent that hears nothing for
-    `patience_s` seconds looks for another one, of a newer epoch than this `epoch`. So many of the messages
-    that are Kept were `heard` over this connection. `heir`: this node's place among those that are to take
-    over first, from 0 on; None: it is none of them."""
+    """The supervisor lives. `time`: its clock, seconds since the epoch. An agent that hears nothing for
+    `patience_s` seconds looks for another supervisor, of a newer epoch than this `epoch`. It has `heard` this
+    many of the messages that are Kept over this connection. `heir`: this node's place from 0 on among those
+    that take over first; None: it is none of them."""
 
     time: float
     patience_s: float
@@ -199,13 +201,13 @@ class GoOn(ToAgent, frozen=True, kw_only=True):
 
 
 class Moved(ToAgent, frozen=True, kw_only=True):
-    """The run has a newer supervisor, there."""
+    """The run has a newer supervisor at this address."""
 
     place: Endpoint
 
 
 class Leave(ToAgent, frozen=True, kw_only=True):
-    """Go home; `over`: so is the run, which ends with this `exit_code`."""
+    """End this agent; `over`: the run has ended as well, with this `exit_code`."""
 
     over: bool = False
     exit_code: int = 0
