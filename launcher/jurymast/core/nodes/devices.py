@@ -1,8 +1,9 @@
-"""Around a failing network device: the ranks' next attempt on that node leaves it out, and the node stays.
+"""Works around a failing network device: the ranks' next attempt on that node leaves it out, and the node
+stays.
 
-A probe says by its verdict whether that can be done: `suspect` while another device of the kind is up, `bad`
-when none is. Its codes begin with "ib-" for a port of an RDMA device ("mlx5_1:1") and with "net-" for an
-ordinary interface ("eth1").
+A probe's verdict says whether that is possible: `suspect` while another device of the kind is up, `bad` if
+none is. Its codes begin with "ib-" for a port of an RDMA device ("mlx5_1:1") and with "net-" for an ordinary
+interface ("eth1").
 
 NCCL's filters (RCCL reads the same variables) are lists of name prefixes; `^` before the list excludes, `=`
 after that makes the names exact, and NAME:PORT is one port of an RDMA device: NCCL user guide, "Environment
@@ -24,8 +25,8 @@ NEVER_BY_DEFAULT = ("lo", "docker")
 
 @dataclass(frozen=True)
 class WorkAround:
-    """Variables for the ranks of a node, and why; nothing of both when there is nothing to leave out.
-    `devices` are those left out, as the probe names them."""
+    """Variables for the ranks of a node, and the reason; both empty if nothing is left out. `devices` are
+    those left out, as the probe names them."""
 
     environment: dict[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
@@ -35,10 +36,10 @@ class WorkAround:
 def work_around(
     findings: Iterable[Finding], ports: Sequence[str], interfaces: Sequence[str], users: Mapping[str, str]
 ) -> WorkAround:
-    """What the ranks of a node get so that they leave out what `findings` on it speak of.
+    """Return the variables by which a node's ranks leave out the devices that `findings` on it name.
 
-    `ports` ("mlx5_0:1") and `interfaces` are all that the node has, `users` the variables of the user, which
-    stay as they are but for the failing device. Where nothing would be left over nothing is left out.
+    `ports` ("mlx5_0:1") and `interfaces` are all that the node has; `users` are the variables of the user,
+    which stay as they are except for the failing device. If nothing would be left over, nothing is left out.
     """
     failing = {
         found.device: found
@@ -62,8 +63,8 @@ def work_around(
 
 
 def leave_out(users: str, failing: Sequence[str], known: Sequence[str], besides: Sequence[str] = ()) -> str:
-    """A filter in NCCL's syntax like `users` ("" for none) but without the `failing` ones, and without what
-    is left out `besides`; "" when it would be the same, or would leave nothing of the `known` names."""
+    """Return a filter in NCCL's syntax like `users` ("" for none) without the `failing` devices, and without
+    what is left out `besides`; "" if it would be the same, or would leave nothing of the `known` names."""
     failing = [name for name in failing if lets_through(users, name)]
     left = [name for name in known if lets_through(users, name) and name not in (*failing, *besides)]
     if not failing or (known and not left):
@@ -76,14 +77,15 @@ def leave_out(users: str, failing: Sequence[str], known: Sequence[str], besides:
 
 
 def _without(users: str, failing: Sequence[str]) -> str:
-    """A list of exact names without the failing ones; "" when that is the same, or nothing."""
+    """Return a list of exact names without the failing ones; "" if that is the same, or nothing."""
     named = [name.strip() for name in users.split(",") if name.strip()]
     kept = [name for name in named if name not in failing]
     return ",".join(kept) if kept != named else ""
 
 
 def lets_through(users: str, name: str) -> bool:
-    """Whether the filter `users` lets NCCL use `name` ("mlx5_1:1", "eth1"). An empty one lets everything."""
+    """Return whether the filter `users` lets NCCL use `name` ("mlx5_1:1", "eth1"). An empty one allows
+    everything."""
     excluding = users.startswith("^")
     entries = [entry for entry in users.removeprefix("^").removeprefix("=").split(",") if entry]
     exact = users.removeprefix("^").startswith("=")
@@ -92,7 +94,7 @@ def lets_through(users: str, name: str) -> bool:
 
 
 def names(users: str, name: str) -> bool:
-    """Whether the user asked for `name`, and not only did not rule it out."""
+    """Return whether the user requested `name`, rather than merely not excluding it."""
     return bool(users) and not users.startswith("^") and lets_through(users, name)
 
 
@@ -105,7 +107,7 @@ def _matches(entry: str, name: str, exact: bool) -> bool:
 
 
 def _short(name: str, known: Sequence[str]) -> str:
-    """The device's own name where it has but one port."""
+    """Return the device's own name if it has only one port."""
     device, _, port = name.partition(":")
     ports = [each for each in known if each.partition(":")[0] == device]
     return name if port and len(ports) > 1 else device

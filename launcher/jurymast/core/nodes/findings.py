@@ -1,4 +1,5 @@
-"""What a probe found on a node, in the words that decisions read. Facts only: the state machine decides."""
+"""What a probe found on a node, in the form that decisions read. A finding states facts; the state machine
+decides."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 
 
 class Verdict(str, Enum):
-    """`bad`: leaves the run at once. `suspect`: becomes a spare, and is tested before it is used again.
-    `ok` after one of these says that the finding is gone. `unknown`: could not be seen, never acts."""
+    """`bad`: leaves the run at once. `suspect`: becomes a spare, and is tested before it is used again. `ok`
+    after one of these: the finding is gone. `unknown`: could not be determined, and has no consequence."""
 
     OK = "ok"
     UNKNOWN = "unknown"
@@ -32,12 +33,12 @@ KINDS = (HARDWARE, NETWORK, HOST, STORAGE, APPLICATION, SYMPATHETIC)
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing a probe saw. `code` names it for tables and for counting ("xid-79", "ecc-uncorrectable",
-    "ib-link-down", "oom-kill"); `device` is "" or the part it speaks of ("gpu3", "mlx5_0", "/scratch"),
-    `unit` the part of that, if it is known ("GPC 1, TPC 3").
+    """One finding of a probe. `code` names it in tables and for counting ("xid-79", "ecc-uncorrectable",
+    "ib-link-down", "oom-kill"); `device` is "" or the affected part ("gpu3", "mlx5_0", "/scratch"), `unit` a
+    unit of that part, if known ("GPC 1, TPC 3").
 
-    Equal (probe, code, device) is the same finding. `at`: when it happened, seconds since the epoch.
-    `once`: an event (a Xid), which happened and is not over when the next look does not tell of it again.
+    Equal (probe, code, device) is the same finding. `at`: when it happened, seconds since the epoch. `once`:
+    an event (a Xid), which has happened and is not over when the next look does not report it again.
     """
 
     probe: str
@@ -59,7 +60,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:
-        """Raises ValueError for anything else than `to_json` wrote."""
+        """Read what `to_json` wrote. Raises ValueError for anything else."""
         try:
             found = cls(**{**values, "verdict": Verdict(values["verdict"])})
         except (KeyError, TypeError) as error:

@@ -1,4 +1,5 @@
-"""Do the ranks hang? Silence raises the question, looks at their stacks on all nodes answer it."""
+"""Decides whether the ranks hang: silence raises the question, looks at their stacks on all nodes answer
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from jurymast.core.run.state import Phase, RunState
 
 
 class Hangs:
-    """Waits are measured by the clock of `reports`, which stands still while the supervisor does."""
+    """Watches for hangs. Waits are measured by the clock of `reports`, which stands still while the
+    supervisor does."""
 
     def __init__(self, state: RunState, reports: Reports) -> None:
         self._state, self._reports = state, reports
@@ -23,7 +25,7 @@ class Hangs:
         self._answers: dict[int, Stand] = {}
 
     def tick(self, now: float) -> list[Effect]:
-        """To be called often while the ranks run."""
+        """Look for hangs. To be called often while the ranks run."""
         if self._state.phase is not Phase.RUNNING:
             return []
         verdict = self._reports.hang()
@@ -42,12 +44,12 @@ class Hangs:
         return [*effects, Record(self._hung(verdict, evidence, now))]
 
     def looked(self, message: msg.Looked) -> None:
-        """What a node's agent saw."""
+        """Take in what a node's agent saw."""
         if (message.attempt, message.number) == (self._state.attempt, self._number):
             self._answers.update(message.stands)
 
     def _look(self) -> list[Effect]:
-        """Ask all nodes again, once what they answered to the last question is counted."""
+        """Ask all nodes again, once the answers to the last question are counted."""
         at = self._reports.clock.now
         if at - self._asked_at < self._looks.interval_s():
             return []
@@ -59,8 +61,8 @@ class Hangs:
         return [Send(node, look) for node in self._state.placement]
 
     def _silent(self) -> dict[int, Stand]:
-        """Ranks that gave no answer this time: their agent is slow, or their node in a bad state. Those of
-        nodes where all have come to their end give none."""
+        """The ranks without an answer this time: their agent is slow, or their node in a bad state. Nodes
+        whose ranks have all ended do not answer."""
         count = self._state.ranks_per_node
         return {
             place * count + local: Stand(UNKNOWN, "no answer")

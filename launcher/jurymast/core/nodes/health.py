@@ -1,5 +1,5 @@
-"""What the agents' probes find, as events of the run, and what becomes of a node that left for a finding:
-the site is told, and Slurm gets it back."""
+"""Turns probes' findings into events of the run, and handles a node that left for a finding: the site is
+told, and Slurm gets the node back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class NodeHealth:
         self._known: dict[Key, Finding] = {}
 
     def joined(self, node: str, told: Iterable[Finding], now: float) -> list[Effect]:
-        """What holds on a node whose agent has just (re)connected, and what has ended meanwhile."""
+        """Return the findings that hold on a node whose agent has just (re)connected, and those that have
+        ended meanwhile."""
         return [effect for finding in told for effect in self.found(node, finding, now)]
 
     def found(self, node: str, finding: Finding, now: float) -> list[Effect]:
@@ -53,8 +54,8 @@ ANSWER_LIMIT_S = 30.0
 
 @dataclass
 class Case:
-    """A node that is out. Its agent's word that the site was told is waited for until `answer_by`; it goes
-    back to Slurm from `back_at` on. Seconds of the supervisor's clock."""
+    """A node that is out. Until `answer_by`, its agent may still report that the site was told; from
+    `back_at` on, the node is given back to Slurm. Seconds of the supervisor's clock."""
 
     job: str
     finding: Finding
@@ -63,7 +64,8 @@ class Case:
 
 
 class SickNodes:
-    """One node at a time is given back: Slurm is asked what is left, then told what is to stay."""
+    """Handles nodes that are out. One node at a time is given back: Slurm is asked which nodes the job has,
+    then told which ones it keeps."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
@@ -72,7 +74,7 @@ class SickNodes:
         self._refused = False  # this site does not let a running job give nodes back
 
     def dismissed(self, name: str, now: float) -> list[Effect]:
-        """The node is out of the run: if for a finding, that is not the end of it."""
+        """The node has left the run. If a finding was the reason, open a case."""
         node = self._state.nodes[name]
         job = self._state.allocation.rpartition(".")[0]
         finding = worst(node.findings.values()) if node.bad else None
@@ -90,7 +92,8 @@ class SickNodes:
         return self._site_told(node, message.why, now)
 
     def given_back(self, name: str, gone: bool, why: str, now: float) -> list[Effect]:
-        """Slurm's answer to GiveBack: the job has the node no more, `gone` by that; or `why` it keeps it."""
+        """Take Slurm's answer to GiveBack: the node has left the job (`gone`: by this action), or `why` it
+        stays."""
         self._giving = ""
         if why:
             self._refused = True
@@ -100,7 +103,7 @@ class SickNodes:
         return []
 
     def tick(self, now: float) -> list[Effect]:
-        """To be called now and then."""
+        """Do what is due. To be called from time to time."""
         if self._state.ended or self._state.phase is Phase.REQUEUED:
             self._cases.clear()
         effects: list[Effect] = []
@@ -125,7 +128,8 @@ class SickNodes:
         return [_note(name, f"the site {told}", now)]
 
     def _give_back(self, now: float) -> list[Effect]:
-        """The next one, once the run has recovered: what the node holds may be needed to restore from."""
+        """Give the next node back once the run has recovered: what the node holds may be needed for the
+        restore."""
         if self._giving or self._state.incident is not None or self._state.phase is not Phase.RUNNING:
             return []
         for name in [name for name, case in self._cases.items() if now >= case.back_at]:
@@ -136,7 +140,7 @@ class SickNodes:
         return []
 
     def check(self) -> None:
-        """Invariants; AssertionError names the one broken."""
+        """Check the invariants; AssertionError names the broken one."""
         assert self._giving not in self._cases, "a node is being given back and waits for it"
 
 
@@ -145,6 +149,6 @@ def _note(node: str, message: str, now: float) -> Effect:
 
 
 def worst(findings: Iterable[Finding]) -> Finding | None:
-    """The newest finding that takes a node out."""
+    """Return the newest finding that takes a node out."""
     bad = [finding for finding in findings if finding.verdict is Verdict.BAD]
     return max(bad, key=lambda finding: finding.at, default=None)

@@ -1,11 +1,11 @@
-"""When is a silent node a lost node? Pure maths over the arrival times of its heartbeats.
+"""When a silent node is a lost node, computed from the arrival times of its heartbeats.
 
     limit = clamp(max(BEATS x heartbeat, FACTOR x longest recent gap), at most LIMIT_MAX_S)
 
-A link or a machine that is merely busy shows longer gaps before it shows a very long one, and raises its
-own limit; until some gaps were seen it has twice as many beats. Times are seconds on the watcher's own
-clock, which stands still while the watcher itself does (see `WatcherClock`), so that a busy supervisor
-blames nobody.
+A link or a machine that is merely busy shows longer gaps before it shows a very long one, and so raises its
+own limit. Until some gaps were seen, the limit has twice as many beats. Times are seconds on the watcher's
+own clock, which stands still while the watcher does (see `WatcherClock`), so that a busy supervisor blames no
+node.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MEMORY = 240  # gaps remembered: two minutes at the default heartbeat
 
 @dataclass
 class Arrivals:
-    """Heartbeats of one node. `last` is the time of the newest."""
+    """The heartbeats of one node. `last` is the time of the newest."""
 
     heartbeat_s: float
     last: float
@@ -51,7 +51,8 @@ class Arrivals:
         self.last = now
 
     def limit_s(self, fixed_s: float | None = None) -> float:
-        """Silence that means lost, in seconds; `fixed_s` is the policy's own value, if it has one."""
+        """Return the silence that means lost, in seconds; `fixed_s` is the policy's own value, if it has
+        one."""
         if fixed_s is not None:
             return fixed_s
         longest = max(self.gaps, default=0.0)
@@ -63,7 +64,8 @@ class Arrivals:
 
 
 def steady_limit_s(heartbeat_s: float, fixed_s: float | None = None) -> float:
-    """The limit for a node whose heartbeats have all come on time, in seconds; `fixed_s` as in `limit_s`."""
+    """Return the limit for a node whose heartbeats have all come on time, in seconds; `fixed_s` as in
+    `limit_s`."""
     arrivals = Arrivals(heartbeat_s, 0.0)
     for beat in range(KNOWN_AFTER):
         arrivals.beat((beat + 1) * heartbeat_s)
@@ -71,36 +73,39 @@ def steady_limit_s(heartbeat_s: float, fixed_s: float | None = None) -> float:
 
 
 def rejoin_limit_s(nodes: int, limit_s: float = REJOIN_LIMIT_S) -> float:
-    """Seconds that the agents of so many nodes have to come in, a single one `limit_s`: by default to find a
-    supervisor that has just taken over, where on top comes the limit of a node of which nothing is known."""
+    """Return the seconds that the agents of this many nodes have to join, where a single one has `limit_s`.
+    By default that is the time to find a supervisor that has just taken over, plus the limit of a node of
+    which nothing is known."""
     return limit_s + nodes / REJOINS_A_SECOND
 
 
 def beat_every_s(heartbeat_s: float, ranks: Sequence[RankReport], nodes: int) -> float:
-    """Seconds from one heartbeat of an agent to its next, in a run of so many nodes. Until the first steps
-    its ranks' progress is worth a closer look, if not all thousands look at once: it ends an incident."""
+    """Return the seconds between two heartbeats of an agent in a run of this many nodes. Before the first
+    steps ranks are watched more closely, unless there are thousands, because the first step ends an
+    incident."""
     young = bool(ranks) and min(rank.beats for rank in ranks) < YOUNG_BEATS
     return min(max(YOUNG_HEARTBEAT_S, nodes / YOUNG_BEATS_A_SECOND), heartbeat_s) if young else heartbeat_s
 
 
 def answer_every_s(heartbeat_s: float, nodes: int) -> float:
-    """Seconds between two answers to the heartbeats of one node: thousands are answered less often."""
+    """Return the seconds between two answers to the heartbeats of one node: thousands are answered less
+    often."""
     return max(ANSWER_INTERVAL_S, heartbeat_s) + nodes / NODES_A_SECOND / BEATS
 
 
 def patience_s(heartbeat_s: float, nodes: int, late_s: float = 0.0) -> float:
-    """So long an agent hears nothing of its supervisor before it hangs up, in seconds: three answers, each to
-    a heartbeat, and a little; longer for more nodes, and when the supervisor was `late_s` late, but no longer
-    for that than its successor would wait for the agent."""
+    """Return how long an agent waits for its supervisor before it hangs up, in seconds: three answers, each
+    to a heartbeat, and a little more. It is longer for more nodes, and if the supervisor was `late_s` late,
+    but then no longer than a successor would wait for the agent."""
     answers_s = BEATS * answer_every_s(heartbeat_s, nodes) + LOYAL_S
     return max(answers_s, min(answers_s + LATE_TIMES * late_s, rejoin_limit_s(nodes)))
 
 
 class WatcherClock:
-    """Counts only time during which the watcher itself was awake.
+    """Counts only the time during which the watcher itself was awake.
 
-    `tick` is called about every `interval_s`; a longer pause (the watcher was descheduled or stopped)
-    advances the clock by two intervals only: heartbeats waiting in its sockets must not look late.
+    `tick` is called about every `interval_s`. A longer pause (the watcher was descheduled or stopped)
+    advances the clock by only two intervals, because heartbeats that wait in its sockets must not look late.
     """
 
     def __init__(self, interval_s: float, real_now: float) -> None:
@@ -115,7 +120,7 @@ class WatcherClock:
         return max(0.0, passed - 2 * self._interval_s)
 
     def at(self, real_now: float) -> float:
-        """What a tick now would make of it."""
+        """Return what a tick now would set the clock to."""
         return self.now + min(max(0.0, real_now - self._real), 2 * self._interval_s)
 
 
@@ -126,7 +131,8 @@ KEPT, MOST_S = 0.999, 5.0
 
 
 class Lateness:
-    """`patience_s` each agent is to have, in seconds, and `answer_every_s` its heartbeats are answered."""
+    """How late the supervisor is. Each agent has `patience_s` seconds of patience, and its heartbeats are
+    answered every `answer_every_s` seconds."""
 
     def __init__(self, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
@@ -134,8 +140,8 @@ class Lateness:
         self.overslept(0.0, 0)
 
     def overslept(self, seconds: float, agents: int) -> str:
-        """By so much the loop was late at its newest tick; it hears so many agents. What is worth telling
-        of that, or ""."""
+        """The loop was late by this much at its newest tick, with this many agents. Returns a note if that is
+        worth one, or ""."""
         self._late_s = min(MOST_S, max(seconds, KEPT * self._late_s))
         self.patience_s = round(patience_s(self._heartbeat_s, agents, self._late_s), 1)
         self.answer_every_s = answer_every_s(self._heartbeat_s, agents)

@@ -1,10 +1,10 @@
-"""What earlier runs say about each node: incidents, strikes, exclusions with their expiry, a lemon score,
-and since when it is back after it failed.
+"""What earlier runs say about each node: incidents, strikes, exclusions with their expiry, a lemon score, and
+since when it is back after a failure.
 
-A node that failed a run is kept out of the next ones for a while, and for good after `STRIKES_MAX` such
-failures within `WINDOW_S`. Lemons are nodes that fail again and again without anybody finding out why; the
-signals are those of Meta's "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024)
-as far as journals and Slurm have them (no tickets). Times are seconds since the epoch.
+A node that failed a run is excluded from the next ones for a while, and permanently after `STRIKES_MAX` such
+failures within `WINDOW_S`. Lemons are nodes that fail again and again without a known cause. The signals are
+those of Meta's "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024), as far as
+journals and Slurm have them (no tickets). Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BURST_NODES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class NodeDeparture:
-    """A node left a run at `at`. `failed`: it was lost or found bad; else it was only suspected. `by_hand`:
-    somebody asked for it."""
+    """A node left a run at `at`. `failed`: it was lost or found bad; otherwise it was only suspected.
+    `by_hand`: a user requested it."""
 
     node: str
     at: float
@@ -42,8 +42,8 @@ class NodeDeparture:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """`nodes` were in one allocation of a run from `start` to `end`; of those its first attempt left out the
-    `spares`."""
+    """`nodes` were in one allocation of a run from `start` to `end`; the `spares` among them were not in its
+    first attempt."""
 
     start: float
     end: float
@@ -53,9 +53,9 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """One run's journal in brief. `failures`: when its infrastructure failed (the incidents charged to it).
-    `jobs` are its Slurm jobs, `xids`: (when, node, code). `excluded`: nodes that this run did not want back,
-    by hand or by itself."""
+    """A summary of one run's journal. `failures`: when its infrastructure failed (the incidents charged to
+    it). `jobs` are its Slurm jobs, `xids`: (when, node, code). `excluded`: nodes that this run did not want
+    back, by hand or by itself."""
 
     run: str
     active: int
@@ -69,7 +69,7 @@ class PastRun:
 
     @property
     def until(self) -> float:
-        """The newest time that the run's journal knows of; 0.0 for a run that never started."""
+        """The newest time in the run's journal; 0.0 for a run that never started."""
         return max((span.end for span in self.spans), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class PastRun:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PastRun:
-        """Raises ValueError for anything else than `to_json` wrote."""
+        """Read what `to_json` wrote. Raises ValueError for anything else."""
         made = msgspec.convert(values, cls)
         if values.keys() != vars(made).keys():
             raise ValueError("its fields are others")
@@ -86,7 +86,7 @@ class PastRun:
 
 @dataclass(frozen=True)
 class Signal:
-    """One of the lemon score's signals: it counts when `value` has reached `limit`."""
+    """One of the lemon score's signals. It counts if `value` has reached `limit`."""
 
     name: str
     value: float
@@ -100,9 +100,9 @@ class Signal:
 
 @dataclass
 class NodeRecord:
-    """One node over all runs. `excluded_until` is None when nothing keeps it out, or when nothing but a word
-    of somebody's ends that (`for_good`). `fresh_until` ends the day after it was back from a failure; None:
-    it was not seen again. Of its `node_days`, `fresh_days` were in such days."""
+    """One node over all runs. `excluded_until` is None if nothing excludes it, or if only a user can end the
+    exclusion (`for_good`). `fresh_until` is a day after it returned from a failure; None: it was not seen
+    again. Of its `node_days`, `fresh_days` were within such days."""
 
     name: str
     runs: int = 0
@@ -118,7 +118,7 @@ class NodeRecord:
 
     @property
     def lemon_score(self) -> int:
-        """How many signals show, 0 to 6."""
+        """The number of signals that count, 0 to 6."""
         return sum(signal.shows for signal in self.signals)
 
     @property
@@ -131,15 +131,15 @@ class NodeRecord:
 
     @property
     def exposure_days(self) -> float:
-        """Its node-days as they count towards its failure rate."""
+        """Its node-days, weighted as they count towards its failure rate."""
         return self.node_days + (AFTER_REPAIR - 1.0) * self.fresh_days
 
     def fresh(self, now: float) -> bool:
-        """Whether it is on the day after a repair, or will be once it serves again."""
+        """Whether it is in the day after a repair, or will be once it serves again."""
         return self.fresh_until is None or now < self.fresh_until
 
     def why_frail(self, now: float) -> str:
-        """Why it is expected to fail, for people."""
+        """Say why it is expected to fail."""
         times = "once" if self.failures == 1 else f"{self.failures} times"
         told = f"failed {times} in {self.node_days:.3g} node-days"
         if self.fresh_until is None:
@@ -152,7 +152,7 @@ class NodeRecord:
 
 @dataclass
 class _Counts:
-    """Of one node, within the window."""
+    """The counts of one node within the window."""
 
     excluding_runs: int = 0
     xids: Counter[str] = field(default_factory=Counter)
@@ -170,10 +170,10 @@ def history(
     out_s: Mapping[str, float] | None = None,
     forgiven: Mapping[str, float] | None = None,
 ) -> dict[str, NodeRecord]:
-    """The record of every node that was in one of `runs`.
+    """Return the record of every node that was in one of `runs`.
 
-    `exclusion_s`: how long a strike keeps a node out. `out_s`: for how long Slurm has had a node out of
-    service. `forgiven`: what happened to a node before that time no longer keeps it out.
+    `exclusion_s`: how long a strike excludes a node. `out_s`: for how long Slurm has had a node out of
+    service. `forgiven`: what happened to a node before that time no longer excludes it.
     """
     back = comebacks(runs, forgiven or {})
     records: dict[str, NodeRecord] = {}
@@ -214,8 +214,8 @@ def history(
 
 
 def comebacks(runs: Sequence[PastRun], forgiven: Mapping[str, float]) -> dict[str, list[float]]:
-    """When each node that had failed a run served again, in order: in the next allocation that it was in, or
-    since somebody said that it was repaired (`forgiven`); infinity if it has not been seen since."""
+    """Return when each node that had failed a run served again, in order: in its next allocation, or when a
+    user said that it was repaired (`forgiven`); infinity if it has not been seen since."""
     failed: dict[str, list[float]] = {}
     for run in runs:
         for departure, struck, _ in judged(run.departures):
@@ -233,7 +233,7 @@ def comebacks(runs: Sequence[PastRun], forgiven: Mapping[str, float]) -> dict[st
 
 
 def first_days(span: Span, back: Sequence[float]) -> list[tuple[float, float]]:
-    """The parts of `span` that are within a day of one of the times `back`: (from, until)."""
+    """Return the parts (from, until) of `span` that are within a day after one of the times `back`."""
     found = []
     for at, again in zip(back, (*back[1:], math.inf), strict=False):
         start, end = max(span.start, at), min(span.end, at + AFTER_REPAIR_S, again)
@@ -243,7 +243,8 @@ def first_days(span: Span, back: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def judged(departures: Sequence[NodeDeparture]) -> list[tuple[NodeDeparture, bool, bool]]:
-    """(departure, whether it is a strike against the node, whether the node left alone) for one run."""
+    """Return (departure, whether it is a strike against the node, whether the node left alone) for one
+    run."""
     result = []
     failed = [d for d in departures if d.failed and not d.by_hand]
     for departure in departures:
@@ -256,7 +257,7 @@ def judged(departures: Sequence[NodeDeparture]) -> list[tuple[NodeDeparture, boo
 def _exclude(
     record: NodeRecord, strikes: list[NodeDeparture], now: float, exclusion_s: float, forgiven: float
 ) -> None:
-    """Set what the node's strikes come to."""
+    """Set the exclusion that follows from the node's strikes."""
     strikes.sort(key=lambda departure: departure.at)
     record.strikes = sum(strike.at > now - WINDOW_S for strike in strikes)
     counted = [strike for strike in strikes if strike.at > forgiven]
@@ -274,7 +275,8 @@ def _exclude(
 
 
 def _signals(counts: _Counts, out_s: float) -> list[Signal]:
-    """Limits are ours: twice is a pattern, and out for a day is more than a reboot."""
+    """Compute the signals. Their limits are jurymast's own: twice is a pattern, and out for a day is more
+    than a reboot."""
     failed = counts.alone + counts.together
     codes = ", ".join(f"{code} x {times}" for code, times in sorted(counts.xids.items()))
     rate = len(counts.failed_runs) / counts.runs if counts.runs and failed > 1 else 0.0
@@ -295,7 +297,7 @@ MATTERS = 2.0
 @dataclass(frozen=True, kw_only=True)
 class Frail:
     """`node` fails `factor` times as often as the fleet's nodes on average, and `AFTER_REPAIR` times that
-    until `fresh_until`; None: for a day from when it serves again. `why`: the evidence."""
+    until `fresh_until`; None: for a day once it serves again. `why`: the evidence."""
 
     node: str
     factor: float = 1.0
@@ -303,14 +305,16 @@ class Frail:
     why: str = ""
 
     def times(self, now: float) -> float:
-        """How many times as often as others it is expected to fail at `now`; 1.0 when that hardly differs."""
+        """Return how many times as often as others it is expected to fail at `now`; 1.0 if that hardly
+        differs."""
         fresh = self.fresh_until is None or now < self.fresh_until
         times = self.factor * (AFTER_REPAIR if fresh else 1.0)
         return times if times >= MATTERS else 1.0
 
 
 def frail_nodes(records: Iterable[NodeRecord], fleet: float, now: float) -> list[Frail]:
-    """Those whom earlier runs expect to fail more often; `fleet`: failures per 1,000 node-days of all."""
+    """Return the nodes that, by earlier runs, are expected to fail more often; `fleet`: failures per 1,000
+    node-days of all."""
     found = [
         Frail(
             node=record.name, fresh_until=record.fresh_until, why=record.why_frail(now),
@@ -322,8 +326,8 @@ def frail_nodes(records: Iterable[NodeRecord], fleet: float, now: float) -> list
 
 
 def more_exposure(runs: Sequence[PastRun], back: Mapping[str, Sequence[float]]) -> list[Watched]:
-    """What placed nodes' days after repairs count beyond other days, so that failures on them do not raise
-    the rate that is expected of all. `back`: when nodes that had failed served again."""
+    """Return the weight of placed nodes' days after repairs beyond that of other days, so that failures on
+    them do not raise the rate that is expected of all. `back`: when nodes that had failed served again."""
     return [
         Watched(start, end, AFTER_REPAIR - 1.0)
         for run in runs

@@ -1,8 +1,8 @@
-"""What a node tells of its own health: whatever is found on it, kept for a supervisor that comes later, and
-its clock beside the supervisor's.
+"""A node's own view of its health: all findings on it, kept for a supervisor that comes later, and the
+difference between its clock and the supervisor's.
 
-Also what looks through its probes come to: which findings are news, and which probe is left out because a
-look through it hangs or crashes. The looks happen in a child process that may be lost at any time.
+Also decides what follows from looks through the node's probes: which findings are news, and which probe is
+left out because it hangs or crashes. Looks happen in a child process that may end at any time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """Why a child is no more: `how` is done, hung, crashed or gone (for reasons outside it). `probe` is what
-    it was looking through, `detail` what could be seen, `on_storage` that it waited for shared storage (where
-    a look's imports may come from), `undead` that SIGKILL did not end it."""
+    """Why a child ended: `how` is done, hung, crashed or gone (for external reasons). `probe` is the probe
+    that it ran, `detail` what could be seen, `on_storage` that it waited for shared storage (from which a
+    look's imports may come), `undead` that SIGKILL did not end it."""
 
     how: str
     probe: str = ""
@@ -47,7 +47,7 @@ class ChildEnd:
 
 @dataclass(frozen=True)
 class After:
-    """What follows: `news` to tell, and another child after so many seconds, or (`over`) none."""
+    """What follows: `news` to report, and another child after this many seconds, or (`over`) none."""
 
     news: tuple[Finding, ...] = ()
     pause_s: float = 0.0
@@ -56,15 +56,15 @@ class After:
 
 @dataclass
 class ProbeLooked:
-    """What became of one probe: `state` is looked, nothing, failed or left out."""
+    """The result for one probe: `state` is looked, nothing, failed or left out."""
 
     state: str
     findings: dict[Key, Finding] = field(default_factory=dict)
 
 
 class ProbeLooks:
-    """`probes` tells of every probe that was asked. With `once`, one look through each is enough. `now`: Unix
-    time in seconds."""
+    """Plans looks. `probes` has the result for every probe that ran. With `once`, one look through each is
+    enough. `now`: Unix time in seconds."""
 
     def __init__(self, names: Iterable[str], *, once: bool = False) -> None:
         self._names, self._once = list(names), once
@@ -75,11 +75,11 @@ class ProbeLooks:
         self.probes: dict[str, ProbeLooked] = {}
 
     def findings(self) -> list[Finding]:
-        """All that hold now, and the newest events."""
+        """Return all findings that hold now, and the newest events."""
         return [*(f for probe in self.probes.values() for f in probe.findings.values()), *self._events]
 
     def wanted(self) -> list[str]:
-        """The probes that the next child is to look through."""
+        """Return the probes that the next child runs."""
         return [name for name in self._names if self._is_wanted(name)]
 
     def _is_wanted(self, name: str) -> bool:
@@ -87,7 +87,7 @@ class ProbeLooks:
         return state not in ("left out", "nothing") and not (self._once and state)
 
     def looked(self, probe: str, state: str, found: Iterable[Finding], now: float) -> list[Finding]:
-        """A look is over: those of the findings that are new, changed, or gone (verdict ok)."""
+        """Process a look; returns the findings that are new, changed, or gone (verdict ok)."""
         self._strikes.pop(probe, None)
         self._answered = True
         held = {(one.probe, one.code, one.device): one for one in found if not one.once}
@@ -109,12 +109,12 @@ class ProbeLooks:
         return True
 
     def starves(self, limits: int) -> bool:
-        """The child said nothing for so many limits more and wants to run: whether that is for want of a
-        processor."""
+        """Return whether a child that wants to run, and was silent for this many more limits, lacks a
+        processor rather than hangs."""
         return limits < STARVED_MAX
 
     def ended(self, end: ChildEnd, now: float) -> After:
-        """The child is no more."""
+        """Process the end of the child."""
         if end.how == "done":
             return After(over=True)
         self._failures = 0 if self._answered else self._failures + 1
@@ -126,14 +126,14 @@ class ProbeLooks:
         return After(pause_s=0.0 if self._once else PAUSES_S[max(0, self._failures - 1)])
 
     def _strike(self, end: ChildEnd, now: float) -> tuple[Finding, ...]:
-        """A hang or a crash during a look: another child is to confirm it, unless it cannot be doubted."""
+        """Count a hang or a crash during a look. Another child is to confirm it, unless it is certain."""
         self._strikes[end.probe] = self._strikes.get(end.probe, 0) + 1
         if self._strikes[end.probe] < STRIKES and not end.undead:
             return ()
         return (self._leave_out(end.probe, _wedged(end, now) if end.how == "hung" else _crashes(end, now)),)
 
     def _leave_out(self, probe: str, finding: Finding) -> Finding:
-        """From now on; this is why."""
+        """Leave the probe out from now on, for this reason."""
         known = self.probes.setdefault(probe, ProbeLooked(""))
         known.state = "left out"
         known.findings[finding.probe, finding.code, finding.device] = finding
@@ -176,23 +176,23 @@ CLOCK: Key = ("agent", "clock-offset", "")
 
 
 class OwnHealth:
-    """`now`: this node's clock, Unix time in seconds."""
+    """The node's findings. `now`: this node's clock, Unix time in seconds."""
 
     def __init__(self) -> None:
         self._last: dict[Key, Finding] = {}  # the newest word on each, also that it is over
         self._offsets: deque[float] = deque(maxlen=OFFSETS)
 
     def known(self) -> tuple[Finding, ...]:
-        """For a hello: the newest word on each but events."""
+        """Return the newest state of every finding except events, for a hello."""
         return tuple(self._last.values())
 
     def holding(self) -> list[Finding]:
-        """The agent's own that hold now."""
+        """Return the agent's own findings that hold now."""
         own = self._last.get(CLOCK)
         return [own] if own is not None and own.verdict is not Verdict.OK else []
 
     def found(self, finding: Finding) -> bool:
-        """Whether the supervisor is to hear of it."""
+        """Take a finding in; returns whether to send it to the supervisor."""
         if finding.code == NOT_OBSERVABLE:
             return False  # true of most nodes, and changes nothing
         key = (finding.probe, finding.code, finding.device)
@@ -203,12 +203,13 @@ class OwnHealth:
     # The clock.
 
     def new_supervisor(self) -> None:
-        """Another machine's clock from here on."""
+        """Start measuring against another machine's clock."""
         self._offsets.clear()
 
     def clock(self, theirs: float, now: float) -> float | None:
-        """The supervisor's clock, as it just arrived; this one's offset, if that is worth a closer look. The
-        smallest of the last offsets has waited least on the way: what is left of it is the clocks' own."""
+        """Take the supervisor's clock, as it just arrived; returns this clock's offset, if that is worth a
+        closer look. Of the last offsets, the smallest had the least delay on the way, so it is closest to the
+        clocks' own difference."""
         self._offsets.append(now - theirs)
         if len(self._offsets) < OFFSETS:
             return None
@@ -216,7 +217,7 @@ class OwnHealth:
         return offset if abs(offset) >= OFFSET_WORTH_S or CLOCK in self._last else None
 
     def judge(self, offset: float, limit: float, now: float) -> Finding | None:
-        """The finding that the clock is so far off, or not any more; None: that is known."""
+        """Return the finding that the clock is off by this much, or no longer is; None if that is known."""
         known = self._last.get(CLOCK)
         verdict = Verdict.SUSPECT if abs(offset) > limit else Verdict.OK
         if verdict is (known.verdict if known else Verdict.OK):

@@ -1,4 +1,5 @@
-"""Has nodes tested: orders to their agents, rounds of pairs, and an event with the verdict on each node."""
+"""Has nodes tested: sends orders to their agents, in rounds of pairs, and returns an event with the verdict
+on each node."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ REPEAT_S = 1.0
 
 @dataclass
 class Tests:
-    """One order that is being carried out. `waiting`: whose answers are, to the tests that are on until
-    `until` at the latest: of a node alone, ("", node), or of a round, (name of the pair, node)."""
+    """One order that is being carried out. `waiting`: whose answers are missing for the tests that run at
+    most until `until`: for tests of a node alone, ("", node); for a round, (name of the pair, node)."""
 
     order: TestNodes
     began: float
@@ -41,12 +42,12 @@ class Tests:
 
     @property
     def fit(self) -> list[str]:
-        """Nodes that can be tested with others."""
+        """Return the nodes that can be tested with others."""
         return [name for name in self.nodes if self.ports.get(name) and not self.alone[name].error]
 
 
 class Preflight:
-    """Carries out one `TestNodes` at a time; another one ends it."""
+    """Carries out one `TestNodes` at a time; a new one ends it."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
@@ -73,7 +74,7 @@ class Preflight:
         return self._go_on(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """To be called often."""
+        """Do what is due. To be called often."""
         tests = self._tests
         if tests is None:
             return []
@@ -85,7 +86,7 @@ class Preflight:
         return effects
 
     def _awaited(self, tests: Tests) -> set[tuple[str, str]]:
-        """Answers that are still to come: who has gone, or has ranks by now, will give none."""
+        """The answers that are still to come. A node that has left or runs ranks by now will not answer."""
         if not tests.rounds:
             return {("", name) for name in tests.nodes if name not in tests.alone and self._is_here(name)}
         expected = {(pair, name) for pair, both in tests.pairs.items() for name in both}
@@ -96,7 +97,7 @@ class Preflight:
         return node is not None and node.role not in (Role.FAILED, Role.ACTIVE)
 
     def _go_on(self, now: float) -> list[Effect]:
-        """The next round, or the verdicts, once all have answered or their time is up."""
+        """Start the next round, or return the verdicts, once all have answered or their time is up."""
         tests = self._tests
         if tests is None or (tests.waiting and now < tests.until):
             return []
@@ -110,7 +111,7 @@ class Preflight:
         return self._play(tests, pairs, left_s / left, now) + self._go_on(now)
 
     def _play(self, tests: Tests, pairs: list[tuple[str, str]], limit_s: float, now: float) -> list[Effect]:
-        """All pairs at the same time, as long as the slowest takes or `limit_s`."""
+        """Test all pairs at the same time, until the slowest has finished or `limit_s` has passed."""
         tests.pairs = {f"{tests.rounds}-{first}-{second}": (first, second) for first, second in pairs}
         tests.rounds += 1
         tests.until = now + limit_s
@@ -128,7 +129,7 @@ class Preflight:
         ]  # fmt: skip
 
     def check(self) -> None:
-        """Invariants; AssertionError names the one broken."""
+        """Check the invariants; AssertionError names the broken one."""
         if (tests := self._tests) is not None:
             assert tests.waiting, "tests that wait for nobody are not over"
             assert tests.rounds <= ROUNDS_MAX, "too many rounds"

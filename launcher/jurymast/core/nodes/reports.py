@@ -1,4 +1,4 @@
-"""What the ranks of every node said last: how far all are, and whether they may hang."""
+"""What the ranks of every node reported last: how far all are, and whether they may hang."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jurymast.core.run.state import RunState
 
 @dataclass
 class NodeReport:
-    """One node's ranks. `quiet_s` is the shortest time since one that has not ended did something, as of `at`
-    (watcher's clock); `stopped` that one is in state T; `longest_s` is the longest step; `slowest` what the
-    rank that is least far said last."""
+    """The ranks of one node. `quiet_s` is the shortest time, as of `at` (watcher's clock), since one that has
+    not ended did something; `stopped`: one is in state T; `longest_s` is the longest step; `slowest` the last
+    report of the rank with the least progress."""
 
     attempt: int = 0
     ranks: list[RankReport] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Reach:
 
 
 class Reports:
-    """Of all nodes that are not lost. Ages are as of the newest tick of `clock`."""
+    """The reports of all nodes that are not lost. Ages are as of the newest tick of `clock`."""
 
     def __init__(self, state: RunState, clock: WatcherClock) -> None:
         self._state, self.clock = state, clock
@@ -55,7 +55,7 @@ class Reports:
         return set(self._nodes)
 
     def expect(self, node: str) -> None:
-        """A node whose ranks have said nothing yet, or not to this supervisor."""
+        """Expect a node whose ranks have not reported yet, or not to this supervisor."""
         self._nodes[node] = NodeReport()
 
     def forget(self, node: str) -> None:
@@ -67,7 +67,7 @@ class Reports:
             known.report(beat, self.clock.now)
 
     def reach(self) -> Reach | None:
-        """How far the attempt is; None until every rank has done a step in it."""
+        """Return how far the attempt is; None until every rank has done a step in it."""
         found: list[tuple[RankReport, float]] = []  # of each node, and when it was said
         for known in self._placed():
             if known.slowest is None or not self._is_whole(known) or known.slowest.beats == 0:
@@ -79,7 +79,7 @@ class Reports:
         return Reach(slowest.step, (slowest.beat_s or 0.0) + self.clock.now - at, slowest.explicit)
 
     def hang(self) -> HangVerdict | None:
-        """What the ranks' silence says, before any look at their stacks."""
+        """Return what the ranks' silence indicates, before any look at their stacks."""
         if self._moves():
             return None
         views = self._views()
@@ -91,7 +91,7 @@ class Reports:
         return judge(views, limits, self._longest_before_s)
 
     def attempt_over(self) -> None:
-        """Remember what this attempt taught about step times."""
+        """Remember what this attempt showed about step times."""
         seen = [known.longest_s for known in self._placed() if known.attempt == self._state.attempt]
         self._longest_before_s = max([self._longest_before_s, *seen])
 
@@ -102,8 +102,8 @@ class Reports:
         return known.attempt == self._state.attempt and len(known.ranks) == self._state.ranks_per_node
 
     def _moves(self) -> bool:
-        """True when no rank is stopped and one has just done something: then there is no need to look at the
-        ranks of thousands of nodes."""
+        """Return True if no rank is stopped and one has just done something: then the ranks of thousands of
+        nodes need not be examined."""
         hang_s = self._state.settings.hang_s
         floor_s = IDLE_FLOOR_S if hang_s is None else hang_s
         placed, now = self._placed(), self.clock.now
@@ -112,7 +112,8 @@ class Reports:
         )
 
     def _views(self) -> list[RankView]:
-        """Every rank of the attempt on a node that is not lost; [] until all those have reported."""
+        """Return every rank of the attempt on a node that is not lost; [] until all of these have
+        reported."""
         views = []
         for place, name in enumerate(self._state.placement):
             known = self._nodes.get(name)
@@ -125,7 +126,7 @@ class Reports:
         return views
 
     def _view(self, rank: int, node: str, report: RankReport, since_s: float) -> RankView:
-        """A rank whose node reported `since_s` ago."""
+        """Return a rank whose node reported `since_s` ago."""
         quiet_s, incident = report.quiet_s, self._state.incident
         if quiet_s is None:  # the script has not begun: since the launch
             launched_at = incident.launched_at if incident else None

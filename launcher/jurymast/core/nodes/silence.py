@@ -1,23 +1,24 @@
-"""Is the run hung? A decision over what every rank last said, calibrated by the run's own step times.
+"""Decides whether the run hangs, from what every rank reported last, calibrated by the run's own step times.
 
-Training is synchronous: one stuck rank stops all within a step, so the run hangs only when *no* rank
-steps. How long is too long follows from the longest gap between steps seen so far (`longest`):
+Training is synchronous: one stuck rank stops all within a step, so the run hangs only if *no* rank steps. How
+long is too long follows from the longest gap between steps seen so far (`longest`):
 
-    every rank idle (a collective that waits, a dead lock):   2 x longest + IDLE_FLOOR_S
+    every rank idle (a collective that waits, a deadlock):    2 x longest + IDLE_FLOOR_S
     some rank busy (an evaluation, a compilation, a spin):    3 x longest + BUSY_FLOOR_S
 
 Silence alone proves nothing: a script may evaluate, upload or wait for a process of its own for the first
-time, and then a restart would cost what no time-out does. So the ranks' stacks are looked at again and again
-from then on: they hang when none moves, for `WAITING_S` if all idle in collectives (nobody is left to wake
-them), for `SPINNING_S` if they are busy there, else for `UNMOVED_S`. torch's own time-outs hold beside it.
+time, and a needless restart would cost more than any time-out saves. So from then on the ranks' stacks are
+read again and again. The ranks hang if none of them moves: for `WAITING_S` if all are idle in collectives (no
+rank is left to wake them), for `SPINNING_S` if they are busy there, otherwise for `UNMOVED_S`. torch's own
+time-outs apply as well.
 
-Before the first step there is no scale, and a rank may well prepare something for the others: looks begin
-after `START_IDLE_S` in which no rank used its processor (`START_BUSY_S` if one did), and believe a wait only
-after `START_WAITING_S`, code of the script's own only after `START_UNMOVED_S`. A rank whose data loader waits
-for a process that is stopped, or gone, hangs after `BLOCKED_S` at any time.
+Before the first step there is no scale, and one rank may prepare something for the others. So stacks are read
+after `START_IDLE_S` in which no rank used its processor (`START_BUSY_S` if one did), and ranks count as
+hanging only after `START_WAITING_S` in collectives, or `START_UNMOVED_S` in the script's own code. A rank
+whose data loader waits for a process that is stopped or gone hangs after `BLOCKED_S` at any time.
 
-A process that somebody stopped (state T) needs no calibration, and a limit that the policy gives no look.
-Times in seconds.
+A process that somebody stopped (state T) needs no calibration, and a limit set by the policy needs no look at
+stacks. Times in seconds.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ BUSY_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank now. `quiet_s`: since its last beat or change of phase; `stopped_s`: in state T for so long;
-    `idle_s`: its process has used less than `IDLE_SHARE` of a core for so long."""
+    """One rank now. `quiet_s`: time since its last beat or change of phase; `stopped_s`: time in state T;
+    `idle_s`: for how long its process has used less than `IDLE_SHARE` of a core."""
 
     rank: int
     node: str
@@ -64,8 +65,8 @@ class RankView:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """`certain`: no look at the ranks' stacks is needed. `idle`: none of them uses its processor. `starting`:
-    some rank has done no step yet."""
+    """`certain`: no look at the ranks' stacks is needed. `idle`: no rank uses its processor. `starting`: some
+    rank has not done a step yet."""
 
     ranks: tuple[int, ...]
     node: str
@@ -87,7 +88,8 @@ class HangLimits:
 
 
 def judge(ranks: Sequence[RankView], limits: HangLimits, longest_before_s: float = 0.0) -> HangVerdict | None:
-    """The verdict on a run whose ranks all live, or None. `longest_before_s`: from earlier attempts."""
+    """Return the verdict on a run whose ranks all live, or None. `longest_before_s`: from earlier
+    attempts."""
     if not ranks or limits.fixed_s == 0:
         return None
     stopped = [view for view in ranks if view.stopped_s >= FROZEN_S * limits.patience]
@@ -153,14 +155,14 @@ def _all_idle(ranks: Sequence[RankView]) -> bool:
 
 
 def works(passed_s: float, cpu_s: float, size: int) -> bool:
-    """Whether a rank with all that it has started did something in `passed_s`: it used `cpu_s` seconds of
-    processors, and read and wrote `size` bytes."""
+    """Return whether a rank and the processes it has started did something in `passed_s`: they used `cpu_s`
+    seconds of processors, and read and wrote `size` bytes."""
     return cpu_s > IDLE_SHARE * passed_s or size > BUSY_BYTES
 
 
 @dataclass
 class Looks:
-    """Where the ranks stood at each look at a run that is silent."""
+    """Where the ranks were at each look at a silent run."""
 
     stands: dict[int, Stand] = field(default_factory=dict)
     since_s: float = 0.0  # the first look that found them as they are now
@@ -172,12 +174,12 @@ class Looks:
         self.until_s = at_s
 
     def interval_s(self) -> float:
-        """Until the next look."""
+        """Return the seconds until the next look."""
         soon = self._all_wait() or any(stand.kind == BLOCKED for stand in self.stands.values())
         return LOOK_AGAIN_S if soon else LOOK_SELDOM_S
 
     def stuck(self, patience: float, *, idle: bool, starting: bool = False) -> bool:
-        """Nobody has moved for long enough."""
+        """Whether no rank has moved for long enough."""
         return bool(self.stands) and self.until_s - self.since_s >= self._limit_s(patience, idle, starting)
 
     def _limit_s(self, patience: float, idle: bool, starting: bool) -> float:

@@ -1,15 +1,16 @@
-"""Where hanging ranks stand, and which of them never came to where the others wait: from dumps of stacks.
+"""Where hanging ranks are, and which of them never reached the place where the others wait: from dumps of
+stacks.
 
-A rank waits for others when it is in `torch.distributed`, or in a backward (gradients are reduced in it). On
-a GPU collectives run behind the program, which then waits at a line of its own code that needs their result;
-so when no rank is seen to wait, the place where most of them stand counts as the waiting one.
+A rank waits for others if it is in `torch.distributed`, or in a backward (gradients are reduced in it). On a
+GPU, collectives run asynchronously, and the program waits at a line of its own code that needs their result.
+So if no rank is seen to wait, the place where most of them are counts as the waiting one.
 
-Records of torch's flight recorders say who has not entered a collective that others are in.
+Records of torch's flight recorders show who has not entered a collective in which others are.
 
-Each process group numbers its collectives, and all its members enter them in order. So the member whose
-newest number is lower than another's is missing there. It may be so because it waits in another group; then
-the rank to look at is one that is missing and waits nowhere. Point-to-point transfers are left out: who is
-the other side is not in the records.
+Each process group numbers its collectives, and all its members enter them in order. So a member whose newest
+number is lower than another's is missing there. It may be missing because it waits in another group; then the
+culprit is a rank that is missing and waits nowhere. Point-to-point transfers are left out, because the
+records do not name the other side.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class Entered:
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Entered:
-        """Raises ValueError or TypeError for anything else than `to_json` gave."""
+        """Read what `to_json` wrote. Raises ValueError or TypeError for anything else."""
         rank, group, number, collective, waits = values
         return cls(int(rank), str(group), int(number), str(collective), bool(waits))
 
 
 def entered(rank: int, record: Mapping[str, Any]) -> list[Entered]:
-    """What torch's record of one rank comes to (version 2 of its format: torch 2.4 and later). Raises
-    KeyError, TypeError, ValueError or AttributeError for what is no such record."""
+    """Parse torch's record of one rank (version 2 of its format: torch 2.4 and later). Raises KeyError,
+    TypeError, ValueError or AttributeError for anything that is not such a record."""
     newest: dict[str, Mapping[str, Any]] = {}
     for entry in record["entries"]:
         if not entry.get("is_p2p"):
@@ -84,8 +85,8 @@ class Missing:
 
 
 def missing(seen: Iterable[Entered]) -> Missing | None:
-    """The collective that the run hangs in, or None when the records do not tell. Ranks without a record are
-    not judged."""
+    """Return the collective in which the run hangs, or None if the records do not show it. Ranks without a
+    record are not judged."""
     known = list(seen)
     stuck = {one.rank for one in known if one.waits}
     groups: dict[str, list[Entered]] = {}
@@ -151,8 +152,8 @@ class Frame:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands: `kind` of those above, `text` for people: "in all_reduce at train.py:57", with the
-    line as `where` ("" when it is not known)."""
+    """Where a rank is: `kind` is one of the above, `text` is for people: "in all_reduce at train.py:57", with
+    the line as `where` ("" if unknown)."""
 
     kind: str
     text: str
@@ -161,7 +162,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Stand:
-    """A rank at one look: the `kind` of its place, and a `mark` that is another one once it has moved."""
+    """A rank at one look: the `kind` of its place, and a `mark` that changes when the rank moves."""
 
     kind: str
     mark: str
@@ -170,14 +171,14 @@ class Stand:
 @dataclass(frozen=True)
 class LoaderWorker:
     """A process that loads data for a rank: its number, in the order of their starts, the kernel's letter for
-    its state ("" when it is gone), and the stack of its main thread if it gave one."""
+    its state ("" if it is gone), and the stack of its main thread, if it gave one."""
 
     number: int
     state: str
     stack: tuple[Frame, ...] = ()
 
     def trouble(self) -> str:
-        """What keeps it from delivering, as far as can be seen; "" for one that waits for work."""
+        """Say what keeps it from delivering, as far as can be seen; "" for one that waits for work."""
         if self.state in ("", "Z", "X"):
             return "has ended"
         if self.state == "T":
@@ -196,14 +197,14 @@ class LoaderWorker:
 
 
 def loads_data(stack: Sequence[Frame]) -> bool:
-    """Whether a process with this stack was started to load data: that is what its rank did when it forked
-    it."""
+    """Return whether a process with this stack was started to load data, which is what its rank was doing
+    when it forked the process."""
     return any(_LOADS.search(frame.file) for frame in stack)
 
 
 def behind(at: Place, workers: Sequence[LoaderWorker]) -> Place:
-    """Where a rank stands that waits for its data loader, or may as it gave no stack, with what holds that
-    up."""
+    """Return the place of a rank that waits for its data loader (or may, if it gave no stack), with what
+    holds the loader up."""
     dead = [worker for worker in workers if worker.state in ("", "Z", "X", "T")]
     holding = dead or [worker for worker in workers if worker.trouble() and at.kind == LOADER]
     if at.kind not in MAY_BLOCK or not holding:
@@ -215,9 +216,10 @@ def behind(at: Place, workers: Sequence[LoaderWorker]) -> Place:
 
 
 def stand(stack: Sequence[Frame], at: Place, busy: int = 0) -> Stand:
-    """One that waits for others may poll within torch: it stays where the user's code stands. A backward that
-    runs Python (a compilation, a function of the user's) does not wait. Others move as well when they, or
-    processes of theirs, are at work: `busy` counts the looks that found them so."""
+    """Return what one look shows. A rank that waits for others may poll within torch: it stays where the
+    user's code is. A backward that runs Python (a compilation, a function of the user's) does not wait. Other
+    ranks count as moving while they, or their processes, are at work: `busy` counts the looks at which they
+    were."""
     works = at.kind == BACKWARD and not _AUTOGRAD.search(stack[0].file)
     if stack and (at.kind not in (*WAITING, BLOCKED) or works):
         return Stand(CODE if works else at.kind, f"{zlib.crc32(repr((stack, busy)).encode()):08x}")
@@ -225,7 +227,8 @@ def stand(stack: Sequence[Frame], at: Place, busy: int = 0) -> Stand:
 
 
 def frames(dump: str) -> list[Frame]:
-    """The main thread's, innermost first, from what faulthandler or py-spy wrote; [] when it has none."""
+    """Return the frames of the main thread, innermost first, from the output of faulthandler or py-spy; [] if
+    there are none."""
     found: list[Frame] = []
     inside = False
     for line in dump.splitlines():
@@ -240,7 +243,7 @@ def frames(dump: str) -> list[Frame]:
 
 
 def place(stack: Sequence[Frame], process: str = "") -> Place:
-    """`process`: what the kernel says of it, for a rank that gave no stack."""
+    """Return where a rank is. `process`: what the kernel says about it, for a rank that gave no stack."""
     if not stack:
         return Place(UNKNOWN, f"without a stack{f' ({process})' if process else ''}")
     users = next((frame for frame in stack if not _NOT_THE_USERS.search(frame.file)), None)
@@ -258,7 +261,7 @@ def place(stack: Sequence[Frame], process: str = "") -> Place:
 
 
 def _collective(stack: Sequence[Frame], innermost: Frame) -> str:
-    """What the user would call the collective whose innermost frame of torch this is."""
+    """The user's name for the collective whose innermost torch frame this is."""
     for frame in stack[stack.index(innermost) :]:
         if not _NOT_THE_USERS.search(frame.file):
             break
@@ -268,8 +271,8 @@ def _collective(stack: Sequence[Frame], innermost: Frame) -> str:
 
 
 def absent(places: Mapping[int, Place]) -> tuple[int, ...]:
-    """The ranks that never came to where the others wait; () when all do, or it cannot be told. A few that a
-    process of their own holds up are those, whoever else was seen."""
+    """Return the ranks that never reached the place where the others wait; () if all did, or it cannot be
+    told. If a process of its own holds up a few ranks, these are returned, whatever the others do."""
     blocked = tuple(sorted(rank for rank, at in places.items() if at.kind == BLOCKED))
     if len(blocked) == 1 or 0 < 2 * len(blocked) < len(places):
         return blocked
@@ -288,7 +291,7 @@ def absent(places: Mapping[int, Place]) -> tuple[int, ...]:
 
 
 def describe(places: Mapping[int, Place]) -> str:
-    """One sentence: those that are alone somewhere first. "" without any."""
+    """Return one sentence; ranks that are alone somewhere come first. "" without any ranks."""
     groups: dict[str, list[int]] = {}
     for rank, at in sorted(places.items()):
         groups.setdefault(at.text, []).append(rank)
@@ -300,7 +303,7 @@ def describe(places: Mapping[int, Place]) -> str:
 
 
 def places(taken: Sequence[StacksTaken]) -> dict[int, Place]:
-    """Of all ranks of all nodes. Most of them stand at the same few."""
+    """Return the places of all ranks of all nodes. Most ranks are at the same few."""
     known: dict[tuple[str, str], Place] = {}
     found = {}
     for event in taken:
@@ -312,8 +315,8 @@ def places(taken: Sequence[StacksTaken]) -> dict[int, Place]:
 
 
 def in_flight(taken: Sequence[StacksTaken]) -> Missing | None:
-    """The collective that some ranks never entered, by the flight recorders of all nodes: on GPUs, where
-    collectives run behind the program, they know more than stacks."""
+    """Return the collective that some ranks never entered, from the flight recorders of all nodes. On GPUs,
+    where collectives run asynchronously, they show more than stacks."""
     try:
         return missing([Entered.from_json(one) for event in taken for one in event.flights])
     except (TypeError, ValueError):
@@ -321,7 +324,8 @@ def in_flight(taken: Sequence[StacksTaken]) -> Missing | None:
 
 
 def evidence(taken: Sequence[StacksTaken]) -> list[str]:
-    """What an incident says of stacks: where the ranks stood, which were missing, where it is kept."""
+    """Return what an incident says about stacks: where the ranks were, which were missing, and where it is
+    saved."""
     at = places(taken)
     if not at:
         return []

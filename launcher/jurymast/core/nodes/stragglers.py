@@ -1,23 +1,25 @@
-"""Is one rank slower than the others, and is it worth a swap? Decided from the parts of their steps.
+"""Whether one rank is slower than the others, and whether a swap is worth it, decided from the parts of their
+steps.
 
 A rank's own part of a step is forward + update; in backward it waits for the others (see `worker.hooks`). A
-rank is slow in a window of steps when its own part is
+rank is slow in a window of steps if its own part is
 
 - `factor` times the typical one, the median over the ranks of all other nodes, and
-- beyond it by `SIGMAS` of their spread (median absolute deviation times 1.4826, the normal distribution's;
-  at least `SPREAD_FLOOR` of the median), and
-- waited for: the others are in backward longer than it is, by at least half of what it is too long there.
+- beyond it by `SIGMAS` of their spread (median absolute deviation times 1.4826, the normal distribution's; at
+  least `SPREAD_FLOOR` of the median), and
+- waited for: the others are in backward longer than it is, by at least half of its excess.
 
-Only the slowest rank is looked at, and what it costs is counted against the next slowest node: of two equally
-slow nodes neither is blamed, and none is when all are slow. The last condition lets two nodes judge each
-other, and spares a rank whose delay nobody notices: hidden behind a GPU's work, or waited for elsewhere.
+Only the slowest rank is examined, and its cost is measured against the next slowest node: of two equally slow
+nodes neither is blamed, and no node is if all are slow. The last condition makes a comparison of only two
+nodes possible, and spares a rank whose delay costs nobody time: hidden behind a GPU's work, or waited for
+elsewhere.
 
-A rank that is slow in `WINDOWS` windows in a row is told, and again each time that count has doubled. A
-window has at least `WINDOW_STEPS` steps and `WINDOW_S` of them, so one rank's long evaluation is in one
-window only. Its node is swapped if that gains more than it costs:
+A rank that is slow in `WINDOWS` windows in a row is reported, and again each time that count has doubled. A
+window has at least `WINDOW_STEPS` steps and lasts at least `WINDOW_S`, so one rank's long evaluation is in
+one window only. Its node is swapped if that gains more than it costs:
 
-    gain = lost / step x horizon        of the time until the next failure, which restarts everybody anyway
-    cost = restart + rework             the run's own mean restart, and what was done since the last save
+    gain = lost / step x horizon        of the time until the next failure, which restarts all ranks anyway
+    cost = restart + rework             the run's own mean restart, and the steps since the last save
 
 Times in seconds.
 """
@@ -52,7 +54,7 @@ UNKNOWN_REWORK_S = 1800.0
 
 @dataclass(frozen=True)
 class Mean:
-    """One rank's mean step in a window: its own part, and backward."""
+    """The mean step of one rank in a window: its own part, and backward."""
 
     rank: int
     node: str
@@ -76,7 +78,7 @@ class Slow:
 
 
 def slowest(means: Iterable[Mean], factor: float) -> Slow | None:
-    """The rank that is slow in this window, if one is. Without two nodes there is nobody to compare."""
+    """Return the rank that is slow in this window, if one is. A single node cannot be compared."""
     ranks = list(means)
     worst = max(ranks, key=lambda mean: mean.own_s)
     others = [mean for mean in ranks if mean.node != worst.node]
@@ -105,7 +107,7 @@ def slowest(means: Iterable[Mean], factor: float) -> Slow | None:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a rank's steps so far took, in all."""
+    """Totals over a rank's steps so far."""
 
     steps: int
     forward_s: float
@@ -118,7 +120,7 @@ class Timed:
 
 
 class Windows:
-    """One attempt with so many `ranks`; `report` takes their times as they come."""
+    """The windows of one attempt with this many `ranks`; `report` takes their times as they arrive."""
 
     def __init__(self, ranks: int, factor: float) -> None:
         self._factor = factor
@@ -130,7 +132,8 @@ class Windows:
         self._lasted_s: list[float] = []
 
     def report(self, rank: int, node: str, timed: Timed) -> tuple[Slow, float] | None:
-        """Who is slow and should be told, at the least that was measured, and over how many seconds."""
+        """Return who is slow and should be reported, with the least slowness measured, and over how many
+        seconds."""
         base = self._base.setdefault(rank, timed)
         self._newest[rank] = (node, timed)
         if timed.steps >= base.steps + WINDOW_STEPS and timed.all_s >= base.all_s + WINDOW_S:
@@ -165,7 +168,7 @@ class Windows:
 
 
 def told(state: RunState, now: float, slow: Slow, since_s: float) -> Straggling:
-    """The event that this verdict becomes."""
+    """Return the event for this verdict."""
     whole = len(slow.ranks) == state.ranks_per_node and state.ranks_per_node > 1
     who = f"all ranks of {slow.node}" if whole else f"rank {slow.rank} on {slow.node}"
     own, others, lost = _time(slow.own_s), _time(slow.typical_s), _time(slow.lost_s)
@@ -179,7 +182,8 @@ def told(state: RunState, now: float, slow: Slow, since_s: float) -> Straggling:
 
 
 def worth(state: RunState, event: Straggling, *, saved: bool = False) -> tuple[bool, str]:
-    """Whether a swap gains more than it costs, and the arithmetic. `saved`: as if all were saved just now."""
+    """Return whether a swap gains more than it costs, and the arithmetic. `saved`: as if everything were
+    saved just now."""
     horizon_s = min(HORIZON_MAX_S, expected_mtbf_s(state, state.now) or HORIZON_MAX_S)
     share = event.lost_s / event.step_s if event.step_s else 0.0
     restart_s, rework_s = _restart_s(state), 0.0 if saved else _rework_s(state)
@@ -192,7 +196,7 @@ def worth(state: RunState, event: Straggling, *, saved: bool = False) -> tuple[b
 
 
 def refusal(state: RunState, event: Straggling, *, saved: bool = False) -> str:
-    """Why the node of a straggler stays; "" when it is to be swapped. `saved`: see `worth`."""
+    """Return why the node of a straggler stays; "" if it is to be swapped. `saved`: see `worth`."""
     pays, arithmetic = worth(state, event, saved=saved)
     if swapped_before(state, event):
         return "its place was slow before the last swap, too"
@@ -212,7 +216,8 @@ def is_current(state: RunState, event: Straggling) -> bool:
 
 
 def swapped_before(state: RunState, event: Straggling) -> str:
-    """The node whose place this one took, when that was swapped for its slowness; "" if none was."""
+    """Return the node whose place this one took, if that node was swapped for its slowness; "" if none
+    was."""
     for incident in reversed(state.incidents):
         if incident.cause == "straggler" and incident.rank is not None:
             place = incident.rank // state.ranks_per_node
@@ -229,7 +234,7 @@ def _restart_s(state: RunState) -> float:
 
 
 def _rework_s(state: RunState) -> float:
-    """Of steps that would be done again."""
+    """Seconds of steps that would be repeated."""
     if state.saved_step is not None and state.absolute:
         return max(0, state.step - state.saved_step) * state.step_s
     return min(UNKNOWN_REWORK_S, state.now - (state.first_step_at or state.now))
@@ -246,7 +251,7 @@ SAVE_LIMIT_S = 60.0
 
 
 class Stragglers:
-    """What is to be swapped out is saved first: then nothing is done twice for it."""
+    """Handles stragglers. What is to be swapped out is saved first, so that no steps are repeated for it."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
@@ -255,7 +260,7 @@ class Stragglers:
         self._waiting: dict[str, ev.Straggling] = {}  # for a save, by what it is asked for
 
     def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
-        """A heartbeat; now and then one has its ranks' times."""
+        """Process a heartbeat; some of them have their ranks' times."""
         state = self._state
         if beat.times is None or beat.attempt != state.attempt:
             return []
@@ -274,7 +279,7 @@ class Stragglers:
         return effects
 
     def saved(self, why: str, now: float) -> list[Effect]:
-        """What was asked for is saved, or could not be."""
+        """The requested save is done, or was not possible."""
         event = self._waiting.pop(why, None)
         return [] if event is None else [Record(replace(event, t=now))]
 

@@ -1,8 +1,8 @@
-"""Tests of nodes before they are used: for how long, who with whom, and what the results say.
+"""Tests of nodes before they are used: for how long, in which pairs, and what the results mean.
 
-Each node is tested alone first, then in pairs: neighbours, and in the next round the fastest with the
-slowest, so that whoever was paired with a culprit gets another partner. A node that is slow or fails with
-every partner is the culprit. (The two rounds are those of DLRover's node check, as is the factor two.)
+Each node is tested alone first, then in pairs: neighbors first, and in the next round the fastest with the
+slowest, so that a node that was paired with a culprit gets another partner. A node that is slow or fails with
+every partner is the culprit. (The two rounds and the factor two are those of DLRover's node check.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOCAL = "local "
 
 
 def limit_s(settings: Settings, gpus: int) -> float:
-    """Seconds that tests of a node with so many GPUs may take; 0.0: it is not tested."""
+    """Return the seconds that tests of a node with this many GPUs may take; 0.0: it is not tested."""
     if settings.preflight_s is None:
         return AUTO_LIMIT_S if gpus > 0 else 0.0
     return settings.preflight_s
@@ -36,9 +36,9 @@ def limit_s(settings: Settings, gpus: int) -> float:
 
 @dataclass(frozen=True)
 class Alone:
-    """What a node's tests by itself gave: seconds by measure, of its slowest device.
+    """The result of testing a node by itself: seconds by measure, of its slowest device.
 
-    `wrong` says which result was not the exact one, `error` what kept a test from ending; "" for neither.
+    `wrong` says which result was not exact, `error` what kept a test from finishing; "" for neither.
     """
 
     times: Mapping[str, float] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Alone:
 
 
 def slowest(answers: Iterable[Alone]) -> Alone:
-    """Those of a node's devices in one: the slowest's times, all that was wrong, the first error."""
+    """Combine the results of a node's devices: the slowest's times, all that was wrong, the first error."""
     times: dict[str, float] = {}
     answers = list(answers)
     for answer in answers:
@@ -59,7 +59,7 @@ def slowest(answers: Iterable[Alone]) -> Alone:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Two nodes' test with each other: seconds by measure, none when it failed."""
+    """The test of two nodes with each other: seconds by measure, none if it failed."""
 
     nodes: tuple[str, str]
     times: Mapping[str, float] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Pairing:
 
 @dataclass(frozen=True)
 class Judgement:
-    """`slowness`: the node's worst measure over the median of all, 1.0 when there is nothing to compare."""
+    """`slowness`: the node's worst measure over the median of all; 1.0 if there is nothing to compare."""
 
     node: str
     verdict: Verdict
@@ -81,10 +81,10 @@ class Judgement:
 
 
 def next_round(nodes: Sequence[str], played: Sequence[Pairing]) -> list[tuple[str, str]]:
-    """Who is tested with whom next; [] when that would tell nothing new.
+    """Return who is tested with whom next; [] if that would show nothing new.
 
-    The first round pairs neighbours, and leaves the last of an odd number out; the second pairs the fastest
-    with the slowest; with an odd number a third pairs the two nodes that were left out once.
+    The first round pairs neighbors, and leaves out the last of an odd number; the second pairs the fastest
+    with the slowest; with an odd number, a third pairs the two nodes that were left out once.
     """
     games = _by_node(played)
     if not played:
@@ -107,9 +107,9 @@ def next_round(nodes: Sequence[str], played: Sequence[Pairing]) -> list[tuple[st
 
 
 def judge(nodes: Sequence[str], alone: Mapping[str, Alone], played: Sequence[Pairing]) -> list[Judgement]:
-    """What the tests say of each node. `alone` has no entry for a node that did not answer in time.
+    """Return the verdict on each node. `alone` has no entry for a node that did not answer in time.
 
-    When most nodes fail in the same way, the tests are at fault and nobody is blamed.
+    If most nodes fail in the same way, the tests are at fault and no node is blamed.
     """
     wrong = _if_few({name: found.wrong for name, found in alone.items() if found.wrong}, len(alone))
     errors = {name: found.error for name, found in alone.items() if found.error}
@@ -151,7 +151,7 @@ def _by_node(played: Sequence[Pairing]) -> dict[str, list[Pairing]]:
 
 
 def _failed(name: str, games: Sequence[Pairing]) -> str:
-    """Why, if this node failed with two partners."""
+    """The reason, if this node failed with two partners."""
     if len(games) < 2 or any(game.times for game in games):
         return ""
     return f"failed in pairs with {', '.join(game.partner(name) for game in games)}: {games[-1].error}"
@@ -160,9 +160,10 @@ def _failed(name: str, games: Sequence[Pairing]) -> str:
 def _slowness(
     nodes: Sequence[str], alone: Mapping[str, Alone], played: Sequence[Pairing]
 ) -> dict[str, tuple[float, str]]:
-    """Of each node with times: its worst measure over the median of all nodes', and that in words.
+    """Return, for each node with times, its worst measure over the median of all nodes', and that in words.
 
-    In pairs a node is as fast as with its best partner. A pair that nothing can be compared to says nothing.
+    In pairs, a node counts as fast as with its best partner. A pair that cannot be compared counts for
+    nothing.
     """
     times = {name: dict(alone[name].times) for name in nodes if name in alone}
     for game in played:

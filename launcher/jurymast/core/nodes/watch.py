@@ -1,21 +1,20 @@
 """Which nodes are there, by their connections and heartbeats, and which of them are lost.
 
-A node is lost that is silent for longer than its own limit (see `core.nodes.heartbeat`), whose connection
-closed and that is not back soon, or that says so. But the supervisor being late is no evidence against a
-node:
+A node is lost if it is silent for longer than its own limit (see `core.nodes.heartbeat`), if its connection
+closed and it does not return soon, or if it says so. But a late supervisor is no evidence against a node:
 
-- its clock stands still while the supervisor does, and after it stood still a node is given up only at the
-  next tick: what had come meanwhile is heard by then;
-- an agent that had no answer for too long looks for another supervisor. One that says so, or that hangs up
-  after a pause of the supervisor, has as long to come back as after a take-over; one that goes together with
-  others has a few seconds;
-- the node of a supervisor that was taken over from was silent for long before that: it is lost if its agent
-  does not come back with (nearly) all others, be it to this supervisor or one between them;
-- a supervisor that hears nobody is more likely cut off than all others dead. Another may then take over,
-  and only if nobody does are the others given up. Once it hears somebody again, the others have their time
-  anew: they come back one after the other.
+- The clock stands still while the supervisor does, and after a pause a node is given up only at the next
+  tick, when messages that arrived meanwhile have been read.
+- An agent without an answer for too long looks for another supervisor. One that says so, or that hangs up
+  after a pause of the supervisor, has as long to return as after a take-over; one that leaves together with
+  others has a few seconds.
+- The node of a supervisor that was replaced had been silent for long before. It is lost if its agent does not
+  return with (nearly) all others, to this supervisor or to one in between.
+- A supervisor that hears nobody is more likely cut off than all others are dead. Another one may then take
+  over, and only if none does are the others given up. Once it hears an agent again, the others get their full
+  time again, because they return one after the other.
 
-A connection has a number of its own: what is told of an older one says nothing of the node any more.
+Connections are numbered: events of an older connection no longer count for the node.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ EARLY = 0.8
 
 @dataclass
 class Away:
-    """Not connected, `since` then, and silent `before_s` before. So long it may be away; `how` it is lost if
-    it does not come back. `many` went with it."""
+    """Not connected since `since`, and silent for `before_s` before. It may be away for the limit; `how` it
+    counts as lost if it does not return. `many` left with it."""
 
     since: float
     limit_s: float
@@ -85,8 +84,8 @@ class Away:
 
 @dataclass
 class NodeWatch:
-    """One node: the number of its connection, or why there is none, and when its heartbeats came. `heard`:
-    messages over this connection that its agent keeps until it knows of that."""
+    """One node: the number of its connection, or why there is none, and when its heartbeats arrived. `heard`:
+    messages over this connection that its agent keeps until they are acknowledged."""
 
     arrivals: Arrivals
     connection: int = 0
@@ -96,8 +95,8 @@ class NodeWatch:
 
 
 class Watch:
-    """`now` is the supervisor's clock. It must tick about every `STEADY_INTERVAL_S`, or sooner; all else that
-    is measured in seconds is of the watcher's own clock."""
+    """`now` is the supervisor's clock. It must tick about every `STEADY_INTERVAL_S`, or sooner; all other
+    seconds are those of the watcher's own clock."""
 
     def __init__(self, state: RunState, now: float) -> None:
         self._state = state
@@ -143,14 +142,14 @@ class Watch:
         self.reports.expect(node)
 
     def joined(self, node: str, connection: int) -> None:
-        """The node joined over the connection of this number, counted from 1. An older connection counts no
-        more."""
+        """The node joined over the connection of this number, counted from 1. An older connection no longer
+        counts."""
         self._put(node, NodeWatch(Arrivals(self._heartbeat_s, self.clock.now), connection))
         self.reports.expect(node)
 
     def closed(self, node: str, connection: int, now: float, *, reset: bool = False) -> list[Effect]:
-        """The connection of this number broke. `reset`: not closed in order, so that its agent, which may
-        live, need not know."""
+        """The connection of this number broke. `reset`: not closed in order, so that its agent, if it lives,
+        may not know."""
         if not self._is_newest(node, connection):
             return []
         at, effects = self.clock.at(now), list[Effect]()
@@ -175,8 +174,8 @@ class Watch:
         return effects
 
     def _next_beat_s(self, node: str, at: float) -> float:
-        """Until the node's next heartbeat is due. Of one that is late already nothing is known: it may come a
-        whole interval from now."""
+        """Seconds until the node's next heartbeat is due. If it is already late, it may take a whole interval
+        from now."""
         due_s = self.nodes[node].arrivals.last + self._heartbeat_s - at
         return due_s if due_s >= 0 else self._heartbeat_s
 
@@ -184,29 +183,29 @@ class Watch:
         return rejoin_limit_s(len(self._state.nodes), MANY_LIMIT_S)
 
     def hung_up(self, node: str, connection: int) -> list[Effect]:
-        """Its agent heard nothing from here, and will be back after looking for a supervisor."""
+        """Its agent heard nothing from here, and will return after looking for a supervisor."""
         if not self._is_newest(node, connection):
             return []
         self.expect(node)
         return [Disconnect(node)]
 
     def left(self, node: str, connection: int, why: str, now: float) -> list[Effect]:
-        """Its agent gives the node up."""
+        """Its agent gives up the node."""
         if not self._is_newest(node, connection):
             return []
         return self._lose(node, ev.NodeLost(t=now, node=node, how="left", silent_s=0.0, evidence=why))
 
     @property
     def interval_s(self) -> float:
-        """Until the next tick, in seconds: whose connection closed a moment ago is lost when its time is up,
-        and not a tick later."""
+        """Seconds until the next tick. A node whose connection closed a moment ago is lost when its time is
+        up, not a tick later."""
         if not self._broken:
             return STEADY_INTERVAL_S
         limits = (away.since + away.limit_s for name in self._broken if (away := self.nodes[name].away))
         return min(WATCH_INTERVAL_S, max(SOON_S, min(limits) - self.clock.now))
 
     def away(self) -> list[str]:
-        """Known nodes that are to connect, and have time left for it."""
+        """Return known nodes that are to connect and have time left for it."""
         return list(self._away)
 
     def _is_newest(self, node: str, connection: int) -> bool:
@@ -229,14 +228,14 @@ class Watch:
         self._abandoned.discard(node)
 
     def _give_time(self) -> None:
-        """No connection that broke a moment ago is evidence against its node."""
+        """Give broken connections more time: one that broke a moment ago is no evidence against its node."""
         for name in list(self._broken):
             self.expect(name)
 
     # Heartbeats.
 
     def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
-        """A heartbeat arrived. It is answered now and then, so that the agent knows that the supervisor
+        """A heartbeat arrived. Some of them are answered, so that the agent knows that the supervisor
         lives."""
         watch = self.nodes.get(node)
         if watch is None:
@@ -251,12 +250,12 @@ class Watch:
         ]
 
     def heard(self, node: str, connection: int) -> None:
-        """A message arrived that the agent keeps until it knows of that."""
+        """A message arrived that the agent keeps until it is acknowledged."""
         if self._is_newest(node, connection):
             self.nodes[node].heard += 1
 
     def storage_waits(self, seconds: float, now: float) -> list[Effect]:
-        """The run directory has not answered for so many seconds; 0.0: it has."""
+        """The run directory has not answered for this many seconds; 0.0: it has."""
         self._unfindable = seconds > STORAGE_LATE_S
         told, self._told_of_storage = self._told_of_storage, False
         if seconds <= STORAGE_HANGS_S:
@@ -281,7 +280,7 @@ class Watch:
                 watch.away.before_s += counted_s
 
     def tick(self, now: float) -> list[Effect]:
-        """The nodes that are lost by now."""
+        """Return the nodes that are lost by now."""
         before = self.clock.now
         late_s = self.clock.tick(now)
         counted_s = self.clock.now - before
@@ -307,11 +306,12 @@ class Watch:
         return effects
 
     def silent(self, now: float) -> list[str]:
-        """The nodes that would be lost if they were not about to leave anyway."""
+        """Return the nodes that would be lost if they were not about to leave anyway."""
         return list(self._beyond_limit(self._quiet(), now)) if self.ending else []
 
     def _was_late(self, seconds: float, counted_s: float) -> None:
-        """Nobody could come back meanwhile, although the clock counts a little of it."""
+        """Extend limits after a pause: no node could return meanwhile, although the clock counts a little of
+        it."""
         if seconds >= LATE_SHARE * patience_s(self._heartbeat_s, len(self.here)):
             self._late_until = self.clock.now + LENIENT_S
             self._give_time()
@@ -321,8 +321,9 @@ class Watch:
                 away.limit_s = max(away.limit_s, min(most_s, away.limit_s + counted_s))
 
     def _look_for_the_last_supervisors(self) -> None:
-        """Their agents, if they live, look for this one just as the others do. While none of those is here
-        but this node's own, all may well be with the last one still."""
+        """Set limits for the nodes of the last supervisors. Their agents, if they live, look for this
+        supervisor just as the others do. While only this node's own agent is here, all others may still be
+        with the last one."""
         if not self._abandoned or not self.here:
             return
         others = self.nodes.keys() - self._abandoned - {self._state.supervised_on}
@@ -344,7 +345,7 @@ class Watch:
         return since is not None and self.clock.now < since + ISOLATION_LIMIT_S
 
     def _listen(self, quiet: dict[str, NodeWatch]) -> list[Effect]:
-        """While nobody is heard, there is no pulse."""
+        """Stop the pulse while no agent is heard."""
         before, is_isolated = self._isolated_since, self._is_isolated(quiet)
         if is_isolated is (before is not None):
             return []
@@ -373,8 +374,8 @@ class Watch:
         return lost
 
     def _limit_s(self, name: str, watch: NodeWatch) -> float:
-        """With a node that only starts nothing is lost yet, and its imports alone may keep a busy machine
-        from beating for seconds."""
+        """The limit for a node. A starting node has nothing to lose yet, and its imports alone may keep a
+        busy machine from sending heartbeats for seconds."""
         own_s = watch.arrivals.limit_s(self._fixed_s)
         more_s = max(0.0, LIMIT_MAX_S - own_s) if _only_starts(name, self._state) else 0.0
         if watch.away is None:
@@ -383,12 +384,12 @@ class Watch:
 
     @property
     def _least_s(self) -> float:
-        """Silence that says nothing of a node, whatever its limit."""
+        """The silence that means nothing for a node, whatever its limit."""
         return ISOLATED * (BEATS * self._heartbeat_s if self._fixed_s is None else self._fixed_s)
 
     def _quiet(self) -> dict[str, NodeWatch]:
-        """Nodes that may be silent for too long: of thousands their own limits are not asked for at every
-        look."""
+        """Nodes that may have been silent for too long; with thousands of nodes, their own limits are not
+        computed at every look."""
         now, least_s, away = self.clock.now, self._least_s, {name: self.nodes[name] for name in self._away}
         if now < self._quiet_at:
             return away
@@ -397,7 +398,7 @@ class Watch:
         return away | {name: self.nodes[name] for name, last in heard.items() if now - last > least_s}
 
     def _is_isolated(self, quiet: dict[str, NodeWatch]) -> bool:
-        """True when this node hears none of at least two others: then it is the one that is cut off."""
+        """Whether this node hears none of at least two others: then it is the one that is cut off."""
         own = self._state.supervised_on
         others = [watch for name, watch in quiet.items() if name != own]
         if len(others) < max(2, len(self.nodes) - (own in self.nodes)):
@@ -406,8 +407,8 @@ class Watch:
         return all(self._is_unheard(watch, ISOLATED * limit_s) for watch in others)
 
     def _is_unheard(self, watch: NodeWatch, limit_s: float) -> bool:
-        """Silent for so long. Who is to connect is not late before its time is nearly up, and a connection
-        that was closed had somebody to close it."""
+        """Whether a node has been silent this long. A node that is to connect is not late before its time is
+        nearly up, and a closed connection was closed by somebody."""
         if watch.away is None:
             return watch.arrivals.silent_s(self.clock.now) > limit_s
         own_s = watch.arrivals.limit_s(self._fixed_s)
@@ -421,7 +422,7 @@ class Watch:
         return [Disconnect(node), Record(event)]
 
     def check(self) -> None:
-        """Invariants; AssertionError names the one broken."""
+        """Check the invariants; AssertionError names the broken one."""
         for name, watch in self.nodes.items():
             assert (watch.connection == 0) is (watch.away is not None), f"{name} is connected and away"
         here = {name for name, watch in self.nodes.items() if watch.away is None}
