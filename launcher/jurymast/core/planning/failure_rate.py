@@ -1,11 +1,11 @@
 """How often nodes fail: a Gamma-Poisson posterior over incidents and node-days.
 
-Failures of a fleet come as a Poisson process of unknown rate r per node-day. With the prior
-r ~ Gamma(a, b node-days), k incidents in E node-days leave r ~ Gamma(a + k, b + E). Fleets change, so both
-k and E are forgotten with a half-life; what remains of old evidence fades towards the prior. Published
-rates spread over a factor of fifteen, so the prior only carries a run through its first days.
+Failures of a fleet are modeled as a Poisson process of unknown rate r per node-day. With the prior r ~
+Gamma(a, b node-days), k incidents in E node-days give r ~ Gamma(a + k, b + E). Fleets change, so both k and E
+decay with a half-life, and without new evidence the estimate returns towards the prior. Published rates
+spread over a factor of fifteen, so the prior only serves for a run's first days.
 
-Rates that people see are failures per 1,000 node-days; times are seconds unless a name says days.
+Rates shown to people are failures per 1,000 node-days; times are seconds unless a name says days.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ AFTER_REPAIR_S = DAY_S
 
 @dataclass(frozen=True)
 class Posterior:
-    """r ~ Gamma(`shape`, `node_days`) failures per node-day; `incidents` in `exposure_node_days` are what was
-    seen, after forgetting; both are 0 for a prior."""
+    """r ~ Gamma(`shape`, `node_days`) failures per node-day; `incidents` in `exposure_node_days` are the
+    evidence after decay; both are 0 for a prior."""
 
     shape: float = PRIOR_SHAPE
     node_days: float = PRIOR_NODE_DAYS
@@ -53,28 +53,29 @@ class Posterior:
 
     @property
     def rate(self) -> float:
-        """Mean, failures per 1,000 node-days."""
+        """The mean, in failures per 1,000 node-days."""
         return PER * self.shape / self.node_days
 
     def quantile(self, probability: float) -> float:
-        """The rate that the true one stays below with this probability; failures per 1,000 node-days."""
+        """Return the rate below which the true one is with this probability, in failures per 1,000
+        node-days."""
         return PER * gamma_quantile(self.shape, probability) / self.node_days
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
-        """The rates between which the true one lies with probability `level`, tails alike."""
+        """Return the rates between which the true one is with probability `level`, with equal tails."""
         tail = (1.0 - level) / 2.0
         return self.quantile(tail), self.quantile(1.0 - tail)
 
     def below(self, rate: float) -> float:
-        """P(the true rate is at most `rate` failures per 1,000 node-days)."""
+        """Return P(the true rate is at most `rate` failures per 1,000 node-days)."""
         return gamma_below(self.shape, rate / PER * self.node_days)
 
     def mtbf_s(self, nodes: float) -> float:
-        """Mean time between failures of a run on `nodes` nodes, at the mean rate."""
+        """Return the mean time between failures of a run on `nodes` nodes, at the mean rate."""
         return mtbf_s(nodes, self.rate)
 
     def learned(self, incidents: float, exposure_node_days: float) -> Posterior:
-        """After so many more incidents in so many more node-days."""
+        """Return the posterior after this many more incidents in this many more node-days."""
         return Posterior(
             self.shape + incidents,
             self.node_days + exposure_node_days,
@@ -83,7 +84,7 @@ class Posterior:
         )
 
     def evidence(self) -> str:
-        """What the rate rests on, for people: "3 incidents in 812 node-days"."""
+        """Say what the rate rests on: "3 incidents in 812 node-days"."""
         if self.exposure_node_days <= 0.0 and self.incidents <= 0.0:
             return "nothing observed yet"
         # Forgetting leaves fractions of incidents.
@@ -92,8 +93,8 @@ class Posterior:
 
 
 def prior(rate: float | None = None) -> Posterior:
-    """What is believed before anything was observed: usual for fleets, or around a `rate` that somebody gave
-    (failures per 1,000 node-days). Raises ValueError for a rate that is not positive."""
+    """Return the belief before any observation: usual for fleets, or around a given `rate` (failures per
+    1,000 node-days). Raises ValueError for a rate that is not positive."""
     if rate is None:
         return Posterior()
     if not 0.0 < rate < math.inf:
@@ -104,7 +105,7 @@ def prior(rate: float | None = None) -> Posterior:
 @dataclass(frozen=True)
 class Watched:
     """`nodes` nodes could have failed from `start_s` to `end_s`, and did at `failures_s`; seconds since the
-    epoch. One that is likelier to fail counts as several."""
+    epoch. A node that is more likely to fail counts as several."""
 
     start_s: float
     end_s: float
@@ -115,8 +116,9 @@ class Watched:
 def learned_before(
     watched: Iterable[Watched], now_s: float, half_life_days: float = HALF_LIFE_DAYS
 ) -> tuple[float, float]:
-    """What earlier runs teach: (incidents, exposure in node-days), each forgotten since it was. Failures
-    close to each other count once also when they struck several runs: those share switches and power."""
+    """Return what earlier runs teach: (incidents, exposure in node-days), each decayed since it happened.
+    Failures close to each other count once even if they hit several runs, because those share switches and
+    power."""
     half_life_s = half_life_days * DAY_S
 
     def left(at_s: float) -> float:
@@ -132,29 +134,32 @@ def learned_before(
 
 
 def mtbf_s(nodes: float, rate: float) -> float:
-    """Mean time between failures of `nodes` nodes at `rate` per 1,000 node-days; endless for a rate of 0."""
+    """Return the mean time between failures of `nodes` nodes at `rate` per 1,000 node-days; infinite for a
+    rate of 0."""
     return PER / (nodes * rate) * DAY_S if nodes > 0 and rate > 0.0 else math.inf
 
 
 def node_rate(fleet: float, failures: float, node_days: float) -> float:
-    """What to expect of one node that failed `failures` times in `node_days`, in a fleet whose nodes fail at
-    the rate `fleet` on average; both rates per 1,000 node-days. The mean of its factor's Gamma posterior.
-    Neither holds for a day after a repair: of those `node_days` has `AFTER_REPAIR` for each."""
+    """Return the expected rate of one node that failed `failures` times in `node_days`, in a fleet whose
+    nodes fail at the rate `fleet` on average; both rates per 1,000 node-days. It is the mean of the Gamma
+    posterior of the node's factor. The rate does not apply to the day after a repair, and each such day is
+    `AFTER_REPAIR` of the `node_days`."""
     return fleet * (FRAILTY_SHAPE + failures) / (FRAILTY_SHAPE + fleet / PER * node_days)
 
 
 def counted(nodes: int, fresh_until: Iterable[float], now_s: float) -> float:
-    """As how many nodes `nodes` count, of which some are on the day after a repair until `fresh_until`."""
+    """Return how many nodes `nodes` count as, some of which are in the day after a repair until
+    `fresh_until`."""
     return nodes + (AFTER_REPAIR - 1.0) * sum(now_s < until_s for until_s in fresh_until)
 
 
 def default_mtbf_s(nodes: int) -> float:
-    """Of `nodes` nodes, when nothing has been measured yet."""
+    """Return the mean time between failures of `nodes` nodes before anything was measured."""
     return prior().mtbf_s(max(1, nodes))
 
 
 def merged(times_s: Iterable[float], window_s: float = MERGE_S) -> list[float]:
-    """The starts of bursts, in order: a failure within `window_s` of a burst's first is part of it."""
+    """Return the starts of bursts, in order: a failure within `window_s` of a burst's first belongs to it."""
     starts: list[float] = []
     for at_s in sorted(times_s):
         if not starts or at_s - starts[-1] > window_s:
@@ -163,17 +168,17 @@ def merged(times_s: Iterable[float], window_s: float = MERGE_S) -> list[float]:
 
 
 def failure_times(incidents: Sequence[Incident]) -> list[float]:
-    """When failures struck that are charged to the infrastructure: bursts merged. What somebody asked for is
-    charged to nobody and is no failure."""
+    """Return when failures happened that are charged to the infrastructure, with bursts merged. A user's
+    request is charged to nobody and is no failure."""
     return merged(incident.fault_at for incident in incidents if incident.charged == INFRASTRUCTURE)
 
 
 class FailureRate:
-    """The running estimate. Tell it the time that nodes were watched and each incident, in order of time.
+    """The running estimate. Report the time that nodes were watched, and each incident, in order of time.
 
-    Old evidence halves every `half_life_days`: an exposure of n nodes over t days counts as
-    n * h / ln 2 * (1 - 2^(-t/h)) node-days at its end. Failures within `merge_s` of one are part of it.
-    `earlier`: incidents and node-days of other runs, as of the start.
+    Old evidence halves every `half_life_days`: an exposure of n nodes over t days counts as n * h / ln 2 * (1
+    - 2^(-t/h)) node-days at its end. Failures within `merge_s` of one belong to it. `earlier`: incidents and
+    node-days of other runs, as of the start.
     """
 
     def __init__(
@@ -192,7 +197,7 @@ class FailureRate:
         self._incidents, self._node_days = earlier
 
     def __eq__(self, other: object) -> bool:
-        """A replayed run's estimate equals the one that it had."""
+        """A replayed run's estimate equals the original one."""
         return isinstance(other, FailureRate) and vars(self) == vars(other)
 
     @property
@@ -200,14 +205,14 @@ class FailureRate:
         return self._believed.learned(self._incidents, self._node_days)
 
     def posterior_at(self, now_s: float, nodes: int, fresh_until: Sequence[float] = ()) -> Posterior:
-        """The posterior if `nodes` nodes were watched until `now_s`; this estimate stays as it is."""
+        """Return the posterior if `nodes` nodes are watched until `now_s`; this estimate does not change."""
         ahead = copy.copy(self)
         ahead.watched(now_s, nodes, fresh_until)
         return ahead.posterior
 
     def watched(self, until_s: float, nodes: int, fresh_until: Sequence[float] = ()) -> None:
-        """`nodes` nodes could have failed since the last word, until `until_s` (nothing, if that is past).
-        `fresh_until`: of those on the day after a repair, when that day ends; they count as more."""
+        """`nodes` nodes could have failed since the last report, until `until_s` (ignored if that is past).
+        `fresh_until`: for those in the day after a repair, when that day ends; they count as more."""
         # What strikes within a burst's window is not counted, so that this time is no exposure, either: at
         # 100,000 GPUs, where something fails every 18 minutes, the rate would come out a third too low.
         self._pass(min(until_s, self._burst_s + self._merge_s), 0)
@@ -226,7 +231,7 @@ class FailureRate:
         self._until_s = until_s
 
     def incident(self, at_s: float) -> bool:
-        """Count one failure; False when it belongs to the burst before it."""
+        """Count one failure; returns False if it belongs to the burst before it."""
         if at_s - self._burst_s <= self._merge_s:
             return False
         self._burst_s = at_s

@@ -1,9 +1,9 @@
-"""What a run will lose to failures and saves, before it runs: cadence, bytes, spares, goodput.
+"""Predicts what a run will lose to failures and saves: cadence, bytes, spares, goodput.
 
 Three ways to save are compared. *blocking*: training waits for the write to shared storage. *asynchronous*:
-it waits for a copy in memory, which is written behind its back. *memory*: saves stay in memory, on two nodes
-each, and every so many one is written; only failures that take several nodes at once need that one.
-Times are seconds, rates failures per 1,000 node-days, bandwidths bytes per second, ratios 0..1.
+it waits for a copy in memory, which is written in the background. *memory*: saves stay in memory, on two
+nodes each, and only some are written; only failures of several nodes at once need those. Times are seconds,
+rates failures per 1,000 node-days, bandwidths bytes per second, ratios 0..1.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ EXPONENT_MAX = 300.0
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What is known before the run. None: not known (`stall_s`: estimated from the bytes; `cadence_s` and
-    `spares`: as computed). `max_loss_s` bounds a computed cadence. `write_bytes_per_s` is what the storage
-    takes from all nodes together; `replicated`: saves are kept in the memory of two nodes."""
+    `spares`: to be computed). `max_loss_s` limits a computed cadence. `write_bytes_per_s` is the storage's
+    bandwidth for all nodes together; `replicated`: saves are kept in the memory of two nodes."""
 
     nodes: int
     gpus_per_node: int = 8
@@ -73,7 +73,7 @@ class Question:
 
     @property
     def write_s(self) -> float | None:
-        """One checkpoint to the storage; None when its size or the storage's speed is not known."""
+        """The seconds to write one checkpoint; None if its size or the storage's speed is unknown."""
         if self.checkpoint_bytes is None or self.write_bytes_per_s is None:
             return None
         return self.checkpoint_bytes / self.write_bytes_per_s
@@ -89,14 +89,16 @@ class Question:
 
     @property
     def by_target(self) -> bool:
-        """Nothing says what a save costs: the plan says what it may cost."""
+        """Whether the cost of a save is unknown, so that the plan states the highest cost that reaches the
+        target."""
         return self.checkpoint_bytes is not None and self.write_bytes_per_s is None and self.stall_s is None
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to save: a save every `interval_s`, a durable one every `durable_interval_s`; goodput at that.
-    `stall_s`: training waits so long for each; `write_s`: the durable write's length, None when not known."""
+    """One way to save: a save every `interval_s`, a durable one every `durable_interval_s`, and the resulting
+    goodput. `stall_s`: how long training waits for each; `write_s`: duration of the durable write, None if
+    unknown."""
 
     name: str
     interval_s: float
@@ -108,8 +110,8 @@ class Way:
 
 @dataclass(frozen=True)
 class SpareChoice:
-    """`waiting`: share of the time in which a node is missing; `ettr`: goodput of the time asked for;
-    `allocation_goodput`: the same with the spares in the denominator."""
+    """`waiting`: the share of the time in which a node is missing; `ettr`: goodput of the requested nodes'
+    time; `allocation_goodput`: the same with the spares in the denominator."""
 
     spares: int
     waiting: float
@@ -119,8 +121,8 @@ class SpareChoice:
 
 @dataclass(frozen=True)
 class Needed:
-    """Write bandwidths, bytes per second, with which `goodput` is reached at recoveries of `restart_s`;
-    None where no storage is fast enough."""
+    """Write bandwidths, bytes per second, with which `goodput` is reached if a recovery takes `restart_s`;
+    None if no storage is fast enough."""
 
     goodput: float
     restart_s: float
@@ -130,9 +132,9 @@ class Needed:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The answer. `way` is the one planned with; `low` and `high` are its goodput at the rates between which
-    the true one lies with 90 %; `faster_storage`: goodput gained by storage twice as fast, None if it has no
-    part in it; `sensitivity`: goodput lost when the cadence is chosen for a rate four times off."""
+    """The answer. `way` is the planned one; `low` and `high` are its goodput at the ends of the 90 % interval
+    of the failure rate; `faster_storage`: goodput gained by storage twice as fast, None if it plays no part;
+    `sensitivity`: goodput lost if the cadence is chosen for a rate that is off by a factor of four."""
 
     question: Question
     mtbf_s: float
@@ -149,7 +151,8 @@ class Forecast:
 
 
 def forecast(question: Question) -> Forecast:
-    """Everything `plan` tells. Raises ValueError for no nodes, and for a target outside [0.5, 1)."""
+    """Return everything that `plan` shows. Raises ValueError for no nodes, and for a target outside [0.5,
+    1)."""
     if question.nodes < 1:
         raise ValueError("a run has at least one node")
     # Below a half the interval tau and the one with its save in it differ too much to stand for each other.
@@ -181,13 +184,14 @@ def forecast(question: Question) -> Forecast:
 
 
 def goodput_at(question: Question, interval_s: float, rate: float) -> float:
-    """Goodput with a save every `interval_s` at `rate`, in the way that is planned with; for curves."""
+    """Return the goodput with a save every `interval_s` at `rate`, for the planned way to save; for
+    curves."""
     fixed = replace(question, cadence_s=interval_s)
     return _ways(fixed, mtbf_s(question.nodes, rate))[0].goodput
 
 
 def _ways(question: Question, mtbf: float) -> tuple[Way, ...]:
-    """All ways to save that what is known allows, at this MTBF; first the one to plan with."""
+    """Return all ways to save that the known values allow, at this MTBF; first the planned one."""
     if question.by_target:
         return (_allowed(question, mtbf),)
     ways = [_memory(question, mtbf)] if question.replicated else []
@@ -199,16 +203,17 @@ def _ways(question: Question, mtbf: float) -> tuple[Way, ...]:
 
 
 def _interval_s(question: Question, best_s: float, least_s: float = 0.0) -> float:
-    """The policy's cadence, or the best within `max_loss_s`; never before the last save is written."""
+    """Return the policy's cadence, or the best one within `max_loss_s`; never before the last save is
+    written."""
     if question.cadence_s is not None:
         return max(question.cadence_s, least_s)
     return max(min(best_s, question.max_loss_s), least_s, LEAST_INTERVAL_S)
 
 
 def _allowed(question: Question, mtbf: float) -> Way:
-    """The cadence tau = M (1 - target), which is the best one where the target is just reached, and the
-    blocking write that this leaves room for at M as it is expected (`mtbf` may differ: then the same write,
-    and the cadence that suits it)."""
+    """Return the cadence tau = M (1 - target), which is best if the target is just reached, and the blocking
+    write that this leaves time for at the expected M (`mtbf` may differ: then the same write, and the cadence
+    that suits it)."""
     expected_s = question.mtbf_s
     interval_s = _interval_s(question, expected_s * (1.0 - question.target))
     write_s = _blocking_allowed_s(question.target, interval_s, expected_s, 0.0)
@@ -235,7 +240,7 @@ def _asynchronous(question: Question, mtbf: float) -> Way:
 
 
 def _memory(question: Question, mtbf: float) -> Way:
-    """Two levels; reading a durable save back takes as long as writing it."""
+    """Return the two-level way. Reading a durable save takes as long as writing it."""
     size, write_s = question.checkpoint_bytes, question.write_s
     copy_s = REPLICATE_GUESS_S if size is None else size / question.nodes / REPLICATE_BYTES_PER_S
     cheap = Saving(question.stall_used_s, copy_s, question.slowdown, question.restart_s)
@@ -278,13 +283,14 @@ def _needed(question: Question, restart_s: float) -> Needed:
 
 
 def _blocking_allowed_s(target: float, interval_s: float, mtbf: float, restart_s: float) -> float:
-    """C from goodput = (Delta - C) / (M e^(R/M) (e^(Delta/M) - 1)); 0 or less when it cannot be reached."""
+    """C from goodput = (Delta - C) / (M e^(R/M) (e^(Delta/M) - 1)); 0 or less if it cannot be reached."""
     first, second = (min(EXPONENT_MAX, t / mtbf) for t in (restart_s, interval_s))
     return interval_s - target * mtbf * math.exp(first) * math.expm1(second)
 
 
 def _largest(holds: Callable[[float], bool], most: float) -> float | None:
-    """The largest x up to `most` for which `holds`, true up to some x only; None when it never is."""
+    """Return the largest x up to `most` for which `holds`, which is true up to some x only; None if it never
+    is."""
     low, high = 0.0, most
     for _ in range(80):
         middle = (low + high) / 2.0
@@ -304,5 +310,5 @@ def _faster_storage(question: Question, way: Way) -> float | None:
 
 
 def durable_per_day(way: Way) -> float:
-    """Writes to the storage a day."""
+    """Return the number of writes to the storage per day."""
     return DAY_S / way.durable_interval_s

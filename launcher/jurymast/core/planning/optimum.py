@@ -1,8 +1,8 @@
-"""How often to save, and what it costs: the formulas. All times in seconds, goodput as a ratio 0..1.
+"""Formulas for how often to save, and what it costs. All times in seconds, goodput as a ratio 0..1.
 
-Symbols: C is a save's cost while training waits, R the time from a failure until training goes on, M the mean
-time between failures of the whole run (1/M = lambda), tau the training between two saves, Delta = tau + C the
-time from save to save. Failures are exponential and may strike during saves and recoveries, too.
+Symbols: C is a save's cost while training waits, R the time from a failure until training continues, M the
+mean time between failures of the whole run (1/M = lambda), tau the training time between two saves, Delta =
+tau + C the time from save to save. Failures are exponential and may happen during saves and recoveries, too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def young_s(save_s: float, mtbf_s: float) -> float:
 
 
 def optimal_share(cost: float) -> float:
-    """x = 1 + W0(-e^-(1 + cost)), W0 being Lambert's W: the best tau / M for a save of cost = C / M.
+    """x = 1 + W0(-e^-(1 + cost)), where W0 is Lambert's W: the best tau / M for a save of cost = C / M.
 
-    x solves x + cost + ln(1 - x) = 0. That form keeps its precision where W's argument comes close to its
-    branch point (cheap saves); it is concave, so that Newton's method from the right never leaves the right.
+    x solves x + cost + ln(1 - x) = 0. That form stays precise where W's argument is close to its branch point
+    (cheap saves). It is concave, so Newton's method from the right stays on the right.
     """
     if cost <= 0.0:
         return 0.0
@@ -48,7 +48,7 @@ def optimal_s(save_s: float, mtbf_s: float) -> float:
 
 def goodput(tau_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
     """tau / (M e^(R/M) (e^((tau + C)/M) - 1)): training's share of the time, exact for exponential failures
-    (Daly 2006, equation 20). 0 where it is too small for a float."""
+    (Daly 2006, equation 20). 0 if it is too small for a float."""
     if tau_s <= 0.0:
         return math.exp(-restart_s / mtbf_s) if save_s <= 0.0 else 0.0
     if math.isinf(mtbf_s):
@@ -61,8 +61,9 @@ def goodput(tau_s: float, save_s: float, mtbf_s: float, restart_s: float) -> flo
 
 @dataclass(frozen=True)
 class Saving:
-    """What one kind of save costs. `stall_s`: training waits; `copy_s`: the copy goes on in the background,
-    slowing training by the share `slowdown`, and only then protects; `restart_s`: detection to training."""
+    """The cost of one kind of save. `stall_s`: training waits; `copy_s`: the copy continues in the
+    background, slows training by the share `slowdown`, and only then protects; `restart_s`: from detection to
+    training."""
 
     stall_s: float
     copy_s: float = 0.0
@@ -71,13 +72,13 @@ class Saving:
 
     @property
     def cost_s(self) -> float:
-        """Training time that one save takes, s + sigma d."""
+        """The training time that one save takes, s + sigma d."""
         return self.stall_s + self.slowdown * self.copy_s
 
 
 def async_goodput(interval_s: float, saving: Saving, mtbf_s: float) -> float:
     """The exact form with Delta = `interval_s`: training's part of an interval is Delta - s - sigma d, and a
-    failure costs d more than R, as it takes the save in the making."""
+    failure costs d more than R, because it destroys the unfinished save."""
     tau_s = interval_s - saving.cost_s
     return max(0.0, goodput(tau_s, saving.cost_s, mtbf_s, saving.restart_s + saving.copy_s))
 
@@ -107,10 +108,10 @@ def two_levels(
 ) -> TwoLevels:
     """The pattern of Benoit et al., "Towards optimal multi-level checkpointing", 2017.
 
-    `durable_share` of the failures destroy the cheap copies and go back to the newest durable save. Each
+    `durable_share` of the failures destroy the cheap copies and lead back to the newest durable save. Each
     level alone has Delta_l = sqrt(2 C_l / lambda_l) (here: its exact form); a durable save is due every
-    round(Delta_2 / Delta_1) cheap ones, and never before the one before it is complete. `interval_s` fixes
-    the cheap interval. `durable.stall_s` is what a durable save costs beyond the cheap one it is made from.
+    round(Delta_2 / Delta_1) cheap ones, and never before the previous one is complete. `interval_s` fixes the
+    cheap interval. `durable.stall_s` is what a durable save costs beyond the cheap one from which it is made.
     Goodput: the exact form with the mean restart, copy and rework of both kinds of failure.
     """
     share = min(1.0, max(0.0, durable_share))
@@ -134,8 +135,8 @@ def two_levels(
 
 
 def sensitivity(saving: Saving, mtbf_s: float, factor: float = RATE_FACTOR) -> float:
-    """Goodput lost, 0..1, at the worse of two mistakes: the cadence was chosen for a failure rate `factor`
-    times too high, or too low."""
+    """Return the goodput lost, 0..1, by the worse of two mistakes: the cadence was chosen for a failure rate
+    that is too high, or too low, by `factor`."""
     best = async_goodput(optimal_interval_s(saving, mtbf_s), saving, mtbf_s)
     wrong = (optimal_interval_s(saving, mtbf_s * off) for off in (factor, 1.0 / factor))
     return max(0.0, *(best - async_goodput(interval_s, saving, mtbf_s) for interval_s in wrong))

@@ -1,8 +1,8 @@
 """Mean time between failures, with its interval.
 
-Failures come as a Poisson process over an observed time T with n failures, so that the true mean lies
-between 2T / chi2(0.95, 2n + 2) and 2T / chi2(0.05, 2n) with 90 %; without any failure there is no upper end.
-A chi-square quantile with 2k degrees of freedom is twice the Gamma(k) quantile, and for whole k
+Failures are modeled as a Poisson process with n failures in an observed time T, so the true mean is between
+2T / chi2(0.95, 2n + 2) and 2T / chi2(0.05, 2n) with 90 %; without any failure there is no upper end. A
+chi-square quantile with 2k degrees of freedom is twice the Gamma(k) quantile, and for whole k
 
     P(Gamma(k) <= x) = 1 - exp(-x) * sum(x^i / i!, i < k) = 1 - P(fewer than k events when x are expected)
 """
@@ -17,7 +17,8 @@ LEVEL = 0.90
 
 @dataclass(frozen=True)
 class Mtbf:
-    """Seconds; `mean` and `high` are None without a failure, all are None before anything was observed."""
+    """Mean time between failures, in seconds; `mean` and `high` are None without a failure, all are None
+    before any observation."""
 
     failures: int
     observed_s: float
@@ -27,10 +28,11 @@ class Mtbf:
 
 
 def gamma_below(shape: float, x: float) -> float:
-    """P(Gamma(shape) <= x) at scale 1: the regularised lower incomplete gamma function, to about 1e-14.
+    """Return P(Gamma(shape) <= x) at scale 1: the regularized lower incomplete gamma function, to about
+    1e-14.
 
-    The power series below x = shape + 1 and Legendre's continued fraction above it (Abramowitz and Stegun,
-    Handbook of Mathematical Functions, 6.5.29 and 6.5.31), each where it converges fast.
+    It uses the power series below x = shape + 1 and Legendre's continued fraction above it (Abramowitz and
+    Stegun, Handbook of Mathematical Functions, 6.5.29 and 6.5.31), each where it converges fast.
     """
     if x <= 0.0:
         return 0.0
@@ -63,7 +65,8 @@ def _upper_fraction(shape: float, x: float) -> float:
 
 
 def gamma_quantile(shape: float, probability: float) -> float:
-    """x with P(Gamma(shape) <= x) = `probability`, for shape > 0 and 0 < probability < 1; by bisection."""
+    """Return x with P(Gamma(shape) <= x) = `probability`, for shape > 0 and 0 < probability < 1; by
+    bisection."""
     low, high = 0.0, shape + 10.0 * math.sqrt(shape) + 10.0
     while gamma_below(shape, high) < probability:
         high *= 2.0
@@ -79,7 +82,7 @@ def gamma_quantile(shape: float, probability: float) -> float:
 
 
 def mtbf(failures: int, observed_s: float) -> Mtbf:
-    """MTBF after `failures` in `observed_s` seconds, with its interval at `LEVEL`."""
+    """Return the MTBF after `failures` in `observed_s` seconds, with its interval at `LEVEL`."""
     if observed_s <= 0.0:
         return Mtbf(failures, 0.0, None, None, None)
     tail = (1.0 - LEVEL) / 2.0

@@ -1,11 +1,11 @@
-"""How many spare nodes a run asks for: from the failure rate, the time a replacement takes, and the price.
+"""How many spare nodes a run requests: from the failure rate, the time a replacement takes, and the cost.
 
-Nodes out of service at a time are counted by X, negative binomial with mean mu = N r L and variance
-mu + mu^2 / kappa: failures come in bursts and some nodes fail again and again, and a Poisson count would miss
-both (in a production trace of 400 nodes it says 17 at the 99th percentile where 31 were seen; kappa = 2
-says 33). The rule is the smallest S with P(X > S) <= eps. The cap is the newsvendor's: while X > S, all
-N nodes wait, and a spare costs one node all the time, so the S-th must prevent that for more than 1/N of the
-time: N P(X = S) > 1.
+X, the number of nodes out of service at a time, is negative binomial with mean mu = N r L and variance mu +
+mu^2 / kappa: failures come in bursts and some nodes fail again and again, which a Poisson count would miss
+(in a production trace of 400 nodes the 99th percentile was 31; Poisson gives 17, kappa = 2 gives 33). The
+rule is the smallest S with P(X > S) <= eps. The cap is the newsvendor's: while X > S, all N nodes wait, and a
+spare costs one node all the time, so the S-th must prevent that for more than 1/N of the time: N P(X = S) >
+1.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Outages:
 
 @dataclass(frozen=True)
 class Spares:
-    """`count` is what to ask for; `rule` what the risk alone asks for."""
+    """`count` is what to request; `rule` what the risk alone would request."""
 
     count: int
     rule: int
@@ -55,14 +55,14 @@ class Spares:
 
 
 def outages(nodes: int, rate: float, replace_s: float, run_s: float | None = None) -> Outages:
-    """`rate` is in failures per 1,000 node-days. A run shorter than a replacement has only its own length to
-    lose nodes in."""
+    """Return the outages at `rate` failures per 1,000 node-days. A run shorter than a replacement can lose
+    nodes only during its own length."""
     span_s = replace_s if run_s is None else min(replace_s, run_s)
     return Outages(max(0.0, nodes * rate / 1000.0 * span_s / DAY_S))
 
 
 def by_risk(found: Outages) -> int:
-    """The smallest S with P(X > S) <= `EPSILON`."""
+    """Return the smallest S with P(X > S) <= `EPSILON`."""
     spares, covered = 0, found.probability(0)
     while covered < 1.0 - EPSILON:
         spares += 1
@@ -71,7 +71,8 @@ def by_risk(found: Outages) -> int:
 
 
 def size_spares(nodes: int, rate: float, replace_s: float, run_s: float | None = None) -> Spares:
-    """Spares for `nodes` active nodes at `rate` failures per 1,000 node-days: the rule, and the cap on it."""
+    """Return the spares for `nodes` active nodes at `rate` failures per 1,000 node-days: the rule, limited by
+    the cap."""
     found = outages(nodes, rate, replace_s, run_s)
     rule = by_risk(found)
     count = rule
@@ -83,6 +84,6 @@ def size_spares(nodes: int, rate: float, replace_s: float, run_s: float | None =
 def auto_spares(
     active: int, rate: float | None = None, replace_s: float = REPLACE_S, run_s: float | None = None
 ) -> int:
-    """Spare nodes for `active` nodes under `spares: auto`; `rate` None is what fleets report. 0 for a few
-    nodes: they fail so rarely that a spare would idle for more than it saves."""
+    """Return the spare nodes for `active` nodes under `spares: auto`; with `rate` None for the usual rate of
+    fleets. 0 for a few nodes, which fail so rarely that a spare would idle for more than it saves."""
     return size_spares(active, PRIOR_RATE if rate is None else rate, replace_s, run_s).count
