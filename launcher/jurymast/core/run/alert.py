@@ -1,4 +1,5 @@
-"""A warning that waits for people. Apart from the rest of the state: agents start sooner without that."""
+"""A warning that waits for people. It has a module of its own so that agents, which do not need the rest of
+the state, start sooner."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass
 class Alert:
-    """Something that people must decide, because no node may be blamed for it. It goes on while more `nodes`
-    come, the last of them at `until`; alerts of one `subject` soon after each other are one."""
+    """Something that people must decide, because no node may be blamed for it. It lasts while more `nodes`
+    are affected, the last of them at `until`; alerts of one `subject` soon after each other are one."""
 
     subject: str
     at: float

@@ -1,23 +1,22 @@
-"""Who is at fault? Root cause against cascade, from what one incident gathered.
+"""Determines who is at fault: the root cause among the reports of one incident.
 
-When a rank dies its peers' collectives fail a moment later, so the loudest report is rarely the cause. Of
-all reports those count that came within `FIRST_S` of the first one that could be a root. Order of belief:
+When a rank dies, its peers' collectives fail a moment later, so the most frequent report is rarely the cause.
+All reports count that arrived within `FIRST_S` of the first one that could be a root cause. Order of
+precedence, and within one of these the earliest report:
 
-1. a lost node (more than two, over a tenth of the run: the fabric), a request by hand;
+1. a lost node (more than two, over a tenth of the run: the fabric), a request by a user;
 2. a finding for which a node leaves, unless the program failed before it;
-3. an end of a rank that a finding on its node explains (within `NEAR_S`), or that speaks of broken hardware;
-4. a process killed from outside, then one that stands still;
+3. an end of a rank that a finding on its node explains (within `NEAR_S`), or that indicates broken hardware;
+4. a process killed from outside, then a stopped one;
 5. an exception of the user's code, or an exit code without one; a torchrun host that died; a crash;
-6. a process asked to end;
-7. and when only collectives failed or hang: a suspect finding near, trouble with storage near, what many
-   nodes reported at once, ranks that never came to the collective in which the others hang, a collective
-   that timed out, one that failed, a hang.
+6. a process that got a request to end;
+7. if only collectives failed or hang: a suspect finding near, trouble with storage near, what many nodes
+   reported at once, ranks that never reached the collective in which the others hang, a collective that timed
+   out, one that failed, a hang.
 
-A node that was chosen to leave for its slowness is the cause unless ranks failed for a reason of their own.
+A node that was chosen to leave for its slowness is the cause, unless ranks failed for a reason of their own.
 
-Within one of these the earliest report.
-
-What ranks say when they end is read with the tables in `core.run.clues`; classes are those of
+The tables in `core.run.clues` interpret what ranks report when they end; the classes are those of
 `core.run.causes`.
 """
 
@@ -71,8 +70,8 @@ _CASCADES = ("communication", "collective_timeout", "worker_terminated")
 
 @dataclass(frozen=True)
 class Cause:
-    """`kind` is the incident's class; `charged` says whose restart budget pays: infrastructure,
-    application or nobody. `signature` is equal for the same cause coming back."""
+    """`kind` is the incident's class; `charged` names the restart budget that pays: infrastructure,
+    application or nobody. `signature` is equal whenever the same cause returns."""
 
     kind: str
     charged: str
@@ -90,7 +89,7 @@ class Surroundings:
 
     `leaving`: those for which nodes are to leave; `near`: others on placed nodes, within `NEAR_S`; `common`:
     what many nodes reported at once, with `common_kind`, the kind of finding. `nodes`: how many have ranks.
-    `straggling`: what the ranks were stopped for; `stacks`: where they stood then, if they hung.
+    `straggling`: the slowness for which the ranks were stopped; `stacks`: where they were then, if they hung.
     """
 
     leaving: Sequence[tuple[str, Finding]] = ()
@@ -103,7 +102,7 @@ class Surroundings:
     stacks: Sequence[StacksTaken] = ()
 
     def against(self, node: str, kinds: Collection[str] = ACTING_KINDS) -> Finding | None:
-        """The worst finding on this node that is of one of these kinds."""
+        """Return the worst finding on this node that is of one of these kinds."""
         found = [f for n, f in (*self.leaving, *self.near) if n == node and acts(f) and f.kind in kinds]
         return min(found, key=lambda f: f.verdict is not Verdict.BAD, default=None)
 
@@ -118,7 +117,7 @@ def attribute(
     hung: RanksHung | None,
     around: Surroundings | None = None,
 ) -> Cause:
-    """The root cause of an incident with these findings; at least one must be given (ValueError)."""
+    """Return the root cause of an incident with these findings; at least one must be given (ValueError)."""
     around = around or Surroundings()
     if lost:
         return _lost_cause(lost, around)
@@ -149,7 +148,7 @@ def attribute(
 def _program_failed_before(
     classed: Sequence[tuple[str, WorkerFailed]], leaving: Sequence[tuple[str, Finding]]
 ) -> bool:
-    """A node may turn bad while ranks are being stopped for something else."""
+    """Whether the program failed before a finding: a node may turn bad while ranks are being stopped."""
     since = min(finding.at for _, finding in leaving)
     nodes = {node for node, _ in leaving}
     return any(
@@ -160,7 +159,7 @@ def _program_failed_before(
 def _collective_cause(
     classed: Sequence[tuple[str, WorkerFailed]], hung: RanksHung | None, around: Surroundings
 ) -> Cause:
-    """No rank's own end explains it: what else was seen?"""
+    """The cause if no rank's own end explains the incident."""
     terminated = [pair for pair in classed if pair[0] == "worker_terminated"]
     if terminated:
         return _failure_cause(terminated, around)
@@ -189,7 +188,7 @@ def _collective_cause(
 
 
 def _class_of(failure: WorkerFailed, around: Surroundings) -> str:
-    """The class of one rank's end, as far as it and its node tell."""
+    """The class of one rank's end, from what it and its node report."""
     kind = _own_class(failure, around)
     finding = around.against(failure.node, _EXPLAINED_BY.get(kind, ()))
     return kind if finding is None else causes.of_finding(finding)
@@ -247,7 +246,7 @@ def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
 
 
 def _found_cause(found: Sequence[tuple[str, Finding]]) -> Cause:
-    """Bad before suspect, then the earliest."""
+    """The finding that counts: bad before suspect, then the earliest."""
     (node, finding), *more = sorted(found, key=lambda pair: pair[1].verdict is not Verdict.BAD)
     kind = causes.of_finding(finding)
     evidence = some([f"{n}: {describe(f)}" for n, f in ((node, finding), *more)], NODES_TOLD, "; ")
@@ -280,7 +279,8 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
 
 
 def _error_of(failure: WorkerFailed, charged: str) -> ErrorSignature:
-    """Where a broken machine or network interrupts a script is chance; an error of its own has one place."""
+    """The error of a rank. A broken machine or network interrupts a script at a random place; an error of the
+    script has one place."""
     traceback = failure.traceback if charged == APPLICATION else ""
     return error_signature(failure.error, failure.message, traceback)
 
@@ -311,7 +311,7 @@ def _straggler_cause(event: Straggling) -> Cause:
 
 
 def _absent(around: Surroundings) -> dict[int, str]:
-    """Rank -> node of those that never came to where the others wait."""
+    """The nodes of the ranks that never reached the place where the others wait, by rank."""
     node_of = {rank: event.node for event in around.stacks for rank in event.ranks}
     flight = stacks.in_flight(around.stacks)
     late = stacks.absent(stacks.places(around.stacks)) if flight is None else flight.ranks
@@ -328,7 +328,7 @@ def _hang_cause(kind: str, hung: RanksHung, around: Surroundings) -> Cause:
 
 
 def describe_exit(exit_code: int) -> str:
-    """What a shell user would call it: "exit code 3", "killed by SIGKILL"."""
+    """Describe an exit as a shell user would: "exit code 3", "killed by SIGKILL"."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     return f"killed by {SIGNAL_NAMES.get(-exit_code, f'signal {-exit_code}')}"

@@ -1,13 +1,15 @@
-"""What findings of probes come to: whether a node leaves the active ones for one, and why not.
+"""What findings of probes lead to: whether a node leaves the active ones for a finding, and why not.
 
 A `bad` finding takes its node out of the run, a `suspect` one makes it a spare that is tested before it is
-used again, `unknown` never acts; and only findings on a node's own hardware, network and machine do. On top:
+used again, and `unknown` has no consequence. Only findings on a node's own hardware, network and machine
+count. In addition:
 
-- what happened before the allocation is not this run's business, and what is told twice happened once;
-- the same on many nodes within `together_s` is nobody's fault (one NVLink crash flagged 77 healthy nodes at
-  one site): on more than two for sympathetic Xids, else on over a tenth of them and at least three;
-- at most `excluded_fraction` of the run's nodes (one in any case) are blamed at a time, and four an hour;
-- nobody leaves when nothing can take the place, or when the policy only wants to be told.
+- A finding from before the allocation does not count, and a repeated report counts once.
+- The same finding on many nodes within `together_s` is nobody's fault (one NVLink crash flagged 77 healthy
+  nodes at one site): on more than two nodes for sympathetic Xids, otherwise on over a tenth of them and at
+  least three.
+- At most `excluded_fraction` of the run's nodes (one in any case) are blamed at a time, and four an hour.
+- No node leaves if nothing can take its place, or if the policy only reports.
 
 Where one of these keeps a node in, people are alerted instead. Times in seconds.
 """
@@ -50,8 +52,8 @@ PROCESS_STUCK = "process-stuck"
 
 @dataclass(frozen=True)
 class Ruling:
-    """What is to be done about a finding: `out`, its node leaves the active ones for `finding`; `alert`: tell
-    people instead, once for all nodes if `many` show the like (their group of findings); or `note` it."""
+    """What to do about a finding: `out`: its node leaves the active ones for `finding`; `alert`: alert people
+    instead, once for all nodes if `many` show similar ones (their group of findings); or `note` it."""
 
     finding: Finding
     out: bool = False
@@ -61,7 +63,7 @@ class Ruling:
 
 
 def take(state: RunState, event: HealthFound) -> Finding | None:
-    """Enter a finding on a known node into the state; None when it is over, too old or known already."""
+    """Enter a finding on a known node into the state; None if it is over, too old or already known."""
     finding = Finding(
         probe=event.probe, code=event.code, verdict=Verdict(event.verdict), kind=event.kind,
         message=event.message, device=event.device, at=event.at or event.t, unit=event.unit,
@@ -94,7 +96,7 @@ def _remember(state: RunState, sighting: Sighting) -> None:
 
 
 def rule(state: RunState, node: Node, raw: Finding) -> Ruling:
-    """What follows from a new finding on `node`."""
+    """Return what follows from a new finding on `node`."""
     finding = escalated(state, node.name, raw)
     common = on_many(state, finding)
     if common:
@@ -125,13 +127,13 @@ def rule(state: RunState, node: Node, raw: Finding) -> Ruling:
 
 
 def acts(finding: Finding) -> bool:
-    """Whether a finding of this verdict and kind can make a node leave."""
+    """Return whether a finding of this verdict and kind can make a node leave."""
     return finding.kind in ACTING_KINDS and finding.verdict in ACTING_VERDICTS and finding.code != OOM_KILL
 
 
 def _waits_for_storage(node: Node, finding: Finding) -> bool:
-    """A process that stands still in the kernel while the node's storage does not answer stands still for
-    that, whatever the kernel calls the place."""
+    """Whether a process that is stuck in the kernel waits for storage: the node's storage does not answer,
+    whatever the kernel calls the place."""
     known = node.findings.values()
     return finding.code == PROCESS_STUCK and any(
         one.kind == findings.STORAGE and one.verdict in ACTING_VERDICTS for one in known
@@ -143,32 +145,34 @@ def is_bad(finding: Finding) -> bool:
 
 
 def worked_around(state: RunState, finding: Finding) -> bool:
-    """Ranks can do without one network device of several: the agent sees to that at each launch."""
+    """Return whether ranks can avoid the part: one network device of several, which the agent leaves out at
+    each launch."""
     network = finding.kind == findings.NETWORK and finding.verdict is Verdict.SUSPECT
     return network and state.settings.workaround
 
 
 def speaks(finding: Finding) -> bool:
-    """Whether a finding can explain the end of ranks: what acts, and what is nobody's fault."""
+    """Return whether a finding can explain the end of ranks: it can make a node leave, or is nobody's
+    fault."""
     if finding.kind == findings.APPLICATION or finding.code in (OOM_KILL, SHM_FULL):
         return True
     return finding.verdict in ACTING_VERDICTS and finding.kind != findings.SYMPATHETIC
 
 
 def describe(finding: Finding) -> str:
-    """ "xid-79 on gpu3: the GPU fell off the bus"."""
+    """Describe a finding: "xid-79 on gpu3: the GPU fell off the bus"."""
     return f"{finding.code}{f' on {finding.device}' if finding.device else ''}: {finding.message}"
 
 
 def standing(state: RunState, node: Node) -> Finding | None:
-    """The worst finding that still speaks against `node`; None when nothing does."""
+    """Return the worst finding that still counts against `node`; None if none does."""
     found = [escalated(state, node.name, finding) for finding in node.findings.values()]
     against = [f for f in found if acts(f) and not on_many(state, f) and not _waits_for_storage(node, f)]
     return min(against, key=lambda f: (f.verdict is not Verdict.BAD, f.at), default=None)
 
 
 def passed_tests(state: RunState, node: Node) -> None:
-    """Active tests say that a suspect works: what was found on it before no longer speaks against it."""
+    """Active tests show that a suspect works: earlier findings no longer count against it."""
     node.findings = {key: f for key, f in node.findings.items() if f.verdict is Verdict.BAD}
     state.seen.pop(node.name, None)
 
@@ -177,8 +181,8 @@ def passed_tests(state: RunState, node: Node) -> None:
 
 
 def escalated(state: RunState, name: str, finding: Finding) -> Finding:
-    """The finding as its earlier ones make it look: what is the program's fault on many GPUs is a GPU's own
-    when it comes back there and nowhere else."""
+    """Return the finding with its verdict corrected by earlier ones: what is the program's fault on many GPUs
+    is a GPU's own fault if it returns there and nowhere else."""
     if finding.code not in (PAGE_FAULT, GRAPHICS_EXCEPTION) and not _is_fatal(finding):
         return finding
     here = [s.finding for s in _of_node(state, name, finding) if state.now - s.t <= REPEAT_S]
@@ -223,12 +227,13 @@ def _elsewhere(state: RunState, name: str, finding: Finding) -> bool:
 
 
 def _group(finding: Finding) -> str:
-    """What is counted together: networks and storage fail in many ways at once."""
+    """The group of a finding, for counting. Networks and storage fail in many ways at once, so each is one
+    group."""
     return finding.kind if finding.kind in (findings.NETWORK, findings.STORAGE) else finding.code
 
 
 def on_many(state: RunState, finding: Finding) -> str:
-    """Why nobody is blamed for `finding`, when many nodes show the like at once; else ""."""
+    """Return why no node is blamed for `finding`, if many nodes show similar ones at once; otherwise ""."""
     sympathetic = finding.kind == findings.SYMPATHETIC
     if finding.kind == findings.APPLICATION or not (sympathetic or finding.verdict in ACTING_VERDICTS):
         return ""
@@ -251,7 +256,7 @@ def on_many(state: RunState, finding: Finding) -> str:
 
 
 def beyond_limits(state: RunState, name: str, also: Collection[str] = ()) -> str:
-    """Why `name` (with `also`) may not be blamed now although something was found; "" when it may."""
+    """Return why `name` (with `also`) may not be blamed now despite a finding; "" if it may."""
     now, settings = state.now, state.settings
     leaving = {*state.findings.health, *also} - {name}
     out = leaving | {blame.node for blame in state.blames if _is_out(state, blame)} - {name}
@@ -287,7 +292,7 @@ def _replaceable(state: RunState, node: Node) -> bool:
 
 
 def put_out(state: RunState, blame: Blame) -> list[Instruction]:
-    """Carry a blame out on a node on which no ranks run any more."""
+    """Carry out a blame, on a node on which no ranks run any more."""
     node = state.nodes[blame.node]
     state.blames.append(blame)
     if not blame.bad:
@@ -307,8 +312,8 @@ def blame_for(state: RunState, name: str, finding: Finding) -> Blame:
 def raise_alert(
     state: RunState, subject: str, message: str, nodes: Collection[str], many: str = ""
 ) -> list[Instruction]:
-    """Tell people, once for what comes together. When many nodes show findings of one group, `many`, those
-    that were the first to be blamed for it are cleared."""
+    """Alert people, once for findings that belong together. If `many` nodes show findings of one group, those
+    that were blamed for it first are cleared."""
     alert = _open_alert(state, subject)
     if alert is not None:
         alert.nodes.update(dict.fromkeys(nodes))
@@ -327,7 +332,7 @@ def raise_alert(
 
 
 def _shown_by_many(group: str) -> str:
-    """The subject of the alert."""
+    """The subject of the alert for this group."""
     return f"many {group}"
 
 
@@ -339,7 +344,7 @@ def _open_alert(state: RunState, subject: str) -> Alert | None:
 
 
 def _forgive(state: RunState, names: Collection[str], group: str) -> None:
-    """What many nodes showed at once is not held against them later, either."""
+    """Clear the nodes of a common fault: it must not count against them later, either."""
     for node in (state.nodes[name] for name in names if name in state.nodes):
         for key, finding in node.findings.items():
             if _group(finding) == group and acts(finding):
@@ -359,7 +364,7 @@ def _take_back(state: RunState, group: str, why: str) -> None:
 
 
 def _recovered(state: RunState, node: Node) -> None:
-    """What took the node out is over: it may serve again, after all others and its tests."""
+    """The reason for which the node left is gone: it may serve again, after all others and its tests."""
     if node.bad and standing(state, node) is None:
         node.bad = False
         state.excluded.pop(node.name, None)

@@ -1,7 +1,8 @@
-"""Every class that an incident's cause can have: what happened, whose restart budget pays, what to do.
+"""Every class of cause that an incident can have: what happened, whose restart budget pays, what to do.
 
-`category` is the row of Llama 3's table of unplanned interruptions (arXiv 2407.21783, table 5) that the
-class belongs to, "" for what that table has no row for. It says what is looked at, not how much is found.
+`category` is the row of Llama 3's table of unplanned interruptions (arXiv 2407.21783, table 5) to which the
+class belongs, "" if that table has no such row. It shows which kinds are covered, not how often they are
+detected.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ FROM_FINDINGS = frozenset(f"{name}_{verdict}" for name in _OF_KIND.values() for 
 
 
 def of_finding(finding: findings.Finding) -> str:
-    """The class of an incident that this finding, bad or suspect, is the cause of. KeyError: it is of a kind
-    that no node answers for."""
+    """Return the class of an incident that this finding, bad or suspect, caused. KeyError: it is of a kind
+    for which no node is responsible."""
     part = _OF_KIND[finding.kind]
     if part == "gpu" and not (finding.code.startswith(("xid-", "gpu-")) or finding.device.startswith("gpu")):
         part = "host"  # broken memory of the machine is hardware, too
@@ -124,5 +125,5 @@ def of_finding(finding: findings.Finding) -> str:
 
 
 def meaning(name: str) -> str:
-    """One sentence without its full stop; "" for a class of another version."""
+    """Return one sentence without its full stop; "" for a class of another version."""
     return CAUSES[name].meaning if name in CAUSES else ""

@@ -1,6 +1,7 @@
-"""What ends of ranks look like: tables of exception texts and signals with the class of cause they speak of.
+"""How ends of ranks are interpreted: tables of exception texts and signals with the class of cause that they
+indicate.
 
-Rows are tried in order, the first that matches counts. Sources of the texts: strerror(3) for errno names,
+Rows are tried in order; the first match counts. Sources of the texts: strerror(3) for errno names,
 `cudaGetErrorString` in NVIDIA's CUDA runtime documentation, `ncclGetErrorString` and torch's own messages.
 """
 
@@ -24,8 +25,8 @@ WATCHDOG = re.compile(r"watchdog|collective operation timeout", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Clue:
-    """An exception whose "CLASS: message" matches is of the class `kind`. `local`: the class instead when the
-    text names a path of the node's own; "": paths do not matter."""
+    """An exception whose "CLASS: message" matches is of the class `kind`. `local`: the class instead if the
+    text names a path on the node itself; "": paths do not matter."""
 
     pattern: re.Pattern[str]
     kind: str
@@ -84,8 +85,8 @@ SHM_FULL = 0.98
 
 @lru_cache(maxsize=64)  # thousands of ranks fail with the same words
 def exception_class(text: str, local_paths: tuple[str, ...]) -> str:
-    """The class that an exception's "CLASS: message" speaks of; "" when no clue matches. A clue on storage is
-    the node's own trouble if the text names a path below one of `local_paths`."""
+    """Return the class that an exception's "CLASS: message" indicates; "" if no clue matches. A clue about
+    storage is the node's own trouble if the text names a path below one of `local_paths`."""
     for clue in EXCEPTIONS:
         if clue.pattern.search(text):
             here = any(re.search(rf"(?<![\w/.-]){re.escape(path)}(/|\b)", text) for path in local_paths)

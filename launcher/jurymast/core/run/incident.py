@@ -1,4 +1,4 @@
-"""One failure and its recovery, with the time each part took."""
+"""One failure and its recovery, with the duration of each phase."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from jurymast.core.signatures import Signature
 
 
 def because(evidence: str, why: str) -> str:
-    """A decision's whole reason as one sentence: what was found, and what followed from it."""
+    """Return a decision's whole reason as one sentence: what was found, and what followed from it."""
     return "; ".join(part for part in (evidence, why) if part)
 
 
 @dataclass
 class Incident:
-    """Times are seconds since the epoch, None until known. Steps are the training's own. `why`: what `action`
-    follows from, beside the evidence."""
+    """Times are seconds since the epoch, None until known. Steps are the training's own. `why`: the reason
+    for `action`, without the evidence."""
 
     id: int
     fault_at: float
@@ -52,7 +52,8 @@ class Incident:
         return self.ended_at is None
 
     def seconds(self) -> dict[str, float]:
-        """Exclusive parts in order; they sum to the time from fault to recovery (or the last known point)."""
+        """Return the exclusive phases in order; they sum to the time from fault to recovery (or the last
+        known point)."""
         restore_from = None if self.restored_at is None else self.restored_at - self.restore_s
         marks = (
             ("detect", self.detected_at),

@@ -1,4 +1,4 @@
-"""What the state machine tells the edges to do. Every instruction carries its reason."""
+"""What the state machine wants done. Every instruction carries its reason."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Launch(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class StopWorkers(Instruction):
-    """Stop the ranks of `attempt` on these nodes; each answers with WorkersStopped. `stacks`: first with
-    StacksTaken, because they hang."""
+    """Stop the ranks of `attempt` on these nodes; each answers with WorkersStopped. `stacks`: with
+    StacksTaken before, because they hang."""
 
     attempt: int
     nodes: tuple[str, ...]
@@ -33,7 +33,7 @@ class StopWorkers(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Dismiss(Instruction):
-    """This node is out: it kills its ranks; its agent stays and may be asked back as a spare."""
+    """The node is out: kill its ranks; its agent stays and may be used as a spare again."""
 
     node: str
 
@@ -42,7 +42,7 @@ class Dismiss(Instruction):
 class TestNodes(Instruction):
     """Test these nodes, on which no ranks run, for at most `limit_s`; each answers with NodeTested.
 
-    `partners` are idle nodes to pair them with; nothing becomes of those.
+    `partners` are idle nodes to pair them with; they get no verdict.
     """
 
     nodes: tuple[str, ...]
@@ -52,14 +52,14 @@ class TestNodes(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class RaiseAlert(Instruction):
-    """Tell people: something that they must decide, first seen on these nodes."""
+    """Alert people to something that they must decide, first seen on these nodes."""
 
     nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requeue(Instruction):
-    """Give the allocation back and ask for one without `exclude`."""
+    """Return the allocation and request one without `exclude`."""
 
     exclude: tuple[str, ...]
 

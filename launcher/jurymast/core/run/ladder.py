@@ -1,7 +1,8 @@
-"""The restart ladder: what to do about a known cause. The cheapest rung that is safe, with its reason.
+"""The restart ladder: what to do about a known cause. It chooses the cheapest safe action, and gives the
+reason.
 
-1. restart in place, 2. swap a spare in, 4. requeue without the bad nodes; or stop, when trying again
-cannot help. (Rung 3, shrinking, comes with resharding.)
+1. restart in place, 2. swap a spare in, 4. requeue without the bad nodes; or stop, if another attempt cannot
+help. (Rung 3, shrinking, is not supported.)
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ PATIENT_WINDOW_S = 3600.0
 
 @dataclass(frozen=True)
 class Decision:
-    """`action`: restart, swap, requeue or stop; `why`: what it follows from, beside the cause's evidence;
-    `bad`: nodes that leave the placement, those of `blames` for a finding."""
+    """`action`: restart, swap, requeue or stop; `why`: the reason, without the cause's evidence; `bad`: nodes
+    that leave the placement, those of `blames` for a finding."""
 
     action: str
     why: str
@@ -47,7 +48,7 @@ class Decision:
 
 
 def decide(state: RunState, cause: Cause) -> Decision:
-    """What to do now that all ranks are stopped and the cause is known."""
+    """Return what to do now that all ranks are stopped and the cause is known."""
     stop = _give_up(state, cause)
     if stop is not None:
         return stop
@@ -91,31 +92,35 @@ def decide(state: RunState, cause: Cause) -> Decision:
 
 
 def backoff_s(in_a_row: int) -> float:
-    """Wait before the next attempt: nothing after a first failure, then 0.5 s doubling up to 30 s."""
+    """Return the pause before the next attempt: none after a first failure, then 0.5 s doubling up to 30
+    s."""
     return 0.0 if in_a_row <= 1 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** (in_a_row - 2))
 
 
 def patient_s(in_a_row: int) -> float:
-    """Wait before the next attempt when only other people can help: as above, but 15 s up to 5 minutes."""
+    """Return the pause before the next attempt if only other people can help: as above, but 15 s up to 5
+    minutes."""
     return 0.0 if in_a_row <= 1 else min(PATIENT_MAX_S, PATIENT_FIRST_S * 2.0 ** (in_a_row - 2))
 
 
 def _patient_tries(state: RunState, cause: Cause) -> int:
-    """How often the cause came within the hour: a script that saves for itself does some steps each time."""
+    """How often the cause came within the hour. A script that saves for itself does some steps each time, so
+    new steps do not reset this."""
     since = state.now - PATIENT_WINDOW_S
     recent = sum(1 for one in state.incidents if one.cause == cause.kind and one.detected_at > since)
     return max(state.without_progress, recent)
 
 
 def job_exit_code(cause: Cause) -> int:
-    """The application's own code, as a shell gives it (128 + signal); ours when no rank ended by itself."""
+    """Return the application's own code, as a shell gives it (128 + signal); jurymast's if no rank ended by
+    itself."""
     if cause.exit_code == 0:
         return RunFailedError.exit_code
     return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
 
 
 def _give_up(state: RunState, cause: Cause) -> Decision | None:
-    """Stop when the same cause came back without progress, or a restart budget is spent."""
+    """Stop if the same cause returned without progress, or a restart budget is exhausted."""
     if cause.charged == "nobody":
         return None
     exit_code = job_exit_code(cause)
@@ -148,7 +153,7 @@ def _give_up(state: RunState, cause: Cause) -> Decision | None:
 
 
 def repeats(incidents: Sequence[Incident], cause: Cause, in_a_row: int) -> int:
-    """How often in a row (newest included) this cause came without a new step between."""
+    """Return how often in a row (newest included) this cause came without a new step in between."""
     count = 0
     for incident in reversed(incidents[-in_a_row:] if in_a_row else incidents[-1:]):
         if incident.signature != cause.signature:
@@ -158,8 +163,8 @@ def repeats(incidents: Sequence[Incident], cause: Cause, in_a_row: int) -> int:
 
 
 def repeats_at_step(incidents: Sequence[Incident], cause: Cause) -> int:
-    """How often in a row (newest included) this cause came after as many steps: a script that counts from 0
-    in every attempt makes new steps each time, and may still not come any further."""
+    """Return how often in a row (newest included) this cause came after equally many steps. A script that
+    counts from 0 in every attempt does new steps each time, and may still make no progress."""
     count = 0
     for incident in reversed(incidents):
         if (incident.signature, incident.step_lost_from) != (
@@ -172,13 +177,13 @@ def repeats_at_step(incidents: Sequence[Incident], cause: Cause) -> int:
 
 
 def spent(incidents: Sequence[Incident], charged: str, budget: Budget, now: float) -> int:
-    """Incidents charged to `charged` within the budget's window, the newest included."""
+    """Return the incidents charged to `charged` within the budget's window, the newest included."""
     recent = takewhile(lambda incident: incident.detected_at > now - budget.window_s, reversed(incidents))
     return sum(1 for incident in recent if incident.charged == charged)
 
 
 def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
-    """Which placed nodes have to go, and why (or why none has)."""
+    """The placed nodes that have to leave, and why (or why none has)."""
     here = (Role.ACTIVE, Role.SPARE)  # or its torchrun host died, and another is ready by now
     gone = tuple(name for name in state.placement if state.nodes[name].role not in here)
     if gone and cause.kind in causes.FROM_FINDINGS:
@@ -207,7 +212,7 @@ def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
 
 
 def _found_bad(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
-    """Nodes that leave for a finding, or for an end of a rank that says as much."""
+    """Nodes that leave for a finding, or for an end of a rank that is as certain."""
     if state.settings.bad_nodes == "report":
         return (), "the policy only reports bad nodes"
     if (
@@ -229,7 +234,8 @@ def _found_bad(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
 
 
 def _again(state: RunState, cause: Cause, name: str) -> bool:
-    """The last incident was the same: the limits are for findings, and here ranks failed twice."""
+    """Whether the last incident was the same. The limits on blame are for findings; here ranks failed
+    twice."""
     return bool(state.incidents[:-1]) and (state.incidents[-2].cause, state.incidents[-2].node) == (
         cause.kind,
         name,
@@ -237,7 +243,8 @@ def _again(state: RunState, cause: Cause, name: str) -> bool:
 
 
 def _blames(state: RunState, cause: Cause, bad: tuple[str, ...]) -> tuple[Blame, ...]:
-    """For those of `bad` that leave because of a finding, of what a rank said of its GPU, or of slowness."""
+    """The blames of those in `bad` that leave because of a finding, of what a rank said about its GPU, or of
+    slowness."""
     if cause.kind not in causes.FROM_FINDINGS and cause.kind != "straggler":
         return ()
     found = []
@@ -253,8 +260,8 @@ def _blames(state: RunState, cause: Cause, bad: tuple[str, ...]) -> tuple[Blame,
 
 
 def _set_aside(state: RunState, cause: Cause, bad: tuple[str, ...], spares: Sequence[str]) -> list[Blame]:
-    """Nodes with a finding that could not leave when it came: the ranks stand still now anyway, so they go as
-    far as `spares` last."""
+    """Nodes with a finding that could not leave when it came. As the ranks are stopped now anyway, they leave
+    as far as there are `spares`."""
     aside: list[Blame] = []
     if state.settings.bad_nodes == "report":
         return aside

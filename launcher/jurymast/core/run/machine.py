@@ -1,7 +1,7 @@
-"""The run's state machine: `step(state, event)` gives the instructions that follow from an event.
+"""The run's state machine: `step(state, event)` returns the instructions that follow from an event.
 
-No clock, no I/O: time comes with the events. All decisions of the supervisor are made here, so a journal
-replays to the same state and the simulator drives the same code.
+No clock, no I/O: time comes with the events. All decisions about the run are made here, so a journal replays
+to the same state, and the simulator runs the same code.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def step(state: RunState, event: ev.Event) -> list[Instruction]:
 def step_quietly(
     state: RunState, kind: type[ev.Event], attempt: int, nodes: Sequence[str], ports: Sequence[int]
 ) -> bool:
-    """As `step` for one such event of each node, if nothing follows from any; else False, and nothing is
-    done. Such words of thousands of nodes are most of a journal. `ports`: of stores, where events tell."""
+    """Apply the same event of each of several nodes as `step` does, if nothing follows from any of them;
+    otherwise return False and do nothing. Such events of thousands of nodes are most of a journal. `ports`:
+    of stores, for events that name one."""
     names = set(nodes)
     if attempt != state.attempt:
         return False
@@ -77,7 +78,8 @@ def step_quietly(
 
 
 def _of_suspect(state: RunState, event: ev.Event) -> bool:
-    """Thousands of nodes tell of their ranks at once: only a suspect's word may let it be tested."""
+    """Whether this event of a suspect may allow its tests. Thousands of nodes report at once; only suspects
+    matter here."""
     if not isinstance(event, ev.NodeReady | ev.WorkersStarted | ev.WorkersStopped):
         return False
     node = state.nodes.get(event.node)
@@ -85,7 +87,7 @@ def _of_suspect(state: RunState, event: ev.Event) -> bool:
 
 
 def resume(state: RunState) -> list[Instruction]:
-    """What a supervisor that takes over must send again: instructions that may not have arrived."""
+    """Return what a supervisor that takes over must send again: instructions that may not have arrived."""
     why = "sent again by the supervisor that took over"
     if state.phase is Phase.STOPPING:
         return [StopWorkers(attempt=state.attempt, nodes=recovery.not_stopped(state), reason=why)]
@@ -289,7 +291,8 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
 
 
 def _attempt_found(state: RunState, event: ev.AttemptFound) -> list[Instruction]:
-    """What placed it is lost, so it cannot be watched: its ranks stop, and the run goes on from there."""
+    """Handle an attempt whose placement was lost, so that it cannot be watched: stop its ranks and
+    recover."""
     if event.attempt <= state.attempt:
         return []
     behind = state.attempt

@@ -1,7 +1,7 @@
-"""The state machine's part in tests of nodes: when they are due, and what becomes of a node by their result.
+"""The state machine's part in tests of nodes: when they are due, and what a result means for a node.
 
-One test at a time, and none beside the node's own ranks. Whatever goes wrong with a test, its time is up at
-`RunState.test_until` and the run goes on.
+One test runs at a time, and none while the node's own ranks run. Whatever goes wrong with a test, its time is
+up at `RunState.test_until`, and the run continues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROBE, WRONG_RESULT = "preflight", "wrong-result"
 
 
 def going_on(state: RunState) -> bool:
-    """Whether results are still worth waiting for; forgets those whose time is up."""
+    """Return whether results are still worth waiting for; forgets tests whose time is up."""
     if state.testing and state.now >= state.test_until:
         for name in state.testing:
             if name in state.nodes:
@@ -33,7 +33,7 @@ def going_on(state: RunState) -> bool:
 
 
 def before_first_attempt(state: RunState) -> list[Instruction]:
-    """Once an allocation: of every node that has joined, also while its torchrun host is warming up."""
+    """Test every node that has joined, once per allocation, also while its torchrun host is warming up."""
     if state.pretested:
         return []
     state.pretested = True
@@ -42,7 +42,7 @@ def before_first_attempt(state: RunState) -> list[Instruction]:
 
 
 def before_use(state: RunState, nodes: Sequence[Node]) -> list[Instruction] | None:
-    """None if these suspects may be used now; otherwise the tests to carry out first."""
+    """Return None if these suspects may be used now; otherwise the tests to carry out first."""
     waiting = going_on(state)
     due = [node for node in nodes if _is_due(state, node)]
     if waiting and (due or any(node.name in state.testing for node in nodes)):
@@ -51,7 +51,7 @@ def before_use(state: RunState, nodes: Sequence[Node]) -> list[Instruction] | No
 
 
 def suspects(state: RunState) -> list[Instruction]:
-    """While the run continues without them: test suspects whose ranks are gone, with idle spares as
+    """While the run continues without them, test suspects whose ranks are gone, with idle spares as
     partners."""
     if state.phase is not Phase.RUNNING or going_on(state):
         return []
@@ -64,7 +64,7 @@ def suspects(state: RunState) -> list[Instruction]:
 
 
 def again(state: RunState, reason: str) -> list[Instruction]:
-    """What a supervisor that takes over must order again."""
+    """Return what a supervisor that takes over must order again."""
     if not going_on(state):
         return []
     limit = state.test_until - state.now
@@ -72,7 +72,7 @@ def again(state: RunState, reason: str) -> list[Instruction]:
 
 
 def result(state: RunState, event: NodeTested) -> HealthFound | None:
-    """A node's tests are over; returns what they found, to be judged as what probes find.
+    """A node's tests are over. Returns what they found, to be judged like findings of probes.
 
     Nodes that run ranks by now were needed more urgently.
     """

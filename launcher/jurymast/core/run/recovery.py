@@ -37,7 +37,7 @@ RANKS_GONE = "RanksGone"  # an error that no rank tells
 
 
 def deadline(state: RunState, t: float) -> float:
-    """When the present phase ends for a supervisor that takes over at `t`."""
+    """Return when the present phase ends for a supervisor that takes over at `t`."""
     match state.phase:
         case Phase.STARTING:
             return t + state.settings.join_limit_s
@@ -66,7 +66,8 @@ def open_incident(state: RunState, detected_at: float, fault_at: float) -> Incid
 
 
 def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruction]:
-    """A finding on running ranks: open an incident (unless one is being diagnosed) and stop all ranks."""
+    """Handle a finding on running ranks: open an incident (unless one is being diagnosed) and stop all
+    ranks."""
     if state.phase is Phase.STOPPING:
         return []
     open_incident(state, detected_at, fault_at)
@@ -84,7 +85,7 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
 
 
 def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
-    """A rank ended, or there is a reason to end it."""
+    """Handle the end of a rank, or a reason to end it."""
     if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
         return []
     if event.rank >= 0:  # the reason came after all
@@ -94,8 +95,8 @@ def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
 
 
 def stop_deadline(state: RunState, t: float) -> float:
-    """Ranks that have not stopped by then cannot be stopped. They are told at `t`, or when their node is back
-    after a take-over."""
+    """Return when ranks that have not stopped count as unstoppable. They were told at `t`, or when their node
+    was back after a take-over."""
     return max(t, state.rejoin_until) + state.settings.stop_grace_s + STOP_LIMIT_S
 
 
@@ -106,8 +107,8 @@ def not_stopped(state: RunState) -> tuple[str, ...]:
 
 
 def _all_stopped(state: RunState) -> bool:
-    """As `not not_stopped(state)`, but thousands of answers do not each look at thousands of nodes: one node
-    that has not stopped is enough, and one that has stays so."""
+    """Return `not not_stopped(state)` faster, because thousands of answers must not each go through thousands
+    of nodes. One node that has not stopped is enough, and a node that has stays stopped."""
     unstopped = state.unstopped
     if not unstopped:
         unstopped.extend(reversed(not_stopped(state)))
@@ -142,7 +143,7 @@ def close_incident(state: RunState, t: float) -> None:
 
 
 def finish_from_outside(state: RunState, how: str, exit_code: int, reason: str) -> Finish:
-    """A user or Slurm ends the run. Ranks that ended just before belong to that and make no incident."""
+    """A user or Slurm ends the run. Ranks that ended just before are part of that and make no incident."""
     if state.phase is Phase.STOPPING and state.incident is not None and not state.findings.lost:
         state.incidents.pop()
     return finish(state, how, exit_code, reason)
@@ -156,7 +157,7 @@ def finish(state: RunState, how: str, exit_code: int, reason: str) -> Finish:
 
 
 def advance(state: RunState, *, one_came: bool = False) -> list[Instruction]:
-    """Continue if the present phase has what it waited for. `one_came`: all that is new is that a node joined
+    """Continue if the present phase has what it waited for. `one_came`: the only news is that a node joined
     or became ready."""
     if state.phase is Phase.STOPPING and _all_stopped(state):
         return _diagnose(state)
@@ -168,7 +169,7 @@ def advance(state: RunState, *, one_came: bool = False) -> list[Instruction]:
 
 
 def _diagnose(state: RunState) -> list[Instruction]:
-    """All ranks are stopped: name the cause and choose the rung."""
+    """Name the cause and choose the action, now that all ranks are stopped."""
     incident = state.incidents[-1]
     found = state.findings
     failures = list(found.failures.values())
@@ -184,7 +185,7 @@ def _diagnose(state: RunState) -> list[Instruction]:
 
 
 def _surroundings(state: RunState, incident: Incident) -> Surroundings:
-    """What was found on the placed nodes around `incident`; what many nodes show speaks against none."""
+    """What was found on the placed nodes around `incident`; what many nodes show counts against none."""
     leaving = [(name, f) for name, f in state.findings.health.items() if not blame.on_many(state, f)]
     near: list[tuple[str, Finding]] = []
     for name in state.placement:
@@ -214,7 +215,7 @@ def _surroundings(state: RunState, incident: Incident) -> Surroundings:
 
 
 def _alert_on(state: RunState, cause: Cause) -> list[Instruction]:
-    """Of a fault of many nodes: those that were lost in it are replaced, but not excluded."""
+    """Alert to a fault of many nodes: those that were lost are replaced, but not excluded."""
     if cause.kind != "fabric_fault" or not cause.nodes:
         return []
     for node in state.nodes.values():
@@ -262,8 +263,8 @@ def _requeue(state: RunState, reason: str) -> Requeue:
 
 
 def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
-    """First placement in an allocation, in its order: the batch host, the slowest, and who is likely to fail
-    stay spares."""
+    """Place the first attempt of an allocation, in its order. The node of the batch script, the slowest, and
+    those that are likely to fail stay spares."""
     if node_tests.going_on(state):
         return []
     in_grace = state.enough_since is None or state.now < state.enough_since + SPARE_GRACE_S
@@ -309,8 +310,8 @@ def _left_out(state: RunState, spares: list[Node]) -> str:
 
 
 def _try_elsewhere(state: RunState, missing: list[Node]) -> Instruction:
-    """An allocation that never had enough nodes: ask for another, but not for ever. Where somebody took them
-    out, that is no failure."""
+    """Request another allocation for one that never had enough nodes, but not for ever. If users took the
+    nodes out, that is no failure."""
     names = some([f"{node.name} ({node.reason})" for node in missing], NODES_TOLD)
     reason = f"fewer than {state.active} nodes came up; missing: {names}"
     open_incident(state, state.now, state.now)
@@ -359,14 +360,14 @@ def _replace(state: RunState) -> list[Instruction]:
 
 
 def _patience_s(state: RunState, coming: list[Node]) -> float:
-    """How long these are waited for. A node that has a place and lives, but whose torchrun host starts anew,
-    has as long as at the run's start: a requeue would not make its import of torch any quicker."""
+    """How long to wait for these. A living node with a place whose torchrun host restarts has as long as at
+    the run's start: a requeue would not make its import of torch any faster."""
     own = any(node.name in state.places for node in coming)
     return max(SPARE_WAIT_S, state.settings.join_limit_s) if own else SPARE_WAIT_S
 
 
 def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[Instruction]:
-    """Put spares into the open places, a node that is back into its own, and launch once all are ready."""
+    """Put spares into the open places and a returned node into its own, and launch once all are ready."""
     placement = list(state.placement)
     own = [place for place in open_places if placement[place] in spares]
     for place in [*own, *(place for place in open_places if place not in own)]:
@@ -412,28 +413,28 @@ def note_failure(state: RunState, node: Node) -> None:
 
 
 def serve_again(state: RunState, names: Collection[str]) -> None:
-    """These nodes serve now. For those that had failed, the day of more failures begins."""
+    """Note that these nodes serve now. For those that had failed, the day with more failures begins."""
     for name in state.frail.keys() & set(names) if state.frail else ():
         if state.frail[name].fresh_until is None:
             state.frail[name] = replace(state.frail[name], fresh_until=state.now + AFTER_REPAIR_S)
 
 
 def _count_failure(state: RunState, incident: Incident) -> None:
-    """Towards the rate at which nodes fail, if it is the infrastructure's."""
+    """Count a failure for the nodes' failure rate, if the infrastructure caused it."""
     if state.failures is not None and incident.charged == INFRASTRUCTURE:
         state.failures.watched(incident.fault_at, state.exposed, state.fresh_until())
         state.failures.incident(incident.fault_at)
 
 
 def failure_rate(state: RunState, now: float) -> Posterior | None:
-    """What this run and earlier ones have seen until `now`; None before the first nodes came."""
+    """Return the estimate from this run until `now` and earlier ones; None before the first nodes came."""
     if state.failures is None:
         return None
     return state.failures.posterior_at(now, state.exposed, state.fresh_until())
 
 
 def expected_mtbf_s(state: RunState, now: float) -> float:
-    """Mean time between failures of the active nodes, in seconds, from the policy's rate and what this run
-    and earlier ones have seen until `now`; 0.0 before the first nodes came."""
+    """Return the mean time between failures of the active nodes, in seconds, from the policy's rate and what
+    this run and earlier ones have seen until `now`; 0.0 before the first nodes came."""
     found = failure_rate(state, now)
     return 0.0 if found is None else round(found.mtbf_s(counted(state.exposed, state.fresh_until(), now)), 1)

@@ -1,4 +1,4 @@
-"""What comes of an attempt's restore: it is planned, done, cannot be done, or waits for storage."""
+"""Outcomes of an attempt's restore: it is planned, done, impossible, or waits for storage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def planned(state: RunState, event: ev.RestorePlanned) -> list[Instruction]:
 
 
 def _forget_newer(state: RunState, event: ev.RestorePlanned) -> None:
-    """What nodes had of later steps than the attempt goes on from is lost, or is given up."""
+    """Note that later steps than the one from which the attempt continues are lost, or are given up."""
     for name in (MEMORY, PEER, LOCAL):
         tier = state.saved.get(name)
         if tier is not None and tier.step is not None and tier.step > event.step:
@@ -54,8 +54,8 @@ def failed(state: RunState, event: ev.RestoreFailed) -> list[Instruction]:
 
 
 def waits(state: RunState, event: ev.RestoreWaits) -> list[Instruction]:
-    """After a while another attempt, and if necessary another node, may get an answer; otherwise people must
-    help."""
+    """A restore waits for storage. After a while another attempt, and if necessary another node, may get an
+    answer; otherwise people must help."""
     if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
         return []
     if state.first_step_at is not None:

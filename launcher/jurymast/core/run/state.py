@@ -1,4 +1,4 @@
-"""The state of a run: a fold over its journal. Only `core.run.machine.step` changes it."""
+"""The state of a run, computed from its journal. Only `core.run.machine.step` changes it."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED})
 
 @dataclass
 class Node:
-    """A node of the allocation, at place `order`. `ready`: its torchrun host waits for a plan; `heard`: the
-    present supervisor has heard of it, so that it was not lost together with the one before."""
+    """A node of the allocation, at place `order`. `ready`: its torchrun host waits for a launch; `heard`: the
+    present supervisor has heard it, so it was not lost together with the previous supervisor."""
 
     name: str
     order: int
@@ -91,7 +91,7 @@ class Node:
 
     @property
     def marked(self) -> bool:
-        """Something was found on it, which need not have been enough to take it out."""
+        """Whether something was found on it, even if that was not enough to take it out."""
         return any(found.verdict in (Verdict.BAD, Verdict.SUSPECT) for found in self.findings.values())
 
     @property
@@ -100,7 +100,7 @@ class Node:
 
     @property
     def coming(self) -> bool:
-        """Not usable yet, but maybe soon: it warms up, or is to come back to a supervisor that took over."""
+        """Whether it may be usable soon: it warms up, or is to return to a supervisor that took over."""
         here = bool(self.incarnation) and self.role in (Role.JOINING, Role.SPARE, Role.SUSPECT)
         return here and not self.usable
 
@@ -108,7 +108,7 @@ class Node:
 @dataclass
 class Findings:
     """What one incident gathered while its ranks were being stopped. `health`: the nodes that are to leave
-    for a finding, with it."""
+    for a finding, with the finding."""
 
     lost: list[NodeLost] = field(default_factory=list)
     # By node, rank and error: what an agent says over two connections is one.
@@ -122,7 +122,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A node that the run does not want back, since `at`."""
+    """A node that the run has excluded since `at`."""
 
     reason: str
     at: float
@@ -130,8 +130,8 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Blame:
-    """A node left the active ones for a finding, which was of the class `cause`. `bad`: it left the run;
-    else it is a spare that has to be tested. Findings of one `group` are counted together."""
+    """A node left the active ones for a finding of the class `cause`. `bad`: it left the run; otherwise it is
+    a spare that has to be tested. Findings of one `group` are counted together."""
 
     node: str
     at: float
@@ -143,7 +143,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class Sighting:
-    """A finding as it was told, at `t` by the supervisor's clock."""
+    """A finding as reported at `t` by the supervisor's clock."""
 
     t: float
     node: str
@@ -153,7 +153,7 @@ class Sighting:
 
 @dataclass
 class TierState:
-    """How one tier's copies stand: its newest complete step, and what went wrong with it since."""
+    """The state of one tier: its newest complete step, and failures since."""
 
     step: int | None = None
     at: float = 0.0
@@ -167,7 +167,7 @@ class TierState:
 
 @dataclass
 class RunState:
-    """Everything the decisions read. Times are seconds since the epoch."""
+    """Everything that decisions read. Times are seconds since the epoch."""
 
     settings: Settings
     run: str = ""
@@ -261,7 +261,7 @@ class RunState:
 
     @property
     def exposed(self) -> int:
-        """Nodes whose failure is one of the run."""
+        """Nodes whose failure counts as one of the run."""
         return self.active + self.unnamed
 
     @property
@@ -271,7 +271,7 @@ class RunState:
 
     def restores(self) -> tuple[int, int]:
         """After how many failures of the infrastructure the run was restored, and after how many of them
-        some of it from shared storage."""
+        partly from shared storage."""
         if self._counted[0] is not self.incidents:
             self._counted = self.incidents, 0, 0, 0
         _, number, restored, shared = self._counted
@@ -289,7 +289,7 @@ class RunState:
 
     @property
     def public_state(self) -> str:
-        """The word `status` shows."""
+        """The word that `status` shows."""
         if self.ended or self.phase in (Phase.QUEUED, Phase.REQUEUED):
             return self.phase.value
         if self.incident is not None:
@@ -303,16 +303,16 @@ class RunState:
         )
 
     def fresh_until(self) -> tuple[float, ...]:
-        """Of the placed nodes that are on the day after a repair: when that day ends."""
+        """For the placed nodes that are in the day after a repair: when that day ends."""
         ends = [frail.fresh_until or 0.0 for name, frail in self.frail.items() if name in self.places]
         return tuple(end for end in ends if end > self.began_at)
 
     def expected_times(self, node: Node) -> float:
-        """How many times as often as others `node` is expected to fail."""
+        """Return how many times as often as others `node` is expected to fail."""
         return self.frail[node.name].times(self.now) if node.name in self.frail else 1.0
 
     def saved_on(self, tier: str) -> int:
-        """The newest step that was saved there; 0 for none."""
+        """Return the newest step saved in this tier; 0 for none."""
         known = self.saved.get(tier)
         return known.step or 0 if known is not None else 0
 
@@ -321,14 +321,15 @@ class RunState:
         return {key for key, times in self.unrestored.items() if times >= RESTORE_TRIES}
 
     def node_of(self, rank: int) -> str:
-        """The node on which the rank is placed; "" when none is."""
+        """Return the node on which the rank is placed; "" if none is."""
         place = rank // self.ranks_per_node
         return self.placement[place] if 0 <= place < len(self.placement) else ""
 
     def spare_nodes(self) -> list[Node]:
-        """Usable spares, best first: suspects and nodes with findings late, slow ones before them, then those
-        that are likely to fail, the batch host last of the others, then allocation order. A slow node costs
-        the run its speed all the time, one that fails some minutes each time."""
+        """Return usable spares, best first. Suspects and nodes with findings come last, before them slow
+        nodes, then those that are likely to fail, then the node of the batch script; otherwise in the order
+        of the allocation. A slow node costs the run speed all the time, a failing one some minutes each
+        time."""
         usable = [node for node in self.nodes.values() if node.usable]
 
         def rank(n: Node) -> tuple[bool, float, float, bool, int]:
@@ -343,7 +344,7 @@ class RunState:
         return sorted(usable, key=rank)
 
     def check(self) -> None:
-        """Invariants; AssertionError names the one broken."""
+        """Check the invariants; AssertionError names the broken one."""
         assert len(set(self.placement)) == len(self.placement), "a node holds two group ranks"
         assert self.started <= set(self.placement), "ranks run on a node outside the placement"
         if self.phase is Phase.RUNNING:

@@ -1,5 +1,5 @@
-"""What the journal is told of a run that goes on as usual: less and less often, so that a journal of months
-is still read in a second. What is out of the ordinary it is always told at once."""
+"""What is journalled of a run without trouble: less and less often, so that a journal of months is still read
+in a second. Anything unusual is journalled at once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SIZE_MOVED = 0.1
 
 
 def pause_s(state: RunState, now: float) -> float:
-    """Seconds from one line about the usual to the next of its kind, at `now`."""
+    """Return the seconds from one regular line to the next of its kind, at `now`."""
     return min(PAUSE_MAX_S, max(0.0, now - state.submitted_at - YOUNG_S) / LINES)
 
 
 def is_news(state: RunState, save: ev.Saved, last: ev.Saved | None) -> bool:
-    """Whether a save is told at once. `last`: the one before it of its kind, told or not; None: nobody here
-    knows of any."""
+    """Return whether a save is journalled at once. `last`: the previous one of its kind, journalled or not;
+    None: unknown here."""
     if last is None or (last.attempt, last.tier) != (save.attempt, save.tier) or not (save.ok and last.ok):
         return True
     if state.phase is not Phase.RUNNING or state.incident is not None:
@@ -57,8 +57,8 @@ def copied(
 
 @dataclass
 class Usual:
-    """Saves of the ranks that were as usual: so many, `last` the newest, and how long training stood still
-    for all of them."""
+    """Regular saves of the ranks: how many, the newest as `last`, and how long training stood still for all
+    of them."""
 
     last: ev.Saved
     number: int
@@ -67,7 +67,7 @@ class Usual:
 
 @dataclass
 class SaveTeller:
-    """Decides which saves the journal is told of, and when. Times are Unix times in seconds."""
+    """Decides which saves are journalled, and when. Times are Unix times in seconds."""
 
     state: RunState
     # By the tier that agents copied to; "" for what the ranks saved.
@@ -77,7 +77,7 @@ class SaveTeller:
     _usual: Usual | None = None
 
     def hear(self, save: ev.Saved, now: float) -> list[ev.Saved]:
-        """What is to be journalled of it now: the save, or nothing yet."""
+        """Return what to journal of this save now: the save, or nothing yet."""
         kind = _kind(save)
         news = is_news(self.state, save, self._last.get(kind))
         self._last[kind] = save
@@ -91,12 +91,13 @@ class SaveTeller:
         return []
 
     def look(self, now: float, *, forced: bool = False) -> list[ev.Saved]:
-        """The copies that are to be journalled because their time has come, or (`forced`) all."""
+        """Return the copies to be journalled because their time has come, or (`forced`) all."""
         due = [save for save in self._copies.values() if forced or self._due(save.tier, now)]
         return [self._tell(replace(save, t=now), now) for save in due]
 
     def take(self, attempt: int, now: float) -> Usual | None:
-        """What the ranks of an attempt have saved that the journal does not know: the caller tells it."""
+        """Return what the ranks of an attempt have saved that is not in the journal: the caller journals
+        it."""
         usual, self._usual = self._usual, None
         if usual is None or usual.last.attempt != attempt:
             return None
@@ -125,7 +126,7 @@ PROGRESS_INTERVAL_S = 2.0
 
 
 class ProgressTeller:
-    """Of the state's attempt, with what it has saved as usual. `now` is Unix time in seconds."""
+    """Progress of the state's attempt, with its regular saves. `now` is Unix time in seconds."""
 
     def __init__(self, state: RunState, reports: Reports, saves: SaveTeller) -> None:
         self._state, self._reports, self._saves = state, reports, saves
@@ -133,14 +134,15 @@ class ProgressTeller:
 
     @property
     def step(self) -> int:
-        """The newest step done, told or not; while an attempt has done none, the newest of earlier ones."""
+        """The newest step done, journalled or not; while an attempt has done none, the newest of earlier
+        ones."""
         state = self._state
         reach = self._reports.reach() if state.phase is Phase.RUNNING else None
         told = state.step if state.first_step_at is not None else state.best_step
         return told if reach is None else max(told, reach.step)
 
     def look(self, now: float, *, forced: bool = False) -> list[ev.Event]:
-        """What the journal is to be told: at the first step, when it ends an incident, else now and then."""
+        """Return what to journal: at the first step, if it ends an incident, otherwise from time to time."""
         if self._state.phase not in (Phase.RUNNING, Phase.STOPPING):
             return []
         told: list[ev.Event] = [*self._saves.look(now, forced=forced)]
