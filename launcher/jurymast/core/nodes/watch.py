@@ -72,8 +72,8 @@ EARLY = 0.8
 
 @dataclass
 class Away:
-    """Not connected since `since`, and silent for `before_s` before. It may be away for the limit; `how` it
-    counts as lost if it does not return. `many` left with it."""
+    """Not connected since `since`, and silent for `before_s` before. It may be away for `limit_s` seconds;
+    `how` it counts as lost if it does not return. `many`: others left together with it."""
 
     since: float
     limit_s: float

@@ -1,1 +1,1 @@
-"""All that a supervisor decides: `machine` puts the machines of the other rooms together."""
+"""Everything that a supervisor decides. `machine` combines the machines of the other packages."""

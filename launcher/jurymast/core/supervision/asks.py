@@ -1,4 +1,4 @@
-"""What people ask of a run by hand: cancel, restart, drain, rollback, save."""
+"""Requests of users: cancel, restart, drain, rollback, save."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ON_STORAGE = "a user while no supervisor was reachable"
 
 
 class Asks:
-    """`given_up_by`: the user who does not want to wait for the last checkpoint of an ended run. `now` is
-    Unix time in seconds."""
+    """Handles requests. `given_up_by`: the user who does not want to wait for the last checkpoint of an ended
+    run. `now` is Unix time in seconds."""
 
     def __init__(self, state: RunState, checkpoints: Checkpoints, agreement: Agreement) -> None:
         self._state, self._checkpoints, self._agreement = state, checkpoints, agreement
@@ -28,7 +28,7 @@ class Asks:
         self.given_up_by = ""
 
     def answer(self, asked: Ask, now: float) -> tuple[Accepted | Declined, list[Effect]]:
-        """The answer to a request, and its effects."""
+        """Return the answer to a request, and its effects."""
         if why := self._refusal(asked):
             return Declined(why=why), []
         accepted = Accepted()

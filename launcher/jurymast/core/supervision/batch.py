@@ -1,5 +1,5 @@
-"""What the batch process decides: it keeps a supervisor running, and is the job's life as far as Slurm is
-concerned. It knows nothing of the run but how that ended."""
+"""What the batch process decides. It keeps a supervisor running, and Slurm ends the job when it ends. It
+knows nothing of the run but how that ended."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SUPERSEDED = 3  # exit code of a supervisor that a newer epoch replaced
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run, or its job, ended, as the supervisor has written it: the run's state, the job's exit code,
-    and nodes that were lost or are to be kept out of a requeued job."""
+    """How a run, or its job, ended, as written by the supervisor: the run's state, the job's exit code, and
+    nodes that were lost or are to be excluded from a requeued job."""
 
     state: str
     exit_code: int
@@ -86,8 +86,8 @@ class _Phase(Enum):
 
 
 class Batch:
-    """While none of its supervisors runs, `look` is to be called now and then. `now` is monotonic, in
-    seconds."""
+    """Decides for the batch process. `look` is to be called from time to time while none of its supervisors
+    runs. `now` is monotonic, in seconds."""
 
     def __init__(self) -> None:
         self._phase = _Phase.OVER
@@ -105,7 +105,7 @@ class Batch:
         return self._phase is _Phase.OVER
 
     def begin(self, now: float) -> list[Effect]:
-        """Agents import torch while the supervisor comes up."""
+        """Start the agents and a supervisor. Agents import torch while the supervisor starts."""
         return [*self._start(now), StartAgents()]
 
     def _start(self, now: float) -> list[Effect]:
@@ -117,7 +117,7 @@ class Batch:
         return [Forward(warning=False)] if self._told_to_end else []
 
     def supervisor_ended(self, code: int, outcome: Outcome | None, now: float) -> list[Effect]:
-        """`outcome`: what it had written before, if anything."""
+        """A supervisor ended. `outcome`: what it had written before, if anything."""
         if outcome is not None:
             requeue: list[Effect] = [RequeueJob(outcome)] if outcome.requeued else []
             return [*requeue, *self._end(outcome)]
@@ -135,7 +135,8 @@ class Batch:
         return [told, Say(why)] if more == 0 else [told]
 
     def look(self, outcome: Outcome | None, now: float, *, agents: bool) -> list[Effect]:
-        """`outcome`: what any supervisor has written; `agents`: whether some are alive."""
+        """Decide without a supervisor of this process. `outcome`: what any supervisor has written; `agents`:
+        whether some are alive."""
         match self._phase:
             case _Phase.PAUSE:
                 if self._told_to_end or not agents:
@@ -150,7 +151,7 @@ class Batch:
         return []
 
     def _await_requeue(self, outcome: Outcome, now: float) -> list[Effect]:
-        """Until Slurm ends this life of the job, all must stay as it is, or it ends with nothing requeued."""
+        """Wait until Slurm ends this life of the job; a job that ends by itself before is not requeued."""
         if self._told_to_end:
             return self._end(outcome)
         if now < self._until:
@@ -159,7 +160,8 @@ class Batch:
         return [late, RequeueJob(outcome), *self._end(outcome)]
 
     def signalled(self, *, warning: bool, supervised: bool) -> list[Effect]:
-        """`supervised`: a supervisor of this process runs and can be told; else a `warning` has no effect."""
+        """Slurm sent a signal. `supervised`: a supervisor of this process runs and can be told; otherwise a
+        `warning` has no effect."""
         if supervised:
             return [Forward(warning)]
         self._told_to_end = self._told_to_end or not warning

@@ -1,4 +1,5 @@
-"""How a supervisor leaves: the newest checkpoint gets to storage, the agents go, then the process ends."""
+"""How a supervisor leaves: the newest checkpoint is written to storage, the agents leave, then the process
+ends."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ TELL_EVERY_S = 30.0
 
 
 class Departure:
-    """`now` is the supervisor's clock. The newest checkpoint may exist in memory only, which is lost with the
-    nodes. While it is being written they are watched as usual, because others may hold what a lost node did
-    not write."""
+    """Carries this out. `now` is the supervisor's clock. The newest checkpoint may exist only in memory,
+    which is lost with the nodes. While it is being written they are watched as usual, because others may hold
+    what a lost node did not write."""
 
     def __init__(self, state: RunState, watch: Watch, checkpoints: Checkpoints, asks: Asks) -> None:
         self._state, self._watch, self._checkpoints, self._asks = state, watch, checkpoints, asks
@@ -44,7 +45,7 @@ class Departure:
         return self._leave_until is not None
 
     def begin(self, now: float, *, hurry: bool) -> list[Effect]:
-        """`hurry`: Slurm ends the job."""
+        """Start leaving. `hurry`: Slurm ends the job."""
         if self._secure_until is not None:
             return []
         limit_s = SECURE_LIMIT_S.get(self._state.public_state, SECURE_HURRY_S)
@@ -53,7 +54,7 @@ class Departure:
         return self.tick(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """To be called often."""
+        """Do what is due. To be called often."""
         if self._secure_until is None:
             return []
         if self._leave_until is None:
@@ -88,16 +89,16 @@ class Departure:
         return [Record(ev.Noted(t=now, message=text))]
 
     def _someone_may_know_more(self) -> bool:
-        """After a take-over, the newest checkpoint may be with those that are to come back."""
+        """Whether nodes that are to return after a take-over may have the newest checkpoint."""
         return bool(self._watch.away()) and not self._checkpoints.copies.newest_is_whole()
 
     def superseded(self, by_another: bool, now: float) -> list[Effect]:
-        """Only the newest supervisor may end the job."""
+        """Take the answer to AskSuperseded: only the newest supervisor may end the job."""
         if by_another:
             return [GiveWay()]
         why, job = self._state.end_reason or "requeued", self._state.allocation.rpartition(".")[0]
         return [Record(ev.AllocationEnded(t=now, slurm_job=job, why=why)), End()]
 
     def check(self) -> None:
-        """Invariants; AssertionError names the one broken."""
+        """Check the invariants; AssertionError names the broken one."""
         assert self._leave_until is None or self.begun, "agents were sent home before it began"

@@ -1,5 +1,5 @@
-"""Carries a decided launch out: its nodes are told to start, but not before earlier attempts are fenced off,
-and not before all who may hold a part of what it restores have said so. Unknown is not no."""
+"""Carries out a decided launch: its nodes are told to start, but only after earlier attempts are fenced off,
+and after all nodes that may hold a part of what it restores have reported. Unknown is not no."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def waits_for(
     copies: Copies,
     fence: str = "",
 ) -> str:
-    """What the launch on `placement` has to wait for; "" for nothing.
+    """Return what the launch on `placement` has to wait for; "" for nothing.
 
-    `here` are the nodes whose agents are connected; `away` those that are to come back and have time left for
-    it, as after a take-over: while `copies` are not enough a spare among them may have the only one of
-    something. `fence` is the run directory while the attempt's number is not in it, else "".
+    `here` are the nodes whose agents are connected; `away` those that are to return and have time left, as
+    after a take-over: while `copies` are incomplete, a spare among them may have the only one of something.
+    `fence` is the run directory while the attempt's number is not in it, otherwise "".
     """
     if fence:
         return f"the run directory {fence}, which does not answer"
@@ -45,7 +45,7 @@ def waits_for(
 
 
 class Launching:
-    """One launch at a time; a newer one ends it. `now` is the supervisor's clock."""
+    """Handles one launch at a time; a newer one ends it. `now` is the supervisor's clock."""
 
     def __init__(self, state: RunState, watch: Watch, checkpoints: Checkpoints, directory: str) -> None:
         self._state, self._watch, self._checkpoints = state, watch, checkpoints
@@ -72,11 +72,11 @@ class Launching:
         return effects + self.look(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """To be called often."""
+        """Do what is due. To be called often."""
         return self.look(now) if now >= self._look_at else []
 
     def look(self, now: float) -> list[Effect]:
-        """Send the launch to the nodes unless something has to be waited for."""
+        """Send the launch to the nodes unless it has to wait."""
         launch = self._launch
         if launch is None or self._told or not self._is_due(launch):
             return []
@@ -110,7 +110,7 @@ class Launching:
         return (self._state.attempt, self._state.phase) == (launch.attempt, Phase.LAUNCHING)
 
     def _message(self, launch: Launch, place: int) -> msg.Launch:
-        """For the node with this group rank; what it restores was chosen."""
+        """The launch for the node with this group rank, after the choice of what is restored."""
         count = self._state.ranks_per_node
         ranks = range(place * count, (place + 1) * count)
         return msg.Launch(
@@ -121,7 +121,7 @@ class Launching:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Invariants; AssertionError names the one broken."""
+        """Check the invariants; AssertionError names the broken one."""
         launch = self._launch
         if launch is not None and self._told and self._is_due(launch):
             assert self._fenced, "nodes are told of a launch, and earlier attempts are not fenced off"

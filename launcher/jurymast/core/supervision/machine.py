@@ -1,8 +1,8 @@
-"""Everything that a supervisor decides, as one machine: what agents, people, Slurm and the clock say goes in,
-what is to be done comes out, in its order.
+"""Everything that a supervisor decides, as one machine: what agents, users, Slurm and the clock report goes
+in; effects come out, in order.
 
-Inside, the machines of the rooms say what they want with `Record`: the event is journalled, and
-`core.run.machine` decides what follows from it, before anything else happens.
+Inside, the machines of the other packages return `Record`: the event is journalled, and `core.run.machine`
+decides what follows from it, before anything else happens.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ Heard = msg.Beat | AboutRanks | AboutNodes | msg.AboutCheckpoints
 
 
 class Supervision:
-    """Whoever drives it ticks it every `interval_s`, and while it `has_work` calls `work` again and again,
-    others having their turn in between. `now` is the supervisor's clock: Unix time in seconds that never goes
-    back. `directory` is the run directory's name, for people."""
+    """The caller ticks it every `interval_s`. While it `has_work`, the caller calls `work` again and again,
+    with other work in between. `now` is the supervisor's clock: Unix time in seconds that never goes back.
+    `directory` is the run directory's name, for people."""
 
     def __init__(self, state: RunState, directory: str, now: float) -> None:
         self.state = state
@@ -90,7 +90,7 @@ class Supervision:
         self._told_by_another = 0  # the attempt whose nodes an earlier supervisor told to launch
 
     def check(self) -> None:
-        """What holds between any two events. Raises AssertionError."""
+        """Check the invariants. Raises AssertionError."""
         self.state.check()
         for part in (
             self.watch, self.checkpoints, self.launching, self.departure, self._preflight, self._sick,
@@ -115,8 +115,8 @@ class Supervision:
         return out
 
     def _ahead_of(self, event: ev.Event) -> list[Effect]:
-        """Before the first event that ends an attempt, and before the last: tell how far its ranks came. To
-        look at all ranks for each node's would take too long where there are many."""
+        """What to record before the first event that ends an attempt, and before the last one: how far its
+        ranks came. To examine all ranks for each node's event would take too long with many nodes."""
         out: list[Effect] = []
         ends = isinstance(event, ev.NodeLost | ev.WorkerFailed | ev.WorkersStopped) and (
             self.state.phase is Phase.RUNNING or self._is_last(self.state.stopped)
@@ -132,7 +132,7 @@ class Supervision:
         return out
 
     def _is_last(self, said: set[str]) -> bool:
-        """Whether the word of one more node makes all."""
+        """Whether the report of one more node completes those of all."""
         return len(said) + 1 >= len(self.state.placement) - len(self.state.findings.lost)
 
     def _tell_progress(self, now: float, *, forced: bool = False) -> list[Effect]:
@@ -140,7 +140,7 @@ class Supervision:
         return [effect for event in told for effect in self.record(event)]
 
     def _do(self, effects: Sequence[Effect], now: float) -> list[Effect]:
-        """What is left to do by others."""
+        """Carry out effects for the machines here, and return the others."""
         out: list[Effect] = []
         for effect in effects:
             match effect:
@@ -156,7 +156,7 @@ class Supervision:
         return out
 
     def _saved(self, save: ev.Saved, now: float) -> list[Effect]:
-        """Saves that are as usual are journalled now and then, together."""
+        """Journal saves; regular ones from time to time, together."""
         told = self._saves.hear(save, now)
         if not told:
             self.agreement.heard(save)
@@ -187,7 +187,7 @@ class Supervision:
     # ---- the clock
 
     def start(self, now: float) -> list[Effect]:
-        """After a take-over, repeat what may not have arrived."""
+        """Start. After a take-over, repeat what may not have arrived."""
         self.watch.take_over(now)
         out = [effect for one in resume(self.state) for effect in self._carry_out(one, now)]
         if self.state.phase is Phase.LAUNCHING:
@@ -206,7 +206,7 @@ class Supervision:
         return self.watch.interval_s if self.steady else min(WATCH_INTERVAL_S, self.watch.interval_s)
 
     def tick(self, now: float, *, storage_waits_s: float = 0.0) -> list[Effect]:
-        """`storage_waits_s`: for how long the run directory has not answered."""
+        """Do what is due. `storage_waits_s`: for how long the run directory has not answered."""
         out = self._do(self.watch.storage_waits(storage_waits_s, now), now)
         ran = self.state.phase is Phase.RUNNING
         out += self._do(self.watch.tick(now), now)
@@ -271,8 +271,8 @@ class Supervision:
         return out + self._do(self.launching.look(now), now)
 
     def _if_half_told(self, node: str, hello: msg.Hello, now: float, *, ours: bool) -> list[Effect]:
-        """To restore what the others were told is not known any more: in the next attempt all are told the
-        same."""
+        """Start another attempt if this node missed what to restore, because what the others were told is no
+        longer known. In the next attempt all are told the same."""
         launching = (self.state.phase, self.state.attempt) == (Phase.LAUNCHING, self._told_by_another)
         told = ours and hello.ranks in ("starting", "running", "finished")
         if told or not launching or node not in self.state.places:
@@ -280,7 +280,8 @@ class Supervision:
         return self.record(ev.Asked(t=now, what="restart", by=HALF_TOLD))
 
     def _missed(self, node: str, hello: msg.Hello, now: float, *, ours: bool) -> ev.Event | None:
-        """What the agent may have said while no connection was there. `ours`: it has this attempt's ranks."""
+        """What the agent may have reported while there was no connection. `ours`: it has this attempt's
+        ranks."""
         attempt, ranks, port = hello.attempt, hello.ranks, hello.store_port
         if ranks == "finished" and ours:
             return ev.NodeFinished(t=now, node=node, attempt=attempt)
@@ -295,7 +296,7 @@ class Supervision:
         return None
 
     def _tell_again(self, node: str, attempt: int) -> list[Effect]:
-        """What the agent, whose newest attempt is this one, may not have been told."""
+        """Orders that the agent, whose newest attempt is this one, may have missed."""
         stops = self.state.phase is Phase.STOPPING and node not in self.state.stopped
         stop: list[Effect] = [Send(node, msg.Stop(attempt=self.state.attempt))] if stops else []
         return stop + self.launching.tell_again(node, attempt)
@@ -365,8 +366,9 @@ class Supervision:
         return self._do(effects, now)
 
     def _hand_over(self, newer: Endpoint | None) -> list[Effect]:
-        """To the supervisor that has taken over, if this one does not know yet, as its storage hangs: the
-        other agents may not see it for the same reason, and a run with two has no whole checkpoint."""
+        """Give way to the supervisor that has taken over, if this one does not know of it because its storage
+        hangs. Other agents may not see the newer one for the same reason, and two supervisors get no complete
+        checkpoint."""
         if newer is None or newer.epoch <= self.state.epoch:
             return []
         return [*(Send(node, msg.Moved(place=newer)) for node in sorted(self.watch.here)), GiveWay()]
@@ -385,7 +387,8 @@ class Supervision:
     def found_on_storage(
         self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback], now: float
     ) -> list[Effect]:
-        """What earlier supervisors, attempts and runs left on storage: states with their sizes in bytes."""
+        """Take in what earlier supervisors, attempts and runs left on storage: states and their sizes in
+        bytes."""
         effects = self.checkpoints.found_on_storage(shared, rollbacks, now)
         return self._do([*effects, *self.asks.found_on_storage(now)], now)
 
@@ -395,7 +398,7 @@ class Supervision:
     # ---- people and Slurm
 
     def asked(self, ask: msg.Ask, now: float) -> tuple[msg.Accepted | msg.Declined, list[Effect]]:
-        """The answer to a request, and its effects."""
+        """Return the answer to a request, and its effects."""
         answer, effects = self.asks.answer(ask, now)
         return answer, self._do(effects, now)
 
@@ -404,7 +407,7 @@ class Supervision:
         return self._do(self.asks.warned(now), now)
 
     def terminated(self, now: float) -> list[Effect]:
-        """Slurm ends the job. Who wanted that decides what the run's state becomes."""
+        """Slurm ends the job. The run's final state depends on who requested that."""
         if self.state.phase is Phase.REQUEUED or self.state.ended or self._terminating:
             return []
         self._terminating = self.watch.ending = True
@@ -412,8 +415,8 @@ class Supervision:
         return [*out, *self.record(ev.Signalled(t=now, signal="SIGTERM")), WhyEnding()]
 
     def why_ending(self, asked: WhyEnding, why: str, by: str, now: float) -> list[Effect]:
-        """Slurm's answer. `by`: who cancelled the job, if anybody. The run's final state depends on it, so
-        Slurm is asked again while the reason is unknown."""
+        """Take Slurm's answer. `by`: who cancelled the job, if anybody. The run's final state depends on it,
+        so Slurm is asked again while the reason is unknown."""
         if asked.node:
             if why != STILL_RUNNING:
                 return self.terminated(now)
@@ -431,7 +434,7 @@ class Supervision:
         return self.record(event, flush=True) + self._do(self.departure.begin(now, hurry=True), now)
 
     def condition(self, journal: str) -> msg.Condition:
-        """What the journal does not tell yet. `journal`: why it cannot be written, or ""."""
+        """Return what the journal does not show yet. `journal`: why it cannot be written, or ""."""
         waits = ""
         if self.departure.begun and (unsaved := self.checkpoints.unsaved()):
             known = self.state.saved.get(SHARED)

@@ -1,4 +1,4 @@
-"""What follows from what a rank says itself: its saves, what it restored, why it started cold."""
+"""What follows from a rank's own reports: its saves, what it restored, why it started cold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankEvents:
     _saves: deque[msg.RankEvent] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
 
     def hear(self, node: str, message: msg.RankEvent, now: float) -> list[Effect]:
-        """`now` is Unix time in seconds."""
+        """Process a report. `now` is Unix time in seconds."""
         said, attempt, fields = message.event, message.attempt, asdict(message.event)
         local_rank = fields.pop("local_rank")
         rank = self.state.places.get(node, 0) * self.state.ranks_per_node + local_rank
