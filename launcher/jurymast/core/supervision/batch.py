@@ -151,7 +151,8 @@ class Batch:
         return []
 
     def _await_requeue(self, outcome: Outcome, now: float) -> list[Effect]:
-        """Wait until Slurm ends this life of the job; a job that ends by itself before is not requeued."""
+        """Wait until Slurm ends this life of the job. If this process ended first, nothing would be
+        requeued."""
         if self._told_to_end:
             return self._end(outcome)
         if now < self._until:

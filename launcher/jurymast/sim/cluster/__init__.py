@@ -1,2 +1,2 @@
 """A whole cluster in one process: the real machines of the supervisor and the agents, on nodes, a network and
-storage that misbehave by seed. See `__main__` for the command."""
+storage that misbehave by seed. `__main__` has the command."""

@@ -1,8 +1,8 @@
 """`python -m jurymast.sim.cluster --plans 10000`: random plans of faults against simulated clusters.
 
-Every plan has a seed (`--seed N` begins there; with `--plans 1` it is that one alone). A plan that breaks a
-rule is made as small as it still breaks it, and printed as a line of JSON, which `--plan JSON` runs again.
-Exit code 1 when any did.
+Every plan has a seed (`--seed N` is the first; with `--plans 1` the only one). A plan that breaks a rule is
+reduced to the shortest one that still breaks it, and printed as a line of JSON, which `--plan JSON` runs
+again. Exit code 1 if any plan broke a rule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOLD_EVERY_S = 10.0
 
 
 def several(seeds: range) -> list[Result]:
-    """One result a seed, the smallest of those that broke something."""
+    """Run one plan per seed; returns the results, with the shortest plan for those that broke a rule."""
     results = []
     for seed in seeds:
         result = run(random_plan(seed))
@@ -33,7 +33,7 @@ def several(seeds: range) -> list[Result]:
 
 
 def every(seeds: range, processes: int) -> Iterator[Result]:
-    """In their order."""
+    """Yield the results in the order of the seeds."""
     parts = [seeds[first : first + AT_ONCE] for first in range(0, len(seeds), AT_ONCE)]
     if processes < 2:
         for part in parts:

@@ -1,5 +1,5 @@
-"""A node, and the agent on it: the real `AgentMachine`, with a torchrun host, a keeper and ranks that are
-simulated."""
+"""A simulated node with its agent: the real `AgentMachine`, and a simulated torchrun host, keeper and
+ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SimSite:
         return BEGINNING + self.cluster.world.now + self.clock_s
 
     def process(self) -> Process:
-        """A new one."""
+        """Start a process on the node."""
         process = Process()
         process.until = self.stopped_until
         self.processes = [one for one in self.processes if one.alive]
@@ -56,7 +56,7 @@ class SimSite:
             process.stop_until(self.stopped_until)
 
     def die(self) -> None:
-        """Everything on it is gone, and nobody says so."""
+        """Lose everything on the node, without a word to anybody."""
         self.up = False
         for process in self.processes:
             process.alive = False
@@ -68,7 +68,7 @@ class SimSite:
         self.start_agent()
 
     def start_agent(self) -> None:
-        """If there is none, and the job has this node and goes on."""
+        """Start an agent if there is none, the job has this node, and the job continues."""
         here = self.cluster.allocated and self.cluster.sites.get(self.name) is self
         if self.up and here and self.agent is None:
             self.agents += 1
@@ -79,7 +79,7 @@ class SimSite:
         return self.up and self.stopped_until <= self.cluster.world.now
 
     def end_job(self) -> None:
-        """Slurm kills all that the job has here."""
+        """Slurm kills all processes of the job here."""
         for process in self.processes:
             process.alive = False
         if self.agent is not None:
@@ -88,7 +88,7 @@ class SimSite:
 
 
 class SimHost:
-    """As `worker.elastic`: one attempt at a time, each after a word that it waits."""
+    """A torchrun host as in `worker.elastic`: one attempt at a time, each after a message that it waits."""
 
     def __init__(self, agent: SimAgent) -> None:
         self.agent, self.site, self.world = agent, agent.site, agent.world
@@ -144,7 +144,7 @@ class SimHost:
         self.attempt = 0
 
     def fail(self, group: SimGroup, code: int, why: str) -> None:
-        """A rank of the group ends badly, and the others of the node with it."""
+        """A rank of the group fails, and the others on the node with it."""
         if self.group is not group or not self.attempt or self.member is None or self.member.gone:
             return
         attempt, place = self.attempt, self.member.order.rank
@@ -156,7 +156,7 @@ class SimHost:
         self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
 
     def finish(self, group: SimGroup) -> None:
-        """All ranks of the node end well."""
+        """All ranks of the node end successfully."""
         if self.group is not group or not self.attempt or self.member is None or self.member.gone:
             return
         attempt, self.attempt, self.member.gone = self.attempt, 0, True
@@ -169,7 +169,7 @@ class SimHost:
 
 
 class SimAgent:
-    """One process: a new incarnation."""
+    """One agent process: a new incarnation."""
 
     def __init__(self, cluster: Cluster, site: SimSite) -> None:
         self.cluster, self.site, self.world = cluster, site, cluster.world
@@ -197,7 +197,7 @@ class SimAgent:
         return self.world.now + self.clock_s
 
     def gone(self, *, loud: bool) -> None:
-        """The process has ended. `loud`: its node lives and says so."""
+        """The process has ended. `loud`: its node lives and closes its connections."""
         self.process.alive = False
         self.site.agent = None if self.site.agent is self else self.site.agent
         self.cluster.keepers.pop((self.site.name, self.data_port), None)
@@ -355,7 +355,7 @@ class SimAgent:
         self._carry_out(self.machine.pulse(known, self.now))
 
     def terminated(self) -> None:
-        """A SIGTERM."""
+        """Handle a SIGTERM."""
         self._carry_out(self.machine.terminated(self.now))
 
     def supervisor_ended(self) -> None:

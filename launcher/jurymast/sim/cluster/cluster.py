@@ -1,4 +1,4 @@
-"""The cluster: its nodes, and what a plan does to them."""
+"""The simulated cluster: its nodes, and the effects of a plan's faults on them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ WATCHED_LIVES = 3
 
 @dataclass(frozen=True)
 class Result:
-    """`rule`: the one that was broken, or "", and `how`; `lives`: of the job, one more than it was
-    requeued."""
+    """The result of a plan. `rule`: the broken rule, or "", and `how` it was broken; `lives`: of the job, one
+    more than its requeues."""
 
     plan: Plan
     rule: str
@@ -93,7 +93,7 @@ class Cluster:
         return f"7.{self.restarts}"
 
     def run(self) -> None:
-        """Raises Violation."""
+        """Run the plan. Raises Violation."""
         while self.world.now < self._until and not self.world.over:
             self.world.run(self._until)
         if not self.world.over:
@@ -125,14 +125,15 @@ class Cluster:
     def start_supervisor(
         self, site: SimSite, takeover: SimAgent | None, silent_s: float = 0.0, *, warm: bool = False
     ) -> None:
-        """`silent_s`: so long nobody has heard the one before. `warm`: its process stood by."""
+        """Start a supervisor. `silent_s`: for how long nobody has heard the previous one. `warm`: its process
+        stood by."""
         if site.up and self.allocated:
             supervisor = SimSupervisor(self, site, takeover, silent_s)
             start_s = 0.0 if warm else self.world.between(*SUPERVISOR_START_S)
             self.world.after(start_s, supervisor.process, supervisor.begin)
 
     def supervisor_ended(self, supervisor: SimSupervisor) -> None:
-        """It has not brought the job's end about."""
+        """A supervisor has ended without ending the job."""
         if supervisor.takeover is not None:
             self.world.after(0.05, supervisor.takeover.process, supervisor.takeover.supervisor_ended)
         elif supervisor.allocation == self.allocation:
@@ -140,7 +141,8 @@ class Cluster:
             self._of_batch(self.batch.supervisor_ended(code, None, self.world.now))
 
     def _of_batch(self, effects: list[batch.Effect]) -> None:
-        """Those of the batch process that matter here: who ends the job is Slurm, and agents start late."""
+        """Carry out those effects of the batch process that matter here: Slurm ends the job, and agents start
+        late."""
         for effect in effects:
             if isinstance(effect, batch.StartSupervisor):
                 self.start_supervisor(self.sites[self.batch_host], takeover=None)
@@ -152,15 +154,15 @@ class Cluster:
             self._of_batch(self.batch.look(None, self.world.now, agents=True))
 
     def job_over(self, supervisor: SimSupervisor) -> None:
-        """It has said so."""
+        """The supervisor has said that the job is over."""
         self.oracle.ends(supervisor)
         state = supervisor.state
         again = not state.ended and self.ending in ("", "preempted")
         self._end_job(again=again, without=state.excluded)
 
     def _end_job(self, *, again: bool, without: Collection[str] = ()) -> None:
-        """Slurm kills all of it. `again`: and starts it once more, on other nodes where some are excluded, or
-        not there."""
+        """Slurm kills the whole job. `again`: and starts it once more, on other nodes for those that are
+        excluded or gone."""
         for site in self.sites.values():
             site.end_job()
         for supervisor in self.ports.values():
@@ -191,7 +193,7 @@ class Cluster:
     # ---- faults
 
     def in_phase(self, phase: str) -> None:
-        """The run is, by its supervisor."""
+        """The supervisor says that the run is in this phase."""
         for fault in [fault for fault in self._waiting if fault.when == phase]:
             self._waiting.remove(fault)
             after_s = self.world.between(0.0, 0.5)
@@ -199,7 +201,7 @@ class Cluster:
             self.world.after(after_s, None, self._strike, fault)
 
     def why_ending(self) -> str:
-        """As Slurm says, if it does."""
+        """Return why the job ends, as Slurm says, if it does."""
         return "unknown" if self.world.now < self._slurm_silent_until else self.ending or STILL_RUNNING
 
     def _strike(self, fault: Fault) -> None:
@@ -308,8 +310,8 @@ class Cluster:
             self._end_job(again=self.ending == "preempted")
 
     def _roll_back(self, supervisor: SimSupervisor) -> None:
-        """To the newest checkpoint but one, if it is at hand: on storage first, and then the supervisor is
-        asked. One that has taken over by then has seen it there."""
+        """Roll back to the second newest checkpoint, if there is one: on storage first, then by asking the
+        supervisor. One that has taken over by then has seen it on storage."""
         steps = sorted(step for step, _ in self.disk.shared)
         if len(steps) > 1 and supervisor.listens:
             back = self.disk.roll_back(steps[-2])
@@ -379,7 +381,7 @@ class Cluster:
 
 
 def run(plan: Plan) -> Result:
-    """What came of it. An error of a machine is a broken rule as well."""
+    """Return the result of a plan. An error of a machine is a broken rule as well."""
     rule = how = ""
     cluster = Cluster(plan)
     try:
@@ -399,7 +401,7 @@ def run(plan: Plan) -> Result:
 
 
 def smallest(result: Result) -> Result:
-    """Faults are left out as long as the same rule is broken."""
+    """Return the result of the shortest plan that breaks the same rule, by leaving out faults."""
     for plan in smaller(result.plan):
         tried = run(plan)
         if tried.rule == result.rule:

@@ -1,5 +1,5 @@
-"""A node's keeper, simulated: the real `KeeperMachine` over memory, hashes and transfers that are simulated.
-It loses everything with its agent."""
+"""A node's simulated keeper: the real `KeeperMachine` over simulated memory, hashes and transfers. It loses
+everything with its agent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WRONG = "wrong bytes"
 
 
 class SimImage(core.KeptCopy):
-    """What a keeper holds. `tokens`: what is in it, by rank; more than one in an XOR."""
+    """What a keeper holds. `tokens`: its content by rank; more than one for an XOR."""
 
     def __init__(
         self, image: core.Image, world: int, tier: str, part: str, buffer: int, tokens: Mapping[int, Token]
@@ -68,7 +68,7 @@ class SimImage(core.KeptCopy):
         return self.tokens[self.rank]
 
     def has(self, part: str) -> bool:
-        """By itself."""
+        """Whether it has this part by itself."""
         return not self.group and self.part in (ALL, part)
 
 
@@ -90,7 +90,8 @@ def report(
 
 @dataclass
 class _SimWork:
-    """Work. `tokens`: what the images are that were found, by rank; `base`: what is in the buffer already."""
+    """Work. `tokens`: the content of the images that were found, by rank; `base`: what the buffer already
+    contains."""
 
     key: Key = (0, 0)
     world: int = 0
@@ -104,7 +105,7 @@ Got = Callable[[bool], None]
 
 
 class SimKeeper:
-    """`room`: so many images of other nodes' ranks fit into this node's memory, besides its own."""
+    """`room`: this many images of other nodes' ranks fit into this node's memory in addition to its own."""
 
     def __init__(self, agent: SimAgent, room: int) -> None:
         self.agent, self.world = agent, agent.world
@@ -125,11 +126,11 @@ class SimKeeper:
         return self.machine.inventory()
 
     def of(self, key: Key, rank: int) -> list[SimImage]:
-        """What serves as a copy of this image, or of a part of it."""
+        """Return the copies of this image, or of a part of it."""
         return [image for image in self.held if image.image == (*key, rank) and not image.group]
 
     def lend(self, key: Key, rank: int) -> SimImage | None:
-        """What storage gets: the image, or its own part if its common part is here as well."""
+        """Return what storage gets: the image, or its own part if its common part is here as well."""
         mine = [one for one in self.of(key, rank) if not one.corrupt]
         for one in sorted(mine, key=lambda one: one.part != ALL):
             alike = [other for other in self.held if other.key == key and other.has(COMMON)]
@@ -147,7 +148,7 @@ class SimKeeper:
         self.act(self.machine.launch(order.attempt, ranks, world, order.restore, self.world.now))
 
     def wants(self) -> None:
-        """The node's ranks have restored, as all others, and ask for memory."""
+        """The node's ranks, like all others, have restored and ask for memory."""
         for local in range(len(self.machine.ranks)):
             self.act(self.machine.wants(local, SIZE_BYTES + MANIFEST_BYTES))
 
@@ -265,7 +266,7 @@ class SimKeeper:
     # ---- work
 
     def known(self, key: Key, rank: int) -> tuple[Token, int] | None:
-        """An image's token and world, also of one that is only part of an XOR."""
+        """Return an image's token and world, also for one that is only part of an XOR."""
         there = (one for one in self.held if one.key == key and rank in one.tokens)
         return next(((one.tokens[rank], one.world) for one in there), None)
 
@@ -275,7 +276,7 @@ class SimKeeper:
         self._find_next(effect, going, deque(effect.wanted))
 
     def _find_next(self, effect: do.FindImages, going: _SimWork, wanted: deque[msg.Member]) -> None:
-        """One rank after the other, from this node or the first source that knows its image."""
+        """Look for the next rank's image, on this node or the first source that knows it."""
         if not wanted or going.stop:
             self._found(effect, going)
             return
@@ -361,7 +362,7 @@ class SimKeeper:
     # ---- transfers
 
     def _ask(self, source: msg.Source, told: Callable[[SimKeeper | None, str], None]) -> None:
-        """Another keeper, or this one; None and the trouble when it does not answer."""
+        """Ask another keeper, or this one; returns None and the trouble if it does not answer."""
         cluster, world = self.agent.cluster, self.world
         other = cluster.keepers.get((source.hosts[0], source.port))
         host, here = cluster.sites[source.hosts[0]], self.agent.site.name
@@ -386,7 +387,7 @@ class SimKeeper:
     def _gather(
         self, going: _SimWork, rank: int, lacking: set[str], sources: Sequence[msg.Source], over: Got
     ) -> None:
-        """These parts of a rank's image, from one source after the other."""
+        """Fetch these parts of a rank's image, from one source after another."""
         self._gather_on(going, rank, lacking, Gathering(self.agent.site.name, sources), over)
 
     def _gather_on(
@@ -416,7 +417,7 @@ class SimKeeper:
         self, other: SimKeeper | None, source: msg.Source, going: _SimWork, rank: int, wanted: set[str],
         why: str,
     ) -> tuple[set[str], str]:  # fmt: skip
-        """What of these parts the other keeper gives, by `source.rank`'s image; and the trouble."""
+        """Return what the other keeper gives of these parts, from `source.rank`'s image, and the trouble."""
         some: set[str] = set()
         for image in other.of(going.key, source.rank) if other is not None else ():
             theirs = {part for part in wanted if image.has(part) and (part == COMMON or rank == image.rank)}
@@ -431,7 +432,7 @@ class SimKeeper:
         self, going: _SimWork, rank: int, source: msg.Source, wanted: set[str],
         got: Callable[[set[str], str], None],
     ) -> None:  # fmt: skip
-        """Out of the XOR at `source`, and the same part of its other members."""
+        """Compute a part from the XOR at `source` and the same part of its other members."""
         xor, *others = ingredients((*going.key, rank), source)
 
         def told(other: SimKeeper | None, trouble: str) -> None:
@@ -452,7 +453,7 @@ class SimKeeper:
         self._ask(source, told)
 
     def _gather_all(self, going: _SimWork, wanted: list[Ingredient], part: str, over: Got) -> None:
-        """This part of all these images."""
+        """Fetch this part of all these images."""
         if not wanted:
             over(True)
             return
@@ -468,7 +469,8 @@ class SimKeeper:
 
 
 def whole(images: Iterable[SimImage], key: Key, world: int) -> bool:
-    """Whether these give every rank's image of a state, or the others of its group and their XOR."""
+    """Return whether these images give every rank's image of a state, directly or from the others of its
+    group and their XOR."""
     good = [image for image in images if image.key == key and not image.corrupt]
     own = {image.rank for image in good if image.has(OWN)}
     xors = [set(image.group) for image in good if image.group and image.part in (ALL, OWN)]

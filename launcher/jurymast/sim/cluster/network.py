@@ -1,4 +1,5 @@
-"""The network: messages take their time, those of one connection in order; links and connections break."""
+"""The simulated network: messages take time, and those of one connection arrive in order; links and
+connections break."""
 
 from __future__ import annotations
 
@@ -64,14 +65,14 @@ class SimNetwork:
         return connection
 
     def ended(self, end: SimEnd) -> None:
-        """The process is gone and its node lives: its kernel says so."""
+        """The process is gone and its node lives: the kernel closes its connections."""
         for connection in self.connections:
             if end in connection.ends:
                 connection.close(end)
 
 
 class SimConnection:
-    """Between two processes. `open`: by end, whether it thinks so."""
+    """A connection between two processes. `open`: for each end, whether it considers the connection open."""
 
     def __init__(self, network: SimNetwork, ends: tuple[SimEnd, SimEnd]) -> None:
         self.network, self.ends = network, ends
@@ -118,7 +119,8 @@ class SimConnection:
                 self.ends[end].closed(self)
 
     def snap(self, *, half: bool) -> None:
-        """What is on its way is lost. Each end learns it at its own time; with `half` one of them never."""
+        """Break the connection: messages on their way are lost. Each end learns it at its own time; with
+        `half` one of them never does."""
         self.broken = True
         deaf = self.network.world.chance.randrange(2) if half else -1
         for end in (0, 1):

@@ -1,5 +1,5 @@
-"""What must hold in a simulated cluster, whatever happens: each rule by its name. It sees everything, and
-nobody in the cluster sees it."""
+"""What must hold in a simulated cluster, whatever happens: each rule by its name. The oracle sees everything;
+nothing in the cluster sees the oracle."""
 
 from __future__ import annotations
 
@@ -119,12 +119,12 @@ class Oracle:
         self._shadow[keeper] = [image for image in mine if age(image.key) >= committed]
 
     def forgotten(self, keeper: SimKeeper, key: Key, ranks: Iterable[int]) -> None:
-        """Replicas that make room for parity."""
+        """Replicas were dropped to make room for parity."""
         mine, gone = self._shadow.get(keeper, []), set(ranks)
         self._shadow[keeper] = [i for i in mine if i.key != key or i.rank not in gone or i.tier == MEMORY]
 
     def best(self, seen_from: str, failed: Iterable[Key] = ()) -> Key | None:
-        """The newest complete state that can be reached for certain."""
+        """Return the newest complete state that can certainly be reached."""
         images = [
             image
             for keeper, mine in self._shadow.items()
@@ -173,7 +173,8 @@ class Oracle:
             self.fail(NOTHING_LOST, f"attempt {event.attempt} restores {event.step}, {best} is there")
 
     def _blamed(self, supervisor: SimSupervisor, event: ev.NodeLost) -> None:
-        """An agent that has ended took its ranks along, however long ago and for whatever reason."""
+        """Check a lost node. An agent that has ended took its ranks along, however long ago and for whatever
+        reason."""
         agent = self.cluster.sites[event.node].agent
         known = supervisor.state.nodes.get(event.node)
         lives = agent is not None and known is not None and agent.incarnation == known.incarnation
@@ -181,7 +182,8 @@ class Oracle:
             self.fail(NO_BLAME, f"{event.node} is lost ({event.how}, {event.evidence})")
 
     def _gives_up(self, supervisor: SimSupervisor, decided: Requeue | Finish) -> None:
-        """When that is decided: until it is carried out nodes may come back, and it holds all the same."""
+        """Check a requeue or an end when it is decided: nodes may return until it is carried out, and it is
+        right all the same."""
         state, node = supervisor.state, supervisor.site.name
         if state.phase is Phase.SUCCEEDED:
             if self._newest is None or not self._newest.finished:
@@ -198,7 +200,7 @@ class Oracle:
             self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {decided.reason}")
 
     def sends_home(self, supervisor: SimSupervisor) -> None:
-        """The nodes go, and what is in their memory with them."""
+        """The nodes are released, and their memory with them."""
         if supervisor is self.supervisor:
             self._goes(supervisor, "the nodes go")
 
@@ -212,7 +214,7 @@ class Oracle:
     # ---- the job's end, and its next life
 
     def ends(self, supervisor: SimSupervisor) -> None:
-        """The supervisor says so: what Slurm does then is for it to know."""
+        """A supervisor says that the job ends. Only Slurm knows what follows."""
         phase, why = supervisor.state.phase, self.cluster.ending
         if supervisor is not self.supervisor and self.cluster.storage.sees_all(supervisor.site.name):
             self.fail(AGREES, f"epoch {supervisor.epoch} ends the job, and a newer one rules")
@@ -220,26 +222,27 @@ class Oracle:
             self.fail(AGREES, f"the job was ended: {why}; the run is {phase.value}")
 
     def killed(self) -> None:
-        """By Slurm, some time after a SIGTERM."""
+        """Slurm kills the job, some time after a SIGTERM."""
         if self.supervisor is not None and self.supervisor.listens:
             self._goes(self.supervisor, "Slurm kills the job")
 
     def allocated(self) -> None:
-        """Again."""
+        """The job has a new allocation."""
         self._word_at = self._step_at = self._supervised_at = self.cluster.world.now
         self.supervisor = None
         self._differ_since.clear()
 
     def rolled_back(self, back: Rollback) -> None:
-        """On storage; the supervisor is about to be asked."""
+        """A rollback is on storage; the supervisor is about to be asked."""
         self._planned = {attempt: min(step, back.step) for attempt, step in self._planned.items()}
 
     def ordered_back(self, back: Rollback) -> None:
-        """It was asked."""
+        """The supervisor was asked to roll back."""
         self._rollbacks.append(back)
 
     def _is_known(self, site: SimSite) -> bool:
-        """The agent that follows one that has ended, and its ranks with it, is known once it was heard."""
+        """Whether the supervisor knows the present agent. One that follows an agent that has ended, with its
+        ranks, is known once it was heard."""
         return site.agent is not None and (site.agent.met or site.agents == 1)
 
     # ---- the ranks
@@ -287,7 +290,7 @@ class Oracle:
             self.fail(ONE_WORLD, f"attempt {group.attempt} steps, and attempt {newest.attempt} has started")
 
     def _goes_back(self, group: SimGroup) -> None:
-        """Whatever ranks do that were to go back is lost at their next fault."""
+        """Check that ranks go back: what they do instead would be lost at the next fault."""
         supervisor, before = self.supervisor, self.cluster.world.now - BACK_LIMIT_S
         if supervisor is None or not supervisor.listens or self._supervises_since > before:
             return
@@ -340,7 +343,7 @@ class Oracle:
                 self.fail(AGREES, f"{site.name} {differ}")
 
     def _difference(self, supervisor: SimSupervisor, site: SimSite) -> str:
-        """Between what a supervisor thinks of the node's ranks and what is there."""
+        """Return the difference between what a supervisor believes about the node's ranks and the truth."""
         state, agent = supervisor.state, site.agent
         if agent is None or not supervisor.connected(site.name):
             return ""

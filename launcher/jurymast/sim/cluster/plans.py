@@ -1,4 +1,4 @@
-"""What is simulated: a small cluster and what goes wrong in it. By seed, and as JSON."""
+"""What is simulated: a small cluster and its faults, drawn by seed or read from JSON."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """How long it is watched."""
+        """How long the cluster is simulated, in seconds."""
         return max((fault.at + fault.seconds for fault in self.faults), default=10.0) + AFTER_S
 
     def to_json(self) -> str:
@@ -91,12 +91,12 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Raises ValueError for what is no plan."""
+        """Read a plan. Raises ValueError for anything else."""
         return msgspec.json.decode(text, type=cls)
 
 
 def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
-    """`only`: of these kinds of faults, and of ranks that never end; else of all."""
+    """Draw a plan. With `only`, faults are of these kinds, and ranks never end."""
     chance = random.Random(seed)
     active = chance.choice((2, 2, 3, 4))
     spares = min(chance.choice((0, 1, 1, 2)), 6 - active)
@@ -130,7 +130,7 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
 
 
 def smaller(plan: Plan) -> list[Plan]:
-    """The same with a fault less."""
+    """Return the plans with one fault less."""
     return [
         replace(plan, faults=plan.faults[:number] + plan.faults[number + 1 :])
         for number in range(len(plan.faults))

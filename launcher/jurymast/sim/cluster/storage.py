@@ -1,5 +1,5 @@
-"""Shared storage: it is slow, hangs, is full or shows an old view, and has what was really written. A node's
-part in a checkpoint there is the real `Meeting`."""
+"""Simulated shared storage: it is slow, hangs, is full or shows a stale view, and knows what was really
+written. A node's part in a checkpoint there is the real `Meeting`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SLOW_TIMES = 60.0
 
 @dataclass
 class Token:
-    """What training has come to: two states are the same only if their tokens are."""
+    """The result of the training so far: two states are the same only if their tokens are equal."""
 
     step: int
     history: tuple[Any, ...]
@@ -85,7 +85,7 @@ class Storage:
         return self.world.now - (age_s if until > self.world.now else 0.0)
 
     def sees_all(self, node: str) -> bool:
-        """Whatever is there by now."""
+        """Whether this node sees everything that is there now."""
         return self.view_at(node) >= self.world.now
 
     def sees_checkpoints(self, node: str) -> bool:
@@ -95,7 +95,7 @@ class Storage:
         self, node: str, process: Process, work: Callable[[], Any], then: Callable[[Any], None],
         *, writes: bool = False,
     ) -> None:  # fmt: skip
-        """`then` gets what `work` returned, or the OSError."""
+        """Do `work`; `then` gets its result, or the OSError."""
         at = max(self.world.now, self.hangs_until(node)) + self.takes_s()
         self.world.at(at, process, self._done, node, process, work, then, writes)
 
@@ -120,8 +120,8 @@ class Storage:
 
 @dataclass
 class RunDisk:
-    """The run directory. Times are when something came there: an old view is one of a directory's list, and
-    not of what a file of a known name says."""
+    """The run directory. Times are when something was written: a stale view is one of a directory's list, not
+    of the content of a file with a known name."""
 
     storage: Storage
     plan: RunPlan
@@ -137,7 +137,7 @@ class RunDisk:
     rollbacks: list[Rollback] = field(default_factory=list)
 
     def publish(self, key: Key, token: Token) -> None:
-        """Into the checkpoints, unless it was rolled back meanwhile."""
+        """Add a checkpoint, unless it was rolled back meanwhile."""
         if not self.is_void(key):
             self.shared[key] = self.storage.world.now, token
 
@@ -145,7 +145,7 @@ class RunDisk:
         return any(back.voids(*key) for back in self.rollbacks)
 
     def roll_back(self, step: int) -> Rollback:
-        """As `jurymast checkpoints RUN rollback` does, before it asks the supervisor."""
+        """Roll back as `jurymast checkpoints RUN rollback` does before it asks the supervisor."""
         back = Rollback(step, self.attempt, self.storage.world.now)
         self.rollbacks.append(back)
         self.shared = {key: what for key, what in self.shared.items() if key[0] <= step}
@@ -181,7 +181,7 @@ class RunDisk:
         return f"{self.newest_epoch(node)}:{self.beat}"
 
     def replay(self) -> RunState:
-        """As `journal.replay` reads it, of what was really written."""
+        """Replay what was really written, as `journal.replay` does."""
         files = [self._file(epoch) for epoch in sorted(self.journal)]
         state = initial_state(self.plan)
         for entry in counting([*files, []], [*map(begin_of, files), EpochBegin()]):
@@ -198,7 +198,7 @@ LOOK_S, COPY_S = 0.05, (0.05, 0.4)
 
 
 class SimWrite:
-    """`over` hears why it failed, or ""; nobody does once it is `cancelled`."""
+    """A write. `over` gets the reason if it failed, or ""; it is not called once the write is `cancelled`."""
 
     def __init__(self, agent: SimAgent, order: msg.Write, token: Token, over: Callable[[str], None]) -> None:
         self._agent, self._order, self._token, self._over = agent, order, token, over
@@ -284,7 +284,7 @@ class SimWrite:
                 return machine.saw_parts(place.done)
 
     def _write(self, what: Next) -> Next:
-        """Something there."""
+        """Write something there."""
         order, disk = self._order, self._agent.cluster.disk
         match what:
             case Do.OPEN:

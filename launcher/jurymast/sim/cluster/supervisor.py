@@ -1,5 +1,5 @@
-"""The supervisor's process: the real `Supervision`, and around it what `jurymast.supervisor` does with files,
-timers and connections, in simulated time."""
+"""The simulated process of a supervisor: the real `Supervision`, and what `jurymast.supervisor` does around
+it with files, timers and connections, in simulated time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASK_AGAIN_S = 0.5
 
 
 class SimJournal:
-    """Written on a thread: what was not on the disk when the process died is lost."""
+    """The journal, written in a thread: lines that were not on the disk when the process died are lost."""
 
     def __init__(self, supervisor: SimSupervisor, items: list[Item]) -> None:
         self._supervisor, self._items = supervisor, items
@@ -47,7 +47,7 @@ class SimJournal:
             world.after(GATHER_S, self._supervisor.thread, self._write)
 
     def flush(self, then: Callable[[], None]) -> None:
-        """`then`, once all is on the disk, or that took too long."""
+        """Call `then` once everything is on the disk, or that took too long."""
         if not self._unwritten:
             then()
             return
@@ -91,8 +91,8 @@ class SimJournal:
 
 
 class SimSupervisor:
-    """One process. `takeover`: the agent that has started it, else the batch host has; nobody had heard the
-    one before for `silent_s`."""
+    """One process. `takeover`: the agent that started it; otherwise the batch process did. Nobody had heard
+    the previous one for `silent_s`."""
 
     def __init__(self, cluster: Cluster, site: SimSite, takeover: SimAgent | None, silent_s: float) -> None:
         self.cluster, self.site, self.world, self.takeover = cluster, site, cluster.world, takeover
@@ -119,7 +119,7 @@ class SimSupervisor:
         return self.world.now + self._offset
 
     def unblock(self) -> None:
-        """It waited for the disk."""
+        """Continue after waiting for the disk."""
         self.process.until = max(self.site.stopped_until, min(self.process.until, self.world.now))
 
     # ---- the beginning
@@ -364,7 +364,7 @@ class SimSupervisor:
         self._do(self.machine.closed(node, number, self.now))
 
     def ask(self, ask: msg.Ask) -> bool:
-        """Whether it has accepted that."""
+        """Make a request; returns whether it was accepted."""
         if not self.listens:
             return False
         answer, effects = self.machine.asked(ask, self.now)
@@ -372,7 +372,7 @@ class SimSupervisor:
         return isinstance(answer, msg.Accepted)
 
     def signalled(self, terminates: bool) -> None:
-        """By Slurm: it ends the job (so it seems), or warns of that."""
+        """Slurm ends the job (or seems to), or warns that it will."""
         if self.listens:
             self._do(self.machine.terminated(self.now) if terminates else self.machine.warned(self.now))
 
@@ -382,7 +382,7 @@ class SimSupervisor:
     # ---- the end
 
     def _over(self) -> None:
-        """The machine wants no more: what follows is for the batch host, or who took over."""
+        """The machine is done. The batch process, or the supervisor that took over, continues."""
         self.cluster.job_over(self)
 
     def _give_way(self) -> None:
@@ -390,7 +390,7 @@ class SimSupervisor:
         self.end()
 
     def end(self) -> None:
-        """The process ends, or is killed; its node says so."""
+        """The process ends, or is killed; its node closes its connections."""
         if not self.process.alive:
             return
         self.process.alive = self.thread.alive = self.listens = False

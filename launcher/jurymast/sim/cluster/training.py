@@ -1,4 +1,5 @@
-"""The ranks of one attempt: they meet, restore, go in step, save by the agreed cadence, and fail together."""
+"""The ranks of one attempt: they meet, restore, step together, save by the agreed cadence, and fail
+together."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ _serial = itertools.count(1)
 
 
 class Waits(Exception):
-    """A rank waits at a step for word of the schedule."""
+    """A rank waits at a step for the schedule."""
 
 
 class Page:
-    """Of one node's ranks: what the agent writes there of the cadence."""
+    """The page of one node's ranks, on which the agent writes the cadence."""
 
     def __init__(self) -> None:
         self.record = ScheduleRecord(memoryview(bytearray(SCHEDULE_BYTES)))
@@ -95,7 +96,7 @@ class SimGroup:
             self._restore()
 
     def leave(self, member: SimMember, *, loud: bool) -> None:
-        """Its ranks are gone; `loud`: and the others hear it."""
+        """The node's ranks are gone; `loud`: the others learn it."""
         if member.gone:
             return
         member.gone = True
@@ -242,7 +243,7 @@ class SimGroup:
         return steps is not None and self.step % steps == 0
 
     def _refused(self) -> bool:
-        """Some node has not the memory: all ranks save to shared storage then, which is not simulated."""
+        """Some node lacks the memory. All ranks then save to shared storage, which is not simulated."""
         keepers = (member.agent.keeper for member in self.members.values())
         return any(mine.refused for keeper in keepers for mine in keeper.machine.ranks)
 

@@ -1,4 +1,5 @@
-"""Time in the simulated cluster: one queue of events, one source of chance, processes that stop and end."""
+"""Time in the simulated cluster: one queue of events, one source of randomness, and processes that pause and
+end."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ BEGINNING = 1_800_000_000.0
 
 
 class Process:
-    """Nothing happens in it before `until`, and nothing any more once it is not `alive`."""
+    """A process. Nothing happens in it before `until`, and nothing any more once it is not `alive`."""
 
     def __init__(self) -> None:
         self.alive = True
@@ -25,7 +26,7 @@ class Process:
 
 
 class World:
-    """`now` is the true time, in seconds from 0 on, which nobody in it knows."""
+    """`now` is the true time, in seconds from 0 on, which nothing in the cluster knows."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -36,7 +37,7 @@ class World:
         self._order = 0
 
     def at(self, when: float, process: Process | None, then: Then, *args: Any, first: bool = False) -> None:
-        """`first`: before all else that this process has to do by then."""
+        """Schedule a call. `first`: before everything else that this process has to do by then."""
         self._order += 1
         heapq.heappush(
             self._queue, (max(when, self.now), 0 if first else 1, self._order, process, then, args)
