@@ -63,7 +63,7 @@ class _Kind(msgspec.Struct):
     get: str = ""
 
 
-# RecursionError: brackets without end; ValueError: what is no UTF-8.
+# RecursionError: endless brackets; ValueError: invalid UTF-8.
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _ENCODER = msgspec.json.Encoder()
 _KIND = msgspec.json.Decoder(_Kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-# Of the nodes of an incident; a switch takes hundreds along.
+# At most this many nodes of an incident are named; a switch can take hundreds along.
 NODES_TOLD = 20
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}

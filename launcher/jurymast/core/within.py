@@ -14,7 +14,7 @@ import msgspec
 
 from jurymast.core.message import Strange, kind_of, reader
 
-# A restore that has waited for storage for so long is told of, and again each time as much has passed.
+# A restore that has waited this long for storage is reported, and again each time this much more has passed.
 RESTORE_TOLD_S = 30.0
 
 
@@ -23,7 +23,7 @@ class Skip(str, Enum):
 
     NOT_READY = "memory is not ready yet"
     BUSY = "both memory slots are busy"
-    # It can no more, unless the attempt is started again and saves to storage instead.
+    # It cannot save any more, unless the attempt is restarted and saves to storage instead.
     REFUSED = "this node refused the memory"
 
 

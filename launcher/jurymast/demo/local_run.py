@@ -22,7 +22,7 @@ MODULES = ("jurymast.cluster.batch", "jurymast.supervisor", "jurymast.agent")
 # A batch process that is asked to end sends its agents home first.
 GRACE_S = 10.0
 KILL_LIMIT_S = 5.0
-# The address of a socket has room for 108; what is put below the directory needs 50 of them.
+# A socket's address has room for 108 characters, and names below the directory need 50 of them.
 TEMPORARY_CHARACTERS = 55
 
 
@@ -70,7 +70,8 @@ class LocalRun:
 
     def start(self) -> None:
         """Submit the run. Raises RunDirectoryError or SubmissionError."""
-        # All nodes share this machine's processors: a rank with a thread for each would only be in the way.
+        # All nodes share this machine's processors, so ranks with a thread per processor would only slow each
+        # other.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if len(str(self._temporary)) <= TEMPORARY_CHARACTERS:
             os.environ["TMPDIR"] = str(self._temporary)

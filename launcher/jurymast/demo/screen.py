@@ -12,7 +12,7 @@ import click
 
 from jurymast.report.layout import clean
 
-# Into a pipe or a log, a line of progress so often is enough.
+# In a pipe or a log, one line of progress in this time is enough.
 PROGRESS_EVERY_S = 5.0
 
 

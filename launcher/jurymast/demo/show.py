@@ -106,7 +106,7 @@ FAULT_SHARE = 0.45  # of the run's steps
 CURVE_WIDTH = 60
 MARKS = {Role.ACTIVE: "●", Role.SPARE: "○", Role.JOINING: "◌", Role.SUSPECT: "◐", Role.FAILED: "✗"}
 ASCII_MARKS = {Role.ACTIVE: "*", Role.SPARE: "o", Role.JOINING: ".", Role.SUSPECT: "?", Role.FAILED: "x"}
-# Told as they are, whenever they come: in a demo nothing else is expected to happen.
+# These are shown unchanged: nothing else is expected to happen in a demo.
 RESTORES = frozenset({"RestorePlanned", "Restored"})
 TOLD = frozenset({"Noted", "WorkerFailed", "RanksHung", "Asked", "Signalled", "Requeue"})
 

@@ -20,7 +20,7 @@ from jurymast.core.settings import Settings
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 
-# Of a file of figures; it is a page.
+# Maximum size of a file of figures, which is about a page.
 BYTES_MAX = 64 << 10
 
 # A run begins here: a time of 0 would read as "not known".

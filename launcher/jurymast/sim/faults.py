@@ -214,6 +214,6 @@ def _trace(lines: Sequence[str], name: str, nodes: int | None, days: float | Non
         last = max(last, start)
     if not faults or last <= 0.0:
         raise UsageError(f"{name}: no faults")
-    # Nobody says how long the cluster was watched: the end of n faults' time is estimated without bias.
+    # How long the cluster was observed is unknown: the end of the time of n faults is estimated without bias.
     watched = days or last * (len(faults) + 1) / len(faults)
     return Trace(tuple(sorted(faults)), max(nodes or 0, len(numbers)), watched)

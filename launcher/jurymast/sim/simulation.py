@@ -32,7 +32,7 @@ from jurymast.sim.faults import TraceFault
 from jurymast.sim.names import OTHERS, Names, names_needed
 from jurymast.sim.tiers import Restoring, SimTiers
 
-# A fault for which no name is left is noticed this much later.
+# A fault for which no name is left is detected this much later.
 LATER_S = 10.0
 # Without a hang detector a stuck collective ends by torch's own time limit.
 COLLECTIVE_LIMIT_S = 600.0

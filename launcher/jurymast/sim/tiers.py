@@ -131,7 +131,7 @@ class SimTiers:
             self._storage.restored(what.key, self._state.attempt, in_memory=in_memory)
 
     def _world(self) -> _World:
-        # Before this the others have made the copies anew that were lost.
+        # By this time the others have made new copies of those that were lost.
         lost = {place for at, place in self._losses if at >= self._halted_at - self._d.copy_s}
         world = _World(self._copied, self._nodes, lost)
         if self._storage is not None:

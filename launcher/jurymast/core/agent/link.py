@@ -109,7 +109,7 @@ class SupervisorLink:
         self._find_at = 0.0
         self._alone_since = 0.0
         self._leave_at = NEVER
-        # What no supervisor is known to have heard, with its number among those said over this connection.
+        # Messages that no supervisor has acknowledged, with their numbers over this connection.
         self._kept: list[tuple[int, msg.Kept]] = []
         self._said = 0
 

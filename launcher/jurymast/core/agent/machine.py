@@ -30,7 +30,7 @@ from jurymast.core.nodes.heartbeat import answer_every_s, patience_s
 from jurymast.core.nodes.tests import Alone
 from jurymast.core.settings import RunPlan
 
-# Probes wait for the torchrun host; one that does not get warm may have its reason in what they would find.
+# Probes wait for the torchrun host. If that does not get warm, the probes may find the reason.
 PROBE_ANYWAY_S = 60.0
 
 

@@ -14,7 +14,7 @@ from jurymast.core.settings import RunPlan
 
 # A node's processes meet under this name, and in pairs under the pair's.
 ITSELF, ITSELF_LIMIT_S = "local", 20.0
-# Those that have no GPUs are tested by two processes at the most.
+# Nodes without GPUs are tested by at most two processes.
 CPU_PROCESSES = 2
 
 Asked = TestDevices | TestTogether

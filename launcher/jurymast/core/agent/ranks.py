@@ -26,9 +26,9 @@ from jurymast.core.agent.effects import (
     TakeStacks,
 )
 
-# A host that has not stopped its ranks by then is stuck itself.
+# A host that has not stopped its ranks by then hangs itself.
 STOP_MARGIN_S = 2.5
-# Their stacks are taken within 2 s; the ranks are stopped also when whoever takes them does not come back.
+# Stacks are recorded within 2 s. The ranks are stopped even if the recording does not return.
 STACKS_LIMIT_S = 3.0
 HOST_RESTARTS_MAX = 5
 

@@ -48,16 +48,16 @@ class Heirs:
         return self._heirs.index(node) if node in self._heirs else None
 
 
-# So often a supervisor shows that it lives.
+# How often a supervisor updates its pulse.
 PULSE_INTERVAL_S = 0.5
 # A process that merely crashed is started again within this time, by the batch process.
 RESTART_S = 4.0
 # Agents try one after the other; the claim of an epoch settles a tie.
 STAGGER_S = 2.0
-# Those that the supervisor named, then all others in the allocation's order.
+# The heirs that the supervisor named, then all others in the allocation's order.
 PLACE_UNKNOWN = 10
 LOOK_S = 0.25
-# Who is late in the order looks seldom: thousands that all looked so often would keep the storage busy.
+# Nodes late in the order look rarely: if thousands looked this often, they would keep the storage busy.
 LOOK_SHARE = 0.1
 # The first heir gets a process ready, but not while everything starts.
 STANDBY_AFTER_S = 5.0

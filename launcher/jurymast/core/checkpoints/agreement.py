@@ -28,12 +28,12 @@ LOOK_INTERVAL_S = 0.5
 HOLD_S = 5.0
 SAMPLE_S = 2.0
 RECENT = 9
-# So many samples while copies are written, and as many while none are, tell how much they slow training.
+# This many samples while copies are written, and as many while none are, show how much they slow training.
 SLOWDOWN_SAMPLES, SLOWDOWN_MAX = 8, 0.5
-# A proposal counts from this many heartbeats ahead: one to show it, one for what is on its way.
+# A proposal takes effect this many heartbeats ahead: one to show it, one for messages on their way.
 MARGIN_BEATS = 3.0
 MARGIN_MAX_S = 60.0
-# A save that was asked for and skipped, as the ranks' memory was busy, is tried again so often.
+# A requested save that was skipped because the ranks' memory was busy is tried again this often.
 TRIES = 3
 
 

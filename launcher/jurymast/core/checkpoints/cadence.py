@@ -31,7 +31,7 @@ HYSTERESIS = 1.25
 # The share of failures that only durable saves survive, where no copies are kept on other nodes: each lost
 # node then is one, and that is about half of all failures.
 DURABLE_SHARE_ALONE = 0.5
-# How many failures it takes for what was seen to weigh as much as what was expected.
+# After this many failures, observations weigh as much as the prior.
 SHARE_WEIGHT = 20.0
 # Until a run has a past, its durable copies are never further apart than this share of its age.
 AGE_SHARE = 0.1

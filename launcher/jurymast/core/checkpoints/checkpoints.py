@@ -123,7 +123,7 @@ class Checkpoints:
             key = report.step, report.attempt
             if report.tier == cp.MEMORY:
                 self._tells(report.rank, key)
-            # It was away when it was told so, and has no room until it is.
+            # It was away when this was sent, and has no room until it knows.
             if key in self._void or self._restore.is_void(key):
                 effects.append(Send(node, msg.Void(step=key[0], attempt=key[1])))
                 continue
@@ -133,7 +133,7 @@ class Checkpoints:
             self._replicas.held(copies[0])
             self._commit.held(key, report.stall_s)
         committed = self._commit.look(now)
-        # At once: until the state is replicated, a lost node costs it.
+        # At once, because until the state is replicated, the loss of a node destroys it.
         return [*effects, *committed, *(self.look(now) if committed else [])]
 
     def _dropped(self, node: str, message: msg.Dropped, now: float) -> list[Effect]:

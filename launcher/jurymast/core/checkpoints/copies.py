@@ -27,8 +27,8 @@ Place = tuple[str, str, str, tuple[int, ...]]  # node, tier, part, group
 RATES = {MEMORY: 8e9, PEER: 1.2e9, LOCAL: 1.0e9, SHARED: 0.5e9, OBJECT: 0.2e9}
 # How many nodes' replicas one spare takes before partners among the active ones are used.
 NODES_PER_SPARE = 4
-# Of the ranks that have a common part, so many are named to a node that wants it: a world of 100,000 would
-# fill the plan with each other.
+# At most this many of the ranks that have a common part are named to a node that needs it: otherwise each of
+# 100,000 ranks would be told of all others.
 COMMON_SOURCES = 4
 
 

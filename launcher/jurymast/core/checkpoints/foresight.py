@@ -21,7 +21,8 @@ class Room:
 
 @dataclass(frozen=True)
 class NodeForesight:
-    """The sizes for all ranks of one active node: their images, and what no other node has of these."""
+    """The sizes for one active node: of its ranks' images together, and of what no other node has of
+    these."""
 
     image_bytes: int
     own_bytes: int

@@ -75,7 +75,7 @@ class Fail:
     why: str
 
 
-# All of it was there already.
+# All parts were there already.
 THERE = Complete(existing=True, published=True)
 Next = Do | Wait | Pause | ReadWhy | TellOthers | Complete | Fail
 

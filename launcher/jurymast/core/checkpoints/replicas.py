@@ -22,7 +22,7 @@ from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.run.telling import copied
 
 SLICE_NODES = 32
-# At most a tenth of the time goes into looking.
+# At most a tenth of the time is spent on looking.
 REST_SHARE = 9.0
 
 

@@ -24,12 +24,12 @@ from jurymast.core.planning.optimum import Saving
 from jurymast.core.run.state import RunState
 from jurymast.core.run.telling import copied
 
-# Whatever would lose least: the storage is left idle nine tenths of the time.
+# Whatever interval loses least: the storage is left idle nine tenths of the time.
 IDLE_SHARE = 9.0
 # A copy that takes this long, and three times as long as the one before, is slower than storage should be.
 LATE_S = 15.0
 LATE_TIMES = 3.0
-# What the first one may take besides: its process has to start and to import torch.
+# Extra time for the first one: its process has to start and import torch.
 FIRST_S = 15.0
 
 

@@ -30,7 +30,7 @@ class Growth:
         self.fresh: list[Buffer] = []  # not reserved yet
         self.ready: list[Buffer] = []
         active = [one for one in ranks if one.rank >= 0]
-        # What the others will want as well: better to refuse now than half-way.
+        # Includes what the others will need as well: it is better to refuse now than half-way.
         unserved = [one for one in active if one is not mine and not one.growing and one.lacking(1)]
         also = sum(len(one.lacking(1)) for one in unserved) * want
         each = f" for each of {len(active)} ranks" if len(active) > 1 else ""

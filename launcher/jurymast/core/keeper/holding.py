@@ -227,7 +227,8 @@ class Holding:
         self._void.clear()
         restored = (restore.attempt, restore.step) if restore is not None else NOTHING
         self._wanted = {self.committed, restored}
-        # What is restored may be on no other node yet: the one before it stays until that is said.
+        # The restored state may be on no other node yet, so the one before it stays until the supervisor says
+        # otherwise.
         self.committed = min(self.committed, restored)
         for copy in list(self.copies.values()):
             if copy.tier == MEMORY and copy.age not in self._wanted and self.slot_of(copy) is None:

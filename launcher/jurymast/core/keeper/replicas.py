@@ -49,7 +49,7 @@ class Replica(Work):
             asked = f"the parity of {len(self.group)} ranks, {memory_size(length)}"
             self._claim(asked, length, (0, length))
         else:
-            # It may become a slot; but memory is taken only for this part.
+            # It may become a slot, but for now memory is taken only for this part.
             start, end = extent(found.reports[0], self.order.part)
             asked = f"a replica of rank {self.image[2]}, {memory_size(end - start)}"
             self._claim(asked, found.slot_bytes, (start, end))

@@ -20,7 +20,7 @@ class SlotState(Enum):
     FILLING = auto()  # no buffer yet: a restore is to come into it
 
 
-# How easily it is done without when a restore needs a slot.
+# The order in which slots are given up when a restore needs one.
 EASE = (
     SlotState.FILLING,
     SlotState.EMPTY,

@@ -103,7 +103,8 @@ __all__ = [
     "read_answer", "read_order", "read_said",
 ]  # fmt: skip
 
-# What an agent says again over its next connection, unless it knows that it was heard: no hello tells it.
+# Messages that an agent repeats over its next connection unless they were acknowledged: no hello contains
+# them.
 Kept = Failed | RankEvent | AskSources | Unrestorable | Written
 
 _Said = (

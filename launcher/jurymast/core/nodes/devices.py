@@ -19,7 +19,7 @@ from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
 
 PORTS, INTERFACES, GLOO = "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 VARIABLES = (PORTS, INTERFACES, GLOO)
-# What NCCL leaves out by itself as long as nobody sets NCCL_SOCKET_IFNAME.
+# The interfaces that NCCL itself leaves out if NCCL_SOCKET_IFNAME is not set.
 NEVER_BY_DEFAULT = ("lo", "docker")
 
 
@@ -72,7 +72,7 @@ def leave_out(users: str, failing: Sequence[str], known: Sequence[str], besides:
     if not users or users.startswith("^="):
         before = [name for name in users.removeprefix("^=").split(",") if name]
         return "^=" + ",".join([*before, *(_short(name, known) for name in failing), *besides])
-    # Prefixes cannot be mixed with exact names, nor names to use with names to leave out: say which to use.
+    # Prefixes cannot be mixed with exact names, nor names to use with names to exclude: list those to use.
     return "=" + ",".join(_short(name, known) for name in left) if left else ""
 
 

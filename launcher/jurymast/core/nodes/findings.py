@@ -18,15 +18,16 @@ class Verdict(str, Enum):
     BAD = "bad"
 
 
-# Whose fault a finding speaks of. Of these only HARDWARE, NETWORK and HOST can make a node leave; the others
-# help to name the cause of a failure that is there anyway.
+# Whose fault a finding shows. Only HARDWARE, NETWORK and HOST can make a node leave; the others help to name
+# the cause of a failure that exists anyway.
 HARDWARE = "hardware"  # GPU, its memory, its links, PCIe, heat and power
 NETWORK = "network"  # a network device of this node
 HOST = "host"  # the rest of the machine: driver, memory, disk, clock
 STORAGE = "storage"  # paths that several nodes share: never one node's fault
 APPLICATION = "application"  # the user's code: an illegal address, out of memory
 SYMPATHETIC = "sympathetic"  # what a GPU says when another one, or another node, went away
-# The code of what a probe has no right, or no way, to look at; it is never told as "none seen".
+# The code for what a probe lacks the rights or the means to look at, so that it is never reported as "none
+# seen".
 NOT_OBSERVABLE = "not-observable"
 KINDS = (HARDWARE, NETWORK, HOST, STORAGE, APPLICATION, SYMPATHETIC)
 

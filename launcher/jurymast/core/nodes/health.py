@@ -83,7 +83,7 @@ class SickNodes:
         if self._state.settings.bad_nodes != "drain":
             self._cases[name] = Case(job, finding, now, now + self._state.settings.together_s)
             return []
-        # By the agent on the node itself: there the verdict's place may be on a disk of its own.
+        # The node's own agent leaves the verdict, because its place may be on a disk of the node.
         self._cases[name] = Case(job, finding, now + ANSWER_LIMIT_S, math.inf)
         return [Send(name, msg.LeaveVerdict(job=job, finding=finding))]
 
@@ -117,7 +117,7 @@ class SickNodes:
         case = self._cases.get(name)
         if case is None or case.back_at < math.inf:
             return []
-        # Many nodes may turn out to have the same, and then none was to blame.
+        # Many nodes may turn out to have the same finding, and then none was to blame.
         case.back_at = now + self._state.settings.together_s
         spool = self._state.settings.spool
         told = (

@@ -23,16 +23,16 @@ FACTOR = 2.5
 LIMIT_MAX_S = 15.0
 # How often a heartbeat is answered, so that agents know that a supervisor is there.
 ANSWER_INTERVAL_S = 0.5
-# An agent that hears nothing stays so much longer than three answers take, in seconds.
+# An agent that hears nothing waits this much longer than three answers take, in seconds.
 LOYAL_S = 1.5
-# Ranks that have done fewer steps are looked at so often.
+# How often ranks that have done fewer steps are examined.
 YOUNG_BEATS = 3
 YOUNG_HEARTBEAT_S = 0.1
 YOUNG_BEATS_A_SECOND = 5000.0
-# To hear so many nodes again, after a take-over, takes a supervisor a second.
+# This many nodes per second can join a supervisor again after a take-over.
 NODES_A_SECOND = 2000.0
 LATE_TIMES = 4.0
-# Agents look for a supervisor that has just taken over for so long; so many come in each second.
+# How long agents look for a supervisor that has just taken over; how many join per second.
 REJOIN_LIMIT_S = 6.5
 REJOINS_A_SECOND = 400.0
 MEMORY = 240  # gaps remembered: two minutes at the default heartbeat
@@ -124,7 +124,7 @@ class WatcherClock:
         return self.now + min(max(0.0, real_now - self._real), 2 * self._interval_s)
 
 
-# A loop that stood still for so long is told of.
+# A loop that stood still for this long is reported.
 TOLD_S = 2.0
 # How late it was counts half after a minute or two.
 KEPT, MOST_S = 0.999, 5.0

@@ -264,7 +264,7 @@ def _exclude(
     if not counted:
         return
     newest = counted[-1]
-    # Any window, not only the one that ends now: a node that is kept out cannot earn its way back.
+    # Any window counts, not only the one that ends now, because an excluded node cannot prove itself.
     windows = zip(counted, counted[STRIKES_MAX - 1 :], strict=False)
     record.for_good = any(last.at - first.at <= WINDOW_S for first, last in windows)
     if record.for_good:
@@ -290,7 +290,7 @@ def _signals(counts: _Counts, out_s: float) -> list[Signal]:
     ]  # fmt: skip
 
 
-# Below that a difference may be chance, and is not worth another order than the one that Slurm has nodes in.
+# A smaller difference may be chance, and does not justify an order other than Slurm's.
 MATTERS = 2.0
 
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 
 from jurymast.core.nodes.findings import HOST, NOT_OBSERVABLE, STORAGE, Finding, Verdict
 
-# A child that wants to run, on a machine whose processors the ranks keep, has so many limits more.
+# A child that wants to run while the ranks keep the processors busy has this many limits more.
 STARVED_MAX = 5
 # Children that end without a word: pauses between them, and how many in a row are enough.
 PAUSES_S = (1.0, 5.0, 30.0, 60.0)
 STRIKES = 2
-# Two channels tell of the same event within this time.
+# Two channels report the same event within this time.
 SAME_EVENT_S = 10.0
 EVENTS_KEPT = 50
 
-# What a probe that hangs says about its node. Anything else that hangs: the host is suspect.
+# What a hanging probe means for its node. For any other probe, the host is suspect.
 WEDGED = defaultdict(
     lambda: (Verdict.SUSPECT, HOST),
     nvidia=(Verdict.BAD, HOST),
@@ -168,7 +168,7 @@ def _is_same(event: Finding, known: Finding) -> bool:
     return same and abs(event.at - known.at) < SAME_EVENT_S
 
 
-# Offsets of the clock are worth looking a limit up from here on, seconds.
+# Smaller offsets of the clock, in seconds, are not compared with the limit.
 OFFSET_WORTH_S = 0.1
 OFFSETS = 10
 KEPT_MAX = 200

@@ -15,7 +15,7 @@ from jurymast.core.run.state import Role, RunState
 # Shares of the time allowed: for tests alone, and for all of it, so that the verdicts come before its end.
 ALONE_SHARE = 0.5
 ALL_SHARE = 0.9
-# Agents that were not connected hear an order when it is repeated.
+# Agents that were not connected receive an order when it is repeated.
 REPEAT_S = 1.0
 
 

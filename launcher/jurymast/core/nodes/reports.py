@@ -84,7 +84,7 @@ class Reports:
             return None
         views = self._views()
         if any(view.phase == "done" for view in views):
-            # Some have ended: the others may well evaluate or save for long now, but not for ever.
+            # Some ranks have ended. The others may evaluate or save for long now, but not for ever.
             views = [replace(view, phase="saving") for view in views if view.phase != "done"]
         settings, patience = self._state.settings, self._state.hang_patience
         limits = HangLimits(settings.hang_s, settings.start_limit_s, patience)

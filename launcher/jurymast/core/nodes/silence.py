@@ -37,14 +37,15 @@ START_BUSY_S = 300.0
 START_WAITING_S = 10.0
 START_UNMOVED_S = 300.0
 BLOCKED_S = 10.0
-# Between looks: soon, to see whether all who wait go on waiting; else an evaluation may last for hours.
+# Between looks: soon, to see whether all waiting ranks still wait; otherwise rarely, as an evaluation may
+# last for hours.
 LOOK_AGAIN_S = 1.0
 LOOK_SELDOM_S = 5.0
 IDLE_FLOOR_S = 5.0
 BUSY_FLOOR_S = 30.0
 SAVE_FLOOR_S = 600.0
 IDLE_SHARE = 0.05  # of one core
-# Read and written between two looks: what a rank has started polls a little all the time.
+# More than this, read and written between two looks, is progress: a rank's processes always poll a little.
 BUSY_BYTES = 256 * 1024
 
 

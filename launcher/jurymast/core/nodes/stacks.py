@@ -93,7 +93,8 @@ def missing(seen: Iterable[Entered]) -> Missing | None:
     for one in known:
         groups.setdefault(one.group, []).append(one)
     found = [each for name, ones in groups.items() if (each := _of_group(name, ones)) is not None]
-    # Who waits somewhere itself is held up; the root is where the missing ones wait nowhere.
+    # A missing rank that waits elsewhere is itself held up; the root cause is where the missing ranks wait
+    # nowhere.
     return min(found, key=lambda each: len(stuck & set(each.ranks)) / len(each.ranks), default=None)
 
 
@@ -117,7 +118,7 @@ _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<funct
 _PY_SPY_FRAME = re.compile(r"^ +(?P<function>\S+) \((?P<file>[^()]+):(?P<line>\d+)\)$")
 _MAIN_THREAD = re.compile(r'^(Current thread |Thread .*"MainThread")')
 _THREAD = re.compile(r"^(Current thread |Thread )")
-# Neither the user's script nor what it is made of.
+# Files that belong neither to the user's script nor to its modules.
 _NOT_THE_USERS = re.compile(r"^<|/lib/python3[^/]*/|/(site|dist)-packages/|/jurymast/(worker|checkpoint)/")
 # torch's and torchdata's, of a process that loads data, and where it stands while it has nothing to load
 _WORKER_LOOP = "_worker_loop"
@@ -135,7 +136,7 @@ _PLACES = (
     (_LOADS, LOADER),
 )
 _SAID = {COLLECTIVE: "", BACKWARD: "backward", LOADER: "the data loader"}
-# Decorators, and what a collective is made of.
+# Decorators, and helpers of collectives.
 _INNER = re.compile(r"^(wrapper|inner|_?wait\w*|_\w+)$")
 
 
@@ -187,7 +188,7 @@ class LoaderWorker:
             return f"gave no stack (state {self.state})"
         inner = [frame.function for frame in self.stack]
         begun = _WORKER_LOOP in inner
-        # Below its loop there is only what its rank did when it was forked.
+        # The frames outside its loop only show what its rank was doing when it forked the process.
         own = self.stack[: inner.index(_WORKER_LOOP)] if begun else self.stack[:1]
         if begun and all(_AWAITS_WORK.search(frame.file) for frame in own):
             return ""
@@ -285,7 +286,7 @@ def absent(places: Mapping[int, Place]) -> tuple[int, ...]:
     if not waiting:
         return ()
     missing = set(places) - waiting
-    # Whoever gave no stack may stand with the others: it is named only when nobody was seen elsewhere.
+    # A rank without a stack may be where the others are: it is named only if no rank was seen elsewhere.
     seen = {rank for rank in missing if places[rank].kind != UNKNOWN}
     return tuple(sorted(seen or missing))
 

@@ -48,7 +48,7 @@ SPREAD_FLOOR = 0.05
 HORIZON_MAX_S = 3600.0
 # Until the run has had a restart of its own to go by.
 RESTART_S = 60.0
-# What scripts that save by themselves may have to do again, as far as anybody outside can tell.
+# The assumed rework of scripts that save by themselves.
 UNKNOWN_REWORK_S = 1800.0
 
 

@@ -17,7 +17,7 @@ from jurymast.core.settings import Settings
 # What `auto` allows nodes with GPUs. NCCL's first connections take seconds, torch's import on a busy shared
 # file system far longer.
 AUTO_LIMIT_S = 60.0
-# Times the median from which on a node is slow, and from which on it rather becomes a spare.
+# Multiples of the median from which a node is slow, and from which it should be a spare.
 SLOW = 2.0
 MATTERS = 1.25
 ROUNDS_MAX = 3

@@ -45,11 +45,12 @@ WATCH_INTERVAL_S, SOON_S = 0.05, 0.01
 # While a run just runs and everybody is there: nobody waits for a closer look, and the ranks want the
 # processors.
 STEADY_INTERVAL_S = 0.1
-# A tick that comes later after the last one may come ahead of what should have been heard by now.
+# A tick that comes later than this after the last one may come before messages that should have been read by
+# now.
 ON_TIME_S = 1.2 * STEADY_INTERVAL_S
-# So much of the limit, and all others silent: none of them is lost, this node hears nothing.
+# If all others have been silent for this share of the limit, none of them is lost: this node hears nothing.
 ISOLATED = 0.6
-# A supervisor that hears no other node waits this long for a successor before it believes its ears.
+# A supervisor that hears no other node waits this long for a successor before it believes that they are lost.
 ISOLATION_LIMIT_S = 15.0
 # An agent whose connection was closed in order, as by its process's end, but that lives is back sooner than
 # this (up to the second where ticks of the supervisor are late); after a reset, of which it learns when it
@@ -63,10 +64,10 @@ LATE_SHARE, LENIENT_S = 1 / 3, 2.0
 # greeting may be lost), and so long at most.
 AFTER_OTHERS_S, ABANDONED_LIMIT_S = 0.8, 3.0
 NEARLY_ALL = 0.98
-# Agents that look for this supervisor look in the run directory: while that has not answered for so long, no
-# time counts for them, and for so long, it hangs.
+# Agents that look for this supervisor read the run directory. While that has not answered for the first time,
+# no time counts for them; after the second, it hangs.
 STORAGE_LATE_S, STORAGE_HANGS_S = 0.5, 1.5
-# An answered heartbeat may come so much of the interval early: no other will come just in time.
+# A heartbeat is answered once this share of the interval has passed, because none may come exactly in time.
 EARLY = 0.8
 
 

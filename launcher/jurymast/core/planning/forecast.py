@@ -26,13 +26,14 @@ from jurymast.core.planning.spares import REPLACE_S, outages, size_spares
 # From a node's death to new steps, when nothing was measured. jurymast's own part takes seconds;
 # communicators, compilation and data loaders of a real training take the rest.
 RESTART_S = 60.0
-# Of a save: each node's share is copied at this speed while training waits (all GPUs of a node together), and
-# hashed and sent to another node at that one.
+# Speeds of a save, in bytes per second and node: of the copy while training waits (all GPUs of a node
+# together), and of the hash and transfer to another node.
 COPY_BYTES_PER_S = 10e9
 REPLICATE_BYTES_PER_S = 2.5e9
 STALL_GUESS_S = 1.0
 REPLICATE_GUESS_S = 10.0
-# Training slows by this share while a copy is written behind its back: a guess, until a run has measured it.
+# Training slows by this share while a copy is written in the background: a guess, until a run has measured
+# it.
 SLOWDOWN = 0.01
 # 3 to 10 % of incidents take several nodes at once, and with them both copies of something.
 DURABLE_SHARE = 0.05
@@ -40,7 +41,7 @@ TARGET = 0.95
 MAX_LOSS_S = 900.0
 # Steps of trainings worth a plan take about a second; a save that costs nothing has no other bound.
 LEAST_INTERVAL_S = 1.0
-# Of e, so that products of two still fit a float: far beyond any goodput.
+# Exponents of e are limited so that products of two still fit a float: far beyond any goodput.
 EXPONENT_MAX = 300.0
 
 
@@ -155,7 +156,7 @@ def forecast(question: Question) -> Forecast:
     1)."""
     if question.nodes < 1:
         raise ValueError("a run has at least one node")
-    # Below a half the interval tau and the one with its save in it differ too much to stand for each other.
+    # Below a half, the interval tau differs too much from the interval that includes the save.
     if not 0.5 <= question.target < 1.0:
         raise ValueError(f"a goodput of {question.target} cannot be planned for")
     mtbf = question.mtbf_s

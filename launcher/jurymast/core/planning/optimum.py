@@ -120,7 +120,7 @@ def two_levels(
     if interval_s is None:
         interval_s = optimal_interval_s(cheap, first_s if share < 1.0 else mtbf_s)
     wanted_s = optimal_interval_s(durable, second_s) if share > 0.0 else math.inf
-    # Without failures that need it a durable save has no optimum: one a day is kept for what nobody foresaw.
+    # A durable save that no failure needs has no optimum. One a day is kept for unforeseen failures.
     wanted_s = min(wanted_s, max(86_400.0, durable.copy_s))
     every = max(1, round(wanted_s / interval_s), math.ceil(durable.copy_s / interval_s - 1e-9))
     # Failures of the second kind lose half a durable interval instead of half a cheap one, and its copy.

@@ -35,13 +35,13 @@ from jurymast.core.run.clues import SIGNAL_NAMES
 from jurymast.core.signatures import ErrorSignature, Signature, error_signature
 from jurymast.core.texts import NODES_TOLD, count, request, some
 
-# A finding so long before an end of ranks, or after it, has to do with it (seconds).
+# A finding this close to an end of ranks, before or after it, is related to it (seconds).
 NEAR_S = 180.0
 # The error of a rank that waits for what it is to restore.
 RESTORE_FAILED = "RestoreFailed"
 # The error of a rank whose storage has given no answer for too long while it restores.
 STORAGE_HANGS = "StorageHangs"
-# Reports of one failure arrive within this time; what comes later is its consequence (seconds).
+# Reports of one failure arrive within this time; later ones are consequences (seconds).
 FIRST_S = 2.0
 MANY_LOST, MANY_LOST_FRACTION = 2, 0.1
 LOCAL_PATHS = ("/tmp", "/var/tmp", "/dev/shm")
@@ -56,9 +56,9 @@ _EXPLAINED_BY = {
     "worker_killed": _MACHINE,
     "host_died": _MACHINE,
 }
-# What every node shows at once is the program's doing, although on one node it is the node's.
+# On every node at once the program is the cause, although on a single node the node is.
 _OF_ONE_NODE = ("bus_error", "shm_full", "gpu_unavailable", "disk_full")
-# What many nodes report at once comes to, by the kind of finding.
+# The cause that many nodes' simultaneous reports lead to, by the kind of finding.
 _OF_MANY = {
     findings.NETWORK: "fabric_fault",
     findings.SYMPATHETIC: "fabric_fault",
@@ -176,7 +176,7 @@ def _collective_cause(
         return _cause("storage_failed", "", "; ".join(storage[:3]))
     if around.common:
         return _cause(_OF_MANY.get(around.common_kind, "common_fault"), "", around.common)
-    # Ranks that are stopped because all hang lose each other on the way: that explains nothing.
+    # Ranks that are stopped because all hang lose their connections meanwhile, which explains nothing.
     if hung is not None and (_absent(around) or all(failure.t >= hung.t for _, failure in classed)):
         return _hang_cause("hang", hung, around)
     for kind in ("collective_timeout", "communication"):

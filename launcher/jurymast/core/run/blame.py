@@ -31,12 +31,12 @@ FEW_NODES = 2
 MANY_FRACTION = 0.1
 PER_HOUR = 4
 HOUR_S = 3600.0
-# What comes back within a day is not chance.
+# A recurrence within a day is not chance.
 REPEAT_S = 86_400.0
 FATAL_TIMES = 5
-# Two probes, or two lines of the kernel log, tell of one event within this time.
+# Two probes, or two lines of the kernel log, report one event within this time.
 DUPLICATE_S = 5.0
-# A node's clock may be off by so much, and the supervisor starts some seconds after the job.
+# A node's clock may be off by this much, and the supervisor starts some seconds after the job.
 CLOCK_SLACK_S = 30.0
 ALERTS_KEPT = 100
 
@@ -45,7 +45,7 @@ ACTING_VERDICTS = (Verdict.BAD, Verdict.SUSPECT)
 PAGE_FAULT, GRAPHICS_EXCEPTION = "xid-31", "xid-13"
 # The job's own use of memory, whatever the probe thinks of it; and what a SIGBUS may come from.
 OOM_KILL, SHM_FULL = "oom-kill", "shm-full"
-# Where there is only one node, nobody else will say so.
+# With only one node, no other node can confirm it.
 STORAGE_FULL = "storage-full"
 PROCESS_STUCK = "process-stuck"
 

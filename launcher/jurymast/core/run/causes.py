@@ -110,7 +110,7 @@ _CLASSES = (
 )  # fmt: skip
 CAUSES = {cause.name: cause for cause in _CLASSES}
 
-# What a finding comes to as a cause, by its kind.
+# The cause that a finding leads to, by its kind.
 _OF_KIND = {findings.HARDWARE: "gpu", findings.NETWORK: "network", findings.HOST: "host"}
 FROM_FINDINGS = frozenset(f"{name}_{verdict}" for name in _OF_KIND.values() for verdict in ("bad", "suspect"))
 

@@ -79,7 +79,7 @@ SIGNAL_NAMES = {
     1: "SIGHUP", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV",
     15: "SIGTERM",
 }  # fmt: skip
-# With so much of /dev/shm in use, a SIGBUS is a page that could not be given.
+# With this much of /dev/shm in use, a SIGBUS means that a page could not be allocated.
 SHM_FULL = 0.98
 
 

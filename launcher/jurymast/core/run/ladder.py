@@ -24,10 +24,11 @@ SAME_APPLICATION_ERROR = 3
 SAME_INFRASTRUCTURE_ERROR = 5
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
-# What people repair elsewhere, and no other node helps against: the run waits for them, an hour and a half.
+# Causes that people repair elsewhere and no other node avoids: the run waits for them, an hour and a half.
 PATIENT = frozenset({"storage_full", "storage_failed", "fabric_fault"})
 SAME_PATIENT_ERROR = 20
-# A network may be back as late, and at any moment: tried as often, but without the longer waits.
+# A network may take as long to recover, and may do so at any moment: it is tried as often, with shorter
+# waits.
 LASTING = PATIENT | {"communication"}
 PATIENT_FIRST_S = 15.0
 PATIENT_MAX_S = 300.0

@@ -250,7 +250,7 @@ def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
     if event.what == "save":
         return []  # nothing to decide: the ranks save at their next common step
     if event.what == "drain" and (event.node not in state.places or state.phase is Phase.WAITING):
-        # Nothing runs on it: it is out at once, and if it had a place, that is one more to fill.
+        # No ranks run on it, so it is out at once; if it had a place, that place must be filled.
         node = state.nodes.get(event.node)
         if node is not None:
             node.drained = True
@@ -276,7 +276,7 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
         node.become(Role.SPARE, "ready", event.t)
     unasked = state.phase is Phase.RUNNING and event.node in state.places and event.node not in state.finished
     if unasked and event.attempt == state.attempt:
-        # Said while no supervisor listened, and the reason with it.
+        # It was reported with its reason while no supervisor listened.
         gone = ev.WorkerFailed(
             t=event.t, node=event.node, attempt=event.attempt, rank=-1, exit_code=-9,
             error=recovery.RANKS_GONE, message="its ranks ended while no supervisor listened",
@@ -472,7 +472,7 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
     if state.phase is Phase.STOPPING:
         unstopped = recovery.not_stopped(state)
         told = [name for name in unstopped if state.nodes[name].heard]
-        # Who is not back after a take-over was not told to stop, and is lost by its silence if at all.
+        # A node that is not back after a take-over was not told to stop; only its silence can make it lost.
         state.deadline = recovery.stop_deadline(state, event.t) if len(told) < len(unstopped) else None
         for name in told:
             lost = ev.NodeLost(
@@ -492,9 +492,9 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
     return []
 
 
-# The newest checkpoint gets to storage, and whoever sees to that may be lost as well.
+# The newest checkpoint is being written to storage, and a node that takes part may be lost as well.
 _AFTER_THE_END = (ev.AllocationStarted, ev.AllocationEnded, ev.Saved, ev.Noted, ev.SupervisorStarted)
-# What may make a suspect fit for its tests; at any event would be much at 10,000 nodes.
+# Events that may allow a suspect's tests; checking at every event would cost too much with 10,000 nodes.
 _LETS_TEST = (ev.Tick, ev.NodeTested)
 _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = {
     ev.RunStarted: _run_started,

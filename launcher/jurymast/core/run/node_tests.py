@@ -15,7 +15,7 @@ from jurymast.core.run import blame
 from jurymast.core.run.instructions import Instruction, TestNodes
 from jurymast.core.run.state import Node, Phase, Role, RunState
 
-# With two partners who are known to work, a test can tell whose fault a slow connection is.
+# With two partners that are known to work, a test can show whose fault a slow connection is.
 PARTNERS = 2
 SUSPECT_REASON = "suspect nodes are tested before use"
 # A bad node's finding.

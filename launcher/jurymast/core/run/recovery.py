@@ -26,12 +26,12 @@ from jurymast.errors import RunFailedError
 SPARE_GRACE_S = 2.0
 # Stopping is SIGTERM, the policy's grace, SIGKILL; ranks that survive it by so long are stuck in the kernel.
 STOP_LIMIT_S = 7.0
-# Ranks have so long to start from when their agents were told to start them.
+# Ranks have this long to start after their agents were told to start them.
 LAUNCH_LIMIT_S = 60.0
 SPARE_WAIT_S = 30.0
 # Allocations in a row that never have enough nodes before the run gives up.
 STARTS_MAX = 3
-# So many nodes that were left out as likely to fail are named.
+# At most this many nodes that were left out as likely to fail are named.
 NAMED_MAX = 3
 RANKS_GONE = "RanksGone"  # an error that no rank tells
 
@@ -291,7 +291,7 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
     alive = [n for n in state.nodes.values() if n.role is not Role.FAILED]
     if not late and len(alive) >= state.active:
         return []
-    # Nodes that are still warming up have done nothing wrong, unless they had all the time there is.
+    # Nodes that are still warming up are not to blame, unless they have used all their time.
     missing = [n for n in state.nodes.values() if n.role is Role.FAILED or (late and not n.usable)]
     for node in missing:
         node.become(Role.FAILED, node.reason, state.now)
@@ -334,7 +334,7 @@ def _replace(state: RunState) -> list[Instruction]:
     if state.now < state.not_before:
         return []
     open_places = [i for i, name in enumerate(state.placement) if state.nodes[name].role is not Role.ACTIVE]
-    # A node that was blamed gets its own place back only if all that is left is a requeue.
+    # A blamed node gets its own place back only if the alternative is a requeue.
     usable = state.spare_nodes()
     spares = [n for n in usable if n.role is Role.SPARE or n.name not in state.places]
     coming = [node for node in state.nodes.values() if node.coming]

@@ -83,7 +83,7 @@ def restored(state: RunState, event: ev.Restored) -> list[Instruction]:
     for key in [key for key in state.unrestored if key[0] == event.step]:
         del state.unrestored[key]  # it can be had after all
     if event.tier == SHARED and event.step:
-        # It is there, although a node that was lost may have said nothing of its part of it.
+        # It is complete, although a lost node may not have reported its part.
         tier = state.saved.setdefault(SHARED, TierState(at=event.t))
         tier.step = max(tier.step or 0, event.step)
     incident = state.incident

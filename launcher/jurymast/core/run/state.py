@@ -49,10 +49,10 @@ class Phase(str, Enum):
     CANCELLED = "cancelled"
 
 
-# A state whose images are there, but do not come: other nodes may have more luck.
+# A state whose images exist but do not arrive: other nodes may succeed.
 RESTORE_TRIES = 3
 NOTES_KEPT = 500
-# What a save costs is the median of so many.
+# The cost of a save is the median of this many.
 STALLS_KEPT = 9
 ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED})
 
@@ -111,7 +111,7 @@ class Findings:
     for a finding, with the finding."""
 
     lost: list[NodeLost] = field(default_factory=list)
-    # By node, rank and error: what an agent says over two connections is one.
+    # By node, rank and error, so that a report over two connections counts once.
     failures: dict[tuple[str, int, str], WorkerFailed] = field(default_factory=dict)
     hung: RanksHung | None = None
     asked: Asked | None = None
@@ -187,7 +187,7 @@ class RunState:
     now: float = 0.0
     epoch: int = 0
     supervised_on: str = ""  # the newest supervisor's node
-    # Nodes of those before it, of which nobody has heard since: when each was heard last.
+    # The previous supervisors' nodes that have not been heard since: when each was last heard.
     abandoned: dict[str, float] = field(default_factory=dict)
     rejoin_until: float = 0.0  # so long its placed nodes had to find it, after a take-over
     allocation: str = ""  # job.restarts: a requeued job keeps its id
@@ -237,7 +237,7 @@ class RunState:
     exit_code: int = 0
     end_reason: str = ""
     ended_at: float | None = None
-    # What people may want to know, and nothing depends on: the last ones.
+    # The last notes for people; no decision depends on them.
     notes: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=NOTES_KEPT))
     # Of the journal, by epoch: the last line that led here.
     lines_read: dict[str, int] = field(default_factory=dict, repr=False, compare=False)

@@ -12,7 +12,8 @@ from jurymast.core.messages import Accepted, Ask, Declined
 from jurymast.core.run.state import Phase, RunState
 
 KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
-# A replacement by hand waits so long for a save, in seconds; with steps of minutes it loses some instead.
+# A replacement by a user waits this long for a save, in seconds. If steps take minutes, it loses some
+# instead.
 SAVE_LIMIT_S = 60.0
 WARNING = "Slurm's warning"
 ON_STORAGE = "a user while no supervisor was reachable"

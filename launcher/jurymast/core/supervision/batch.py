@@ -8,8 +8,8 @@ from enum import Enum
 
 from jurymast.errors import JurymastError
 
-# Supervisors that live for less than this one after the other are started again at once so many times, and
-# then after a pause that doubles: who cannot start now may once the storage has room again.
+# Supervisors that live for less than this, one after the other, are started again at once this many times,
+# and then after a pause that doubles: a later one may start when the storage has room again.
 SHORT_LIFE_S = 60.0
 RESTARTS_AT_ONCE = 5
 PAUSE_S, PAUSE_MAX_S = 0.5, 15.0

@@ -12,13 +12,13 @@ from jurymast.core.nodes.watch import Watch
 from jurymast.core.run.state import RunState
 from jurymast.core.supervision.asks import Asks
 
-# Agents have so long to go.
+# Agents have this long to leave.
 LEAVE_LIMIT_S = 4.0
 # How long the nodes are kept for the newest checkpoint to get to shared storage, by how the run ends. Slurm
 # kills 30 s (KillWait) after a SIGTERM unless the partition's GraceTime says otherwise.
 SECURE_LIMIT_S = {"succeeded": 1800.0, "failed": 600.0, "requeued": 300.0}
 SECURE_HURRY_S = 20.0
-# People are told so often that the nodes are still kept for that.
+# Users are told this often that the nodes are still kept for this.
 TELL_EVERY_S = 30.0
 
 

@@ -16,10 +16,10 @@ from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.texts import some
 
-# A launch that waits for so long is told of, and again each time as much has passed.
+# A launch that has waited this long is reported, and again each time this much more has passed.
 WAIT_TOLD_S = 15.0
 NAMED_MAX = 5
-# Of so many nodes one may look in a second whether all of them are there.
+# This many nodes share one look per second at whether all of them are there.
 LOOKS_A_SECOND = 10_000.0
 
 

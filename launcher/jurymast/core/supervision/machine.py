@@ -44,7 +44,7 @@ from jurymast.core.supervision.launching import Launching
 from jurymast.core.supervision.rank_events import RankEvents
 from jurymast.errors import never
 
-# While a run just runs, only silence is looked for at every tick; the rest at every so many.
+# While a run has no trouble, each tick only looks for silence; the rest is done once in this many ticks.
 STEADY_LOOKS = 3
 # Slurm's answer when a job does not end at all, and how that begins when it gives none or no useful one.
 STILL_RUNNING = "running"

@@ -37,10 +37,10 @@ RULES = (
     NOT_BACK,
 )  # fmt: skip
 
-# Who was touched by a fault so long ago has nothing more to do with it.
+# A fault this long ago no longer affects a node.
 STEADY_S = 12.0
 BLAME_S = 30.0
-# Known to the supervisor by then, if nothing is wrong.
+# The supervisor knows it by then, if nothing is wrong.
 TOLD_S = 2.0
 STILL_LIMIT_S = 40.0
 SLOTS_LIMIT_S = 25.0
