@@ -78,7 +78,7 @@ def encode(message: msgspec.Struct) -> bytes:
     if message is not known:
         try:
             payload = _ENCODER.encode(message)
-        except UnicodeEncodeError:  # what a rank says of a file with a strange name
+        except UnicodeEncodeError:  # a rank's report on a file with a strange name
             plain = msgspec.to_builtins(message)
             text = json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
             payload = text.encode(errors="replace")

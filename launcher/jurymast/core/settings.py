@@ -106,7 +106,7 @@ class RunPlan:
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False  # `script` is a module name, as with `python -m`
-    # Of a batch script: `script` is that script, and later the training that one of its steps runs.
+    # In a batch script's run, `script` is that script, and later the training that one of its steps runs.
     batch: bool = False
     # Each of its ranks stands for a task that srun would have started, not for one of torchrun's.
     tasks: bool = False
@@ -121,7 +121,7 @@ class RunPlan:
     requeue: bool = True  # False: the user said --no-requeue, the Slurm job must never be requeued
     submitted_at: float = 0.0
     policy_hash: str = ""
-    earlier_incidents: float = 0.0  # of the infrastructure, in other runs, after forgetting
+    earlier_incidents: float = 0.0  # of the infrastructure in other runs, after decay
     earlier_node_days: float = 0.0
     earlier_text: str = ""  # where these two come from, for people
     frail: tuple[Frail, ...] = ()  # nodes that are expected to fail more often than others

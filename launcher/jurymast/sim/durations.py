@@ -64,7 +64,7 @@ class Durations:
     stop_s: float = 1.0
     launch_s: float = 5.0
     restore_s: float = 30.0
-    warm_up_s: float = 0.0  # of the first step, more than the others take
+    warm_up_s: float = 0.0  # extra time of the first step
     step_s: float = 5.0
     stall_s: float = 1.0
     copy_s: float = 0.0
@@ -116,8 +116,8 @@ class Durations:
         return self.copy_s / (self.step_s * (1.0 + self.slowdown)) if self.slowdown else 0.0
 
 
-# What no benchmark of ours can measure. From new ranks to their first step a large training sets up its
-# communicators, loads compiled code and fills its data loader.
+# An assumption, because no benchmark here can measure it: from new ranks to their first step a large training
+# sets up its communicators, loads compiled code and fills its data loader.
 TRAINING_START_S = 30.0
 # A checkpoint of unknown size is taken for one of this many bytes a node (5.3 TB on 2,048 nodes).
 NODE_BYTES = 2.6e9

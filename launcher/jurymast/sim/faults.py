@@ -22,7 +22,7 @@ from jurymast.sim.durations import HANG, POWER_LOSS, SCRIPT
 # Follow-ups of a burst come within this time (the published trace: most of its early failures are bursts).
 BURST_S = 300.0
 BUNDLED_TRACE = "infinitehbd"
-# The bundled trace: servers of the cluster (most never fault), and days that were watched.
+# The bundled trace: servers of the cluster (most never fail), and days of observation.
 BUNDLED_NODES, BUNDLED_DAYS = 400, 348.98
 
 
@@ -87,8 +87,8 @@ class FaultModel:
         return rng.randrange(nodes)
 
 
-# What `--faults` says: the field that it sets, and its usual value (those of the bundled trace, where it
-# has one).
+# Values of `--faults`: the field that each sets, and its usual value (that of the bundled trace, where it has
+# one).
 PATTERNS: dict[str, dict[str, float]] = {
     "exponential": {},
     "weibull": {"shape": 0.64},

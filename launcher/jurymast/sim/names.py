@@ -18,7 +18,7 @@ OTHERS = "others"
 NAMED = 6
 # Names come free when the next attempt is launched, well within this time.
 WINDOW_S = 60.0
-# What is lost within this time may be one incident: detection, and stopping the ranks.
+# Losses within this time may be one incident: the time of detection and of stopping the ranks.
 TOGETHER_S = 15.0
 
 
@@ -50,7 +50,7 @@ class Names:
         self.others = active - own  # nodes that `OTHERS` stands for
         numbers = [*range(own), *range(active, active + spares)]
         self._names = {number: f"n{number}" + f".{allocation}" * bool(allocation) for number in numbers}
-        # Names that were lent longest ago come first: decisions look back at the last incidents' nodes.
+        # The names lent longest ago come first, because decisions look back at the last incidents' nodes.
         self._lendable = [self._names[number] for number in range(own)]
         self._placed = tuple(self._lendable)
 

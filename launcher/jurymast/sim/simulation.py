@@ -98,22 +98,22 @@ class Simulation:
         self.state = self._fresh_state()
         self.ledger = Ledger(self.state)
         self._ranks = SimRanks(self.state, cadence)
-        self._dead: set[str] = set()  # nobody noticed yet
-        self._generation = 0  # of launches and of faults that break an attempt
+        self._dead: set[str] = set()  # not detected yet
+        self._generation = 0  # counts launches, and faults that break an attempt
         self._training = False
         self._segment = (0.0, 0, False)  # start, steps before it, copies are made during it
         self._next_save = 0  # step
-        self._plans = 0  # of what ranks do next
+        self._plans = 0  # counts plans of what ranks do next
         self._next_fault, self._end, self._saves = START, START + setup.seconds, 0
         self._tiers = SimTiers(self.state, self._d, setup.nodes, setup.spares)
         self._restoring: Restoring | None = None
         self._restores: Counter[str] = Counter()
-        self._kind = POWER_LOSS  # of the newest failure
+        self._kind = POWER_LOSS  # kind of the newest failure
         self._woken = 0.0
 
     def _fresh_state(self) -> RunState:
         return RunState(
-            settings=replace(self.setup.settings, local_path="", object_url=""),  # nobody says how quick
+            settings=replace(self.setup.settings, local_path="", object_url=""),  # their speed is unknown
             active=self._names.active,
             unnamed=self.setup.nodes - self._names.active, spares=self.setup.spares,
             submitted_at=START, requeue_allowed=self.setup.requeue,
@@ -342,7 +342,7 @@ class Simulation:
         for name in self.state.placement:
             if name not in self._dead:
                 self._feed(ev.WorkersStarted(t=self.now, node=name, attempt=attempt, pids=()))
-        # Late ranks, if any, are those of a node whose loss is about to be noticed.
+        # Ranks that are late, if any, belong to a node whose loss is about to be detected.
         if self._restoring is not None:
             self._at(self.now + self._restoring.seconds, self._restored, generation, self._restoring)
 

@@ -61,7 +61,7 @@ class SimTiers:
         self._direct: dict[Key, int] = {}  # in storage, where ranks save to that
         # The two newest, as the newest may not be complete: which, and when that is or was.
         self._recent: list[tuple[Key, float]] = []
-        self._places: dict[int, int] = {}  # of the nodes (numbers) that are not at their first ones
+        self._places: dict[int, int] = {}  # by number, for nodes that have left their first place
         self._losses: list[tuple[float, int]] = []
         self._halted_at = 0.0
 

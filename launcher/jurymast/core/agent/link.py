@@ -52,13 +52,13 @@ class Hearing:
 
 
 RECONNECT_S = 0.1
-# All nodes of a run that lose their supervisor look for the next in the run directory, so often together.
+# All nodes of a run that lose their supervisor look into the run directory, together this often per second.
 FINDS_A_SECOND = 10_000.0
-# While it is silent for longer than usual, or a connection to it is tried, each looks so often whether there
-# is a newer one.
+# While the supervisor is silent for longer than usual, or a connection is tried, each agent looks this often
+# whether there is a newer one.
 PEEK_EVERY_S = 0.25
-# Ranks go on without a supervisor; once they have ended and still none is there, the agent leaves too. One
-# without ranks (a spare) may be all that a supervisor has which comes back when storage does.
+# Ranks continue without a supervisor. If they have ended and there is still none, the agent leaves. An agent
+# without ranks (a spare) waits longer: a supervisor that returns when storage does may have no other.
 ALONE_LIMIT_S = 60.0
 IDLE_ALONE_LIMIT_S = 1800.0
 # After a SIGTERM Slurm waits 30 s (KillWait), unless the partition's GraceTime says otherwise.
@@ -193,7 +193,7 @@ class SupervisorLink:
         if self._tries:
             return []
         if now > self._alone_since + self._alone_limit_s():
-            return [Leave()]  # nobody will ever say so
+            return [Leave()]  # nobody will ever report it
         self._round_at = now + RECONNECT_S
         return []
 

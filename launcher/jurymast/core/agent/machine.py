@@ -116,7 +116,7 @@ class AgentMachine:
         return self._out(begun + self.link.start(now), now)
 
     def tick(self, now: float) -> list[Effect]:
-        self._wake_at = NEVER  # that was now
+        self._wake_at = NEVER  # this call was the wake-up
         ranks = self._said(self.ranks.tick(now)) + (self._probe() if now >= self._probe_at else [])
         others = self.link.tick(now) + self.succession.tick(now) + self.tests.tick(now)
         return self._out(ranks + others, now)

@@ -29,7 +29,7 @@ class NodeTests:
         self._wanted = limit_s(plan.settings, gpus) > 0
         self._join_limit_s = plan.settings.join_limit_s
         self._count = gpus if gpus and driver else min(CPU_PROCESSES, plan.ranks_per_node)
-        self._number = 0  # of the processes, from 1 on
+        self._number = 0  # number of the processes, from 1 on
         self._port: int | None = None  # where those of two nodes meet; None: they are not ready
         self._asked: Asked | None = None  # the processes do one thing at a time
         self._waiting: deque[Asked] = deque()
@@ -86,7 +86,7 @@ class NodeTests:
         self._asked = asked
         return [asked]
 
-    # What the processes say.
+    # Reports of the processes.
 
     def started(self, number: int, port: int, why: str) -> list[Effect]:
         if number != self._number or self._asked is None or self._port is not None:

@@ -49,11 +49,11 @@ class Ranks:
     def __init__(self, stop_grace_s: float) -> None:
         """`stop_grace_s`: seconds between SIGTERM and SIGKILL."""
         self.attempt = 0  # the newest ordered here
-        self.store_port = 0  # of the host while it waits
+        self.store_port = 0  # the host's, while it waits
         self.pids: tuple[int, ...] = ()
         self.host_starts = 0
         self._stop_limit_s = stop_grace_s + STOP_MARGIN_S
-        self._launch: msg.Launch | None = None  # the host was not told of it yet
+        self._launch: msg.Launch | None = None  # the host has not been told of it yet
         self._preparing = self._prepared = 0  # attempts
         self._told = 0  # the newest attempt that the host was told of
         self._alive = False  # its ranks, as far as the host has said
@@ -183,7 +183,7 @@ class Ranks:
             return [KillRanks(self.pids), KillHost()]
         return []
 
-    # What happens here.
+    # Events on this node.
 
     def host_said(
         self, message: within.Waiting | within.Started | within.Finished, now: float
@@ -210,7 +210,7 @@ class Ranks:
 
     def _ranks_finished(self, message: within.Finished) -> list[Effect]:
         effects: list[Effect] = [self.beat(), Send(msg.Finished(attempt=message.attempt))]
-        if not self._ending:  # else who has them stopped still waits for the host
+        if not self._ending:  # otherwise the one who stops them still waits for the host
             self._gone()
             self._finished = True
         return effects

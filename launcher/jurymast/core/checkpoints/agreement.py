@@ -89,9 +89,9 @@ class Agreement:
         self._heard: dict[str, tuple[list[RankReport], CadenceReport]] = {}
         self._seen: dict[str, _Seen] = {}
         self._all_step = False  # all ranks have done a step
-        self._adopted = False  # what an earlier supervisor left was looked for
+        self._adopted = False  # whether an earlier supervisor's schedule was looked for
         self._settled = 0  # the newest schedule that all ranks have settled
-        self._steps: int | None = None  # what the script asks for
+        self._steps: int | None = None  # the script's own cadence
         self._seconds: float | None = None
         self._current: Schedule | None = None
         self._decided = 0
@@ -119,7 +119,7 @@ class Agreement:
         current = self._current
         shown = self._decided and (report.number, report.decided)
         if current is None or shown == (current.number, self._decided):
-            return []  # as almost always: thousands of nodes say so every half a second
+            return []  # the usual case: thousands of nodes report twice a second
         seen = _see(ranks, report)
         if seen is None or self.state.phase is not Phase.RUNNING:
             return []

@@ -31,10 +31,10 @@ from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.within import Skip
 from jurymast.errors import never
 
-# Steps that some rank could not save. What other ranks saved of them may be told of later.
+# Steps that some rank could not save; other ranks' images of them may still be reported.
 VOIDS_KEPT = 16
-# An image that its rank has not told of, though of a later save, by the time that ranks could not save so
-# often since is not on its way: images are told of once they are copied.
+# If a rank has reported a later save, and ranks could not save this often since, a missing image is not on
+# its way: images are reported once they are copied.
 VOIDS_AFTER = 2
 
 
@@ -84,7 +84,7 @@ class Checkpoints:
         self._holders.pop(node, None)
         self._shortages.lost(node)
         self._replicas.lost(node)
-        self._gone(now)  # what it held for others must live elsewhere again
+        self._gone(now)  # what it held for others needs another place
         return self._writes.lost(node, f"node {node} was lost", now)
 
     def without(self, nodes: Iterable[str], now: float) -> list[Effect]:

@@ -19,7 +19,7 @@ class Commit:
         self.key: Key | None = None
         self.at = 0.0
         self.broken, self.damaged = False, ""
-        self._stalls: dict[Key, float] = {}  # of states that may yet be committed
+        self._stalls: dict[Key, float] = {}  # by state that may yet be committed
 
     def held(self, key: Key, stall_s: float) -> None:
         """The training stood still this long for one of the state's images."""

@@ -394,7 +394,7 @@ class Copies:
         if part == ALL:
             alike = known.alike.get(next(iter(held.values())).common_id)
             if alike is not None:
-                here = (node, MEMORY, ALL, ()) in held  # as on all nodes but the new ones
+                here = (node, MEMORY, ALL, ()) in held  # true on all nodes except new ones
                 near = alike.near(rank, 1 if here else COMMON_SOURCES)
                 found += [_ranked(copy, node, COMMON, rank) for copy in near]
         # stable: equals stay in order
@@ -544,7 +544,7 @@ def _from_images(copies: Copies, key: Key, placement: Sequence[str], ranks_per_n
         node_s = 0.0
         for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
             here = copies.has_whole(key, rank, node)
-            if here is not None:  # as on all nodes but the new ones
+            if here is not None:  # true on all nodes except new ones
                 tiers[MEMORY] = tiers.get(MEMORY, 0) + here.size_bytes
                 node_s += here.size_bytes / RATES[MEMORY]
                 continue

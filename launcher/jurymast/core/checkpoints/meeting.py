@@ -13,7 +13,7 @@ from enum import Enum
 
 from jurymast.core.checkpoints.copies import Key
 
-# Who fails first says why to the supervisor, which then cancels the others: they leave it so long for that.
+# The first node to fail tells the supervisor why, which then cancels the others: they wait this long for it.
 CAUSE_FIRST_S = 3.0
 
 
@@ -95,10 +95,10 @@ class Meeting:
     def __init__(self, key: Key, world: int, *, leads: bool) -> None:
         self._key, self._world, self._leads = key, world, leads
         self._doing: Do = Do.OPEN if leads else Do.FIND_PLACE
-        self._ranks: set[int] = set()  # whose images were announced
+        self._ranks: set[int] = set()  # the ranks whose images were announced
         self._messages: set[str] = set()  # in which that was
         self._asked_why = False
-        self._closing: list[Next] = []  # what is left to do, the end last
+        self._closing: list[Next] = []  # remaining actions, the end last
 
     def check(self) -> None:
         """Check the invariants. Raises AssertionError."""

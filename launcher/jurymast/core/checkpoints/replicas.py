@@ -49,7 +49,7 @@ class Replicas:
         self._ordered: dict[str, set[tuple[Key, str, int, tuple[int, ...]]]] = {}  # by holder
         self._pass: _Pass | None = None
         self._safe: Key | None = None
-        self._bare = False  # nobody had memory for some of its replicas
+        self._bare = False  # no node had memory for some of its replicas
         self._told_safe: Key | None = None
         self._dirty = False
         self._retry_at = math.inf

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from jurymast.core.signatures import ErrorSignature, error_signature
 
-# A copy that failed is tried again, with the newest step then, after this long; after twice as long each
-# further time, for storage may hang for hours.
+# A failed copy is tried again after this long, with the newest step by then, and after twice as long each
+# further time, because storage may hang for hours.
 RETRY_S = 5.0
 RETRY_MAX_S = 300.0
 

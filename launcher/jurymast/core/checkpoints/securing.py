@@ -16,7 +16,7 @@ from jurymast.core.checkpoints.retries import RETRY_S
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Send
 
-# What one node could not write is waited for on others so long after it had failed: its storage may be back.
+# How long others are tried after one node could not write: its storage may recover meanwhile.
 GATHER_LIMIT_S = 15.0
 
 

@@ -60,7 +60,7 @@ def late_after_s(state: RunState, tier: str, size_bytes: int, nodes: int) -> flo
 
 
 SHARED_PAUSE_MIN_S = 1.0
-# Agents that are silent about a write for this long have lost it; a hung storage is theirs to notice earlier.
+# Agents that have not reported on a write for this long have lost it; hanging storage they notice earlier.
 WRITE_LIMIT_S = 3600.0
 
 
@@ -245,7 +245,7 @@ class Writes:
     def _done(self, write: OpenWrite, node: str, why: str, now: float) -> list[Effect]:
         """Note that a node has finished its part, or never will."""
         write.waiting.pop(node, None)
-        if write.published:  # all had done their parts by then, also who was lost before it said so
+        if write.published:  # all parts were done by then, also that of a node lost before it reported
             why = ""
         return self._end(write, why, now) if why or not write.waiting else []
 

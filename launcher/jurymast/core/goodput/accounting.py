@@ -55,7 +55,7 @@ RATIOS = {
     "runtime_goodput": "time in steps that counted / time since the first launch (requeue waits included)",
     "allocation_goodput": "node-time in steps that counted / node-time allocated (spares included)",
 }
-# What a node does while it holds a place; everything else is a category itself.
+# The activity of a node while it has a place; every other activity is a category itself.
 PLACED = "placed"
 
 

@@ -16,8 +16,8 @@ from jurymast.core.run.machine import step
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.run.telling import pause_s
 
-# Of a running run: without news for longer than this (or three steps, or two lines of the journal) nobody
-# knows what it does.
+# If a running run reports nothing for longer than this (or three steps, or two lines of the journal), what it
+# does is unknown.
 NEWS_LIMIT_US = 10_000_000
 # Between WorkersStarted everywhere and the first thing that the ranks tell.
 RANKS_UP = "ranks_up"
@@ -78,7 +78,7 @@ class Ledger:
         self.saves = SaveCounts()
         self.first_launch: int | None = None
         self._frontier = to_us(state.submitted_at)  # all before is booked
-        self._stage = ""  # what the placed nodes do since
+        self._stage = ""  # what the placed nodes have done since then
         self._never = True  # no allocation came yet
         self._open = False  # an allocation is there
         self._heard_at = 0  # last word from it
@@ -131,7 +131,7 @@ class Ledger:
 
     def _allocation_started(self, event: ev.AllocationStarted) -> None:
         now = self._now()
-        if self._open:  # nobody told its end: the last word is the best guess
+        if self._open:  # its end was not reported: the last event is the best guess
             self._book(self._heard_at, self._stage)
             self._release(self._heard_at)
         if self._never:
@@ -289,7 +289,7 @@ class Ledger:
             self._book(now, self._stage)
             self._stage = RANKS_UP
         if state.phase is Phase.SUCCEEDED and self._stage == RANKS_UP:
-            self._book(now, "unknown")  # ranks that never told of a step did something
+            self._book(now, "unknown")  # ranks that never reported a step did something
         elif state.ended and self._stage == "step":
             self._book(now, "shutdown", 0)
         elif state.ended or state.phase is Phase.REQUEUED:
@@ -307,7 +307,7 @@ class Ledger:
                 what = "failed_node"
             elif starting or node_name in places:
                 what = PLACED
-            if before.get(node_name) != what:  # of thousands of nodes next to none
+            if before.get(node_name) != what:  # with thousands of nodes, almost none
                 self._begin_stay(node_name, what)
 
     def _begin_stay(self, name: str, what: str) -> None:

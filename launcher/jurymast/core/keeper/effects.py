@@ -53,7 +53,7 @@ class Lend(Struct, frozen=True):
     why: str = ""
 
 
-# What is held.
+# Copies held.
 
 
 class Serve(Struct, frozen=True):
@@ -74,7 +74,7 @@ class AwaitReaders(Struct, frozen=True):
     buffer: int
 
 
-# What ranks see of their slots.
+# The slots as ranks see them.
 
 
 class Begin(Struct, frozen=True):

@@ -209,7 +209,7 @@ class Holding:
         buffer = self.detach(slot)
         slot.state = SlotState.FILLING
         if was_free and buffer is not None:
-            self.leave(buffer)  # else whoever is busy with it does that
+            self.leave(buffer)  # otherwise the user of the buffer does that
         return slot
 
     # ---- what is said of states
@@ -247,9 +247,7 @@ class Holding:
                 slot.state = SlotState.EMPTY
             elif slot.copy is not None and slot.copy.image[2] != rank:
                 if self._is_wanted(slot):
-                    self.detach(
-                        slot
-                    )  # another rank's now; it is held all the same, for whoever has that rank
+                    self.detach(slot)  # another rank's now; it is held all the same, for that rank's node
                 else:
                     self.drop(slot.copy)
             self.settle(slot)

@@ -167,7 +167,7 @@ class KeeperMachine:
         self.holding.release(self.memory.buffers[buffer])
         return self._out()
 
-    # What is held.
+    # Copies held.
 
     def scanned(self, found: Sequence[KeptCopy]) -> list[do.Effect]:
         """Take in what the local disk holds now."""

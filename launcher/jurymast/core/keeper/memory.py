@@ -53,7 +53,7 @@ class Claim:
     start: int
     end: int
     also: int = 0
-    taken: list[Buffer] = field(default_factory=list)  # that waited unused
+    taken: list[Buffer] = field(default_factory=list)  # buffers that waited unused
     made: list[Buffer] = field(default_factory=list)
     again: bool = False
 
@@ -126,7 +126,7 @@ class BufferPool:
             self._refuse(claim, Room(max(0, free), room.limit))
         else:
             claim.again = True
-            while self.idle:  # what nobody uses goes first
+            while self.idle:  # unused buffers are given up first
                 self._unmake(self.idle.pop())
             self._do(Measure())
 

@@ -117,7 +117,7 @@ _Order = (
 )  # fmt: skip
 _Answer = Accepted | Declined | Condition
 
-# What the supervisor hears, an agent, and a command.
+# Readers for the supervisor, an agent, and a command.
 Said = Beat | _Said | Strange
 Order = _Order | Strange
 Answer = _Answer | Strange

@@ -25,7 +25,7 @@ NETWORK = "network"  # a network device of this node
 HOST = "host"  # the rest of the machine: driver, memory, disk, clock
 STORAGE = "storage"  # paths that several nodes share: never one node's fault
 APPLICATION = "application"  # the user's code: an illegal address, out of memory
-SYMPATHETIC = "sympathetic"  # what a GPU says when another one, or another node, went away
+SYMPATHETIC = "sympathetic"  # a GPU's report after another GPU or node failed
 # The code for what a probe lacks the rights or the means to look at, so that it is never reported as "none
 # seen".
 NOT_OBSERVABLE = "not-observable"

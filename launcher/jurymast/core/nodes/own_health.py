@@ -27,7 +27,7 @@ WEDGED = defaultdict(
     lambda: (Verdict.SUSPECT, HOST),
     nvidia=(Verdict.BAD, HOST),
     amd=(Verdict.BAD, HOST),
-    storage=(Verdict.UNKNOWN, STORAGE),  # what nodes share is no single node's fault
+    storage=(Verdict.UNKNOWN, STORAGE),  # shared storage is no single node's fault
 )
 Key = tuple[str, str, str]
 

@@ -31,7 +31,7 @@ class Tests:
     waiting: set[tuple[str, str]] = field(default_factory=set)
     alone: dict[str, Alone] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
-    pairs: dict[str, tuple[str, str]] = field(default_factory=dict)  # of this round, by name
+    pairs: dict[str, tuple[str, str]] = field(default_factory=dict)  # the pairs of this round, by name
     answers: dict[tuple[str, str], msg.TestedPair] = field(default_factory=dict)
     played: list[Pairing] = field(default_factory=list)
     rounds: int = 0

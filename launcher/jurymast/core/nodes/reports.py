@@ -68,7 +68,7 @@ class Reports:
 
     def reach(self) -> Reach | None:
         """Return how far the attempt is; None until every rank has done a step in it."""
-        found: list[tuple[RankReport, float]] = []  # of each node, and when it was said
+        found: list[tuple[RankReport, float]] = []  # by node, with the time of the report
         for known in self._placed():
             if known.slowest is None or not self._is_whole(known) or known.slowest.beats == 0:
                 return None

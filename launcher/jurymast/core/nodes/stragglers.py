@@ -128,7 +128,7 @@ class Windows:
         self._base: dict[int, Timed] = {}
         self._newest: dict[int, tuple[str, Timed]] = {}
         self._full: set[int] = set()
-        self._slow: list[Slow] = []  # of the newest windows in a row, on one node
+        self._slow: list[Slow] = []  # in the newest windows in a row, on one node
         self._lasted_s: list[float] = []
 
     def report(self, rank: int, node: str, timed: Timed) -> tuple[Slow, float] | None:

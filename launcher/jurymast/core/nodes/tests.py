@@ -14,8 +14,8 @@ from statistics import median_low
 from jurymast.core.nodes.findings import Verdict
 from jurymast.core.settings import Settings
 
-# What `auto` allows nodes with GPUs. NCCL's first connections take seconds, torch's import on a busy shared
-# file system far longer.
+# Seconds that `auto` allows nodes with GPUs. NCCL's first connections take seconds, torch's import on a busy
+# shared file system far longer.
 AUTO_LIMIT_S = 60.0
 # Multiples of the median from which a node is slow, and from which it should be a spare.
 SLOW = 2.0

@@ -52,16 +52,18 @@ ON_TIME_S = 1.2 * STEADY_INTERVAL_S
 ISOLATED = 0.6
 # A supervisor that hears no other node waits this long for a successor before it believes that they are lost.
 ISOLATION_LIMIT_S = 15.0
-# An agent whose connection was closed in order, as by its process's end, but that lives is back sooner than
-# this (up to the second where ticks of the supervisor are late); after a reset, of which it learns when it
-# says something next, that time begins when its next heartbeat is due,
+# An agent whose connection was closed in order, as at the end of its process, but that lives, is back sooner
+# than this (up to the second value if ticks of the supervisor are late). After a reset, which the agent
+# notices when it sends something, that time begins when its next heartbeat is due.
 RECONNECT_GRACE_S, RECONNECT_LIMIT_S = 0.25, 1.0
-# (many that come back together, so many seconds) unless so many connections broke within so many seconds,
+# If this many connections broke within the first time, their agents have the second time to return (longer in
+# a large run), because many return together.
 MANY, MANY_WITHIN_S, MANY_LIMIT_S = 3, 1.0, 2.0
-# or the supervisor stood still for so much of the agents' patience; both up to so many seconds ago.
+# After such a break, or after the supervisor stood still for this share of the agents' patience, nodes have
+# more time for this long.
 LATE_SHARE, LENIENT_S = 1 / 3, 2.0
-# The agent of the last supervisor's node has so long once nearly all others are back (a packet or two of its
-# greeting may be lost), and so long at most.
+# The agent of the last supervisor's node has this long once nearly all others are back (a packet or two of
+# its greeting may be lost), and at most the second value.
 AFTER_OTHERS_S, ABANDONED_LIMIT_S = 0.8, 3.0
 NEARLY_ALL = 0.98
 # Agents that look for this supervisor read the run directory. While that has not answered for the first time,
@@ -105,21 +107,21 @@ class Watch:
         self.clock = WatcherClock(STEADY_INTERVAL_S, now)
         self.reports = Reports(state, self.clock)
         self.nodes: dict[str, NodeWatch] = {}
-        self.ending = False  # the job ends, or agents were told to leave: who goes now is not lost
+        self.ending = False  # the job ends, or agents were told to leave: no node counts as lost
         self._lateness = Lateness(self._heartbeat_s)
         self.here: set[str] = set()  # connected
         self._away: dict[str, None] = {}  # all others
-        self._quiet_at = -math.inf  # before, nobody who is connected can have been silent for too long
-        self._broken: dict[str, None] = {}  # whose connection closed a moment ago
+        self._quiet_at = -math.inf  # before this, no connected node can have been silent for too long
+        self._broken: dict[str, None] = {}  # nodes whose connection closed a moment ago
         self._broke_at: deque[float] = deque(maxlen=MANY)
         self._many_until = self._late_until = -math.inf
         self._abandoned: set[str] = set()  # nodes of the last supervisors, while they are to connect
         self._heirs = Heirs(state, self.here)
         self._doubted: set[str] = set()
         self._isolated_since: float | None = None
-        self._unfindable = False  # who is to come back cannot find this supervisor
+        self._unfindable = False  # nodes that are to return cannot find this supervisor
         self._told_of_storage = False
-        self.patient_until = -math.inf  # so long nobody is to be blamed for not having come back
+        self.patient_until = -math.inf  # until then no node is blamed for not returning
 
     # Connections.
 

@@ -33,10 +33,11 @@ INFRASTRUCTURE = "infrastructure"
 # Nodes differ: each one's rate is the fleet's times a factor ~ Gamma(shape, shape). With this shape the worst
 # 1.2 % of the nodes cause an eighth of the failures, about what Meta reports of its lemon nodes (2024).
 FRAILTY_SHAPE = 1.0 / 3.0
-# In the day after a node came back from a failure it fails so many times as often as later: 57 failures in
+# In the day after a node returned from a failure, it fails this many times as often as later: 57 failures in
 # 470 node-days against 377 in 135,890 in the trace of `sim/data`, with a rate of its own for each node (90 %:
-# 20 to 32; the fit is in tests/sim/test_trace.py). Of a burst the first counts, and what lasted for less than
-# an hour was no repair. That matters most: if any pause is one it is 47, if only those of six hours are, 9.
+# 20 to 32; the fit is in tests/sim/test_trace.py). Only the first failure of a burst counts, and a pause of
+# less than an hour is no repair. The latter matters most: if every pause counts as a repair, the factor is
+# 47; if only those of six hours or more do, 9.
 AFTER_REPAIR = 25.0
 AFTER_REPAIR_S = DAY_S
 
@@ -213,8 +214,8 @@ class FailureRate:
     def watched(self, until_s: float, nodes: int, fresh_until: Sequence[float] = ()) -> None:
         """`nodes` nodes could have failed since the last report, until `until_s` (ignored if that is past).
         `fresh_until`: for those in the day after a repair, when that day ends; they count as more."""
-        # What strikes within a burst's window is not counted, so that this time is no exposure, either: at
-        # 100,000 GPUs, where something fails every 18 minutes, the rate would come out a third too low.
+        # Failures within a burst's window are not counted, so this time is no exposure, either. At 100,000
+        # GPUs, where something fails every 18 minutes, the rate would otherwise come out a third too low.
         self._pass(min(until_s, self._burst_s + self._merge_s), 0)
         for next_s in (*sorted(end_s for end_s in fresh_until if self._until_s < end_s < until_s), until_s):
             self._pass(next_s, counted(nodes, fresh_until, self._until_s))

@@ -262,7 +262,7 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     charged = CAUSES[kind].charged
     if kind in _OF_ONE_NODE and len(nodes) > 1 and len(nodes) == around.nodes:
         charged = APPLICATION
-    # What is nobody's node's fault names none, or the next incident would hold it against the node; but
+    # A failure that is no node's fault names none, or the next incident would count it against the node; but
     # storage may hang on one node alone.
     named = len(nodes) == 1 and (not kind.startswith("storage_") or first.error == STORAGE_HANGS)
     also = f" (and {len(same) - 1} more ranks)" if len(same) > 1 else ""

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-# What torch, gloo, NCCL and the socket layer say when the *other* side went away.
+# Messages of torch, gloo, NCCL and the socket layer when the *other* side has failed.
 COMMUNICATION = re.compile(
     r"connection (closed|reset|refused)|broken pipe|peer closed|socket (closed|timeout)|"
     r"ncclremoteerror|nccl(system|internal)error|remote process exited|nccl communicator was aborted|"

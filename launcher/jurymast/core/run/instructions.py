@@ -18,7 +18,7 @@ class Launch(Instruction):
     placement: tuple[str, ...]
     master_address: str
     master_port: int
-    mtbf_s: float = 0.0  # what is expected by now, for the ranks' cadence; 0: not known
+    mtbf_s: float = 0.0  # the present estimate, for the ranks' cadence; 0: unknown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,8 +74,8 @@ def decide(state: RunState, cause: Cause) -> Decision:
     if not must_go or (blames and not lost and not state.may_requeue):
         # Blamed but alive, and nothing to put in its place: a requeue costs more than another try.
         return Decision("restart", f"{why}, but no spare is left: restarted in place", backoff_s=wait_s)
-    # Of those, who lacks no more than a torchrun host takes its own place again, and so does a lost one that
-    # has come back; and a suspect that is about to be ready is better than a requeue.
+    # A node among these that only lacks a torchrun host takes its own place again, as does a lost one that
+    # has returned; and a suspect that is about to be ready is better than a requeue.
     back = [node for node in state.nodes.values() if node.usable and node.name in bad]
     if len(spares) + len(back) + len(coming) >= len(bad) and not blames:
         names = some(bad, NODES_TOLD)

@@ -303,7 +303,7 @@ def _attempt_found(state: RunState, event: ev.AttemptFound) -> list[Instruction]
         reason = f"attempt {event.attempt} was launched after the journal's end"
         return [StopWorkers(attempt=state.attempt, nodes=recovery.not_stopped(state), reason=reason)]
     if not state.placement or state.phase is Phase.REQUEUED:
-        return []  # who runs it is dismissed
+        return []  # the node that runs it is dismissed
     state.findings.asked = ev.Asked(
         t=event.t,
         what="restart",

@@ -24,7 +24,7 @@ from jurymast.errors import RunFailedError
 
 # Once enough nodes are ready, wait this long for the rest, so that the slowest become the spares.
 SPARE_GRACE_S = 2.0
-# Stopping is SIGTERM, the policy's grace, SIGKILL; ranks that survive it by so long are stuck in the kernel.
+# Stopping is SIGTERM, the policy's grace, SIGKILL. Ranks that survive it this long are stuck in the kernel.
 STOP_LIMIT_S = 7.0
 # Ranks have this long to start after their agents were told to start them.
 LAUNCH_LIMIT_S = 60.0

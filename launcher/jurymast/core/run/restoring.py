@@ -9,8 +9,8 @@ from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS
 from jurymast.core.run.instructions import Instruction
 from jurymast.core.run.state import RESTORE_TRIES, Phase, RunState, TierState
 
-# Storage that gives a rank no answer for so long while it restores: longer than a file server takes to be
-# replaced by another, and not so long that the other ranks' wait in a collective times out (NCCL: 600 s).
+# How long storage may leave a restoring rank without an answer: longer than the replacement of a file server
+# takes, but shorter than the time-out of the other ranks' collectives (NCCL: 600 s).
 WAIT_LIMIT_S = 300.0
 
 

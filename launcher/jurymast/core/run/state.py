@@ -189,7 +189,7 @@ class RunState:
     supervised_on: str = ""  # the newest supervisor's node
     # The previous supervisors' nodes that have not been heard since: when each was last heard.
     abandoned: dict[str, float] = field(default_factory=dict)
-    rejoin_until: float = 0.0  # so long its placed nodes had to find it, after a take-over
+    rejoin_until: float = 0.0  # after a take-over: until when its placed nodes have to find it
     allocation: str = ""  # job.restarts: a requeued job keeps its id
     slurm_jobs: list[str] = field(default_factory=list)
     restarts: int = 0  # requeues so far
@@ -207,7 +207,7 @@ class RunState:
     started: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)
-    deadline: float | None = None  # of the present phase
+    deadline: float | None = None  # end of the present phase
     enough_since: float | None = None  # N nodes were ready from here on
     pretested: bool = False  # the nodes of this allocation: once, before its first attempt
     testing: set[str] = field(default_factory=set)  # nodes under test, until `test_until` at the latest
@@ -239,7 +239,7 @@ class RunState:
     ended_at: float | None = None
     # The last notes for people; no decision depends on them.
     notes: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=NOTES_KEPT))
-    # Of the journal, by epoch: the last line that led here.
+    # The last line of the journal that led here, by epoch.
     lines_read: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     # Kept so that a message costs the same in a run of any size.
     _places: tuple[tuple[str, ...], dict[str, int]] = field(

@@ -12,12 +12,12 @@ from jurymast.core.effects import Record
 from jurymast.core.nodes.reports import Reach, Reports
 from jurymast.core.run.state import Phase, RunState
 
-# Everything is told while a run is young; then about so many lines of a kind until it is twice as old. What
-# nobody wrote down is lost if all nodes die at once: never more than the longest pause.
+# Everything is journalled while a run is young; then about this many lines of a kind until it is twice as
+# old. What is not yet journalled is lost if all nodes die at once: never more than the longest pause.
 YOUNG_S = 600.0
 LINES = 500
 PAUSE_MAX_S = 600.0
-# Training stood still for a save much longer than usual: so many times as long, and this much more.
+# A save stalls much longer than usual if it takes this many times as long, and this many seconds more.
 LONG_TIMES, LONG_S = 3.0, 0.1
 SIZE_MOVED = 0.1
 

@@ -93,7 +93,7 @@ class Batch:
         self._phase = _Phase.OVER
         self._started_at = 0.0
         self._short_lives = 0  # one after the other
-        self._until = 0.0  # of a pause, or of the patience with a successor
+        self._until = 0.0  # end of a pause, or of the wait for a successor
         self._told_to_end = False
 
     @property

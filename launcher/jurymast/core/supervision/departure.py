@@ -33,7 +33,7 @@ class Departure:
         self._tell_at = 0.0
         self._leave_until: float | None = None
         self._asked = False
-        self.unexplained = False  # nobody knows why the job ends: it may be that it does not
+        self.unexplained = False  # why the job ends is unknown: it may not end at all
 
     @property
     def begun(self) -> bool:

@@ -54,7 +54,7 @@ class Launching:
         self._fenced = False
         self._since = self._told_at = self._look_at = 0.0
         self._nodes = ""
-        self._told = False  # what it restores is decided, and the nodes are told
+        self._told = False  # whether what it restores is decided and sent
 
     def begin(self, launch: Launch, now: float) -> list[Effect]:
         self._launch, self._fenced, self._told = launch, False, False

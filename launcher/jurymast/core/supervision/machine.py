@@ -51,7 +51,7 @@ STILL_RUNNING = "running"
 # Why Slurm ends a job, as far as that is known.
 ENDINGS = frozenset({STILL_RUNNING, "cancelled", "timeout", "preempted", "requeued"})
 ASK_AGAIN_S = 2.0
-# Who asks for a restart, and why, after a take-over.
+# The requester of a restart after a take-over, and the reason.
 HALF_TOLD = "the new supervisor, because not all nodes were told of the launch"
 
 AboutNodes = (
@@ -231,7 +231,7 @@ class Supervision:
         out += self._do(self._hangs.tick(now), now)
         out += self._do(self._sick.tick(now), now)
         if self.state.phase is Phase.STOPPING and now < self.watch.patient_until:
-            return out  # who cannot be told to stop is not late with it
+            return out  # a node that cannot be told to stop is not late
         return out + self.record(ev.Tick(t=now))
 
     @property

@@ -15,7 +15,7 @@ from jurymast.core.effects import Effect, Record
 from jurymast.core.run.state import RunState
 from jurymast.errors import never
 
-# What agents say again is among so many last saves.
+# Repeated reports of agents are among this many last saves.
 SAVES_KEPT = 64
 
 

@@ -36,7 +36,7 @@ class SimSite:
         self.stopped_until = 0.0
         self.processes: list[Process] = []
         self.agent: SimAgent | None = None
-        self.agents = 0  # that were started
+        self.agents = 0  # number started so far
 
     @property
     def wall(self) -> float:
@@ -465,7 +465,7 @@ class SimAgent:
         lent = [image for rank in order.ranks if (image := self.keeper.lend(key, rank)) is not None]
         if len(lent) < len(order.ranks):
             for image in [image for image in self.keeper.held if image.key == key and image.corrupt]:
-                self.keeper.doubt(image)  # who writes it reads it
+                self.keeper.doubt(image)  # the writer reads it
             self._written(order, "an image is no longer here")
             return
         self._writes[order.id] = SimWrite(self, order, lent[0].token, lambda why: self._written(order, why))

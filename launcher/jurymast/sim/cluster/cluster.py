@@ -38,7 +38,7 @@ class Result:
     plan: Plan
     rule: str
     how: str
-    seconds: float  # of simulated time
+    seconds: float  # simulated time
     events: int
     steps: int
     restores: tuple[str, ...]

@@ -78,7 +78,7 @@ class SimConnection:
         self.network, self.ends = network, ends
         self.open = [True, True]
         self.broken = False
-        # Its own: in which order one instant's messages are sent must make no difference.
+        # A generator of its own: the order in which messages of one instant are sent must make no difference.
         self._chance = Random(network.world.chance.random())
         self._arrived = [0.0, 0.0]  # the last message that is on its way to this end
 

@@ -67,7 +67,7 @@ class Oracle:
     given_up: bool = False  # somebody had the run cancelled
 
     def __post_init__(self) -> None:
-        self._shadow: dict[SimKeeper, list[SimImage]] = {}  # that no order could take away rightly
+        self._shadow: dict[SimKeeper, list[SimImage]] = {}  # images that no order may rightly remove
         self._complete: dict[Key, float] = {}
         self._planned: dict[int, int] = {}
         self._newest: SimGroup | None = None
@@ -195,7 +195,7 @@ class Oracle:
             if self._is_known(site) and self.untouched(site.name, STILL_LIMIT_S, seen_from=node)
         ]
         if state.incidents and state.incidents[-1].attempt in self._unfound or self._ending:
-            return  # as good as if it had told people to mount it; and who ends the job is no node
+            return  # people would be told to mount it; and no node has ended the job
         if state.phase is Phase.FAILED or len(fine) >= self.cluster.plan.active:
             self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {decided.reason}")
 
@@ -305,7 +305,7 @@ class Oracle:
 
     def skipped(self, group: SimGroup, node: str) -> None:
         if self._ending:
-            return  # what is in memory is being got to storage, and nothing newer is waited for
+            return  # memory is being written to storage; nothing newer is waited for
         now, supervisor = self.cluster.world.now, self.supervisor
         if supervisor is None or not supervisor.listens:
             return

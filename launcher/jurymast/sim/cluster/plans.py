@@ -15,15 +15,15 @@ LAST_STEPS = 10, 100
 
 # kind: how often, and how long it lasts at the most, in seconds (0.0: it does not last).
 KINDS: dict[str, tuple[float, float]] = {
-    "power": (3, 40.0),  # the node is gone without a word; it boots again after so long, or (0) not
-    "agent": (1, 20.0),  # its agent is killed; another is started after so long, or not
+    "power": (3, 40.0),  # the node vanishes silently; it boots again after this long, or (0) not
+    "agent": (1, 20.0),  # its agent is killed; another is started after this long, or not
     "freeze": (2, 9.0),
     "isolate": (1.5, 30.0),  # from all other nodes
     "cut": (2, 45.0),  # two nodes from each other
     "snap": (1.5, 0.0),  # its connection breaks
     "half": (1, 0.0),  # its connection breaks, and one end does not learn it
     "rank": (2, 0.0),
-    "hang": (1, 40.0),  # until they are stopped; so long it is watched at the least
+    "hang": (1, 40.0),  # until they are stopped; the cluster is simulated at least this long
     "host": (1, 0.0),  # its torchrun host dies
     "supervisor": (3, 0.0),  # is killed
     "stall": (1.5, 8.0),  # the supervisor's process stands still
@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[float, float]] = {
     "flaps": (1, 25.0),  # the node's link, up and down again and again
     "agent stops": (1, 20.0),  # its process stands still while the ranks go on
     "stale handles": (1, 30.0),  # the node's to the run directory: all it asks there fails at once
-    "long journal": (0.5, 6.0),  # from now on, to read it takes so long
+    "long journal": (0.5, 6.0),  # from now on, reading it takes this long
     "slurm silent": (0.5, 20.0),  # it cannot be asked
 }
 # Some faults wait for one of these phases of the run.

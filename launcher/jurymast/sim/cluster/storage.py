@@ -127,8 +127,8 @@ class RunDisk:
     plan: RunPlan
     claims: dict[int, tuple[float, str]] = field(default_factory=dict)  # epoch: when, by which node
     endpoints: dict[int, tuple[float, Endpoint]] = field(default_factory=dict)
-    beat: tuple[int, int] = (0, 0)  # what the pulse's file says: an epoch, and its count
-    newest: Endpoint | None = None  # what the newest place's file says
+    beat: tuple[int, int] = (0, 0)  # content of the pulse file: an epoch, and its count
+    newest: Endpoint | None = None  # content of the newest address file
     attempt: int = 0
     reading_s: float = 0.0  # the journal
     shared: dict[Key, tuple[float, Token]] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from typing import Any
 
 Then = Callable[..., object]
 
-# What clocks show when a simulation begins, in seconds since the epoch.
+# The time of all clocks when a simulation begins, in seconds since the epoch.
 BEGINNING = 1_800_000_000.0
 
 
