@@ -117,7 +117,7 @@ def test_a_process_that_the_kernel_kills_for_memory_is_an_event(memory_cgroup: P
         timeout=60,
     )
     assert done.stdout.startswith("[] 9 [('oom-kill', 'unknown', 'application')] []\n"), done
-    assert "killed 1 of the job's processes" in done.stdout
+    assert "the kernel killed 1 of its processes" in done.stdout
 
 
 EATEN = """

@@ -98,7 +98,7 @@ def test_root_runs_and_keeps_only_what_is_its_own(tmp_path: Path) -> None:
     with pytest.raises(Failed):
         state_directory(link)
     state.chmod(0o777)
-    with pytest.raises(Failed, match="root's own directory"):
+    with pytest.raises(Failed, match="must belong to root"):
         state_directory(state)
 
 
