@@ -28,7 +28,7 @@ from jurymast.core.planning.optimum import optimal_s
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.settings import Settings
-from jurymast.sim.cadences import SimRanks
+from jurymast.sim.checkpoints import SimRanks
 from jurymast.sim.faults import BUNDLED_TRACE, read_trace
 
 TRACE = read_trace(BUNDLED_TRACE)

@@ -21,8 +21,7 @@ import msgspec
 from benchmarks.tiers.child import Message, first_line, say
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.loans import Loan
+from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.storage.orders import ImageAt, StorageFailed, WriteLocal
 from jurymast.storage.processes import StorageProcesses

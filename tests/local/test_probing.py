@@ -264,7 +264,7 @@ def test_children_that_never_answer_end_in_a_note(
     acme("acme")
     watched = Watched("acme")
     monkeypatch.setattr("jurymast.core.nodes.own_health.PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr("jurymast.child.sys.executable", "/nonexistent/python")
+    monkeypatch.setattr("jurymast.processes.sys.executable", "/nonexistent/python")
     asyncio.run(watched.watcher.run())
     assert watched.codes() == [("health", "no-probes", "unknown")]
     assert "No such file" in watched.told[0].message

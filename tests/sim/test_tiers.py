@@ -15,6 +15,7 @@ from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import Settings
 from jurymast.errors import UsageError
+from jurymast.sim.checkpoints import SimTiers
 from jurymast.sim.durations import (
     HANG,
     NODE_CRASH,
@@ -27,7 +28,6 @@ from jurymast.sim.durations import (
 )
 from jurymast.sim.faults import FaultModel, TraceFault
 from jurymast.sim.simulation import Setup, SimOutcome, Simulation
-from jurymast.sim.tiers import SimTiers
 
 # Step 1 is done at 36 s, and 101, 201, ... are saved 101 s apart, the first at 137 s.
 TIMES = Durations(

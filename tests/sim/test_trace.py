@@ -17,10 +17,10 @@ from benchmarks.cadence_regret import Adaptive, Fixed, goodput_of, measure
 from jurymast.core.planning.failure_rate import AFTER_REPAIR, MERGE_S
 from jurymast.core.settings import Settings
 from jurymast.errors import UsageError
-from jurymast.sim.cadences import asked_cadence
+from jurymast.report.simulation import GOODPUT
+from jurymast.sim.checkpoints import asked_cadence
 from jurymast.sim.durations import Durations
 from jurymast.sim.faults import BUNDLED_TRACE, read_trace
-from jurymast.sim.results import GOODPUT
 from jurymast.sim.simulation import Setup, Simulation
 
 DAY_S = 86_400.0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jurymast.cli.find import find_run
+from jurymast.cli.options import find_run
 from jurymast.cluster.verdicts import verdict
 from jurymast.core.nodes.findings import HARDWARE, Finding, Verdict
 from support.fake_gpus import FakeGpus, build

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cli.find import find_run
+from jurymast.cli.options import find_run
 from jurymast.core.run.state import RunState
 from support.runs import SCRIPTS
 from support.saves import check_restores

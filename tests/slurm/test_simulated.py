@@ -14,8 +14,7 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.checkpoints.copies import PEER
-from jurymast.core.goodput.accounting import Account
-from jurymast.core.goodput.ledger import Ledger
+from jurymast.core.goodput import Account, Ledger
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.state import RunState
 from jurymast.journal import initial_state

@@ -12,16 +12,15 @@ from jurymast.core import messages as msg
 from jurymast.core.agent import link
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import restore as restoring
-from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.holders import spelled
+from jurymast.core.checkpoints.checkpoints import Checkpoints, Securing
+from jurymast.core.checkpoints.commit import spelled
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.retries import Reachability
-from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Send
 from jurymast.core.messages.run import Endpoint
 from jurymast.core.nodes import heartbeat
-from jurymast.core.nodes.hangs import Hangs
+from jurymast.core.nodes.reports import Hangs
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run import machine, recovery
 from jurymast.core.run.state import RunState

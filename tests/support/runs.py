@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from jurymast.cli.find import find_run
+from jurymast.cli.options import find_run
 from jurymast.core import events as ev
 from jurymast.core.run.state import RunState
 from jurymast.journal import JournalFollower, events, read

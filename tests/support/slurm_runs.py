@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from jurymast.cli.find import find_run
+from jurymast.cli.options import find_run
 from support.runs import SCRIPTS, RunUnderTest, result
 from testcluster import Cluster
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
-from jurymast.core.goodput.accounting import CATEGORIES, PLACED, Account, to_us
-from jurymast.core.goodput.ledger import Ledger
-from jurymast.core.planning.reliability import gamma_below, gamma_quantile, mtbf
+from jurymast.core.goodput import CATEGORIES, PLACED, Account, Ledger, to_us
+from jurymast.core.planning.failure_rate import gamma_below, gamma_quantile, mtbf
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.journal import initial_state
 from support.random_events import Moment, moments, next_event

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.agent import connecting
+from jurymast.agent import supervision
 from jurymast.agent.agent import Agent
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import messages as msg
@@ -29,8 +29,8 @@ ALLOCATION = Allocation("17", 0, ("n1",), "n1", 0.0)
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
     # Who waits for a limit of these has not found another way.
-    monkeypatch.setattr(connecting, "CONNECT_LIMIT_S", 10 * LIMIT_S)
-    monkeypatch.setattr(connecting, "FIND_LIMIT_S", 10 * LIMIT_S)
+    monkeypatch.setattr(supervision, "CONNECT_LIMIT_S", 10 * LIMIT_S)
+    monkeypatch.setattr(supervision, "FIND_LIMIT_S", 10 * LIMIT_S)
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     ALLOCATION.save(directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
-from jurymast.core.agent.writes import NodeWrites
+from jurymast.core.agent.machine import NodeWrites
 from jurymast.core.checkpoints import copies as cp
 from support.node_model import launch
 

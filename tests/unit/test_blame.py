@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from jurymast.core import events as ev
 from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.run import attribution, clues, machine, recovery
+from jurymast.core.run import attribution, machine, recovery
+from jurymast.core.run.attribution import exception_class
 from jurymast.core.run.blame import HOUR_S, PER_HOUR, acts, escalated
 from jurymast.core.run.causes import CAUSES, FROM_FINDINGS
-from jurymast.core.run.clues import exception_class
 from jurymast.core.run.instructions import Instruction, RaiseAlert, Requeue, StopWorkers
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings
 from jurymast.journal import initial_state
-from jurymast.report.layout import render
 from jurymast.report.liveness import Liveness
 from jurymast.report.sentences import is_routine, sentence
 from jurymast.report.status import read_status, status_blocks
+from jurymast.report.text import render
 from support.findings import FINDINGS
 from support.scenario_table import SCENARIOS
 from support.stories import Story
@@ -214,7 +214,7 @@ def test_what_exceptions_speak_of(text: str, expected: str) -> None:
 def test_every_class_that_the_code_can_name_is_in_the_table_and_the_reverse() -> None:
     """Classes are the words in the sources that look like one; what somebody asks for is put together."""
     named = set(FROM_FINDINGS) | {f"{asked}_asked" for asked in ("restart", "drain", "rollback")}
-    for module in (attribution, clues, recovery, machine):
+    for module in (attribution, attribution, recovery, machine):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         words = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         named |= {

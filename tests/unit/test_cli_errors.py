@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cli.find import find_run
 from jurymast.cli.main import main
-from jurymast.cli.options import size
+from jurymast.cli.options import find_run, size
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunNotFoundError
 from jurymast.rundir import RunDirectory

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.checkpoints import GATHER_LIMIT_S
 from jurymast.core.checkpoints.retries import RETRY_S
-from jurymast.core.checkpoints.securing import GATHER_LIMIT_S
 from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send, WhyEnding
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.heartbeat import LIMIT_MAX_S

@@ -15,11 +15,12 @@ from jurymast.core.planning.failure_rate import (
     FailureRate,
     Posterior,
     failure_times,
+    gamma_below,
+    gamma_quantile,
     merged,
     mtbf_s,
     prior,
 )
-from jurymast.core.planning.reliability import gamma_below, gamma_quantile
 from jurymast.core.run.incident import Incident
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.agent.flight_record import read
+from jurymast.agent.stacks import read
 from jurymast.core.nodes.stacks import Entered, Missing, entered, missing
 
 # Every rank records what it entered, and is gone. Rank 1 leaves the second collective out.

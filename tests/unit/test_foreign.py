@@ -20,8 +20,8 @@ from jurymast.checkpoint.directory import CheckpointDirectory, CheckpointManifes
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import ScriptState
-from jurymast.cli.find import find_run, run_ids
 from jurymast.cli.main import main
+from jurymast.cli.options import find_run, run_ids
 from jurymast.past_runs import forgiven_file, forgiven_nodes, past_runs, summary_file
 from jurymast.rundir import RunDirectory
 from jurymast.storage.export import export

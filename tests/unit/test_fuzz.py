@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jurymast import journal
-from jurymast.agent import flight_record
+from jurymast.agent import stacks
 from jurymast.checkpoint import group as ranks
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord
 from jurymast.checkpoint.directory import CheckpointManifest as StoredManifest
@@ -180,7 +180,7 @@ def of_rollbacks(data: bytes, folder: Path) -> None:
 
 def of_flight(data: bytes, folder: Path) -> None:
     (folder / "record").write_bytes(data)
-    assert isinstance(flight_record.read(folder / "record", 0), list)
+    assert isinstance(stacks.read(folder / "record", 0), list)
 
 
 def of_endpoint(data: bytes, folder: Path) -> None:

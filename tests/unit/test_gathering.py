@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jurymast.core import messages as msg
-from jurymast.core.keeper.gathering import (
+from jurymast.core.keeper.restores import (
     FromHere,
     FromPeer,
     Gathering,

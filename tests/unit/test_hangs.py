@@ -6,9 +6,8 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.messages import beat_of
-from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.heartbeat import WatcherClock
-from jurymast.core.nodes.reports import Reports
+from jurymast.core.nodes.reports import Hangs, Reports
 from jurymast.core.nodes.silence import LOOK_AGAIN_S, UNMOVED_S
 from jurymast.core.nodes.stacks import CODE, COLLECTIVE, Stand
 from jurymast.core.run.state import Phase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.core.hostlist import compressed
+from jurymast.core.texts import compressed
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.cluster import slurm_info
+from jurymast.cluster import slurm
 from jurymast.errors import ClusterUnavailableError
 
 LINE = "JobId=7 JobName=a b UserId=me(1) {} TimeLimit=1:00 Command=/x/job.sh a=b\n"
@@ -25,11 +25,11 @@ LINE = "JobId=7 JobName=a b UserId=me(1) {} TimeLimit=1:00 Command=/x/job.sh a=b
     ],
 )
 def test_exit_codes(states: list[str], code: int | None) -> None:
-    assert slurm_info.exit_code("".join(LINE.format(state) for state in states)) == code
+    assert slurm.exit_code("".join(LINE.format(state) for state in states)) == code
 
 
 def test_a_controller_that_is_away_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_info, "POLL_S", 0.0)
+    monkeypatch.setattr(slurm, "POLL_S", 0.0)
     answers = ["JobState=RUNNING", "", "JobState=COMPLETED ExitCode=5:0"]
 
     def ask(command: list[str]) -> str:
@@ -39,8 +39,8 @@ def test_a_controller_that_is_away_for_a_moment_is_asked_again(monkeypatch: pyte
             raise ClusterUnavailableError("away")
         return LINE.format(answer)
 
-    assert slurm_info.wait("7", "c", ask) == 5
-    monkeypatch.setattr(slurm_info, "SILENCE_LIMIT_S", -1.0)
+    assert slurm.wait("7", "c", ask) == 5
+    monkeypatch.setattr(slurm, "SILENCE_LIMIT_S", -1.0)
     answers.append("")
     with pytest.raises(ClusterUnavailableError):
-        slurm_info.wait("7", "c", ask)
+        slurm.wait("7", "c", ask)

@@ -13,7 +13,8 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper.memory import ROUND_BYTES
 from jurymast.core.keeper.slots import SLOTS
-from jurymast.keeper import loans, tasks
+from jurymast.keeper import keeper as keeper_module
+from jurymast.keeper import tasks
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.page import RestoreStatus, SlotWord, Word
@@ -185,7 +186,7 @@ def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
 ) -> None:
     reached, go_on = threading.Event(), threading.Event()
     written: list[MappedBuffer] = []
-    copying = loans._copy
+    copying = keeper_module._copy
 
     def halted() -> None:
         reached.set()
@@ -203,7 +204,7 @@ def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
         copying(source, target, size)
 
     asking: list[bool] = []
-    monkeypatch.setattr(loans, "_copy", copy)
+    monkeypatch.setattr(keeper_module, "_copy", copy)
 
     async def work() -> None:
         async with keeper(room=room) as (one, _):

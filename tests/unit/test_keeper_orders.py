@@ -14,8 +14,7 @@ import pytest
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL
 from jurymast.keeper.copies import StoredCopy
-from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.loans import Loan
+from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.page import RestoreStatus
 from support.keepers import (

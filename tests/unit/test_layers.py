@@ -35,7 +35,7 @@ def test_the_layers_hold() -> None:
         ("core/run/machine.py", "import subprocess", "core decides, and touches nothing"),
         ("core/checkpoints/cadence.py", "import jurymast.journal", "imports go downwards only"),
         ("cluster/batch.py", "from jurymast.supervisor import clock", "imports go downwards only"),
-        ("report/words.py", "import torch", "the agent, the supervisor and the commands start without torch"),
+        ("report/text.py", "import torch", "the agent, the supervisor and the commands start without torch"),
     ],
 )
 def test_a_planted_import_is_caught(tmp_path: Path, file: str, line: str, contract: str) -> None:

@@ -27,7 +27,7 @@ from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.nodes.stacks import Entered, Stand
 from jurymast.core.nodes.tests import Alone
-from jurymast.core.run.alert import Alert
+from jurymast.core.run.incident import Alert
 from jurymast.core.settings import RunPlan
 from jurymast.journal import JournalWriter, events, read
 from jurymast.rundir import RunDirectory
@@ -35,8 +35,7 @@ from jurymast.supervisor.acceptor import Acceptor
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.wire import channel, endpoint
-from jurymast.wire.channel import Channel, Connection
-from jurymast.wire.strangers import Strangers
+from jurymast.wire.channel import Channel, Connection, Strangers
 from support.reports import hello
 from support.stories import Story
 from support.wire import served

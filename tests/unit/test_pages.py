@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.goodput.accounting import CATEGORIES, Interval
+from jurymast.core.goodput import CATEGORIES, Interval
 from jurymast.core.run.state import TierState
 from jurymast.report.goodput import account_of, report_view
 from jurymast.report.liveness import Liveness

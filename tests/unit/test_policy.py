@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.planning.spares import auto_spares
+from jurymast.core.planning.forecast import auto_spares
 from jurymast.core.settings import Budget, Settings
 from jurymast.errors import PolicyError
 from jurymast.policy import values

@@ -15,8 +15,8 @@ from jurymast.cli.main import main
 from jurymast.core.run.instructions import Launch
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.policy.load import file_layers
+from jurymast.policy.model import schema
 from jurymast.policy.resolve import Resolved, resolve
-from jurymast.policy.schema import schema
 from support.stories import Story
 
 CONFIGS = Path(__file__).parents[2] / "configs"

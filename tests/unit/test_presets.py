@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.worker.presets import computed, names_compiler, presets
+from jurymast.worker.server import computed, names_compiler, presets
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,28 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.messages import Condition
-from jurymast.core.run.alert import Alert
+from jurymast.core.run.incident import Alert
 from jurymast.core.settings import Settings
 from jurymast.journal import VERSION, FileTail
 from jurymast.report import follow
 from jurymast.report.follow import Narrator, ProgressLine, end_lines, wait
 from jurymast.report.goodput import account_of, compare, compare_blocks, report_blocks, report_view
-from jurymast.report.layout import Block, Line, Table, clean, render
 from jurymast.report.liveness import Liveness, judge
 from jurymast.report.pages.report import page
 from jurymast.report.sentences import sentence
 from jurymast.report.status import StatusWatcher, read_status, status_blocks, status_view
-from jurymast.report.words import duration, node_time, size, some, squeue_time
+from jurymast.report.text import (
+    Block,
+    Line,
+    Table,
+    clean,
+    duration,
+    node_time,
+    render,
+    size,
+    some,
+    squeue_time,
+)
 from support.stories import START, Story
 
 ALIVE, ENDED = Liveness("alive", "RUNNING", "17"), Liveness("ended")

@@ -6,8 +6,15 @@ import random
 
 import pytest
 
-from jurymast.core.checkpoints.cadence import Cadence, first_interval_s, young_interval_s
-from jurymast.core.checkpoints.save_times import Due, MemoryUse, SaveTimes, memory_of
+from jurymast.core.checkpoints.cadence import (
+    Cadence,
+    Due,
+    MemoryUse,
+    SaveTimes,
+    first_interval_s,
+    memory_of,
+    young_interval_s,
+)
 
 MTBF_S = 3600.0
 

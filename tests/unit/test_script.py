@@ -22,8 +22,6 @@ from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import shims, torchrun
 from jurymast.script.job import interpreter
-from jurymast.script.narrow import narrowed
-from jurymast.script.node_command import container_command, node_command
 from jurymast.script.output import Output, Relay, expanded
 from jurymast.script.recognise import (
     gpus_a_task,
@@ -35,9 +33,10 @@ from jurymast.script.recognise import (
     tasks_a_node,
 )
 from jurymast.script.srun_options import parse
+from jurymast.script.step import container_command, narrowed, node_command
 from jurymast.script.torchrun import rank_count
 from jurymast.script.trainings import Training, Trainings
-from jurymast.worker.slurm_tasks import as_a_task, own_gpus, task_variables
+from jurymast.worker.elastic import as_a_task, own_gpus, task_variables
 from support.waiting import wait_until
 
 
@@ -574,7 +573,7 @@ def test_a_signal_that_comes_before_the_script_waits_for_its_traps(tmp_path: Pat
     job.submission.mkdir()
     script = "#!/bin/bash\ntrap 'exec echo trapped' USR1\nwhile :; do sleep 0.01; done\n"
     users_script(job).write_text(script)
-    early = "import os, signal\nfrom jurymast.script.held import hold\nhold()\n"
+    early = "import os, signal\nfrom jurymast.script.notes import hold\nhold()\n"
     early += "os.kill(os.getpid(), signal.SIGUSR1)\n"
     done = subprocess.run(
         [sys.executable, "-c", early + RUN_SCRIPT, str(tmp_path), ""], capture_output=True, text=True,

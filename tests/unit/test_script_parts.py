@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from jurymast.rundir import RunDirectory
-from jurymast.script.node_command import node_command
 from jurymast.script.output import Output, Relay
 from jurymast.script.parts import Part, for_all, gather, join, places, shell_text
 from jurymast.script.recognise import part_of
 from jurymast.script.srun_options import Srun, parse
+from jurymast.script.step import node_command
 
 NODES = ("n1", "n2", "n3")
 TWO = {"./node.sh": "#!/bin/bash\ntorchrun --nnodes=3 --node_rank=$1 --master_addr=$2 train.py\n"}

@@ -18,7 +18,7 @@ from jurymast.checkpoint.directory import (
     FileRecord,
     hash_file,
 )
-from jurymast.core.checkpoints.retention import superfluous
+from jurymast.core.checkpoints.commit import superfluous
 from jurymast.keeper import manifest as keeper
 from jurymast.keeper.manifest import BLOCK_BYTES, Item
 from jurymast.storage.layout import Layout, decide, ranges

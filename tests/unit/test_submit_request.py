@@ -23,8 +23,7 @@ from jurymast.cluster.request import (
     write_run_directory,
 )
 from jurymast.cluster.sbatch_options import split_command_line
-from jurymast.cluster.slurm_info import check_fits, parse_partitions
-from jurymast.cluster.slurm_submit import accepted, submit_slurm
+from jurymast.cluster.slurm import accepted, check_fits, parse_partitions, submit_slurm
 from jurymast.core.settings import RunPlan
 from jurymast.errors import JurymastError, RunDirectoryError, ScriptError, SubmissionError, UsageError
 from jurymast.policy.load import pairs_layer

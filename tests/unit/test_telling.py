@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.goodput.ledger import Ledger
+from jurymast.core.goodput import Ledger
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes.heartbeat import WatcherClock
 from jurymast.core.nodes.reports import Reports

@@ -211,7 +211,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             # Processes without a terminal: what they print is their log.
             "launcher/jurymast/cluster/batch.py",
             "launcher/jurymast/cluster/lift.py",
-            "launcher/jurymast/script/say.py",
+            "launcher/jurymast/script/notes.py",
             "launcher/jurymast/health/once.py",  # a command, as below
             "launcher/jurymast/sim/cluster/__main__.py",
             "launcher/jurymast/demo/train_gpt.py",  # a user's script
@@ -223,7 +223,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         Source("launcher/a.py", "def f():\n    from pickle import loads\n"),
         {
             "launcher/jurymast/checkpoint/tree.py",  # to hash what torch pickles as well
-            "launcher/jurymast/agent/flight_record.py",  # torch's own format; refuses all but plain values
+            "launcher/jurymast/agent/stacks.py",  # torch's own format; refuses all but plain values
         },
     ),
     unpickles: (
@@ -234,7 +234,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         Source("launcher/a.py", "def f(path):\n    return path.read_bytes()\n"),
         {
             "launcher/jurymast/foreign.py",
-            "launcher/jurymast/checkpoint/reading.py",  # with that door below it
+            "launcher/jurymast/checkpoint/tree.py",  # with that door below it
             "slurm/site/jurymast_site/verdicts.py",  # root's own door
             # The kernel's files.
             "launcher/jurymast/agent/stacks.py",

@@ -14,14 +14,13 @@ import threading
 import time
 
 from jurymast.agent import node as here
-from jurymast.agent.connecting import Connecting
 from jurymast.agent.driver import Driver
 from jurymast.agent.hosting import Hosting
 from jurymast.agent.keeping import Keeping, own_domain
 from jurymast.agent.node_tests import driver_here
 from jurymast.agent.probing import Probing, leave_verdict
 from jurymast.agent.ranks import RankMemory, RankWatch
-from jurymast.agent.succession import Succeeding
+from jurymast.agent.supervision import Connecting, Succeeding
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.sbatch_options import visible_gpus
 from jurymast.cluster.verdicts import boot_id
@@ -34,7 +33,7 @@ from jurymast.core.messages import beat_of
 from jurymast.core.nodes.heartbeat import beat_every_s
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory
-from jurymast.wire.strangers import Strangers
+from jurymast.wire.channel import Strangers
 
 log = logging.getLogger("jurymast.agent")
 

@@ -1,5 +1,5 @@
 """The agent's part in checkpoints: the keeper's memory, and the processes that write images to storage.
-`core.agent.writes` decides about the writes."""
+`core.agent.machine` decides about the writes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.settings import RunPlan
-from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.loans import Loan
+from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
 from jurymast.storage import local

@@ -6,34 +6,62 @@ the files to `evidence/attempt-NNNN` of the run directory, because storage may h
 
 There are three sources: the rank itself (`worker.stack_signal`); py-spy, if installed, for ranks that do not
 answer; and /proc. torch's flight recorder keeps each rank's newest collectives, and writes them when they
-time out or when its pipe is written to. Its records show which ranks entered which collective.
+time out or when its pipe is written to. Its records show which ranks entered which collective; they are
+pickles, of which only plain values are accepted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
 
 from jurymast import foreign
-from jurymast.agent import flight_record
 from jurymast.agent.ranks import process_state
 from jurymast.core import messages as msg
 from jurymast.core.nodes import stacks
 from jurymast.core.nodes.silence import works
-from jurymast.core.nodes.stacks import Entered
+from jurymast.core.nodes.stacks import Entered, entered
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder, write_atomically
 from jurymast.worker import stack_signal
+
+RECORD_BYTES_MAX = 64 << 20
+
+
+class _PlainValues(pickle.Unpickler):
+    """Unpickles dictionaries, lists, texts and numbers. A pickle that names anything to import is refused."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("not a plain value")
+
+
+def read(path: Path, rank: int) -> list[Entered]:
+    """Return how far the rank is in each of its groups; [] for a record that is unfinished or has another
+    format."""
+    try:
+        record = _PlainValues(BytesIO(foreign.read(path, RECORD_BYTES_MAX))).load()
+        return entered(rank, record) if isinstance(record, Mapping) else []
+    except (OSError, pickle.UnpicklingError, EOFError, MemoryError, RecursionError):
+        return []
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
+        return []
+
 
 LIMIT_S = 2.0
 POLL_S = 0.02
@@ -174,7 +202,7 @@ class StackTaker:
                     sizes[rank] = _size(path)
                     if size and size == sizes[rank] and rank not in records:  # no longer growing
                         records.append(rank)
-                        flights.extend(flight_record.read(path, rank))
+                        flights.extend(read(path, rank))
             recorded.set()
 
         threading.Thread(target=look, name="stacks", daemon=True).start()

@@ -4,27 +4,61 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jurymast import foreign
 from jurymast.checkpoint.group import Candidate, Group, SaveResult
 from jurymast.checkpoint.image import foreseen_bytes
 from jurymast.checkpoint.memory_tier import MemoryTier
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import ScriptState
-from jurymast.checkpoint.waiting import telling_of_waits
 from jurymast.core import within
-from jurymast.core.checkpoints.cadence import Cadence, parse_cadence
-from jurymast.core.checkpoints.save_times import Due, SaveTimes, memory_of
+from jurymast.core.checkpoints.cadence import Cadence, Due, SaveTimes, memory_of, parse_cadence
 from jurymast.core.planning.failure_rate import default_mtbf_s
 from jurymast.errors import CheckpointError, RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.worker import link
+from jurymast.worker.link import Link
 from jurymast.worker.schedule import ScheduleFollower
 
 log = logging.getLogger("jurymast.checkpoint")
+
+LOOK_EVERY_S = 0.5
+# An event must fit into a pipe's atomic write.
+PATH_CHARACTERS = 1000
+
+
+@contextmanager
+def telling_of_waits(link: Link, every_s: float = within.RESTORE_TOLD_S) -> Iterator[None]:
+    """Within this block, report long waits of this process to the agent and in the rank's log."""
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(over, link, every_s), name="jurymast-waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(over: threading.Event, link: Link, every_s: float) -> None:
+    told, told_s = "", 0.0
+    while not over.wait(min(LOOK_EVERY_S, every_s / 2)):
+        path, waited_s = foreign.unanswered()
+        if path != told or waited_s < told_s:  # another call
+            told, told_s = path, 0.0
+        if waited_s >= told_s + every_s:
+            told_s = waited_s
+            log.warning("%s: its storage has not responded for %.0f s; waiting for it", path, waited_s)
+            link.emit(within.RestoreWaits(path=_ascii(path), seconds=round(waited_s, 3)))
+
+
+def _ascii(path: str) -> str:
+    return path[:PATH_CHARACTERS].encode("ascii", "replace").decode()
+
 
 # An event, which may have a few texts of this length, must fit into a pipe's atomic write.
 ERROR_CHARACTERS = 300

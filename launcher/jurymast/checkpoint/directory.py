@@ -35,7 +35,7 @@ import msgspec
 import xxhash
 
 from jurymast import foreign
-from jurymast.core.checkpoints.retention import Rollback, superfluous
+from jurymast.core.checkpoints.commit import Rollback, superfluous
 from jurymast.rundir import sync_directory, write_atomically
 
 MANIFEST = "jurymast.json"

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from jurymast.checkpoint.state import ScriptState
-from jurymast.checkpoint.tree import Path, put
+from jurymast.checkpoint.tree import KeyPath, put
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Item, Manifest
 
@@ -122,7 +122,7 @@ class _Piece:
     dtype: torch.dtype | None = None
 
 
-def _pieces(flat: dict[str, Any], paths: dict[str, Path]) -> list[_Piece]:
+def _pieces(flat: dict[str, Any], paths: dict[str, KeyPath]) -> list[_Piece]:
     """List what DCP would write for this rank. Raises whatever its planner raises."""
     pieces = []
     for write in create_default_local_save_plan(flat, True).items:
@@ -198,7 +198,7 @@ class ImageLayout:
 
 
 def _layout(
-    flat: dict[str, Any], paths: dict[str, Path], common: set[str], signature: list[Any]
+    flat: dict[str, Any], paths: dict[str, KeyPath], common: set[str], signature: list[Any]
 ) -> ImageLayout:
     pieces = _pieces(flat, paths)
     lines = [""] * len(pieces)

@@ -31,8 +31,8 @@ from jurymast.checkpoint.directory import (
 )
 from jurymast.checkpoint.group import Candidate, Group, SaveResult
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
-from jurymast.checkpoint.reading import reader
 from jurymast.checkpoint.state import Captured, ScriptState
+from jurymast.checkpoint.tree import reader
 from jurymast.errors import CheckpointError
 
 log = logging.getLogger("jurymast.checkpoint")

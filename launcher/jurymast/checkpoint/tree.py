@@ -1,22 +1,46 @@
 """Converts nested dicts, lists and tensors to DCP's form and back, and reads how DCP stored them.
 
 DCP flattens nested dicts to dotted names, turns every key into a string, and drops empty dicts. This module
-wraps what DCP would not restore unchanged.
+wraps what DCP would not restore unchanged. Only this user's files are read, because they are unpickled.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 import xxhash
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+
+from jurymast import foreign
+
+
+class _OwnFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "rb", mode
+        with foreign.reading_own(path) as file:
+            yield file
+
+
+def reader(place: Path) -> FileSystemReader:
+    """Return a reader of the directory `place`. It raises `foreign.NotOurs` for files that another user owns
+    or can write to."""
+    made = FileSystemReader(place)
+    made.fs = _OwnFiles()
+    return made
+
 
 # What DCP would not restore unchanged, such as a dict that is empty or has keys that are no strings, is
 # stored as a tuple of this and itself.
@@ -24,22 +48,22 @@ OPAQUE = "__object__"
 # For larger tensors, a sample of this many bytes decides whether ranks differ.
 DIGEST_BYTES = 1 << 20
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 class StoredTree:
     """The names and shapes of (a part of) a checkpoint, from DCP's metadata."""
 
-    def __init__(self, metadata: Metadata, prefix: Path = ()) -> None:
+    def __init__(self, metadata: Metadata, prefix: KeyPath = ()) -> None:
         self._metadata = metadata
         self._prefix = prefix
 
-    def under(self, prefix: Path) -> StoredTree:
+    def under(self, prefix: KeyPath) -> StoredTree:
         return StoredTree(self._metadata, self._prefix + prefix)
 
-    def leaves(self) -> Iterator[tuple[Path, Any]]:
+    def leaves(self) -> Iterator[tuple[KeyPath, Any]]:
         """Yield (path below the prefix, DCP's storage metadata) for every value."""
-        paths: Mapping[str, Path] = self._metadata.planner_data
+        paths: Mapping[str, KeyPath] = self._metadata.planner_data
         depth = len(self._prefix)
         for name, stored in self._metadata.state_dict_metadata.items():
             path = paths[name]
@@ -49,7 +73,9 @@ class StoredTree:
     def has_tensors(self) -> bool:
         return any(isinstance(stored, TensorStorageMetadata) for _, stored in self.leaves())
 
-    def tree(self, place: Callable[[Path, TensorStorageMetadata], torch.Tensor | None] | None = None) -> Any:
+    def tree(
+        self, place: Callable[[KeyPath, TensorStorageMetadata], torch.Tensor | None] | None = None
+    ) -> Any:
         """Return a new tree with a tensor for every tensor and None for every other value.
 
         `place` gets the path below the prefix and DCP's metadata, and may return the tensor to load into.
@@ -66,7 +92,7 @@ class StoredTree:
         return root.get("root")
 
 
-def put(root: dict[str, Any], path: Path, value: Any) -> None:
+def put(root: dict[str, Any], path: KeyPath, value: Any) -> None:
     """Set `value` at `path`, creating missing dicts (for string keys) and lists (for integers)."""
     container: Any = root
     for here, following in zip(path, path[1:], strict=False):
@@ -88,7 +114,7 @@ def _lengthen(items: list[Any], index: int) -> None:
     items.extend([None] * (index + 1 - len(items)))
 
 
-def at(tree: Any, path: Path) -> Any:
+def at(tree: Any, path: KeyPath) -> Any:
     for key in path:
         try:
             tree = tree[key]

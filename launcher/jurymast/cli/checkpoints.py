@@ -198,8 +198,7 @@ class _Call:
             }
             show_json({"directory": where, **values})
             return 0
-        from jurymast.report.layout import Block, Line, Table
-        from jurymast.report.words import size
+        from jurymast.report.text import Block, Line, Table, size
 
         held = [Line(f"the object store cannot be read: {unseen}", "bold yellow")] if unseen else []
         held += [Line(f"on the nodes: step {step} ({', '.join(tiers)})") for step, tiers in nodes.items()]
@@ -418,7 +417,7 @@ def _progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _state_text(row: dict[str, Any]) -> str:
-    from jurymast.report.words import duration
+    from jurymast.report.text import duration
 
     words = [row["problem"] or ("complete" if row["complete"] else "incomplete")]
     if row["verified_at"]:

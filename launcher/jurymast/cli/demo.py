@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from jurymast.cli import patience
-from jurymast.cli.find import default_runs
+from jurymast.cli.options import default_runs
 from jurymast.errors import JurymastError, RunFailedError
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from jurymast.demo.local_run import LocalRun, Wanted
-    from jurymast.demo.screen import Screen
+    from jurymast.demo.show import Screen
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -44,8 +44,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
     The nodes are groups of processes; everything else works as on a cluster. Takes one to two minutes.
     """
     from jurymast.demo.local_run import LocalRun, Wanted, request_for
-    from jurymast.demo.screen import Screen
-    from jurymast.demo.show import Show
+    from jurymast.demo.show import Screen, Show
 
     if importlib.util.find_spec("torch") is None:
         raise RunFailedError(
@@ -135,7 +134,7 @@ def _ended_with_us(local: LocalRun, screen: Screen) -> Iterator[None]:
 
 def _introduce(screen: Screen, wanted: Wanted, *, with_fault: bool) -> None:
     from jurymast.demo.local_run import SCRIPT
-    from jurymast.report.words import count
+    from jurymast.report.text import count
 
     spare = f" and {wanted.spares} spare" if wanted.spares else ""
     words = ["jurymast", "submit", "--cluster", "local", "--nodes", str(wanted.nodes)]
@@ -161,7 +160,7 @@ def _report(directory: RunDirectory, page: Path, *, quiet: bool) -> None:
 
 
 def _point_to(screen: Screen, directory: RunDirectory, page: Path, *, kept: bool) -> None:
-    from jurymast.demo.screen import can_open_a_browser
+    from jurymast.demo.show import can_open_a_browser
 
     screen.write(f"\nreport as an HTML page: {page}")
     if kept:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.find import default_runs
-from jurymast.cli.options import json_option, runs_option, show, show_json
+from jurymast.cli.options import default_runs, json_option, runs_option, show, show_json
 
 
 @click.command()

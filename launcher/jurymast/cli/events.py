@@ -124,14 +124,14 @@ def _at(t: float) -> str:
 
 
 def _as_text(entry: Entry) -> str:
-    from jurymast.report.layout import one_line
     from jurymast.report.sentences import sentence
+    from jurymast.report.text import one_line
 
     return f"{_at(entry['t'])}  {one_line(sentence(entry))}"
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:
     from jurymast.report.sentences import sentence
-    from jurymast.report.words import iso
+    from jurymast.report.text import iso
 
     return {**entry, "at": iso(entry["t"]), "text": sentence(entry)}

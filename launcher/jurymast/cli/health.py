@@ -75,7 +75,7 @@ def _look(settings: Settings, names: tuple[str, ...], limit_s: float | None, as_
 
 
 def _show(view: dict[str, Any]) -> None:
-    from jurymast.report.layout import Block, Line, Table
+    from jurymast.report.text import Block, Line, Table
 
     by_state: dict[str, list[str]] = {}
     for probe in view["probes"]:
@@ -101,7 +101,7 @@ def _explain(code: int, resolved: Resolved, as_json: bool) -> None:
     from jurymast.health.probe import Context
     from jurymast.health.tables import reading
     from jurymast.reference import recovery_actions, xids
-    from jurymast.report.layout import Line
+    from jurymast.report.text import Line
 
     entry = xids().get(code)
     if entry is None:
@@ -134,7 +134,7 @@ def _explain(code: int, resolved: Resolved, as_json: bool) -> None:
 
 def _list_thresholds(resolved: Resolved, as_json: bool) -> None:
     from jurymast.reference import thresholds
-    from jurymast.report.layout import Table
+    from jurymast.report.text import Table
 
     own = resolved.settings().thresholds
     view = [

@@ -189,7 +189,7 @@ def _copy(source: FileTail, prefix: str, tail: int | None, *, whole: bool) -> No
 
 
 def _echo(prefix: str, lines: list[bytes]) -> None:
-    from jurymast.report.layout import clean
+    from jurymast.report.text import clean
 
     if lines:
         click.echo("\n".join(prefix + clean(line.decode(errors="replace")) for line in lines))

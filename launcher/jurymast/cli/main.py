@@ -131,7 +131,7 @@ def _trouble(error: OSError) -> str:
 
 
 def _complain(message: str, hint: str, code: int) -> int:
-    from jurymast.report.layout import clean
+    from jurymast.report.text import clean
 
     click.echo(f"jurymast: error: {clean(message)}", err=True)
     if hint:

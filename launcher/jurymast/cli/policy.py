@@ -50,7 +50,7 @@ def show(file: Path | None, origin: bool, as_json: bool) -> None:
 @command.command()
 def schema() -> None:
     """Print the JSON Schema of policy files, for editors."""
-    from jurymast.policy.schema import schema_text
+    from jurymast.policy.model import schema_text
 
     click.echo(schema_text(), nl=False)
 
@@ -58,7 +58,7 @@ def schema() -> None:
 @command.command()
 def keys() -> None:
     """Print all keys: what each takes, its default, its meaning."""
-    from jurymast.policy.schema import keys_text
+    from jurymast.policy.model import keys_text
 
     click.echo(keys_text(), nl=False)
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.find import run_ids
-from jurymast.cli.options import json_option, runs_option, runs_place, show, show_json
+from jurymast.cli.options import json_option, run_ids, runs_option, runs_place, show, show_json
 
 
 @click.command()

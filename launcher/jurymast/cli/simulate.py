@@ -128,11 +128,10 @@ def command(
     nodes: int, days: float, seeds: int, policy: Path | None, html: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Simulate runs with failures, with the decisions, the cadence and the accounting of real runs."""
-    from jurymast.core.planning.spares import auto_spares
-    from jurymast.report.simulation import simulate_blocks, simulated_lines
-    from jurymast.sim.cadences import asked_cadence
+    from jurymast.core.planning.forecast import auto_spares
+    from jurymast.report.simulation import simulate, simulate_blocks, simulated_lines, summary
+    from jurymast.sim.checkpoints import asked_cadence
     from jurymast.sim.durations import read_measured
-    from jurymast.sim.results import simulate, summary
     from jurymast.sim.simulation import Setup
 
     began = time.perf_counter()

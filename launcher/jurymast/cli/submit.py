@@ -13,8 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from jurymast.cli import patience
-from jurymast.cli.find import default_runs
-from jurymast.cli.options import examples
+from jurymast.cli.options import default_runs, examples
 from jurymast.cluster.batch_script import (
     STANDARD_INPUT,
     BatchScript,
@@ -140,13 +139,13 @@ def command(context: click.Context, /, **options: Any) -> int:
         return 0
     told = _told(line, script)
     if request.plan.cluster == "slurm":
-        from jurymast.cluster import slurm_info
+        from jurymast.cluster import slurm
 
-        found = slurm_info.partitions(told.last("clusters", "cluster") or "")
+        found = slurm.partitions(told.last("clusters", "cluster") or "")
         asked = told.last("partition") or ""
-        slurm_info.check_fits(found, asked, request.plan.active, request.plan.spares)
+        slurm.check_fits(found, asked, request.plan.active, request.plan.spares)
         if told.has("test-only"):
-            from jurymast.cluster.slurm_submit import test_only
+            from jurymast.cluster.slurm import test_only
 
             click.echo(test_only(request))
             return 0
@@ -160,7 +159,7 @@ def command(context: click.Context, /, **options: Any) -> int:
             _announce(submitted, options, runs)
         waits = options["wait"] or told.has("wait")
         if waits and request.plan.batch:
-            from jurymast.cluster.slurm_info import wait as wait_for_job
+            from jurymast.cluster.slurm import wait as wait_for_job
 
             return wait_for_job(submitted.slurm_job, submitted.slurm_cluster)
         if waits:
@@ -199,7 +198,7 @@ def _request(
     from jurymast.cluster.earlier import keep_out, with_earlier
     from jurymast.cluster.planning import OwnOptions
     from jurymast.cluster.request import build_request, check_runs_directory
-    from jurymast.report.layout import clean
+    from jurymast.report.text import clean
 
     asked = OwnOptions(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
     plan = _plan(asked, line, script, policy)

@@ -16,7 +16,7 @@ import psutil
 from jurymast import foreign
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, RunDirectoryError
 from jurymast.rundir import RunDirectory, write_json
-from jurymast.wire.addresses import ANY, listen_at_each
+from jurymast.wire.endpoint import ANY, listen_at_each
 
 COMMAND_LIMIT_S = 30.0
 # What Slurm's commands print if slurmctld did not answer. Any other error means that it refused.

@@ -17,7 +17,7 @@ from pathlib import Path
 from jurymast import foreign
 from jurymast.cluster.batch_script import DONE_HERE, BatchScript, merged
 from jurymast.cluster.sbatch_options import CommandLine, Given, ranks_per_node, seconds_of
-from jurymast.core.planning.spares import auto_spares
+from jurymast.core.planning.forecast import auto_spares
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ScriptError, UsageError
 from jurymast.policy.resolve import Resolved

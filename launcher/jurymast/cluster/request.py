@@ -78,7 +78,7 @@ def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = 
         from jurymast.cluster.local import batch_process
 
         return Request(plan, text, "", batch_process(plan))
-    from jurymast.cluster.slurm_submit import command, render_script, script_around
+    from jurymast.cluster.slurm import command, render_script, script_around
 
     if script is not None:
         return Request(plan, text, script_around(plan, script), command(plan), script.text)
@@ -141,7 +141,7 @@ def submit(request: Request) -> Submitted:
             from jurymast.cluster.local import submit_local
 
             return Submitted(request, pid=submit_local(request.plan.directory))
-        from jurymast.cluster.slurm_submit import submit_slurm
+        from jurymast.cluster.slurm import submit_slurm
 
         return submit_slurm(request)
     except BaseException:

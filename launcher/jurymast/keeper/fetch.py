@@ -18,7 +18,7 @@ import xxhash
 
 from jurymast.core.checkpoints.copies import ALL, LOCAL
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.keeper.gathering import parts_of
+from jurymast.core.keeper.restores import parts_of
 from jurymast.core.message import Strange
 from jurymast.core.messages.keepers import (
     BytesFollow,

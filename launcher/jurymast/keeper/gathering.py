@@ -1,4 +1,4 @@
-"""Fetches an image's bytes from copies on this node or others, as `core.keeper.gathering` decides.
+"""Fetches an image's bytes from copies on this node or others, as `core.keeper.restores` decides.
 
 Also makes the XOR of one part of several ranks' images, and rebuilds a lost rank's part from it. An XOR is
 laid out like an image: block i of its common part is the XOR of block i of all common parts, shorter ones
@@ -17,9 +17,9 @@ from typing import Any
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
-from jurymast.core.keeper import gathering as core
+from jurymast.core.keeper import restores as core
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.keeper.gathering import Ingredient, ManifestSearch, ingredients
+from jurymast.core.keeper.restores import Ingredient, ManifestSearch, ingredients
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.copies import CopyTable, Group, StoredCopy
 from jurymast.keeper.fetch import Filling, ImagePeer

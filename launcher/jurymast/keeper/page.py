@@ -13,7 +13,7 @@ import mmap
 import os
 from enum import IntEnum
 
-from jurymast.worker.fence import fence
+from jurymast.worker.schedule import fence
 
 PAGE_VARIABLE = "JURYMAST_KEEPER"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.gathering import members
+from jurymast.core.keeper.restores import members
 from jurymast.core.keeper.work import Filled, Found
 from jurymast.keeper.copies import CopyTable, StoredCopy, report_of
 from jurymast.keeper.fetch import Filling

@@ -22,8 +22,7 @@ from jurymast import foreign
 from jurymast.cluster.allocation import run_command
 from jurymast.cluster.verdicts import seal
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
-from jurymast.report.layout import Block, Line, Table
-from jurymast.report.words import count
+from jurymast.report.text import Block, Line, Table, count
 from jurymast.rundir import RunDirectory
 
 COMMANDS = ("sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel")

@@ -11,11 +11,10 @@ from jurymast.core import events as ev
 from jurymast.core.run.instructions import Launch, RaiseAlert, Requeue
 from jurymast.core.run.state import RunState
 from jurymast.journal import Entry
-from jurymast.report.layout import one_line
 from jurymast.report.liveness import Liveness, look
 from jurymast.report.sentences import is_routine, sentence, short_reason
 from jurymast.report.status import StatusWatcher, exit_code_of, public_state, shown_step
-from jurymast.report.words import count, duration
+from jurymast.report.text import count, duration, one_line
 from jurymast.rundir import RunDirectory
 
 POLL_S = 0.2

@@ -10,17 +10,27 @@ from typing import Any
 
 import jurymast
 from jurymast.core.checkpoints.cadence import young_interval_s
-from jurymast.core.goodput.accounting import MEANINGS, RATIOS, Account, ordered
-from jurymast.core.goodput.ledger import SaveCounts
-from jurymast.core.planning.failure_rate import default_mtbf_s, mtbf_s
-from jurymast.core.planning.reliability import LEVEL, Mtbf, mtbf
+from jurymast.core.goodput import MEANINGS, RATIOS, Account, SaveCounts, ordered
+from jurymast.core.planning.failure_rate import LEVEL, Mtbf, default_mtbf_s, mtbf, mtbf_s
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan, Settings
-from jurymast.report.layout import Block, Line, Table, one_line
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.sentences import decision
 from jurymast.report.status import StatusWatcher, data_gaps, incident_json, public_state, shown_step
-from jurymast.report.words import amounts, count, duration, iso, node_time, percent, plain_seconds, size
+from jurymast.report.text import (
+    Block,
+    Line,
+    Table,
+    amounts,
+    count,
+    duration,
+    iso,
+    node_time,
+    one_line,
+    percent,
+    plain_seconds,
+    size,
+)
 
 Report = dict[str, Any]
 

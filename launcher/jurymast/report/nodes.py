@@ -12,8 +12,7 @@ from jurymast.cluster.earlier import out_of_service, until_text, watched_in
 from jurymast.core.nodes.history import NodeRecord, comebacks, history, more_exposure
 from jurymast.core.planning.failure_rate import AFTER_REPAIR, learned_before, node_rate, prior
 from jurymast.past_runs import forgiven_nodes, past_runs
-from jurymast.report.layout import Block, Line, Table
-from jurymast.report.words import clock, count, duration, iso
+from jurymast.report.text import Block, Line, Table, clock, count, duration, iso
 
 Row = dict[str, Any]
 

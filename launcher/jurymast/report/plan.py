@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jurymast.core.planning.failure_rate import DAY_S
+from jurymast.core.planning.failure_rate import DAY_S, LEVEL
 from jurymast.core.planning.forecast import (
     COPY_BYTES_PER_S,
     REPLICATE_BYTES_PER_S,
@@ -17,9 +17,7 @@ from jurymast.core.planning.forecast import (
     durable_per_day,
 )
 from jurymast.core.planning.optimum import RATE_FACTOR
-from jurymast.core.planning.reliability import LEVEL
-from jurymast.report.layout import Block, Line, Table
-from jurymast.report.words import count, duration, percent, percent_fine, size
+from jurymast.report.text import Block, Line, Table, count, duration, percent, percent_fine, size
 from jurymast.sim.durations import NODE_BYTES, TRAINING_START_S, Durations, Measured
 
 GB = 1e9

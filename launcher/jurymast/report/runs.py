@@ -12,10 +12,9 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.errors import RunDirectoryError
-from jurymast.report.layout import Block, Table
 from jurymast.report.liveness import ANSWER_LIMIT_S, Liveness, judge, look, slurm_jobs
 from jurymast.report.status import StatusWatcher, public_state, read_status, shown_step
-from jurymast.report.words import iso, percent, squeue_time
+from jurymast.report.text import Block, Table, iso, percent, squeue_time
 from jurymast.rundir import RunDirectory
 
 # squeue's codes for our states.

@@ -11,8 +11,7 @@ from jurymast.core.run.attribution import describe_exit
 from jurymast.core.run.incident import because
 from jurymast.core.texts import request
 from jurymast.journal import single
-from jurymast.report.layout import one_line
-from jurymast.report.words import amounts, count, duration, size, some
+from jurymast.report.text import amounts, count, duration, one_line, size, some
 
 Entry = Mapping[str, Any]
 

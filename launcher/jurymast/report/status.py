@@ -22,11 +22,10 @@ from jurymast.core.run.telling import pause_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
-from jurymast.report.layout import STYLES, Block, Line, Table, one_line
 from jurymast.report.liveness import Liveness, hear, look, slurm_jobs
 from jurymast.report.sentences import decision, short_reason
 from jurymast.report.tail import JournalTail
-from jurymast.report.words import count, duration, iso, some
+from jurymast.report.text import STYLES, Block, Line, Table, count, duration, iso, one_line, some
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find
 

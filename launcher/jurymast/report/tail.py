@@ -7,11 +7,11 @@ from pathlib import Path
 
 from jurymast import foreign
 from jurymast.core.events import Event
-from jurymast.core.goodput.ledger import Ledger
+from jurymast.core.goodput import Ledger
 from jurymast.core.run.state import RunState
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import Entry, EpochBegin, FileTail, begin_of, entry_of, initial_state, read_file, take
-from jurymast.report.words import some
+from jurymast.report.text import some
 from jurymast.rundir import RunDirectory
 
 

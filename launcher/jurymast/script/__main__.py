@@ -6,8 +6,7 @@ from __future__ import annotations
 import sys
 
 from jurymast.errors import JurymastError
-from jurymast.script.held import hold
-from jurymast.script.say import complain
+from jurymast.script.notes import complain, hold
 
 
 def main(what: str, arguments: list[str]) -> int:

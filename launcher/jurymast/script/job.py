@@ -16,13 +16,12 @@ from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, from_slurm_environment
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.request import users_script
-from jurymast.core.hostlist import compressed
 from jurymast.core.settings import RunPlan
+from jurymast.core.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import shims
-from jurymast.script.held import PASSED_ON, hold, release
-from jurymast.script.narrow import narrowed
-from jurymast.script.step import PROCESS_NAME, true_variables_file
+from jurymast.script.notes import PASSED_ON, hold, release
+from jurymast.script.step import PROCESS_NAME, narrowed, true_variables_file
 from jurymast.script.trainings import beside
 
 WARNING = signal.SIGUSR2

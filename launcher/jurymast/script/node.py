@@ -15,9 +15,8 @@ from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, renew
 from jurymast.script import shims, torchrun
-from jurymast.script.notes import note_first, noted
+from jurymast.script.notes import note_first, noted, say
 from jurymast.script.recognise import python_command
-from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
 from jurymast.script.step import ANSWER, ASKED, Step
 from jurymast.script.trainings import Training

@@ -20,10 +20,9 @@ import psutil
 
 from jurymast.cluster.sbatch_options import Given
 from jurymast.rundir import RunDirectory, make_folder
-from jurymast.script.notes import note, note_first, noted
+from jurymast.script.notes import note, note_first, noted, say
 from jurymast.script.output import Output, Relay
 from jurymast.script.recognise import named_node
-from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
 from jurymast.script.step import ANSWER, POLL_S, Step, Together
 

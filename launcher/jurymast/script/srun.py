@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from jurymast.rundir import RunDirectory
 from jurymast.script import recognise, shims
-from jurymast.script.say import say
+from jurymast.script.notes import say
 from jurymast.script.srun_options import Srun, parse
 
 if TYPE_CHECKING:

@@ -3,12 +3,15 @@ nodes, launchers in it become agents, and a supervisor decides for them.
 
 Front end and nodes communicate by files in the step's folder: the first launcher requests a training, and the
 front end answers with its run and its supervisor's address. A launcher that is called again on the same nodes
-is the next training of the same step.
+is the next training of the same step. The program that srun starts on each node runs the step's command as
+the user wrote it, with Slurm's variables as they would be without the spare nodes.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,21 +27,133 @@ from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
 from jurymast.cluster.batch import SIGNALS, SURVIVE, BatchProcess, end_srun
 from jurymast.cluster.sbatch_options import Given
-from jurymast.core.hostlist import compressed
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision.batch import Outcome
+from jurymast.core.texts import compressed
 from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import name_process, run_module
 from jurymast.rundir import RunDirectory, make_folder, write_json
 from jurymast.script import shims
-from jurymast.script.narrow import LISTS
-from jurymast.script.node_command import container_command, node_command, seen
-from jurymast.script.notes import note, noted
+from jurymast.script.notes import note, noted, say
 from jurymast.script.output import Output, Relay, is_each_tasks, newest_attempt
 from jurymast.script.recognise import gpus_a_task, in_container, python_command, read_shell_script
-from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
 from jurymast.script.trainings import Training, Trainings
+
+COUNTS = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+TOTALS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_GPUS")
+EACH = ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
+
+
+def narrowed(environment: Mapping[str, str], asked: int, active: int, hosts: str) -> dict[str, str]:
+    """The `environment` of a job that requested `asked` nodes, as it would be in a job with only the first
+    `active` of them. `hosts`: Slurm's list of these nodes."""
+    values = dict(environment)
+    values.update({name: str(active) for name in COUNTS if name in environment})
+    values.update({name: hosts for name in LISTS if name in environment})
+    values.update({n: _share(values[n], active, asked) for n in TOTALS if n in environment})
+    values.update({name: _first(values[name], active) for name in EACH if name in environment})
+    return values
+
+
+def _share(value: str, active: int, asked: int) -> str:
+    """The share of a total (`16`, `h100:16`) for `active` of `asked` nodes."""
+    kind, colon, number = value.rpartition(":")
+    return f"{kind}{colon}{int(number) * active // asked}" if number.isdigit() else value
+
+
+def _first(value: str, active: int) -> str:
+    """The first entries of a list with repetitions that has one entry per node: `8(x2),4`."""
+    entries: list[str] = []
+    for part in value.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return value
+        entries += [match[1]] * int(match[2] or 1)
+    return _repeated(entries[:active])
+
+
+def _repeated(entries: Sequence[str]) -> str:
+    parts: list[list[str]] = []
+    for entry in entries:
+        if parts and parts[-1][0] == entry:
+            parts[-1].append(entry)
+        else:
+            parts.append([entry])
+    return ",".join(p[0] if len(p) == 1 else f"{p[0]}(x{len(p)})" for p in parts)
+
+
+def seen(environment: Mapping[str, str], active: int) -> dict[str, str]:
+    """The variables that hide the step's spare nodes from its command."""
+    hosts, tasks = environment.get("SLURM_JOB_NODELIST", ""), str(active)
+    counts = ("SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_NPROCS",
+              "SLURM_STEP_NUM_TASKS")  # fmt: skip
+    each = "1" if active == 1 else f"1(x{active})"
+    return {
+        **dict.fromkeys(counts, tasks),
+        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST"), hosts),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each),
+    }
+
+
+NODE_COMMAND = """\
+#!/bin/sh
+# Runs a step's command on a node, and leaves word of its end: srun waits for lost nodes as well. What the
+# command says on a spare node beside so many others nobody has asked for. A container, or srun's --export,
+# may have changed the variables that lead to our front ends.
+{exports}
+{ours}
+{own}
+{told}
+if [ "$SLURM_NODEID" -ge {active} ]; then exec >> {log} 2>&1; fi
+"$@"
+code=$?
+if [ "$SLURM_NODEID" -ge {active} ]; then code=0; fi
+umask 077
+cd {folder} && echo $code > ".ended-$SLURMD_NODENAME" && mv ".ended-$SLURMD_NODENAME" "ended-$SLURMD_NODENAME"
+exit $code
+"""
+CONTAINER_COMMAND = """\
+#!/bin/sh
+# Runs the command of a container: variables of the image's may have taken the place of those that lead to our
+# front ends.
+{ours}
+exec "$@"
+"""
+# Variables that tell a launcher its job and node. These prefixes set a variable in a container, even in one
+# that gets none of the host's (--cleanenv).
+PLACE = ("SLURM_JOB_ID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP_ID", "SLURMD_NODENAME")
+TELLING = ("APPTAINERENV", "SINGULARITYENV")
+
+
+def node_command(
+    job: RunDirectory,
+    step: Path,
+    seen: Mapping[str, str],
+    active: int,
+    log: Path,
+    own: Mapping[str, str],
+    contained: bool = False,
+) -> str:
+    """The text of the program for a `step` of `job` (both folders) on `active` nodes. `own`: shell text, by
+    node name, that turns the step's command into that of the node. `contained`: the command starts a
+    container."""
+    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in seen.items())
+    cases = [f"{shlex.quote(node)})\n{text}\n;;" for node, text in own.items()]
+    text = "\n".join(['case "$SLURMD_NODENAME" in', *cases, "esac"]) if cases else ""
+    telling = TELLING if contained else ()
+    told = "\n".join(f'export {prefix}_{name}="${name}"' for prefix in telling for name in PLACE)
+    return NODE_COMMAND.format(
+        exports=exports, own=text, ours=shims.exports(job, step), told=told, active=active,
+        log=shlex.quote(str(log)), folder=shlex.quote(str(step)),
+    )  # fmt: skip
+
+
+def container_command(job: RunDirectory, step: Path) -> str:
+    """The text of the program that runs first in a container, for a `step` of `job` (both folders)."""
+    return CONTAINER_COMMAND.format(ours=shims.exports(job, step))
+
 
 PROCESS_NAME = "jurymast-step"
 ASKED, ANSWER = "asked-{}.json", "answer-{}.json"

@@ -2,7 +2,7 @@
 
 This is a discrete-event simulation: the clock jumps from event to event, and single steps and heartbeats are
 not events. The state machine gets the events that a supervisor would give it (of all steps, only those that
-tell it something), and `core.goodput.ledger` accounts for them as for a real run's journal.
+tell it something), and `core.goodput` accounts for them as for a real run's journal.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.cadence import NEVER, Cadence
 from jurymast.core.checkpoints.copies import MEMORY, PEER
-from jurymast.core.goodput.accounting import Account, ordered, to_us
-from jurymast.core.goodput.ledger import Ledger
+from jurymast.core.goodput import Account, Ledger, ordered, to_us
 from jurymast.core.nodes.silence import WAITING_S, HangLimits, RankView, judge
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
@@ -26,11 +25,10 @@ from jurymast.core.run.recovery import SPARE_GRACE_S
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.run.telling import copied
 from jurymast.core.settings import Settings
-from jurymast.sim.cadences import SimRanks
+from jurymast.sim.checkpoints import Restoring, SimRanks, SimTiers
 from jurymast.sim.durations import HANG, NODE_CRASH, POWER_LOSS, START, WORKER_KILL, Durations
 from jurymast.sim.faults import TraceFault
 from jurymast.sim.names import OTHERS, Names, names_needed
-from jurymast.sim.tiers import Restoring, SimTiers
 
 # A fault for which no name is left is detected this much later.
 LATER_S = 10.0

@@ -40,8 +40,7 @@ def _load(source: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    from jurymast.checkpoint.reading import reader
-    from jurymast.checkpoint.tree import decode
+    from jurymast.checkpoint.tree import decode, reader
 
     state: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()

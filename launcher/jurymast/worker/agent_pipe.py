@@ -11,7 +11,7 @@ import threading
 from jurymast.core import within
 from jurymast.core.message import Strange, encode
 from jurymast.errors import never
-from jurymast.wire.strangers import Strangers
+from jurymast.wire.channel import Strangers
 
 FD_VARIABLE = "JURYMAST_HOST_FD"
 

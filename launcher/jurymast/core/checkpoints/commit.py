@@ -1,12 +1,70 @@
-"""Which state is committed: the newest of which every rank's whole image is in its own node's memory."""
+"""Which state is committed: the newest of which every rank's whole image is in its own node's memory. Also
+which agents hold images, and which checkpoints of a directory may be removed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.copies import Copies, Copy, Key
+from jurymast.core.checkpoints.copies import Copies, Copy, Key, Member, Source
 from jurymast.core.effects import Effect, Record
 from jurymast.core.run.state import RunState
+
+
+def superfluous(complete: Sequence[int], keep: int, pinned: Set[int], bad: Set[int]) -> list[int]:
+    """Return, from the steps of complete checkpoints, newest first, those that may be removed: all but the
+    newest `keep`. Steps in `bad` neither count nor are removed, because they are evidence; `pinned` ones
+    count and stay."""
+    good = [step for step in complete if step not in bad]
+    return [step for step in good[max(1, keep) :] if step not in pinned]
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Every state newer than `step` that attempts up to `attempt` saved is void. `at`: Unix time."""
+
+    step: int
+    attempt: int
+    at: float
+
+    def voids(self, step: int, attempt: int) -> bool:
+        return step > self.step and attempt <= self.attempt
+
+
+@dataclass
+class Holder:
+    """How other agents reach this one's data. `incarnation` is new with every agent process. `full`: it
+    refused memory for a replica; `packed`: for parity as well, which is requested once more (until `retried`)
+    when it has given up older replicas. `slotless`: it was told that ranks save no more."""
+
+    address: str
+    port: int
+    incarnation: str
+    full: bool = False
+    packed: bool = False
+    retried: bool = False
+    slotless: bool = False
+
+
+def spelled(sources: Iterable[Source], holders: Mapping[str, Holder]) -> tuple[msg.Source, ...]:
+    """Return the sources with addresses, for a message. A node that has left is no source."""
+    return tuple(
+        msg.Source(
+            tier=source.tier, node=source.node, hosts=(known.address,), port=known.port, part=source.part,
+            rank=source.rank, group=source.group,
+            members=spelled_members(source.members, holders) if source.members else (),
+        )
+        for source in sources
+        if (known := holders.get(source.node)) is not None
+    )  # fmt: skip
+
+
+def spelled_members(members: Iterable[Member], holders: Mapping[str, Holder]) -> tuple[msg.Member, ...]:
+    """Return the members of a group with addresses."""
+    return tuple(msg.Member(rank=one.rank, sources=spelled(one.sources, holders)) for one in members)
 
 
 class Commit:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import parity
-from jurymast.core.checkpoints.commit import Commit
+from jurymast.core.checkpoints.commit import Commit, Holder, spelled, spelled_members
 from jurymast.core.checkpoints.copies import Copies, Copy, Key
-from jurymast.core.checkpoints.holders import Holder, spelled, spelled_members
 from jurymast.core.checkpoints.retries import RETRY_S, Reachability
 from jurymast.core.effects import Effect, Send
 from jurymast.core.run.state import Phase, Role, RunState

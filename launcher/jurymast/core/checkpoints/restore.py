@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints.commit import Holder, Rollback, spelled
 from jurymast.core.checkpoints.copies import Copies, Key, RestorePlan
-from jurymast.core.checkpoints.holders import Holder, spelled
-from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import RunState

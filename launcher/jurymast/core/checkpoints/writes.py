@@ -16,8 +16,8 @@ from itertools import takewhile
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.cadence import durable_interval_s, durable_share
+from jurymast.core.checkpoints.commit import Holder
 from jurymast.core.checkpoints.copies import RATES, Copies, Key
-from jurymast.core.checkpoints.holders import Holder
 from jurymast.core.checkpoints.retries import Reachability, Retries
 from jurymast.core.effects import Effect, Send
 from jurymast.core.planning.optimum import Saving

@@ -14,8 +14,7 @@ from jurymast.core.checkpoints.copies import ALL, MEMORY, age
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import KeptCopy
-from jurymast.core.keeper.growth import Growth, LoanGrowth
-from jurymast.core.keeper.holding import Holding
+from jurymast.core.keeper.holding import Growth, Holding, LoanGrowth
 from jurymast.core.keeper.memory import BufferPool
 from jurymast.core.keeper.replicas import OwnReplicas
 from jurymast.core.keeper.restores import Restores

@@ -11,7 +11,7 @@ from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.message import ToAgent, ToAsker, ToSupervisor
 from jurymast.core.messages.checkpoints import CopyReport, Restore
 from jurymast.core.nodes.findings import Finding
-from jurymast.core.run.alert import Alert
+from jurymast.core.run.incident import Alert
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jurymast.core.events import HealthFound
 from jurymast.core.nodes import findings
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.run import causes
-from jurymast.core.run.alert import Alert
+from jurymast.core.run.incident import Alert
 from jurymast.core.run.instructions import Dismiss, Instruction, RaiseAlert
 from jurymast.core.run.state import Blame, Exclusion, Node, Phase, Role, RunState, Sighting
 

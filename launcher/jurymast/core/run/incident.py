@@ -1,4 +1,4 @@
-"""One failure and its recovery, with the duration of each phase."""
+"""A failure and its recovery with the duration of each phase, and warnings that wait for people."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jurymast.core.signatures import Signature
+
+
+@dataclass
+class Alert:
+    """Something that people must decide, because no node may be blamed for it. It lasts while more `nodes`
+    are affected, the last of them at `until`; alerts of one `subject` soon after each other are one."""
+
+    subject: str
+    at: float
+    until: float
+    message: str
+    nodes: dict[str, None]
 
 
 def because(evidence: str, why: str) -> str:

@@ -23,8 +23,7 @@ from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.nodes.history import Frail
 from jurymast.core.nodes.tests import MATTERS
 from jurymast.core.planning.failure_rate import INFRASTRUCTURE, FailureRate
-from jurymast.core.run.alert import Alert
-from jurymast.core.run.incident import Incident
+from jurymast.core.run.incident import Alert, Incident
 from jurymast.core.settings import Settings
 
 

@@ -10,11 +10,10 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.copies import SHARED, Copies
 from jurymast.core.effects import Effect, Fence, Record, Send
-from jurymast.core.hostlist import compressed
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import Phase, RunState
-from jurymast.core.texts import some
+from jurymast.core.texts import compressed, some
 
 # A launch that has waited this long is reported, and again each time this much more has passed.
 WAIT_TOLD_S = 15.0

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from msgspec.structs import asdict
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core import within
 from jurymast.core.checkpoints.agreement import Agreement
 from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.checkpoints.copies import SHARED, Key
-from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.effects import Effect, GiveWay, Journal, Record, SaveFirst, Send, WhyEnding
 from jurymast.core.messages import Endpoint
-from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.health import NodeHealth, SickNodes
 from jurymast.core.nodes.preflight import Preflight
+from jurymast.core.nodes.reports import Hangs
 from jurymast.core.nodes.stragglers import Stragglers
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
 from jurymast.core.run.instructions import (
@@ -41,8 +44,43 @@ from jurymast.core.run.telling import ProgressTeller, SaveTeller
 from jurymast.core.supervision.asks import Asks
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
-from jurymast.core.supervision.rank_events import RankEvents
 from jurymast.errors import never
+
+# Repeated reports of agents are among this many last saves.
+SAVES_KEPT = 64
+
+
+@dataclass
+class RankEvents:
+    state: RunState
+    checkpoints: Checkpoints
+    _saves: deque[msg.RankEvent] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
+
+    def hear(self, node: str, message: msg.RankEvent, now: float) -> list[Effect]:
+        """Process a report. `now` is Unix time in seconds."""
+        said, attempt, fields = message.event, message.attempt, asdict(message.event)
+        local_rank = fields.pop("local_rank")
+        rank = self.state.places.get(node, 0) * self.state.ranks_per_node + local_rank
+        match said:
+            case within.Saved():
+                if message in self._saves:  # said over two connections
+                    return []
+                self._saves.append(message)
+                return [Record(ev.Saved(t=now, attempt=attempt, **fields))]
+            case within.Restored():
+                self.checkpoints.restored(attempt, said.step, said.tier)
+                return [Record(ev.Restored(t=now, attempt=attempt, **fields))]
+            case within.RestoreWaits():
+                return [Record(ev.RestoreWaits(t=now, attempt=attempt, node=node, rank=rank, **fields))]
+            case within.ColdStart():
+                if self.state.cold:
+                    return []
+                return [Record(ev.ColdStart(t=now, attempt=attempt, node=node, rank=rank, **fields))]
+            case within.Skipped():
+                return self.checkpoints.skipped(attempt, said.step, rank, said.why, now)
+            case _:
+                return never(said)
+
 
 # While a run has no trouble, each tick only looks for silence; the rest is done once in this many ticks.
 STEADY_LOOKS = 3

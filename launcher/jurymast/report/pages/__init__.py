@@ -14,8 +14,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from jurymast.report import words
-from jurymast.report.layout import clean
+from jurymast.report import text
+from jurymast.report.text import clean
 
 
 def render(template: str, page: object, data: Mapping[str, Any]) -> str:
@@ -32,8 +32,8 @@ def _environment() -> Environment:
     )  # fmt: skip
     environment.policies["json.dumps_kwargs"] = {}
     for own in (
-        words.amounts, words.count, words.duration, words.node_time, words.percent, words.percent_fine,
-        words.plain_seconds, words.size,
+        text.amounts, text.count, text.duration, text.node_time, text.percent, text.percent_fine,
+        text.plain_seconds, text.size,
     ):  # fmt: skip
         environment.filters[own.__name__] = own
     for name in ("style", "script"):

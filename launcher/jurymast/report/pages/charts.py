@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from jurymast.core.goodput.accounting import CATEGORIES, MEANINGS, Account, Interval
+from jurymast.core.goodput import CATEGORIES, MEANINGS, Account, Interval
 from jurymast.core.run.incident import Incident
-from jurymast.report.words import duration
+from jurymast.report.text import duration
 
 GROUPS = {category.name: category.group for category in CATEGORIES}
 OTHER = "other"

@@ -12,7 +12,7 @@ from jurymast.report.pages import render
 from jurymast.report.pages.charts import AxisTick, Plot, PlotArea, Shape
 from jurymast.report.pages.report import Card
 from jurymast.report.plan import WAYS, facts, gains, minutes
-from jurymast.report.words import count, duration, percent
+from jurymast.report.text import count, duration, percent
 
 FRAME = PlotArea(height=300, bottom=50)
 POINTS = 120

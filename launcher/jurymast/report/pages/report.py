@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from jurymast.core.goodput.accounting import Account
+from jurymast.core.goodput import Account
 from jurymast.core.run.causes import CAUSES
 from jurymast.core.run.state import RunState
 from jurymast.report.goodput import PARTS, cadence_text, mtbf_text, reach
 from jurymast.report.pages import render
 from jurymast.report.pages.charts import Bar, Slice, Timeline, kind, slices, timeline
 from jurymast.report.status import tiers_json
-from jurymast.report.words import count, duration, node_time, percent
+from jurymast.report.text import count, duration, node_time, percent
 
 RATIO_NAMES = {
     "ettr": "ETTR", "runtime_goodput": "Runtime goodput", "allocation_goodput": "Allocation goodput",

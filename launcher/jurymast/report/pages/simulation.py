@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jurymast.core.goodput.accounting import RATIOS, ordered
+from jurymast.core.goodput import RATIOS, ordered
 from jurymast.core.run.incident import Incident
 from jurymast.report.pages import render
 from jurymast.report.pages.charts import (
@@ -24,9 +24,9 @@ from jurymast.report.pages.charts import (
     slices,
 )
 from jurymast.report.pages.report import RATIO_NAMES, Card
-from jurymast.report.words import count, duration, percent
+from jurymast.report.simulation import GOODPUT, quantile
+from jurymast.report.text import count, duration, percent
 from jurymast.sim.durations import START
-from jurymast.sim.results import GOODPUT, quantile
 from jurymast.sim.simulation import SimOutcome
 
 FRAME = PlotArea()

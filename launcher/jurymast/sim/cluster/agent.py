@@ -13,10 +13,9 @@ from jurymast.core.messages import CadenceReport, Endpoint, RankReport, beat_of
 from jurymast.core.nodes.heartbeat import beat_every_s
 from jurymast.core.nodes.stacks import COLLECTIVE, Stand
 from jurymast.sim.cluster.keeper import SimKeeper
-from jurymast.sim.cluster.network import SimConnection
 from jurymast.sim.cluster.storage import SimWrite
 from jurymast.sim.cluster.training import Page, SimGroup, SimMember, follower
-from jurymast.sim.cluster.world import BEGINNING, Process
+from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.cluster import Cluster

@@ -6,20 +6,19 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.retention import Rollback
+from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.settings import Budget, RunPlan, Settings
 from jurymast.core.supervision import batch
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.core.supervision.machine import STILL_RUNNING
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
-from jurymast.sim.cluster.network import SimNetwork
 from jurymast.sim.cluster.oracle import Oracle, Violation
 from jurymast.sim.cluster.plans import AFTER_S, Fault, Plan, smaller
 from jurymast.sim.cluster.storage import RunDisk, Storage
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.training import SimGroup
-from jurymast.sim.cluster.world import World
+from jurymast.sim.cluster.world import SimNetwork, World
 
 BATCH_LOOK_S = 0.5
 LOOK_S = 1.0

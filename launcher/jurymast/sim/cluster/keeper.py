@@ -14,7 +14,9 @@ from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Key
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import copies as core
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.gathering import (
+from jurymast.core.keeper.machine import KeeperMachine
+from jurymast.core.keeper.memory import round_up
+from jurymast.core.keeper.restores import (
     Gathering,
     Ingredient,
     ManifestSearch,
@@ -23,8 +25,6 @@ from jurymast.core.keeper.gathering import (
     members,
     parts_of,
 )
-from jurymast.core.keeper.machine import KeeperMachine
-from jurymast.core.keeper.memory import round_up
 from jurymast.core.keeper.slots import SLOTS, SlotState
 from jurymast.core.keeper.work import Filled, Found
 from jurymast.keeper.page import RestoreStatus

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.checkpoints.copies import Key
 from jurymast.core.checkpoints.meeting import (
     Announced,
@@ -24,7 +25,6 @@ from jurymast.core.checkpoints.meeting import (
     TellOthers,
     Wait,
 )
-from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.events import Event
 from jurymast.core.messages import Endpoint
 from jurymast.core.run.instructions import Instruction

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.retention import Rollback
+from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.messages import Endpoint
 from jurymast.core.run.state import RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import FLUSH_LIMIT_S
-from jurymast.sim.cluster.network import SimConnection
 from jurymast.sim.cluster.storage import Item
+from jurymast.sim.cluster.world import SimConnection
 from jurymast.wire.endpoint import PULSE_INTERVAL_S
 
 if TYPE_CHECKING:

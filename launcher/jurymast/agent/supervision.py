@@ -1,0 +1,191 @@
+"""The agent's side of supervision. It connects to a supervisor and receives its messages, as
+`core.agent.link` decides. When the supervisor's node has died, it runs the next one, as
+`core.agent.succession` decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from jurymast.agent.driver import Driver
+from jurymast.core import messages as msg
+from jurymast.core.agent import effects as do
+from jurymast.core.message import Strange
+from jurymast.errors import never
+from jurymast.rundir import RunDirectory
+from jurymast.wire import channel, endpoint
+from jurymast.wire.channel import Channel, Strangers
+from jurymast.wire.endpoint import is_up
+
+CONNECT_LIMIT_S = 1.5
+# A failure that comes sooner counts as a refusal.
+REFUSED_S = 0.5
+FIND_LIMIT_S = 2.0
+
+
+class Connecting:
+    """The agent's connection. `address` is this node's address on the way to the supervisor, "" before the
+    first connection."""
+
+    def __init__(self, directory: RunDirectory, driver: Driver, strangers: Strangers) -> None:
+        self._epochs = directory.epochs
+        self._secret = directory.secret()
+        self._driver = driver
+        self._machine = driver.machine
+        self._strangers = strangers
+        self._channel: Channel[msg.Order] | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._tries: set[asyncio.Task[None]] = set()
+        self.address = ""
+
+    def send(self, message: msg.ToSupervisor | msg.Beat) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def connect(self, targets: tuple[tuple[str, int], ...]) -> None:
+        self._try(self._connect(targets))
+
+    def find(self) -> None:
+        self._try(self._find())
+
+    def give_up_tries(self) -> None:
+        """Cancel all other tries, because there is a connection."""
+        for task in self._tries - {asyncio.current_task()}:
+            task.cancel()
+
+    def hang_up(self) -> None:
+        connection, self._channel = self._channel, None
+        listening, self._listening = self._listening, None
+        if connection is not None:
+            connection.close()
+            self._strangers.left(connection.peer_address)
+        if listening is not None and listening is not asyncio.current_task():
+            listening.cancel()
+
+    def _try(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._driver.spawn(work)
+        self._tries.add(task)
+        task.add_done_callback(self._tries.discard)
+
+    async def _connect(self, targets: tuple[tuple[str, int], ...]) -> None:
+        began = self._driver.now
+        found = await channel.connect_any(targets, self._secret, msg.read_order, CONNECT_LIMIT_S)
+        if found is None:
+            now = self._driver.now
+            refused = now < began + REFUSED_S
+            self._driver.act(self._machine.unreached(now, refused=refused))
+        elif self._channel is not None:  # another try was first
+            found.close()
+        else:
+            self._channel = found
+            if not is_up(self.address):  # others know this address: it is kept as long as it works
+                self.address = found.local_address
+            self._driver.act(self._machine.connected(self._driver.now))
+            self._listening = self._driver.spawn(self._listen(found))
+
+    async def _find(self) -> None:
+        try:
+            look = asyncio.to_thread(endpoint.find, self._epochs)
+            found = await asyncio.wait_for(look, FIND_LIMIT_S)
+        except (OSError, asyncio.TimeoutError):
+            found = None
+        self._driver.act(self._machine.found(found, self._driver.now))
+
+    async def _listen(self, connection: Channel[msg.Order]) -> None:
+        await connection.listen(partial(self._hear, connection.peer_address))
+        self.hang_up()
+        self._driver.act(self._machine.lost(self._driver.now))
+
+    def _hear(self, sender: str, order: msg.Order) -> None:
+        if isinstance(order, Strange):
+            self._strangers.heard(sender, order)
+        self._driver.act(self._machine.heard(order, self._driver.now))
+
+
+log = logging.getLogger("jurymast.agent")
+
+Effect = do.ReadPulse | do.StandBy | do.EndStandby | do.StartSupervisor
+Process = asyncio.subprocess.Process
+
+
+class Succeeding:
+    def __init__(self, directory: RunDirectory, node: str, driver: Driver) -> None:
+        self._directory = directory
+        self._node = node
+        self._driver = driver
+        self._machine = driver.machine
+        self._standby: asyncio.Task[Process] | None = None
+        self._supervisor: Process | None = None
+
+    def carry_out(self, effect: Effect) -> None:
+        match effect:
+            case do.ReadPulse():
+                self._driver.spawn(self._read_pulse())
+            case do.StandBy():
+                self._standby = asyncio.ensure_future(self._stand_by())
+            case do.EndStandby():
+                self._driver.spawn(self._dismiss(), vital=False)
+            case do.StartSupervisor():
+                log.info("no supervisor answers: starting one here")
+                self._driver.spawn(self._supervise(effect))
+            case _:
+                never(effect)
+
+    async def close(self) -> None:
+        """End the standby process, and wait for a supervisor on this node, which ends the job after its last
+        agent has left."""
+        await self._dismiss()
+        if self._supervisor is not None:
+            await self._supervisor.wait()
+
+    async def _read_pulse(self) -> None:
+        try:
+            pulse: str | None = await asyncio.to_thread(endpoint.read_pulse, self._directory.epochs)
+        except OSError:
+            pulse = None
+        self._driver.act(self._machine.pulse(pulse, self._driver.now))
+
+    async def _stand_by(self) -> Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "jurymast.supervisor.standby", str(self._directory.root), self._node,
+            stdin=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+
+    async def _dismiss(self) -> None:
+        """End the standby process by closing its input."""
+        starting, self._standby = self._standby, None
+        if starting is not None:
+            with suppress(OSError):  # it could not be started
+                process = await starting
+                assert process.stdin is not None
+                process.stdin.close()
+                await process.wait()
+
+    async def _supervise(self, start: do.StartSupervisor) -> None:
+        self._supervisor = await self._call(start) or await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "jurymast.supervisor", str(self._directory.root), "--takeover", self._node,
+            "--after", str(start.after), "--silent-since", f"{time.monotonic() - start.silent_s:.3f}",
+            stdin=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        await self._supervisor.wait()
+        self._driver.act(self._machine.supervisor_ended(self._driver.now))
+
+    async def _call(self, start: do.StartSupervisor) -> Process | None:
+        """Start the takeover in the standby process, and return the process; None if there is none."""
+        starting, self._standby = self._standby, None
+        if starting is None:
+            return None
+        try:
+            process = await starting
+            assert process.stdin is not None
+            process.stdin.write(f"{start.after} {time.monotonic() - start.silent_s:.3f}\n".encode())
+            await process.stdin.drain()
+        except OSError:
+            return None
+        return process if process.returncode is None else None
