@@ -139,7 +139,7 @@ def test_without_a_spare_the_script_begins_again_and_its_training_goes_on(
     work, steps = cluster.shared / tmp_path.name, "80"
     script = REQUEUED.format(train=SCRIPTS / "train_tiny.py", steps=steps)
     run = submit_script(cluster, work, script, "--spares=0")
-    state = run.wait_saved(20, LIMIT_S)
+    state = run.wait_safe(20, LIMIT_S)
     power_loss(run, next(node for node in state.placement if node != state.host))
     state = run.wait_end(LIMIT_S)
     assert [i.action for i in state.incidents] == ["requeue"], run.story()
