@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
@@ -61,7 +61,7 @@ TOGETHER_MIN = 8  # with fewer, each event has its line
 # The most frequent events; see `core.run.machine.step_quietly`.
 QUIET = {kind.__name__: kind for kind in (ev.WorkersStarted, ev.WorkersStopped)}
 _ALIKE = {
-    kind: tuple(field.name for field in fields(kind) if field.name not in differ)
+    kind: tuple(name for name in kind.__struct_fields__ if name not in differ)
     for kind, differ in DIFFER.items()
 }
 _ALIKE_BY_NAME = {kind.__name__: names for kind, names in _ALIKE.items()}
@@ -179,14 +179,14 @@ def together(items: Iterable[_Item]) -> Iterator[Entry]:
         first = same[0]
         if isinstance(first, tuple):
             t, instruction = first
-            yield {"decision": type(instruction).__name__, "t": t, **asdict(instruction)}
+            yield {"decision": type(instruction).__name__, "t": t, **msgspec.structs.asdict(instruction)}
         elif len(same) < TOGETHER_MIN:
             yield from (ev.to_json(event) for event in same if isinstance(event, ev.Event))
         else:
             differ = DIFFER[type(first)]
             common = {name: value for name, value in ev.to_json(first).items() if name not in differ}
-            told = [vars(event) for event in same]
-            yield {**common, "t": first.t, "each": {name: [one[name] for one in told] for name in differ}}
+            each = {name: [getattr(event, name) for event in same] for name in differ}
+            yield {**common, "t": first.t, "each": each}
 
 
 def _key(item: _Item) -> object:

@@ -92,7 +92,8 @@ def test_a_restore_from_storage_that_hangs_is_told_and_tried_again(monkeypatch: 
         heard.append(event)
         return restoring.waits(state, event)
 
-    monkeypatch.setitem(machine._HANDLERS, ev.RestoreWaits, counted)
+    kind: type[ev.Event] = ev.RestoreWaits
+    monkeypatch.setitem(machine._HANDLERS, kind, counted)
     plans = exactly(only_storage_that_hangs_is_left)
     broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
     assert broken == []

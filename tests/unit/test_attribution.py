@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec import structs
 
 from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
 from jurymast.core.run.attribution import attribute, describe_exit
@@ -37,7 +36,7 @@ CRASHED = failed(3, -11)
 EXITED = failed(4, 3)
 GLOO = failed(0, 1, "RuntimeError", "[gloo] Connection closed by peer [10.0.0.7]:4711")
 
-EARLIER = replace(GLOO, t=-1.0)  # than the hang was noticed
+EARLIER = structs.replace(GLOO, t=-1.0)  # than the hang was noticed
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ STILL_TRUE = {
     ev.WorkersStopped: {"nodes"}, ev.Saved: {"saved", "saved_step", "save_failures", "stalls"},
     ev.ColdStart: {"cold"},
 }  # fmt: skip
-OF_ATTEMPTS = [kind for kind in ev.KINDS.values() if "attempt" in kind.__dataclass_fields__]
+OF_ATTEMPTS = [kind for kind in ev.KINDS.values() if "attempt" in kind.__struct_fields__]
 SAID = [msg.Started, msg.Failed, msg.Stopped, msg.Finished, msg.Looked, msg.Stacks, msg.Unrestorable]
 SAID_BY_RANKS = get_args(within.ForSupervisor)
 

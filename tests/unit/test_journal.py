@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from jurymast.core import events as ev
@@ -307,7 +307,9 @@ def test_events_that_change_change_the_journal_s_version() -> None:
 
 def described(kind: type[ev.Event]) -> str:
     """Its name and its fields; those that a line may lack have a default."""
+    types = {**ev.Event.__annotations__, **kind.__annotations__}
     told = [
-        f"{f.name}: {f.type}{'' if f.default is MISSING else ' = ' + repr(f.default)}" for f in fields(kind)
+        f"{f.name}: {types[f.name]}{'' if f.default is msgspec.NODEFAULT else ' = ' + repr(f.default)}"
+        for f in msgspec.structs.fields(kind)
     ]
     return f"{kind.__name__}({', '.join(told)})"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core.run.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
@@ -372,7 +373,7 @@ def test_a_step_that_is_lost_is_not_the_newest_checkpoint() -> None:
     story.feed(planned)
     steps = {name: tier.step for name, tier in story.state.saved.items()}
     assert (story.state.saved_step, steps) == (30, {"memory": None, "peer": 30})
-    story.feed(replace(planned, step=0, tier="", tiers={}))
+    story.feed(structs.replace(planned, step=0, tier="", tiers={}))
     assert story.state.saved_step is None
 
 

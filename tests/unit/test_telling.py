@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core.goodput import Ledger
@@ -119,7 +119,11 @@ def test_the_agreement_on_saves_hears_of_every_one() -> None:
     supervision = Supervision(state, "/runs/a", t)
     supervision.agreement._begin()
     first = ev.Saved(t=t, attempt=1, step=state.step, tier="memory", ok=True, stall_s=STALL_S)
-    told = [one for step in (0, 1) for one in supervision._saved(replace(first, step=first.step + step), t)]
+    told = [
+        one
+        for step in (0, 1)
+        for one in supervision._saved(structs.replace(first, step=first.step + step), t)
+    ]
     assert len(told) == 1
     assert state.saved_on("memory") == first.step
     assert supervision.agreement._saved_step == first.step + 1
@@ -201,5 +205,5 @@ def test_older_saves_told_late_do_not_turn_the_state_back() -> None:
     newest = training.done
     training.look(forced=True)
     assert training.state.saved["memory"].step == newest
-    events = [replace(e) for e in training.story.events if isinstance(e, ev.Progress)]
+    events = [structs.replace(e) for e in training.story.events if isinstance(e, ev.Progress)]
     assert events[-1].saved_step < newest

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from jurymast.core.events import Event
 from jurymast.core.message import ToAgent
 from jurymast.core.run.instructions import Instruction
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send this to the agent of `node`, if it is connected. Other agents learn what matters when they
     join."""
 
@@ -18,16 +17,14 @@ class Send:
     message: ToAgent
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """Write the event to the journal, and let `core.run.machine` decide what follows. Used within
     `core.supervision` only."""
 
     event: Event
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """Send GoOn to the agent of `node`, with the current time: its heartbeats arrive, and so many of the
     messages that it keeps until then."""
 
@@ -38,30 +35,26 @@ class Answer:
     heir: int | None = None
 
 
-@dataclass(frozen=True)
-class Disconnect:
+class Disconnect(msgspec.Struct, frozen=True):
     """Close the connection to the agent of `node`, if there is one."""
 
     node: str
 
 
-@dataclass(frozen=True)
-class Pulse:
+class Pulse(msgspec.Struct, frozen=True):
     """Whether this supervisor shows that it is alive. While it does not, another may take over."""
 
     on: bool
 
 
-@dataclass(frozen=True)
-class GiveBack:
+class GiveBack(msgspec.Struct, frozen=True):
     """Have Slurm remove `node` from the running `job`. Answered by `given_back`, which may take long."""
 
     job: str
     node: str
 
 
-@dataclass(frozen=True)
-class SaveFirst:
+class SaveFirst(msgspec.Struct, frozen=True):
     """Have all ranks save within `limit_s` seconds. Answered by `saved` with `why`. Used within
     `core.supervision` only."""
 
@@ -69,8 +62,7 @@ class SaveFirst:
     limit_s: float
 
 
-@dataclass(frozen=True)
-class Journal:
+class Journal(msgspec.Struct, frozen=True):
     """Write this event and the decisions on it to the journal. `flush`: bring it to the disk before what
     follows, if that is possible soon."""
 
@@ -79,34 +71,29 @@ class Journal:
     flush: bool = False
 
 
-@dataclass(frozen=True)
-class Fence:
+class Fence(msgspec.Struct, frozen=True):
     """Write to the run directory that this is the newest attempt, so that earlier ones publish no more
     checkpoints. Answered by `fenced`."""
 
     attempt: int
 
 
-@dataclass(frozen=True)
-class WhyEnding:
+class WhyEnding(msgspec.Struct, frozen=True):
     """Ask Slurm why the job ends. Answered by `why_ending`."""
 
     node: str = ""
     connection: int = 0
 
 
-@dataclass(frozen=True)
-class AskSuperseded:
+class AskSuperseded(msgspec.Struct, frozen=True):
     """Check in the run directory whether another supervisor has taken over. Answered by `superseded`."""
 
 
-@dataclass(frozen=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """End this process: everything is decided, and all agents have left or had time to."""
 
 
-@dataclass(frozen=True)
-class GiveWay:
+class GiveWay(msgspec.Struct, frozen=True):
     """End this process and nothing else: another supervisor has taken over."""
 
 

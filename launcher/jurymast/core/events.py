@@ -7,19 +7,16 @@ supervisor). Durations end in `_s` and are seconds; sizes end in `_bytes`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     t: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunStarted(Event):
+class RunStarted(Event, frozen=True, kw_only=True):
     """The first event of a run: what was requested."""
 
     run: str
@@ -33,8 +30,7 @@ class RunStarted(Event):
     version: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllocationStarted(Event):
+class AllocationStarted(Event, frozen=True, kw_only=True):
     """Slurm (or the local cluster) granted nodes to the run; `restarts` counts requeues of this Slurm job."""
 
     slurm_job: str
@@ -44,16 +40,14 @@ class AllocationStarted(Event):
     eligible_at: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllocationEnded(Event):
+class AllocationEnded(Event, frozen=True, kw_only=True):
     """The nodes were released. Written at an orderly end, or else by the next allocation."""
 
     slurm_job: str
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class SupervisorStarted(Event):
+class SupervisorStarted(Event, frozen=True, kw_only=True):
     """A supervisor took over the run under this epoch. If it runs on another node than the last one, that one
     had been silent for `silent_s`. `read`: by epoch, the last line of the journal that it had read."""
 
@@ -63,8 +57,7 @@ class SupervisorStarted(Event):
     read: dict[str, int] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeJoined(Event):
+class NodeJoined(Event, frozen=True, kw_only=True):
     """An agent connected and authenticated itself. `incarnation` is new with every agent process."""
 
     node: str
@@ -75,16 +68,14 @@ class NodeJoined(Event):
     gpus: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeReady(Event):
+class NodeReady(Event, frozen=True, kw_only=True):
     """The node's torchrun host is ready for a launch; its next store listens on `store_port`."""
 
     node: str
     store_port: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeLost(Event):
+class NodeLost(Event, frozen=True, kw_only=True):
     """`how`: silent (no heartbeat for `silent_s`), closed (its connection was reset) or left (it said so)."""
 
     node: str
@@ -94,15 +85,13 @@ class NodeLost(Event):
     evidence: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkersStarted(Event):
+class WorkersStarted(Event, frozen=True, kw_only=True):
     node: str
     attempt: int
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerFailed(Event):
+class WorkerFailed(Event, frozen=True, kw_only=True):
     """A rank's process failed: `exit_code` as a shell gives it, negative for a signal.
 
     The state of its node then: `oom_kills` of its cgroup during the attempt (None: not counted), `shm_used`,
@@ -121,8 +110,7 @@ class WorkerFailed(Event):
     log: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RanksHung(Event):
+class RanksHung(Event, frozen=True, kw_only=True):
     """No rank stepped for `silent_s`, longer than `limit_s`; `ranks` are those with evidence against them."""
 
     attempt: int
@@ -133,8 +121,7 @@ class RanksHung(Event):
     evidence: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkersStopped(Event):
+class WorkersStopped(Event, frozen=True, kw_only=True):
     """All ranks of this node are gone; its host waits for the next launch with a new store.
 
     `store_port` 0: the host is gone, too, and NodeReady will report the next one.
@@ -145,8 +132,7 @@ class WorkersStopped(Event):
     store_port: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttemptFound(Event):
+class AttemptFound(Event, frozen=True, kw_only=True):
     """An agent, or the attempt file (`node` ""), knows an attempt that is missing in the journal: its disk
     was full or did not answer when the supervisor that launched the attempt ended."""
 
@@ -154,8 +140,7 @@ class AttemptFound(Event):
     attempt: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchWaits(Event):
+class LaunchWaits(Event, frozen=True, kw_only=True):
     """The launch of `attempt` is decided, but has waited `seconds` for `what` and still waits."""
 
     attempt: int
@@ -163,16 +148,14 @@ class LaunchWaits(Event):
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeFinished(Event):
+class NodeFinished(Event, frozen=True, kw_only=True):
     """Every rank of the node ended with exit code 0."""
 
     node: str
     attempt: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Progress(Event):
+class Progress(Event, frozen=True, kw_only=True):
     """The slowest rank has done `step` steps; `stepped_at` is when the last one ended.
 
     `absolute` is False while the script gives no step numbers: then `step` counts from the attempt's start.
@@ -191,8 +174,7 @@ class Progress(Event):
     stall_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved(Event):
+class Saved(Event, frozen=True, kw_only=True):
     """A checkpoint of `step` is complete in `tier`, or (`ok` False) was not saved.
 
     `stall_s` is how long the training stood still for it. `copied`: agents copied it there from memory while
@@ -210,8 +192,7 @@ class Saved(Event):
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestorePlanned(Event):
+class RestorePlanned(Event, frozen=True, kw_only=True):
     """What the ranks of `attempt` are to restore: `step`, and how many bytes of it from which tier.
 
     `tier` is memory when agents hold all images (in whatever tier), else shared, or "" for a fresh start.
@@ -225,8 +206,7 @@ class RestorePlanned(Event):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestoreFailed(Event):
+class RestoreFailed(Event, frozen=True, kw_only=True):
     """`rank` cannot restore `step` of attempt `of`, because its image cannot be brought to the node. The rank
     waits."""
 
@@ -238,8 +218,7 @@ class RestoreFailed(Event):
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestoreWaits(Event):
+class RestoreWaits(Event, frozen=True, kw_only=True):
     """`rank` restores, and the storage of `path` has not answered for `seconds`."""
 
     node: str
@@ -249,8 +228,7 @@ class RestoreWaits(Event):
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fetched(Event):
+class Fetched(Event, frozen=True, kw_only=True):
     """A node got an image from elsewhere than planned, because copies were damaged or missing (`why`)."""
 
     attempt: int
@@ -260,8 +238,7 @@ class Fetched(Event):
     why: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restored(Event):
+class Restored(Event, frozen=True, kw_only=True):
     """All ranks restored `step` (0: a fresh start) from `tier` in `seconds`."""
 
     attempt: int
@@ -272,8 +249,7 @@ class Restored(Event):
     skipped: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColdStart(Event):
+class ColdStart(Event, frozen=True, kw_only=True):
     """A rank had to load everything itself, which took `seconds`, because the preloaded modules do not fit
     its script. Recorded once in a run; later attempts start without preloading."""
 
@@ -284,8 +260,7 @@ class ColdStart(Event):
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked(Event):
+class Asked(Event, frozen=True, kw_only=True):
     """A user requested something: cancel, restart, save, rollback, or drain: the replacement of `node`."""
 
     what: str
@@ -293,16 +268,14 @@ class Asked(Event):
     node: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Signalled(Event):
+class Signalled(Event, frozen=True, kw_only=True):
     """Slurm signalled the job: `signal` is SIGTERM (it ends), SIGUSR2 (its time limit is near), or, once
     Slurm was asked why it ends, timeout, preempted, or Slurm's own word for another reason."""
 
     signal: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class CadenceSet(Event):
+class CadenceSet(Event, frozen=True, kw_only=True):
     """All ranks have agreed on when to save: from `from_step` on, at `first_step` and every `every_steps`
     after it (0: there only, else as the script itself says).
 
@@ -325,8 +298,7 @@ class CadenceSet(Event):
     mtbf_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class HealthFound(Event):
+class HealthFound(Event, frozen=True, kw_only=True):
     """A probe's finding on a node: the fields of `core.nodes.findings.Finding`, `at` in seconds since the
     epoch."""
 
@@ -341,8 +313,7 @@ class HealthFound(Event):
     unit: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeTested(Event):
+class NodeTested(Event, frozen=True, kw_only=True):
     """Active tests of a node (pre-flight, or before a suspect is used again) are over.
 
     `verdict` is ok, suspect, bad or unknown (not tested in time); `slowness` is its worst measure over the
@@ -357,8 +328,7 @@ class NodeTested(Event):
     partner: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Straggling(Event):
+class Straggling(Event, frozen=True, kw_only=True):
     """A rank has been slower than the others for long: `slowness` is its own part of a step over the median,
     and all ranks lose `lost_s` in every step of `step_s`."""
 
@@ -374,8 +344,7 @@ class Straggling(Event):
     step_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class StacksTaken(Event):
+class StacksTaken(Event, frozen=True, kw_only=True):
     """Where the ranks of a node stood just before they were stopped for a hang: for each of `ranks` the kind
     of place (see `core.nodes.stacks`) and its description. `records` are the ranks whose flight recorder has
     written what collectives it saw, `recorded` tells whether any was asked to, and `flights` what those say
@@ -392,33 +361,23 @@ class StacksTaken(Event):
     flights: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Noted(Event):
+class Noted(Event, frozen=True, kw_only=True):
     """A note for people that changes no decision."""
 
     message: str
     node: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tick(Event):
+class Tick(Event, frozen=True, kw_only=True):
     """Time passed and a deadline was reached. Journalled only when it led to a decision."""
 
 
-KINDS: dict[str, type[Event]] = {
-    cls.__name__: cls
-    for cls in (
-        RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady, NodeLost,
-        WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved,
-        RestorePlanned, RestoreFailed, RestoreWaits, Fetched, Restored, ColdStart, Asked, Signalled,
-        CadenceSet, HealthFound, NodeTested, Straggling, StacksTaken, AttemptFound, LaunchWaits, Noted, Tick,
-    )
-}  # fmt: skip
+KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 
 def to_json(event: Event) -> dict[str, Any]:
     """The journal's form: {"event": class name, field: value, ...}."""
-    return {"event": type(event).__name__, **vars(event)}
+    return {"event": type(event).__name__, **msgspec.structs.asdict(event)}
 
 
 def from_json(line: dict[str, Any]) -> Event:

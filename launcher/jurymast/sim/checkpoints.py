@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
@@ -218,7 +218,7 @@ class SimTiers:
             shared = self._storage.shared
         world = self._world()
         restore = RestoreChoice(self._state, world.copies, {})
-        (record,) = restore.choose(replace(launch, placement=world.placement), shared, now)
+        (record,) = restore.choose(msgspec.structs.replace(launch, placement=world.placement), shared, now)
         chosen = restore.chosen
         assert chosen is not None
         assert isinstance(record, Record)

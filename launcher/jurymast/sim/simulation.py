@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.cadence import NEVER, Cadence
 from jurymast.core.checkpoints.copies import MEMORY, PEER
@@ -288,7 +290,7 @@ class Simulation:
     def _noticed(self, generation: int, kind: str, event: ev.WorkerFailed) -> None:
         if generation == self._generation:
             self._kind = kind
-            self._feed(replace(event, t=self.now))
+            self._feed(msgspec.structs.replace(event, t=self.now))
 
     def _healthy(self) -> set[str]:
         nodes = self.state.nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
@@ -15,7 +15,7 @@ from jurymast.core.run.state import Phase, RunState
 
 MESSAGE_MAX = 1000
 _FIELDS = [
-    field.name for field in fields(ev.HealthFound) if field.name not in ("t", "node", "verdict", "message")
+    name for name in ev.HealthFound.__struct_fields__ if name not in ("t", "node", "verdict", "message")
 ]
 Key = tuple[str, str, str, str]
 

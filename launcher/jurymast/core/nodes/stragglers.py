@@ -27,8 +27,10 @@ Times in seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, median
+
+from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core.effects import Effect, Record, SaveFirst
@@ -281,7 +283,7 @@ class Stragglers:
     def saved(self, why: str, now: float) -> list[Effect]:
         """The requested save is done, or was not possible."""
         event = self._waiting.pop(why, None)
-        return [] if event is None else [Record(replace(event, t=now))]
+        return [] if event is None else [Record(structs.replace(event, t=now))]
 
     def _found(self, event: ev.Straggling) -> list[Effect]:
         current = is_current(self._state, event)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, kw_only=True)
-class Instruction:
+class Instruction(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch(Instruction):
+class Launch(Instruction, frozen=True, kw_only=True):
     """Start attempt `attempt`: `placement[i]` is the node with group rank i; the first serves the store."""
 
     attempt: int
@@ -21,8 +19,7 @@ class Launch(Instruction):
     mtbf_s: float = 0.0  # the present estimate, for the ranks' cadence; 0: unknown
 
 
-@dataclass(frozen=True, kw_only=True)
-class StopWorkers(Instruction):
+class StopWorkers(Instruction, frozen=True, kw_only=True):
     """Stop the ranks of `attempt` on these nodes; each answers with WorkersStopped. `stacks`: with
     StacksTaken before, because they hang."""
 
@@ -31,15 +28,13 @@ class StopWorkers(Instruction):
     stacks: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dismiss(Instruction):
+class Dismiss(Instruction, frozen=True, kw_only=True):
     """The node is out: kill its ranks; its agent stays and may be used as a spare again."""
 
     node: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class TestNodes(Instruction):
+class TestNodes(Instruction, frozen=True, kw_only=True):
     """Test these nodes, on which no ranks run, for at most `limit_s`; each answers with NodeTested.
 
     `partners` are idle nodes to pair them with; they get no verdict.
@@ -50,22 +45,19 @@ class TestNodes(Instruction):
     partners: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class RaiseAlert(Instruction):
+class RaiseAlert(Instruction, frozen=True, kw_only=True):
     """Alert people to something that they must decide, first seen on these nodes."""
 
     nodes: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Requeue(Instruction):
+class Requeue(Instruction, frozen=True, kw_only=True):
     """Return the allocation and request one without `exclude`."""
 
     exclude: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finish(Instruction):
+class Finish(Instruction, frozen=True, kw_only=True):
     """The run is over (succeeded, failed or cancelled): agents leave, the job ends with `exit_code`."""
 
     state: str

@@ -7,8 +7,9 @@ to the same state, and the simulator runs the same code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.copies import SHARED
@@ -448,7 +449,7 @@ def _straggling(state: RunState, event: ev.Straggling) -> list[Instruction]:
     if why_not:
         state.notes.append((event.t, f"{told}; {why_not}"))
         return []
-    state.findings.straggling = replace(
+    state.findings.straggling = structs.replace(
         event, evidence=f"{event.evidence}; {stragglers.worth(state, event)[1]}"
     )
     return recovery.begin(state, event.t, event.t)

@@ -3,8 +3,10 @@ in a second. Anything unusual is journalled at once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
+
+from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.copies import Key
@@ -93,7 +95,7 @@ class SaveTeller:
     def look(self, now: float, *, forced: bool = False) -> list[ev.Saved]:
         """Return the copies to be journalled because their time has come, or (`forced`) all."""
         due = [save for save in self._copies.values() if forced or self._due(save.tier, now)]
-        return [self._tell(replace(save, t=now), now) for save in due]
+        return [self._tell(structs.replace(save, t=now), now) for save in due]
 
     def take(self, attempt: int, now: float) -> Usual | None:
         """Return what the ranks of an attempt have saved that is not in the journal: the caller journals
@@ -173,10 +175,10 @@ class ProgressTeller:
             absolute=reach.absolute,
         )  # fmt: skip
         if (usual := self._saves.take(event.attempt, now)) is not None:
-            event = replace(
+            event = structs.replace(
                 event, saves=usual.number, saved_step=usual.last.step, saved_in=usual.last.tier,
                 stall_s=round(usual.stall_s, 6),
             )  # fmt: skip
         took_s = stepped_at - self._state.stepped_at - event.stall_s
         step_s = took_s / done if done > 0 and not first else 0.0
-        return replace(event, step_s=max(0.0, step_s))
+        return structs.replace(event, step_s=max(0.0, step_s))

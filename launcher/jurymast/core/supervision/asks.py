@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.agreement import Agreement
@@ -78,7 +78,7 @@ class Asks:
             return []
         lost = not in_time and self._state.phase is Phase.RUNNING
         note = ev.Noted(t=now, message=f"the save requested by {why}, did not finish in time")
-        return [*([Record(note)] if lost else []), Record(replace(event, t=now))]
+        return [*([Record(note)] if lost else []), Record(structs.replace(event, t=now))]
 
     def warned(self, now: float) -> list[Effect]:
         """Slurm warned (SIGUSR2) that a time limit or a preemption is near: save what is done."""

@@ -3,8 +3,9 @@ knows nothing of the run but how that ended."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from jurymast.errors import JurymastError
 
@@ -18,8 +19,7 @@ SUCCESSOR_LIMIT_S = 120.0
 SUPERSEDED = 3  # exit code of a supervisor that a newer epoch replaced
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """How a run, or its job, ended, as written by the supervisor: the run's state, the job's exit code, and
     nodes that were lost or are to be excluded from a requeued job."""
 
@@ -36,39 +36,33 @@ class Outcome:
 FAILED = Outcome("failed", JurymastError.exit_code)
 
 
-@dataclass(frozen=True)
-class StartSupervisor:
+class StartSupervisor(msgspec.Struct, frozen=True):
     """Start a supervisor at once. Its start and its end are events."""
 
 
-@dataclass(frozen=True)
-class StartAgents:
+class StartAgents(msgspec.Struct, frozen=True):
     """Start the agents of all nodes, once."""
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(msgspec.Struct, frozen=True):
     """Forward a signal to the supervisor: a `warning`, or the end of the job."""
 
     warning: bool
 
 
-@dataclass(frozen=True)
-class RequeueJob:
+class RequeueJob(msgspec.Struct, frozen=True):
     """Requeue the job, after removing what is left of the agents."""
 
     outcome: Outcome
 
 
-@dataclass(frozen=True)
-class Say:
+class Say(msgspec.Struct, frozen=True):
     """Write this to the job's log."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class EndJob:
+class EndJob(msgspec.Struct, frozen=True):
     """End the job, or this life of a requeued job."""
 
     outcome: Outcome
