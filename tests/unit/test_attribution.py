@@ -7,6 +7,7 @@ from msgspec import structs
 
 from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
 from jurymast.core.run.attribution import attribute, describe_exit
+from support.attribution import found
 
 
 def failed(rank: int, exit_code: int = 1, error: str = "", message: str = "", node: str = "") -> WorkerFailed:
@@ -59,33 +60,33 @@ def test_order_of_belief(
     lost_: list[NodeLost], asked_: Asked | None, failures: list[WorkerFailed], hung_: RanksHung | None,
     expected: tuple[str, str, str],
 ) -> None:  # fmt: skip
-    cause = attribute(lost_, asked_, failures, hung_)
+    cause = attribute(found(*failures, lost=lost_, asked=asked_, hung=hung_))
     assert (cause.kind, cause.charged, cause.node) == expected
     assert cause.evidence
 
 
 def test_nothing_found_has_no_cause() -> None:
     with pytest.raises(ValueError, match="without any finding"):
-        attribute([], None, [], None)
+        attribute(found())
 
 
 def test_several_ranks_with_the_same_end_name_no_node() -> None:
-    cause = attribute([], None, [failed(0, 1, "OSError", "x"), failed(1, 1, "OSError", "x")], None)
+    cause = attribute(found(failed(0, 1, "OSError", "x"), failed(1, 1, "OSError", "x")))
     assert cause.nodes == ("n0", "n1")
     assert (cause.node, cause.rank) == ("", 0)
     assert cause.evidence == "rank 0 on n0: OSError: x (and 1 more ranks)"
 
 
 def test_several_lost_nodes_are_all_named() -> None:
-    cause = attribute([lost("n1"), lost("n2", "closed")], None, [], None)
+    cause = attribute(found(lost=[lost("n1"), lost("n2", "closed")]))
     assert cause.nodes == ("n1", "n2")
     assert cause.evidence == "n1: silent for 1.6 s (limit 1.5 s); n2: its agent's connection was reset"
 
 
 def test_the_same_cause_has_the_same_signature_and_another_one_has_not() -> None:
-    first = attribute([], None, [failed(0, 1, "ValueError", "a")], None)
-    again = attribute([], None, [failed(5, 1, "ValueError", "a")], None)
-    other = attribute([], None, [failed(0, 1, "ValueError", "b")], None)
+    first = attribute(found(failed(0, 1, "ValueError", "a")))
+    again = attribute(found(failed(5, 1, "ValueError", "a")))
+    other = attribute(found(failed(0, 1, "ValueError", "b")))
     assert first.signature == again.signature != other.signature
 
 
@@ -94,7 +95,7 @@ def test_ports_and_addresses_make_no_other_signature() -> None:
         "[gloo] Connection closed by peer [10.0.0.7]:4711",
         "[gloo] Connection closed by peer [10.0.0.9]:47",
     ]
-    first, again = (attribute([], None, [failed(0, 1, "RuntimeError", text)], None) for text in texts)
+    first, again = (attribute(found(failed(0, 1, "RuntimeError", text))) for text in texts)
     assert first.signature == again.signature
 
 
@@ -116,12 +117,12 @@ def test_ports_and_addresses_make_no_other_signature() -> None:
     ],
 )
 def test_what_sounds_like_the_other_sides_end(error: str, message: str, expected: bool) -> None:
-    cause = attribute([], None, [failed(0, 1, error, message)], None)
+    cause = attribute(found(failed(0, 1, error, message)))
     assert (cause.kind in ("communication", "collective_timeout")) is expected
 
 
 def test_a_killed_process_is_never_a_communication_failure() -> None:
-    assert attribute([], None, [failed(0, -9, "", "connection closed")], None).kind == "worker_killed"
+    assert attribute(found(failed(0, -9, "", "connection closed"))).kind == "worker_killed"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jurymast.core.run.attribution import attribute
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.ladder import repeats
 from jurymast.core.signatures import ErrorSignature, Signature, error_signature
+from support.attribution import found
 
 CALL = '  File "/tmp/run-4711/train.py", line 12, in <module>\n    main()\n'
 RAISED = '  File "/tmp/run-4711/data.py", line 30, in load\n    raise ValueError(path)\n'
@@ -83,18 +84,18 @@ def failure(traceback: str, error: str = "AssertionError", message: str = "") ->
 
 
 def test_assertions_in_two_places_are_no_crash_loop() -> None:
-    first = attribute([], None, [failure(RAISED)], None)
-    again = attribute([], None, [failure(RAISED)], None)
-    other = attribute([], None, [failure(RAISED.replace("line 30", "line 99"))], None)
+    first = attribute(found(failure(RAISED)))
+    again = attribute(found(failure(RAISED)))
+    other = attribute(found(failure(RAISED.replace("line 30", "line 99"))))
     past = [Incident(1, 0.0, 0.0, 1, 0, signature=cause.signature) for cause in (first, again)]
-    assert repeats(past, again, 2) == 2
-    assert repeats(past, other, 2) == 0
+    assert repeats(past, again) == 2
+    assert repeats(past, other) == 0
 
 
 def test_a_lost_connection_is_the_same_wherever_the_script_was() -> None:
     def lost(place: str) -> Signature:
         error = failure(place, "RuntimeError", "Connection closed by peer [10.0.0.7]:4711")
-        return attribute([], None, [error], None).signature
+        return attribute(found(error)).signature
 
     assert lost(RAISED) == lost(CALL)
 

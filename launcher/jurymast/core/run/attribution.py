@@ -27,13 +27,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from jurymast.core.events import Asked, NodeLost, RanksHung, StacksTaken, Straggling, WorkerFailed
+from jurymast.core.events import NodeLost, RanksHung, StacksTaken, WorkerFailed
 from jurymast.core.nodes import findings, stacks
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.run import causes
 from jurymast.core.run.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
 from jurymast.core.run.causes import APPLICATION, CAUSES
-from jurymast.core.signatures import ErrorSignature, Signature, error_signature
+from jurymast.core.run.state import Findings
+from jurymast.core.signatures import Signature, error_signature
 from jurymast.core.texts import NODES_TOLD, count, request, some
 
 # Messages of torch, gloo, NCCL and the socket layer when the *other* side has failed.
@@ -48,48 +49,31 @@ COMMUNICATION = re.compile(
 WATCHDOG = re.compile(r"watchdog|collective operation timeout", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Clue:
-    """An exception whose "CLASS: message" matches is of the class `kind`. `local`: the class instead if the
-    text names a path on the node itself; "": paths do not matter."""
-
-    pattern: re.Pattern[str]
-    kind: str
-    local: str = ""
-
-
-def _clue(pattern: str, kind: str, local: str = "") -> Clue:
-    return Clue(re.compile(pattern, re.IGNORECASE), kind, local)
-
-
-EXCEPTIONS = (
-    _clue(r"uncorrectable (ecc|nvlink) error|\bgpu (is lost|has fallen off)|gpu requires reset", "gpu_bad"),
-    _clue(
+# What the "CLASS: message" of an exception says, by the class that it indicates; the first match counts.
+EXCEPTIONS = {
+    "gpu_bad": r"uncorrectable (ecc|nvlink) error|\bgpu (is lost|has fallen off)|gpu requires reset",
+    "gpu_unavailable": (
         r"no cuda-capable device|cuda-capable device\(s\) is/are busy|system not yet initialized|"
-        r"system has unsupported display driver|cuda driver initialization failed|cuda unknown error",
-        "gpu_unavailable",
+        r"system has unsupported display driver|cuda driver initialization failed|cuda unknown error"
     ),
-    _clue(r"cuda.*out of memory|outofmemoryerror|hip.*out of memory", "gpu_out_of_memory"),
-    _clue(
+    "gpu_out_of_memory": r"cuda.*out of memory|outofmemoryerror|hip.*out of memory",
+    "gpu_exception": (
         r"device-side assert|illegal memory access|illegal instruction was encountered|misaligned address|"
-        r"unspecified launch failure|cublas_status_execution_failed",
-        "gpu_exception",
+        r"unspecified launch failure|cublas_status_execution_failed"
     ),
     # Last: what torch.save says when a file ends before what it wrote, without the errno.
-    _clue(
-        r"no space left on device|disk quota exceeded|\[errno (28|122)\]|unexpected pos \d+ vs \d+",
-        "storage_full",
-        "disk_full",
+    "storage_full": (
+        r"no space left on device|disk quota exceeded|\[errno (28|122)\]|unexpected pos \d+ vs \d+"
     ),
-    _clue(  # 107, 108 and 110 come from sockets, too, but then without a path
+    "storage_failed": (  # 107, 108 and 110 come from sockets, too, but then without a path
         r"input/output error|stale file handle|read-only file system|\[errno (5|30|116)\]|"
-        r"\[errno (107|108|110)\][^']*: '|pytorchstreamwriter failed",
-        "storage_failed",
-        "disk_failed",
+        r"\[errno (107|108|110)\][^']*: '|pytorchstreamwriter failed"
     ),
-    _clue(r"^(import|modulenotfound)error|cannot open shared object file|undefined symbol", "import_failed"),
-    _clue(r"^memoryerror|defaultcpuallocator: can't allocate|cannot allocate memory", "out_of_memory"),
-)
+    "import_failed": r"^(import|modulenotfound)error|cannot open shared object file|undefined symbol",
+    "out_of_memory": r"^memoryerror|defaultcpuallocator: can't allocate|cannot allocate memory",
+}
+# The class instead, if the text names a path on the node itself.
+_ON_THE_NODE = {"storage_full": "disk_full", "storage_failed": "disk_failed"}
 
 # By number; those that are not here were sent by somebody else (`worker_killed`).
 SIGNALS = {
@@ -110,12 +94,12 @@ SHM_FULL_SHARE = 0.98
 
 @lru_cache(maxsize=64)  # thousands of ranks fail with the same words
 def exception_class(text: str, local_paths: tuple[str, ...]) -> str:
-    """Return the class that an exception's "CLASS: message" indicates; "" if no clue matches. A clue about
-    storage is the node's own trouble if the text names a path below one of `local_paths`."""
-    for clue in EXCEPTIONS:
-        if clue.pattern.search(text):
+    """Return the class that an exception's "CLASS: message" indicates; "" if nothing matches. Trouble with
+    storage is the node's own if the text names a path below one of `local_paths`."""
+    for kind, pattern in EXCEPTIONS.items():
+        if re.search(pattern, text, re.IGNORECASE):
             here = any(re.search(rf"(?<![\w/.-]){re.escape(path)}(/|\b)", text) for path in local_paths)
-            return clue.local if clue.local and here else clue.kind
+            return _ON_THE_NODE.get(kind, kind) if here else kind
     return ""
 
 
@@ -150,6 +134,9 @@ _OF_MANY = {
 }
 _KILLED = ("out_of_memory", "worker_killed", "bus_error", "shm_full")
 _CASCADES = ("communication", "collective_timeout", "worker_terminated")
+# Ends of ranks by precedence; all other kinds have the place that is empty here.
+_PRECEDENCE = (causes.FROM_FINDINGS, _KILLED, (), ("host_died",), ("worker_crash",), _CASCADES)
+_OTHERS, _LAST = _PRECEDENCE.index(()), _PRECEDENCE.index(_CASCADES)
 
 
 @dataclass(frozen=True)
@@ -173,7 +160,6 @@ class Surroundings:
 
     `leaving`: those for which nodes are to leave; `near`: others on placed nodes, within `NEAR_S`; `common`:
     what many nodes reported at once, with `common_kind`, the kind of finding. `nodes`: how many have ranks.
-    `straggling`: the slowness for which the ranks were stopped; `stacks`: where they were then, if they hung.
     """
 
     leaving: Sequence[tuple[str, Finding]] = ()
@@ -182,8 +168,6 @@ class Surroundings:
     common_kind: str = ""
     nodes: int = 0
     local_paths: tuple[str, ...] = LOCAL_PATHS
-    straggling: Straggling | None = None
-    stacks: Sequence[StacksTaken] = ()
 
     def against(self, node: str, kinds: Collection[str] = ACTING_KINDS) -> Finding | None:
         """Return the worst finding on this node that is of one of these kinds."""
@@ -194,39 +178,33 @@ class Surroundings:
         return any(n == node and f.code == code for n, f in (*self.leaving, *self.near))
 
 
-def attribute(
-    lost: Sequence[NodeLost],
-    asked: Asked | None,
-    failures: Sequence[WorkerFailed],
-    hung: RanksHung | None,
-    around: Surroundings | None = None,
-) -> Cause:
-    """Return the root cause of an incident with these findings; at least one must be given (ValueError)."""
-    around = around or Surroundings()
-    if lost:
-        return _lost_cause(lost, around)
-    if asked is not None:
-        told = f"{request(asked.what, asked.node)} requested by {asked.by}"
-        return _cause(f"{asked.what}_asked", asked.node, told)
-    classed = [(_class_of(failure, around), failure) for failure in failures]
+def attribute(found: Findings, around: Surroundings | None = None) -> Cause:
+    """Return the root cause of an incident with these findings; there must be one (ValueError)."""
+    around, hung = around or Surroundings(), found.hung
+    if found.lost:
+        return _lost_cause(found.lost, around)
+    if found.asked is not None:
+        told = f"{request(found.asked.what, found.asked.node)} requested by {found.asked.by}"
+        return _cause(f"{found.asked.what}_asked", told, found.asked.node)
+    classed = [(_class_of(failure, around), failure) for failure in found.failures.values()]
     if around.leaving and not _program_failed_before(classed, around.leaving):
         return _found_cause(around.leaving)
     first = min((f.t for kind, f in classed if kind not in _CASCADES), default=0.0)
     roots = [pair for pair in classed if pair[0] in _CASCADES or pair[1].t <= first + FIRST_S]
-    frozen = hung is not None and bool(hung.ranks)
-    for believed in (causes.FROM_FINDINGS, _KILLED, None, ("host_died",), ("worker_crash",)):
-        if believed is None and frozen and hung is not None:
-            return _hang_cause("rank_frozen", hung, around)
-        if believed is None:
-            later = (*_CASCADES, "host_died", "worker_crash")
-            found = [pair for pair in roots if pair[0] not in later]
-        else:
-            found = [pair for pair in roots if pair[0] in believed]
-        if found:
-            return _failure_cause(found, around)
-    if around.straggling is not None:
-        return _straggler_cause(around.straggling)
-    return _collective_cause(roots, hung, around)
+    place = min((_place(kind) for kind, _ in roots), default=_LAST)
+    if hung is not None and hung.ranks and place >= _OTHERS:
+        return _hang_cause("rank_frozen", hung, found.stacks)
+    if place < _LAST:
+        return _failure_cause([pair for pair in roots if _place(pair[0]) == place], around)
+    if (slow := found.straggling) is not None:
+        signature = Signature("straggler", slow.node)
+        return _cause("straggler", slow.evidence, slow.node, rank=slow.rank, signature=signature)
+    return _collective_cause(roots, found, around)
+
+
+def _place(kind: str) -> int:
+    """The place of a rank's end in the order of precedence."""
+    return next((place for place, kinds in enumerate(_PRECEDENCE) if kind in kinds), _OTHERS)
 
 
 def _program_failed_before(
@@ -241,9 +219,10 @@ def _program_failed_before(
 
 
 def _collective_cause(
-    classed: Sequence[tuple[str, WorkerFailed]], hung: RanksHung | None, around: Surroundings
+    classed: Sequence[tuple[str, WorkerFailed]], found: Findings, around: Surroundings
 ) -> Cause:
     """The cause if no rank's own end explains the incident."""
+    hung = found.hung
     terminated = [pair for pair in classed if pair[0] == "worker_terminated"]
     if terminated:
         return _failure_cause(terminated, around)
@@ -257,18 +236,17 @@ def _collective_cause(
         return _found_cause(suspects[:1])
     storage = [f"{n}: {describe(f)}" for n, f in around.near if f.kind == findings.STORAGE]
     if storage:
-        return _cause("storage_failed", "", "; ".join(storage[:3]))
+        return _cause("storage_failed", "; ".join(storage[:3]))
     if around.common:
-        return _cause(_OF_MANY.get(around.common_kind, "common_fault"), "", around.common)
+        return _cause(_OF_MANY.get(around.common_kind, "common_fault"), around.common)
     # Ranks that are stopped because all hang lose their connections meanwhile, which explains nothing.
-    if hung is not None and (_absent(around) or all(failure.t >= hung.t for _, failure in classed)):
-        return _hang_cause("hang", hung, around)
+    if hung is not None and (_absent(found.stacks) or all(failure.t >= hung.t for _, failure in classed)):
+        return _hang_cause("hang", hung, found.stacks)
     for kind in ("collective_timeout", "communication"):
-        found = [pair for pair in classed if pair[0] == kind]
-        if found:
-            return _failure_cause(found, around)
+        if failed := [pair for pair in classed if pair[0] == kind]:
+            return _failure_cause(failed, around)
     assert hung is not None
-    return _hang_cause("hang", hung, around)
+    return _hang_cause("hang", hung, found.stacks)
 
 
 def _class_of(failure: WorkerFailed, around: Surroundings) -> str:
@@ -308,9 +286,13 @@ def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
 # Causes from what was chosen.
 
 
-def _cause(kind: str, node: str, evidence: str) -> Cause:
-    charged = CAUSES[kind].charged if kind in CAUSES else causes.NOBODY
-    return Cause(kind, charged, node, (node,) if node else (), None, 0, evidence, Signature(kind))
+def _cause(
+    kind: str, evidence: str, node: str = "", nodes: tuple[str, ...] = (), *, rank: int | None = None,
+    exit_code: int = 0, charged: str = "", signature: Signature | None = None,
+) -> Cause:  # fmt: skip
+    charged = charged or (CAUSES[kind].charged if kind in CAUSES else causes.NOBODY)
+    nodes = nodes or ((node,) if node else ())
+    return Cause(kind, charged, node, nodes, rank, exit_code, evidence, signature or Signature(kind))
 
 
 def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
@@ -326,7 +308,7 @@ def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
     if len(names) > max(MANY_LOST, MANY_LOST_FRACTION * around.nodes) and around.nodes:
         kind = "fabric_fault"
     node, evidence = names[0] if len(names) == 1 else "", some(parts, NODES_TOLD, "; ")
-    return Cause(kind, causes.INFRASTRUCTURE, node, names, None, 0, evidence, Signature(kind, node))
+    return _cause(kind, evidence, node, names, signature=Signature(kind, node))
 
 
 def _found_cause(found: Sequence[tuple[str, Finding]]) -> Cause:
@@ -335,8 +317,7 @@ def _found_cause(found: Sequence[tuple[str, Finding]]) -> Cause:
     kind = causes.of_finding(finding)
     evidence = some([f"{n}: {describe(f)}" for n, f in ((node, finding), *more)], NODES_TOLD, "; ")
     nodes = tuple(dict.fromkeys(n for n, _ in ((node, finding), *more)))
-    signature = Signature(kind, node, finding.code)
-    return Cause(kind, CAUSES[kind].charged, node, nodes, None, 0, evidence, signature)
+    return _cause(kind, evidence, node, nodes, signature=Signature(kind, node, finding.code))
 
 
 def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundings) -> Cause:
@@ -356,17 +337,12 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     evidence += "".join(
         f"; {describe(f)}" for n, f in around.near if n == first.node and f.kind == findings.APPLICATION
     )
-    return Cause(
-        kind, charged, nodes[0] if named else "", nodes, first.rank, first.exit_code, evidence,
-        Signature(kind, exit_code=first.exit_code, error=_error_of(first, charged)),
+    # A broken machine or network interrupts a script at a random place; an error of the script has one place.
+    error = error_signature(first.error, first.message, first.traceback if charged == APPLICATION else "")
+    return _cause(
+        kind, evidence, nodes[0] if named else "", nodes, rank=first.rank, exit_code=first.exit_code,
+        charged=charged, signature=Signature(kind, exit_code=first.exit_code, error=error),
     )  # fmt: skip
-
-
-def _error_of(failure: WorkerFailed, charged: str) -> ErrorSignature:
-    """The error of a rank. A broken machine or network interrupts a script at a random place; an error of the
-    script has one place."""
-    traceback = failure.traceback if charged == APPLICATION else ""
-    return error_signature(failure.error, failure.message, traceback)
 
 
 def _told(failure: WorkerFailed) -> str:
@@ -380,35 +356,21 @@ def _told(failure: WorkerFailed) -> str:
     return f"{told}; its log ends: {failure.log}" if failure.log else told
 
 
-def _straggler_cause(event: Straggling) -> Cause:
-    kind = "straggler"
-    return Cause(
-        kind,
-        CAUSES[kind].charged,
-        event.node,
-        (event.node,),
-        event.rank,
-        0,
-        event.evidence,
-        Signature(kind, event.node),
-    )
-
-
-def _absent(around: Surroundings) -> dict[int, str]:
+def _absent(taken: Sequence[StacksTaken]) -> dict[int, str]:
     """The nodes of the ranks that never reached the place where the others wait, by rank."""
-    node_of = {rank: event.node for event in around.stacks for rank in event.ranks}
-    flight = stacks.in_flight(around.stacks)
-    late = stacks.absent(stacks.places(around.stacks)) if flight is None else flight.ranks
+    node_of = {rank: event.node for event in taken for rank in event.ranks}
+    flight = stacks.in_flight(taken)
+    late = stacks.absent(stacks.places(taken)) if flight is None else flight.ranks
     return {rank: node_of[rank] for rank in late if rank in node_of}
 
 
-def _hang_cause(kind: str, hung: RanksHung, around: Surroundings) -> Cause:
-    missing = {} if hung.ranks else _absent(around)
+def _hang_cause(kind: str, hung: RanksHung, taken: Sequence[StacksTaken]) -> Cause:
+    missing = {} if hung.ranks else _absent(taken)
     nodes = tuple(dict.fromkeys(missing.values())) or ((hung.node,) if hung.node else ())
     node = nodes[0] if len(nodes) == 1 else ""
     rank = next(iter(hung.ranks or missing), None)
-    evidence = "; ".join([hung.evidence, *stacks.evidence(around.stacks)])
-    return Cause(kind, causes.INFRASTRUCTURE, node, nodes, rank, 0, evidence, Signature(kind))
+    evidence = "; ".join([hung.evidence, *stacks.evidence(taken)])
+    return _cause(kind, evidence, node, nodes, rank=rank)
 
 
 def describe_exit(exit_code: int) -> str:

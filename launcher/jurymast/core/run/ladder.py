@@ -15,7 +15,6 @@ from jurymast.core.run import blame, causes
 from jurymast.core.run.attribution import Cause
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.state import Blame, Role, RunState
-from jurymast.core.settings import Budget
 from jurymast.core.texts import NODES_TOLD, count, some
 from jurymast.errors import RunFailedError
 
@@ -50,11 +49,10 @@ class Decision:
 
 def decide(state: RunState, cause: Cause) -> Decision:
     """Return what to do now that all ranks are stopped and the cause is known."""
-    stop = _give_up(state, cause)
-    if stop is not None:
-        return stop
+    if hopeless := _hopeless(state, cause):
+        return Decision("stop", hopeless, exit_code=job_exit_code(cause))
     bad, why = _bad_nodes(state, cause)
-    wait_s = backoff_s(state.without_progress)
+    wait_s = _pause_s(state.without_progress, BACKOFF_FIRST_S, BACKOFF_MAX_S)
     spares = [node.name for node in state.spare_nodes() if node.name not in bad]
     aside = _set_aside(state, cause, bad, spares)
     blames = _blames(state, cause, bad) + tuple(aside)
@@ -62,7 +60,8 @@ def decide(state: RunState, cause: Cause) -> Decision:
         bad += tuple(b.node for b in aside)
         why += "; also removed: " + ", ".join(f"{b.node} ({b.evidence})" for b in aside)
     if not bad:
-        wait_s = patient_s(_patient_tries(state, cause)) if cause.kind in PATIENT else wait_s
+        if cause.kind in PATIENT:
+            wait_s = _pause_s(_patient_tries(state, cause), PATIENT_FIRST_S, PATIENT_MAX_S)
         return Decision("restart", why, backoff_s=wait_s)
     coming = [node for node in state.nodes.values() if node.coming]
     unblamed = [node for node in coming if node.role is not Role.SUSPECT and node.name not in bad]
@@ -92,16 +91,9 @@ def decide(state: RunState, cause: Cause) -> Decision:
     )
 
 
-def backoff_s(in_a_row: int) -> float:
-    """Return the pause before the next attempt: none after a first failure, then 0.5 s doubling up to 30
-    s."""
-    return 0.0 if in_a_row <= 1 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** (in_a_row - 2))
-
-
-def patient_s(in_a_row: int) -> float:
-    """Return the pause before the next attempt if only other people can help: as above, but 15 s up to 5
-    minutes."""
-    return 0.0 if in_a_row <= 1 else min(PATIENT_MAX_S, PATIENT_FIRST_S * 2.0 ** (in_a_row - 2))
+def _pause_s(in_a_row: int, first_s: float, most_s: float) -> float:
+    """The pause before the next attempt: none after a first failure, then doubling."""
+    return 0.0 if in_a_row <= 1 else min(most_s, first_s * 2.0 ** (in_a_row - 2))
 
 
 def _patient_tries(state: RunState, cause: Cause) -> int:
@@ -120,67 +112,37 @@ def job_exit_code(cause: Cause) -> int:
     return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
 
 
-def _give_up(state: RunState, cause: Cause) -> Decision | None:
-    """Stop if the same cause returned without progress, or a restart budget is exhausted."""
-    if cause.charged == "nobody":
-        return None
-    exit_code = job_exit_code(cause)
-    repeated = repeats(state.incidents, cause, state.without_progress)
-    most = SAME_APPLICATION_ERROR if cause.charged == "application" else SAME_INFRASTRUCTURE_ERROR
+def _hopeless(state: RunState, cause: Cause) -> str:
+    """Why another attempt cannot help, if the same cause returned without progress or a restart budget is
+    spent; otherwise ""."""
+    if cause.charged == causes.NOBODY:
+        return ""
+    incidents, application = state.incidents, cause.charged == causes.APPLICATION
+    most = SAME_APPLICATION_ERROR if application else SAME_INFRASTRUCTURE_ERROR
     most = SAME_PATIENT_ERROR if cause.kind in LASTING else most
-    if repeated >= most and cause.kind not in ("node_lost", "node_crash"):
-        return Decision(
-            "stop",
-            f"crash loop: the same failure {repeated} times without a new step",
-            exit_code=exit_code,
-        )
-    alike = repeats_at_step(state.incidents, cause)
-    if alike >= most and not state.absolute and cause.kind not in ("node_lost", "node_crash"):
-        return Decision(
-            "stop",
-            f"crash loop: the same failure {alike} times, each after "
-            f"{state.incidents[-1].step_lost_from} steps",
-            exit_code=exit_code,
-        )
-    budget = state.settings.application if cause.charged == "application" else state.settings.infrastructure
-    used = spent(state.incidents, cause.charged, budget, state.now)
-    if budget.count is not None and used > budget.count:
-        return Decision(
-            "stop",
-            f"the {cause.charged} budget of {budget.count} failures per {budget.window_s:.0f} s is spent",
-            exit_code=exit_code,
-        )
-    return None
+    if cause.kind not in ("node_lost", "node_crash"):
+        repeated = repeats(incidents[-max(1, state.without_progress) :], cause)
+        if repeated >= most:
+            return f"crash loop: the same failure {repeated} times without a new step"
+        # A script that counts from 0 in every attempt does new steps each time, maybe without progress.
+        step = incidents[-1].step_lost_from
+        alike = repeats(incidents, cause, step)
+        if alike >= most and not state.absolute:
+            return f"crash loop: the same failure {alike} times, each after {step} steps"
+    budget = state.settings.application if application else state.settings.infrastructure
+    recent = takewhile(lambda one: one.detected_at > state.now - budget.window_s, reversed(incidents))
+    if budget.count is not None and sum(one.charged == cause.charged for one in recent) > budget.count:
+        return f"the {cause.charged} budget of {budget.count} failures per {budget.window_s:.0f} s is spent"
+    return ""
 
 
-def repeats(incidents: Sequence[Incident], cause: Cause, in_a_row: int) -> int:
-    """Return how often in a row (newest included) this cause came without a new step in between."""
-    count = 0
-    for incident in reversed(incidents[-in_a_row:] if in_a_row else incidents[-1:]):
-        if incident.signature != cause.signature:
-            break
-        count += 1
-    return count
-
-
-def repeats_at_step(incidents: Sequence[Incident], cause: Cause) -> int:
-    """Return how often in a row (newest included) this cause came after equally many steps. A script that
-    counts from 0 in every attempt does new steps each time, and may still make no progress."""
-    count = 0
-    for incident in reversed(incidents):
-        if (incident.signature, incident.step_lost_from) != (
-            cause.signature,
-            incidents[-1].step_lost_from,
-        ):
-            break
-        count += 1
-    return count
-
-
-def spent(incidents: Sequence[Incident], charged: str, budget: Budget, now: float) -> int:
-    """Return the incidents charged to `charged` within the budget's window, the newest included."""
-    recent = takewhile(lambda incident: incident.detected_at > now - budget.window_s, reversed(incidents))
-    return sum(1 for incident in recent if incident.charged == charged)
+def repeats(incidents: Sequence[Incident], cause: Cause, at_step: int | None = None) -> int:
+    """Return how many of the newest incidents in a row have this cause, each `at_step` if that is given."""
+    same = takewhile(
+        lambda one: one.signature == cause.signature and at_step in (None, one.step_lost_from),
+        reversed(incidents),
+    )
+    return sum(1 for _ in same)
 
 
 def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:

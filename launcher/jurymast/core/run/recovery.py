@@ -172,11 +172,10 @@ def _diagnose(state: RunState) -> list[Instruction]:
     """Name the cause and choose the action, now that all ranks are stopped."""
     incident = state.incidents[-1]
     found = state.findings
-    failures = list(found.failures.values())
-    cause = attribute(found.lost, found.asked, failures, found.hung, _surroundings(state, incident))
+    cause = attribute(found, _surroundings(state, incident))
     incident.cause, incident.charged, incident.signature = cause.kind, cause.charged, cause.signature
     incident.node, incident.rank, incident.evidence = cause.node, cause.rank, cause.evidence
-    incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
+    incident.traceback = next((f.traceback for f in found.failures.values() if f.rank == cause.rank), "")
     incident.stopped_at = incident.decided_at = state.now
     _count_failure(state, incident)
     decision = decide(state, cause)
@@ -202,16 +201,7 @@ def _surroundings(state: RunState, incident: Incident) -> Surroundings:
     local = (*LOCAL_PATHS, *([state.settings.local_path] if state.settings.local_path else []))
     for found in (leaving, near):
         found.sort(key=lambda pair: pair[1].at)
-    return Surroundings(
-        leaving,
-        near,
-        common,
-        kind,
-        len(state.placement),
-        local,
-        state.findings.straggling,
-        state.findings.stacks,
-    )
+    return Surroundings(leaving, near, common, kind, len(state.placement), local)
 
 
 def _alert_on(state: RunState, cause: Cause) -> list[Instruction]:
