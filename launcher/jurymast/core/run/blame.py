@@ -17,7 +17,7 @@ Where one of these keeps a node in, people are alerted instead. Times in seconds
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jurymast.core.events import HealthFound
 from jurymast.core.nodes import findings
@@ -48,18 +48,6 @@ OOM_KILL, SHM_FULL = "oom-kill", "shm-full"
 # With only one node, no other node can confirm it.
 STORAGE_FULL = "storage-full"
 PROCESS_STUCK = "process-stuck"
-
-
-@dataclass(frozen=True)
-class Ruling:
-    """What to do about a finding: `out`: its node leaves the active ones for `finding`; `alert`: alert people
-    instead, once for all nodes if `many` show similar ones (their group of findings); or `note` it."""
-
-    finding: Finding
-    out: bool = False
-    note: str = ""
-    alert: tuple[str, str] | None = None  # subject, message
-    many: str = ""
 
 
 def take(state: RunState, event: HealthFound) -> Finding | None:
@@ -95,35 +83,44 @@ def _remember(state: RunState, sighting: Sighting) -> None:
     state.recent.append(sighting)
 
 
-def rule(state: RunState, node: Node, raw: Finding) -> Ruling:
-    """Return what follows from a new finding on `node`."""
-    finding = escalated(state, node.name, raw)
-    common = on_many(state, finding)
-    if common:
+def stays(state: RunState, node: Node, finding: Finding) -> list[Instruction] | None:
+    """Return None if `node` leaves the active ones for this new finding; otherwise note why it stays, and
+    return the alert, if people are to know at once."""
+
+    def alert(subject: str, message: str, many: str = "") -> list[Instruction]:
+        return raise_alert(state, subject, message, (node.name,), many)
+
+    if common := on_many(state, finding):
         group = _group(finding)
-        return Ruling(finding, alert=(_shown_by_many(group), common), many=group)
+        return alert(_shown_by_many(group), common, group)
     if finding.code == STORAGE_FULL and finding.verdict in ACTING_VERDICTS:
-        message = f"{describe(finding)}; the run's writes wait for space, and no node is blamed"
-        return Ruling(finding, alert=("storage full", message))
+        return alert(
+            "storage full", f"{describe(finding)}; the run's writes wait for space, and no node is blamed"
+        )
     if not acts(finding) or node.role is Role.FAILED or _waits_for_storage(node, finding):
-        return Ruling(finding)
+        return []
     if finding.verdict is Verdict.SUSPECT and node.role is Role.SUSPECT:
-        return Ruling(finding)
+        return []
     told = f"{node.name}: {describe(finding)}"
     if state.settings.bad_nodes == "report":
-        message = f"{told}; it would leave the active nodes, but the policy only reports bad nodes"
-        return Ruling(finding, alert=("reported only", message))
-    refused = beyond_limits(state, node.name)
-    if refused:
-        return Ruling(finding, alert=("limit of blame", f"{told}; it stays, because {refused}"))
+        return alert(
+            "reported only",
+            f"{told}; it would leave the active nodes, but the policy only reports bad nodes",
+        )
+    if refused := beyond_limits(state, node.name):
+        return alert("limit of blame", f"{told}; it stays, because {refused}")
     if finding.verdict is Verdict.SUSPECT and node.role is Role.ACTIVE:
+        why = ""
         if worked_around(state, finding):
-            return Ruling(finding, note=f"{told}; its ranks do without the device from the next attempt on")
-        if not any(n.role is Role.SPARE for n in state.spare_nodes()):
-            return Ruling(finding, note=f"{told}; no spare is ready, so it stays until the next incident")
+            why = "its ranks do without the device from the next attempt on"
+        elif not any(n.role is Role.SPARE for n in state.spare_nodes()):
+            why = "no spare is ready, so it stays until the next incident"
+        if why:
+            state.notes.append((state.now, f"{told}; {why}"))
+            return []
     elif finding.verdict is Verdict.BAD and not _replaceable(state, node):
-        return Ruling(finding, alert=("no replacement", f"{told}; it stays: nothing can take its place"))
-    return Ruling(finding, out=True)
+        return alert("no replacement", f"{told}; it stays: nothing can take its place")
+    return None
 
 
 def acts(finding: Finding) -> bool:

@@ -19,7 +19,7 @@ from jurymast.core.nodes.heartbeat import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.run import blame, node_tests, recovery, restoring
 from jurymast.core.run.instructions import Dismiss, Instruction, Requeue, StopWorkers
-from jurymast.core.run.state import ENDED, Findings, Node, Phase, Role, RunState, TierState
+from jurymast.core.run.state import WITH_RANKS, Findings, Node, Phase, Role, RunState, TierState
 from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunCancelledError, RunFailedError
 
@@ -35,8 +35,10 @@ def step(state: RunState, event: ev.Event) -> list[Instruction]:
     if state.ended and not isinstance(event, _AFTER_THE_END):
         return []
     before = state.phase
-    handler = _HANDLERS.get(type(event))
-    instructions = handler(state, event) if handler else []
+    instructions: list[Instruction] = []
+    if getattr(event, "attempt", state.attempt) == state.attempt or isinstance(event, _OF_ANY_ATTEMPT):
+        handler = _HANDLERS.get(type(event))
+        instructions = (handler(state, event) if handler else None) or []
     if not state.ended:
         instructions += recovery.advance(state, one_came=isinstance(event, ev.NodeJoined | ev.NodeReady))
     if state.phase is not before or isinstance(event, _LETS_TEST) or _of_suspect(state, event):
@@ -97,23 +99,23 @@ def resume(state: RunState) -> list[Instruction]:
     return node_tests.again(state, why)
 
 
-def _run_started(state: RunState, event: ev.RunStarted) -> list[Instruction]:
+def _run_started(state: RunState, event: ev.RunStarted) -> None:
     state.run, state.name = event.run, event.name
     state.active, state.spares, state.ranks_per_node = event.active, event.spares, event.ranks_per_node
     state.submitted_at = event.submitted_at
-    return []
 
 
-def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[Instruction]:
+def _allocation_started(state: RunState, event: ev.AllocationStarted) -> None:
+    allocation = f"{event.slurm_job}.{event.restarts}"
     if state.ended:  # requeued all the same: none of the nodes that there were is to come back
-        state.allocation, state.nodes = f"{event.slurm_job}.{event.restarts}", {}
-        return []
+        state.allocation, state.nodes = allocation, {}
+        return
     if state.phase not in (Phase.QUEUED, Phase.REQUEUED):
         recovery.open_incident(state, event.t, state.stepped_at or event.t)
         recovery.settle(
             state, "allocation_lost", "the allocation ended without a word from the supervisor", "requeue"
         )
-    state.allocation = f"{event.slurm_job}.{event.restarts}"
+    state.allocation = allocation
     if event.slurm_job not in state.slurm_jobs:
         state.slurm_jobs.append(event.slurm_job)
     state.restarts += 1 if state.attempt or state.phase is Phase.REQUEUED else 0
@@ -131,15 +133,11 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
     state.placement, state.started, state.finished, state.stopped = (), set(), set(), set()
     state.findings = Findings()
     state.pretested, state.testing, state.awaited = False, set(), 0
-    state.phase, state.deadline, state.enough_since = (
-        Phase.STARTING,
-        event.t + state.settings.join_limit_s,
-        None,
-    )
-    return []
+    state.phase, state.enough_since = Phase.STARTING, None
+    state.deadline = recovery.deadline(state, event.t)
 
 
-def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[Instruction]:
+def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> None:
     state.epoch = event.epoch
     silent = {name for name in state.abandoned if name in state.nodes and not state.nodes[name].heard}
     state.abandoned = {name: at for name, at in state.abandoned.items() if name in silent}
@@ -155,7 +153,6 @@ def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[In
         state.deadline = max(state.deadline, recovery.deadline(state, event.t))
     if state.phase is Phase.WAITING:  # the spares have all their time again: clocks of nodes may differ
         state.not_before = max(state.not_before, event.t)
-    return []
 
 
 def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
@@ -169,7 +166,7 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     was_placed = node.name in state.places and node.role is Role.ACTIVE
     node.address, node.incarnation, node.pid = event.address, event.incarnation, event.pid
     node.ready, node.gpus = False, event.gpus
-    if was_placed and state.phase in (Phase.RUNNING, Phase.LAUNCHING, Phase.STOPPING):
+    if was_placed and state.phase in WITH_RANKS:
         # Its agent is a new one, so the ranks of the old one are gone.
         lost = ev.NodeLost(
             t=event.t, node=node.name, how="closed", silent_s=0.0, evidence="its agent restarted"
@@ -192,14 +189,13 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     return []
 
 
-def _node_ready(state: RunState, event: ev.NodeReady) -> list[Instruction]:
+def _node_ready(state: RunState, event: ev.NodeReady) -> None:
     node = state.nodes.get(event.node)
     if node is None:
-        return []
+        return
     node.ready, node.store_port = True, event.store_port
     if node.role is Role.JOINING:
         node.become(Role.SPARE, "ready", event.t)
-    return []
 
 
 def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
@@ -221,19 +217,18 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
     return recovery.begin(state, event.t, max(event.t - event.silent_s, state.stepped_at))  # all lived then
 
 
-def _workers_started(state: RunState, event: ev.WorkersStarted) -> list[Instruction]:
-    if event.attempt != state.attempt or event.node not in state.places:
-        return []
+def _workers_started(state: RunState, event: ev.WorkersStarted) -> None:
+    if event.node not in state.places:
+        return
     state.started.add(event.node)
     if state.phase is Phase.LAUNCHING and len(state.started) == len(state.placement):
         state.phase, state.deadline = Phase.RUNNING, None
         if state.incident is not None:
             state.incident.started_at = event.t
-    return []
 
 
 def _ranks_hung(state: RunState, event: ev.RanksHung) -> list[Instruction]:
-    if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
+    if state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
         return []
     state.findings.hung = event
     if state.best_step <= max((i.step_lost_from for i in state.incidents if i.cause == "hang"), default=-1):
@@ -243,11 +238,8 @@ def _ranks_hung(state: RunState, event: ev.RanksHung) -> list[Instruction]:
 
 def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
     if event.what == "cancel":
-        return [
-            recovery.finish_from_outside(
-                state, "cancelled", RunCancelledError.exit_code, f"cancel requested by {event.by}"
-            )
-        ]
+        why = f"cancel requested by {event.by}"
+        return recovery.finish_from_outside(state, "cancelled", RunCancelledError.exit_code, why)
     if event.what == "save":
         return []  # nothing to decide: the ranks save at their next common step
     if event.what == "drain" and (event.node not in state.places or state.phase is Phase.WAITING):
@@ -260,7 +252,7 @@ def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
         return []
     if event.what == "restart" and state.phase is Phase.WAITING:
         state.not_before = event.t  # no back-off: somebody wants it now
-    if state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
+    if state.phase not in WITH_RANKS:
         return []
     state.findings.asked = event
     return recovery.begin(state, event.t, event.t)
@@ -314,26 +306,24 @@ def _attempt_found(state: RunState, event: ev.AttemptFound) -> list[Instruction]
 
 
 def _launch_waits(state: RunState, event: ev.LaunchWaits) -> list[Instruction]:
-    if event.attempt != state.attempt or state.phase is not Phase.LAUNCHING:
+    if state.phase is not Phase.LAUNCHING:
         return []
     message = f"the launch of attempt {event.attempt} waits for {event.what}"
     return blame.raise_alert(state, "launch waits", message, ())
 
 
 def _node_finished(state: RunState, event: ev.NodeFinished) -> list[Instruction]:
-    if event.attempt != state.attempt or state.phase not in (Phase.RUNNING, Phase.LAUNCHING):
+    if state.phase not in (Phase.RUNNING, Phase.LAUNCHING):
         return []
     if event.node in state.places:
         state.finished.add(event.node)
-    if len(state.finished) == len(state.placement):
-        recovery.close_incident(state, event.t)
-        return [recovery.finish(state, "succeeded", 0, "every rank ended with exit code 0")]
-    return []
-
-
-def _progress(state: RunState, event: ev.Progress) -> list[Instruction]:
-    if event.attempt != state.attempt or state.phase in ENDED:
+    if len(state.finished) < len(state.placement):
         return []
+    recovery.close_incident(state, event.t)
+    return recovery.finish(state, "succeeded", 0, "every rank ended with exit code 0")
+
+
+def _progress(state: RunState, event: ev.Progress) -> None:
     state.step, state.stepped_at, state.absolute = event.step, event.stepped_at, event.absolute
     if event.saves:
         tier = state.saved.setdefault(event.saved_in, TierState())
@@ -346,19 +336,14 @@ def _progress(state: RunState, event: ev.Progress) -> list[Instruction]:
     incident = state.incident
     if incident is not None and state.phase is Phase.STOPPING:  # how far the attempt had really come
         incident.step_lost_from = max(incident.step_lost_from, event.step)
-    if (
-        incident is not None
-        and state.phase is Phase.RUNNING
-        and (not event.absolute or event.step > incident.step_lost_from)
-    ):
+    if state.recovers(event.step, event.absolute):
         recovery.close_incident(state, event.stepped_at)
     if event.step > state.best_step or not event.absolute:
         state.without_progress = 0
     state.best_step = max(state.best_step, event.step)
-    return []
 
 
-def _saved(state: RunState, event: ev.Saved) -> list[Instruction]:
+def _saved(state: RunState, event: ev.Saved) -> None:
     tier = state.saved.setdefault(event.tier, TierState())
     if event.ok:
         ranks_waited = event.tier == SHARED and not event.copied
@@ -372,23 +357,19 @@ def _saved(state: RunState, event: ev.Saved) -> list[Instruction]:
         if not event.copied:
             state.save_failures = 0
             state.stalls.append(event.stall_s)
-        return []
+        return
     tier.failures += 1
     tier.error, tier.failed_step, tier.failed_at = event.error, event.step, event.t
     if not event.copied:
         state.save_failures += 1
-    return []
 
 
-def _fetched(state: RunState, event: ev.Fetched) -> list[Instruction]:
-    if event.attempt == state.attempt:
-        state.notes.append((event.t, f"rank {event.rank} on {event.node}: {'; '.join(event.why)}"))
-    return []
+def _fetched(state: RunState, event: ev.Fetched) -> None:
+    state.notes.append((event.t, f"rank {event.rank} on {event.node}: {'; '.join(event.why)}"))
 
 
-def _cold_start(state: RunState, event: ev.ColdStart) -> list[Instruction]:
+def _cold_start(state: RunState, event: ev.ColdStart) -> None:
     state.cold = event.why
-    return []
 
 
 def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
@@ -396,24 +377,17 @@ def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
     finding = blame.take(state, event) if node is not None else None
     if node is None or finding is None:
         return []
-    ruling = blame.rule(state, node, finding)
-    instructions: list[Instruction] = []
-    if ruling.alert is not None:
-        subject, message = ruling.alert
-        instructions += blame.raise_alert(state, subject, message, (node.name,), ruling.many)
-    if ruling.note:
-        state.notes.append((event.t, ruling.note))
-    if not ruling.out:
-        return instructions
-    running = state.phase in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING)
-    if running and node.name in state.places:
+    finding = blame.escalated(state, node.name, finding)
+    if (alert := blame.stays(state, node, finding)) is not None:
+        return alert
+    if state.phase in WITH_RANKS and node.name in state.places:
         before = state.findings.health.get(node.name)
         if before is None or before.verdict is not Verdict.BAD:
-            state.findings.health[node.name] = ruling.finding
+            state.findings.health[node.name] = finding
         # Steps that were done after it are done.
         fault_at = min(event.t, max(finding.at, state.stepped_at))
-        return instructions + recovery.begin(state, event.t, fault_at)
-    return instructions + blame.put_out(state, blame.blame_for(state, node.name, ruling.finding))
+        return recovery.begin(state, event.t, fault_at)
+    return blame.put_out(state, blame.blame_for(state, node.name, finding))
 
 
 def _node_tested(state: RunState, event: ev.NodeTested) -> list[Instruction]:
@@ -422,19 +396,14 @@ def _node_tested(state: RunState, event: ev.NodeTested) -> list[Instruction]:
 
 
 def _signalled(state: RunState, event: ev.Signalled) -> list[Instruction]:
-    if event.signal == "timeout":
-        return [
-            recovery.finish_from_outside(
-                state, "failed", RunFailedError.exit_code, "the Slurm job reached its time limit"
-            )
-        ]
-    return []
+    if event.signal != "timeout":
+        return []
+    why = "the Slurm job reached its time limit"
+    return recovery.finish_from_outside(state, "failed", RunFailedError.exit_code, why)
 
 
-def _cadence_set(state: RunState, event: ev.CadenceSet) -> list[Instruction]:
-    if event.attempt == state.attempt:
-        state.cadence = event
-    return []
+def _cadence_set(state: RunState, event: ev.CadenceSet) -> None:
+    state.cadence = event
 
 
 def _straggling(state: RunState, event: ev.Straggling) -> list[Instruction]:
@@ -455,16 +424,14 @@ def _straggling(state: RunState, event: ev.Straggling) -> list[Instruction]:
     return recovery.begin(state, event.t, event.t)
 
 
-def _stacks_taken(state: RunState, event: ev.StacksTaken) -> list[Instruction]:
-    if event.attempt == state.attempt and state.phase is Phase.STOPPING:
+def _stacks_taken(state: RunState, event: ev.StacksTaken) -> None:
+    if state.phase is Phase.STOPPING:
         state.findings.stacks.append(event)
-    return []
 
 
-def _noted(state: RunState, event: ev.Noted) -> list[Instruction]:
+def _noted(state: RunState, event: ev.Noted) -> None:
     where = f"{event.node}: " if event.node else ""
     state.notes.append((event.t, f"{where}{event.message}"))
-    return []
 
 
 def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
@@ -493,11 +460,14 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
     return []
 
 
+# They are still true of an attempt that is over, or lead to one of which this state does not know yet.
+_OF_ANY_ATTEMPT = (ev.WorkersStopped, ev.AttemptFound, ev.Saved, ev.ColdStart)
 # The newest checkpoint is being written to storage, and a node that takes part may be lost as well.
 _AFTER_THE_END = (ev.AllocationStarted, ev.AllocationEnded, ev.Saved, ev.Noted, ev.SupervisorStarted)
 # Events that may allow a suspect's tests; checking at every event would cost too much with 10,000 nodes.
 _LETS_TEST = (ev.Tick, ev.NodeTested)
-_HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = {
+# From some events nothing ever follows at once: their handlers return nothing.
+_HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | None]] = {
     ev.RunStarted: _run_started,
     ev.AllocationStarted: _allocation_started,
     ev.SupervisorStarted: _supervisor_started,

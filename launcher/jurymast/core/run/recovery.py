@@ -17,7 +17,7 @@ from jurymast.core.run.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundin
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run.ladder import Decision, decide
-from jurymast.core.run.state import Exclusion, Findings, Node, Phase, Role, RunState
+from jurymast.core.run.state import WITH_RANKS, Exclusion, Findings, Node, Phase, Role, RunState
 from jurymast.core.signatures import Signature
 from jurymast.core.texts import NODES_TOLD, request, some
 from jurymast.errors import RunFailedError
@@ -86,7 +86,7 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
 
 def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
     """Handle the end of a rank, or a reason to end it."""
-    if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
+    if state.phase not in WITH_RANKS:
         return []
     if event.rank >= 0:  # the reason came after all
         state.findings.failures.pop((event.node, -1, RANKS_GONE), None)
@@ -142,18 +142,18 @@ def close_incident(state: RunState, t: float) -> None:
         state.incident.recovered_at = state.incident.ended_at = max(t, state.incident.detected_at)
 
 
-def finish_from_outside(state: RunState, how: str, exit_code: int, reason: str) -> Finish:
+def finish_from_outside(state: RunState, how: str, exit_code: int, reason: str) -> list[Instruction]:
     """A user or Slurm ends the run. Ranks that ended just before are part of that and make no incident."""
     if state.phase is Phase.STOPPING and state.incident is not None and not state.findings.lost:
         state.incidents.pop()
     return finish(state, how, exit_code, reason)
 
 
-def finish(state: RunState, how: str, exit_code: int, reason: str) -> Finish:
+def finish(state: RunState, how: str, exit_code: int, reason: str) -> list[Instruction]:
     state.phase, state.exit_code, state.end_reason, state.ended_at = Phase(how), exit_code, reason, state.now
     if state.incident is not None:
         state.incident.ended_at = state.now
-    return Finish(state=how, exit_code=exit_code, reason=reason)
+    return [Finish(state=how, exit_code=exit_code, reason=reason)]
 
 
 def advance(state: RunState, *, one_came: bool = False) -> list[Instruction]:
@@ -232,15 +232,15 @@ def _carry_out(state: RunState, decision: Decision) -> list[Instruction]:
             node.become(Role.FAILED if node.drained else Role.SUSPECT, incident.reason, state.now)
             instructions.append(Dismiss(node=name, reason=incident.reason))
     if decision.action == "stop":
-        return [*instructions, finish(state, "failed", decision.exit_code, incident.reason)]
+        return instructions + finish(state, "failed", decision.exit_code, incident.reason)
     if decision.action == "requeue":
-        return [*instructions, _requeue(state, incident.reason)]
+        return instructions + _requeue(state, incident.reason)
     state.phase, state.deadline = Phase.WAITING, None
     state.not_before = state.now + decision.backoff_s
     return instructions + _replace(state)
 
 
-def _requeue(state: RunState, reason: str) -> Requeue:
+def _requeue(state: RunState, reason: str) -> list[Instruction]:
     oldest = state.now - state.settings.exclusion_s
     state.excluded = {name: told for name, told in state.excluded.items() if told.at > oldest}
     for node in state.nodes.values():
@@ -249,7 +249,7 @@ def _requeue(state: RunState, reason: str) -> Requeue:
             note_failure(state, node)
     state.phase, state.deadline, state.placement = Phase.REQUEUED, None, ()
     state.started, state.finished = set(), set()
-    return Requeue(exclude=tuple(sorted(state.excluded)), reason=reason)
+    return [Requeue(exclude=tuple(sorted(state.excluded)), reason=reason)]
 
 
 def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
@@ -272,7 +272,7 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
                 return tests
             chosen = sorted(ready[: state.active], key=lambda node: node.order)
             reason = f"{state.active} of {len(ready)} ready nodes{_left_out(state, ready[state.active :])}"
-            return [_launch(state, tuple(n.name for n in chosen), reason)]
+            return _launch(state, tuple(n.name for n in chosen), reason)
         return []
     state.enough_since = None
     if one_came:  # nothing is lost by that
@@ -285,7 +285,7 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
     missing = [n for n in state.nodes.values() if n.role is Role.FAILED or (late and not n.usable)]
     for node in missing:
         node.become(Role.FAILED, node.reason, state.now)
-    return [_try_elsewhere(state, missing)]
+    return _try_elsewhere(state, missing)
 
 
 def _left_out(state: RunState, spares: list[Node]) -> str:
@@ -299,7 +299,7 @@ def _left_out(state: RunState, spares: list[Node]) -> str:
     return f"; spares: {'; '.join(told + more)}" if told else ""
 
 
-def _try_elsewhere(state: RunState, missing: list[Node]) -> Instruction:
+def _try_elsewhere(state: RunState, missing: list[Node]) -> list[Instruction]:
     """Request another allocation for one that never had enough nodes, but not for ever. If users took the
     nodes out, that is no failure."""
     names = some([f"{node.name} ({node.reason})" for node in missing], NODES_TOLD)
@@ -344,9 +344,9 @@ def _replace(state: RunState) -> list[Instruction]:
     incident.action = "requeue"
     incident.why += "; no spare came in time"
     if state.may_requeue:
-        return [_requeue(state, incident.reason)]
+        return _requeue(state, incident.reason)
     incident.action = "stop"
-    return [finish(state, "failed", RunFailedError.exit_code, incident.reason)]
+    return finish(state, "failed", RunFailedError.exit_code, incident.reason)
 
 
 def _patience_s(state: RunState, coming: list[Node]) -> float:
@@ -370,10 +370,10 @@ def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[In
     if swapped:
         state.incidents[-1].action = "swap"
     reason = some(swapped, NODES_TOLD) or "same nodes"
-    return [_launch(state, tuple(placement), reason)]
+    return _launch(state, tuple(placement), reason)
 
 
-def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
+def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[Instruction]:
     if state.attempt and state.incidents:
         reason = f"{state.incidents[-1].action} after incident {state.incidents[-1].id}, {reason}"
     state.attempt += 1
@@ -389,10 +389,11 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
     if state.incident is not None:
         state.incident.launched_at = state.now
     master = state.nodes[placement[0]]
-    return Launch(
+    launch = Launch(
         attempt=state.attempt, placement=placement, master_address=master.address,
         master_port=master.store_port, reason=reason, mtbf_s=expected_mtbf_s(state, state.now),
     )  # fmt: skip
+    return [launch]
 
 
 def note_failure(state: RunState, node: Node) -> None:

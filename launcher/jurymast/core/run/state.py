@@ -54,6 +54,8 @@ NOTES_KEPT = 500
 # The cost of a save is the median of this many.
 STALLS_KEPT = 9
 ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED})
+# Ranks of an attempt run, or are about to, or are being stopped.
+WITH_RANKS = frozenset({Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING})
 
 
 @dataclass
@@ -267,6 +269,11 @@ class RunState:
     def incident(self) -> Incident | None:
         """The incident being recovered from, if any."""
         return self.incidents[-1] if self.incidents and self.incidents[-1].open else None
+
+    def recovers(self, step: int, absolute: bool) -> bool:
+        """Return whether the incident ends with this step."""
+        incident = self.incident if self.phase is Phase.RUNNING else None
+        return incident is not None and (not absolute or step > incident.step_lost_from)
 
     def restores(self) -> tuple[int, int]:
         """After how many failures of the infrastructure the run was restored, and after how many of them

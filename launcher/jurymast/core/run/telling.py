@@ -159,11 +159,7 @@ class ProgressTeller:
         done = reach.step - self._state.step
         if not first and done <= 0 and not (forced and done == 0 and self._saves.untold):
             return told
-        ends = (
-            incident is not None
-            and self._state.phase is Phase.RUNNING
-            and (not reach.absolute or reach.step > incident.step_lost_from)
-        )
+        ends = self._state.recovers(reach.step, reach.absolute)
         return [*told, self._progress(now, reach)] if due or ends else told
 
     def _progress(self, now: float, reach: Reach) -> ev.Progress:
