@@ -48,8 +48,8 @@ class Training:
             t=self.story.t, attempt=self.state.attempt, step=self.done, tier=tier, ok=ok,
             stall_s=0.0 if copied else stall_s, size_bytes=1000, copied=copied,
         )  # fmt: skip
-        for told in self.saves.hear(save, self.story.t):
-            self.feed(told)
+        if self.saves.hear(save, self.story.t):
+            self.feed(save)
 
     def look(self, *, forced: bool = False) -> None:
         for node in self.state.placement:

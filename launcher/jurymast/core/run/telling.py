@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from msgspec import structs
 
@@ -58,16 +59,6 @@ def copied(
 
 
 @dataclass
-class Usual:
-    """Regular saves of the ranks: how many, the newest as `last`, and how long training stood still for all
-    of them."""
-
-    last: ev.Saved
-    number: int
-    stall_s: float
-
-
-@dataclass
 class SaveTeller:
     """Decides which saves are journalled, and when. Times are Unix times in seconds."""
 
@@ -75,53 +66,47 @@ class SaveTeller:
     # By the tier that agents copied to; "" for what the ranks saved.
     _last: dict[str, ev.Saved] = field(default_factory=dict)
     _told_at: dict[str, float] = field(default_factory=dict)
-    _copies: dict[str, ev.Saved] = field(default_factory=dict)  # untold, by tier
-    _usual: Usual | None = None
+    _copies: dict[str, ev.Saved] = field(default_factory=dict)  # the newest of each tier, untold
+    _usual: list[ev.Saved] = field(default_factory=list)  # regular saves of the ranks, untold
 
-    def hear(self, save: ev.Saved, now: float) -> list[ev.Saved]:
-        """Return what to journal of this save now: the save, or nothing yet."""
-        kind = _kind(save)
+    def hear(self, save: ev.Saved, now: float) -> bool:
+        """Return whether this save is to be journalled now."""
+        kind = save.tier if save.copied else ""
         news = is_news(self.state, save, self._last.get(kind))
         self._last[kind] = save
         if news or self._due(kind, now):
-            return [self._tell(save, now)]
+            self._told_at[kind] = now
+            self._copies.pop(kind, None)
+            return True
         if save.copied:
-            self._copies[save.tier] = save
+            self._copies[kind] = save
         else:
-            before = self._usual or Usual(save, 0, 0.0)
-            self._usual = Usual(save, before.number + 1, before.stall_s + save.stall_s)
-        return []
+            self._usual.append(save)
+        return False
 
     def look(self, now: float, *, forced: bool = False) -> list[ev.Saved]:
         """Return the copies to be journalled because their time has come, or (`forced`) all."""
-        due = [save for save in self._copies.values() if forced or self._due(save.tier, now)]
-        return [self._tell(structs.replace(save, t=now), now) for save in due]
+        due = [tier for tier in self._copies if forced or self._due(tier, now)]
+        self._told_at.update(dict.fromkeys(due, now))
+        return [structs.replace(self._copies.pop(tier), t=now) for tier in due]
 
-    def take(self, attempt: int, now: float) -> Usual | None:
-        """Return what the ranks of an attempt have saved that is not in the journal: the caller journals
-        it."""
-        usual, self._usual = self._usual, None
-        if usual is None or usual.last.attempt != attempt:
-            return None
+    def take(self, attempt: int, now: float) -> dict[str, Any]:
+        """Return what the ranks of an attempt have saved that is not in the journal, as fields of the
+        Progress with which the caller journals it."""
+        usual, self._usual = self._usual, []
+        if not usual or usual[-1].attempt != attempt:
+            return {}
         self._told_at[""] = now
-        return usual
+        stall_s = round(sum(save.stall_s for save in usual), 6)
+        newest = usual[-1]
+        return {"saves": len(usual), "saved_step": newest.step, "saved_in": newest.tier, "stall_s": stall_s}
 
     @property
     def untold(self) -> bool:
-        return self._usual is not None
+        return bool(self._usual)
 
     def _due(self, kind: str, now: float) -> bool:
         return now >= self._told_at.get(kind, 0.0) + pause_s(self.state, now)
-
-    def _tell(self, save: ev.Saved, now: float) -> ev.Saved:
-        self._told_at[_kind(save)] = now
-        if save.copied:
-            self._copies.pop(save.tier, None)
-        return save
-
-
-def _kind(save: ev.Saved) -> str:
-    return save.tier if save.copied else ""
 
 
 PROGRESS_INTERVAL_S = 2.0
@@ -163,18 +148,12 @@ class ProgressTeller:
         return [*told, self._progress(now, reach)] if due or ends else told
 
     def _progress(self, now: float, reach: Reach) -> ev.Progress:
-        self._progress_at = now
-        first, done = self._state.first_step_at is None, reach.step - self._state.step
-        stepped_at = now - reach.ago_s
-        event = ev.Progress(
-            t=now, attempt=self._state.attempt, step=reach.step, stepped_at=stepped_at,
-            absolute=reach.absolute,
+        state, self._progress_at = self._state, now
+        saves = self._saves.take(state.attempt, now)
+        done, stepped_at = reach.step - state.step, now - reach.ago_s
+        took_s = stepped_at - state.stepped_at - saves.get("stall_s", 0.0)
+        step_s = took_s / done if done > 0 and state.first_step_at is not None else 0.0
+        return ev.Progress(
+            t=now, attempt=state.attempt, step=reach.step, stepped_at=stepped_at, absolute=reach.absolute,
+            step_s=max(0.0, step_s), **saves,
         )  # fmt: skip
-        if (usual := self._saves.take(event.attempt, now)) is not None:
-            event = structs.replace(
-                event, saves=usual.number, saved_step=usual.last.step, saved_in=usual.last.tier,
-                stall_s=round(usual.stall_s, 6),
-            )  # fmt: skip
-        took_s = stepped_at - self._state.stepped_at - event.stall_s
-        step_s = took_s / done if done > 0 and not first else 0.0
-        return structs.replace(event, step_s=max(0.0, step_s))

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from msgspec.structs import asdict
 
@@ -48,40 +47,6 @@ from jurymast.errors import never
 
 # Repeated reports of agents are among this many last saves.
 SAVES_KEPT = 64
-
-
-@dataclass
-class RankEvents:
-    state: RunState
-    checkpoints: Checkpoints
-    _saves: deque[msg.RankEvent] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
-
-    def hear(self, node: str, message: msg.RankEvent, now: float) -> list[Effect]:
-        """Process a report. `now` is Unix time in seconds."""
-        said, attempt, fields = message.event, message.attempt, asdict(message.event)
-        local_rank = fields.pop("local_rank")
-        rank = self.state.places.get(node, 0) * self.state.ranks_per_node + local_rank
-        match said:
-            case within.Saved():
-                if message in self._saves:  # said over two connections
-                    return []
-                self._saves.append(message)
-                return [Record(ev.Saved(t=now, attempt=attempt, **fields))]
-            case within.Restored():
-                self.checkpoints.restored(attempt, said.step, said.tier)
-                return [Record(ev.Restored(t=now, attempt=attempt, **fields))]
-            case within.RestoreWaits():
-                return [Record(ev.RestoreWaits(t=now, attempt=attempt, node=node, rank=rank, **fields))]
-            case within.ColdStart():
-                if self.state.cold:
-                    return []
-                return [Record(ev.ColdStart(t=now, attempt=attempt, node=node, rank=rank, **fields))]
-            case within.Skipped():
-                return self.checkpoints.skipped(attempt, said.step, rank, said.why, now)
-            case _:
-                return never(said)
-
-
 # While a run has no trouble, each tick only looks for silence; the rest is done once in this many ticks.
 STEADY_LOOKS = 3
 # Slurm's answer when a job does not end at all, and how that begins when it gives none or no useful one.
@@ -117,7 +82,7 @@ class Supervision:
         self._saves = SaveTeller(state)
         self._progress = ProgressTeller(state, self.watch.reports, self._saves)
         self._hangs = Hangs(state, self.watch.reports)
-        self._rank_events = RankEvents(state, self.checkpoints)
+        self._rank_saves: deque[msg.RankEvent] = deque(maxlen=SAVES_KEPT)
         self._health = NodeHealth()
         self._preflight = Preflight(state)
         self._stragglers = Stragglers(state)
@@ -195,10 +160,10 @@ class Supervision:
 
     def _saved(self, save: ev.Saved, now: float) -> list[Effect]:
         """Journal saves; regular ones from time to time, together."""
-        told = self._saves.hear(save, now)
-        if not told:
-            self.agreement.heard(save)
-        return [effect for event in told for effect in self.record(event)]
+        if self._saves.hear(save, now):
+            return self.record(save)
+        self.agreement.heard(save)
+        return []
 
     def _saved_first(self, why: str, in_time: bool, now: float) -> list[Effect]:
         asked = self.asks.saved(why, in_time, now)
@@ -363,24 +328,44 @@ class Supervision:
     def _of_ranks(self, node: str, message: AboutRanks, now: float) -> list[Effect]:
         match message:
             case msg.Ready():
-                return self.record(ev.NodeReady(t=now, node=node, store_port=message.store_port))
+                return self.record(ev.NodeReady(t=now, node=node, **asdict(message)))
             case msg.Started():
                 return self.record(ev.WorkersStarted(t=now, node=node, **asdict(message)))
             case msg.Failed():
                 return self.record(ev.WorkerFailed(t=now, node=node, **asdict(message)))
             case msg.Stacks():
-                flights = tuple(one.to_json() for one in message.flights)
-                return self.record(
-                    ev.StacksTaken(t=now, node=node, **{**asdict(message), "flights": flights})
-                )
+                fields = asdict(message) | {"flights": tuple(one.to_json() for one in message.flights)}
+                return self.record(ev.StacksTaken(t=now, node=node, **fields))
             case msg.Stopped():
                 return self.record(ev.WorkersStopped(t=now, node=node, **asdict(message)))
             case msg.Finished():
-                return self.record(ev.NodeFinished(t=now, node=node, attempt=message.attempt))
+                return self.record(ev.NodeFinished(t=now, node=node, **asdict(message)))
             case msg.RankEvent():
-                return self._do(self._rank_events.hear(node, message, now), now)
+                return self._of_rank(node, message, now)
             case _:
                 return never(message)
+
+    def _of_rank(self, node: str, message: msg.RankEvent, now: float) -> list[Effect]:
+        said, attempt, fields = message.event, message.attempt, asdict(message.event)
+        rank = self.state.places.get(node, 0) * self.state.ranks_per_node + fields.pop("local_rank")
+        match said:
+            case within.Saved():
+                if message in self._rank_saves:  # said over two connections
+                    return []
+                self._rank_saves.append(message)
+                return self._saved(ev.Saved(t=now, attempt=attempt, **fields), now)
+            case within.Restored():
+                self.checkpoints.restored(attempt, said.step, said.tier)
+                return self.record(ev.Restored(t=now, attempt=attempt, **fields))
+            case within.RestoreWaits():
+                return self.record(ev.RestoreWaits(t=now, attempt=attempt, node=node, rank=rank, **fields))
+            case within.ColdStart():
+                cold = ev.ColdStart(t=now, attempt=attempt, node=node, rank=rank, **fields)
+                return [] if self.state.cold else self.record(cold)
+            case within.Skipped():
+                return self._do(self.checkpoints.skipped(attempt, said.step, rank, said.why, now), now)
+            case _:
+                return never(said)
 
     def _of_node(self, node: str, connection: int, message: AboutNodes, now: float) -> list[Effect]:
         match message:
