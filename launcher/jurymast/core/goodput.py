@@ -18,7 +18,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jurymast.core import events as ev
 from jurymast.core.run.instructions import Instruction
@@ -129,13 +130,10 @@ class Account:
     first_launch: int | None
     end: int
     final: bool
-    totals: Counter[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "totals", self._totals())
-
-    def _totals(self) -> Counter[str]:
-        """Return node-microseconds by category. Nodes placed over the same time are computed once."""
+    @cached_property
+    def totals(self) -> Counter[str]:
+        """Node-microseconds by category. Nodes placed over the same time are computed once."""
         totals: Counter[str] = Counter()
         placed: Counter[tuple[int, int]] = Counter()
         for stays in self.stays.values():
@@ -224,28 +222,24 @@ class SaveCounts:
         """Count a save. What agents copy from memory to other tiers is not another save."""
         if self.last is not None and self.last[:2] == (event.attempt, event.step):
             return
-        if not event.ok:
+        if event.ok:
+            self.size_bytes = event.size_bytes
+            self._add(1, event, event.step)
+        else:
             self.failed += 1
-            return
-        if self.last is not None and self.last[0] == event.attempt:
-            self.intervals += 1
-            self.interval_s += event.t - self.last[2]
-        self.done += 1
-        self.stall_s += event.stall_s
-        self.stall_max_s = max(self.stall_max_s, event.stall_s)
-        self.size_bytes = event.size_bytes
-        self.last = (event.attempt, event.step, event.t)
 
     def take_usual(self, event: ev.Progress) -> None:
         """Count saves that were recorded together."""
-        newest = event.saved_step
+        before = self.last[1] if self.last is not None and self.last[0] == event.attempt else 0
+        self._add(event.saves, event, max(before, event.saved_step))
+
+    def _add(self, number: int, event: ev.Saved | ev.Progress, newest: int) -> None:
         if self.last is not None and self.last[0] == event.attempt:
-            self.intervals += event.saves
+            self.intervals += number
             self.interval_s += event.t - self.last[2]
-            newest = max(newest, self.last[1])
-        self.done += event.saves
+        self.done += number
         self.stall_s += event.stall_s
-        self.stall_max_s = max(self.stall_max_s, event.stall_s / event.saves)
+        self.stall_max_s = max(self.stall_max_s, event.stall_s / number)
         self.last = (event.attempt, newest, event.t)
 
 

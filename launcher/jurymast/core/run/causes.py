@@ -1,9 +1,4 @@
-"""Every class of cause that an incident can have: what happened, whose restart budget pays, what to do.
-
-`category` is the row of Llama 3's table of unplanned interruptions (arXiv 2407.21783, table 5) to which the
-class belongs, "" if that table has no such row. It shows which kinds are covered, not how often they are
-detected.
-"""
+"""Every class of cause that an incident can have: what happened, whose restart budget pays, what to do."""
 
 from __future__ import annotations
 
@@ -15,13 +10,6 @@ INFRASTRUCTURE = "infrastructure"
 APPLICATION = "application"
 NOBODY = "nobody"  # it was a choice: somebody asked for it, or a swap pays
 
-GPU = "Faulty GPU, HBM3 or SRAM memory, GPU system processor, thermal, silent data corruption"
-NETWORK = "Network switch, cable, network interface"
-HOST = "Host maintenance, host memory, system reboot, power, disks, other host problems"
-SOFTWARE = "Software bug, dependency"
-WATCHDOG = "NCCL watchdog timeouts"
-FILESYSTEM = "Filesystem mount, storage"
-
 
 @dataclass(frozen=True)
 class CauseClass:
@@ -30,83 +18,82 @@ class CauseClass:
 
     name: str
     charged: str
-    category: str
     meaning: str
     todo: str
 
 
 _CLASSES = (
-    CauseClass("node_lost", INFRASTRUCTURE, HOST, "a node went silent: power, kernel or network",
+    CauseClass("node_lost", INFRASTRUCTURE, "a node went silent: power, kernel or network",
                "have the node checked before it is used again"),
-    CauseClass("node_crash", INFRASTRUCTURE, HOST, "the agent of a node ended or restarted",
+    CauseClass("node_crash", INFRASTRUCTURE, "the agent of a node ended or restarted",
                "read the node's log to find what ended the agent"),
-    CauseClass("fabric_fault", INFRASTRUCTURE, NETWORK, "many nodes lost their network at once",
+    CauseClass("fabric_fault", INFRASTRUCTURE, "many nodes lost their network at once",
                "check the switch, the fabric manager and the power supply; no node is blamed"),
-    CauseClass("common_fault", INFRASTRUCTURE, "", "many nodes reported the same fault at once",
+    CauseClass("common_fault", INFRASTRUCTURE, "many nodes reported the same fault at once",
                "find what these nodes have in common; no node is blamed"),
-    CauseClass("allocation_lost", INFRASTRUCTURE, HOST, "the whole allocation ended without notice",
+    CauseClass("allocation_lost", INFRASTRUCTURE, "the whole allocation ended without notice",
                "use sacct to find why the job ended"),
-    CauseClass("gpu_bad", INFRASTRUCTURE, GPU, "a GPU, its memory or its links are broken",
+    CauseClass("gpu_bad", INFRASTRUCTURE, "a GPU, its memory or its links are broken",
                "drain the node; it needs a reset, a reboot or a repair"),
-    CauseClass("gpu_suspect", INFRASTRUCTURE, GPU, "a GPU shows signs that it is about to fail",
+    CauseClass("gpu_suspect", INFRASTRUCTURE, "a GPU shows signs that it is about to fail",
                "nothing; the node is tested before it is used again"),
-    CauseClass("network_bad", INFRASTRUCTURE, NETWORK, "a node's network device is broken",
+    CauseClass("network_bad", INFRASTRUCTURE, "a node's network device is broken",
                "check the cable, the port and the device of that node"),
-    CauseClass("network_suspect", INFRASTRUCTURE, NETWORK, "a node's network device is down or flaps",
+    CauseClass("network_suspect", INFRASTRUCTURE, "a node's network device is down or flaps",
                "check the cable and the port; the ranks work without the device for now"),
-    CauseClass("host_bad", INFRASTRUCTURE, HOST, "a node's host is broken: driver, memory, disk or clock",
+    CauseClass("host_bad", INFRASTRUCTURE, "a node's host is broken: driver, memory, disk or clock",
                "drain the node and have it checked"),
-    CauseClass("host_suspect", INFRASTRUCTURE, HOST, "a node's host shows signs of a fault",
+    CauseClass("host_suspect", INFRASTRUCTURE, "a node's host shows signs of a fault",
                "nothing; the node is tested before it is used again"),
-    CauseClass("gpu_unavailable", INFRASTRUCTURE, GPU, "a rank could not use its GPU",
+    CauseClass("gpu_unavailable", INFRASTRUCTURE, "a rank could not use its GPU",
                "check the driver and the fabric manager of that node"),
-    CauseClass("worker_killed", INFRASTRUCTURE, HOST, "a rank was killed from outside",
+    CauseClass("worker_killed", INFRASTRUCTURE, "a rank was killed from outside",
                "read the node's kernel log to find what killed it"),
-    CauseClass("worker_terminated", INFRASTRUCTURE, HOST, "a rank got a SIGTERM that jurymast did not send",
+    CauseClass("worker_terminated", INFRASTRUCTURE, "a rank got a SIGTERM that jurymast did not send",
                "find who sent the SIGTERM: an epilog, a user, a preemption"),
-    CauseClass("bus_error", INFRASTRUCTURE, HOST, "a rank accessed mapped memory that has no backing",
+    CauseClass("bus_error", INFRASTRUCTURE, "a rank accessed mapped memory that has no backing",
                "check the file system whose files the rank maps"),
-    CauseClass("shm_full", INFRASTRUCTURE, HOST, "/dev/shm of a node was full",
+    CauseClass("shm_full", INFRASTRUCTURE, "/dev/shm of a node was full",
                "remove files that others left in /dev/shm, or reduce what data loaders use"),
-    CauseClass("host_died", INFRASTRUCTURE, SOFTWARE, "a node's torchrun host died with its ranks",
+    CauseClass("host_died", INFRASTRUCTURE, "a node's torchrun host died with its ranks",
                "read the log of the node's agent"),
-    CauseClass("rank_frozen", INFRASTRUCTURE, HOST, "the process of a rank was stopped",
+    CauseClass("rank_frozen", INFRASTRUCTURE, "the process of a rank was stopped",
                "find who stopped the process, or what it waits for in the kernel"),
-    CauseClass("hang", INFRASTRUCTURE, WATCHDOG, "no rank made progress",
+    CauseClass("hang", INFRASTRUCTURE, "no rank made progress",
                "compare where the ranks waited: a rank that differs is the lead"),
-    CauseClass("restore_failed", INFRASTRUCTURE, NETWORK, "the image of a rank did not reach its node",
+    CauseClass("restore_failed", INFRASTRUCTURE, "the image of a rank did not reach its node",
                "check the network between the named nodes"),
-    CauseClass("collective_timeout", INFRASTRUCTURE, WATCHDOG, "the watchdog aborted a collective",
+    CauseClass("collective_timeout", INFRASTRUCTURE, "the watchdog aborted a collective",
                "compare where the ranks waited: a rank that differs is the lead"),
-    CauseClass("communication", INFRASTRUCTURE, NETWORK, "ranks lost connections; nothing else was found",
+    CauseClass("communication", INFRASTRUCTURE, "ranks lost connections; nothing else was found",
                "if it recurs, check the network between the named ranks"),
-    CauseClass("storage_full", INFRASTRUCTURE, FILESYSTEM, "shared storage is full or over quota",
+    CauseClass("storage_full", INFRASTRUCTURE, "shared storage is full or over quota",
                "free space; no node is blamed"),
-    CauseClass("storage_failed", INFRASTRUCTURE, FILESYSTEM, "shared storage failed or was too slow",
+    CauseClass("storage_failed", INFRASTRUCTURE, "shared storage failed or was too slow",
                "check the file system; no node is blamed"),
-    CauseClass("disk_full", INFRASTRUCTURE, HOST, "a node's own disk is full",
+    CauseClass("disk_full", INFRASTRUCTURE, "a node's own disk is full",
                "free space on that node"),
-    CauseClass("disk_failed", INFRASTRUCTURE, HOST, "a node's own disk failed",
+    CauseClass("disk_failed", INFRASTRUCTURE, "a node's own disk failed",
                "drain the node and replace the disk"),
-    CauseClass("out_of_memory", APPLICATION, SOFTWARE, "a rank used more memory than the job has",
+    CauseClass("out_of_memory", APPLICATION, "a rank used more memory than the job has",
                "request more memory (--mem), or reduce what data loaders use"),
-    CauseClass("gpu_out_of_memory", APPLICATION, SOFTWARE, "a rank used more memory than the GPU has",
+    CauseClass("gpu_out_of_memory", APPLICATION, "a rank used more memory than the GPU has",
                "use a smaller batch, or more sharding"),
-    CauseClass("gpu_exception", APPLICATION, SOFTWARE, "GPU code of the training accessed an illegal address",
+    CauseClass("gpu_exception", APPLICATION, "GPU code of the training accessed an illegal address",
                "run once with CUDA_LAUNCH_BLOCKING=1 to see where"),
-    CauseClass("import_failed", APPLICATION, SOFTWARE, "a module or library failed to load",
+    CauseClass("import_failed", APPLICATION, "a module or library failed to load",
                "repair the environment of the script"),
-    CauseClass("worker_exception", APPLICATION, SOFTWARE, "the training's code raised an exception",
+    CauseClass("worker_exception", APPLICATION, "the training's code raised an exception",
                "read the traceback"),
-    CauseClass("worker_exit", APPLICATION, SOFTWARE, "the training's code exited with an error code",
+    CauseClass("worker_exit", APPLICATION, "the training's code exited with an error code",
                "read the log of that rank"),
-    CauseClass("worker_crash", APPLICATION, SOFTWARE, "the training's code crashed a rank",
+    CauseClass("worker_crash", APPLICATION, "the training's code crashed a rank",
                "read the log of that rank; a core dump has more"),
-    CauseClass("straggler", NOBODY, HOST, "a node slowed down all others",
+    CauseClass("straggler", NOBODY, "a node slowed down all others",
                "nothing; the node is tested before it is used again"),
-    CauseClass("restart_asked", NOBODY, "", "a user requested a restart", ""),
-    CauseClass("drain_asked", NOBODY, "", "a user removed a node", ""),
-    CauseClass("rollback_asked", NOBODY, "", "a user rolled back to an older checkpoint", ""),
+    CauseClass("restart_asked", NOBODY, "a user requested a restart", ""),
+    CauseClass("drain_asked", NOBODY, "a user removed a node", ""),
+    CauseClass("rollback_asked", NOBODY, "a user rolled back to an older checkpoint", ""),
 )  # fmt: skip
 CAUSES = {cause.name: cause for cause in _CLASSES}
 
