@@ -185,7 +185,7 @@ def attribute(found: Findings, around: Surroundings | None = None) -> Cause:
         return _lost_cause(found.lost, around)
     if found.asked is not None:
         told = f"{request(found.asked.what, found.asked.node)} requested by {found.asked.by}"
-        return _cause(f"{found.asked.what}_asked", told, found.asked.node)
+        return cause_of(f"{found.asked.what}_asked", told, found.asked.node)
     classed = [(_class_of(failure, around), failure) for failure in found.failures.values()]
     if around.leaving and not _program_failed_before(classed, around.leaving):
         return _found_cause(around.leaving)
@@ -198,7 +198,7 @@ def attribute(found: Findings, around: Surroundings | None = None) -> Cause:
         return _failure_cause([pair for pair in roots if _place(pair[0]) == place], around)
     if (slow := found.straggling) is not None:
         signature = Signature("straggler", slow.node)
-        return _cause("straggler", slow.evidence, slow.node, rank=slow.rank, signature=signature)
+        return cause_of("straggler", slow.evidence, slow.node, rank=slow.rank, signature=signature)
     return _collective_cause(roots, found, around)
 
 
@@ -236,9 +236,9 @@ def _collective_cause(
         return _found_cause(suspects[:1])
     storage = [f"{n}: {describe(f)}" for n, f in around.near if f.kind == findings.STORAGE]
     if storage:
-        return _cause("storage_failed", "; ".join(storage[:3]))
+        return cause_of("storage_failed", "; ".join(storage[:3]))
     if around.common:
-        return _cause(_OF_MANY.get(around.common_kind, "common_fault"), around.common)
+        return cause_of(_OF_MANY.get(around.common_kind, "common_fault"), around.common)
     # Ranks that are stopped because all hang lose their connections meanwhile, which explains nothing.
     if hung is not None and (_absent(found.stacks) or all(failure.t >= hung.t for _, failure in classed)):
         return _hang_cause("hang", hung, found.stacks)
@@ -286,10 +286,12 @@ def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
 # Causes from what was chosen.
 
 
-def _cause(
+def cause_of(
     kind: str, evidence: str, node: str = "", nodes: tuple[str, ...] = (), *, rank: int | None = None,
     exit_code: int = 0, charged: str = "", signature: Signature | None = None,
 ) -> Cause:  # fmt: skip
+    """Return the cause of this class. `node` is at fault, or each of `nodes` shows it. `charged` and
+    `signature` are those of the class if not given."""
     charged = charged or (CAUSES[kind].charged if kind in CAUSES else causes.NOBODY)
     nodes = nodes or ((node,) if node else ())
     return Cause(kind, charged, node, nodes, rank, exit_code, evidence, signature or Signature(kind))
@@ -308,7 +310,7 @@ def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
     if len(names) > max(MANY_LOST, MANY_LOST_FRACTION * around.nodes) and around.nodes:
         kind = "fabric_fault"
     node, evidence = names[0] if len(names) == 1 else "", some(parts, NODES_TOLD, "; ")
-    return _cause(kind, evidence, node, names, signature=Signature(kind, node))
+    return cause_of(kind, evidence, node, names, signature=Signature(kind, node))
 
 
 def _found_cause(found: Sequence[tuple[str, Finding]]) -> Cause:
@@ -317,7 +319,7 @@ def _found_cause(found: Sequence[tuple[str, Finding]]) -> Cause:
     kind = causes.of_finding(finding)
     evidence = some([f"{n}: {describe(f)}" for n, f in ((node, finding), *more)], NODES_TOLD, "; ")
     nodes = tuple(dict.fromkeys(n for n, _ in ((node, finding), *more)))
-    return _cause(kind, evidence, node, nodes, signature=Signature(kind, node, finding.code))
+    return cause_of(kind, evidence, node, nodes, signature=Signature(kind, node, finding.code))
 
 
 def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundings) -> Cause:
@@ -339,7 +341,7 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     )
     # A broken machine or network interrupts a script at a random place; an error of the script has one place.
     error = error_signature(first.error, first.message, first.traceback if charged == APPLICATION else "")
-    return _cause(
+    return cause_of(
         kind, evidence, nodes[0] if named else "", nodes, rank=first.rank, exit_code=first.exit_code,
         charged=charged, signature=Signature(kind, exit_code=first.exit_code, error=error),
     )  # fmt: skip
@@ -370,7 +372,7 @@ def _hang_cause(kind: str, hung: RanksHung, taken: Sequence[StacksTaken]) -> Cau
     node = nodes[0] if len(nodes) == 1 else ""
     rank = next(iter(hung.ranks or missing), None)
     evidence = "; ".join([hung.evidence, *stacks.evidence(taken)])
-    return _cause(kind, evidence, node, nodes, rank=rank)
+    return cause_of(kind, evidence, node, nodes, rank=rank)
 
 
 def describe_exit(exit_code: int) -> str:

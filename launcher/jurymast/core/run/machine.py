@@ -18,6 +18,7 @@ from jurymast.core.nodes.findings import Verdict
 from jurymast.core.nodes.heartbeat import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.run import blame, node_tests, recovery, restoring
+from jurymast.core.run.attribution import cause_of
 from jurymast.core.run.instructions import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.run.state import WITH_RANKS, Findings, Node, Phase, Role, RunState, TierState
 from jurymast.core.texts import NODES_TOLD, some
@@ -112,9 +113,8 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> None:
         return
     if state.phase not in (Phase.QUEUED, Phase.REQUEUED):
         recovery.open_incident(state, event.t, state.stepped_at or event.t)
-        recovery.settle(
-            state, "allocation_lost", "the allocation ended without a word from the supervisor", "requeue"
-        )
+        why = "the allocation ended without a word from the supervisor"
+        recovery.settle(state, cause_of("allocation_lost", why)).action = "requeue"
     state.allocation = allocation
     if event.slurm_job not in state.slurm_jobs:
         state.slurm_jobs.append(event.slurm_job)
@@ -441,7 +441,7 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
         unstopped = recovery.not_stopped(state)
         told = [name for name in unstopped if state.nodes[name].heard]
         # A node that is not back after a take-over was not told to stop; only its silence can make it lost.
-        state.deadline = recovery.stop_deadline(state, event.t) if len(told) < len(unstopped) else None
+        state.deadline = recovery.deadline(state, event.t) if len(told) < len(unstopped) else None
         for name in told:
             lost = ev.NodeLost(
                 t=event.t, node=name, how="left", silent_s=0.0, evidence="its ranks could not be stopped"

@@ -12,13 +12,12 @@ from jurymast.core.events import WorkerFailed
 from jurymast.core.nodes.findings import STORAGE, Finding
 from jurymast.core.nodes.history import Frail
 from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
-from jurymast.core.run import blame, causes, node_tests
-from jurymast.core.run.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, attribute
+from jurymast.core.run import blame, node_tests
+from jurymast.core.run.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, attribute, cause_of
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run.ladder import Decision, decide
 from jurymast.core.run.state import WITH_RANKS, Exclusion, Findings, Node, Phase, Role, RunState
-from jurymast.core.signatures import Signature
 from jurymast.core.texts import NODES_TOLD, request, some
 from jurymast.errors import RunFailedError
 
@@ -37,12 +36,12 @@ RANKS_GONE = "RanksGone"  # an error that no rank tells
 
 
 def deadline(state: RunState, t: float) -> float:
-    """Return when the present phase ends for a supervisor that takes over at `t`."""
+    """Return when the present phase ends that began at `t`, or that a supervisor takes over at `t`."""
     match state.phase:
         case Phase.STARTING:
             return t + state.settings.join_limit_s
-        case Phase.STOPPING:
-            return stop_deadline(state, t)
+        case Phase.STOPPING:  # ranks were told at `t`, or when their node was back after a take-over
+            return max(t, state.rejoin_until) + state.settings.stop_grace_s + STOP_LIMIT_S
         case Phase.LAUNCHING:
             return t + LAUNCH_LIMIT_S
         case _:
@@ -72,7 +71,7 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
         return []
     open_incident(state, detected_at, fault_at)
     state.phase, state.stopped = Phase.STOPPING, set()
-    state.deadline = stop_deadline(state, detected_at)
+    state.deadline = deadline(state, detected_at)
     asked = state.findings.asked
     told = f"{request(asked.what, asked.node)} requested by {asked.by}" if asked else ""
     reason = told or "a failure ends the attempt for every rank"
@@ -92,12 +91,6 @@ def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
         state.findings.failures.pop((event.node, -1, RANKS_GONE), None)
     state.findings.failures.setdefault((event.node, event.rank, event.error), event)
     return begin(state, event.t, event.t)
-
-
-def stop_deadline(state: RunState, t: float) -> float:
-    """Return when ranks that have not stopped count as unstoppable. They were told at `t`, or when their node
-    was back after a take-over."""
-    return max(t, state.rejoin_until) + state.settings.stop_grace_s + STOP_LIMIT_S
 
 
 def not_stopped(state: RunState) -> tuple[str, ...]:
@@ -129,12 +122,17 @@ def others_run(state: RunState, names: Collection[str]) -> bool:
     )
 
 
-def settle(state: RunState, cause: str, evidence: str, action: str, charged: str = INFRASTRUCTURE) -> None:
+def settle(state: RunState, cause: Cause) -> Incident:
+    """Enter the cause of the newest incident, whose ranks are gone by now. A failure of the infrastructure
+    counts for the nodes' failure rate."""
     incident = state.incidents[-1]
-    incident.cause, incident.evidence, incident.action = cause, evidence, action
-    incident.charged, incident.signature = charged, Signature(cause)
+    incident.cause, incident.charged, incident.signature = cause.kind, cause.charged, cause.signature
+    incident.node, incident.rank, incident.evidence = cause.node, cause.rank, cause.evidence
     incident.stopped_at = incident.decided_at = state.now
-    _count_failure(state, incident)
+    if state.failures is not None and incident.charged == INFRASTRUCTURE:
+        state.failures.watched(incident.fault_at, state.exposed, state.fresh_until())
+        state.failures.incident(incident.fault_at)
+    return incident
 
 
 def close_incident(state: RunState, t: float) -> None:
@@ -170,14 +168,9 @@ def advance(state: RunState, *, one_came: bool = False) -> list[Instruction]:
 
 def _diagnose(state: RunState) -> list[Instruction]:
     """Name the cause and choose the action, now that all ranks are stopped."""
-    incident = state.incidents[-1]
-    found = state.findings
-    cause = attribute(found, _surroundings(state, incident))
-    incident.cause, incident.charged, incident.signature = cause.kind, cause.charged, cause.signature
-    incident.node, incident.rank, incident.evidence = cause.node, cause.rank, cause.evidence
-    incident.traceback = next((f.traceback for f in found.failures.values() if f.rank == cause.rank), "")
-    incident.stopped_at = incident.decided_at = state.now
-    _count_failure(state, incident)
+    cause = attribute(state.findings, _surroundings(state, state.incidents[-1]))
+    incident, failures = settle(state, cause), state.findings.failures.values()
+    incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
     decision = decide(state, cause)
     incident.action, incident.why = decision.action, decision.why
     return _alert_on(state, cause) + _carry_out(state, decision)
@@ -305,10 +298,8 @@ def _try_elsewhere(state: RunState, missing: list[Node]) -> list[Instruction]:
     names = some([f"{node.name} ({node.reason})" for node in missing], NODES_TOLD)
     reason = f"fewer than {state.active} nodes came up; missing: {names}"
     open_incident(state, state.now, state.now)
-    if all(node.drained for node in missing):
-        settle(state, "drain_asked", reason, "requeue", causes.NOBODY)
-    else:
-        settle(state, "node_lost", reason, "requeue")
+    drained = all(node.drained for node in missing)
+    settle(state, cause_of("drain_asked" if drained else "node_lost", reason)).action = "requeue"
     starts = 0
     for incident in reversed(state.incidents):
         if incident.launched_at is not None or incident.action != "requeue":
@@ -408,13 +399,6 @@ def serve_again(state: RunState, names: Collection[str]) -> None:
     for name in state.frail.keys() & set(names) if state.frail else ():
         if state.frail[name].fresh_until is None:
             state.frail[name] = replace(state.frail[name], fresh_until=state.now + AFTER_REPAIR_S)
-
-
-def _count_failure(state: RunState, incident: Incident) -> None:
-    """Count a failure for the nodes' failure rate, if the infrastructure caused it."""
-    if state.failures is not None and incident.charged == INFRASTRUCTURE:
-        state.failures.watched(incident.fault_at, state.exposed, state.fresh_until())
-        state.failures.incident(incident.fault_at)
 
 
 def failure_rate(state: RunState, now: float) -> Posterior | None:

@@ -7,18 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from jurymast.core import events as ev
 from jurymast.core.checkpoints.copies import SHARED
-from jurymast.core.events import (
-    Asked,
-    CadenceSet,
-    NodeLost,
-    RanksHung,
-    RestorePlanned,
-    RestoreWaits,
-    StacksTaken,
-    Straggling,
-    WorkerFailed,
-)
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.nodes.history import Frail
 from jurymast.core.nodes.tests import MATTERS
@@ -111,14 +101,14 @@ class Findings:
     """What one incident gathered while its ranks were being stopped. `health`: the nodes that are to leave
     for a finding, with the finding."""
 
-    lost: list[NodeLost] = field(default_factory=list)
+    lost: list[ev.NodeLost] = field(default_factory=list)
     # By node, rank and error, so that a report over two connections counts once.
-    failures: dict[tuple[str, int, str], WorkerFailed] = field(default_factory=dict)
-    hung: RanksHung | None = None
-    asked: Asked | None = None
+    failures: dict[tuple[str, int, str], ev.WorkerFailed] = field(default_factory=dict)
+    hung: ev.RanksHung | None = None
+    asked: ev.Asked | None = None
     health: dict[str, Finding] = field(default_factory=dict)
-    straggling: Straggling | None = None
-    stacks: list[StacksTaken] = field(default_factory=list)
+    straggling: ev.Straggling | None = None
+    stacks: list[ev.StacksTaken] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -225,11 +215,11 @@ class RunState:
     save_failures: int = 0  # in a row
     stalls: deque[float] = field(default_factory=lambda: deque(maxlen=STALLS_KEPT))  # of the last saves
     saved: dict[str, TierState] = field(default_factory=dict)
-    restore: RestorePlanned | None = None  # what this attempt was told to restore
-    unanswered: dict[int, RestoreWaits] = field(default_factory=dict)  # ranks of this attempt, as they said
+    restore: ev.RestorePlanned | None = None  # what this attempt was told to restore
+    unanswered: dict[int, ev.RestoreWaits] = field(default_factory=dict)  # by rank of this attempt
     unrestored: dict[tuple[int, int], int] = field(default_factory=dict)  # states: attempts that could not
     cold: str = ""  # why ranks load everything by themselves, once one of them had to
-    cadence: CadenceSet | None = None  # what this attempt's ranks agreed on last
+    cadence: ev.CadenceSet | None = None  # what this attempt's ranks agreed on last
 
     findings: Findings = field(default_factory=Findings)
     incidents: list[Incident] = field(default_factory=list)
