@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.core import events as ev
-from jurymast.core.effects import Effect, Record, SaveFirst
+from jurymast.core.effects import Effect, Journal, Record, SaveFirst
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes import stragglers
 from jurymast.core.nodes.stragglers import Mean, Slow, Stragglers, Timed, Windows, slowest
 from jurymast.core.run.instructions import RaiseAlert
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings
+from jurymast.core.supervision.machine import Supervision
 from jurymast.worker.link import SLOT_BYTES, Link, read_slot
 from support.stories import Story
 
@@ -225,12 +226,29 @@ def test_what_is_to_be_swapped_is_saved_first() -> None:
     assert isinstance(save, SaveFirst)
     assert slow in save.why
     beats.goes_on(20)
-    assert beats.effects == [save], "a save that is under way is not asked for again"
-    (told,) = beats.stragglers.saved(save.why, beats.story.t)
-    assert isinstance(told, Record)
-    assert isinstance(told.event, ev.Straggling)
-    assert (told.event.node, told.event.t) == (slow, beats.story.t)
-    assert beats.stragglers.saved(save.why, beats.story.t) == []
+    assert {one.why for one in beats.effects if isinstance(one, SaveFirst)} == {save.why}
+    assert isinstance(save.then, ev.Straggling)
+    assert save.then.node == slow
+
+
+def test_a_save_that_is_under_way_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(active=3).running(100).saved(90)
+    supervision, asked = Supervision(story.state, "/runs/a", story.t), list[str]()
+
+    def save_first(why: str, limit_s: float, now: float) -> bool:
+        asked.append(why)
+        return True
+
+    monkeypatch.setattr(supervision.agreement, "save_first", save_first)
+    older, newer = straggling(story, lost_s=0.1), straggling(story, lost_s=0.2)
+    for event in (older, newer):
+        supervision._do([SaveFirst("the swap", event)], story.t)
+    assert asked == ["the swap"]
+    assert not story.state.findings.straggling
+    effects = supervision._saved_first("the swap", True, story.t + 9.0)
+    (told,) = (one.event for one in effects if isinstance(one, Journal))
+    assert isinstance(told, ev.Straggling)
+    assert (told.lost_s, told.t) == (0.2, story.t + 9.0)
 
 
 def test_a_straggler_that_stays_is_told_at_once() -> None:

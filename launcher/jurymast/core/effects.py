@@ -55,11 +55,11 @@ class GiveBack(msgspec.Struct, frozen=True):
 
 
 class SaveFirst(msgspec.Struct, frozen=True):
-    """Have all ranks save within `limit_s` seconds. Answered by `saved` with `why`. Used within
-    `core.supervision` only."""
+    """Have all ranks save for what `why` says, and then record `then`: of several with the same `why` the
+    newest. Used within `core.supervision` only."""
 
     why: str
-    limit_s: float
+    then: Event
 
 
 class Journal(msgspec.Struct, frozen=True):

@@ -30,8 +30,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from msgspec import structs
-
 from jurymast.core import events as ev
 from jurymast.core.effects import Effect, Record, SaveFirst
 from jurymast.core.events import Straggling
@@ -248,10 +246,6 @@ def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1.0 else f"{1000 * seconds:.1f} ms"
 
 
-# A rank that is only slow can wait for a save as long as a replacement by hand does.
-SAVE_LIMIT_S = 60.0
-
-
 class Stragglers:
     """Handles stragglers. What is to be swapped out is saved first, so that no steps are repeated for it."""
 
@@ -259,7 +253,6 @@ class Stragglers:
         self._state = state
         self._attempt = 0
         self._windows = Windows(0, 0.0)
-        self._waiting: dict[str, ev.Straggling] = {}  # for a save, by what it is asked for
 
     def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
         """Process a heartbeat; some of them have their ranks' times."""
@@ -280,16 +273,8 @@ class Stragglers:
                     effects += self._found(told(state, now, *found))
         return effects
 
-    def saved(self, why: str, now: float) -> list[Effect]:
-        """The requested save is done, or was not possible."""
-        event = self._waiting.pop(why, None)
-        return [] if event is None else [Record(structs.replace(event, t=now))]
-
     def _found(self, event: ev.Straggling) -> list[Effect]:
         current = is_current(self._state, event)
         if not current or refusal(self._state, event, saved=True):
             return [Record(event)]
-        why = f"the swap of {event.node}, which is slow"
-        is_new = why not in self._waiting
-        self._waiting[why] = event
-        return [SaveFirst(why, SAVE_LIMIT_S)] if is_new else []
+        return [SaveFirst(f"the swap of {event.node}, which is slow", event)]

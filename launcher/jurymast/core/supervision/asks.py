@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec import structs
-
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.agreement import Agreement
 from jurymast.core.checkpoints.checkpoints import Checkpoints
@@ -12,9 +10,6 @@ from jurymast.core.messages import Accepted, Ask, Declined
 from jurymast.core.run.state import Phase, RunState
 
 KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
-# A replacement by a user waits this long for a save, in seconds. If steps take minutes, it loses some
-# instead.
-SAVE_LIMIT_S = 60.0
 WARNING = "Slurm's warning"
 ON_STORAGE = "a user while no supervisor was reachable"
 
@@ -25,7 +20,6 @@ class Asks:
 
     def __init__(self, state: RunState, checkpoints: Checkpoints, agreement: Agreement) -> None:
         self._state, self._checkpoints, self._agreement = state, checkpoints, agreement
-        self._waiting: dict[str, ev.Asked] = {}  # for a save, by what it is asked for
         self.given_up_by = ""
 
     def answer(self, asked: Ask, now: float) -> tuple[Accepted | Declined, list[Effect]]:
@@ -56,8 +50,7 @@ class Asks:
         event = ev.Asked(t=now, what=asked.what, by=asked.by, node=asked.node)
         if asked.what == "drain" and asked.node in self._state.places:
             why = f"{asked.by}, before {asked.node} is removed"
-            self._waiting[why] = event
-            return [Record(ev.Asked(t=now, what="save", by=why)), SaveFirst(why, SAVE_LIMIT_S)]
+            return [Record(ev.Asked(t=now, what="save", by=why)), SaveFirst(why, event)]
         back = []
         if asked.what == "rollback" and asked.step is not None:
             back = self._checkpoints.go_back(asked.step, now)
@@ -70,15 +63,6 @@ class Asks:
         if step is None or self._state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
             return []
         return self._begin(Ask(what="rollback", by=ON_STORAGE, step=step), now)
-
-    def saved(self, why: str, in_time: bool, now: float) -> list[Effect]:
-        """The requested save is complete, or was not possible in time."""
-        event = self._waiting.pop(why, None)
-        if event is None:
-            return []
-        lost = not in_time and self._state.phase is Phase.RUNNING
-        note = ev.Noted(t=now, message=f"the save requested by {why}, did not finish in time")
-        return [*([Record(note)] if lost else []), Record(structs.replace(event, t=now))]
 
     def warned(self, now: float) -> list[Effect]:
         """Slurm warned (SIGUSR2) that a time limit or a preemption is near: save what is done."""

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import structs
 from msgspec.structs import asdict
 
 from jurymast.core import events as ev
@@ -49,6 +50,8 @@ from jurymast.errors import never
 SAVES_KEPT = 64
 # While a run has no trouble, each tick only looks for silence; the rest is done once in this many ticks.
 STEADY_LOOKS = 3
+# A replacement waits this long for a save, in seconds. If steps take minutes, it loses some instead.
+SAVE_LIMIT_S = 60.0
 # Slurm's answer when a job does not end at all, and how that begins when it gives none or no useful one.
 STILL_RUNNING = "running"
 # Why Slurm ends a job, as far as that is known.
@@ -87,6 +90,7 @@ class Supervision:
         self._preflight = Preflight(state)
         self._stragglers = Stragglers(state)
         self._sick = SickNodes(state)
+        self._after_saves: dict[str, ev.Event] = {}  # what follows them, by what they are requested for
         self._ticks = itertools.count()
         self._terminating = False
         self._ask_at = math.inf  # Slurm once more, why the job ends
@@ -152,7 +156,9 @@ class Supervision:
                 case Record():
                     out += self.record(effect.event)
                 case SaveFirst():
-                    if not self.agreement.save_first(effect.why, effect.limit_s, now):
+                    is_new = effect.why not in self._after_saves
+                    self._after_saves[effect.why] = effect.then
+                    if is_new and not self.agreement.save_first(effect.why, SAVE_LIMIT_S, now):
                         out += self._saved_first(effect.why, False, now)
                 case _:
                     out.append(effect)
@@ -166,8 +172,11 @@ class Supervision:
         return []
 
     def _saved_first(self, why: str, in_time: bool, now: float) -> list[Effect]:
-        asked = self.asks.saved(why, in_time, now)
-        return self._do([*asked, *self._stragglers.saved(why, now)], now)
+        """The requested save is complete, or was not possible in time."""
+        event, out = self._after_saves.pop(why), list[Effect]()
+        if isinstance(event, ev.Asked) and not in_time and self.state.phase is Phase.RUNNING:
+            out = self.note("", f"the save requested by {why}, did not finish in time", now)
+        return out + self.record(structs.replace(event, t=now))
 
     def _carry_out(self, instruction: Instruction, now: float) -> list[Effect]:
         match instruction:
