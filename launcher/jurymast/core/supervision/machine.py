@@ -60,12 +60,11 @@ ASK_AGAIN_S = 2.0
 # The requester of a restart after a take-over, and the reason.
 HALF_TOLD = "the new supervisor, because not all nodes were told of the launch"
 
-AboutNodes = (
-    msg.HealthFound | msg.Looked | msg.VerdictLeft | msg.Terminated | msg.HangsUp | msg.Leaving
-    | msg.TestedAlone | msg.TestedPair
+Heard = (
+    msg.Beat | msg.Ready | msg.Started | msg.Failed | msg.Stacks | msg.Stopped | msg.Finished | msg.RankEvent
+    | msg.HealthFound | msg.Looked | msg.VerdictLeft | msg.Terminated | msg.HangsUp | msg.Leaving
+    | msg.TestedAlone | msg.TestedPair | msg.AboutCheckpoints
 )  # fmt: skip
-AboutRanks = msg.Ready | msg.Started | msg.Failed | msg.Stacks | msg.Stopped | msg.Finished | msg.RankEvent
-Heard = msg.Beat | AboutRanks | AboutNodes | msg.AboutCheckpoints
 
 
 class Supervision:
@@ -322,19 +321,6 @@ class Supervision:
             return self._beat(node, message, now)
         if isinstance(message, msg.Kept):
             self.watch.heard(node, connection)
-        if isinstance(message, AboutRanks):
-            return self._of_ranks(node, message, now)
-        if isinstance(message, AboutNodes):
-            return self._of_node(node, connection, message, now)
-        return self._do(self.checkpoints.hear(node, message, now), now)
-
-    def _beat(self, node: str, beat: msg.Beat, now: float) -> list[Effect]:
-        effects = self.watch.beat(node, beat, now)
-        effects += self._stragglers.beat(node, beat, now)
-        effects += self.agreement.beat(node, beat, now)
-        return self._do(effects, now) if effects else effects
-
-    def _of_ranks(self, node: str, message: AboutRanks, now: float) -> list[Effect]:
         match message:
             case msg.Ready():
                 return self.record(ev.NodeReady(t=now, node=node, **asdict(message)))
@@ -351,8 +337,30 @@ class Supervision:
                 return self.record(ev.NodeFinished(t=now, node=node, **asdict(message)))
             case msg.RankEvent():
                 return self._of_rank(node, message, now)
+            case msg.HealthFound():
+                effects = self._health.found(node, message.finding, now)
+            case msg.Looked():
+                self._hangs.looked(message)
+                effects = []
+            case msg.VerdictLeft():
+                effects = self._sick.answered(node, message, now)
+            case msg.Terminated():  # the job ends, or Slurm takes just this node away
+                effects = [WhyEnding(node, connection)]
+            case msg.HangsUp():
+                effects = self.watch.hung_up(node, connection) + self._hand_over(message.newer)
+            case msg.Leaving():
+                effects = self.watch.left(node, connection, message.why, now)
+            case msg.TestedAlone() | msg.TestedPair():
+                effects = self._preflight.heard(node, message, now)
             case _:
-                return never(message)
+                effects = self.checkpoints.hear(node, message, now)
+        return self._do(effects, now)
+
+    def _beat(self, node: str, beat: msg.Beat, now: float) -> list[Effect]:
+        effects = self.watch.beat(node, beat, now)
+        effects += self._stragglers.beat(node, beat, now)
+        effects += self.agreement.beat(node, beat, now)
+        return self._do(effects, now) if effects else effects
 
     def _of_rank(self, node: str, message: msg.RankEvent, now: float) -> list[Effect]:
         said, attempt, fields = message.event, message.attempt, asdict(message.event)
@@ -375,27 +383,6 @@ class Supervision:
                 return self._do(self.checkpoints.skipped(attempt, said.step, rank, said.why, now), now)
             case _:
                 return never(said)
-
-    def _of_node(self, node: str, connection: int, message: AboutNodes, now: float) -> list[Effect]:
-        match message:
-            case msg.HealthFound():
-                effects = self._health.found(node, message.finding, now)
-            case msg.Looked():
-                self._hangs.looked(message)
-                effects = []
-            case msg.VerdictLeft():
-                effects = self._sick.answered(node, message, now)
-            case msg.Terminated():  # the job ends, or Slurm takes just this node away
-                effects = [WhyEnding(node, connection)]
-            case msg.HangsUp():
-                effects = self.watch.hung_up(node, connection) + self._hand_over(message.newer)
-            case msg.Leaving():
-                effects = self.watch.left(node, connection, message.why, now)
-            case msg.TestedAlone() | msg.TestedPair():
-                effects = self._preflight.heard(node, message, now)
-            case _:
-                never(message)
-        return self._do(effects, now)
 
     def _hand_over(self, newer: Endpoint | None) -> list[Effect]:
         """Give way to the supervisor that has taken over, if this one does not know of it because its storage
