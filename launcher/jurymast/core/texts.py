@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 
 def compressed(hosts: Iterable[str]) -> str:
     """Write the hosts in this order; hosts with consecutive numbers become one range."""
-    parts = []
-    for prefix, ranges in groupby(_ranges(hosts), key=lambda one: one[0]):
-        texts = [low if low == high else f"{low}-{high}" for _, low, high in ranges]
-        numbered = texts != [""]
-        alone = len(texts) == 1 and "-" not in texts[0]
-        parts.append(prefix + (texts[0] if alone else f"[{','.join(texts)}]" if numbered else ""))
-    return ",".join(parts)
-
-
-def _ranges(hosts: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Return (name without its number, first number, last number); "" for names without one."""
-    now: tuple[str, str, str] | None = None
+    ranges: list[tuple[str, list[str]]] = []  # a name without its number, and consecutive numbers of it
     for host in hosts:
-        match = re.fullmatch(r"(.*?)(\d*)", host)
-        assert match is not None
-        prefix, number = match[1], match[2]
-        if now is not None and number and now[0] == prefix and number == _next(now[2]):
-            now = (prefix, now[1], number)
-            continue
-        if now is not None:
-            yield now
-        now = (prefix, number, number)
-    if now is not None:
-        yield now
-
-
-def _next(number: str) -> str:
-    return str(int(number) + 1).zfill(len(number)) if number else ""
+        name = host.rstrip("0123456789")
+        number = host[len(name) :]
+        last = ranges[-1][1][-1] if ranges and ranges[-1][0] == name else ""
+        if last and number == str(int(last) + 1).zfill(len(last)):
+            ranges[-1][1].append(number)
+        else:
+            ranges.append((name, [number]))
+    parts = []
+    for name, group in groupby(ranges, key=lambda one: one[0]):
+        texts = [f"{first}-{rest[-1]}" if rest else first for _, (first, *rest) in group]
+        alone = len(texts) == 1 and "-" not in texts[0]
+        parts.append(name + (texts[0] if alone else f"[{','.join(texts)}]"))
+    return ",".join(parts)
 
 
 # At most this many nodes of an incident are named; a switch can take hundreds along.

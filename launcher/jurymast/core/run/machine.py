@@ -100,12 +100,6 @@ def resume(state: RunState) -> list[Instruction]:
     return node_tests.again(state, why)
 
 
-def _run_started(state: RunState, event: ev.RunStarted) -> None:
-    state.run, state.name = event.run, event.name
-    state.active, state.spares, state.ranks_per_node = event.active, event.spares, event.ranks_per_node
-    state.submitted_at = event.submitted_at
-
-
 def _allocation_started(state: RunState, event: ev.AllocationStarted) -> None:
     allocation = f"{event.slurm_job}.{event.restarts}"
     if state.ended:  # requeued all the same: none of the nodes that there were is to come back
@@ -468,7 +462,6 @@ _AFTER_THE_END = (ev.AllocationStarted, ev.AllocationEnded, ev.Saved, ev.Noted, 
 _LETS_TEST = (ev.Tick, ev.NodeTested)
 # From some events nothing ever follows at once: their handlers return nothing.
 _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | None]] = {
-    ev.RunStarted: _run_started,
     ev.AllocationStarted: _allocation_started,
     ev.SupervisorStarted: _supervisor_started,
     ev.NodeJoined: _node_joined,
