@@ -14,7 +14,7 @@ from jurymast.core.goodput import Ledger
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes.heartbeat import WatcherClock
 from jurymast.core.nodes.reports import Reports
-from jurymast.core.run.telling import PAUSE_MAX_S, YOUNG_S, ProgressTeller, SaveTeller
+from jurymast.core.run.telling import PAUSE_MAX_S, YOUNG_S, Teller
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import initial_state, replay
 from support.reports import reported
@@ -34,8 +34,7 @@ class Training:
         self.reports = Reports(self.state, WatcherClock(0.1, self.story.t))
         for node in self.state.placement:
             self.reports.expect(node)
-        self.saves = SaveTeller(self.state)
-        self.progress = ProgressTeller(self.state, self.reports, self.saves)
+        self.teller = Teller(self.state, self.reports)
         self.done, self.saved = self.state.step, 0
         self.at_first = len(self.story.events)
 
@@ -48,14 +47,14 @@ class Training:
             t=self.story.t, attempt=self.state.attempt, step=self.done, tier=tier, ok=ok,
             stall_s=0.0 if copied else stall_s, size_bytes=1000, copied=copied,
         )  # fmt: skip
-        if self.saves.hear(save, self.story.t):
+        if self.teller.hear(save, self.story.t):
             self.feed(save)
 
     def look(self, *, forced: bool = False) -> None:
         for node in self.state.placement:
             rank = reported(step=self.done, beats=self.done, beat_s=0.0)
             self.reports.beat(node, beat_of(self.state.attempt, [rank]))
-        for told in self.progress.look(self.story.t, forced=forced):
+        for told in self.teller.look(self.story.t, forced=forced):
             self.feed(told)
 
     def goes_on(self, seconds: float) -> Training:
@@ -170,7 +169,7 @@ def test_a_save_that_differs_is_told_at_once() -> None:
     )  # fmt: skip
     assert told_next(asked)  # who asked waits for it
     successor = old()
-    successor.saves = SaveTeller(successor.state)
+    successor.teller = Teller(successor.state, successor.reports)
     assert told_next(successor)
 
 

@@ -3,7 +3,6 @@ in a second. Anything unusual is journalled at once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -23,6 +22,7 @@ PAUSE_MAX_S = 600.0
 # A save stalls much longer than usual if it takes this many times as long, and this many seconds more.
 LONG_TIMES, LONG_S = 3.0, 0.1
 SIZE_MOVED = 0.1
+PROGRESS_INTERVAL_S = 2.0
 
 
 def pause_s(state: RunState, now: float) -> float:
@@ -58,21 +58,32 @@ def copied(
     )  # fmt: skip
 
 
-@dataclass
-class SaveTeller:
-    """Decides which saves are journalled, and when. Times are Unix times in seconds."""
+class Teller:
+    """Decides which saves are journalled and when, and how often the progress of the state's attempt is, with
+    its regular saves. `now` is Unix time in seconds."""
 
-    state: RunState
-    # By the tier that agents copied to; "" for what the ranks saved.
-    _last: dict[str, ev.Saved] = field(default_factory=dict)
-    _told_at: dict[str, float] = field(default_factory=dict)
-    _copies: dict[str, ev.Saved] = field(default_factory=dict)  # the newest of each tier, untold
-    _usual: list[ev.Saved] = field(default_factory=list)  # regular saves of the ranks, untold
+    def __init__(self, state: RunState, reports: Reports) -> None:
+        self._state, self._reports = state, reports
+        self._progress_at = 0.0
+        # By the tier that agents copied to; "" for what the ranks saved.
+        self._last: dict[str, ev.Saved] = {}
+        self._told_at: dict[str, float] = {}
+        self._copies: dict[str, ev.Saved] = {}  # the newest of each tier, untold
+        self._usual: list[ev.Saved] = []  # regular saves of the ranks, untold
+
+    @property
+    def step(self) -> int:
+        """The newest step done, journalled or not; while an attempt has done none, the newest of earlier
+        ones."""
+        state = self._state
+        reach = self._reports.reach() if state.phase is Phase.RUNNING else None
+        told = state.step if state.first_step_at is not None else state.best_step
+        return told if reach is None else max(told, reach.step)
 
     def hear(self, save: ev.Saved, now: float) -> bool:
         """Return whether this save is to be journalled now."""
         kind = save.tier if save.copied else ""
-        news = is_news(self.state, save, self._last.get(kind))
+        news = is_news(self._state, save, self._last.get(kind))
         self._last[kind] = save
         if news or self._due(kind, now):
             self._told_at[kind] = now
@@ -84,72 +95,34 @@ class SaveTeller:
             self._usual.append(save)
         return False
 
-    def look(self, now: float, *, forced: bool = False) -> list[ev.Saved]:
-        """Return the copies to be journalled because their time has come, or (`forced`) all."""
-        due = [tier for tier in self._copies if forced or self._due(tier, now)]
-        self._told_at.update(dict.fromkeys(due, now))
-        return [structs.replace(self._copies.pop(tier), t=now) for tier in due]
-
-    def take(self, attempt: int, now: float) -> dict[str, Any]:
-        """Return what the ranks of an attempt have saved that is not in the journal, as fields of the
-        Progress with which the caller journals it."""
-        usual, self._usual = self._usual, []
-        if not usual or usual[-1].attempt != attempt:
-            return {}
-        self._told_at[""] = now
-        stall_s = round(sum(save.stall_s for save in usual), 6)
-        newest = usual[-1]
-        return {"saves": len(usual), "saved_step": newest.step, "saved_in": newest.tier, "stall_s": stall_s}
-
-    @property
-    def untold(self) -> bool:
-        return bool(self._usual)
-
     def _due(self, kind: str, now: float) -> bool:
-        return now >= self._told_at.get(kind, 0.0) + pause_s(self.state, now)
-
-
-PROGRESS_INTERVAL_S = 2.0
-
-
-class ProgressTeller:
-    """Progress of the state's attempt, with its regular saves. `now` is Unix time in seconds."""
-
-    def __init__(self, state: RunState, reports: Reports, saves: SaveTeller) -> None:
-        self._state, self._reports, self._saves = state, reports, saves
-        self._progress_at = 0.0
-
-    @property
-    def step(self) -> int:
-        """The newest step done, journalled or not; while an attempt has done none, the newest of earlier
-        ones."""
-        state = self._state
-        reach = self._reports.reach() if state.phase is Phase.RUNNING else None
-        told = state.step if state.first_step_at is not None else state.best_step
-        return told if reach is None else max(told, reach.step)
+        return now >= self._told_at.get(kind, 0.0) + pause_s(self._state, now)
 
     def look(self, now: float, *, forced: bool = False) -> list[ev.Event]:
-        """Return what to journal: at the first step, if it ends an incident, otherwise from time to time."""
+        """Return what to journal: copies whose time has come, and progress at the first step, if it ends an
+        incident, otherwise from time to time. `forced`: all that is untold."""
         if self._state.phase not in (Phase.RUNNING, Phase.STOPPING):
             return []
-        told: list[ev.Event] = [*self._saves.look(now, forced=forced)]
-        first, incident = self._state.first_step_at is None, self._state.incident
+        copies = [tier for tier in self._copies if forced or self._due(tier, now)]
+        self._told_at.update(dict.fromkeys(copies, now))
+        told: list[ev.Event] = [structs.replace(self._copies.pop(tier), t=now) for tier in copies]
+        first = self._state.first_step_at is None
         interval_s = max(PROGRESS_INTERVAL_S, pause_s(self._state, now))
         due = forced or first or now >= self._progress_at + interval_s
-        if not due and incident is None:
+        if not due and self._state.incident is None:
             return told  # to ask all ranks takes long where there are many
         reach = self._reports.reach()
         if reach is None:
             return told
         done = reach.step - self._state.step
-        if not first and done <= 0 and not (forced and done == 0 and self._saves.untold):
+        if not first and done <= 0 and not (forced and done == 0 and self._usual):
             return told
         ends = self._state.recovers(reach.step, reach.absolute)
         return [*told, self._progress(now, reach)] if due or ends else told
 
     def _progress(self, now: float, reach: Reach) -> ev.Progress:
         state, self._progress_at = self._state, now
-        saves = self._saves.take(state.attempt, now)
+        saves = self._take_usual(now)
         done, stepped_at = reach.step - state.step, now - reach.ago_s
         took_s = stepped_at - state.stepped_at - saves.get("stall_s", 0.0)
         step_s = took_s / done if done > 0 and state.first_step_at is not None else 0.0
@@ -157,3 +130,14 @@ class ProgressTeller:
             t=now, attempt=state.attempt, step=reach.step, stepped_at=stepped_at, absolute=reach.absolute,
             step_s=max(0.0, step_s), **saves,
         )  # fmt: skip
+
+    def _take_usual(self, now: float) -> dict[str, Any]:
+        """The regular saves of this attempt's ranks that are untold, as fields of the Progress that tells
+        them."""
+        usual, self._usual = self._usual, []
+        if not usual or usual[-1].attempt != self._state.attempt:
+            return {}
+        self._told_at[""] = now
+        stall_s = round(sum(save.stall_s for save in usual), 6)
+        newest = usual[-1]
+        return {"saves": len(usual), "saved_step": newest.step, "saved_in": newest.tier, "stall_s": stall_s}

@@ -40,7 +40,7 @@ from jurymast.core.run.instructions import (
 )
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.state import Phase, RunState
-from jurymast.core.run.telling import ProgressTeller, SaveTeller
+from jurymast.core.run.telling import Teller
 from jurymast.core.supervision.asks import Asks
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
@@ -81,8 +81,7 @@ class Supervision:
         self.launching = Launching(state, self.watch, self.checkpoints, directory)
         self.departure = Departure(state, self.watch, self.checkpoints, self.asks)
         self._directory = directory
-        self._saves = SaveTeller(state)
-        self._progress = ProgressTeller(state, self.watch.reports, self._saves)
+        self._teller = Teller(state, self.watch.reports)
         self._hangs = Hangs(state, self.watch.reports)
         self._rank_saves: deque[msg.RankEvent] = deque(maxlen=SAVES_KEPT)
         self._health = NodeHealth()
@@ -142,7 +141,7 @@ class Supervision:
         return len(said) + 1 >= len(self.state.placement) - len(self.state.findings.lost)
 
     def _tell_progress(self, now: float, *, forced: bool = False) -> list[Effect]:
-        told = self._progress.look(now, forced=forced)
+        told = self._teller.look(now, forced=forced)
         return [effect for event in told for effect in self.record(event)]
 
     def _do(self, effects: Sequence[Effect], now: float) -> list[Effect]:
@@ -165,7 +164,7 @@ class Supervision:
 
     def _saved(self, save: ev.Saved, now: float) -> list[Effect]:
         """Journal saves; regular ones from time to time, together."""
-        if self._saves.hear(save, now):
+        if self._teller.hear(save, now):
             return self.record(save)
         self.agreement.heard(save)
         return []
@@ -460,6 +459,6 @@ class Supervision:
             why = f": {known.error}" if known is not None and known.error else ""
             waits = f"{unsaved} is on its way to {self._directory}/checkpoints{why}"
         return msg.Condition(
-            state=self.state.public_state, waits=waits, journal=journal, step=self._progress.step,
+            state=self.state.public_state, waits=waits, journal=journal, step=self._teller.step,
             alerts=tuple(self.state.alerts),
         )  # fmt: skip
