@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from jurymast.core.checkpoints.copies import ALL, MEMORY
-from jurymast.core.messages.keepers import BytesFollow
+from jurymast.core.keeper.messages import BytesFollow
 from jurymast.keeper import serve
 from jurymast.keeper.copies import CopyTable, StoredCopy
 from jurymast.keeper.manifest import Manifest

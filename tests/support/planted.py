@@ -18,7 +18,7 @@ from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.retries import Reachability
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Send
-from jurymast.core.messages.run import Endpoint
+from jurymast.core.messages import Endpoint
 from jurymast.core.nodes import heartbeat
 from jurymast.core.nodes.reports import Hangs
 from jurymast.core.nodes.watch import Watch

@@ -32,8 +32,8 @@ from jurymast.checkpoint.owner import OWNER, owner
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
+from jurymast.core.keeper import messages as keepers
 from jurymast.core.message import Strange
-from jurymast.core.messages import keepers
 from jurymast.core.settings import RunPlan
 from jurymast.errors import (
     AuthenticationError,

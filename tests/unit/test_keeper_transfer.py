@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.messages.keepers import (
+from jurymast.core.keeper.messages import (
     GetBytes,
     GetManifest,
     ImageName,

@@ -50,7 +50,7 @@ def test_a_planted_import_is_caught(tmp_path: Path, file: str, line: str, contra
 
 # What these say about a thing may have the thing's name.
 SAID_BETWEEN = (
-    "core/messages/",
+    "messages.py",
     "core/within.py",
     "core/events.py",
     "effects.py",

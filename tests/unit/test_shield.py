@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.messages.keepers import ManifestFollows, read_request, read_served
+from jurymast.core.keeper.messages import ManifestFollows, read_request, read_served
 from jurymast.errors import AuthenticationError, PolicyError, ProtocolError
 from jurymast.keeper.fetch import ImagePeer
 from jurymast.keeper.page import RestoreStatus

@@ -18,9 +18,7 @@ import xxhash
 
 from jurymast.core.checkpoints.copies import ALL, LOCAL
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.keeper.restores import parts_of
-from jurymast.core.message import Strange
-from jurymast.core.messages.keepers import (
+from jurymast.core.keeper.messages import (
     BytesFollow,
     Check,
     Doubted,
@@ -33,6 +31,8 @@ from jurymast.core.messages.keepers import (
     Served,
     read_served,
 )
+from jurymast.core.keeper.restores import parts_of
+from jurymast.core.message import Strange
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.foreign import open_own
 from jurymast.keeper.copies import Group, trusted

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.message import Strange
-from jurymast.core.messages.keepers import (
+from jurymast.core.keeper.messages import (
     BytesFollow,
     Check,
     Doubted,
@@ -21,6 +20,7 @@ from jurymast.core.messages.keepers import (
     Request,
     read_request,
 )
+from jurymast.core.message import Strange
 from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.foreign import open_own
 from jurymast.keeper.copies import CopyTable, StoredCopy

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jurymast.core.messages.nodes import RankReport
+from jurymast.core.messages import RankReport
 
 BEATS = 3.0
 UNKNOWN_BEATS = 6.0

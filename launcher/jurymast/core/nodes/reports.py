@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.messages import Beat, RankReport
-from jurymast.core.messages.nodes import how_far
+from jurymast.core.messages import Beat, RankReport, how_far
 from jurymast.core.nodes.heartbeat import WatcherClock
 from jurymast.core.nodes.silence import IDLE_FLOOR_S, HangLimits, HangVerdict, Looks, RankView, judge
 from jurymast.core.nodes.stacks import UNKNOWN, Stand

@@ -1,0 +1,657 @@
+"""Messages between agents, the supervisor and commands: every kind of message is a class here.
+
+`read_said`, `read_order` and `read_answer` parse them from bytes where they arrive; anything else becomes a
+Strange. Code that distinguishes them uses `match` and ends with `errors.never`, so that mypy reports kinds
+that were forgotten.
+
+In messages about images, a state is named by `step` and `attempt`, an image by these and a `rank`. Sizes are
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from jurymast.core import within
+from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints.cadence import Schedule
+from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.message import Strange as Strange
+from jurymast.core.message import ToAgent as ToAgent
+from jurymast.core.message import ToAsker, reader
+from jurymast.core.message import ToSupervisor as ToSupervisor
+from jurymast.core.message import encode as encode
+from jurymast.core.message import out_of_place as out_of_place
+from jurymast.core.nodes.findings import Finding
+from jurymast.core.nodes.stacks import Entered, Stand
+from jurymast.core.nodes.tests import Alone
+from jurymast.core.run.incident import Alert
+
+# Images: who holds which, who copies what where, and what an attempt restores.
+
+Part = Annotated[str, msgspec.Meta(pattern=f"^({cp.ALL}|{cp.COMMON}|{cp.OWN})$")]
+HeldTier = Annotated[str, msgspec.Meta(pattern=f"^({cp.MEMORY}|{cp.PEER}|{cp.LOCAL})$")]
+
+
+class MemberReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A rank's image that is part of an XOR."""
+
+    rank: int
+    size_bytes: int
+    common_bytes: int = 0
+    common_id: str = ""
+
+
+class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A verified copy of (a `part` of) an image on the reporting node; with `members` the XOR of that part of
+    their images. `size_bytes` is the whole image's size; training stood still for `stall_s` seconds for
+    it."""
+
+    tier: HeldTier
+    step: int
+    attempt: int
+    rank: int
+    world: int
+    part: Part
+    size_bytes: int
+    common_bytes: int = 0
+    common_id: str = ""
+    members: tuple[MemberReport, ...] = ()
+    stall_s: float = 0.0
+
+    def on(self, node: str) -> tuple[cp.Copy, ...]:
+        """Return it as the supervisor counts it: one copy, or for an XOR one for each member."""
+        if not self.members:
+            return (self._copy(node, self, ()),)
+        group = tuple(one.rank for one in self.members)
+        return tuple(self._copy(node, one, group) for one in self.members)
+
+    def _copy(self, node: str, of: CopyReport | MemberReport, group: tuple[int, ...]) -> cp.Copy:
+        return cp.Copy(
+            node, self.tier, self.step, self.attempt, of.rank, self.world, self.part,
+            of.size_bytes, of.common_bytes, of.common_id, group,
+        )  # fmt: skip
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A `core.checkpoints.copies.Source` with the address of its node: `hosts` to try in this order, and the
+    port there."""
+
+    tier: str
+    node: str
+    hosts: tuple[str, ...]
+    port: int
+    part: Part
+    rank: int
+    group: tuple[int, ...] = ()
+    members: tuple[Member, ...] = ()
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of a group, and where its image is available."""
+
+    rank: int
+    sources: tuple[Source, ...]
+
+
+class Restore(msgspec.Struct, frozen=True, kw_only=True):
+    """The state from which an attempt continues, and for each rank of the node where to get its image, best
+    first; () if the node has it in its own memory: see `AskSources`."""
+
+    step: int
+    attempt: int
+    ranks: dict[int, tuple[Source, ...]]
+
+
+class Held(ToSupervisor, frozen=True, kw_only=True):
+    """A copy is verified and held from now on."""
+
+    copies: tuple[CopyReport, ...]
+
+
+class Dropped(ToSupervisor, frozen=True, kw_only=True):
+    """A copy is no longer held; `why` is "" unless it was corrupt. Copies dropped by order are not
+    reported."""
+
+    copy: CopyReport
+    why: str = ""
+
+
+class Refused(ToSupervisor, frozen=True, kw_only=True):
+    """This node cannot give the memory for a replica; with a `group` not even for that group's XOR."""
+
+    why: str
+    group: tuple[int, ...] = ()
+
+
+class Foreseen(ToSupervisor, frozen=True, kw_only=True):
+    """How large the images of this node's ranks will be together, how much of that no other node has, and the
+    room there is."""
+
+    image_bytes: int
+    own_bytes: int
+    room: Room
+
+
+class Prefetched(ToSupervisor, frozen=True, kw_only=True):
+    """A rank's image is whole in its slot. It lists the bytes by tier, and why sources were passed over."""
+
+    step: int
+    attempt: int
+    rank: int
+    tiers: dict[str, int]
+    seconds: float
+    passed_over: tuple[str, ...] = ()
+
+
+class Unrestorable(ToSupervisor, frozen=True, kw_only=True):
+    """The image that `rank` is to restore in `attempt`, of `step` and saved by the attempt `of`, cannot be
+    brought here."""
+
+    attempt: int
+    rank: int
+    step: int
+    of: int
+    why: str
+
+
+class AskSources(ToSupervisor, frozen=True, kw_only=True):
+    """The image that a rank is to restore from its own node's memory is missing or incomplete: who else has
+    it? Answered by Sources."""
+
+    step: int
+    attempt: int
+    rank: int
+
+
+class Unreplicated(ToSupervisor, frozen=True, kw_only=True):
+    """An order by Replicate could not be carried out."""
+
+    step: int
+    attempt: int
+    rank: int
+    part: Part
+    why: str
+    group: tuple[int, ...] = ()
+
+
+class Written(ToSupervisor, frozen=True, kw_only=True):
+    """A node's part of a write has ended; `why` if it is not `ok`."""
+
+    id: str
+    tier: str
+    ok: bool
+    size_bytes: int = 0
+    why: str = ""
+
+
+class Replicate(ToAgent, frozen=True, kw_only=True):
+    """Hold this part of another node's image, from one of `sources`; with a `group` the XOR of that part of
+    all `members`."""
+
+    step: int
+    attempt: int
+    rank: int
+    part: Part
+    sources: tuple[Source, ...] = ()
+    group: tuple[int, ...] = ()
+    members: tuple[Member, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.group and not {member.rank for member in self.members} >= set(self.group):
+            raise ValueError("a group of which some rank's image is nowhere")
+
+
+class Sources(ToAgent, frozen=True, kw_only=True):
+    """Where else a rank's image is, best first; () if nowhere."""
+
+    step: int
+    attempt: int
+    rank: int
+    sources: tuple[Source, ...]
+
+
+class Committed(ToAgent, frozen=True, kw_only=True):
+    """This state is safe: older states may go."""
+
+    step: int
+    attempt: int
+
+
+class Void(ToAgent, frozen=True, kw_only=True):
+    """This state will never be complete."""
+
+    step: int
+    attempt: int
+
+
+class Forget(ToAgent, frozen=True, kw_only=True):
+    """Drop replicas of these ranks' images."""
+
+    step: int
+    attempt: int
+    ranks: tuple[int, ...]
+
+
+class ForgetNewer(ToAgent, frozen=True, kw_only=True):
+    """The run goes back to `step`."""
+
+    step: int
+
+
+class GiveSlotsUp(ToAgent, frozen=True, kw_only=True):
+    """The nodes are about to be released, and ranks save no more: use the memory of free slots for other
+    nodes' images."""
+
+
+class Write(ToAgent, frozen=True, kw_only=True):
+    """Copy the images of these `ranks`, of `world` in all, to a tier; `lead`: bring all nodes' parts
+    together."""
+
+    id: str
+    tier: str
+    step: int
+    attempt: int
+    ranks: tuple[int, ...]
+    world: int
+    lead: bool = False
+
+
+class CancelWrite(ToAgent, frozen=True, kw_only=True):
+    """Stop writing."""
+
+    id: str
+
+
+FromKeeper = Held | Dropped | Refused | Prefetched | AskSources | Unrestorable | Unreplicated
+AboutCheckpoints = FromKeeper | Foreseen | Written
+KeeperOrder = Replicate | Sources | Committed | Void | Forget | ForgetNewer | GiveSlotsUp
+CheckpointOrder = KeeperOrder | Write | CancelWrite
+
+
+# Attempts: agents join and leave; ranks are started, stopped, fail and end.
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to reach a supervisor. `hosts`: names and addresses to try, best first; `allocation`: the Slurm
+    job and its restart count."""
+
+    epoch: int
+    hosts: tuple[str, ...]
+    port: int
+    node: str
+    allocation: str
+    pid: int
+
+
+class Ask(ToSupervisor, frozen=True, kw_only=True):
+    """A request `what` by the user `by`: cancel, restart, drain (replacement of `node`), rollback (to
+    `step`), save, or how (the run's condition)."""
+
+    what: str
+    by: str
+    node: str = ""
+    step: int | None = None
+
+
+class Accepted(ToAsker, frozen=True, kw_only=True):
+    """The request is carried out. `gives_up`: what a run that had ended was still waiting for, or ""."""
+
+    gives_up: str = ""
+
+
+class Declined(ToAsker, frozen=True, kw_only=True):
+    """The request cannot be carried out now, or not at all."""
+
+    why: str
+
+
+class Condition(ToAsker, frozen=True, kw_only=True):
+    """The run's condition where its journal may be silent: what it `waits` for, and why the `journal` cannot
+    be written, "" for neither; the newest `step` done."""
+
+    state: str
+    waits: str
+    journal: str
+    step: int
+    alerts: tuple[Alert, ...] = ()
+
+
+RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
+
+
+class Hello(ToSupervisor, frozen=True, kw_only=True):
+    """An agent's first message: who it is, its newest `attempt` and what that attempt's `ranks` do, and what
+    survives a supervisor: `copies` of images, `room` for more, and what its probes found (`health`).
+    `data_port`: where it serves images; `domain`: the switches above it, "" if unknown."""
+
+    node: str
+    allocation: str
+    address: str
+    incarnation: str
+    pid: int
+    boot_id: str
+    gpus: int
+    attempt: int
+    ranks: RanksState
+    store_port: int
+    pids: tuple[int, ...]
+    data_port: int
+    copies: tuple[CopyReport, ...] = ()
+    room: Room | None = None
+    domain: str = ""
+    health: tuple[Finding, ...] = ()
+
+
+class Ready(ToSupervisor, frozen=True, kw_only=True):
+    """The node's torchrun host is warm; its next store listens on `store_port`."""
+
+    store_port: int
+
+
+class Started(ToSupervisor, frozen=True, kw_only=True):
+    """The ranks of the node run as these processes, by local rank."""
+
+    attempt: int
+    pids: tuple[int, ...]
+
+
+class Failed(ToSupervisor, frozen=True, kw_only=True):
+    """A rank has failed; the fields are those of `core.events.WorkerFailed`."""
+
+    attempt: int
+    rank: int
+    exit_code: int
+    error: str = ""
+    message: str = ""
+    traceback: str = ""
+    oom_kills: int | None = 0
+    shm_used: float = 0.0
+    log: str = ""
+
+
+class Stopped(ToSupervisor, frozen=True, kw_only=True):
+    """All ranks of the node are gone; `store_port` 0: its host, too."""
+
+    attempt: int
+    store_port: int
+
+
+class Finished(ToSupervisor, frozen=True, kw_only=True):
+    """Every rank of the node has ended with exit code 0."""
+
+    attempt: int
+
+
+class RankEvent(ToSupervisor, frozen=True, kw_only=True):
+    """A message of a rank of the node."""
+
+    attempt: int
+    event: within.ForSupervisor
+
+
+class Terminated(ToSupervisor, frozen=True, kw_only=True):
+    """The agent got a SIGTERM."""
+
+
+class HangsUp(ToSupervisor, frozen=True, kw_only=True):
+    """The agent has heard nothing for too long and looks for another supervisor, or has found a `newer`
+    one."""
+
+    newer: Endpoint | None = None
+
+
+class Leaving(ToSupervisor, frozen=True, kw_only=True):
+    """The agent gives up its node."""
+
+    why: str
+
+
+class Launch(ToAgent, frozen=True, kw_only=True):
+    """Start the ranks of `attempt`: this node has group rank `rank` of `world` nodes. `mtbf_s`: expected
+    seconds between failures, 0.0 if unknown; `cold`: do not preload anything for the script; `restore` None:
+    the ranks look in the shared tier themselves, where the run had `saved` this step last (0: none). `nodes`:
+    names of all, in the order of their ranks, in Slurm's notation."""
+
+    attempt: int
+    rank: int
+    world: int
+    master_address: str
+    master_port: int
+    mtbf_s: float = 0.0
+    cold: bool = False
+    saved: int = 0
+    restore: Restore | None = None
+    nodes: str = ""
+
+
+class Stop(ToAgent, frozen=True, kw_only=True):
+    """Stop the ranks of `attempt`, if requested after recording their `stacks`."""
+
+    attempt: int
+    stacks: bool = False
+
+
+class Dismiss(ToAgent, frozen=True, kw_only=True):
+    """The node leaves the attempt: kill its ranks; its agent stays."""
+
+
+class CadenceSet(ToAgent, frozen=True, kw_only=True):
+    """When all ranks save; `decided`: the schedule's number, or -number if it is void; 0: only proposed."""
+
+    attempt: int
+    schedule: Schedule
+    decided: int
+
+
+class GoOn(ToAgent, frozen=True, kw_only=True):
+    """The supervisor lives. `time`: its clock, seconds since the epoch. An agent that hears nothing for
+    `patience_s` seconds looks for another supervisor, of a newer epoch than this `epoch`. It has `heard` this
+    many of the messages that are Kept over this connection. `heir`: this node's place from 0 on among those
+    that take over first; None: it is none of them."""
+
+    time: float
+    patience_s: float
+    heard: int = 0
+    epoch: int = 0
+    heir: int | None = None
+
+
+class Moved(ToAgent, frozen=True, kw_only=True):
+    """The run has a newer supervisor at this address."""
+
+    place: Endpoint
+
+
+class Leave(ToAgent, frozen=True, kw_only=True):
+    """End this agent; `over`: the run has ended as well, with this `exit_code`."""
+
+    over: bool = False
+    exit_code: int = 0
+
+
+# Nodes and their ranks: heartbeats, findings, stacks, tests.
+
+
+class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One rank as its agent sees it. Ages (`_s`) are seconds at the time of the report: `quiet_s` since the
+    rank last reported anything and `beat_s` since its newest step ended, None before the first; `longest_s`
+    is its longest step; `idle_s` is the time without work for the processor, `stopped_s` that in state T, 0.0
+    if it is not. `settled` is the number of the schedule of saves that it has settled last."""
+
+    step: int
+    beats: int
+    explicit: bool
+    phase: str
+    quiet_s: float | None
+    beat_s: float | None
+    longest_s: float
+    settled: int
+    idle_s: float
+    stopped_s: float
+
+
+class CadenceReport(msgspec.Struct, frozen=True, gc=False):
+    """The schedule of saves on an agent's page, and what the script requests: `steps` or `seconds` between
+    two saves, or neither."""
+
+    number: int
+    decided: int
+    steps: int | None = None
+    seconds: float | None = None
+
+
+Times = tuple[int, float, float, float]
+
+
+class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
+    """An agent's heartbeat. `ranks` by local rank, [] while none runs; `cadence` None: no Checkpointer. From
+    time to time it has all ranks' `times`: steps, and the total seconds of their forward, backward and update
+    parts. The rest saves a supervisor of thousands of nodes from computing it: `quiet_s`, the shortest of the
+    ranks that have not ended, whether one is `stopped`, the longest step, `longest_s`, and the local rank
+    with the least progress, `slowest`."""
+
+    attempt: int
+    ranks: list[RankReport]
+    cadence: CadenceReport | None = None
+    times: list[Times] | None = None
+    quiet_s: float | None = None
+    stopped: bool = False
+    longest_s: float = 0.0
+    slowest: int = 0
+
+
+def how_far(report: RankReport) -> tuple[bool, int, float]:
+    """Return a key that is less for a rank with less progress: without a step, with fewer steps, or longer
+    ago."""
+    return report.beats > 0, report.step, -(report.beat_s or 0.0)
+
+
+def beat_of(
+    attempt: int,
+    ranks: list[RankReport],
+    cadence: CadenceReport | None = None,
+    times: list[Times] | None = None,
+) -> Beat:
+    quiet_s = [one.quiet_s for one in ranks if one.phase != "done" and one.quiet_s is not None]
+    stopped = any(one.stopped_s for one in ranks)
+    longest_s = max((one.longest_s for one in ranks), default=0.0)
+    slowest = min(range(len(ranks)), key=lambda local: how_far(ranks[local]), default=0)
+    return Beat(attempt, ranks, cadence, times, min(quiet_s, default=None), stopped, longest_s, slowest)
+
+
+class Look(ToAgent, frozen=True, kw_only=True):
+    """Request the places at which the ranks of `attempt` are. `number` identifies the question."""
+
+    attempt: int
+    number: int
+
+
+class Looked(ToSupervisor, frozen=True, kw_only=True):
+    """The answer to Look, by rank."""
+
+    attempt: int
+    number: int
+    stands: dict[int, Stand]
+
+
+class Stacks(ToSupervisor, frozen=True, kw_only=True):
+    """Where ranks were just before they were stopped; the fields are those of `core.events.StacksTaken`."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+    kinds: tuple[str, ...]
+    places: tuple[str, ...]
+    folder: str
+    recorded: bool = False
+    records: tuple[int, ...] = ()
+    flights: tuple[Entered, ...] = ()
+
+
+class HealthFound(ToSupervisor, frozen=True, kw_only=True):
+    """A finding on the reporting node."""
+
+    finding: Finding
+
+
+class LeaveVerdict(ToAgent, frozen=True, kw_only=True):
+    """Report to the site, in the name of this Slurm `job`, that the node is bad."""
+
+    job: str
+    finding: Finding
+
+
+class VerdictLeft(ToSupervisor, frozen=True, kw_only=True):
+    """The verdict was left for the site; else `why` it could not be."""
+
+    why: str = ""
+
+
+class TestAlone(ToAgent, frozen=True, kw_only=True):
+    """Test the node by itself, within `limit_s` seconds."""
+
+    limit_s: float
+
+
+class TestPair(ToAgent, frozen=True, kw_only=True):
+    """Test the node with another one. The two nodes have the `rank`s 0 and 1; both meet at the store of the
+    first, under the pair's `name`."""
+
+    name: str
+    host: str
+    port: int
+    rank: int
+    limit_s: float
+
+
+class TestOver(ToAgent, frozen=True, kw_only=True):
+    """End the test processes."""
+
+
+class TestedAlone(ToSupervisor, frozen=True, kw_only=True):
+    """The node's own tests are done. `port` of the node's store for pairs; 0: none."""
+
+    port: int
+    found: Alone
+
+
+class TestedPair(ToSupervisor, frozen=True, kw_only=True):
+    """The pair's test is done: seconds by measure, none if it failed with `error`."""
+
+    name: str
+    times: dict[str, float]
+    error: str = ""
+
+
+# Messages that an agent repeats over its next connection unless they were acknowledged: no hello contains
+# them.
+Kept = Failed | RankEvent | AskSources | Unrestorable | Written
+
+_Said = (
+    Hello | Ready | Started | Failed | Stopped | Finished | RankEvent | Terminated | HangsUp | Leaving
+    | Looked | Stacks | HealthFound | VerdictLeft | TestedAlone | TestedPair | AboutCheckpoints | Ask
+)  # fmt: skip
+_Order = (
+    Launch | Stop | Dismiss | CadenceSet | GoOn | Moved | Leave | Look | LeaveVerdict | TestAlone | TestPair
+    | TestOver | CheckpointOrder
+)  # fmt: skip
+_Answer = Accepted | Declined | Condition
+
+# Readers for the supervisor, an agent, and a command.
+Said = Beat | _Said | Strange
+Order = _Order | Strange
+Answer = _Answer | Strange
+
+_read_beat: Callable[[bytes], Beat | Strange] = reader(Beat)
+_read_words: Callable[[bytes], Said] = reader(_Said)
+read_order: Callable[[bytes], Order] = reader(_Order)
+read_answer: Callable[[bytes], Answer] = reader(_Answer)
+
+
+def read_said(payload: bytes) -> Said:
+    return _read_beat(payload) if payload[:1] == b"[" else _read_words(payload)
