@@ -32,8 +32,7 @@ from jurymast.core.nodes.heartbeat import patience_s
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
-from jurymast.wire.channel import HEAD_BYTES
-from jurymast.wire.handshake import MAGIC, NONCE_BYTES, SUPERVISOR, Handshake, Seal
+from jurymast.wire.handshake import HEAD_BYTES, MAGIC, NONCE_BYTES, SUPERVISOR, Handshake, Seal
 
 RANKS = 8
 HEARTBEAT_S = 0.5

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -52,8 +51,7 @@ from jurymast.rundir import RunDirectory
 from jurymast.storage.object_store import BucketKey
 from jurymast.storage.orders import StorageFailure
 from jurymast.wire import endpoint
-from jurymast.wire.channel import Channel, Connection
-from jurymast.wire.handshake import Seal
+from jurymast.wire.handshake import Frames, Seal
 from jurymast.worker import error_file
 from jurymast_host.kernel_log import KernelLog
 from jurymast_site import healthcheck, verdicts
@@ -102,16 +100,11 @@ def messages(read: Callable[[bytes], Any]) -> Check:
     return check
 
 
-def arrived(data: bytes) -> Connection:
-    """A connection of which only this has come."""
-    return cast(Connection, SimpleNamespace(unread=bytearray(data), peer_address="somewhere"))
-
-
 def frames(data: bytes, _folder: Path) -> None:
     """Of somebody without the key, of which nothing is ever heard."""
-    channel = Channel(arrived(data), b"k" * 32, b"k" * 32, msg.read_said)
+    frames = Frames(b"k" * 32, b"k" * 32)
     with refusing(AuthenticationError, ProtocolError):
-        assert channel._payload() is None, "a frame of somebody without the key was let in"
+        assert frames.open(bytearray(data)) is None, "a frame of somebody without the key was let in"
 
 
 def of_ranks(data: bytes, _folder: Path) -> None:
@@ -358,11 +351,11 @@ def test_frames_are_heard_once_and_in_their_order(length: int) -> None:
     @settings(max_examples=EXAMPLES, deadline=None, database=None)
     @given(st.lists(st.integers(0, length - 1), max_size=10))
     def fuzz(order: list[int]) -> None:
-        came = arrived(b"".join(sent[number] for number in order))
-        channel = Channel(came, b"o" * 32, b"k" * 32, msg.read_said)
+        came = bytearray().join(sent[number] for number in order)
+        frames = Frames(b"o" * 32, b"k" * 32)
         heard = []
         with refusing(AuthenticationError):
-            while (payload := channel._payload()) is not None:
+            while (payload := frames.open(came)) is not None:
                 heard.append(payload)
         assert heard == said[: len(heard)]
         assert len(heard) == next((n for n, number in enumerate(order) if n != number), len(order))

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Coroutine
@@ -213,8 +212,7 @@ def test_each_sender_s_first_is_told_and_the_number_of_all() -> None:
 
 
 def say(connection: Channel[Any], payload: bytes) -> None:
-    head = struct.pack(">I", len(payload)) + connection._sealing.tag(payload)
-    connection._connection.write(head + payload)
+    connection._connection.write(connection._frames.seal(payload))
 
 
 def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path: Path) -> None:

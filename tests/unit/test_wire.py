@@ -27,7 +27,7 @@ from jurymast.wire import channel
 from jurymast.wire.ask import ask
 from jurymast.wire.channel import Channel, Connection, ConnectionClosed
 from jurymast.wire.endpoint import NEWEST, Endpoint, announce, claim, claim_epoch, find, newest_epoch
-from jurymast.wire.handshake import MAGIC, NONCE_BYTES, TAG_BYTES
+from jurymast.wire.handshake import FRAME_BYTES_MAX, MAGIC, NONCE_BYTES, TAG_BYTES
 from support.reports import STEPPING
 from support.wire import served
 
@@ -162,7 +162,7 @@ def test_a_reset_is_told_from_the_end_of_a_process(end: str, closed: bool) -> No
     code = f"import os, socket, struct, sys; s = socket.create_connection(('127.0.0.1', {{}})); {end}"
 
     async def work() -> None:
-        ended: asyncio.Future[OSError] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
         async def serve(come: Connection) -> None:
             ended.set_result(await come.end())
@@ -185,7 +185,7 @@ def test_text_that_is_no_unicode_arrives_all_the_same() -> None:
 
 
 def _sealed(sender: Channel[Any], payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload)) + sender._sealing.tag(payload) + payload
+    return sender._frames.seal(payload)
 
 
 def test_what_a_listener_raises_ends_the_connection_and_is_not_lost() -> None:
@@ -441,7 +441,7 @@ def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     async def work() -> None:
         async with accepting() as (port, outcome):
             client = await channel.connect("127.0.0.1", port, SECRET, read_said)
-            client._connection.write(struct.pack(">I", channel.FRAME_BYTES_MAX + 1) + bytes(TAG_BYTES))
+            client._connection.write(struct.pack(">I", FRAME_BYTES_MAX + 1) + bytes(TAG_BYTES))
             accepted = await outcome
             with pytest.raises(ProtocolError):
                 await accepted.receive()

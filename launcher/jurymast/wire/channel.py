@@ -2,10 +2,7 @@
 
 Both sides prove that they know the run's secret before anything is parsed, and every frame carries an
 HMAC over its sequence number, so nothing can be forged, replayed or reordered on a shared network.
-The content is not hidden: nothing secret is sent.
-
-    the handshake      see `wire.handshake`
-    then frames        u32 length, 16 bytes of HMAC(direction key, u64 sequence + payload), payload
+The content is not hidden: nothing secret is sent. See `wire.handshake`.
 
 asyncio's streams would need a future and a task's turn for each message, and its transports some more calls
 for each message and several turns of the loop for each connection. A supervisor of thousands of agents would
@@ -21,11 +18,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import secrets
 import socket
-import struct
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -35,8 +31,9 @@ import msgspec
 from jurymast.core.message import Strange
 from jurymast.core.messages import encode
 from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.wire import handshake
 from jurymast.wire.endpoint import BACKLOG
-from jurymast.wire.handshake import MAGIC, NONCE_BYTES, SUPERVISOR, TAG_BYTES, Handshake, Seal
+from jurymast.wire.handshake import Frames, Handshake
 
 KINDS_TOLD = 5
 
@@ -94,7 +91,7 @@ class Connection:
         self._plug = plug
         self._unsent = bytearray()
         self._waiting: asyncio.Future[None] | None = None
-        self._ended: OSError | None = None
+        self._ended: Exception | None = None
         self._sent = asyncio.Event()
         self._sent.set()
         plug.setblocking(False)
@@ -139,13 +136,13 @@ class Connection:
                 self._end(None)
 
     def _break(self, error: OSError) -> None:
-        known = error if isinstance(error, ConnectionError) else ConnectionError(str(error))
-        self._end(known.with_traceback(None))  # a traceback would keep this connection alive
+        self._end(error if isinstance(error, ConnectionError) else ConnectionError(str(error)))
 
-    def _end(self, why: OSError | None) -> None:
+    def _end(self, why: Exception | None) -> None:
         if self._ended is not None:
             return
-        self._ended = why or ConnectionClosed("the other side closed the connection")
+        why = why or ConnectionClosed("the other side closed the connection")
+        self._ended = why.with_traceback(None)  # a traceback would keep this connection alive
         self._unsent.clear()
         self._loop.remove_reader(self._plug)
         self._loop.remove_writer(self._plug)
@@ -168,7 +165,7 @@ class Connection:
                 raise copy(self._ended)  # a raised error refers to the frames it passes, and they to us
             await self._news()
 
-    async def end(self) -> OSError:
+    async def end(self) -> Exception:
         """Wait until the connection ends; return why it ended."""
         while self._ended is None:
             await self._news()
@@ -217,7 +214,7 @@ class Connection:
         else:
             self._end(None)
 
-    def abort(self, why: OSError | None = None) -> None:
+    def abort(self, why: Exception | None = None) -> None:
         """Close at once; whoever waits for the connection gets `why`."""
         self.closed = True
         self._end(why)
@@ -276,9 +273,6 @@ class Listener:
         self._plug.close()
 
 
-_LENGTH = struct.Struct(">I")
-HEAD_BYTES = _LENGTH.size + TAG_BYTES
-FRAME_BYTES_MAX = 4 * 1024 * 1024
 HANDSHAKE_LIMIT_S = 5.0
 
 Hears = TypeVar("Hears")
@@ -293,8 +287,7 @@ class Channel(Generic[Hears]):
         self, connection: Connection, send_key: bytes, receive_key: bytes, read: Callable[[bytes], Hears]
     ) -> None:
         self._connection = connection
-        self._sealing = Seal(send_key)
-        self._opening = Seal(receive_key)
+        self._frames = Frames(send_key, receive_key)
         self._read = read
         self.peer_address = connection.peer_address
 
@@ -304,36 +297,30 @@ class Channel(Generic[Hears]):
 
     def send(self, *messages: msgspec.Struct) -> None:
         """Queue these messages for sending; never blocks. `receive` raises if the connection is dead."""
-        frames = [self._frame(encode(message)) for message in messages]
+        frames = [self._frames.seal(encode(message)) for message in messages]
         self._connection.write(frames[0] if len(frames) == 1 else b"".join(frames))
-
-    def _frame(self, payload: bytes) -> bytes:
-        return _LENGTH.pack(len(payload)) + self._sealing.tag(payload) + payload
 
     async def receive(self) -> Hears:
         """Return the next message. Raises AuthenticationError, and ProtocolError for one that is too long."""
-        while (payload := self._payload()) is None:
+        while (payload := self._frames.open(self._connection.unread)) is None:
             await self._connection.more()
         return self._read(payload)
 
     async def listen(self, hear: Callable[[Hears], None]) -> Exception:
         """Pass every message to `hear` as it arrives; return why this ended. Raises what `hear` raises."""
-        why: Exception | None = None
         failure: Exception | None = None
 
         def take() -> None:
-            nonlocal why, failure
+            nonlocal failure
             while not self._connection.closed:
                 try:
-                    if (payload := self._payload()) is None:
+                    if (payload := self._frames.open(self._connection.unread)) is None:
                         return
-                    message = self._read(payload)
                 except (AuthenticationError, ProtocolError) as error:
-                    why = error
-                    self._connection.abort()
+                    self._connection.abort(error)
                     return
                 try:
-                    hear(message)
+                    hear(self._read(payload))
                 except Exception as error:  # to be raised by `listen` below, not in the loop
                     failure = error
                     self._connection.abort()
@@ -343,24 +330,7 @@ class Channel(Generic[Hears]):
         end = await self._connection.end()
         if failure is not None:
             raise failure
-        return why or end
-
-    def _payload(self) -> bytes | None:
-        """Return the next frame's payload, with its seal checked; None until the whole frame is here."""
-        unread = self._connection.unread
-        if len(unread) < HEAD_BYTES:
-            return None
-        (length,) = _LENGTH.unpack_from(unread)
-        if length > FRAME_BYTES_MAX:
-            raise ProtocolError(f"frame of {length} bytes from {self.peer_address}")
-        end = HEAD_BYTES + length
-        if len(unread) < end:
-            return None
-        tag, payload = bytes(unread[4:HEAD_BYTES]), bytes(unread[HEAD_BYTES:end])
-        del unread[:end]
-        if not self._opening.fits(payload, tag):
-            raise AuthenticationError(f"a frame from {self.peer_address} is not sealed with the run's key")
-        return payload
+        return end
 
     async def drain(self) -> None:
         """Wait until everything sent has left this process, or the connection has ended; then `receive`
@@ -373,12 +343,10 @@ class Channel(Generic[Hears]):
 
 async def accept(come: Connection, secret: bytes, read: Callable[[bytes], Hears]) -> Channel[Hears]:
     """Do the server's side of the handshake. Raises AuthenticationError, ConnectionError or TimeoutError."""
-    ours = secrets.token_bytes(NONCE_BYTES)
-    come.write(MAGIC + ours)
-    answer = await come.exactly(2 * NONCE_BYTES)
-    shaking = Handshake(secret, SUPERVISOR, ours, answer[:NONCE_BYTES])
-    if not shaking.proves(b"client", answer[NONCE_BYTES:]):
-        raise AuthenticationError("a connection did not prove that it knows the run's secret")
+    first = handshake.hello()
+    come.write(first)
+    answer = await come.exactly(handshake.ANSWER_BYTES)
+    shaking = Handshake.with_client(secret, handshake.SUPERVISOR, first, answer)
     come.write(shaking.made(b"server"))
     return Channel(come, shaking.made(b"to-client"), shaking.made(b"to-server"), read)
 
@@ -388,15 +356,12 @@ async def connect(
 ) -> Channel[Hears]:
     """Connect and authenticate within `limit_s`. Raises OSError, TimeoutError or AuthenticationError."""
     made = Connection(await asyncio.wait_for(_plugged(host, port), limit_s))
+    place = f"{host}:{port}"
     try:
-        hello = await asyncio.wait_for(made.exactly(len(MAGIC) + NONCE_BYTES), limit_s)
-        if not hello.startswith(MAGIC):
-            raise ProtocolError(f"{host}:{port} does not speak {MAGIC.decode().strip()}")
-        ours = secrets.token_bytes(NONCE_BYTES)
-        shaking = Handshake(secret, SUPERVISOR, hello[len(MAGIC) :], ours)
-        made.write(ours + shaking.made(b"client"))
-        if not shaking.proves(b"server", await asyncio.wait_for(made.exactly(NONCE_BYTES), limit_s)):
-            raise AuthenticationError(f"{host}:{port} does not know the run's secret")
+        first = await asyncio.wait_for(made.exactly(handshake.HELLO_BYTES), limit_s)
+        shaking, answer = Handshake.with_server(secret, handshake.SUPERVISOR, first, place)
+        made.write(answer)
+        shaking.check_server(await asyncio.wait_for(made.exactly(handshake.NONCE_BYTES), limit_s), place)
     except BaseException:
         made.close()
         raise
@@ -427,22 +392,12 @@ async def connect_any(
 ) -> Channel[Hears] | None:
     """Try all `targets` (host, port) at once, and return the first connection; None if none answers in
     time."""
-    return await first_of([connect(host, port, secret, read, limit_s) for host, port in targets])
-
-
-async def first_of(
-    ways: Sequence[Coroutine[Any, Any, Channel[Hears] | None]],
-) -> Channel[Hears] | None:
-    """Try all `ways` at once, and return the first connection that one of them makes, or None."""
-    tries = [asyncio.ensure_future(way) for way in ways]
+    tries = [asyncio.ensure_future(connect(host, port, secret, read, limit_s)) for host, port in targets]
     found: Channel[Hears] | None = None
     try:
         for done in asyncio.as_completed(tries):
-            try:
+            with suppress(OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError):
                 found = await done
-            except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError):
-                continue
-            if found is not None:
                 break
     finally:
         # Not awaited: a caller that is cancelled meanwhile would leave the found connection open.
@@ -452,9 +407,6 @@ async def first_of(
     return found
 
 
-def _close_others(found: Channel[Hears] | None, task: asyncio.Future[Channel[Hears] | None]) -> None:
-    if task.cancelled() or task.exception() is not None:
-        return
-    other = task.result()
-    if other is not None and other is not found:
-        other.close()
+def _close_others(found: Channel[Hears] | None, task: asyncio.Future[Channel[Hears]]) -> None:
+    if not task.cancelled() and task.exception() is None and task.result() is not found:
+        task.result().close()

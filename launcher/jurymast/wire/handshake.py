@@ -1,8 +1,10 @@
-"""The handshake by which both ends of a connection prove that they know the run's secret, and derive keys.
+"""What both ends of a connection send, whoever reads and writes it: the handshake, by which they prove that
+they know the run's secret and derive keys, and then frames.
 
     server -> client   MAGIC, 32 random bytes
     client -> server   32 random bytes, HMAC("client", whom, both nonces)
     server -> client   HMAC("server", whom, both nonces)
+    then both          frames: u32 length, 16 bytes of HMAC(direction key, u64 sequence + payload), payload
 
 `whom` names the server: the supervisor, or the keeper of a node. So nobody on the way can redirect a
 connection to another server, not even to one of the same run.
@@ -13,16 +15,25 @@ Every frame in either direction is then sealed: none can be forged, left out, re
 from __future__ import annotations
 
 import hmac
+import secrets
 import struct
 from dataclasses import dataclass
 
+from jurymast.errors import AuthenticationError, ProtocolError
+
 MAGIC = b"jurymast/5\n"
 NONCE_BYTES = 32
+HELLO_BYTES, ANSWER_BYTES = len(MAGIC) + NONCE_BYTES, 2 * NONCE_BYTES
 SUPERVISOR = "supervisor"
 
 
 def keeper_of(node: str) -> str:
     return f"keeper {node}"
+
+
+def hello() -> bytes:
+    """Return what a server sends first."""
+    return MAGIC + secrets.token_bytes(NONCE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,30 @@ class Handshake:
 
     def proves(self, what: bytes, proof: bytes) -> bool:
         return hmac.compare_digest(proof, self.made(what))
+
+    @classmethod
+    def with_client(cls, secret: bytes, who: str, hello: bytes, answer: bytes) -> Handshake:
+        """Do the server's part, as `who`, once the client has answered `hello`. Raises
+        AuthenticationError."""
+        shaking = cls(secret, who, hello[len(MAGIC) :], answer[:NONCE_BYTES])
+        if not shaking.proves(b"client", answer[NONCE_BYTES:]):
+            raise AuthenticationError("a connection did not prove that it knows the run's secret")
+        return shaking
+
+    @classmethod
+    def with_server(cls, secret: bytes, whom: str, hello: bytes, place: str) -> tuple[Handshake, bytes]:
+        """Do the client's part, and return the answer to `hello` of the server at `place`. Raises
+        ProtocolError."""
+        if not hello.startswith(MAGIC):
+            raise ProtocolError(f"{place} does not speak {MAGIC.decode().strip()}")
+        ours = secrets.token_bytes(NONCE_BYTES)
+        shaking = cls(secret, whom, hello[len(MAGIC) :], ours)
+        return shaking, ours + shaking.made(b"client")
+
+    def check_server(self, proof: bytes, place: str) -> None:
+        """Raises AuthenticationError."""
+        if not self.proves(b"server", proof):
+            raise AuthenticationError(f"{place} does not know the run's secret, or is not the {self.whom}")
 
 
 TAG_BYTES = 16
@@ -64,3 +99,44 @@ class Seal:
     def fits(self, payload: bytes, tag: bytes) -> bool:
         """Return whether this is the next frame, unchanged."""
         return hmac.compare_digest(self.tag(payload), tag)
+
+
+_LENGTH = struct.Struct(">I")
+HEAD_BYTES = _LENGTH.size + TAG_BYTES
+FRAME_BYTES_MAX = 4 * 1024 * 1024
+
+
+class Frames:
+    """The frames of one end of a connection."""
+
+    def __init__(self, send_key: bytes, receive_key: bytes) -> None:
+        self._sealing = Seal(send_key)
+        self._opening = Seal(receive_key)
+
+    def seal(self, payload: bytes) -> bytes:
+        """Return the next frame to send."""
+        return _LENGTH.pack(len(payload)) + self._sealing.tag(payload) + payload
+
+    def open(self, unread: bytearray) -> bytes | None:
+        """Take the next frame out of the bytes that have arrived, and return its payload; None until all of
+        it is here. Raises AuthenticationError, and ProtocolError for a frame that is too long."""
+        if len(unread) < HEAD_BYTES:
+            return None
+        (length,) = _LENGTH.unpack_from(unread)
+        if length > FRAME_BYTES_MAX:
+            raise ProtocolError(f"a frame of {length} bytes")
+        end = HEAD_BYTES + length
+        if len(unread) < end:
+            return None
+        tag, payload = bytes(unread[_LENGTH.size : HEAD_BYTES]), bytes(unread[HEAD_BYTES:end])
+        del unread[:end]
+        if not self._opening.fits(payload, tag):
+            raise AuthenticationError("a frame is not sealed with the run's key")
+        return payload
+
+
+def missing_bytes(unread: bytearray) -> int:
+    """Return how many bytes of the next frame are still to come, as far as is known."""
+    if len(unread) < HEAD_BYTES:
+        return HEAD_BYTES - len(unread)
+    return HEAD_BYTES + int(_LENGTH.unpack_from(unread)[0]) - len(unread)

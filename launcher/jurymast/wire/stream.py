@@ -1,4 +1,4 @@
-"""Bulk bytes between agents: blocking sockets, the handshake and sealed messages of `wire.channel`.
+"""Bulk bytes between agents: blocking sockets, the handshake and frames of `wire.handshake`.
 
     client -> server   a message
     server -> client   a message, then as many bytes as it announced, in pieces, each with a tag after it
@@ -9,7 +9,6 @@ The message says how the pieces are protected, and whether they are encrypted: s
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import struct
 import time
@@ -19,9 +18,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from jurymast.core.message import encode
-from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.wire.channel import FRAME_BYTES_MAX, HANDSHAKE_LIMIT_S
-from jurymast.wire.handshake import MAGIC, NONCE_BYTES, TAG_BYTES, Handshake, Seal
+from jurymast.wire import handshake
+from jurymast.wire.channel import HANDSHAKE_LIMIT_S
+from jurymast.wire.handshake import Frames, Handshake
 from jurymast.wire.shield import TAG_BYTES as PIECE_TAG_BYTES
 from jurymast.wire.shield import Shield, shield
 
@@ -47,25 +46,19 @@ class Stream(Generic[Hears]):
         """`bulk` makes the key for bytes that are protected in the given way."""
         self._connection = connection
         self._read = read
-        self._sealing = Seal(send_key)
-        self._opening = Seal(receive_key)
+        self._frames = Frames(send_key, receive_key)
         self._bulk = bulk
         self._shields: dict[str, Shield] = {}
         self._buffer = memoryview(b"")
 
     def send(self, message: msgspec.Struct) -> None:
-        payload = encode(message)
-        _send(self._connection, struct.pack(">I", len(payload)) + self._sealing.tag(payload) + payload)
+        _send(self._connection, self._frames.seal(encode(message)))
 
     def receive(self) -> Hears:
         """Return the next message. Raises AuthenticationError or ProtocolError."""
-        head = _receive(self._connection, 4 + TAG_BYTES)
-        (length,) = struct.unpack(">I", head[:4])
-        if length > FRAME_BYTES_MAX:
-            raise ProtocolError(f"frame of {length} bytes")
-        payload = _receive(self._connection, length)
-        if not self._opening.fits(payload, head[4:]):
-            raise AuthenticationError("a frame is not sealed with the run's key")
+        unread = bytearray()
+        while (payload := self._frames.open(unread)) is None:
+            unread += _receive(self._connection, handshake.missing_bytes(unread))
         return self._read(payload)
 
     def send_bytes(self, data: bytes | memoryview, way: str) -> None:
@@ -125,12 +118,9 @@ def accept(
     keeps `connection`."""
     end = time.monotonic() + HANDSHAKE_LIMIT_S
     _tune(connection, HANDSHAKE_LIMIT_S)
-    ours = secrets.token_bytes(NONCE_BYTES)
-    _send(connection, MAGIC + ours)
-    answer = _receive(connection, 2 * NONCE_BYTES, end)
-    shaking = Handshake(secret, who, ours, answer[:NONCE_BYTES])
-    if not shaking.proves(b"client", answer[NONCE_BYTES:]):
-        raise AuthenticationError("a connection did not prove that it knows the run's secret")
+    first = handshake.hello()
+    _send(connection, first)
+    shaking = Handshake.with_client(secret, who, first, _receive(connection, handshake.ANSWER_BYTES, end))
     _send(connection, shaking.made(b"server"))
     _tune(connection, SILENT_LIMIT_S)
     return Stream(connection, shaking.made(b"to-client"), shaking.made(b"to-server"), shaking.made, read)
@@ -142,17 +132,13 @@ def connect(
 ) -> Stream[Hears]:  # fmt: skip
     """Connect to `whom` and authenticate. Raises OSError, AuthenticationError or ProtocolError."""
     connection = socket.create_connection((host, port), limit_s)
-    end = time.monotonic() + limit_s
+    end, place = time.monotonic() + limit_s, f"{host}:{port}"
     try:
         _tune(connection, limit_s)
-        hello = _receive(connection, len(MAGIC) + NONCE_BYTES, end)
-        if not hello.startswith(MAGIC):
-            raise ProtocolError(f"{host}:{port} does not speak {MAGIC.decode().strip()}")
-        ours = secrets.token_bytes(NONCE_BYTES)
-        shaking = Handshake(secret, whom, hello[len(MAGIC) :], ours)
-        _send(connection, ours + shaking.made(b"client"))
-        if not shaking.proves(b"server", _receive(connection, NONCE_BYTES, end)):
-            raise AuthenticationError(f"{host}:{port} does not know the run's secret, or is not the {whom}")
+        first = _receive(connection, handshake.HELLO_BYTES, end)
+        shaking, answer = Handshake.with_server(secret, whom, first, place)
+        _send(connection, answer)
+        shaking.check_server(_receive(connection, handshake.NONCE_BYTES, end), place)
         _tune(connection, SILENT_LIMIT_S)
     except BaseException:
         connection.close()
