@@ -58,8 +58,6 @@ UNITS = {
     "peer transfer": "GB/s",
     "peer transfer over TCP, encrypted": "ratio",
     "peer transfer, encrypted": "GB/s",
-    "peer transfer over TCP, by BLAKE2b": "ratio",
-    "peer transfer, by BLAKE2b": "GB/s",
     "write over a plain one": "ratio",
     "write": "GB/s",
 }

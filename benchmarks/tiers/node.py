@@ -25,7 +25,7 @@ from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.storage.orders import ImageAt, StorageFailed, WriteLocal
 from jurymast.storage.processes import StorageProcesses
-from jurymast.wire.shield import BLAKE2B, GCM, GMAC, Access
+from jurymast.wire.shield import GCM, GMAC, Access
 from jurymast.worker import link
 
 LOOK_EVERY_S = 0.1
@@ -34,7 +34,7 @@ WRITE_BYTES = 16 << 20
 POPULATE_WRITE = 23
 
 
-WAYS = (GMAC, GCM, BLAKE2B)
+WAYS = (GMAC, GCM)
 
 
 class Chosen(Access):

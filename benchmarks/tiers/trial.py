@@ -18,12 +18,12 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks.tiers.child import Child, ChildError, Message
-from jurymast.wire.shield import BLAKE2B, GCM, GMAC
+from jurymast.wire.shield import GCM, GMAC
 
 HOST = "127.0.0.1"
-# How bytes between nodes are protected, and what is said of it behind a metric's name: the first is what
-# happens where the processor's AES can be used, the second where the policy has them hidden.
-PROTECTED = {GMAC: "", GCM: ", encrypted", BLAKE2B: ", by BLAKE2b"}
+# How bytes between nodes are protected, and what is said of it behind a metric's name: the second is
+# what happens where the policy has them hidden.
+PROTECTED = {GMAC: "", GCM: ", encrypted"}
 STREAMS = 2  # of one replica, as in keeper.fetch
 AT_ONCE = 2  # replicas, as in core.keeper.replicas
 SAMPLE_S = 0.02

@@ -36,7 +36,7 @@ from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import RestoreStatus, Word
 from jurymast.wire import stream
 from jurymast.wire.handshake import keeper_of
-from jurymast.wire.shield import BLAKE2B, shield
+from jurymast.wire.shield import GMAC, Shield
 from support.keepers import (
     ACCESS,
     BLOCK,
@@ -326,10 +326,10 @@ def ask_nonsense(port: int) -> None:
     assert refusal(connection).startswith("not a request: dismiss: ")
     for at, length in ((0, SIZE + 1), (SIZE, 1), (-1, 5), (3, -1)):
         connection.send(
-            GetBytes(image=ImageName(step=10, attempt=1, rank=0), at=at, length=length, ways=(BLAKE2B,))
+            GetBytes(image=ImageName(step=10, attempt=1, rank=0), at=at, length=length, ways=(GMAC,))
         )
         assert refusal(connection) == "not held (any more)"
-    connection.send(GetManifest(image=ImageName(step=10, attempt=2, rank=0), ways=(BLAKE2B,)))
+    connection.send(GetManifest(image=ImageName(step=10, attempt=2, rank=0), ways=(GMAC,)))
     assert refusal(connection) == "not held (any more)"
     connection.close()
 
@@ -367,7 +367,7 @@ def test_the_last_bytes_do_not_wait_for_more_to_come(
 ) -> None:
     monkeypatch.setattr(stream, "PIECE_BYTES", PIECE)
     data, first = os.urandom(size), min(first, size - 1)
-    covering = shield(BLAKE2B, key(BLAKE2B.encode()))
+    covering = Shield(GMAC, key(GMAC.encode()))
     covered = [covering.cover(memoryview(data)[at : at + PIECE]) for at in range(0, size, PIECE)]
     sent = b"".join(bytes(part) for pair in covered for part in pair)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -378,7 +378,7 @@ def test_the_last_bytes_do_not_wait_for_more_to_come(
 
     def receive() -> None:
         receiver = stream.Stream(theirs, b"", b"", key, read_served)
-        pieces.extend(map(len, receiver.receive_pieces(memoryview(got), BLAKE2B)))
+        pieces.extend(map(len, receiver.receive_pieces(memoryview(got), GMAC)))
 
     with ours, theirs:
         ours.sendall(sent[:first])

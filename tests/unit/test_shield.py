@@ -13,18 +13,18 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.keeper.messages import ManifestFollows, read_request, read_served
-from jurymast.errors import AuthenticationError, PolicyError, ProtocolError
+from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.fetch import ImagePeer
 from jurymast.keeper.page import RestoreStatus
-from jurymast.wire import channel, shield, stream
+from jurymast.wire import channel, stream
 from jurymast.wire.handshake import NONCE_BYTES, Handshake, keeper_of
-from jurymast.wire.shield import BLAKE2B, GCM, GMAC, TAG_BYTES, Access
+from jurymast.wire.shield import GCM, GMAC, TAG_BYTES, Access
 from jurymast.wire.stream import Stream
 from support.keepers import SECRET, FakeRank, holding, image_bytes, keeper, plan, source, until
 
 PIECE = 1000
 DATA = os.urandom(3 * PIECE + 7)
-WAYS = (BLAKE2B, GMAC, GCM)
+WAYS = (GMAC, GCM)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -161,13 +161,3 @@ def test_a_connection_leads_to_whom_it_was_meant_for() -> None:
                 await channel.connect("127.0.0.1", a.port, SECRET, msg.read_order)
 
     run(work())
-
-
-def test_without_the_package_bytes_are_vouched_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Access(SECRET).ways == (GMAC, BLAKE2B)
-    assert Access(SECRET, encrypt=True).ways == (GCM,)
-    monkeypatch.setattr(shield, "_aes", lambda: None)
-    assert Access(SECRET).ways == (BLAKE2B,)
-    with pytest.raises(PolicyError, match="needs the package cryptography") as caught:
-        assert Access(SECRET, encrypt=True).ways
-    assert "pip install cryptography" in caught.value.hint

@@ -52,7 +52,6 @@ class Keeping:
         # A script may write its checkpoints elsewhere, and keep another number of them.
         self._shared, self._keep = directory.checkpoints.absolute(), settings.keep
         access = Access(directory.secret(), encrypt=settings.encrypt)
-        access.ways  # noqa: B018  # raises here, rather than when another node asks
         self.keeper = Keeper(access, node, plan.ranks_per_node, tell, local_root=self._local)
         self._storage = StorageProcesses()
         self._writes: dict[str, asyncio.Task[None]] = {}

@@ -14,7 +14,6 @@ from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 from jurymast.policy.resolve import Resolved
 from jurymast.rundir import RunDirectory, write_atomically
-from jurymast.wire import shield
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,7 @@ def users_script(run: RunDirectory) -> Path:
 
 def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = None) -> Request:
     """Build the request for this plan, with the batch script if there is one. Writes nothing and asks no
-    other program. Raises PolicyError for what the software installed here cannot do."""
-    shield.ways(plan.settings.encrypt)
+    other program."""
     text = policy.yaml(origins=True)
     if plan.cluster == "local":
         from jurymast.cluster.local import batch_process

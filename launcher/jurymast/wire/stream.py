@@ -22,7 +22,7 @@ from jurymast.wire import handshake
 from jurymast.wire.channel import HANDSHAKE_LIMIT_S
 from jurymast.wire.handshake import Frames, Handshake
 from jurymast.wire.shield import TAG_BYTES as PIECE_TAG_BYTES
-from jurymast.wire.shield import Shield, shield
+from jurymast.wire.shield import Shield
 
 SILENT_LIMIT_S = 10.0
 CONNECT_LIMIT_S = 3.0
@@ -97,7 +97,7 @@ class Stream(Generic[Hears]):
 
     def _shield(self, way: str) -> Shield:
         if way not in self._shields:
-            self._shields[way] = shield(way, self._bulk(way.encode()))
+            self._shields[way] = Shield(way, self._bulk(way.encode()))
         return self._shields[way]
 
     def _wake_at(self, count: int) -> None:
