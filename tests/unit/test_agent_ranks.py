@@ -264,11 +264,11 @@ def test_a_failed_rank_is_told_with_what_the_node_shows() -> None:
 
 def test_what_the_end_of_the_job_explains_is_no_failure() -> None:
     ranks = running()
-    ranks.terminated(4.0)
+    ranks.terminated()
     assert ranks.rank_failed(within.Failed(attempt=1, rank=0, exit_code=-15), {}, 4.0) == [do.Beat(1, PIDS)]
     assert ranks.host_said(within.Waiting(store_port=7), 5.0) == [do.Beat(1, PIDS)]
     ranks = running()
-    ranks.terminated(4.0)
+    ranks.terminated()
     ranks.stop(1, 4.5)
     assert stopped(1, 7) in ranks.host_said(within.Waiting(store_port=7), 5.0), "the supervisor waits for it"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.agent.succession import HEIRS, LOOK_EVERY_S
+from jurymast.core.agent.succession import HEIRS
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes.heartbeat import (
@@ -26,6 +26,7 @@ from jurymast.core.nodes.watch import (
     EARLY,
     ISOLATION_LIMIT_S,
     LATE_SHARE,
+    LOOK_EVERY_S,
     MANY,
     MANY_LIMIT_S,
     RECONNECT_GRACE_S,

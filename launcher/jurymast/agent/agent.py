@@ -121,10 +121,6 @@ class Agent:
                 self._connecting.hang_up()
             case do.ReadPulse() | do.StandBy() | do.EndStandby() | do.StartSupervisor():
                 self._succeeding.carry_out(effect)
-            case do.StartWrite():
-                self._keeping.write(effect.order)
-            case do.CancelWrite():
-                self._keeping.cancel_write(effect.id)
             case do.WarmWriter():
                 self._keeping.warm()
             case do.SayForeseen(image, own):
@@ -147,6 +143,10 @@ class Agent:
                 self._probing.clock(order.time)
             case msg.CadenceSet():
                 self._memory.order(order)
+            case msg.Write():
+                self._keeping.write(order)
+            case msg.CancelWrite():
+                self._keeping.cancel_write(order.id)
             case msg.LeaveVerdict():
                 leaving = leave_verdict(order, self._plan, self._node, self._driver.say)
                 self._driver.spawn(leaving, vital=False)

@@ -9,7 +9,7 @@ from msgspec import Struct
 from jurymast.core import messages as msg
 
 NEVER = math.inf
-Obeyed = msg.GoOn | msg.CadenceSet | msg.LeaveVerdict | msg.KeeperOrder
+Obeyed = msg.GoOn | msg.CadenceSet | msg.LeaveVerdict | msg.KeeperOrder | msg.Write | msg.CancelWrite
 
 
 class WakeAt(Struct, frozen=True):
@@ -33,7 +33,8 @@ class Beat(Struct, frozen=True):
 
 
 class Obey(Struct, frozen=True):
-    """Carry out this order; nothing about it is left to decide."""
+    """Carry out this order; nothing about it is left to decide. The end of a write is an event, unless it was
+    cancelled."""
 
     order: Obeyed
 
@@ -186,18 +187,6 @@ class StartSupervisor(Struct, frozen=True):
 # Checkpoints.
 
 
-class StartWrite(Struct, frozen=True):
-    """Write images of this node. Its end is an event, unless it was cancelled."""
-
-    order: msg.Write
-
-
-class CancelWrite(Struct, frozen=True):
-    """Stop writing."""
-
-    id: str
-
-
 class WarmWriter(Struct, frozen=True):
     """Start the process that joins shared checkpoints, so that it is ready."""
 
@@ -214,9 +203,8 @@ ToRanks = (
     | StartProbes
 )  # fmt: skip
 ForTests = StartTests | TestDevices | TestTogether | EndTests
-ForCheckpoints = StartWrite | CancelWrite | WarmWriter | SayForeseen
-ToOthers = (
-    Send | Beat | Obey | Leave | Connect | FindSupervisor | Greet | HangUp | ReadPulse | StandBy | EndStandby
-    | StartSupervisor
+ForSuccession = ReadPulse | StandBy | EndStandby | StartSupervisor
+Effect = (
+    WakeAt | Send | Beat | Obey | Leave | Connect | FindSupervisor | Greet | HangUp | WarmWriter | SayForeseen
+    | ToRanks | ForTests | ForSuccession
 )  # fmt: skip
-Effect = WakeAt | ToOthers | ToRanks | ForTests | ForCheckpoints

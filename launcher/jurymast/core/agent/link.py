@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import deque
 
 from jurymast.core import messages as msg
-from jurymast.core.agent.effects import NEVER, Connect, Effect, FindSupervisor, Greet, HangUp, Leave, Send
+from jurymast.core.agent import effects as do
+from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.heartbeat import BEATS, Arrivals
@@ -146,7 +147,7 @@ class SupervisorLink:
         self._find_at = now + self._find_every_s
         self._finding = True
         self._tries += 1
-        return [FindSupervisor()]
+        return [do.FindSupervisor()]
 
     def _connect(self, place: Endpoint | None) -> list[Effect]:
         targets: tuple[tuple[str, int], ...] = ()
@@ -157,7 +158,7 @@ class SupervisorLink:
         if not targets:
             return []
         self._tries += 1
-        return [Connect(targets)]
+        return [do.Connect(targets)]
 
     def found(self, place: Endpoint | None, now: float) -> list[Effect]:
         """Take in the address in the run directory. None: there is none, or shared storage does not answer,
@@ -193,7 +194,7 @@ class SupervisorLink:
         if self._tries:
             return []
         if now > self._alone_since + self._alone_limit_s():
-            return [Leave()]  # nobody will ever report it
+            return [do.Leave()]  # nobody will ever report it
         self._round_at = now + RECONNECT_S
         return []
 
@@ -219,7 +220,7 @@ class SupervisorLink:
         self._hearing.begin(now)
         self._peek_later()
         kept, self._kept, self._said = self._kept, [], 0
-        return [Greet(), *(effect for _, message in kept for effect in self.say(message))]
+        return [do.Greet(), *(effect for _, message in kept for effect in self.say(message))]
 
     def heard(self, order: msg.Order, now: float) -> list[Effect]:
         self._hearing.heard(order, now)
@@ -232,7 +233,7 @@ class SupervisorLink:
             case msg.Moved():
                 return self._change_over(order.place, now)
             case msg.Leave():
-                return [Leave(order.over, order.exit_code)]
+                return [do.Leave(order.over, order.exit_code)]
         return []
 
     def _peek_later(self) -> None:
@@ -248,7 +249,7 @@ class SupervisorLink:
             self._said += self.connected
             if len(self._kept) < KEPT_MAX:
                 self._kept.append((self._said, message))
-        return [Send(message)] if self.connected else []
+        return [do.Send(message)] if self.connected else []
 
     def lost(self, now: float) -> list[Effect]:
         """Note that the connection has ended."""
@@ -260,7 +261,7 @@ class SupervisorLink:
 
     def tick(self, now: float) -> list[Effect]:
         if now >= self._leave_at:
-            return [Leave()]
+            return [do.Leave()]
         if now < self.wake_at:
             return []
         if not self.connected:
@@ -268,17 +269,17 @@ class SupervisorLink:
         if now >= self._hang_up_at:
             return self._hang_up(now)
         self._peeking, self._find_at = True, now + max(PEEK_EVERY_S, self._find_every_s)
-        return [FindSupervisor()]
+        return [do.FindSupervisor()]
 
     def _hang_up(self, now: float, newer: Endpoint | None = None) -> list[Effect]:
         """Close the connection after telling the supervisor. If it was only late, it must not take this for
         an end; and it may not see that there is a newer one, because its storage hangs."""
-        return [Send(msg.HangsUp(newer=newer)), HangUp(), *self.lost(now)]
+        return [do.Send(msg.HangsUp(newer=newer)), do.HangUp(), *self.lost(now)]
 
     def terminated(self, now: float) -> list[Effect]:
         """Report a SIGTERM: Slurm ends the job or takes the node. The supervisor finds out which. Until it
         says "leave", this node's memory may be needed for the last checkpoint."""
         if not self.connected:
-            return [Leave()]
+            return [do.Leave()]
         self._leave_at = min(self._leave_at, now + TERMINATED_LIMIT_S)
-        return [Send(msg.Terminated())]
+        return [do.Send(msg.Terminated())]

@@ -8,22 +8,8 @@ from typing import Any
 
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.agent.effects import (
-    NEVER,
-    Beat,
-    CancelWrite,
-    Effect,
-    Leave,
-    Obey,
-    Prepare,
-    SayForeseen,
-    Send,
-    StartHost,
-    StartProbes,
-    StartWrite,
-    WakeAt,
-    WarmWriter,
-)
+from jurymast.core.agent import effects as do
+from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.agent.link import Hearing, SupervisorLink
 from jurymast.core.agent.node_tests import NodeTests
 from jurymast.core.agent.ranks import Ranks
@@ -58,7 +44,7 @@ class NodeWrites:
         self._leads = order.rank == 0
         self._foreseen.clear()
 
-    def begin(self, order: msg.Write, now: float) -> list[Effect]:
+    def begin(self, order: msg.Write) -> list[Effect]:
         """Start a write. A supervisor orders one write to a tier at a time, so an earlier order is void: its
         supervisor may be dead, and it may wait for a lost node. Orders that were lost with a connection are
         repeated."""
@@ -66,30 +52,29 @@ class NodeWrites:
             return []
         self._newest[order.tier] = order.id
         void = [id for id, tier in self._running.items() if tier == order.tier]
-        effects = [effect for id in void for effect in self.cancel(id, now)]
+        effects = [effect for id in void for effect in self.cancel(id)]
         self._running[order.id] = order.tier
-        return [*effects, StartWrite(order)]
+        return [*effects, do.Obey(order)]
 
-    def cancel(self, id: str, now: float) -> list[Effect]:
+    def cancel(self, id: str) -> list[Effect]:
         if id not in self._running or id in self._cancelled:
             return []
         self._cancelled.add(id)
-        return [CancelWrite(id)]
+        return [do.Obey(msg.CancelWrite(id=id))]
 
-    def ended(self, id: str, now: float) -> list[Effect]:
+    def ended(self, id: str) -> None:
         self._running.pop(id, None)
         self._cancelled.discard(id)
-        return []
 
-    def rank_said(self, event: within.CheckpointsKept | within.Foreseen, now: float) -> list[Effect]:
+    def rank_said(self, event: within.CheckpointsKept | within.Foreseen) -> list[Effect]:
         if isinstance(event, within.CheckpointsKept):
             warm, self._warm = self._leads and not self._warm, self._leads or self._warm
-            return [WarmWriter()] if warm else []
+            return [do.WarmWriter()] if warm else []
         self._foreseen[event.local_rank] = event
         if len(self._foreseen) < self._ranks_per_node:
             return []
         known = self._foreseen.values()
-        return [SayForeseen(sum(one.image_bytes for one in known), sum(one.own_bytes for one in known))]
+        return [do.SayForeseen(sum(one.image_bytes for one in known), sum(one.own_bytes for one in known))]
 
 
 # Probes wait for the torchrun host. If that does not get warm, the probes may find the reason.
@@ -143,18 +128,18 @@ class AgentMachine:
         wake_at = min(self._probe_at, *(part.wake_at for part in waits))
         if wake_at != self._wake_at:
             self._wake_at = wake_at
-            effects = [*effects, WakeAt(wake_at)]
+            effects = [*effects, do.WakeAt(wake_at)]
         return effects
 
     def _with_others(self, effect: Effect, now: float) -> list[Effect]:
         """The effect, with what it means to other parts."""
         match effect:
-            case StartHost() if self.ranks.attempt == 0:
+            case do.StartHost() if self.ranks.attempt == 0:
                 return [effect, *self.tests.host_started(now)]
-            case Prepare(order):
+            case do.Prepare(order):
                 self.writes.launch(order)
                 return [*self.tests.end(), effect]
-            case Leave():
+            case do.Leave():
                 self.left = True
         return [effect]
 
@@ -162,9 +147,9 @@ class AgentMachine:
         """While no supervisor is connected, keep messages for the next one and drop heartbeats."""
         out: list[Effect] = []
         for effect in effects:
-            if isinstance(effect, Send):
+            if isinstance(effect, do.Send):
                 out += self.link.say(effect.message)
-            elif self.link.connected or not isinstance(effect, Beat):
+            elif self.link.connected or not isinstance(effect, do.Beat):
                 out.append(effect)
         return out
 
@@ -186,10 +171,11 @@ class AgentMachine:
     def _probe(self) -> list[Effect]:
         """Start the probes, once."""
         wanted, self._probe_at = self._probe_at < NEVER, NEVER
-        return [StartProbes()] if wanted else []
+        return [do.StartProbes()] if wanted else []
 
     def terminated(self, now: float) -> list[Effect]:
-        return self._out(self.link.terminated(now) + self.ranks.terminated(now), now)
+        self.ranks.terminated()
+        return self._out(self.link.terminated(now), now)
 
     def say(self, message: msg.ToSupervisor, now: float) -> list[Effect]:
         return self._out(self.link.say(message), now)
@@ -233,20 +219,20 @@ class AgentMachine:
                 if order.attempt != self.ranks.attempt:
                     return []
                 # The supervisor waits for a heartbeat that shows it.
-                return [Obey(order), Beat(order.attempt, self.ranks.pids)]
+                return [do.Obey(order), do.Beat(order.attempt, self.ranks.pids)]
             case msg.TestOver():
                 return self.tests.end()
             case msg.TestAlone() | msg.TestPair():
                 idle = self.ranks.state in ("warming", "waiting")  # nothing is tested beside ranks
                 return self.tests.test(order, now) if idle else self.tests.end()
             case msg.Write():
-                return self.writes.begin(order, now)
+                return self.writes.begin(order)
             case msg.CancelWrite():
-                return self.writes.cancel(order.id, now)
+                return self.writes.cancel(order.id)
             case msg.Leave() | msg.Moved() | Strange():
                 return []  # the link's, and nobody's
             case _:
-                return [Obey(order)]
+                return [do.Obey(order)]
 
     # The ranks and their host.
 
@@ -273,7 +259,7 @@ class AgentMachine:
         self, event: within.ForSupervisor | within.CheckpointsKept | within.Foreseen, now: float
     ) -> list[Effect]:
         if isinstance(event, within.CheckpointsKept | within.Foreseen):
-            return self._out(self.writes.rank_said(event, now), now)
+            return self._out(self.writes.rank_said(event), now)
         return self._out(self._said(self.ranks.rank_said(event, now)), now)
 
     # Tests, succession, and writes.
@@ -294,4 +280,5 @@ class AgentMachine:
         return self._out(self.succession.supervisor_ended(now), now)
 
     def write_ended(self, id: str, now: float) -> list[Effect]:
-        return self._out(self.writes.ended(id, now), now)
+        self.writes.ended(id)
+        return self._out([], now)

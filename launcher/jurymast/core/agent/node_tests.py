@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jurymast.core import messages as msg
-from jurymast.core.agent.effects import NEVER, Effect, EndTests, Send, StartTests, TestDevices, TestTogether
+from jurymast.core.agent import effects as do
+from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.nodes.tests import LOCAL, Alone, limit_s, slowest
 from jurymast.core.settings import RunPlan
 
@@ -17,7 +18,7 @@ ITSELF, ITSELF_LIMIT_S = "local", 20.0
 # Nodes without GPUs are tested by at most two processes.
 CPU_PROCESSES = 2
 
-Asked = TestDevices | TestTogether
+Asked = do.TestDevices | do.TestTogether
 
 
 class NodeTests:
@@ -61,23 +62,23 @@ class NodeTests:
             return self._pair(order)
         begun = [] if self.here else self._begin(now)
         self.wake_at = now + order.limit_s
-        return begun if self._result is None else [Send(self._result)]
+        return begun if self._result is None else [do.Send(self._result)]
 
     def _begin(self, until: float) -> list[Effect]:
         self._number += 1
         self._port, self._result, self.wake_at = None, None, until
-        self._asked = TestDevices(self._number)
-        return [StartTests(self._number, self._count)]
+        self._asked = do.TestDevices(self._number)
+        return [do.StartTests(self._number, self._count)]
 
     def _pair(self, order: msg.TestPair) -> list[Effect]:
         if not self.here:
             gone = "it has no test processes left"
-            return [Send(msg.TestedPair(name=order.name, times={}, error=gone))]
+            return [do.Send(msg.TestedPair(name=order.name, times={}, error=gone))]
         return self._ask(self._together(order.name, order.host, order.port, order.limit_s, 2, order.rank))
 
     def _together(self, name: str, host: str, port: int, limit_s: float, nodes: int, rank: int) -> Asked:
         world, first = nodes * self._count, rank * self._count
-        return TestTogether(self._number, name, host, port, limit_s, world, first)
+        return do.TestTogether(self._number, name, host, port, limit_s, world, first)
 
     def _ask(self, asked: Asked) -> list[Effect]:
         if self._asked is not None:
@@ -102,7 +103,7 @@ class NodeTests:
 
     def _ended(self, found: Alone) -> list[Effect]:
         asked, self._asked = self._asked, None
-        if isinstance(asked, TestDevices):
+        if isinstance(asked, do.TestDevices):
             if self._count > 1 and not found.error:
                 self._alone = found
                 return self._ask(self._together(ITSELF, "", self._port or 0, ITSELF_LIMIT_S, 1, 0))
@@ -112,12 +113,12 @@ class NodeTests:
             said = self._said(replace(self._alone, times={**self._alone.times, **local}, error=found.error))
         else:
             assert asked is not None
-            said = [Send(msg.TestedPair(name=asked.name, times=dict(found.times), error=found.error))]
+            said = [do.Send(msg.TestedPair(name=asked.name, times=dict(found.times), error=found.error))]
         return said + (self._ask(self._waiting.popleft()) if self._waiting else [])
 
     def _said(self, found: Alone) -> list[Effect]:
         self._result = msg.TestedAlone(port=self._port or 0, found=found)
-        return [Send(self._result)]
+        return [do.Send(self._result)]
 
     # Their end.
 
@@ -130,4 +131,4 @@ class NodeTests:
             return []
         self._asked, self._result, self.wake_at = None, None, NEVER
         self._waiting.clear()
-        return [EndTests(self._number)]
+        return [do.EndTests(self._number)]

@@ -10,21 +10,8 @@ from msgspec.structs import asdict
 
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.agent.effects import (
-    NEVER,
-    Beat,
-    Effect,
-    KillHost,
-    KillRanks,
-    Leave,
-    LookAtRanks,
-    Prepare,
-    Send,
-    StartHost,
-    StartRanks,
-    StopRanks,
-    TakeStacks,
-)
+from jurymast.core.agent import effects as do
+from jurymast.core.agent.effects import NEVER, Effect
 
 # A host that has not stopped its ranks by then hangs itself.
 STOP_MARGIN_S = 2.5
@@ -79,8 +66,8 @@ class Ranks:
     def wake_at(self) -> float:
         return min(self._stacks_until, self._force_at)
 
-    def beat(self) -> Beat:
-        return Beat(self._told if self.pids else self.attempt, self.pids)
+    def beat(self) -> do.Beat:
+        return do.Beat(self._told if self.pids else self.attempt, self.pids)
 
     def check(self) -> None:
         """Check the invariants. Raises AssertionError."""
@@ -122,14 +109,14 @@ class Ranks:
             return []
         if self._preparing < order.attempt:
             self._preparing = order.attempt
-            return [Prepare(order)]
+            return [do.Prepare(order)]
         if self._prepared < order.attempt or not self.store_port:
             return []
         self._launch = None
         if order.rank == 0 and order.master_port != self.store_port:
             return self._cannot_lead(order)
         self._told, self._alive, self.store_port = order.attempt, True, 0
-        return [StartRanks(order, self._cold)]
+        return [do.StartRanks(order, self._cold)]
 
     def _cannot_lead(self, order: msg.Launch) -> list[Effect]:
         """Report that all ranks would meet at a store that ended with the previous host."""
@@ -149,22 +136,21 @@ class Ranks:
             return [] if self._ending else self._begin_stop(stacks and attempt == self._told, now)
         if attempt >= self.attempt or not self.store_port:
             self._finished = False  # without a port the host is on its way to wait: that will be news
-        return [Send(msg.Stopped(attempt=attempt, store_port=self.store_port))]
+        return [do.Send(msg.Stopped(attempt=attempt, store_port=self.store_port))]
 
     def look(self, order: msg.Look, now: float) -> list[Effect]:
         here = order.attempt == self._told and self.state == "running"
-        return [LookAtRanks(order.number, self.pids)] if here else []
+        return [do.LookAtRanks(order.number, self.pids)] if here else []
 
-    def terminated(self, now: float) -> list[Effect]:
+    def terminated(self) -> None:
         """Note that Slurm ends the job or removes the node, so that the end of the ranks is no failure."""
         self._terminating = True
-        return []
 
     def _begin_stop(self, stacks: bool, now: float) -> list[Effect]:
         self._ending = True
         if stacks and self.pids:
             self._stacks_until = now + STACKS_LIMIT_S
-            return [TakeStacks(self._told, self.pids)]
+            return [do.TakeStacks(self._told, self.pids)]
         return self._stop_host(now)
 
     def stacks_taken(self, attempt: int, now: float) -> list[Effect]:
@@ -173,14 +159,14 @@ class Ranks:
 
     def _stop_host(self, now: float) -> list[Effect]:
         self._stacks_until, self._force_at = NEVER, now + self._stop_limit_s
-        return [StopRanks(self._told)]
+        return [do.StopRanks(self._told)]
 
     def tick(self, now: float) -> list[Effect]:
         if now >= self._stacks_until:
             return self._stop_host(now)
         if now >= self._force_at:
             self._force_at = NEVER
-            return [KillRanks(self.pids), KillHost()]
+            return [do.KillRanks(self.pids), do.KillHost()]
         return []
 
     # Events on this node.
@@ -202,14 +188,14 @@ class Ranks:
 
     def rank_said(self, event: within.ForSupervisor, now: float) -> list[Effect]:
         self._cold = self._cold or isinstance(event, within.ColdStart)
-        return [Send(msg.RankEvent(attempt=self._told, event=event))]
+        return [do.Send(msg.RankEvent(attempt=self._told, event=event))]
 
     def _started(self, message: within.Started) -> list[Effect]:
         self.pids, self.host_starts = message.pids, 1
-        return [Send(msg.Started(attempt=message.attempt, pids=message.pids)), self.beat()]
+        return [do.Send(msg.Started(attempt=message.attempt, pids=message.pids)), self.beat()]
 
     def _ranks_finished(self, message: within.Finished) -> list[Effect]:
-        effects: list[Effect] = [self.beat(), Send(msg.Finished(attempt=message.attempt))]
+        effects: list[Effect] = [self.beat(), do.Send(msg.Finished(attempt=message.attempt))]
         if not self._ending:  # otherwise the one who stops them still waits for the host
             self._gone()
             self._finished = True
@@ -224,13 +210,13 @@ class Ranks:
             return last + self._go_on()
         if lived:
             return last + self._tell_stopped()
-        return [] if self._finished else [Send(msg.Ready(store_port=store_port))]
+        return [] if self._finished else [do.Send(msg.Ready(store_port=store_port))]
 
     def host_ended(self, code: int, evidence: Mapping[str, Any], now: float) -> list[Effect]:
         """Handle the end of the host, while it waited or together with its ranks. `evidence` as in
         `rank_failed`."""
         had_ranks, waited = self.state in ("starting", "running"), self.state == "waiting"
-        effects: list[Effect] = [KillRanks(self.pids)] if self.pids else []
+        effects: list[Effect] = [do.KillRanks(self.pids)] if self.pids else []
         self._gone()
         self._launch, self.store_port = None, 0
         if had_ranks and self._stopping < self.attempt:
@@ -241,14 +227,14 @@ class Ranks:
             effects += self._tell(failed)
         if self.host_starts > HOST_RESTARTS_MAX:
             why = f"the torchrun host died {self.host_starts} times"
-            return [*effects, Send(msg.Leaving(why=why)), Leave()]
+            return [*effects, do.Send(msg.Leaving(why=why)), do.Leave()]
         if had_ranks or waited:  # one that waited is as little there as one with ranks
             effects += self._tell_stopped()
         return effects + self._start_host()
 
     def _start_host(self) -> list[Effect]:
         self.host_starts += 1
-        return [StartHost()]
+        return [do.StartHost()]
 
     def _gone(self) -> None:
         self._alive = self._ending = False
@@ -263,4 +249,4 @@ class Ranks:
     def _tell(self, message: msg.Failed | msg.Stopped) -> list[Effect]:
         """Tell the supervisor, unless the end of the job explains it."""
         asked = isinstance(message, msg.Stopped) and self._stopping >= self.attempt
-        return [] if self._terminating and not asked else [Send(message)]
+        return [] if self._terminating and not asked else [do.Send(message)]

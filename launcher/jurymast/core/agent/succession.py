@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from jurymast.core.agent.effects import NEVER, Effect, EndStandby, ReadPulse, StandBy, StartSupervisor
+from jurymast.core.agent import effects as do
+from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.agent.link import Hearing, recent
 
-if TYPE_CHECKING:
-    from jurymast.core.run.state import RunState
-
+# So many nodes are named by the supervisor as those that take over first.
 HEIRS = 3
-LOOK_EVERY_S = 5.0
-
-
-class Heirs:
-    """The nodes that take over first, of those that are `here`: spares first, because their processors are
-    idle. `now` is the watcher's clock."""
-
-    def __init__(self, state: RunState, here: Set[str]) -> None:
-        self._state, self._here = state, here
-        self._heirs: tuple[str, ...] = ()
-        self._look_at = -math.inf
-        self._among = 0
-
-    def look(self, now: float) -> None:
-        """Choose again: from time to time, because there may be thousands of nodes, and at once if an heir
-        has left or there are too few."""
-        enough = len(self._heirs) == HEIRS or len(self._here) == self._among
-        if now < self._look_at and enough and all(name in self._here for name in self._heirs):
-            return
-        self._look_at, self._among = now + LOOK_EVERY_S, len(self._here)
-        nodes = self._state.nodes
-        able = (nodes[name] for name in self._here if name in nodes and name != self._state.supervised_on)
-        from jurymast.core.run.state import (
-            Role,  # this is the supervisor; agents do without, and start sooner
-        )
-
-        chosen = heapq.nsmallest(HEIRS, able, key=lambda node: (node.role is not Role.SPARE, node.order))
-        self._heirs = tuple(node.name for node in chosen)
-
-    def place(self, node: str) -> int | None:
-        """Return the node's place from 0 on; None if it is not among the first."""
-        return self._heirs.index(node) if node in self._heirs else None
-
-
 # How often a supervisor updates its pulse.
 PULSE_INTERVAL_S = 0.5
 # A process that merely crashed is started again within this time, by the batch process.
@@ -143,7 +105,7 @@ class Succession:
             return []
         self._stand_by_at = NEVER
         ended, self._stands_by = self._stands_by, False
-        return [EndStandby()] if ended else []
+        return [do.EndStandby()] if ended else []
 
     def closed(self, now: float) -> None:
         """Note that the supervisor's process ended, or refuses this agent."""
@@ -164,10 +126,10 @@ class Succession:
         effects: list[Effect] = []
         if now >= self._stand_by_at:
             self._stand_by_at, self._stands_by = NEVER, True
-            effects.append(StandBy())
+            effects.append(do.StandBy())
         if now >= self.wake_at:
             self._asked_at = now
-            effects.append(ReadPulse())
+            effects.append(do.ReadPulse())
         return effects
 
     def pulse(self, value: str | None, now: float) -> list[Effect]:
@@ -187,7 +149,7 @@ class Succession:
         silent_s = now - max(self._quiet_since - LOOK_S, self._hearing.heard_at)
         self._quiet_since, self._supervises = None, True
         self._stand_by_at, self._stands_by = NEVER, False
-        return [StartSupervisor(epoch_of(value), silent_s)]
+        return [do.StartSupervisor(epoch_of(value), silent_s)]
 
     def _look_every_s(self) -> float:
         return LOOK_S if self._place < HEIRS else max(LOOK_S, LOOK_SHARE * STAGGER_S * self._place)

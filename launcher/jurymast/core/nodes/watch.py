@@ -19,12 +19,14 @@ Connections are numbered: events of an older connection no longer count for the 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
+from collections.abc import Set
 from dataclasses import dataclass
 
 from jurymast.core import events as ev
-from jurymast.core.agent.succession import Heirs
+from jurymast.core.agent.succession import HEIRS
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
 from jurymast.core.messages import Beat
 from jurymast.core.nodes.heartbeat import (
@@ -71,6 +73,8 @@ NEARLY_ALL = 0.98
 STORAGE_LATE_S, STORAGE_HANGS_S = 0.5, 1.5
 # A heartbeat is answered once this share of the interval has passed, because none may come exactly in time.
 EARLY = 0.8
+# How often the nodes that take over first are chosen anew.
+LOOK_EVERY_S = 5.0
 
 
 @dataclass
@@ -95,6 +99,33 @@ class NodeWatch:
     away: Away | None = None
     answered_at: float = -math.inf
     heard: int = 0
+
+
+class Heirs:
+    """The nodes that take over first, of those that are `here`: spares first, because their processors are
+    idle. `now` is the watcher's clock."""
+
+    def __init__(self, state: RunState, here: Set[str]) -> None:
+        self._state, self._here = state, here
+        self._heirs: tuple[str, ...] = ()
+        self._look_at = -math.inf
+        self._among = 0
+
+    def look(self, now: float) -> None:
+        """Choose again: from time to time, because there may be thousands of nodes, and at once if an heir
+        has left or there are too few."""
+        enough = len(self._heirs) == HEIRS or len(self._here) == self._among
+        if now < self._look_at and enough and all(name in self._here for name in self._heirs):
+            return
+        self._look_at, self._among = now + LOOK_EVERY_S, len(self._here)
+        nodes = self._state.nodes
+        able = (nodes[name] for name in self._here if name in nodes and name != self._state.supervised_on)
+        chosen = heapq.nsmallest(HEIRS, able, key=lambda node: (node.role is not Role.SPARE, node.order))
+        self._heirs = tuple(node.name for node in chosen)
+
+    def place(self, node: str) -> int | None:
+        """Return the node's place from 0 on; None if it is not among the first."""
+        return self._heirs.index(node) if node in self._heirs else None
 
 
 class Watch:

@@ -280,12 +280,6 @@ class SimAgent:
                 self.world.after(0.05, self.process, self._looked, effect.number)
             case do.KillHost():
                 self.kill_host()
-            case do.StartWrite():
-                self._write(effect.order)
-            case do.CancelWrite():
-                if effect.id in self._writes:
-                    self._writes[effect.id].cancelled = True
-                    self.world.after(0.005, self.process, self._write_ended, effect.id)
             case _:
                 pass
 
@@ -404,6 +398,12 @@ class SimAgent:
         match order:
             case msg.CadenceSet():
                 self.page.record.take(order.schedule, order.decided)
+            case msg.Write():
+                self._write(order)
+            case msg.CancelWrite():
+                if order.id in self._writes:
+                    self._writes[order.id].cancelled = True
+                    self.world.after(0.005, self.process, self._write_ended, order.id)
             case msg.GoOn() | msg.LeaveVerdict():
                 pass
             case _:
