@@ -6,7 +6,7 @@ at about once per save, so the measured step time includes a save's share; a rea
 
 The decisions are made as in a run. `core.checkpoints.commit` and `writes` decide when storage gets a save,
 and `core.checkpoints.checkpoints` what is written before the nodes are released; one image stands for those
-of all ranks, because all are saved and written alike. `core.checkpoints.replicas` decides for all nodes who
+of all ranks, because all are saved and written alike. `core.checkpoints.parity` decides for all nodes who
 copies whose images. `core.checkpoints.restore` decides what an attempt restores, from the copies of only
 those nodes that matter: the lost ones, the others of their XOR groups, and one that stands for the rest.
 
@@ -17,7 +17,7 @@ survives its ranks. Copies ordered from other nodes are complete `Durations.copy
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,6 +30,7 @@ from jurymast.core.checkpoints.cadence import NEVER, Cadence, next_save_step, pa
 from jurymast.core.checkpoints.checkpoints import Securing
 from jurymast.core.checkpoints.commit import Commit, Holder
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Key
+from jurymast.core.checkpoints.parity import Protection, keeping
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.restore import RestoreChoice
 from jurymast.core.checkpoints.writes import Writes
@@ -37,8 +38,7 @@ from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.planning.failure_rate import mtbf_s
 from jurymast.core.planning.optimum import Saving, optimal_s, young_s
 from jurymast.core.run.instructions import Launch
-from jurymast.core.run.state import Node, Phase, Role, RunState
-from jurymast.core.settings import Settings
+from jurymast.core.run.state import RunState
 from jurymast.core.supervision.departure import SECURE_LIMIT_S
 from jurymast.sim.durations import Durations
 from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
@@ -161,7 +161,8 @@ class SimTiers:
     def __init__(self, state: RunState, durations: Durations, nodes: int, spares: int) -> None:
         self._state, self._d, self._nodes = state, durations, nodes
         wanted = state.settings
-        self._copied = _copied(nodes, spares, wanted.replicas, wanted.parity, wanted.prefer_spares)
+        preferred = spares if wanted.prefer_spares else 0
+        self._kept = _kept(nodes, preferred, wanted.replicas, wanted.parity)
         self._storage = None if durations.write_s is None else _Storage(state, durations.write_s)
         self._direct: dict[Key, int] = {}  # in storage, where ranks save to that
         # The two newest, as the newest may not be complete: which, and when that is or was.
@@ -238,7 +239,7 @@ class SimTiers:
     def _world(self) -> _World:
         # By this time the others have made new copies of those that were lost.
         lost = {place for at, place in self._losses if at >= self._halted_at - self._d.copy_s}
-        world = _World(self._copied, self._nodes, lost)
+        world = _World(self._kept, self._nodes, lost)
         if self._storage is not None:
             for key, complete_at in self._recent:
                 world.hold(key, replicated=complete_at <= self._halted_at)
@@ -352,22 +353,14 @@ class _Storage:
                 self._order, self._ends_at = effect.message, self._now + self._write_s
 
 
-@dataclass(frozen=True)
-class _Copied:
-    """Who was ordered to hold what, and which part: by rank (the place of its node) or by group."""
-
-    whole: Mapping[int, Sequence[tuple[str, str]]]
-    groups: Mapping[tuple[int, ...], tuple[str, str]]
-
-
 class _World:
     """The copies on the nodes at the places `lost`, on the others of their XOR groups, and on one node that
     stands for the rest of all `nodes`."""
 
-    def __init__(self, copied: _Copied, nodes: int, lost: set[int]) -> None:
-        self._copied = copied
+    def __init__(self, kept: Protection, nodes: int, lost: set[int]) -> None:
+        self._kept = kept
         self._lost = {f"n{place}" for place in lost}
-        self._groups = [group for group in copied.groups if any(place in group for place in lost)]
+        self._groups = [group for group in kept.parity if any(place in group for place in lost)]
         concerned = {place for place in lost if place < nodes}.union(*self._groups)
         if len(concerned) < nodes:
             concerned.add(next(place for place in range(nodes) if place not in concerned))
@@ -383,13 +376,13 @@ class _World:
             self._hold(image)
             if not replicated:
                 continue
-            for holder, part in self._copied.whole.get(place, ()):
-                self._hold(msgspec.structs.replace(image, node=holder, tier=PEER, part=part))
+            for holder in self._kept.whole.get(image.node, ()):
+                self._hold(msgspec.structs.replace(image, node=holder, tier=PEER))
             for group in self._groups:
                 if place in group:
                     ranks = tuple(self._ranks[one] for one in group)
-                    holder, part = self._copied.groups[group]
-                    self._hold(msgspec.structs.replace(image, node=holder, tier=PEER, part=part, group=ranks))
+                    holder = self._kept.parity[group]
+                    self._hold(msgspec.structs.replace(image, node=holder, tier=PEER, group=ranks))
 
     def _hold(self, copy: Copy) -> None:
         if copy.node not in self._lost:
@@ -397,37 +390,8 @@ class _World:
 
 
 @lru_cache(maxsize=4)
-def _copied(nodes: int, spares: int, replicas: int, parity: int, prefer_spares: bool) -> _Copied:
-    """Return what is ordered once all nodes, with one rank each, have saved."""
+def _kept(nodes: int, spares: int, replicas: int, parity: int) -> Protection:
+    """Return who holds what once all nodes, with one rank each, have saved. `spares` count if they are
+    preferred."""
     names = [f"n{place}" for place in range(nodes + spares)]
-    state = RunState(
-        Settings(replicas=replicas, parity=parity, prefer_spares=prefer_spares), active=nodes, spares=spares,
-        phase=Phase.RUNNING, attempt=1, placement=tuple(names[:nodes]),
-        nodes={name: Node(name, nodes, Role.SPARE) for name in names[nodes:]},
-    )  # fmt: skip
-    whole: dict[int, list[tuple[str, str]]] = {}
-    groups: dict[tuple[int, ...], tuple[str, str]] = {}
-    for holder, order in _orders(state, names):
-        if order.group:
-            groups[order.group] = holder, order.part
-        else:
-            whole.setdefault(order.rank, []).append((holder, order.part))
-    return _Copied(whole, groups)
-
-
-def _orders(state: RunState, names: Sequence[str]) -> Iterator[tuple[str, msg.Replicate]]:
-    """Return the orders after a first save of all placed nodes, while all nodes in `names` are present."""
-    copies = Copies()
-    commit = Commit(state, copies)
-    replicas = Replicas(state, copies, {name: Holder(name, 1, "") for name in names}, commit)
-    for place, name in enumerate(state.placement):
-        image = Copy(name, MEMORY, 1, 1, place, state.active, ALL, size_bytes=1)
-        copies.hold(image)
-        replicas.held(image)
-    commit.look(0.0)
-    assert commit.key is not None
-    replicas.look(commit.key, 0.0)
-    while replicas.under_way:
-        for effect in replicas.slice(0.0):
-            if isinstance(effect, Send) and isinstance(effect.message, msg.Replicate):
-                yield effect.node, effect.message
+    return keeping(names[:nodes], 1, names[nodes:], {}, copies=replicas, parity=parity)
