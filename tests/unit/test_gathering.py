@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 from jurymast.core import messages as msg
-from jurymast.core.keeper.restores import (
-    FromHere,
-    FromPeer,
-    Gathering,
-    Ingredient,
-    ManifestSearch,
-    Rebuild,
-    ingredients,
-    of_rank,
-)  # fmt: skip
+from jurymast.core.keeper.restores import Ingredient, ingredients, of_rank, usable, whom_to_ask
 
 BOTH = {"common", "own"}
 
@@ -26,27 +17,15 @@ def source(node: str, part: str = "all", rank: int = 1, group: tuple[int, ...] =
 
 def test_each_source_is_tried_once_for_what_is_still_missing() -> None:
     here, common, own, late = source("n1"), source("n2", "common"), source("n3", "own"), source("n4")
-    gathering = Gathering("n1", [here, common, own, late])
-    assert gathering.next(BOTH) == FromHere(here)
-    assert gathering.next(BOTH) == FromPeer(common)
-    assert gathering.next({"common"}) == FromPeer(late), "one that has nothing of it is passed over"
-    assert gathering.next(BOTH) is None
-    assert Gathering("n1", [late]).next(()) is None
-
-
-def test_an_xor_is_rebuilt_from_and_one_that_is_fetched_itself_is_not() -> None:
-    xor = source("n4", group=(2, 1))
-    assert Gathering("n1", [xor]).next(BOTH) == Rebuild(xor)
-    assert Gathering("n1", [xor], of_xor=True).next(BOTH) == FromPeer(xor)
-    assert Gathering("n4", [xor], of_xor=True).next(BOTH) == FromHere(xor)
+    missing = [BOTH, BOTH, {"common"}, {"common"}, set[str]()]
+    tried = usable([here, common, own, late, here], lambda: missing.pop(0))
+    assert list(tried) == [here, common, late], "one that has nothing of it is passed over"
+    assert not list(usable([late], set))
 
 
 def test_what_an_image_is_like_other_nodes_that_have_some_of_it_are_asked_once() -> None:
-    asked = ManifestSearch(
-        "n1", 1, [source("n1"), source("n2", rank=5), source("n3", "own"), source("n3"), source("n2")]
-    )
-    found = [asked.next(), asked.next(), asked.next()]
-    assert found == [source("n3", "own"), source("n2"), None]
+    several = [source("n1"), source("n2", rank=5), source("n3", "own"), source("n3"), source("n2")]
+    assert list(whom_to_ask("n1", 1, several)) == [source("n3", "own"), source("n2")]
 
 
 def test_an_image_is_made_of_the_xor_and_all_others_in_it_and_never_of_other_xors() -> None:

@@ -17,9 +17,8 @@ from typing import Any
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
-from jurymast.core.keeper import restores as core
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.keeper.restores import Ingredient, ManifestSearch, ingredients
+from jurymast.core.keeper.restores import Ingredient, ingredients, usable, whom_to_ask
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.copies import CopyTable, Group, StoredCopy
 from jurymast.keeper.fetch import Filling, ImagePeer
@@ -213,8 +212,7 @@ class Gatherer:
         here = self.copies.manifest(key, group)
         if here is not None:
             return here
-        finding = ManifestSearch(self.node, key[2], sources)
-        while (source := finding.next()) is not None:
+        for source in whom_to_ask(self.node, key[2], sources):
             try:
                 return await in_thread(peer_of(source).manifest, self.access, key, group)
             except (OSError, AuthenticationError, ProtocolError, BadImage) as error:
@@ -224,18 +222,17 @@ class Gatherer:
     async def fill(self, filling: Filling, key: Key, sources: Sequence[msg.Source]) -> None:
         """Fill until nothing is missing or no source is left. A common part may come from another rank's
         image: its hashes show whether it is the same."""
-        gathering = core.Gathering(self.node, sources, of_xor=bool(filling.group))
-        while not filling.stop.is_set() and (fetch := gathering.next(filling.lacking)) is not None:
-            source = fetch.source
+        for source in usable(sources, lambda: filling.lacking):
+            if filling.stop.is_set():
+                return
             theirs = (key[0], key[1], source.rank)
-            match fetch:
-                case core.Rebuild():
-                    await rebuild(self, filling, key, source)
-                case core.FromHere():
-                    await self._from_here(filling, theirs, source.part)
-                case core.FromPeer():
-                    peer = peer_of(source)
-                    await in_thread(filling.from_peer, peer, self.access, theirs, source.part, PEER)
+            if source.group and not filling.group:
+                await rebuild(self, filling, key, source)
+            elif source.node == self.node:
+                await self._from_here(filling, theirs, source.part)
+            else:
+                peer = peer_of(source)
+                await in_thread(filling.from_peer, peer, self.access, theirs, source.part, PEER)
 
     async def _from_here(self, filling: Filling, key: Key, part: str) -> None:
         found = [copy for copy in self.copies.find(key, group=filling.group) if copy.part in (ALL, part)]

@@ -7,7 +7,7 @@ match count, so a source that dies or sends wrong bytes only leaves more for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,63 +26,25 @@ def parts_of(part: str) -> tuple[str, ...]:
     return (COMMON, OWN) if part == ALL else (part,)
 
 
-@dataclass(frozen=True)
-class FromHere:
-    """Read this node's own copies of `source.rank`'s image."""
-
-    source: msg.Source
-
-
-@dataclass(frozen=True)
-class FromPeer:
-    """Ask another node for that image's bytes."""
-
-    source: msg.Source
+def usable(sources: Sequence[msg.Source], missing: Callable[[], set[str]]) -> Iterator[msg.Source]:
+    """Yield what to try: each source once that has some of the parts that are `missing` by then, until
+    nothing is."""
+    for source in sources:
+        lacking = missing()
+        if not lacking:
+            return
+        if not lacking.isdisjoint(parts_of(source.part)):
+            yield source
 
 
-@dataclass(frozen=True)
-class Rebuild:
-    """Compute the part from an XOR and the same part of the other images in it: see `ingredients`."""
-
-    source: msg.Source
-
-
-Fetch = FromHere | FromPeer | Rebuild
-
-
-class Gathering:
-    """`node`: this one. `of_xor`: what is fetched is an XOR itself, which the sources hold."""
-
-    def __init__(self, node: str, sources: Sequence[msg.Source], *, of_xor: bool = False) -> None:
-        self._node, self._of_xor = node, of_xor
-        self._sources = list(sources)
-
-    def next(self, missing: Collection[str]) -> Fetch | None:
-        """Return what to try for these parts, of which something is missing; None: no source is left, or
-        nothing is missing."""
-        while self._sources and missing:
-            source = self._sources.pop(0)
-            if set(missing).isdisjoint(parts_of(source.part)):
-                continue
-            if source.group and not self._of_xor:
-                return Rebuild(source)
-            return FromHere(source) if source.node == self._node else FromPeer(source)
-        return None
-
-
-class ManifestSearch:
-    """Whom to ask for the manifest of `rank`'s image: each node that has some of that image once, except this
-    node, which would know."""
-
-    def __init__(self, node: str, rank: int, sources: Sequence[msg.Source]) -> None:
-        self._sources = [one for one in sources if one.rank == rank and one.node != node]
-        self._asked: set[str] = set()
-
-    def next(self) -> msg.Source | None:
-        source = next((one for one in self._sources if one.node not in self._asked), None)
-        if source is not None:
-            self._asked.add(source.node)
-        return source
+def whom_to_ask(node: str, rank: int, sources: Sequence[msg.Source]) -> Iterator[msg.Source]:
+    """Yield whom to ask for the manifest of `rank`'s image: each node that has some of that image once,
+    except this `node`, which would know."""
+    asked = {node}
+    for source in sources:
+        if source.rank == rank and source.node not in asked:
+            asked.add(source.node)
+            yield source
 
 
 @dataclass(frozen=True)

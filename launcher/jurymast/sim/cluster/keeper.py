@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
@@ -17,18 +16,18 @@ from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.memory import round_up
 from jurymast.core.keeper.restores import (
-    Gathering,
     Ingredient,
-    ManifestSearch,
-    Rebuild,
     ingredients,
     members,
     parts_of,
+    usable,
+    whom_to_ask,
 )
 from jurymast.core.keeper.slots import SLOTS, SlotState
 from jurymast.core.keeper.work import Filled, Found
 from jurymast.keeper.page import RestoreStatus
 from jurymast.sim.cluster.storage import Token
+from jurymast.sim.cluster.world import Steps
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent
@@ -99,9 +98,6 @@ class _SimWork:
     base: SimImage | None = None
     stop: bool = False
     why: list[str] = field(default_factory=list)
-
-
-Got = Callable[[bool], None]
 
 
 class SimKeeper:
@@ -222,13 +218,13 @@ class SimKeeper:
             case do.AwaitReaders(buffer):
                 self.act(machine.unread(buffer))
             case do.FindImages():
-                self._find(effect)
+                self.world.go(self.agent.process, self._find(effect))
             case do.Verify():
                 self._later(HASH_S, lambda: self._verify(effect))
             case do.Fetch():
-                self._fetch(effect)
+                self.world.go(self.agent.process, self._fetch(effect))
             case do.Mix():
-                self._mix(effect)
+                self.world.go(self.agent.process, self._mix(effect))
             case do.Hurry():
                 self._of(effect.number).stop = True
             case do.EndWork():
@@ -270,48 +266,27 @@ class SimKeeper:
         there = (one for one in self.held if one.key == key and rank in one.tokens)
         return next(((one.tokens[rank], one.world) for one in there), None)
 
-    def _find(self, effect: do.FindImages) -> None:
-        going = self._of(effect.number)
+    def _find(self, effect: do.FindImages) -> Steps[None]:
+        """Look for each rank's image, on this node or the first source that knows it."""
+        going, why = self._of(effect.number), list[str]()
         going.key = effect.step, effect.attempt
-        self._find_next(effect, going, deque(effect.wanted))
-
-    def _find_next(self, effect: do.FindImages, going: _SimWork, wanted: deque[msg.Member]) -> None:
-        """Look for the next rank's image, on this node or the first source that knows it."""
-        if not wanted or going.stop:
-            self._found(effect, going)
-            return
-        member = wanted.popleft()
-        here = self.known(going.key, member.rank)
-        if here is not None:
-            going.tokens[member.rank], going.world = here
-            self._find_next(effect, going, wanted)
-            return
-        finding = ManifestSearch(self.agent.site.name, member.rank, member.sources)
-
-        def ask() -> None:
-            source = finding.next()
-            if source is None:
-                self._found(effect, going)
-            else:
-                self._ask(source, partial(told, source))
-
-        def told(source: msg.Source, other: SimKeeper | None, trouble: str) -> None:
-            known = other.known(going.key, member.rank) if other is not None else None
-            if known is not None:
-                going.tokens[member.rank], going.world = known
-                self._find_next(effect, going, wanted)
-            else:
-                going.why.append(f"{source.node}: {trouble or 'not held'}")
-                ask()
-
-        ask()
-
-    def _found(self, effect: do.FindImages, going: _SimWork) -> None:
+        for member in effect.wanted:
+            if going.stop:
+                break
+            known = self.known(going.key, member.rank)
+            sources = whom_to_ask(self.agent.site.name, member.rank, member.sources)
+            while known is None and (source := next(sources, None)) is not None:
+                other, trouble = yield from self._ask(source)
+                known = other.known(going.key, member.rank) if other is not None else None
+                if known is None:
+                    why.append(f"{source.node}: {trouble or 'not held'}")
+            if known is None:
+                break
+            going.tokens[member.rank], going.world = known
         reports = tuple(
             report((*going.key, rank), going.world, PEER, ALL, token) for rank, token in going.tokens.items()
         )
-        why, going.why = tuple(going.why), []
-        self.act(self.machine.found(effect.number, Found(reports, SLOT_BYTES, why)))
+        self.act(self.machine.found(effect.number, Found(reports, SLOT_BYTES, tuple(why))))
 
     def _verify(self, effect: do.Verify) -> None:
         copy, going = effect.copy, self._of(effect.number)
@@ -322,96 +297,74 @@ class SimKeeper:
         going.base = copy if intact else None
         self.act(self.machine.verified(effect.number, intact))
 
-    def _fetch(self, effect: do.Fetch) -> None:
+    def _fetch(self, effect: do.Fetch) -> Steps[None]:
         going, rank = self._of(effect.number), effect.image[2]
-        base = going.base
+        base, copy = going.base, None
         here = {part for part in (OWN, COMMON) if base is not None and base.has(part)}
         self._take(effect.buffer, effect.start, effect.end)
+        if (yield from self._gather(going, rank, set(parts_of(effect.part)) - here, effect.sources)):
+            tokens = {rank: going.tokens[rank]}
+            copy = SimImage(effect.image, going.world, effect.tier, effect.part, effect.buffer, tokens)
+            copy.corrupt = base is not None and base.corrupt
+        self._fetched(effect, going, copy, MANIFEST_BYTES if effect.behind else 0)
 
-        def over(whole: bool) -> None:
-            copy = None
-            if whole:
-                tokens = {rank: going.tokens[rank]}
-                copy = SimImage(effect.image, going.world, effect.tier, effect.part, effect.buffer, tokens)
-                copy.corrupt = base is not None and base.corrupt
-            self._fetched(effect, copy, MANIFEST_BYTES if effect.behind else 0)
-
-        self._gather(going, rank, set(parts_of(effect.part)) - here, effect.sources, over)
-
-    def _mix(self, effect: do.Mix) -> None:
-        going = self._of(effect.number)
-        ranks = [one.rank for one in effect.members]
+    def _mix(self, effect: do.Mix) -> Steps[None]:
+        going, copy = self._of(effect.number), None
         self._take(effect.buffer, 0, effect.size)
-
-        def over(whole: bool) -> None:
-            image = (*going.key, ranks[0])
-            tokens = {rank: going.tokens[rank] for rank in ranks}
+        if (yield from self._gather_all(going, members(*going.key, effect.members), effect.part)):
+            tokens = {one.rank: going.tokens[one.rank] for one in effect.members}
+            image = (*going.key, effect.members[0].rank)
             copy = SimImage(image, going.world, PEER, effect.part, effect.buffer, tokens)
-            self._fetched(effect, copy if whole else None, 0)
-
-        self._gather_all(going, [*members(*going.key, effect.members)], effect.part, over)
+        self._fetched(effect, going, copy, 0)
 
     def _take(self, buffer: int, start: int, end: int) -> None:
         self._allocated[buffer] = min(self._capacity[buffer], max(self._allocated[buffer], end - start))
 
-    def _fetched(self, effect: do.Fetch | do.Mix, copy: SimImage | None, behind: int) -> None:
-        why, allocated = tuple(self._of(effect.number).why), self._allocated[effect.buffer]
-        fetched = Filled(copy, behind, {PEER: SIZE_BYTES}, why, allocated=allocated)
+    def _fetched(
+        self, effect: do.Fetch | do.Mix, going: _SimWork, copy: SimImage | None, behind: int
+    ) -> None:
+        allocated = self._allocated[effect.buffer]
+        fetched = Filled(copy, behind, {PEER: SIZE_BYTES}, tuple(going.why), allocated=allocated)
         self.act(self.machine.fetched(effect.number, fetched, self.world.now))
 
     # ---- transfers
 
-    def _ask(self, source: msg.Source, told: Callable[[SimKeeper | None, str], None]) -> None:
-        """Ask another keeper, or this one; returns None and the trouble if it does not answer."""
-        cluster, world = self.agent.cluster, self.world
+    def _ask(self, source: msg.Source) -> Steps[tuple[SimKeeper | None, str]]:
+        """Ask another keeper, or this one; returns it, or None and the trouble if it does not answer."""
+        cluster, now = self.agent.cluster, self.world.now
         other = cluster.keepers.get((source.hosts[0], source.port))
         host, here = cluster.sites[source.hosts[0]], self.agent.site.name
-
-        def arrived() -> None:
-            alive = other is not None and other.agent.process.alive
-            if alive and cluster.network.joins(here, host.name):
-                told(other, "")
-            else:
-                told(None, "the connection broke")
-
-        stopped = other is not None and other.agent.process.until > world.now
-        joined = cluster.network.joins(here, host.name) and host.up and not stopped
-        joined = joined and host.stopped_until <= world.now
-        if not joined:
-            world.after(UNREACHABLE_S, self.agent.process, told, None, "timed out")
-        elif other is None or not other.agent.process.alive:
-            world.after(0.01, self.agent.process, told, None, "connection refused")
-        else:
-            world.after(world.between(*COPY_S), self.agent.process, arrived)
+        stopped = host.stopped_until > now or (other is not None and other.agent.process.until > now)
+        if stopped or not host.up or not cluster.network.joins(here, host.name):
+            yield now + UNREACHABLE_S
+            return None, "timed out"
+        if other is None or not other.agent.process.alive:
+            yield now + 0.01
+            return None, "connection refused"
+        yield now + self.world.between(*COPY_S)
+        if other.agent.process.alive and cluster.network.joins(here, host.name):
+            return other, ""
+        return None, "the connection broke"
 
     def _gather(
-        self, going: _SimWork, rank: int, lacking: set[str], sources: Sequence[msg.Source], over: Got
-    ) -> None:
-        """Fetch these parts of a rank's image, from one source after another."""
-        self._gather_on(going, rank, lacking, Gathering(self.agent.site.name, sources), over)
-
-    def _gather_on(
-        self, going: _SimWork, rank: int, lacking: set[str], gathering: Gathering, over: Got
-    ) -> None:
-        fetch = None if going.stop else gathering.next(lacking)
-        if fetch is None:
-            self._later(MEMORY_S, lambda: over(not lacking))
-            return
-        source = fetch.source
-        wanted = lacking & set(parts_of(source.part))
-
-        def got(some: set[str], trouble: str) -> None:
-            if some < wanted:
+        self, going: _SimWork, rank: int, lacking: set[str], sources: Sequence[msg.Source]
+    ) -> Steps[bool]:
+        """Fetch these parts of a rank's image, from one source after another; returns whether all are
+        here."""
+        for source in usable(sources, lambda: lacking):
+            if going.stop:
+                break
+            wanted = lacking & set(parts_of(source.part))
+            if source.group:
+                got, trouble = yield from self._rebuild(going, rank, source, wanted)
+            else:
+                other, trouble = yield from self._ask(source)
+                got, trouble = self._read(other, source, going, rank, wanted, trouble)
+            if got < wanted:
                 going.why.append(f"{source.node}: {trouble or 'not held'}")
-            self._gather_on(going, rank, lacking - some, gathering, over)
-
-        def told(other: SimKeeper | None, trouble: str) -> None:
-            got(*self._read(other, source, going, rank, wanted, trouble))
-
-        if isinstance(fetch, Rebuild):
-            self._rebuild(going, rank, source, wanted, got)
-        else:
-            self._ask(source, told)
+            lacking.difference_update(got)
+        yield self.world.now + self.world.between(*MEMORY_S)
+        return not lacking
 
     def _read(
         self, other: SimKeeper | None, source: msg.Source, going: _SimWork, rank: int, wanted: set[str],
@@ -429,43 +382,31 @@ class SimKeeper:
         return some, why
 
     def _rebuild(
-        self, going: _SimWork, rank: int, source: msg.Source, wanted: set[str],
-        got: Callable[[set[str], str], None],
-    ) -> None:  # fmt: skip
-        """Compute a part from the XOR at `source` and the same part of its other members."""
+        self, going: _SimWork, rank: int, source: msg.Source, wanted: set[str]
+    ) -> Steps[tuple[set[str], str]]:
+        """Compute a part from the XOR at `source` and the same part of its other members; returns as
+        `_read`."""
         xor, *others = ingredients((*going.key, rank), source)
+        other, trouble = yield from self._ask(source)
+        held = other.held if other is not None else []
+        found = next((one for one in held if one.key == going.key and one.group == xor.group), None)
+        if found is None or other is None:
+            return set(), trouble
+        if found.corrupt or found.tokens[rank] != going.tokens[rank]:
+            other.doubt(found)
+            return set(), WRONG
+        going.tokens |= found.tokens
+        whole = wanted & set(parts_of(found.part))
+        all_here = yield from self._gather_all(going, others, source.part)
+        return whole if all_here else set(), "a member is lost"
 
-        def told(other: SimKeeper | None, trouble: str) -> None:
-            held = other.held if other is not None else []
-            found = next((one for one in held if one.key == going.key and one.group == xor.group), None)
-            if found is None or other is None:
-                got(set(), trouble)
-            elif found.corrupt or found.tokens[rank] != going.tokens[rank]:
-                other.doubt(found)
-                got(set(), WRONG)
-            else:
-                going.tokens |= found.tokens
-                whole = wanted & set(parts_of(found.part))
-                self._gather_all(
-                    going, others, source.part, lambda all: got(whole if all else set(), "a member is lost")
-                )
-
-        self._ask(source, told)
-
-    def _gather_all(self, going: _SimWork, wanted: list[Ingredient], part: str, over: Got) -> None:
-        """Fetch this part of all these images."""
-        if not wanted:
-            over(True)
-            return
-        first, rest = wanted[0], wanted[1:]
-
-        def got(whole: bool) -> None:
-            if whole:
-                self._gather_all(going, rest, part, over)
-            else:
-                over(False)
-
-        self._gather(going, first.image[2], set(parts_of(part)), first.sources, got)
+    def _gather_all(self, going: _SimWork, wanted: Iterable[Ingredient], part: str) -> Steps[bool]:
+        """Fetch this part of all these images; returns whether all are here."""
+        for one in wanted:
+            here = yield from self._gather(going, one.image[2], set(parts_of(part)), one.sources)
+            if not here:
+                return False
+        return True
 
 
 def whole(images: Iterable[SimImage], key: Key, world: int) -> bool:

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jurymast.core import messages as msg
@@ -32,7 +33,7 @@ from jurymast.core.run.machine import step
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
 from jurymast.journal import EpochBegin, begin_of, counting, initial_state, take, together
-from jurymast.sim.cluster.world import Process, World
+from jurymast.sim.cluster.world import Process, Steps, T, World
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent
@@ -91,31 +92,31 @@ class Storage:
     def sees_checkpoints(self, node: str) -> bool:
         return self.unmounted.get(node, 0.0) <= self.world.now
 
+    def work(self, node: str, work: Callable[[], T], *, writes: bool = False) -> Steps[T | OSError]:
+        """Do `work`; returns its result, or the OSError."""
+        while True:
+            yield max(self.world.now, self.hangs_until(node)) + self.takes_s()
+            if self.hangs_until(node) <= self.world.now:
+                break
+        if self.stale.get(node, 0.0) > self.world.now:
+            return OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        if writes and self.full_until > self.world.now:
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        try:
+            return work()
+        except OSError as error:
+            return error
+
     def do(
-        self, node: str, process: Process, work: Callable[[], Any], then: Callable[[Any], None],
+        self, node: str, process: Process, work: Callable[[], T], then: Callable[[T | OSError], None],
         *, writes: bool = False,
     ) -> None:  # fmt: skip
         """Do `work`; `then` gets its result, or the OSError."""
-        at = max(self.world.now, self.hangs_until(node)) + self.takes_s()
-        self.world.at(at, process, self._done, node, process, work, then, writes)
 
-    def _done(
-        self, node: str, process: Process, work: Callable[[], Any], then: Callable[[Any], None], writes: bool
-    ) -> None:
-        if self.hangs_until(node) > self.world.now:
-            self.do(node, process, work, then, writes=writes)
-            return
-        if self.stale.get(node, 0.0) > self.world.now:
-            then(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
-            return
-        if writes and self.full_until > self.world.now:
-            then(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-            return
-        try:
-            result = work()
-        except OSError as error:
-            result = error
-        then(result)
+        def steps() -> Steps[None]:
+            then((yield from self.work(node, work, writes=writes)))
+
+        self.world.go(process, steps())
 
 
 @dataclass
@@ -205,61 +206,60 @@ class SimWrite:
         self._key = order.step, order.attempt
         self._machine = Meeting(self._key, order.world, leads=order.lead)
         self._layout = f"layout-r{order.ranks[0]:05d}"
-        self._looking: Do = Do.FIND_PLACE
         self.cancelled = False
-        self._on_storage(self._begin)
+        agent.world.go(agent.process, self._steps())
 
     @property
     def _places(self) -> dict[str, MeetingPlace]:
         return self._agent.cluster.disk.places
 
-    def _on_storage(self, work: Callable[[], Next], *, writes: bool = False, after_s: float = 0.0) -> None:
-        agent = self._agent
-        storage, name = agent.cluster.storage, agent.site.name
+    def _exists(self) -> bool:
+        return any(step == self._key[0] for step, _ in self._agent.cluster.disk.shared)
 
-        def done(following: Next | OSError) -> None:
-            if isinstance(following, OSError):
-                gone = isinstance(following, FileNotFoundError)
-                following = self._machine.failed(str(following), gone=gone, existing=self._exists())
-            self._machine.check()
-            self._go_on(following)
+    def _steps(self) -> Steps[None]:
+        looking = Do.FIND_PLACE
+        what = yield from self._on_storage(self._begin)
+        while not self.cancelled:
+            match what:
+                case Complete():
+                    return self._over("")
+                case Fail(why):
+                    return self._over(why)
+                case Wait():
+                    following = self._on_storage(partial(self._look, looking), after_s=LOOK_S)
+                case Pause(seconds):
+                    following = self._on_storage(self._machine.done, after_s=seconds)
+                case Do.FIND_PLACE | Do.READ_LAYOUTS | Do.FIND_SHARES | Do.READ_PARTS:
+                    looking = what
+                    following = self._on_storage(partial(self._look, looking))
+                case Do.WRITE:
+                    copy_s = self._agent.world.between(*COPY_S)
+                    following = self._on_storage(partial(self._write, what), writes=True, after_s=copy_s)
+                case _:
+                    following = self._on_storage(partial(self._write, what), writes=what is not Do.CLEAN_UP)
+            what = yield from following
+
+    def _on_storage(
+        self, work: Callable[[], Next], *, writes: bool = False, after_s: float = 0.0
+    ) -> Steps[Next]:
+        storage, name = self._agent.cluster.storage, self._agent.site.name
 
         def checked() -> Next:
             if not storage.sees_checkpoints(name):
                 raise OSError(f"{name} does not see the storage")
             return work()
 
-        agent.world.after(
-            after_s, agent.process, lambda: storage.do(name, agent.process, checked, done, writes=writes)
-        )
-
-    def _exists(self) -> bool:
-        return any(step == self._key[0] for step, _ in self._agent.cluster.disk.shared)
+        yield self._agent.world.now + after_s
+        following = yield from storage.work(name, checked, writes=writes)
+        if isinstance(following, OSError):
+            gone = isinstance(following, FileNotFoundError)
+            following = self._machine.failed(str(following), gone=gone, existing=self._exists())
+        self._machine.check()
+        return following
 
     def _begin(self) -> Next:
         void = self._agent.cluster.disk.is_void(self._key)
         return self._machine.begin(unseen="", rolled_back=void, existing=self._exists())
-
-    def _go_on(self, what: Next) -> None:
-        if self.cancelled:
-            return
-        match what:
-            case Complete():
-                self._over("")
-            case Fail(why):
-                self._over(why)
-            case Wait():
-                self._on_storage(lambda: self._look(self._looking), after_s=LOOK_S)
-            case Pause(seconds):
-                self._on_storage(self._machine.done, after_s=seconds)
-            case Do.FIND_PLACE | Do.READ_LAYOUTS | Do.FIND_SHARES | Do.READ_PARTS:
-                self._looking = looking = what
-                self._on_storage(lambda: self._look(looking))
-            case Do.WRITE:
-                copy_s = self._agent.world.between(*COPY_S)
-                self._on_storage(lambda: self._write(what), writes=True, after_s=copy_s)
-            case _:
-                self._on_storage(lambda: self._write(what), writes=what is not Do.CLEAN_UP)
 
     @property
     def _place(self) -> MeetingPlace:

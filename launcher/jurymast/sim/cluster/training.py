@@ -15,6 +15,7 @@ from jurymast.core.messages import RankReport
 from jurymast.keeper.page import RestoreStatus
 from jurymast.sim.cluster.keeper import SIZE_BYTES
 from jurymast.sim.cluster.storage import Token
+from jurymast.sim.cluster.world import Steps
 from jurymast.worker.schedule import DOUBT_LIMIT_S, SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
 
 if TYPE_CHECKING:
@@ -182,7 +183,8 @@ class SimGroup:
         for member in self.members.values():
             member.follower.passed(self.step)
             member.agent.keeper.wants()
-        self._again(self.cluster.world.between(0.05, 0.4), self._next)
+        world = self.cluster.world
+        world.after(world.between(0.05, 0.4), None, world.go, None, self._train())
 
     # ---- training
 
@@ -197,23 +199,30 @@ class SimGroup:
             for one, other in itertools.combinations(members, 2)
         )
 
-    def _next(self) -> None:
-        if self.over:
-            return
+    def _train(self) -> Steps[None]:
         world = self.cluster.world
-        if self._blocked():
-            self._again(RETRY_S, self._next)
-            return
-        if 0 < self.cluster.wanted.last_step <= self.step:
-            self._finish()
-            return
-        self.step += 1
-        self.beats += 1
-        if self.beat_at:
-            self.longest_s = max(self.longest_s, world.now - self.beat_at)
-        self.beat_at = world.now
-        self.cluster.oracle.stepped(self)
-        self._save_if_due()
+        while not self.over:
+            if self._blocked():
+                yield world.now + RETRY_S
+                continue
+            if 0 < self.cluster.wanted.last_step <= self.step:
+                self._finish()
+                return
+            self.step += 1
+            self.beats += 1
+            if self.beat_at:
+                self.longest_s = max(self.longest_s, world.now - self.beat_at)
+            self.beat_at = world.now
+            self.cluster.oracle.stepped(self)
+            while (due := self._due()) is None:
+                yield world.now + 0.05
+                if self.over:
+                    return
+            for member in due:
+                if not self._refused():
+                    self._save(member)
+            step_s = self.cluster.step_s * (0.9 + 0.2 * world.chance.random())
+            yield world.now + (step_s + (STALL_S[1] if due else 0.0))
 
     def _finish(self) -> None:
         self.over = self.finished = True
@@ -221,22 +230,13 @@ class SimGroup:
         for member in self.members.values():
             world.after(world.between(0.01, 0.2), member.host.process, member.host.finish, self)
 
-    def _save_if_due(self) -> None:
-        if self.over:
-            return
-        due: list[SimMember] = []
+    def _due(self) -> list[SimMember] | None:
+        """Return whose ranks save after this step; None while one waits for the schedule."""
+        members = self.members.values()
         try:
-            for member in self.members.values():
-                if member.follower.due(self.step) or self._own_cadence():
-                    due.append(member)
+            return [one for one in members if one.follower.due(self.step) or self._own_cadence()]
         except Waits:
-            self._again(0.05, self._save_if_due)
-            return
-        for member in due:
-            if not self._refused():
-                self._save(member)
-        step_s = self.cluster.step_s * (0.9 + 0.2 * self.cluster.world.chance.random())
-        self._again(step_s + (STALL_S[1] if due else 0.0), self._next)
+            return None
 
     def _own_cadence(self) -> bool:
         steps = self.cluster.plan.settings.cadence_steps

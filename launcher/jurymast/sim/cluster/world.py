@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from random import Random
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+T = TypeVar("T")
 Then = Callable[..., object]
+# What takes time: a generator that yields when it goes on.
+Steps = Generator[float, None, T]
 
 # The time of all clocks when a simulation begins, in seconds since the epoch.
 BEGINNING = 1_800_000_000.0
@@ -47,6 +50,12 @@ class World:
 
     def after(self, seconds: float, process: Process | None, then: Then, *args: Any) -> None:
         self.at(self.now + seconds, process, then, *args)
+
+    def go(self, process: Process | None, steps: Steps[None]) -> None:
+        """Carry out these steps now, and on at each time that they yield."""
+        when = next(steps, None)
+        if when is not None:
+            self.at(when, process, self.go, process, steps)
 
     def between(self, least: float, most: float) -> float:
         return least + (most - least) * self.chance.random()
