@@ -19,18 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
-from jurymast.core.checkpoints.copies import (
-    ALL,
-    MEMORY,
-    PEER,
-    Copies,
-    Copy,
-    Replication,
-    holders,
-    missing_replicas,
-)
+from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, Copies, Copy
 from jurymast.core.checkpoints.copies import plan_restore as restore_plan
-from jurymast.core.checkpoints.parity import keeping
+from jurymast.core.checkpoints.parity import Order, holders, keeping, missing_replicas
 
 NODES = (256, 2048, 12500)
 ROUNDS = 3
@@ -55,9 +46,9 @@ def taking(times: dict[str, list[float]], what: str, work: Callable[[], Result])
     return result
 
 
-def follow(copies: Copies, orders: list[Replication], world: int) -> None:
-    for order in orders:
-        copies.hold(held(order.rank, order.holder, world, PEER, order.part))
+def follow(copies: Copies, orders: list[Order], world: int) -> None:
+    for holder, order in orders:
+        copies.hold(held(order.rank, holder, world, PEER, order.part))
 
 
 def round_of(nodes: int, times: dict[str, list[float]]) -> None:

@@ -26,8 +26,7 @@ from pathlib import Path
 
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.foresight import Room
-from jurymast.core.messages import CadenceReport, RankReport, beat_of, encode
+from jurymast.core.messages import CadenceReport, RankReport, Room, beat_of, encode
 from jurymast.core.nodes.heartbeat import patience_s
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, OWN, PEER, Copies, Key, age
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, OWN, PEER, Copies, Key, Source, age
 from support.reports import hello
 
 SLOTS = 2
@@ -28,6 +29,11 @@ def without(copies: Copies, node: str) -> Copies:
         if copy.node != node:
             left.hold(copy)
     return left
+
+
+def source(tier: str, node: str, part: str, rank: int, **more: Any) -> Source:
+    """A source on a node whose address is not known."""
+    return Source(tier=tier, node=node, hosts=(), port=0, part=part, rank=rank, **more)
 
 
 def key_of(copy: msg.CopyReport) -> Key:

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper.slots import SLOTS
+from jurymast.core.messages import Room
 from jurymast.keeper import manifest
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest

@@ -13,7 +13,6 @@ from jurymast.core.agent import link
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import restore as restoring
 from jurymast.core.checkpoints.checkpoints import Checkpoints, Securing
-from jurymast.core.checkpoints.commit import spelled
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.retries import Reachability
 from jurymast.core.checkpoints.writes import Writes
@@ -59,7 +58,7 @@ def _mixed(self: restoring.RestoreChoice, node: str, ranks: range) -> msg.Restor
     older = [key for key in self._copies.newest_first() if told and key[0] < told.step]
     if told is None or 0 in ranks or not older or not self._copies.restorable(older[0]):
         return told
-    sources = {rank: spelled(self._copies.sources(older[0], rank, node), self._holders) for rank in ranks}
+    sources = {rank: self._copies.sources(older[0], rank, node) for rank in ranks}
     return msg.Restore(step=older[0][0], attempt=older[0][1], ranks=sources)
 
 

@@ -17,8 +17,9 @@ from jurymast.core.checkpoints.copies import (
     SHARED,
     Copies,
     Copy,
-    Source,
 )
+from jurymast.core.checkpoints.parity import holders, missing_replicas
+from support.holding import source as source_of
 
 NODES = ("n1", "n2", "n3")
 
@@ -67,8 +68,8 @@ def test_sources_come_in_the_order_of_their_speed() -> None:
     held.hold(copy_of(0, "n1", tier=LOCAL))
     held.hold(copy_of(0, "n3", tier=LOCAL))
     assert held.sources((10, 1), 0, "n1") == (
-        Source(MEMORY, "n1", ALL, 0), Source(PEER, "n2", ALL, 0), Source(LOCAL, "n1", ALL, 0),
-        Source(LOCAL, "n3", ALL, 0),
+        source_of(MEMORY, "n1", ALL, 0), source_of(PEER, "n2", ALL, 0), source_of(LOCAL, "n1", ALL, 0),
+        source_of(LOCAL, "n3", ALL, 0),
     )  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def test_another_rank_s_common_part_counts_when_its_hash_is_the_same() -> None:
     assert (plan.step, plan.attempt, plan.tier) == (10, 1, MEMORY)
     assert plan.tiers == {MEMORY: 2000, PEER: 1000}
     sources = held.sources((10, 1), 2, "n4")
-    assert Source(PEER, "n2", OWN, 2) in sources
+    assert source_of(PEER, "n2", OWN, 2) in sources
     assert {s.node for s in sources if s.part == ALL or s.part == COMMON} == {"n1", "n2"}
 
 
@@ -108,25 +109,25 @@ def test_a_common_part_with_another_hash_is_no_source() -> None:
 
 
 def test_replicas_go_to_spares_first_and_skip_what_data_parallel_ranks_have() -> None:
-    holding = cp.holders(NODES, ["s1"], {}, 1, ())
+    holding = holders(NODES, ["s1"], {}, 1, ())
     assert holding == {"n1": ("s1",), "n2": ("s1",), "n3": ("s1",)}
-    alone = cp.missing_replicas(all_of(), (10, 1), NODES, 1, holding)
-    assert [(o.holder, o.rank, o.part) for o in alone] == [("s1", rank, ALL) for rank in range(3)]
-    alike = cp.missing_replicas(all_of(common="same"), (10, 1), NODES, 1, holding)
-    assert [(o.holder, o.rank, o.part) for o in alike] == [("s1", rank, OWN) for rank in range(3)]
+    alone = missing_replicas(all_of(), (10, 1), NODES, 1, holding)
+    assert [(holder, o.rank, o.part) for holder, o in alone] == [("s1", rank, ALL) for rank in range(3)]
+    alike = missing_replicas(all_of(common="same"), (10, 1), NODES, 1, holding)
+    assert [(holder, o.rank, o.part) for holder, o in alike] == [("s1", rank, OWN) for rank in range(3)]
     held = all_of(common="same")
     for rank in range(3):
         held.hold(copy_of(rank, "s1", tier=PEER, part=OWN, common="same"))
-    assert cp.missing_replicas(held, (10, 1), NODES, 1, holding) == []
+    assert missing_replicas(held, (10, 1), NODES, 1, holding) == []
 
 
 def test_partners_are_in_another_failure_domain_where_there_is_one() -> None:
     domains = {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}
-    holding = cp.holders(("n1", "n2", "n3", "n4"), [], domains, 1, ())
+    holding = holders(("n1", "n2", "n3", "n4"), [], domains, 1, ())
     assert all(domains[node] != domains[held[0]] for node, held in holding.items())
-    assert cp.holders(("n1", "n2"), [], {}, 1, ()) == {"n1": ("n2",), "n2": ("n1",)}
-    assert cp.holders(("n1",), [], {}, 1, ()) == {"n1": ()}
-    assert cp.holders(("n1", "n2", "n3"), ["s1"], {}, 1, {"s1"})["n1"] in (("n2",), ("n3",))
+    assert holders(("n1", "n2"), [], {}, 1, ()) == {"n1": ("n2",), "n2": ("n1",)}
+    assert holders(("n1",), [], {}, 1, ()) == {"n1": ()}
+    assert holders(("n1", "n2", "n3"), ["s1"], {}, 1, {"s1"})["n1"] in (("n2",), ("n3",))
 
 
 def test_the_newest_step_wins_however_long_it_takes_to_restore() -> None:

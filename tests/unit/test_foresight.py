@@ -11,10 +11,10 @@ from jurymast.checkpoint.image import Drafter, foreseen_bytes
 from jurymast.checkpoint.state import ScriptState
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.foresight import Need, NodeForesight, Room, needs
 from jurymast.core.checkpoints.parity import Protection, keeping
-from jurymast.core.checkpoints.shortages import Shortages
+from jurymast.core.checkpoints.shortages import Need, Shortages, needs
 from jurymast.core.effects import Record
+from jurymast.core.messages import Room
 
 GIB = 1 << 30
 NODES = ("n1", "n2")
@@ -59,7 +59,11 @@ def test_what_is_foreseen_is_what_the_first_step_brings(name: str) -> None:
 
 
 def test_two_of_everything_and_replicas_where_they_will_be() -> None:
-    foreseen = {"n1": NodeForesight(10, 8), "n2": NodeForesight(20, 16)}
+    room = Room(0, "")
+    foreseen = {
+        "n1": msg.Foreseen(image_bytes=10, own_bytes=8, room=room),
+        "n2": msg.Foreseen(image_bytes=20, own_bytes=16, room=room),
+    }
     assert needs(foreseen, NODES, 2, kept()) == {"n1": Need(20, 32), "n2": Need(40, 16)}
     assert needs(foreseen, NODES, 2, kept("s")) == {"n1": Need(20), "n2": Need(40), "s": Need(0, 48)}
     assert needs(foreseen, NODES, 2, kept("s", copies=0)) == {"n1": Need(20), "n2": Need(40)}

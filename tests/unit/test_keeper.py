@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper.memory import ROUND_BYTES
 from jurymast.core.keeper.slots import SLOTS
+from jurymast.core.messages import Room
 from jurymast.keeper import keeper as keeper_module
 from jurymast.keeper import tasks
 from jurymast.keeper.keeper import Keeper

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.memory import ROUND_BYTES, Buffer, BufferPool
 from jurymast.core.keeper.slots import SLOTS
+from jurymast.core.messages import Room
 from jurymast.keeper import memory as node_memory
 from jurymast.keeper.page import RestoreStatus, Word
 from support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until

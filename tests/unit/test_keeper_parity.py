@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.messages import Room
 from jurymast.keeper import gathering, tasks
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.memory import MappedBuffer

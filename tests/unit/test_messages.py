@@ -21,8 +21,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.cadence import Schedule
-from jurymast.core.checkpoints.foresight import Room
-from jurymast.core.messages import Endpoint
+from jurymast.core.messages import Endpoint, Room
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.nodes.stacks import Entered, Stand
 from jurymast.core.nodes.tests import Alone

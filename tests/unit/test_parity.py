@@ -9,6 +9,7 @@ from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import parity
 from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Copies, Copy, Member, Source
 from jurymast.core.checkpoints.parity import Protection, keeping
+from support.holding import source as source_of
 from support.holding import without
 
 KEY = (10, 1)
@@ -31,20 +32,20 @@ def saved(placement: tuple[str, ...], per_node: int, common: str = "same") -> Co
 
 def missing(
     held: Copies, key: cp.Key, placement: tuple[str, ...], per_node: int, kept: Protection
-) -> list[cp.Replication]:
+) -> list[parity.Order]:
     """What must be copied, or made, so that everything is held as `kept` says."""
-    orders = cp.missing_replicas(held, key, placement, per_node, kept.whole)
+    orders = parity.missing_replicas(held, key, placement, per_node, kept.whole)
     return orders + parity.missing_parity(held, key, placement, per_node, kept.parity)
 
 
-def obey(held: Copies, placement: tuple[str, ...], per_node: int, kept: Protection) -> list[cp.Replication]:
+def obey(held: Copies, placement: tuple[str, ...], per_node: int, kept: Protection) -> list[parity.Order]:
     """All agents do as they are told."""
     orders = missing(held, KEY, placement, per_node, kept)
-    for order in orders:
+    for holder, order in orders:
         group = order.group or (order.rank,)
         for rank in group:
             (own,) = (c for c in held.of(KEY, rank) if c.tier == MEMORY)
-            held.hold(Copy(order.holder, PEER, *KEY, rank, own.world, order.part, own.size_bytes,
+            held.hold(Copy(holder, PEER, *KEY, rank, own.world, order.part, own.size_bytes,
                            own.common_bytes, own.common_id, order.group))  # fmt: skip
     return orders
 
@@ -130,15 +131,15 @@ def test_a_common_part_that_nobody_else_has_is_in_the_xor() -> None:
     placement = nodes(3)
     for common, part in (("same", OWN), ("", ALL)):
         orders = obey(saved(placement, 1, common), placement, 1, Protection({}, {(0, 1): "n2"}))
-        assert [(one.holder, one.group, one.part) for one in orders] == [("n2", (0, 1), part)]
-        assert [member.rank for member in orders[0].members] == [0, 1]
+        assert [(holder, one.group, one.part) for holder, one in orders] == [("n2", (0, 1), part)]
+        assert [member.rank for member in orders[0][1].members] == [0, 1]
 
 
 def test_parity_on_a_node_that_has_become_a_member_s_is_made_again() -> None:
     held = saved(("n0", "s0", "n2"), 1)
     held.hold(Copy("s0", PEER, *KEY, 0, 3, OWN, SIZE, COMMON_SIZE, "same", (0, 1)))
     orders = missing(held, KEY, ("n0", "s0", "n2"), 1, Protection({}, {(0, 1): "n2"}))
-    assert [order.holder for order in orders] == ["n2"]
+    assert [holder for holder, _ in orders] == ["n2"]
 
 
 def test_the_source_of_a_lost_part_names_everybody_else() -> None:
@@ -146,8 +147,9 @@ def test_the_source_of_a_lost_part_names_everybody_else() -> None:
     held = saved(placement, 1)
     obey(held, placement, 1, Protection({}, {(0, 1): "s0"}))
     held.drop_where(node="n1")
-    (source,) = (one for one in held.sources(KEY, 1, "fresh") if one.group)
-    assert source == Source(PEER, "s0", OWN, 1, (0, 1), (Member(0, (Source(PEER, "n0", ALL, 0),)),))
+    (found,) = (one for one in held.sources(KEY, 1, "fresh") if one.group)
+    member = Member(rank=0, sources=(source_of(PEER, "n0", ALL, 0),))
+    assert found == source_of(PEER, "s0", OWN, 1, group=(0, 1), members=(member,))
 
 
 def test_whole_replicas_while_there_is_memory_and_groups_of_those_for_whom_there_is_none() -> None:

@@ -19,7 +19,9 @@ import msgspec
 from jurymast.core import within
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.cadence import Schedule
-from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.checkpoints.copies import Member as Member
+from jurymast.core.checkpoints.copies import Part
+from jurymast.core.checkpoints.copies import Source as Source
 from jurymast.core.message import Strange as Strange
 from jurymast.core.message import ToAgent as ToAgent
 from jurymast.core.message import ToAsker, reader
@@ -33,7 +35,6 @@ from jurymast.core.run.incident import Alert
 
 # Images: who holds which, who copies what where, and what an attempt restores.
 
-Part = Annotated[str, msgspec.Meta(pattern=f"^({cp.ALL}|{cp.COMMON}|{cp.OWN})$")]
 HeldTier = Annotated[str, msgspec.Meta(pattern=f"^({cp.MEMORY}|{cp.PEER}|{cp.LOCAL})$")]
 
 
@@ -77,27 +78,6 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )  # fmt: skip
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A `core.checkpoints.copies.Source` with the address of its node: `hosts` to try in this order, and the
-    port there."""
-
-    tier: str
-    node: str
-    hosts: tuple[str, ...]
-    port: int
-    part: Part
-    rank: int
-    group: tuple[int, ...] = ()
-    members: tuple[Member, ...] = ()
-
-
-class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of a group, and where its image is available."""
-
-    rank: int
-    sources: tuple[Source, ...]
-
-
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """The state from which an attempt continues, and for each rank of the node where to get its image, best
     first; () if the node has it in its own memory: see `AskSources`."""
@@ -126,6 +106,13 @@ class Refused(ToSupervisor, frozen=True, kw_only=True):
 
     why: str
     group: tuple[int, ...] = ()
+
+
+class Room(msgspec.Struct, frozen=True):
+    """`free` bytes are available, after subtracting a reserve; `limit`: the file that limits them."""
+
+    free: int
+    limit: str
 
 
 class Foreseen(ToSupervisor, frozen=True, kw_only=True):

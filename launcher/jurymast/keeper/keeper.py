@@ -22,12 +22,12 @@ from typing import Any
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, MEMORY
-from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.slots import SlotState
 from jurymast.core.keeper.work import Filled, Found
+from jurymast.core.messages import Room
 from jurymast.core.texts import memory_size
 from jurymast.errors import never
 from jurymast.keeper import memory

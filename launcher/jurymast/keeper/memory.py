@@ -16,8 +16,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper.memory import round_up
+from jurymast.core.messages import Room
 from jurymast.health.readings import MOUNT, memory_cgroups, number, text
 from jurymast.keeper.page import SlotRecord, SlotWord
 

@@ -28,8 +28,8 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.agreement import SAMPLE_S, Agreement
 from jurymast.core.checkpoints.cadence import NEVER, Cadence, next_save_step, parse_cadence
 from jurymast.core.checkpoints.checkpoints import Securing
-from jurymast.core.checkpoints.commit import Commit, Holder
-from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Key
+from jurymast.core.checkpoints.commit import Commit
+from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Holder, Key
 from jurymast.core.checkpoints.parity import Protection, keeping
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.restore import RestoreChoice
@@ -218,7 +218,7 @@ class SimTiers:
             self._storage.pass_until(now)
             shared = self._storage.shared
         world = self._world()
-        restore = RestoreChoice(self._state, world.copies, {})
+        restore = RestoreChoice(self._state, world.copies)
         (record,) = restore.choose(msgspec.structs.replace(launch, placement=world.placement), shared, now)
         chosen = restore.chosen
         assert chosen is not None
@@ -254,10 +254,10 @@ class _Storage:
         self._state, self._write_s = state, write_s
         self._copies = Copies()
         self._commit = Commit(state, self._copies)
-        holders = {ALL_NODES: Holder("", 0, "")}
-        self._writes = Writes(state, self._copies, holders)
-        replicas = Replicas(state, self._copies, holders, self._commit)
-        self._securing = Securing(self._copies, holders, self._commit, replicas, self._writes)
+        self._copies.holders[ALL_NODES] = Holder("", 0, "")
+        self._writes = Writes(state, self._copies)
+        replicas = Replicas(state, self._copies, self._commit)
+        self._securing = Securing(self._copies, self._commit, replicas, self._writes)
         self._order: msg.Write | None = None
         self._now = self._ends_at = 0.0
 

@@ -18,8 +18,8 @@ from msgspec.structs import asdict
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.commit import Commit, Holder, Rollback
-from jurymast.core.checkpoints.copies import Copies, Key
+from jurymast.core.checkpoints.commit import Commit, Rollback
+from jurymast.core.checkpoints.copies import Copies, Holder, Key
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.restore import RestoreChoice
 from jurymast.core.checkpoints.retries import RETRY_S
@@ -36,14 +36,10 @@ GATHER_LIMIT_S = 15.0
 
 
 class Securing:
-    """`secured`: the newest state is written, or none can be. `holders` are the nodes that are here; times
-    are Unix times in seconds."""
+    """`secured`: the newest state is written, or none can be. Times are Unix times in seconds."""
 
-    def __init__(
-        self, copies: Copies, holders: Mapping[str, Holder], commit: Commit, replicas: Replicas,
-        writes: Writes,
-    ) -> None:  # fmt: skip
-        self._copies, self._holders = copies, holders
+    def __init__(self, copies: Copies, commit: Commit, replicas: Replicas, writes: Writes) -> None:
+        self._copies, self._holders = copies, copies.holders
         self._commit, self._replicas, self._writes = commit, replicas, writes
         self._gather_at, self._not_gathered = -math.inf, 0
         self._hopeless: set[Key] = set()  # no node has memory to put these together
@@ -99,7 +95,8 @@ class Securing:
         for number, rank in enumerate(ranks):
             holder = takers[(number + self._not_gathered) % len(takers)]
             sources = self._copies.sources(key, rank, holder)
-            effects += self._replicas.order(key, cp.Replication(holder, rank, cp.ALL, sources))
+            order = msg.Replicate(step=key[0], attempt=key[1], rank=rank, part=cp.ALL, sources=sources)
+            effects += self._replicas.order(holder, order)
         return effects
 
     def _have_room_made(self, keys: list[Key]) -> list[Effect]:
@@ -133,15 +130,15 @@ class Checkpoints:
     def __init__(self, state: RunState) -> None:
         self._state = state
         self.copies = Copies()
-        self._holders: dict[str, Holder] = {}
+        self._holders = self.copies.holders
         self._commit = Commit(state, self.copies)
-        self._replicas = Replicas(state, self.copies, self._holders, self._commit)
-        self._writes = Writes(state, self.copies, self._holders)
-        self._restore = RestoreChoice(state, self.copies, self._holders)
+        self._replicas = Replicas(state, self.copies, self._commit)
+        self._writes = Writes(state, self.copies)
+        self._restore = RestoreChoice(state, self.copies)
         self._shortages = Shortages()
         self._void: deque[Key] = deque(maxlen=VOIDS_KEPT)
         self._told: dict[int, int] = {}  # by rank, the newest step of this attempt that it saved or skipped
-        self._securing = Securing(self.copies, self._holders, self._commit, self._replicas, self._writes)
+        self._securing = Securing(self.copies, self._commit, self._replicas, self._writes)
 
     # ---- agents
 

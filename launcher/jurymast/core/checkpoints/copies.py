@@ -12,14 +12,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
-
-from jurymast.core.checkpoints.retries import Pair
 
 MEMORY, PEER, LOCAL, SHARED, OBJECT = "memory", "peer", "local", "shared", "object"
 ALL, COMMON, OWN = "all", "common", "own"
 
+Part = Annotated[str, msgspec.Meta(pattern=f"^({ALL}|{COMMON}|{OWN})$")]
 Key = tuple[int, int]  # step, attempt
 Place = tuple[str, str, str, tuple[int, ...]]  # node, tier, part, group
 
@@ -81,8 +81,9 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
         return {ALL: self.size_bytes, COMMON: self.common_bytes, OWN: own}[self.part]
 
 
-class Source(msgspec.Struct, frozen=True):
-    """Where a node can get `part` of an image: from `rank`'s image on `node`; it counts as `tier`.
+class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a node can get `part` of an image: from `rank`'s image on `node`, which is reached at one of its
+    `hosts`, to try in this order, and the `port` there. It counts as `tier`.
 
     With a `group`, `node` has the XOR of that part of its ranks' images, and `members` lists where the
     others' are.
@@ -90,7 +91,9 @@ class Source(msgspec.Struct, frozen=True):
 
     tier: str
     node: str
-    part: str
+    hosts: tuple[str, ...]
+    port: int
+    part: Part
     rank: int
     group: tuple[int, ...] = ()
     members: tuple[Member, ...] = ()
@@ -99,23 +102,26 @@ class Source(msgspec.Struct, frozen=True):
         return self.part in (ALL, part)
 
 
-class Member(msgspec.Struct, frozen=True):
+class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of a group, and where its image is available."""
 
     rank: int
     sources: tuple[Source, ...]
 
 
-class Replication(msgspec.Struct, frozen=True):
-    """An order: `holder` gets `part` of `rank`'s image from one of `sources`; with a `group`, it makes the
-    XOR of that part of all `members`, of which `rank` is the lowest."""
+@dataclass
+class Holder:
+    """How other agents reach this one's data. `incarnation` is new with every agent process. `full`: it
+    refused memory for a replica; `packed`: for parity as well, which is requested once more (until `retried`)
+    when it has given up older replicas. `slotless`: it was told that ranks save no more."""
 
-    holder: str
-    rank: int
-    part: str
-    sources: tuple[Source, ...]
-    group: tuple[int, ...] = ()
-    members: tuple[Member, ...] = ()
+    address: str
+    port: int
+    incarnation: str
+    full: bool = False
+    packed: bool = False
+    retried: bool = False
+    slotless: bool = False
 
 
 @dataclass(frozen=True)
@@ -233,10 +239,11 @@ _NONE = _Set()
 
 
 class Copies:
-    """What the agents report to hold. It is not in the journal: agents report it again to every new
-    supervisor."""
+    """What the agents report to hold; `holders` are the nodes that are here. It is not in the journal: agents
+    report it again to every new supervisor."""
 
     def __init__(self) -> None:
+        self.holders: dict[str, Holder] = {}
         self._sets: dict[Key, _Set] = {}
 
     def hold(self, copy: Copy) -> None:
@@ -364,7 +371,7 @@ class Copies:
         found = self._plain_sources(key, rank, node, part)
         for copy in self.parities(key, rank):
             members = self.members(key, [one for one in copy.group if one != rank], copy.part, node)
-            found.append(Source(PEER, copy.node, copy.part, rank, copy.group, members))
+            found.append(self._source(PEER, copy.node, copy.part, rank, copy.group, members))
         return tuple(found)
 
     def members(self, key: Key, ranks: Iterable[int], part: str, node: str) -> tuple[Member, ...]:
@@ -372,7 +379,7 @@ class Copies:
         it."""
         found = {rank: self._plain_sources(key, rank, node) for rank in ranks}
         return tuple(
-            Member(rank, tuple(one for one in sources if part == ALL or one.has(part)))
+            Member(rank=rank, sources=tuple(one for one in sources if part == ALL or one.has(part)))
             for rank, sources in found.items()
         )
 
@@ -390,116 +397,39 @@ class Copies:
         held = known.held.get(rank)
         if not held:
             return []
-        found = [_ranked(copy, node, copy.part, rank) for copy in held.values() if not copy.group]
+        found = [self._ranked(copy, node, copy.part, rank) for copy in held.values() if not copy.group]
         if part == ALL:
             alike = known.alike.get(next(iter(held.values())).common_id)
             if alike is not None:
                 here = (node, MEMORY, ALL, ()) in held  # true on all nodes except new ones
                 near = alike.near(rank, 1 if here else COMMON_SOURCES)
-                found += [_ranked(copy, node, COMMON, rank) for copy in near]
+                found += [self._ranked(copy, node, COMMON, rank) for copy in near]
         # stable: equals stay in order
         return [source for _, source in sorted(found, key=_rank_of)]
+
+    def _ranked(self, copy: Copy, node: str, part: str, rank: int) -> tuple[tuple[bool, bool, int], Source]:
+        here, disk = copy.node == node, copy.tier == LOCAL
+        tier = LOCAL if disk else MEMORY if here and copy.tier == MEMORY and copy.rank == rank else PEER
+        spread = (copy.rank - rank) % (copy.world or 1)  # so that not all nodes ask the same one
+        return (disk, not here, spread), self._source(tier, copy.node, part, copy.rank)
+
+    def _source(
+        self, tier: str, node: str, part: str, rank: int, group: tuple[int, ...] = (),
+        members: tuple[Member, ...] = (),
+    ) -> Source:  # fmt: skip
+        there = self.holders.get(node)
+        hosts, port = ((there.address,), there.port) if there is not None else ((), 0)
+        return Source(
+            tier=tier, node=node, hosts=hosts, port=port, part=part, rank=rank, group=group, members=members
+        )
 
 
 def _whole(copy: Copy) -> bool:
     return copy.tier == MEMORY and copy.part == ALL
 
 
-def _ranked(copy: Copy, node: str, part: str, rank: int) -> tuple[tuple[bool, bool, int], Source]:
-    here, disk = copy.node == node, copy.tier == LOCAL
-    tier = LOCAL if disk else MEMORY if here and copy.tier == MEMORY and copy.rank == rank else PEER
-    spread = (copy.rank - rank) % (copy.world or 1)  # so that not all nodes ask the same one
-    return (disk, not here, spread), Source(tier, copy.node, part, copy.rank)
-
-
 def _rank_of(ranked: tuple[tuple[bool, bool, int], Source]) -> tuple[bool, bool, int]:
     return ranked[0]
-
-
-# ---- replicas
-
-
-def holders(
-    placement: Sequence[str],
-    spares: Sequence[str],
-    domains: Mapping[str, str],
-    copies: int,
-    full: Iterable[str],
-    apart: Collection[Pair] = (),
-) -> dict[str, tuple[str, ...]]:
-    """Return, for each active node, the nodes that hold its replicas: spares while they have room, then
-    partners.
-
-    A partner is in another failure domain (`domains`: node -> switch or similar) where possible, and half the
-    placement away, so that neighbors that fail together are not each other's partners. Nodes in `full` have
-    no memory left, and pairs (holder, node) in `apart` cannot copy.
-    """
-    no_room = set(full)
-    far: dict[str, set[str]] = {}
-    for holder, node in apart:
-        far.setdefault(node, set(no_room)).add(holder)
-    load: dict[str, int] = {}
-    result: dict[str, tuple[str, ...]] = {}
-    roomy = [spare for spare in spares if spare not in no_room]  # soon none, where there are many nodes
-    for index, node in enumerate(placement):
-        out = far.get(node, no_room)
-        free = [spare for spare in roomy if spare not in out]
-        free.sort(key=lambda name: (_together(domains, name, node), load.get(name, 0)))
-        partners = _partners(placement, index, domains, out, copies - len(free[:copies]))
-        result[node] = (*free[:copies], *partners)
-        for name in result[node]:
-            load[name] = load.get(name, 0) + 1
-        for name in free[:copies]:
-            if load[name] == NODES_PER_SPARE:
-                roomy.remove(name)
-    return result
-
-
-def _partners(
-    placement: Sequence[str], index: int, domains: Mapping[str, str], no_room: Set[str], count: int
-) -> list[str]:
-    """Return up to `count` active nodes, from half the placement away on, those of other domains first."""
-    node, many = placement[index], len(placement)
-    apart: list[str] = []
-    together: list[str] = []
-    for k in range(many):
-        if len(apart) >= count:
-            break
-        name = placement[(index + many // 2 + k) % many]
-        if name != node and name not in no_room:
-            (together if _together(domains, name, node) else apart).append(name)
-    return [*apart, *together][: max(0, count)]
-
-
-def _together(domains: Mapping[str, str], one: str, other: str) -> bool:
-    return one in domains and domains.get(one) == domains.get(other)
-
-
-def missing_replicas(
-    copies: Copies,
-    key: Key,
-    placement: Sequence[str],
-    ranks_per_node: int,
-    holding: Mapping[str, tuple[str, ...]],
-    places: range | None = None,
-) -> list[Replication]:
-    """Return what must be copied so that every part of the ranks of these `places` (group ranks; None: all)
-    is on one more node for each holder.
-
-    A common part that as many other nodes have, as data-parallel ranks do, needs no replica.
-    """
-    orders = []
-    for index in places if places is not None else range(len(placement)):
-        wanted = holding.get(placement[index], ())
-        for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
-            have_common, have_own = copies.nodes_with(key, rank, COMMON), copies.nodes_with(key, rank, OWN)
-            part = OWN if len(have_common) > len(wanted) else ALL
-            for holder in wanted:
-                lacks_common = part == ALL and holder not in have_common
-                if lacks_common or not (holder in have_own or len(have_own) > len(wanted)):
-                    sources = copies.sources(key, rank, holder, part)
-                    orders.append(Replication(holder, rank, part, sources))
-    return orders
 
 
 # ---- the restore plan

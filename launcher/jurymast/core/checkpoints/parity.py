@@ -9,17 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
-from jurymast.core.checkpoints.copies import (
-    ALL,
-    COMMON,
-    NODES_PER_SPARE,
-    OWN,
-    Copies,
-    Key,
-    Replication,
-    holders,
-)
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import ALL, COMMON, NODES_PER_SPARE, OWN, Copies, Key
 from jurymast.core.checkpoints.retries import Pair
 
 # Nodes in a group when nodes turn out to have no memory for whole replicas.
@@ -27,7 +20,91 @@ AUTO_NODES = 4
 NODES_MIN = 3
 
 Group = tuple[int, ...]
+Order = tuple[str, msg.Replicate]  # the node that gets it
 _Load = tuple[bool, int, str]  # whether it is no spare with room, what it holds, node
+
+
+def holders(
+    placement: Sequence[str],
+    spares: Sequence[str],
+    domains: Mapping[str, str],
+    copies: int,
+    full: Iterable[str],
+    apart: Collection[Pair] = (),
+) -> dict[str, tuple[str, ...]]:
+    """Return, for each active node, the nodes that hold its replicas: spares while they have room, then
+    partners.
+
+    A partner is in another failure domain (`domains`: node -> switch or similar) where possible, and half the
+    placement away, so that neighbors that fail together are not each other's partners. Nodes in `full` have
+    no memory left, and pairs (holder, node) in `apart` cannot copy.
+    """
+    no_room = set(full)
+    far: dict[str, set[str]] = {}
+    for holder, node in apart:
+        far.setdefault(node, set(no_room)).add(holder)
+    load: dict[str, int] = {}
+    result: dict[str, tuple[str, ...]] = {}
+    roomy = [spare for spare in spares if spare not in no_room]  # soon none, where there are many nodes
+    for index, node in enumerate(placement):
+        out = far.get(node, no_room)
+        free = [spare for spare in roomy if spare not in out]
+        free.sort(key=lambda name: (_together(domains, name, node), load.get(name, 0)))
+        partners = _partners(placement, index, domains, out, copies - len(free[:copies]))
+        result[node] = (*free[:copies], *partners)
+        for name in result[node]:
+            load[name] = load.get(name, 0) + 1
+        for name in free[:copies]:
+            if load[name] == NODES_PER_SPARE:
+                roomy.remove(name)
+    return result
+
+
+def _partners(
+    placement: Sequence[str], index: int, domains: Mapping[str, str], no_room: Set[str], count: int
+) -> list[str]:
+    """Return up to `count` active nodes, from half the placement away on, those of other domains first."""
+    node, many = placement[index], len(placement)
+    apart: list[str] = []
+    together: list[str] = []
+    for k in range(many):
+        if len(apart) >= count:
+            break
+        name = placement[(index + many // 2 + k) % many]
+        if name != node and name not in no_room:
+            (together if _together(domains, name, node) else apart).append(name)
+    return [*apart, *together][: max(0, count)]
+
+
+def _together(domains: Mapping[str, str], one: str, other: str) -> bool:
+    return one in domains and domains.get(one) == domains.get(other)
+
+
+def missing_replicas(
+    copies: Copies,
+    key: Key,
+    placement: Sequence[str],
+    ranks_per_node: int,
+    holding: Mapping[str, tuple[str, ...]],
+    places: range | None = None,
+) -> list[Order]:
+    """Return what must be copied so that every part of the ranks of these `places` (group ranks; None: all)
+    is on one more node for each holder.
+
+    A common part that as many other nodes have, as data-parallel ranks do, needs no replica.
+    """
+    orders: list[Order] = []
+    for index in places if places is not None else range(len(placement)):
+        wanted = holding.get(placement[index], ())
+        for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
+            have_common, have_own = copies.nodes_with(key, rank, COMMON), copies.nodes_with(key, rank, OWN)
+            part = OWN if len(have_common) > len(wanted) else ALL
+            for holder in wanted:
+                lacks_common = part == ALL and holder not in have_common
+                if lacks_common or not (holder in have_own or len(have_own) > len(wanted)):
+                    sources = copies.sources(key, rank, holder, part)
+                    orders.append((holder, _replicate(key, rank, part, sources=sources)))
+    return orders
 
 
 @dataclass(frozen=True)
@@ -138,9 +215,9 @@ def _take(queue: list[_Load], members: Set[str], domains: Mapping[str, str]) -> 
 
 def missing_parity(
     copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, holding: Mapping[Group, str]
-) -> list[Replication]:
+) -> list[Order]:
     """Return the XORs that must be made."""
-    orders = []
+    orders: list[Order] = []
 
     def elsewhere(rank: int, part: str) -> bool:
         return len(copies.nodes_with(key, rank, part)) > 1
@@ -157,5 +234,9 @@ def missing_parity(
         )
         if not made:
             members = copies.members(key, group, part, holder)
-            orders.append(Replication(holder, group[0], part, (), group, members))
+            orders.append((holder, _replicate(key, group[0], part, group=group, members=members)))
     return orders
+
+
+def _replicate(key: Key, rank: int, part: str, **more: Any) -> msg.Replicate:
+    return msg.Replicate(step=key[0], attempt=key[1], rank=rank, part=part, **more)

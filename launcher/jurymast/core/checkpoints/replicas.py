@@ -7,13 +7,13 @@ between, the caller handles messages and measures the time this takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import parity
-from jurymast.core.checkpoints.commit import Commit, Holder, spelled, spelled_members
+from jurymast.core.checkpoints.commit import Commit
 from jurymast.core.checkpoints.copies import Copies, Copy, Key
 from jurymast.core.checkpoints.retries import RETRY_S, Reachability
 from jurymast.core.effects import Effect, Send
@@ -37,12 +37,11 @@ class _Pass:
 
 
 class Replicas:
-    """Decides about replicas. `holders` are the nodes that are here. Times are Unix times in seconds."""
+    """Decides about replicas. Times are Unix times in seconds."""
 
-    def __init__(
-        self, state: RunState, copies: Copies, holders: Mapping[str, Holder], commit: Commit
-    ) -> None:
-        self._state, self._copies, self._holders, self._commit = state, copies, holders, commit
+    def __init__(self, state: RunState, copies: Copies, commit: Commit) -> None:
+        self._state, self._copies, self._commit = state, copies, commit
+        self._holders = copies.holders
         self._domains: dict[str, str] = {}
         self._reach = Reachability()
         self._ordered: dict[str, set[tuple[Key, str, int, tuple[int, ...]]]] = {}  # by holder
@@ -140,7 +139,7 @@ class Replicas:
         kept = under_way.kept = under_way.kept or self.kept(now)
         orders = self._missing(under_way, kept)
         under_way.ordered += len(orders)
-        effects = [effect for order in orders for effect in self.order(under_way.key, order)]
+        effects = [effect for holder, order in orders for effect in self.order(holder, order)]
         if under_way.place >= len(self._state.placement):
             self._pass = None
             self._rest_until = now + REST_SHARE * self._took_s
@@ -154,11 +153,11 @@ class Replicas:
         if self._pass is None:
             self._rest_until = now + REST_SHARE * self._took_s
 
-    def _missing(self, under_way: _Pass, kept: parity.Protection) -> list[cp.Replication]:
+    def _missing(self, under_way: _Pass, kept: parity.Protection) -> list[parity.Order]:
         placement, count = self._state.placement, self._state.ranks_per_node
         places = range(under_way.place, min(under_way.place + SLICE_NODES, len(placement)))
         under_way.place = places.stop
-        found = cp.missing_replicas(self._copies, under_way.key, placement, count, kept.whole, places)
+        found = parity.missing_replicas(self._copies, under_way.key, placement, count, kept.whole, places)
         if under_way.place >= len(placement):
             found += parity.missing_parity(self._copies, under_way.key, placement, count, kept.parity)
         return found
@@ -188,40 +187,33 @@ class Replicas:
 
     # ---- orders
 
-    def order(self, key: Key, order: cp.Replication) -> list[Effect]:
+    def order(self, holder: str, order: msg.Replicate) -> list[Effect]:
         """Send an order once, to a node that is here."""
-        if order.holder not in self._holders:
+        if holder not in self._holders:
             return []
-        ordered = self._ordered.setdefault(order.holder, set())
+        key, ordered = (order.step, order.attempt), self._ordered.setdefault(holder, set())
         name = key, order.part, order.rank, order.group
         if name in ordered:
             return []
         ordered.add(name)
-        room = self._make_room(key, order) if order.group else []
-        return [*room, Send(order.holder, self._replication(key, order))]
+        room = self._make_room(key, holder, order.group) if order.group else []
+        return [*room, Send(holder, order)]
 
-    def _replication(self, key: Key, order: cp.Replication) -> msg.Replicate:
-        return msg.Replicate(
-            step=key[0], attempt=key[1], rank=order.rank, part=order.part,
-            sources=spelled(order.sources, self._holders), group=order.group,
-            members=spelled_members(order.members, self._holders),
-        )  # fmt: skip
-
-    def _make_room(self, key: Key, order: cp.Replication) -> list[Effect]:
+    def _make_room(self, key: Key, holder: str, group: tuple[int, ...]) -> list[Effect]:
         """Drop whole replicas that a full node has of some ranks of a group, to make room for the XOR of the
         group."""
-        if not self._holders[order.holder].full or not self._copies.in_memory(key):
+        if not self._holders[holder].full or not self._copies.in_memory(key):
             return []
         useless = [
             copy
-            for rank in order.group
+            for rank in group
             for copy in self._copies.of(key, rank)
-            if copy.node == order.holder and copy.tier == cp.PEER and not copy.group
+            if copy.node == holder and copy.tier == cp.PEER and not copy.group
         ]
         for copy in useless:
             self._copies.drop(copy)
         ranks = tuple(copy.rank for copy in useless)
-        return [Send(order.holder, msg.Forget(step=key[0], attempt=key[1], ranks=ranks))] if ranks else []
+        return [Send(holder, msg.Forget(step=key[0], attempt=key[1], ranks=ranks))] if ranks else []
 
     # ---- what may go
 

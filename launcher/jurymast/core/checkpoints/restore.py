@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.commit import Holder, Rollback, spelled
-from jurymast.core.checkpoints.copies import Copies, Key, RestorePlan
+from jurymast.core.checkpoints.commit import Rollback
+from jurymast.core.checkpoints.copies import Copies, Key, RestorePlan, Source
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import RunState
@@ -17,8 +17,8 @@ from jurymast.core.run.state import RunState
 class RestoreChoice:
     """`chosen` is what the newest launched attempt restores."""
 
-    def __init__(self, state: RunState, copies: Copies, holders: Mapping[str, Holder]) -> None:
-        self._state, self._copies, self._holders = state, copies, holders
+    def __init__(self, state: RunState, copies: Copies) -> None:
+        self._state, self._copies = state, copies
         self.rollbacks: list[Rollback] = []
         self.chosen: RestorePlan | None = None
 
@@ -67,16 +67,13 @@ class RestoreChoice:
         sources = {rank: self._sources(key, rank, node) for rank in ranks}
         return msg.Restore(step=chosen.step, attempt=chosen.attempt, ranks=sources)
 
-    def _sources(self, key: Key, rank: int, node: str) -> tuple[msg.Source, ...]:
+    def _sources(self, key: Key, rank: int, node: str) -> tuple[Source, ...]:
         if self._copies.has_whole(key, rank, node) is not None:
             return ()
-        return spelled(self._copies.sources(key, rank, node), self._holders)
+        return self._copies.sources(key, rank, node)
 
     def sources(self, node: str, ask: msg.AskSources) -> Effect:
         """Return the sources for a node that cannot use the image in its own memory."""
         found = self._copies.sources((ask.step, ask.attempt), ask.rank, node)
         sources = tuple(one for one in found if (one.node, one.tier) != (node, cp.MEMORY))
-        answer = msg.Sources(
-            step=ask.step, attempt=ask.attempt, rank=ask.rank, sources=spelled(sources, self._holders)
-        )
-        return Send(node, answer)
+        return Send(node, msg.Sources(step=ask.step, attempt=ask.attempt, rank=ask.rank, sources=sources))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from itertools import takewhile
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.cadence import durable_interval_s, durable_share
-from jurymast.core.checkpoints.commit import Holder
 from jurymast.core.checkpoints.copies import RATES, Copies, Key
 from jurymast.core.checkpoints.retries import Reachability, Retries
 from jurymast.core.effects import Effect, Send
@@ -82,10 +81,10 @@ class OpenWrite:
 
 class Writes:
     """Decides about writes. `shared` maps the states that are complete in the shared tier to their size in
-    bytes, `holders` are the nodes that are here. Times are Unix times in seconds."""
+    bytes. Times are Unix times in seconds."""
 
-    def __init__(self, state: RunState, copies: Copies, holders: Mapping[str, Holder]) -> None:
-        self._state, self._copies, self._holders = state, copies, holders
+    def __init__(self, state: RunState, copies: Copies) -> None:
+        self._state, self._copies, self._holders = state, copies, copies.holders
         self.shared: dict[Key, int] = {}
         self._under_way: dict[str, OpenWrite] = {}  # by tier
         self._next_at: dict[str, float] = {}

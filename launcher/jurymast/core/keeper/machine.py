@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, MEMORY, age
-from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import KeptCopy
 from jurymast.core.keeper.holding import Growth, Holding, LoanGrowth
@@ -20,6 +19,7 @@ from jurymast.core.keeper.replicas import OwnReplicas
 from jurymast.core.keeper.restores import Restores
 from jurymast.core.keeper.slots import RankSlots, SlotState
 from jurymast.core.keeper.work import Filled, Found, Works
+from jurymast.core.messages import Room
 from jurymast.errors import never
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper.effects import Effect, Make, Measure, Reserve, Unmake
+from jurymast.core.messages import Room
 from jurymast.core.texts import memory_size
 
 ROUND_BYTES = 2 << 20

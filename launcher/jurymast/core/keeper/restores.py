@@ -76,10 +76,7 @@ def members(step: int, attempt: int, told: Sequence[msg.Member]) -> Iterator[Ing
 
 def of_rank(source: msg.Source, rank: int) -> msg.Source:
     """Return this source for the image of `rank`. An XOR goes by its lowest rank."""
-    return msg.Source(
-        tier=source.tier, node=source.node, hosts=source.hosts, port=source.port, part=source.part, rank=rank,
-        group=source.group,
-    )  # fmt: skip
+    return msgspec.structs.replace(source, rank=rank, members=())
 
 
 class Bringing(Work):

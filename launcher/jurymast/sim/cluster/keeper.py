@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Key
-from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import copies as core
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.machine import KeeperMachine
@@ -25,6 +24,7 @@ from jurymast.core.keeper.restores import (
 )
 from jurymast.core.keeper.slots import SLOTS, SlotState
 from jurymast.core.keeper.work import Filled, Found
+from jurymast.core.messages import Room
 from jurymast.keeper.page import RestoreStatus
 from jurymast.sim.cluster.storage import Token
 from jurymast.sim.cluster.world import Steps
