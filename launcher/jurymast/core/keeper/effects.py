@@ -77,118 +77,97 @@ class AwaitReaders(Struct, frozen=True):
 # The slots as ranks see them.
 
 
-class Begin(Struct, frozen=True):
+class ForRank(Struct, frozen=True):
+    local: int
+
+
+class ForSlot(ForRank, frozen=True):
+    slot: int
+
+
+class ForSlotBuffer(ForSlot, frozen=True):
+    buffer: int
+
+
+class Begin(ForRank, frozen=True):
     """Start a new attempt: forget what the last rank here reported. The new rank waits for its restore."""
 
-    local: int
 
-
-class Mend(Struct, frozen=True):
+class Mend(ForSlot, frozen=True):
     """Discard what a dead rank began in this free slot, or published there unnoticed."""
 
-    local: int
-    slot: int
 
-
-class Offer(Struct, frozen=True):
+class Offer(ForSlotBuffer, frozen=True):
     """Let the rank write into this buffer."""
 
-    local: int
-    slot: int
-    buffer: int
 
-
-class Install(Struct, frozen=True):
+class Install(ForSlotBuffer, frozen=True):
     """Let the rank find an image in this buffer that it did not write and must not overwrite."""
 
-    local: int
-    slot: int
-    buffer: int
 
-
-class Free(Struct, frozen=True):
+class Free(ForSlot, frozen=True):
     """Let the rank write into this slot again."""
 
-    local: int
-    slot: int
 
-
-class Withdraw(Struct, frozen=True):
+class Withdraw(ForSlotBuffer, frozen=True):
     """Take this free buffer away unless the rank has begun to write. Answered by `withdrawn`."""
 
-    local: int
-    slot: int
-    buffer: int
 
-
-class Detach(Struct, frozen=True):
+class Detach(ForSlot, frozen=True):
     """Tell the rank that this slot has no buffer any more."""
 
-    local: int
-    slot: int
 
-
-class Hash(Struct, frozen=True):
+class Hash(ForSlotBuffer, frozen=True):
     """Hash what `rank` has published there. Answered by `hashed` or `unhashed`."""
 
-    local: int
-    slot: int
-    buffer: int
     rank: int
 
 
-class Refuse(Struct, frozen=True):
+class Refuse(ForRank, frozen=True):
     """Tell the rank that this node lacks the memory that it wants."""
 
-    local: int
 
-
-class SlotReady(Struct, frozen=True):
+class SlotReady(ForSlot, frozen=True):
     """Tell the rank that its state is in this slot, followed by its manifest of `behind` bytes."""
 
-    local: int
-    slot: int
     report: msg.CopyReport
     behind: int
 
 
-class Elsewhere(Struct, frozen=True):
+class Elsewhere(ForRank, frozen=True):
     """Tell the rank that it restores nothing from memory."""
 
-    local: int
 
-
-class FailRestore(Struct, frozen=True):
+class FailRestore(ForRank, frozen=True):
     """Tell the rank that its state cannot be brought here. The rank then waits for the supervisor's
     decision."""
-
-    local: int
 
 
 # Work.
 
 
-class FindImages(Struct, frozen=True):
+class ForWork(Struct, frozen=True):
+    number: int
+
+
+class FindImages(ForWork, frozen=True):
     """Find the manifests of these ranks' images of a state, from any holder. Answered by `found`."""
 
-    number: int
     step: int
     attempt: int
     wanted: tuple[msg.Member, ...]
 
 
-class Verify(Struct, frozen=True):
+class Verify(ForWork, frozen=True):
     """Verify this copy. Answered by `verified`."""
 
-    number: int
     copy: KeptCopy
 
 
-class Fetch(Struct, frozen=True):
+class Fetch(ForWork, frozen=True):
     """Take the memory for [start, end) of the buffer, and fetch what it lacks of this part of the image,
     which was found or verified; with `behind` its manifest, too. Answered by `fetched`."""
 
-    number: int
     image: tuple[int, int, int]
     tier: str
     part: str
@@ -199,34 +178,30 @@ class Fetch(Struct, frozen=True):
     behind: bool
 
 
-class Mix(Struct, frozen=True):
+class Mix(ForWork, frozen=True):
     """Take the memory for `size` bytes of the buffer, and make the XOR of this part of the found images
     there. Answered by `fetched`."""
 
-    number: int
     part: str
     buffer: int
     size: int
     members: tuple[msg.Member, ...]
 
 
-class Hurry(Struct, frozen=True):
+class Hurry(ForWork, frozen=True):
     """Answer soon: nobody wants this work any more."""
 
-    number: int
 
-
-class EndWork(Struct, frozen=True):
+class EndWork(ForWork, frozen=True):
     """Release this work; it is over."""
-
-    number: int
 
 
 ForMemory = Measure | Make | Reserve | Unmake | Lend
-ForReaders = Serve | Unserve | AwaitReaders
 ForRanks = (
     Begin | Mend | Offer | Install | Free | Withdraw | Detach | Hash | Refuse | SlotReady | Elsewhere
     | FailRestore
 )  # fmt: skip
-ForWork = FindImages | Verify | Fetch | Mix | Hurry | EndWork
-Effect = Tell | ForMemory | ForReaders | ForRanks | ForWork
+Effect = (
+    Tell | ForMemory | Serve | Unserve | AwaitReaders | ForRanks | FindImages | Verify | Fetch | Mix | Hurry
+    | EndWork
+)  # fmt: skip

@@ -13,7 +13,7 @@ from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import Entry, Image, KeptCopy
 from jurymast.core.keeper.memory import Buffer, BufferPool, Do
-from jurymast.core.keeper.slots import EASE, RankSlots, Slot, SlotState
+from jurymast.core.keeper.slots import RankSlots, Slot, SlotState
 from jurymast.core.texts import memory_size
 
 
@@ -54,7 +54,7 @@ class Growth:
 
     def _next(self) -> None:
         if self.fresh:
-            self._memory.reserve(self.fresh[0], self)
+            self._memory.reserve(self.fresh[0], self.reserved)
             return
         if self._attempt == self._holding.attempt:
             for slot in self._mine.lacking(self._want):
@@ -124,9 +124,8 @@ class Holding:
         self.committed = NOTHING
         self.busy: set[Buffer] = set()
         self.leaving: set[Buffer] = set()  # until nobody reads them
-        self._wanted = {
-            NOTHING
-        }  # states that this attempt may need: what it restores, and the newest safe one
+        # States that this attempt may need: what it restores, and the newest safe one.
+        self._wanted = {NOTHING}
         self._slots_go = False
         self._void: set[tuple[int, int]] = set()  # (step, attempt)
         self._unwanted: set[Image] = set()  # rolled back: what the disk has of them is not looked at
@@ -294,7 +293,7 @@ class Holding:
 
     def vacate(self, mine: RankSlots) -> Slot:
         """Empty the slot that is needed least, for what is to come, and return it."""
-        slot = min(mine.slots, key=lambda one: (EASE.index(one.state), self._is_wanted(one)))
+        slot = min(mine.slots, key=lambda one: (one.state.value, self._is_wanted(one)))
         if slot.copy is not None and not self._is_wanted(slot):
             self.drop(slot.copy)
         was_free = slot.state is SlotState.FREE

@@ -36,12 +36,6 @@ class Claimant(Protocol):
     def refused(self, why: str) -> None: ...
 
 
-class Reserver(Protocol):
-    """Has memory reserved."""
-
-    def reserved(self, buffer: Buffer, why: str) -> None: ...
-
-
 @dataclass(eq=False)
 class Claim:
     """`count` buffers in which [start, end) will be reserved. `also`: bytes that must be free in addition."""
@@ -74,7 +68,7 @@ class BufferPool:
         self.idle: list[Buffer] = []  # oldest first
         self.claims: deque[Claim] = deque()
         self._promised: dict[Buffer, tuple[int, int]] = {}  # granted, and maybe not seen by the limits yet
-        self._reservers: dict[Buffer, Reserver] = {}
+        self._reserving: dict[Buffer, Callable[[Buffer, str], None]] = {}
         self._numbers = 0
 
     def check(self) -> None:
@@ -116,9 +110,7 @@ class BufferPool:
             if number in self.buffers:
                 self.buffers[number].allocated = count
         claim = self.claims[0]
-        lacking = (
-            max(0, end - start - one.allocated) for one, (start, end) in self._promised.items()
-        )  # fmt: skip
+        lacking = (max(0, end - start - one.allocated) for one, (start, end) in self._promised.items())
         free = room.free - sum(lacking)
         if claim.need <= free:
             self._make(claim)
@@ -166,15 +158,15 @@ class BufferPool:
         if self.claims:
             self._begin()
 
-    def reserve(self, buffer: Buffer, who: Reserver) -> None:
-        """Take and touch the memory itself."""
-        self._reservers[buffer] = who
+    def reserve(self, buffer: Buffer, then: Callable[[Buffer, str], None]) -> None:
+        """Take and touch the memory itself; `then` is called with the reason if there is none."""
+        self._reserving[buffer] = then
         self._do(Reserve(buffer.number))
 
     def reserved(self, number: int, allocated: int, why: str) -> None:
         buffer = self.buffers[number]
         self.touched(buffer, allocated)
-        self._reservers.pop(buffer).reserved(buffer, kernel_refusal(why))
+        self._reserving.pop(buffer)(buffer, kernel_refusal(why))
 
     def touched(self, buffer: Buffer, allocated: int) -> None:
         """The memory promised to a buffer has been taken, or never will be."""

@@ -73,7 +73,7 @@ class Replica(Work):
             )
 
     def refused(self, why: str) -> None:
-        self.do(do.Tell(msg.Refused(why=why, group=self.group)))
+        self.tell(msg.Refused(why=why, group=self.group))
         self.why.append(why)
         self._over()
 
@@ -92,14 +92,11 @@ class Replica(Work):
         if not self.stopped and not self._replicas.here(self.name):
             step, attempt, rank = self.image
             why = "; ".join(self.why) or "no node has all of it"
-            self.do(
-                do.Tell(
-                    msg.Unreplicated(
-                        step=step, attempt=attempt, rank=rank, part=self.order.part, why=why,
-                        group=self.group,
-                    )
+            self.tell(
+                msg.Unreplicated(
+                    step=step, attempt=attempt, rank=rank, part=self.order.part, why=why, group=self.group
                 )
-            )  # fmt: skip
+            )
 
 
 class OwnReplicas:

@@ -152,7 +152,7 @@ class Bringing(Work):
             return
         self._then = then
         step, of, rank = self.image
-        self.do(do.Tell(msg.AskSources(step=step, attempt=of, rank=rank)))
+        self.tell(msg.AskSources(step=step, attempt=of, rank=rank))
 
     def sources(self, sources: tuple[msg.Source, ...]) -> None:
         then, self._then = self._then, None
@@ -211,7 +211,7 @@ class Bringing(Work):
         if not self.stopped and self.holding.drop_replicas_before(step, attempt):
             self._claim()  # without it the run stands still, with them it only would have been safer
             return
-        self.do(do.Tell(msg.Refused(why=why)))
+        self.tell(msg.Refused(why=why))
         self.why.append(why)
         self._over()
 
@@ -255,18 +255,16 @@ class Bringing(Work):
             self.do(do.Install(self.slot.local, self.slot.number, buffer.number))
             holding.hold(copy)
             if base is not None and base.tier == PEER:
-                self.do(do.Tell(msg.Dropped(copy=base.report)))
+                self.tell(msg.Dropped(copy=base.report))
         self._mine.restored = copy
         self.end()
         self.do(do.SlotReady(self.slot.local, self.slot.number, copy.report, fetched.behind))
         step, attempt, rank = self.image
         seconds = round(now - self._began_at, 6)
-        self.do(
-            do.Tell(
-                msg.Prefetched(
-                    step=step, attempt=attempt, rank=rank, tiers=dict(fetched.got), seconds=seconds,
-                    passed_over=tuple(self.why),
-                )
+        self.tell(
+            msg.Prefetched(
+                step=step, attempt=attempt, rank=rank, tiers=dict(fetched.got), seconds=seconds,
+                passed_over=tuple(self.why),
             )
         )  # fmt: skip
 
@@ -281,9 +279,7 @@ class Bringing(Work):
         self.do(do.FailRestore(self._mine.local))
         step, of, rank = self.image
         said = "; ".join((*self.why, *why)) or "no node has all of it"
-        self.do(
-            do.Tell(msg.Unrestorable(attempt=self.attempt, rank=rank, step=step, of=of, why=said))
-        )  # fmt: skip
+        self.tell(msg.Unrestorable(attempt=self.attempt, rank=rank, step=step, of=of, why=said))
 
 
 class Restores:
@@ -292,24 +288,27 @@ class Restores:
     def __init__(self, works: Works, node: str) -> None:
         self._works, self._node = works, node
 
+    @property
+    def _going(self) -> list[Bringing]:
+        going = self._works.going.values()
+        return [one for one in going if isinstance(one, Bringing) and not one.stopped]
+
     def check(self) -> None:
-        going = [one for one in self._works.going.values() if isinstance(one, Bringing) and not one.stopped]
-        slots = [one.slot for one in going]
+        slots = [one.slot for one in self._going]
         assert len(slots) == len(set(slots)), "two restores into one slot"
-        for one in going:
+        for one in self._going:
             assert one.attempt == self._works.holding.attempt, "the restore of an attempt that is over"
 
     def stop(self) -> None:
         """Stop all restores, because a newer attempt has begun and owns these slots now."""
-        for work in [*self._works.going.values()]:
-            if isinstance(work, Bringing) and not work.stopped:
-                work.stop()
+        for work in self._going:
+            work.stop()
 
     def begin(self, mine: RankSlots, restore: msg.Restore, world: int, now: float) -> None:
         Bringing(self._works, self._node, mine, restore, world, now).begin()
 
     def sources(self, answer: msg.Sources) -> None:
         image = answer.step, answer.attempt, answer.rank
-        for work in [*self._works.going.values()]:
-            if isinstance(work, Bringing) and work.image == image and not work.stopped:
+        for work in self._going:
+            if work.image == image and not work.stopped:
                 work.sources(answer.sources)

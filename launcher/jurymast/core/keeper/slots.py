@@ -12,23 +12,14 @@ SLOTS = 2
 
 
 class SlotState(Enum):
+    """In the order in which slots are given up when a restore needs one."""
+
+    FILLING = auto()  # no buffer yet: a restore is to come into it
     EMPTY = auto()  # no buffer
     FREE = auto()  # the rank's: it may be writing
+    LEAVING = auto()  # dropped, but somebody still uses it
     TAKING = auto()  # published; its hashes are being made
     HELD = auto()  # an image that counts
-    LEAVING = auto()  # dropped, but somebody still uses it
-    FILLING = auto()  # no buffer yet: a restore is to come into it
-
-
-# The order in which slots are given up when a restore needs one.
-EASE = (
-    SlotState.FILLING,
-    SlotState.EMPTY,
-    SlotState.FREE,
-    SlotState.LEAVING,
-    SlotState.TAKING,
-    SlotState.HELD,
-)
 
 
 @dataclass(eq=False)

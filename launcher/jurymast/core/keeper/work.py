@@ -69,6 +69,9 @@ class Work:
     def fetched(self, fetched: Filled, now: float) -> None:
         raise NotImplementedError
 
+    def tell(self, message: msg.FromKeeper) -> None:
+        self.do(do.Tell(message))
+
     def own(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self.holding.busy.add(buffer)
