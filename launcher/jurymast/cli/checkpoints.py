@@ -393,14 +393,7 @@ class _Call:
             self._directory.set_aside(step)
         size = store.manifest(step).size_bytes
         with _progress(f"step {step}", size) as advance:
-            told = 0
-
-            def wrote(count: int) -> None:
-                nonlocal told
-                advance(count - told)
-                told = count
-
-            store.fetch(step, self._directory, Job(math.inf, wrote), unsealed=unsealed)
+            store.fetch(step, self._directory, Job(math.inf, advance), unsealed=unsealed)
         return self._say(
             f"{self._directory.path(step)}", step=step, directory=str(self._directory.path(step))
         )

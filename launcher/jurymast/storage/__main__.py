@@ -1,7 +1,7 @@
-"""`python -m jurymast.storage`: carries out orders from stdin and answers on stdout; see `storage.orders`.
+"""`python -m jurymast.storage`: carries out orders from stdin, one after another, and answers on stdout; see
+`storage.orders`.
 
-Orders for one tier are carried out one after another, those for different tiers at the same time. The process
-ends with its stdin; nothing that it leaves half-written counts as whole.
+The process ends with its stdin; nothing that it leaves half-written counts as whole.
 """
 
 from __future__ import annotations
@@ -42,36 +42,28 @@ STARTED_NICE = os.getpriority(os.PRIO_PROCESS, 0)
 
 
 class Service:
-    """Passes orders to one thread per tier."""
+    """Carries out orders in a thread of its own, so that they can be cancelled meanwhile."""
 
     def __init__(self, output: int) -> None:
         self._output = output
-        self._lock = threading.Lock()
         self._jobs: dict[int, Job] = {}
-        self._queues: dict[str, queue.Queue[tuple[AnyOrder, Job]]] = {}
-
-    def _answer(self, answer: Answer) -> None:
-        data = msgspec.json.encode(answer) + b"\n"
-        with self._lock:
-            while data:
-                data = data[os.write(self._output, data) :]
+        self._waiting: queue.SimpleQueue[AnyOrder] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="orders", daemon=True).start()
 
     def take(self, told: Told) -> None:
-        if isinstance(told, Cancel):
-            if job := self._jobs.get(told.id):
-                job.cancelled.set()
-            return
-        job = self._jobs[told.id] = Job(told.limit_s)
-        if told.tier not in self._queues:
-            waiting: queue.Queue[tuple[AnyOrder, Job]] = queue.Queue()
-            self._queues[told.tier] = waiting
-            threading.Thread(target=self._serve, args=(waiting,), name=told.tier, daemon=True).start()
-        self._queues[told.tier].put((told, job))
+        if not isinstance(told, Cancel):
+            self._jobs[told.id] = Job(told.limit_s)
+            self._waiting.put(told)
+        elif job := self._jobs.get(told.id):
+            job.cancelled.set()
 
-    def _serve(self, waiting: queue.Queue[tuple[AnyOrder, Job]]) -> None:
+    def _serve(self) -> None:
         while True:
-            order, job = waiting.get()
-            self._answer(msgspec.structs.replace(_carried_out(order, job), id=order.id))
+            order = self._waiting.get()
+            answer = msgspec.structs.replace(_carried_out(order, self._jobs[order.id]), id=order.id)
+            data = msgspec.json.encode(answer) + b"\n"
+            while data:
+                data = data[os.write(self._output, data) :]
             del self._jobs[order.id]
 
 
@@ -88,14 +80,10 @@ def _carried_out(order: AnyOrder, job: Job) -> Answer:
     return msgspec.structs.replace(done, seconds=round(job.seconds, 3))
 
 
-def _be_nice() -> None:
-    """Make this thread, and the threads that it starts from now on, nicer."""
-    os.setpriority(os.PRIO_PROCESS, 0, min(STARTED_NICE + NICE, 19))
-
-
 def _carry_out(order: AnyOrder, job: Job) -> Done:
     if not isinstance(order, Warm):
-        _be_nice()
+        # Of this thread, and of the threads that it starts from now on.
+        os.setpriority(os.PRIO_PROCESS, 0, min(STARTED_NICE + NICE, 19))
     match order:
         case WriteLocal():
             done = local.write(order, job)

@@ -126,7 +126,6 @@ Result = TypeVar("Result")
 # The number of files written or sent at the same time.
 STREAMS = 4
 
-PROGRESS_EVERY_S = 1.0
 POLL_S = 0.05
 POLL_S_MAX = 0.5
 # All nodes together look for the files of this many ranks in a second.
@@ -140,22 +139,21 @@ class StorageFailure(Exception):
 
 
 class Job:
-    """An order while one thread (with helpers that it waits for) carries it out, in at most `limit_s`. The
-    number of bytes written so far is reported from time to time."""
+    """An order while one thread (with helpers that it waits for) carries it out, in at most `limit_s`.
+    `advance` gets the number of bytes of each write."""
 
-    def __init__(self, limit_s: float, wrote: Callable[[int], None] = lambda count: None) -> None:
+    def __init__(self, limit_s: float, advance: Callable[[int], None] = lambda count: None) -> None:
         self.cancelled = threading.Event()
         self.bytes = 0
         self._stopped = False
-        self._wrote = wrote
+        self._advance = advance
         self._limit_s = limit_s
         self._started = time.monotonic()
-        self._told_at = self._started
         self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Start the order's time, which does not count while it waits for its turn."""
-        self._started = self._told_at = time.monotonic()
+        self._started = time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -170,20 +168,12 @@ class Job:
         if self.seconds > self._limit_s:
             raise StorageFailure(f"it took longer than its limit of {self._limit_s:.0f} s")
 
-    def stop(self) -> None:
-        """Make helper threads give up."""
-        self._stopped = True
-
     def wrote(self, count: int) -> None:
-        """Count bytes, and report progress from time to time. Raises what `check` raises."""
+        """Count the bytes of a write. Raises what `check` raises."""
         self.check()
         with self._lock:
             self.bytes += count
-            now = time.monotonic()
-            if now - self._told_at < PROGRESS_EVERY_S:
-                return
-            self._told_at = now
-        self._wrote(self.bytes)
+            self._advance(count)
 
     def each(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """Return the results of `work` for all items, a few at a time. The first failure ends the others."""
@@ -191,7 +181,7 @@ class Job:
             tasks = [pool.submit(work, item) for item in items]
             done, waiting = futures.wait(tasks, return_when=futures.FIRST_EXCEPTION)
             if failures := [error for task in done if (error := task.exception())]:
-                self.stop()
+                self._stopped = True
                 for task in waiting:
                     task.cancel()
                 raise failures[0]
