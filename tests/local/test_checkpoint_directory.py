@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(
     # from now on it does not count for those either who look at names and sizes only
     directory = CheckpointDirectory(tmp_path)
     assert (directory.complete(), directory.retire(keep=2)) == ([2, 1], [])
-    assert directory.verified_at(2) is not None
+    assert directory.marked(2)[0] is not None
     # a new one of that step takes its place, and the damaged one stays as it is
     assert checkpoint.save(3)
     assert jurymast.Checkpointer(state, directory=tmp_path).restore() == 3

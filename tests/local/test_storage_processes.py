@@ -205,7 +205,7 @@ def test_what_a_restore_found_damaged_is_replaced_and_does_not_count(
         together(processes, shared_orders(directory.root, simple_images(tmp_path / "i", step=step, world=2)))
     for step in (20, 30):
         flip(directory.path(step) / "__0_0.distcp")
-        directory.mark_damaged(step, "__0_0.distcp is corrupt")
+        directory.mark(step, "__0_0.distcp is corrupt")
     # the run goes on from 10
     for step in (15, 20):
         images = simple_images(tmp_path / "i", step=step, attempt=2, world=2)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,7 @@ def test_a_claim_that_was_cut_short_is_named(tmp_path: Path, root: Path) -> None
     first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
     root.mkdir(parents=True)
     half = root / f".{OWNER}.after-"
-    half.write_bytes(first.to_bytes())
+    half.write_text(json.dumps(asdict(first)))
     with pytest.raises(CheckpointError, match="another run is claiming") as raised:
         claim(root, second)
     assert raised.value.hint.endswith(f"rm {half}*")

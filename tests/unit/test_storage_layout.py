@@ -282,12 +282,12 @@ def test_rolling_back_to_what_is_not_there_changes_nothing(tmp_path: Path) -> No
 def test_a_mark_of_verification_is_of_what_is_there_now(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     save(directory, 5)
-    assert directory.verified_at(5) is None
-    directory.mark_verified(5)
-    assert directory.verified_at(5) is not None
+    assert directory.marked(5)[0] is None
+    directory.mark(5)
+    assert directory.marked(5)[0] is not None
     directory.set_aside(5)
     save(directory, 5, attempt=2)
-    assert directory.verified_at(5) is None
+    assert directory.marked(5)[0] is None
 
 
 def test_sweeping_what_is_half_written_leaves_everything_else(tmp_path: Path) -> None:

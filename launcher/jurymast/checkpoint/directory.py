@@ -19,6 +19,7 @@ is on disk. Nothing is ever written into a directory that has its final name.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -128,6 +129,14 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def names_in(directory: Path) -> list[str]:
+    """List the names in a directory; [] if it is missing. Raises OSError."""
+    try:
+        return foreign.names(directory)
+    except FileNotFoundError:
+        return []
+
+
 def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> tuple[int, str]:
     """Return a file's size in bytes and its xxh3_64. `advance` gets the number of bytes after each read.
     Raises OSError."""
@@ -143,49 +152,37 @@ def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> tuple
     return size, digest.hexdigest()
 
 
-class NewFile:
+class NewFile(io.BufferedWriter):
     """A file of mode 0600 that must not exist yet. With `hashing` its bytes are hashed before they are
     written, so that later damage shows. It is on disk once its block ends without an error."""
 
     def __init__(self, path: Path, *, hashing: bool = True) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
+        super().__init__(io.FileIO(descriptor, "wb"), 1 << 20)
         self._digest = xxhash.xxh3_64() if hashing else None
         self.size = 0
 
     def write(self, data: Any) -> int:
-        count = self._file.write(data)
+        count = super().write(data)
         if self._digest is not None:
             self._digest.update(data)
         self.size += count
         return count
 
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
     def fileno(self) -> int:
-        self._file.flush()  # whoever asks syncs the file, and that must include our buffer
-        return self._file.fileno()
+        self.flush()  # whoever asks syncs the file, and that must include our buffer
+        return super().fileno()
 
     @property
     def hexdigest(self) -> str:
         return self._digest.hexdigest() if self._digest else ""
 
-    def __enter__(self) -> NewFile:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None and not self._file.closed:  # torch syncs and closes it itself
+            if kind is None and not self.closed:  # torch syncs and closes it itself
                 os.fsync(self.fileno())
         finally:
-            self._file.close()
+            self.close()
 
 
 def one_line(error: BaseException) -> str:
@@ -204,11 +201,8 @@ class CheckpointDirectory:
 
     def steps(self) -> list[int]:
         """List the steps that have a directory, complete or not, newest first. Raises OSError."""
-        try:
-            names = foreign.names(self.root)
-        except FileNotFoundError:
-            return []
-        return sorted((step for name in names if (step := step_of(name)) is not None), reverse=True)
+        found = (step_of(name) for name in names_in(self.root))
+        return sorted((step for step in found if step is not None), reverse=True)
 
     def manifest(self, step: int) -> CheckpointManifest:
         """Read a step's manifest. Raises BadCheckpoint if it is missing, damaged or of another step."""
@@ -260,7 +254,7 @@ class CheckpointDirectory:
         """Return the manifest of a step that has all files in full length, and in which the last full check
         found no damage; None for any other step."""
         # Looked up first: a checkpoint set aside between the two looks is missing at the second.
-        if self.found_damaged(step):
+        if self.marked(step)[1]:
             return None
         try:
             manifest = self.manifest(step)
@@ -275,46 +269,30 @@ class CheckpointDirectory:
         found = (self.whole(step) for step in self.steps())
         return {(one.step, one.attempt): one.size_bytes for one in found if one is not None}
 
-    def mark_verified(self, step: int) -> None:
-        """Record that all files of the step were just found good; best effort, for people to see."""
-        self._mark(step)
-
-    def mark_damaged(self, step: int, why: str) -> None:
-        """Record the damage just found in the step, `why` on one line; best effort."""
-        self._mark(step, f"\n{why}")
-
-    def found_damaged(self, step: int) -> str:
-        """Return the damage that the last full check found in the present checkpoint; "" if it found none, or
-        there was no check."""
-        digest, _, why = self._marked(step)
-        return why if digest else ""
-
-    def verified_at(self, step: int) -> float | None:
-        """Return the Unix time at which the last full check found the present checkpoint good, or None."""
-        digest, at, why = self._marked(step)
-        return at if digest and not why else None
-
-    def _mark(self, step: int, found: str = "") -> None:
+    def mark(self, step: int, damage: str = "") -> None:
+        """Record that all files of the step were just found good, or the `damage` found, on one line; best
+        effort."""
         place = self.root / VERIFIED
         try:
             with foreign.asking(place):
                 place.mkdir(mode=0o700, exist_ok=True)
             _, digest = hash_file(self.path(step) / MANIFEST)
-            write_atomically(place / f"{step:08d}", f"{digest}{found}".encode(), durable=False)
+            found = f"{digest}\n{damage}" if damage else digest
+            write_atomically(place / f"{step:08d}", found.encode(), durable=False)
         except OSError:
             return
 
-    def _marked(self, step: int) -> tuple[str, float, str]:
-        """Return (manifest's hash, Unix time, damage) of the last full check of the present checkpoint; the
-        hash is "" if there was none."""
+    def marked(self, step: int) -> tuple[float | None, str]:
+        """Return when the last full check found the present checkpoint good (Unix time), or the damage that
+        it found; (None, "") if there was no check."""
         mark = self.root / VERIFIED / f"{step:08d}"
         try:
-            digest, _, why = foreign.read(mark).decode().partition("\n")
+            digest, _, damage = foreign.read(mark).decode().partition("\n")
             if digest == hash_file(self.path(step) / MANIFEST)[1]:
-                return digest, foreign.status(mark).st_mtime, why
+                return None if damage else foreign.status(mark).st_mtime, damage
         except (OSError, ValueError):
             pass
-        return "", 0.0, ""
+        return None, ""
 
     # ---- writing (rank 0)
 
@@ -339,10 +317,6 @@ class CheckpointDirectory:
         # rename(2) replaces an empty directory only, so a complete checkpoint can never be overwritten.
         os.rename(temporary, self.path(step))
         sync_directory(self.root)
-
-    def abandon(self, temporary: Path) -> None:
-        """Remove a failed save's directory; best effort: `sweep` removes what is left."""
-        remove_trees([temporary])
 
     def set_aside(self, step: int) -> str:
         """Rename a damaged checkpoint to make way for a new one; return its new name. Nothing is deleted."""
@@ -380,10 +354,7 @@ class CheckpointDirectory:
         Called while nobody writes, or by the one write that the supervisor allows at a time. Another write
         that still goes on then fails, and publishes no part of what is removed here.
         """
-        try:
-            swept = [name for name in foreign.names(self.root) if _WRITING.fullmatch(name)]
-        except FileNotFoundError:
-            return []
+        swept = [name for name in names_in(self.root) if _WRITING.fullmatch(name)]
         remove_trees([self.root / name for name in swept])
         return swept
 
@@ -403,10 +374,7 @@ class CheckpointDirectory:
 
     def pinned(self) -> set[int]:
         """Return the steps that are never removed. Raises OSError."""
-        try:
-            return {int(name) for name in foreign.names(self.root / PINNED) if name.isdecimal()}
-        except FileNotFoundError:
-            return set()
+        return {int(name) for name in names_in(self.root / PINNED) if name.isdecimal()}
 
     def pin(self, step: int) -> None:
         """Pin a step, so that it is never removed. Raises OSError, and BadCheckpoint if the step has no
@@ -468,11 +436,7 @@ class CheckpointDirectory:
 
     def rolled_back(self) -> list[Path]:
         """List the directories that rollbacks set aside. Raises OSError."""
-        try:
-            names = sorted(foreign.names(self.root))
-        except FileNotFoundError:
-            return []
-        return [self.root / name for name in names if _ROLLED_BACK.fullmatch(name)]
+        return [self.root / name for name in sorted(names_in(self.root)) if _ROLLED_BACK.fullmatch(name)]
 
 
 def remove_trees(directories: Iterable[Path]) -> None:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jurymast import foreign
+from jurymast.checkpoint.directory import NewFile
 from jurymast.errors import CheckpointError
 from jurymast.rundir import RunDirectory, sync_directory
 
@@ -42,9 +43,6 @@ class Owner:
         """Return the run that this process belongs to, or None."""
         run, directory = os.environ.get("JURYMAST_RUN"), os.environ.get("JURYMAST_RUN_DIR")
         return cls(run, directory) if run and directory else None
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
 
     def over(self) -> bool:
         """Return whether the run has ended or was removed; False also if that is unknown."""
@@ -127,20 +125,15 @@ def _take(root: Path, found: Owner | None, us: Owner) -> None:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     mine = root / f".{OWNER}.after-{_NO_NAME.sub('_', found.run) if found is not None else ''}"
     try:
-        descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with NewFile(mine, hashing=False) as file:
+            file.write(json.dumps(asdict(us)).encode())
     except FileExistsError:
         other = _half_made(mine)
         if other is None or other.run != us.run:
             return
-    else:
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(us.to_bytes())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:  # a full disk
-            mine.unlink(missing_ok=True)
-            raise
+    except OSError:  # a full disk
+        mine.unlink(missing_ok=True)
+        raise
     if owner(root) != found:
         mine.unlink(missing_ok=True)
         return

@@ -28,6 +28,7 @@ from jurymast.checkpoint.directory import (
     NewFile,
     delete_behind,
     one_line,
+    remove_trees,
 )
 from jurymast.checkpoint.group import Candidate, Group, SaveResult
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
@@ -160,7 +161,7 @@ class SharedTier:
             return SaveResult(ok=False, error=one_line(error))
         files = _HashingFiles()
         if error_text := self._write(temporary, captured, files):
-            group.on_first(lambda: self._directory.abandon(temporary))
+            group.on_first(lambda: remove_trees([temporary]))
             return SaveResult(ok=False, error=error_text)
         gathered = group.gather((files.records(group.rank), captured.entries))
         records = [record for theirs, _ in gathered for record in theirs]
@@ -212,7 +213,7 @@ class SharedTier:
             text = "; ".join(f"rank {rank}: {one_line(failure)}" for rank, failure in failures.items())
             if any(_is_storage_failure(failure) for failure in failures.values()):
                 return text
-            self._group.on_first(lambda: self._directory.abandon(temporary))
+            self._group.on_first(lambda: remove_trees([temporary]))
             raise CheckpointError(f"the state cannot be saved: {text}") from error
         return ""
 
@@ -222,12 +223,12 @@ class SharedTier:
         try:
             self._directory.seal(temporary, manifest)
             if why := self._stale():
-                self._directory.abandon(temporary)
+                remove_trees([temporary])
                 return SaveResult(ok=False, error=why)
             self._directory.publish(temporary, step)
             self._directory.check_sizes(step, self._directory.manifest(step))
         except (OSError, BadCheckpoint) as error:
-            self._directory.abandon(temporary)
+            remove_trees([temporary])
             return SaveResult(ok=False, error=one_line(error))
         self._damaged.discard(step)
         self._retire()
@@ -325,9 +326,7 @@ class SharedTier:
         checkpoint."""
         if problems:
             self._damaged.add(step)
-            self._directory.mark_damaged(step, problems[0])
-        else:
-            self._directory.mark_verified(step)
+        self._directory.mark(step, *problems[:1])
 
     def _on_all(self, work: Callable[[], None]) -> str:
         """Do `work` on every rank. Return on all ranks why the first rank that failed did so, or ""."""

@@ -271,9 +271,8 @@ class _Call:
                 row.update(attempt=manifest.attempt, size_bytes=manifest.size_bytes)
                 row["world_size"] = manifest.world_size
                 self._directory.check_sizes(step, manifest)
-                problem = self._directory.found_damaged(step)
-                row.update(complete=not problem, problem=problem)
-                row.update(verified_at=self._directory.verified_at(step))
+                verified_at, problem = self._directory.marked(step)
+                row.update(complete=not problem, problem=problem, verified_at=verified_at)
             except BadCheckpoint as why:
                 row.update(problem=str(why), complete=False)
         return rows
@@ -309,17 +308,15 @@ class _Call:
                 problems = []
                 for record in manifest.files:
                     problems += self._directory.check_files(step, [record], advance)
-            if problems and self._ours:
-                self._directory.mark_damaged(step, problems[0])
-            elif self._ours:
-                self._directory.mark_verified(step)
+            if self._ours:
+                self._directory.mark(step, *problems[:1])
             yield step, problems
 
     # ---- doing
 
     def pin(self, step: int) -> int:
         self._present(step)
-        if why := self._directory.found_damaged(step):
+        if why := self._directory.marked(step)[1]:
             raise CheckpointError(
                 f"step {step} is damaged and was not pinned: {why}",
                 hint=f"once it is repaired, run: jurymast checkpoints {self._run.root} verify {step}",
