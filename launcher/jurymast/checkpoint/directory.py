@@ -158,7 +158,7 @@ class NewFile(io.BufferedWriter):
 
     def __init__(self, path: Path, *, hashing: bool = True) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        super().__init__(io.FileIO(descriptor, "wb"), 1 << 20)
+        super().__init__(os.fdopen(descriptor, "wb", buffering=0), 1 << 20)
         self._digest = xxhash.xxh3_64() if hashing else None
         self.size = 0
 
