@@ -28,7 +28,6 @@ from torch.distributed import is_nccl_available
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
@@ -95,59 +94,6 @@ KILL_LIMIT_S = 2.0
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
-class RankLogs(LogsSpecs):
-    """Names each rank's log and error file, and gives ranks the attempt's environment.
-
-    The ranks redirect their own output: torch would open one file twice and truncate it.
-    """
-
-    def __init__(
-        self, directory: RunDirectory, temporary: Path, rendezvous: AgentRendezvous, plan: dict[str, Any]
-    ) -> None:
-        super().__init__()
-        self._directory, self._temporary, self._rendezvous = directory, temporary, rendezvous
-        self._batch, self._tasks, self._gpus = plan["batch"], plan["tasks"], plan["gpus"]
-        self.error_files: dict[int, str] = {}
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        attempt = self._rendezvous.attempt
-        logs = {i: self._directory.rank_log(attempt, int(e["RANK"])) for i, e in envs.items()}
-        with contextlib.suppress(OSError):  # on a full disk, for example; ranks can train without a log
-            for folder in {log.parent for log in logs.values()}:
-                make_folder(folder)
-        record = self._rendezvous.environment.get(stack_signal.FLIGHT_VARIABLE)
-        if record and is_nccl_available():  # ranks without NCCL have no flight recorder
-            make_folder(Path(record).parent)
-        for local_rank, environment in envs.items():
-            failure = str(self._temporary / f"error-{attempt}-{local_rank}.json")
-            self.error_files[local_rank] = failure
-            environment[error_file.PATH_VARIABLE] = failure
-            stacks = stack_signal.file_name(attempt, local_rank)
-            environment[stack_signal.PATH_VARIABLE] = str(self._temporary / stacks)
-            environment[rank_start.LOG_VARIABLE] = str(logs[local_rank])
-            environment["JURYMAST_ATTEMPT"] = str(attempt)
-            if self._rendezvous.saved:
-                environment["JURYMAST_SAVED_STEP"] = str(self._rendezvous.saved)
-            if self._rendezvous.mtbf_s:
-                environment["JURYMAST_MTBF_S"] = str(self._rendezvous.mtbf_s)
-            environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)
-            signals = getattr(LaunchConfig, "signals_to_handle", "")
-            if signals:
-                environment[SIGNALS_VARIABLE] = signals
-            environment.update(self._rendezvous.environment)
-            if self._batch:
-                environment.update(task_variables(environment, each_rank=self._tasks))
-            if self._tasks:
-                as_a_task(environment)
-                environment.update(own_gpus(os.environ, local_rank, self._gpus))
-        console = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict(self.error_files))
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._directory.logs)
-
-
 class RankServer:
     """The connection to the server that forks the ranks: requests ranks, and reports when they end."""
 
@@ -188,84 +134,55 @@ class RankServer:
         return messages
 
 
-class RankProcess:
-    """One rank. It leads a process group of all processes that it starts and that make no group of their
-    own."""
+class ForkedRanks:
+    """The ranks of an attempt on this node. Each leads a process group of all processes that it starts and
+    that make no group of their own."""
 
-    def __init__(self, server: RankServer, pid: int) -> None:
-        self._server, self.pid = server, pid
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._server.code(self.pid)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Signal the rank and its children, such as loader workers, as torchrun does."""
-        if self.exit_code is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, number)
-
-
-class RankContext(PContext):
-    """The ranks of an attempt on this node, in the form that torch's agent uses."""
-
-    def __init__(self, server: RankServer, cold: bool, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._server, self._cold = server, cold
-        self.processes: list[RankProcess] = []
-
-    def start(self) -> None:
-        """Start the ranks. Unlike torch's method, this installs no signal handlers and follows no output."""
-        for local_rank in range(self.nprocs):
-            pid = self._server.start(self.envs[local_rank], self.args[local_rank], cold=self._cold)
-            self.processes.append(RankProcess(self._server, pid))
+    def __init__(self, server: RankServer, envs: dict[int, Any], args: dict[int, Any], *, cold: bool) -> None:
+        self._server = server
+        self._pids = [server.start(envs[i], args[i], cold=cold) for i in range(len(envs))]
 
     def pids(self) -> dict[int, int]:
-        return {local_rank: process.pid for local_rank, process in enumerate(self.processes)}
+        return dict(enumerate(self._pids))
+
+    def codes(self) -> list[int | None]:
+        return [self._server.code(pid) for pid in self._pids]
 
     def stop(self, grace_s: float) -> None:
-        """Send SIGTERM to the ranks, and SIGKILL to those that still run after `grace_s`."""
+        """Send SIGTERM to the ranks and their children, such as loader workers, as torchrun does, and SIGKILL
+        to those that still run after `grace_s`."""
         for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_LIMIT_S)):
-            for process in self.processes:
-                process.signal(number)
-                process.signal(signal.SIGCONT)  # a stopped process acts on SIGTERM only once it continues
+            for pid in self._pids:
+                self._signal(pid, number)
+                self._signal(pid, signal.SIGCONT)  # a stopped process acts on SIGTERM only once it continues
             if self._wait(limit_s):
                 return
+
+    def _signal(self, pid: int, number: signal.Signals) -> None:
+        if self._server.code(pid) is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, number)
 
     def _wait(self, limit_s: float) -> bool:
         """Wait until all ranks have ended; return whether they did within `limit_s`."""
         end = time.monotonic() + limit_s
-        while any(process.exit_code is None for process in self.processes):
+        while None in self.codes():
             left_s = end - time.monotonic()
             if left_s <= 0 or not select.select([self._server], [], [], left_s)[0]:
-                return all(process.exit_code is not None for process in self.processes)
+                return None not in self.codes()
         return True
-
-    def _start(self) -> None: ...
-
-    def _poll(self) -> None: ...
-
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None: ...
 
 
 class ImpatientAgent(LocalElasticAgent):
     """Runs one node's ranks and reports failures to the jurymast agent. The next rendezvous brings the
-    decision."""
+    decision. `plan` is that of `serve`."""
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        logs: RankLogs,
-        rendezvous: AgentRendezvous,
-        server: RankServer,
-        grace_s: float,
+        self, spec: WorkerSpec, plan: dict[str, Any], rendezvous: AgentRendezvous, server: RankServer
     ) -> None:
-        super().__init__(spec, logs_specs=logs)
-        self._rank_logs = logs
-        self._rendezvous_handler = rendezvous
-        self._server = server
-        self._grace_s = grace_s
-        self._ranks: RankContext | None = None
+        super().__init__(spec, logs_specs=plan)  # only for torch's start_processes, which is not called
+        self._plan, self._rendezvous_handler, self._server = plan, rendezvous, server
+        self._ranks: ForkedRanks | None = None
         self._reported: set[int] = set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -278,31 +195,65 @@ class ImpatientAgent(LocalElasticAgent):
         rendezvous.pipe.tell(within.Started(attempt=rendezvous.attempt, pids=tuple(pids)))
         return started
 
-    def _start_ranks(
-        self, name: str, entrypoint: Any, args: Any, envs: Any, logs_specs: Any, **_: Any
-    ) -> PContext:
-        cold = self._rendezvous_handler.cold
-        self._ranks = RankContext(self._server, cold, name, entrypoint, args, envs, logs_specs)
-        self._ranks.start()
+    def _start_ranks(self, *, envs: dict[int, dict[str, str]], args: dict[int, Any], **_: Any) -> ForkedRanks:
+        """Start the ranks. Unlike torch's function, this installs no signal handlers and redirects no output:
+        torch would open one file twice and truncate it."""
+        self._complete(envs)
+        self._ranks = ForkedRanks(self._server, envs, args, cold=self._rendezvous_handler.cold)
         return self._ranks
 
-    def _processes(self) -> list[RankProcess]:
-        return [] if self._ranks is None else self._ranks.processes
+    def _complete(self, envs: dict[int, dict[str, str]]) -> None:
+        """Add the attempt's environment, and the names of each rank's files."""
+        plan, rendezvous = self._plan, self._rendezvous_handler
+        attempt, directory = rendezvous.attempt, RunDirectory(plan["run_directory"])
+        logs = {i: directory.rank_log(attempt, int(e["RANK"])) for i, e in envs.items()}
+        with contextlib.suppress(OSError):  # on a full disk, for example; ranks can train without a log
+            for folder in {log.parent for log in logs.values()}:
+                make_folder(folder)
+        record = rendezvous.environment.get(stack_signal.FLIGHT_VARIABLE)
+        if record and is_nccl_available():  # ranks without NCCL have no flight recorder
+            make_folder(Path(record).parent)
+        for local_rank, environment in envs.items():
+            stacks = stack_signal.file_name(attempt, local_rank)
+            environment[error_file.PATH_VARIABLE] = self._error_file(local_rank)
+            environment[stack_signal.PATH_VARIABLE] = os.path.join(plan["temporary"], stacks)
+            environment[rank_start.LOG_VARIABLE] = str(logs[local_rank])
+            environment["JURYMAST_ATTEMPT"] = str(attempt)
+            if rendezvous.saved:
+                environment["JURYMAST_SAVED_STEP"] = str(rendezvous.saved)
+            if rendezvous.mtbf_s:
+                environment["JURYMAST_MTBF_S"] = str(rendezvous.mtbf_s)
+            environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)
+            signals = getattr(LaunchConfig, "signals_to_handle", "")
+            if signals:
+                environment[SIGNALS_VARIABLE] = signals
+            environment.update(rendezvous.environment)
+            if plan["batch"]:
+                environment.update(task_variables(environment, each_rank=plan["tasks"]))
+            if plan["tasks"]:
+                as_a_task(environment)
+                environment.update(own_gpus(os.environ, local_rank, plan["gpus"]))
 
-    def _report_failures(self) -> list[int]:
-        """Tell the agent about failed ranks that were not reported yet; return all failed local ranks."""
-        codes = {i: process.exit_code for i, process in enumerate(self._processes()) if process.exit_code}
-        for local_rank, code in codes.items():
-            if local_rank not in self._reported:
-                self._reported.add(local_rank)
-                worker = self._worker_group.workers[local_rank]
-                self._rendezvous_handler.pipe.tell(
-                    within.Failed(
-                        attempt=self._rendezvous_handler.attempt, rank=worker.global_rank, exit_code=code,
-                        **error_file.read(self._rank_logs.error_files.get(local_rank, "")),
-                    )
-                )  # fmt: skip
-        return list(codes)
+    def _error_file(self, local_rank: int) -> str:
+        name = f"error-{self._rendezvous_handler.attempt}-{local_rank}.json"
+        return os.path.join(self._plan["temporary"], name)
+
+    def _codes(self) -> list[int | None]:
+        return [] if self._ranks is None else self._ranks.codes()
+
+    def _report_failures(self) -> bool:
+        """Tell the agent about failed ranks that were not reported yet; return whether any has failed."""
+        failed = {local_rank: code for local_rank, code in enumerate(self._codes()) if code}
+        for local_rank in sorted(failed.keys() - self._reported):
+            self._reported.add(local_rank)
+            worker = self._worker_group.workers[local_rank]
+            self._rendezvous_handler.pipe.tell(
+                within.Failed(
+                    attempt=self._rendezvous_handler.attempt, rank=worker.global_rank,
+                    exit_code=failed[local_rank], **error_file.read(self._error_file(local_rank)),
+                )
+            )  # fmt: skip
+        return bool(failed)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         state = self._ranks_state()
@@ -315,15 +266,14 @@ class ImpatientAgent(LocalElasticAgent):
     def _ranks_state(self) -> WorkerState:
         if self._report_failures():
             return WorkerState.FAILED
-        done = all(process.exit_code == 0 for process in self._processes())
-        return WorkerState.SUCCEEDED if done else WorkerState.HEALTHY
+        return WorkerState.HEALTHY if any(code != 0 for code in self._codes()) else WorkerState.SUCCEEDED
 
     def _shutdown(self, *_torchs: Any, **_own: Any) -> None:
         """Report what has already failed, then stop the ranks. torch's time limit, which its releases pass in
         different ways, is ignored."""
         self._report_failures()
         if self._ranks is not None:
-            self._ranks.stop(self._grace_s)
+            self._ranks.stop(self._plan["grace_s"])
         self._pcontext = self._ranks = None
 
     def _exit_barrier(self) -> None:
@@ -343,7 +293,6 @@ def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
     parameters = RendezvousParameters("jurymast", "agent", plan["run"], 1, max(1, plan["nodes"]))
     rendezvous = get_rendezvous_handler(parameters)
     assert isinstance(rendezvous, AgentRendezvous)
-    logs = RankLogs(RunDirectory(plan["run_directory"]), Path(plan["temporary"]), rendezvous, plan)
     server = RankServer(channel)
     while True:
         spec = WorkerSpec(
@@ -351,7 +300,6 @@ def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
             args=tuple(plan["arguments"]), rdzv_handler=rendezvous, max_restarts=UNLIMITED,
             monitor_interval=MONITOR_INTERVAL_S,
         )  # fmt: skip
-        agent = ImpatientAgent(spec, logs, rendezvous, server, plan["grace_s"])
-        agent.run()
+        ImpatientAgent(spec, plan, rendezvous, server).run()
         # All ranks of this node are done. After another node's failure they may have to run again.
         rendezvous.pipe.tell(within.Finished(attempt=rendezvous.attempt))
