@@ -48,7 +48,7 @@ def test_a_buffer_is_sealed_touched_and_leaves_nothing() -> None:
     assert buffer.capacity == 2 * ROUND_BYTES
     assert buffer.allocated == 0
     buffer.map[5] = 7
-    buffer.prefault()
+    buffer.reserve(0, buffer.capacity)
     assert buffer.allocated == buffer.capacity
     assert buffer.map[5] == 7
     for size in (0, 2 * buffer.capacity):

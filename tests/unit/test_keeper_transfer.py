@@ -31,7 +31,7 @@ from jurymast.core.keeper.messages import (
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import serve
 from jurymast.keeper.copies import CopyTable
-from jurymast.keeper.fetch import Filling, ImagePeer
+from jurymast.keeper.fetch import Filling
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import RestoreStatus, Word
 from jurymast.wire import stream
@@ -583,16 +583,14 @@ def test_a_block_counts_only_when_it_is_whole() -> None:
             buffer = await a.borrow(SIZE, "a test")
             assert buffer is not None
             filling = Filling(manifest, buffer)
-            await asyncio.to_thread(
-                filling.from_peer, ImagePeer("a", ("127.0.0.1",), a.port), ACCESS, (10, 1, 1), "all", "peer"
-            )
+            there = source(a, 1)
+            await asyncio.to_thread(filling.from_peer, there, ACCESS, (10, 1, 1), "all", "peer")
             assert not filling.complete
             assert filling.got == {}
             assert "not held" in filling.passed_over[0]
             hosts = ("127.0.0.2:0", "127.0.0.1")  # the first is no address
-            await asyncio.to_thread(
-                filling.from_peer, ImagePeer("a", hosts, a.port), ACCESS, KEY, "all", "peer"
-            )
+            there = source(a, 1, hosts=hosts)
+            await asyncio.to_thread(filling.from_peer, there, ACCESS, KEY, "all", "peer")
             assert filling.complete
             a.give_back(buffer)
 

@@ -14,7 +14,7 @@ import pytest
 from jurymast.core import messages as msg
 from jurymast.core.keeper.messages import ManifestFollows, read_request, read_served
 from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.keeper.fetch import ImagePeer
+from jurymast.keeper.fetch import manifest_of
 from jurymast.keeper.page import RestoreStatus
 from jurymast.wire import channel, stream
 from jurymast.wire.handshake import NONCE_BYTES, Handshake, keeper_of
@@ -141,9 +141,10 @@ def test_bytes_that_come_in_another_way_than_was_offered_are_not_taken() -> None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = threading.Thread(target=serve, args=(listener,), daemon=True)
         serving.start()
-        there = ImagePeer("a", ("127.0.0.1",), listener.getsockname()[1])
+        port = listener.getsockname()[1]
+        there = msg.Source(tier="peer", node="a", hosts=("127.0.0.1",), port=port, part="all", rank=0)
         with pytest.raises(ProtocolError, match=f"protected by {GMAC}, which was not offered"):
-            there.manifest(Access(SECRET, encrypt=True), (10, 1, 0))
+            manifest_of(there, Access(SECRET, encrypt=True), (10, 1, 0))
         serving.join(60)
 
 

@@ -307,8 +307,6 @@ class MemoryTier:
         begun = self._begin(draft.size_bytes + len(manifest))
         if isinstance(begun, within.Skip):
             self._request(draft)
-            self._record[Word.SKIPPED] += 1
-            self._record[Word.SKIPPED_STEP] = step
             self._link.emit(within.Skipped(step=step, why=begun))
             return SaveResult(ok=False, error=begun.value)
         self._write(begun, step, draft, manifest, started)

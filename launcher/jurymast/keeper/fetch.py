@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +34,7 @@ from jurymast.core.keeper.messages import (
 )
 from jurymast.core.keeper.restores import parts_of
 from jurymast.core.message import Strange
+from jurymast.core.messages import Source
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.foreign import open_own
 from jurymast.keeper.copies import Group, trusted
@@ -51,41 +53,30 @@ Answer = TypeVar("Answer", bound=FromKeeper)
 _BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
 
 
-@dataclass(frozen=True)
-class ImagePeer:
-    """Another node's data server; `hosts` are its addresses, tried in this order."""
-
-    node: str
-    hosts: tuple[str, ...]
-    port: int
-
-    def connect(self, access: Access) -> Stream[Served]:
-        """Connect to the data server. Raises OSError, AuthenticationError or ProtocolError."""
-        whom = keeper_of(self.node)
-        for host in self.hosts[:-1]:
-            try:
-                return stream.connect(host, self.port, access.secret, whom, read_served)
-            except (OSError, AuthenticationError, ProtocolError):
-                continue
-        if not self.hosts:
-            raise ConnectionError("it has no address")
-        return stream.connect(self.hosts[-1], self.port, access.secret, whom, read_served)
-
-    def manifest(self, access: Access, key: Key, group: Group = ()) -> tuple[Manifest, int]:
-        """Return (the image's manifest, the capacity of its buffer there or 0); with a `group`, those of the
-        group's XOR. Raises what `connect` raises, and BadImage."""
-        connection = self.connect(access)
+def connect(source: Source, access: Access) -> Stream[Served]:
+    """Connect to the data server of the source's node. Raises OSError, AuthenticationError or
+    ProtocolError."""
+    failure: Exception = ConnectionError("it has no address")
+    for host in source.hosts:
         try:
-            connection.send(GetManifest(image=_named(key, group), ways=access.ways))
-            answer = _answer(connection, ManifestFollows, access)
-            if not 0 < answer.length <= MANIFEST_BYTES_MAX:
-                raise ProtocolError(f"a manifest of {answer.length} bytes")
-            data = bytearray(answer.length)
-            for _ in connection.receive_pieces(memoryview(data), answer.way):
-                pass
-            return trusted(bytes(data), key), answer.capacity
-        finally:
-            connection.close()
+            return stream.connect(host, source.port, access.secret, keeper_of(source.node), read_served)
+        except (OSError, AuthenticationError, ProtocolError) as error:
+            failure = error
+    raise failure
+
+
+def manifest_of(source: Source, access: Access, key: Key, group: Group = ()) -> tuple[Manifest, int]:
+    """Return (the image's manifest, the capacity of its buffer there or 0); with a `group`, those of the
+    group's XOR. Raises what `connect` raises, and BadImage."""
+    with closing(connect(source, access)) as connection:
+        connection.send(GetManifest(image=_named(key, group), ways=access.ways))
+        answer = _answer(connection, ManifestFollows, access)
+        if not 0 < answer.length <= MANIFEST_BYTES_MAX:
+            raise ProtocolError(f"a manifest of {answer.length} bytes")
+        data = bytearray(answer.length)
+        for _ in connection.receive_pieces(memoryview(data), answer.way):
+            pass
+        return trusted(bytes(data), key), answer.capacity
 
 
 @dataclass
@@ -163,13 +154,61 @@ class Filling:
         self.passed_over.append(f"{name}: {why}")
         return why
 
-    def from_peer(self, peer: ImagePeer, access: Access, key: Key, part: str, tier: str) -> None:
-        """Fetch missing blocks of `part` from the peer's image `key`, which for a common part may be another
-        rank's."""
+    def from_peer(self, source: Source, access: Access, key: Key, part: str, tier: str) -> None:
+        """Fetch missing blocks of `part` from the image `key` on the source's node, which for a common part
+        may be another rank's. Returns once all are fetched or the connections have failed."""
         wanted = self.wanted(part)
-        good, why = pull(peer, access, _named(key, self.group), wanted, self.view, self.stop)
+        queue, good, reasons = deque(wanted), list[Block](), list[str]()
+
+        def work() -> None:
+            try:
+                with closing(connect(source, access)) as connection:
+                    reasons.extend(self._pull(connection, access, _named(key, self.group), queue, good))
+            except _BROKEN as error:
+                reasons.append(_text(error))
+
+        threads = [
+            threading.Thread(target=work, name="keeper-pull", daemon=True)
+            for _ in range(min(STREAMS, len(wanted)) - 1)
+        ]
+        for thread in threads:
+            thread.start()
+        work()
+        for thread in threads:
+            thread.join()
         if self._take(good, tier) < len(wanted):
-            self.passed_over.append(f"{peer.node}: {why}")
+            self.passed_over.append(f"{source.node}: {reasons[0] if reasons else 'interrupted'}")
+
+    def _pull(
+        self, connection: Stream[Served], access: Access, image: ImageName, queue: deque[Block],
+        good: list[Block],
+    ) -> list[str]:  # fmt: skip
+        """Fetch blocks from the queue until it is empty. Return why some are corrupt."""
+        asked: deque[Block] = deque()
+        reasons = []
+        ways = access.ways
+        while not self.stop.is_set():
+            while len(asked) < AHEAD and queue:
+                try:
+                    block = queue.popleft()
+                except IndexError:
+                    break  # the other stream was faster
+                connection.send(GetBytes(image=image, at=block.at, length=block.length, ways=ways))
+                asked.append(block)
+            if not asked:
+                break
+            block = asked.popleft()
+            answer = _answer(connection, BytesFollow, access)
+            if answer.length != block.length:
+                raise ProtocolError("an answer of another length than asked for")
+            if _receive(connection, self.view(block), answer.way) == block.hash:
+                good.append(block)
+            else:
+                reasons.append(f"the block at {block.at} of the {block.part} part is corrupt")
+        if reasons and not asked:
+            connection.send(Check(image=image))  # is it corrupt there, or only in transit?
+            _answer(connection, Doubted, access)
+        return reasons
 
     def wanted(self, part: str) -> list[Block]:
         return [block for block in self.missing if block.part in parts_of(part)]
@@ -180,80 +219,6 @@ class Filling:
         if good:
             self.got[tier] = self.got.get(tier, 0) + sum(block.length for block in good)
         return len(good)
-
-
-def pull(
-    peer: ImagePeer,
-    access: Access,
-    image: ImageName,
-    wanted: Sequence[Block],
-    target: Callable[[Block], memoryview],
-    stop: threading.Event,
-    streams: int = STREAMS,
-) -> tuple[list[Block], str]:
-    """Fetch blocks into their `target`. Return (the blocks that are there and verified, why others are not).
-    Returns once all are fetched or the connections have failed."""
-    queue = deque(wanted)
-    good: list[Block] = []
-    reasons: list[str] = []
-
-    def work() -> None:
-        try:
-            connection = peer.connect(access)
-            try:
-                reasons.extend(_pull(connection, access, image, queue, target, good, stop))
-            finally:
-                connection.close()
-        except _BROKEN as error:
-            reasons.append(_text(error))
-
-    threads = [
-        threading.Thread(target=work, name="keeper-pull", daemon=True)
-        for _ in range(min(streams, len(wanted)) - 1)
-    ]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    return good, reasons[0] if reasons else "interrupted"
-
-
-def _pull(
-    connection: Stream[Served],
-    access: Access,
-    image: ImageName,
-    queue: deque[Block],
-    target: Callable[[Block], memoryview],
-    good: list[Block],
-    stop: threading.Event,
-) -> list[str]:
-    """Fetch blocks from the queue until it is empty. Return why some are corrupt."""
-    asked: deque[Block] = deque()
-    reasons = []
-    ways = access.ways
-    while not stop.is_set():
-        while len(asked) < AHEAD and queue:
-            try:
-                block = queue.popleft()
-            except IndexError:
-                break  # the other stream was faster
-            connection.send(GetBytes(image=image, at=block.at, length=block.length, ways=ways))
-            asked.append(block)
-        if not asked:
-            break
-        block = asked.popleft()
-        answer = _answer(connection, BytesFollow, access)
-        if answer.length != block.length:
-            raise ProtocolError("an answer of another length than asked for")
-        if _receive(connection, target(block), answer.way) == block.hash:
-            good.append(block)
-        else:
-            reasons.append(f"the block at {block.at} of the {block.part} part is corrupt")
-    if reasons and not asked:
-        connection.send(Check(image=image))  # is it corrupt there, or only in transit?
-        _answer(connection, Doubted, access)
-    return reasons
 
 
 def _receive(connection: Stream[Served], target: memoryview, way: str) -> str:

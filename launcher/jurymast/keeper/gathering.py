@@ -21,7 +21,7 @@ from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.keeper.restores import Ingredient, ingredients, usable, whom_to_ask
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.copies import CopyTable, Group, StoredCopy
-from jurymast.keeper.fetch import Filling, ImagePeer
+from jurymast.keeper.fetch import Filling, manifest_of
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.threads import in_thread
@@ -190,10 +190,6 @@ def _clear(buffer: MappedBuffer, at: int, length: int) -> None:
         ctypes.memset(ctypes.addressof(first), 0, length)
 
 
-def peer_of(source: msg.Source) -> ImagePeer:
-    return ImagePeer(source.node, source.hosts, source.port)
-
-
 @dataclass(frozen=True)
 class Gatherer:
     """Fetches images for the agent's loop; threads do the work. `distrust` is called with bad copies of this
@@ -214,7 +210,7 @@ class Gatherer:
             return here
         for source in whom_to_ask(self.node, key[2], sources):
             try:
-                return await in_thread(peer_of(source).manifest, self.access, key, group)
+                return await in_thread(manifest_of, source, self.access, key, group)
             except (OSError, AuthenticationError, ProtocolError, BadImage) as error:
                 passed_over.append(f"{source.node}: {error or type(error).__name__}")
         return None
@@ -231,8 +227,7 @@ class Gatherer:
             elif source.node == self.node:
                 await self._from_here(filling, theirs, source.part)
             else:
-                peer = peer_of(source)
-                await in_thread(filling.from_peer, peer, self.access, theirs, source.part, PEER)
+                await in_thread(filling.from_peer, source, self.access, theirs, source.part, PEER)
 
     async def _from_here(self, filling: Filling, key: Key, part: str) -> None:
         found = [copy for copy in self.copies.find(key, group=filling.group) if copy.part in (ALL, part)]

@@ -23,7 +23,6 @@ from typing import Any
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, MEMORY
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.slots import SlotState
 from jurymast.core.keeper.work import Filled, Found
@@ -53,78 +52,8 @@ class Loan:
     common_path: str = ""
 
 
-@dataclass(frozen=True)
-class _File:
-    path: str
-    give_back: Callable[[], None]
-
-
-async def lend(keeper: Keeper, key: Key) -> Loan | None:
-    """Lend an image; None if this node does not have all of it."""
-    copies = keeper.copies.acquire_image(key)
-    if not copies:
-        return None
-    manifest, files = copies[-1].manifest, list[_File]()
-
-    def give_back() -> None:
-        for file in files:
-            file.give_back()
-
-    try:
-        while copies:
-            files.append(await _lend(keeper, copies.pop(0)))
-    except BaseException:
-        give_back()
-        for copy in copies:
-            keeper.copies.release(copy)
-        raise
-    *common, own = files
-    return Loan(own.path, manifest, give_back, common[0].path if common else "")
-
-
-async def _lend(keeper: Keeper, copy: StoredCopy) -> _File:
-    """Lend this copy, of which we are a reader until it is given back, or a copy of it."""
-    place, size = copy.place, copy.manifest.size_bytes
-
-    def release() -> None:
-        keeper.copies.release(copy)
-
-    if not keeper.is_slot(copy) or not isinstance(place, MappedBuffer):
-        return _File(copy.path, release)
-    asked = f"a copy for storage of rank {copy.image[2]}, {memory_size(size)}"
-    making = asyncio.ensure_future(_copied(keeper, place, size, asked))
-
-    def give_up(_: object) -> None:
-        if not making.cancelled() and making.exception() is None and (made := making.result()) is not None:
-            keeper.give_back(made)
-        release()
-
-    try:
-        buffer = await asyncio.shield(making)
-    except BaseException:  # for example cancelled: the copying thread goes on, and still needs both buffers
-        making.add_done_callback(give_up)
-        raise
-    if buffer is None:
-        return _File(copy.path, release)
-    release()
-    return _File(buffer.path, lambda: keeper.give_back(buffer))
-
-
-async def _copied(keeper: Keeper, source: MappedBuffer, size: int, asked: str) -> MappedBuffer | None:
-    """Copy the image to a new buffer; None if there is no memory for it."""
-    buffer = await keeper.borrow(size, asked)
-    if buffer is None:
-        return None
-    try:
-        await in_thread(buffer.reserve, 0, size)
-        await in_thread(_copy, source, buffer, size)
-    except OSError:
-        keeper.give_back(buffer)
-        return None
-    except BaseException:
-        keeper.give_back(buffer)
-        raise
-    return buffer
+# The path of a lent file, and what gives it back.
+_File = tuple[str, Callable[[], None]]
 
 
 def _copy(source: MappedBuffer, target: MappedBuffer, size: int) -> None:
@@ -269,12 +198,71 @@ class Keeper:
     # ---- the storage processes
 
     async def lend(self, step: int, attempt: int, rank: int) -> Loan | None:
-        """Lend a whole image to a storage process; None if it is not here."""
-        return await lend(self, (step, attempt, rank))
+        """Lend an image to a storage process; None if this node does not have all of it."""
+        copies = self.copies.acquire_image((step, attempt, rank))
+        if not copies:
+            return None
+        manifest, files = copies[-1].manifest, list[_File]()
 
-    def is_slot(self, copy: StoredCopy) -> bool:
-        """Whether the copy occupies one of its rank's slots."""
-        return self.machine.holding.slot_of(copy) is not None
+        def give_back() -> None:
+            for _, return_it in files:
+                return_it()
+
+        try:
+            while copies:
+                files.append(await self._lend_copy(copies.pop(0)))
+        except BaseException:
+            give_back()
+            for copy in copies:
+                self.copies.release(copy)
+            raise
+        *common, (path, _) = files
+        return Loan(path, manifest, give_back, common[0][0] if common else "")
+
+    async def _lend_copy(self, copy: StoredCopy) -> _File:
+        """Lend this copy, of which we are a reader until it is given back, or a copy of it."""
+        place, size = copy.place, copy.manifest.size_bytes
+
+        def release() -> None:
+            self.copies.release(copy)
+
+        in_slot = self.machine.holding.slot_of(copy) is not None
+        if not in_slot or not isinstance(place, MappedBuffer):
+            return copy.path, release
+        asked = f"a copy for storage of rank {copy.image[2]}, {memory_size(size)}"
+        making = asyncio.ensure_future(self._copied(place, size, asked))
+
+        def give_up(_: object) -> None:
+            made = None if making.cancelled() or making.exception() else making.result()
+            if made is not None:
+                self.give_back(made)
+            release()
+
+        try:
+            buffer = await asyncio.shield(making)
+        except BaseException:  # when cancelled: the copying thread goes on, and still needs both buffers
+            making.add_done_callback(give_up)
+            raise
+        if buffer is None:
+            return copy.path, release
+        release()
+        return buffer.path, lambda: self.give_back(buffer)
+
+    async def _copied(self, source: MappedBuffer, size: int, asked: str) -> MappedBuffer | None:
+        """Copy the image to a new buffer; None if there is no memory for it."""
+        buffer = await self.borrow(size, asked)
+        if buffer is None:
+            return None
+        try:
+            await in_thread(buffer.reserve, 0, size)
+            await in_thread(_copy, source, buffer, size)
+        except OSError:
+            self.give_back(buffer)
+            return None
+        except BaseException:
+            self.give_back(buffer)
+            raise
+        return buffer
 
     async def borrow(self, size: int, asked: str) -> MappedBuffer | None:
         """Return a buffer that is used until `give_back`, or None if there is not enough memory."""
@@ -312,8 +300,16 @@ class Keeper:
         match effect:
             case do.Tell():
                 self.tell(effect.message)
-            case do.Measure() | do.Make() | do.Reserve() | do.Unmake() | do.Lend():
-                self._for_memory(effect)
+            case do.Measure():
+                self.spawn(self._measure())
+            case do.Make():
+                self.act(self.machine.made(self._make(effect)))
+            case do.Reserve():
+                self.spawn(self._reserve(effect.buffer))
+            case do.Unmake():
+                self.buffers.pop(effect.buffer).close()
+            case do.Lend():
+                self._lend(effect)
             case do.Serve():
                 assert isinstance(effect.copy, StoredCopy)
                 effect.copy.verified_at = time.monotonic()
@@ -333,27 +329,11 @@ class Keeper:
             case _:
                 self._for_ranks(effect)
 
-    def _for_memory(self, effect: do.ForMemory) -> None:
-        match effect:
-            case do.Measure():
-                self.spawn(self._measure())
-            case do.Make():
-                self.act(self.machine.made(self._make(effect)))
-            case do.Reserve():
-                self.spawn(self._reserve(effect.buffer))
-            case do.Unmake():
-                self.buffers.pop(effect.buffer).close()
-            case do.Lend():
-                self._lend(effect)
-            case _:
-                never(effect)
-
     def _for_ranks(self, effect: do.ForRanks) -> None:
         record = self._records[effect.local]
         match effect:
             case do.Begin():
-                for word in (Word.WANT, Word.REFUSED, Word.SKIPPED, Word.SKIPPED_STEP):
-                    record[word] = 0
+                record[Word.WANT] = record[Word.REFUSED] = 0
                 record[Word.RESTORE] = RestoreStatus.PENDING
             case do.Mend():
                 memory.discard_unpublished(self._words(effect.local, effect.slot))
@@ -432,7 +412,7 @@ class Keeper:
     async def _reserve(self, number: int) -> None:
         buffer, why = self.buffers[number], ""
         try:
-            await in_thread(buffer.prefault)
+            await in_thread(buffer.reserve, 0, buffer.capacity)
         except (OSError, RuntimeError) as error:
             why = str(error)
         self.act(self.machine.reserved(number, buffer.allocated, why))
@@ -501,6 +481,4 @@ def _read_image(buffer: MappedBuffer, size: int, manifest_size: int, step: int, 
     manifest = Manifest.from_bytes(bytes(buffer.view(size, size + manifest_size)))
     if (manifest.step, manifest.rank, manifest.size_bytes) != (step, rank, size):
         raise BadImage("its manifest is another image's")
-    if not 0 <= manifest.common_bytes <= size:
-        raise BadImage("its manifest is damaged: a part is larger than the whole")
     return StoredCopy(manifest.with_blocks(buffer.view(0, size)), MEMORY, ALL, buffer)

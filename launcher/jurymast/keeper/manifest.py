@@ -120,9 +120,12 @@ class Manifest:
             values: dict[str, Any] = foreign.parse(text)
             if values["format"] != FORMAT:
                 raise BadImage(f"its format is {values['format']}, this version reads {FORMAT}")
-            return msgspec.convert(values, cls)
+            manifest = msgspec.convert(values, cls)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadImage(f"its manifest is damaged: {type(error).__name__}: {error}") from error
+        if not 0 <= manifest.common_bytes <= manifest.size_bytes:
+            raise BadImage("its manifest is damaged: a part is larger than the whole")
+        return manifest
 
 
 def hash_block(data: memoryview | bytes) -> str:

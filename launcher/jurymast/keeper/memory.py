@@ -125,10 +125,6 @@ class MappedBuffer:
             self._touch(at, length)
         self._reserved.append((start, end))
 
-    def prefault(self) -> None:
-        """`reserve` the whole buffer."""
-        self.reserve(0, self.capacity)
-
     def _touch(self, at: int, length: int) -> None:
         # Not mmap.madvise, which would hold the GIL and delay the agent's heartbeats. If an older kernel
         # refuses, the first write clears the pages; it cannot fail, because they are allocated.

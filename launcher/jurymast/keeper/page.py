@@ -31,8 +31,6 @@ class Word(IntEnum):
     RESTORE_MANIFEST = 6  # size of the manifest after it
     # the rank's
     WANT = 8  # largest expected size of image and manifest; asks the agent for slots of that size
-    SKIPPED = 9  # saves skipped because no slot was free
-    SKIPPED_STEP = 10
 
 
 class SlotWord(IntEnum):
