@@ -53,11 +53,7 @@ def _watch(over: threading.Event, link: Link, every_s: float) -> None:
         if waited_s >= told_s + every_s:
             told_s = waited_s
             log.warning("%s: its storage has not responded for %.0f s; waiting for it", path, waited_s)
-            link.emit(within.RestoreWaits(path=_ascii(path), seconds=round(waited_s, 3)))
-
-
-def _ascii(path: str) -> str:
-    return path[:PATH_CHARACTERS].encode("ascii", "replace").decode()
+            link.emit(within.RestoreWaits(path=_short(path, PATH_CHARACTERS), seconds=round(waited_s, 3)))
 
 
 # An event, which may have a few texts of this length, must fit into a pipe's atomic write.
@@ -108,7 +104,6 @@ class Checkpointer:
         self._save_times = SaveTimes(self._cadence, _mtbf_s())
         self._attempt = int(os.environ.get("JURYMAST_ATTEMPT", "0"))
         self._link = link.current()
-        self._beat = self._link.beat
         # Opened at the first use, because the process group may not exist yet.
         self._group: Group | None = None
         self._shared: SharedTier
@@ -158,7 +153,7 @@ class Checkpointer:
         # Not before the first call: a script that only restores and saves shows its progress by its
         # optimizer's steps.
         self._link.explicit_steps = True
-        self._beat(step)
+        self._link.beat(step)
         told = self._follower is not None and self._follower.due(step)
         if not self._save_times.begun:  # restore() was not called: the first step is the start
             self._begin_cadence(step - 1)
@@ -346,7 +341,6 @@ class Checkpointer:
     # ---- when to save
 
     def _begin_cadence(self, step: int) -> None:
-        """Start counting at `step`."""
         self._open()
         self._save_times.follows = self._follower is not None
         if self._follower is not None:
@@ -356,7 +350,6 @@ class Checkpointer:
             self._link.emit(within.Cadence(steps=self._cadence.steps, seconds=self._cadence.seconds))
 
     def _schedule(self, step: int) -> None:
-        """Schedule the next save after a save, also after a failed one."""
         if self._follower is not None:
             self._follower.passed(step)
         stall_s, self._stall_s = self._stall_s, None
@@ -364,7 +357,6 @@ class Checkpointer:
         self._save_times.saved(step, time.monotonic(), stall_s=stall_s, again=again)
 
     def _do(self, due: Due, step: int) -> None:
-        """Do what is due on all ranks at this step."""
         match due:
             case Due.MEASURE:
                 if self._memory is not None:
@@ -417,8 +409,8 @@ class Checkpointer:
         return ""
 
 
-def _short(text: str) -> str:
-    return text[:ERROR_CHARACTERS].encode("ascii", "replace").decode()
+def _short(text: str, characters: int = ERROR_CHARACTERS) -> str:
+    return text[:characters].encode("ascii", "replace").decode()
 
 
 def _directory(given: str | os.PathLike[str] | None) -> Path:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,30 +71,25 @@ class GpuCopies:
         training = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(training)
         later = [pair for pair in pairs if self._is_here(pair[1]) and pair[1].data_ptr() in owned]
-        with torch.no_grad(), torch.cuda.stream(self._stream), self._nothing_left_behind():
-            for place, tensor in pairs:
-                if not self._is_here(tensor):
-                    place.copy_(tensor)
-                elif tensor.data_ptr() not in owned:
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                for place, tensor in pairs:
+                    if not self._is_here(tensor):
+                        place.copy_(tensor)
+                    elif tensor.data_ptr() not in owned:
+                        place.copy_(tensor, non_blocking=True)
+                training.wait_event(self._stream.record_event())
+                for place, tensor in later:
                     place.copy_(tensor, non_blocking=True)
-            training.wait_event(self._stream.record_event())
-            for place, tensor in later:
-                place.copy_(tensor, non_blocking=True)
-            self._owned_done = self._stream.record_event()
+                self._owned_done = self._stream.record_event()
+        except BaseException:
+            self._stream.synchronize()  # no copy may continue, because its place will be written again
+            raise
         # The thread keeps references to the tensors, so that their memory is not reused meanwhile.
         self._publisher = threading.Thread(
             target=self._publish, args=(self._owned_done, pairs, done), name="jurymast-publish"
         )
         self._publisher.start()
-
-    @contextmanager
-    def _nothing_left_behind(self) -> Iterator[None]:
-        """Let no copy continue after an error, because its place will be written again."""
-        try:
-            yield
-        except BaseException:
-            self._stream.synchronize()
-            raise
 
     def wait(self) -> None:
         """Wait until no copy is under way and what was copied is published."""

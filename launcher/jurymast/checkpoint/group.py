@@ -181,7 +181,6 @@ class Group:
         return result  # type: ignore[return-value]  # rank 0's, and that is a T
 
     def _broadcast(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank."""
         data = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
         length = torch.tensor([len(data)])
         dist.broadcast(length, src=0, group=self.process_group)

@@ -26,20 +26,13 @@ import xxhash
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from jurymast.checkpoint.state import ScriptState
-from jurymast.checkpoint.tree import KeyPath, put
+from jurymast.checkpoint.tree import KeyPath, add_metadata, put
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Item, Manifest
 
@@ -355,7 +348,10 @@ def load(image: memoryview, manifest: Manifest, state: ScriptState) -> None:
     Everything is copied: `state` does not refer to `image` afterwards. Raises CheckpointError naming what
     does not fit, and whatever the user's own `load_state_dict` raises.
     """
-    template = state.template(_metadata(manifest), manifest.entries, manifest.rank, manifest.world)
+    metadata = Metadata({}, planner_data={})
+    for item in manifest.items:
+        add_metadata(metadata, item, item.name, item.path)
+    template = state.template(metadata, manifest.entries, manifest.rank, manifest.world)
     flat, paths = flatten_state_dict(template)
     by_name = {item.name: item for item in manifest.items}
     by_chunk = {(item.name, item.offsets): item for item in manifest.items}
@@ -424,23 +420,6 @@ def _payload(image: memoryview, source: torch.Tensor, item: Item) -> torch.Tenso
 def _loaded(image: memoryview, item: Item) -> Any:
     # unpickling is safe here: only the user's own processes can write this memory
     return torch.load(io.BytesIO(image[item.at : item.at + item.length]), weights_only=False)
-
-
-def _metadata(manifest: Manifest) -> Metadata:
-    """Return DCP's metadata of a checkpoint that consists of this image alone."""
-    stored: dict[str, Any] = {}
-    for item in manifest.items:
-        if not item.is_tensor:
-            stored[item.name] = BytesStorageMetadata()
-            continue
-        chunk = ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes))
-        known = stored.get(item.name)
-        if known is not None:
-            known.chunks.append(chunk)
-            continue
-        properties = TensorProperties(dtype=getattr(torch, item.dtype))
-        stored[item.name] = TensorStorageMetadata(properties, torch.Size(item.shape), [chunk])
-    return Metadata(stored, planner_data={item.name: item.path for item in manifest.items})
 
 
 # Optimizers that keep two or three tensors of the same size and type for each parameter.

@@ -38,6 +38,12 @@ HEADROOM_BYTES = 1 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14
 
 
+# In the order of the fields of `ReadySlot`.
+READY_WORDS = (
+    Word.RESTORE_STEP, Word.RESTORE_ATTEMPT, Word.RESTORE_SLOT, Word.RESTORE_IMAGE, Word.RESTORE_MANIFEST,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ReadySlot:
     """An image that the agent has ready for this rank; sizes in bytes."""
@@ -131,14 +137,7 @@ class MemoryTier:
             time.sleep(POLL_S)
         if answer != RestoreStatus.READY:
             return None
-        record = self._record
-        return ReadySlot(
-            record[Word.RESTORE_STEP],
-            record[Word.RESTORE_ATTEMPT],
-            record[Word.RESTORE_SLOT],
-            record[Word.RESTORE_IMAGE],
-            record[Word.RESTORE_MANIFEST],
-        )
+        return ReadySlot(*(self._record[word] for word in READY_WORDS))
 
     def load(self, candidate: Candidate, state: ScriptState) -> str:
         """Load what `candidates` found. Return why some rank could not, on one line, or "". Collective."""

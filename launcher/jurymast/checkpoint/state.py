@@ -324,7 +324,6 @@ class ScriptState:
         """
         tree: dict[str, Any] = {}
         entries: dict[str, dict[str, Any]] = {}
-        balanced: set[str] = set()
         for key, value in trees.items():
             per_rank = len({theirs.get(key) for theirs in digests}) > 1
             if per_rank and has_sharded(value):
@@ -334,21 +333,17 @@ class ScriptState:
                 )
             tree[key] = {rank_key(rank): value} if per_rank else value
             entries[key] = {"kind": kind_of(self.objects[key]), "per_rank": per_rank}
-            if isinstance(self.objects[key], torch.nn.Module):
-                balanced.update(_parameter_names(key, self.objects[key], value))
-            elif isinstance(self.objects[key], torch.optim.Optimizer):
-                balanced.update(_tensor_names(key, value))
-        return Captured(tree, entries, frozenset(balanced))
+        return Captured(tree, entries, frozenset(self.common(trees, scalars=False)))
 
-    def common(self, trees: Mapping[str, Any]) -> set[str]:
+    def common(self, trees: Mapping[str, Any], *, scalars: bool = True) -> set[str]:
         """Return the flat names of plain tensors that are equal on data-parallel ranks: parameters and
-        optimizer state."""
+        optimizer state, with or without its tensors without dimensions."""
         names: set[str] = set()
         for key, tree in trees.items():
             if isinstance(self.objects[key], torch.nn.Module):
                 names.update(_parameter_names(key, self.objects[key], tree))
             elif isinstance(self.objects[key], torch.optim.Optimizer):
-                names.update(_tensor_names(key, tree, scalars=True))
+                names.update(_tensor_names(key, tree, scalars=scalars))
         return names
 
     def entries(self, trees: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -502,7 +497,7 @@ def _has_place(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() > 0
 
 
-def _tensor_names(prefix: str, tree: Any, *, scalars: bool = False) -> Iterator[str]:
+def _tensor_names(prefix: str, tree: Any, *, scalars: bool) -> Iterator[str]:
     """Yield DCP's flat names of the tensors in `tree`; those without dimensions only with `scalars`."""
     if _has_place(tree):
         if tree.dim() or scalars:

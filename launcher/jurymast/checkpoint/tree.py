@@ -20,10 +20,18 @@ import xxhash
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.tensor import DTensor
 
 from jurymast import foreign
+from jurymast.keeper.manifest import Item
 
 
 class _OwnFiles(FileSystem):
@@ -90,6 +98,19 @@ class StoredTree:
                     value = torch.empty(stored.size, dtype=stored.properties.dtype)
             put(root, ("root", *path), value)
         return root.get("root")
+
+
+def add_metadata(metadata: Metadata, item: Item, name: str, path: KeyPath) -> MetadataIndex:
+    """Add an item to DCP's metadata of a checkpoint, under this name and path; return its index there."""
+    metadata.planner_data[name] = path
+    if not item.is_tensor:
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        return MetadataIndex(name)
+    properties = TensorProperties(dtype=getattr(torch, item.dtype))
+    tensor = TensorStorageMetadata(properties, torch.Size(item.shape), [])
+    chunks = metadata.state_dict_metadata.setdefault(name, tensor).chunks
+    chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
+    return MetadataIndex(name, torch.Size(item.offsets), len(chunks) - 1)
 
 
 def put(root: dict[str, Any], path: KeyPath, value: Any) -> None:

@@ -195,37 +195,19 @@ def write_metadata(directory: Path, stored: Iterable[Stored]) -> FileRecord:
 
     It is what DefaultSavePlanner and FileSystemWriter would have written for the same state.
     """
-    import torch
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import WriteResult
 
-    kinds: dict[str, Any] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
+    from jurymast.checkpoint.tree import add_metadata
+
+    metadata = Metadata({}, planner_data={})
     results: list[Any] = []
     for one in stored:
-        item = one.item
-        paths[one.name] = one.path
-        if item.is_tensor:
-            properties = TensorProperties(dtype=getattr(torch, item.dtype))
-            tensor = TensorStorageMetadata(properties, torch.Size(item.shape), [])
-            chunks = kinds.setdefault(one.name, tensor).chunks
-            index = MetadataIndex(one.name, torch.Size(item.offsets), len(chunks))
-            chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
-        else:
-            kinds[one.name] = BytesStorageMetadata()
-            index = MetadataIndex(one.name)
-        place = _StorageInfo(one.file, one.offset, item.length)
-        results.append(WriteResult(index=index, size_in_bytes=item.length, storage_data=place))
-    writer = FileSystemWriter(directory, sync_files=True)
-    writer.finish(Metadata(state_dict_metadata=kinds, planner_data=paths), [results])
+        place = _StorageInfo(one.file, one.offset, one.item.length)
+        index = add_metadata(metadata, one.item, one.name, one.path)
+        results.append(WriteResult(index=index, size_in_bytes=one.item.length, storage_data=place))
+    FileSystemWriter(directory, sync_files=True).finish(metadata, [results])
     size, digest = hash_file(directory / METADATA)
     return FileRecord(METADATA, size, digest)
