@@ -164,7 +164,6 @@ class ForkedRanks:
                 os.killpg(pid, number)
 
     def _wait(self, limit_s: float) -> bool:
-        """Wait until all ranks have ended; return whether they did within `limit_s`."""
         end = time.monotonic() + limit_s
         while None in self.codes():
             left_s = end - time.monotonic()
@@ -192,25 +191,25 @@ class ImpatientAgent(LocalElasticAgent):
         started: dict[int, Any] = super()._start_workers(worker_group)
         pids = [started[local_rank] for local_rank in sorted(started)]
         rendezvous = self._rendezvous_handler
-        rendezvous.pipe.tell(within.Started(attempt=rendezvous.attempt, pids=tuple(pids)))
+        rendezvous.pipe.tell(within.Started(attempt=rendezvous.launch.attempt, pids=tuple(pids)))
         return started
 
     def _start_ranks(self, *, envs: dict[int, dict[str, str]], args: dict[int, Any], **_: Any) -> ForkedRanks:
         """Start the ranks. Unlike torch's function, this installs no signal handlers and redirects no output:
         torch would open one file twice and truncate it."""
         self._complete(envs)
-        self._ranks = ForkedRanks(self._server, envs, args, cold=self._rendezvous_handler.cold)
+        self._ranks = ForkedRanks(self._server, envs, args, cold=self._rendezvous_handler.launch.cold)
         return self._ranks
 
     def _complete(self, envs: dict[int, dict[str, str]]) -> None:
         """Add the attempt's environment, and the names of each rank's files."""
-        plan, rendezvous = self._plan, self._rendezvous_handler
-        attempt, directory = rendezvous.attempt, RunDirectory(plan["run_directory"])
+        plan, launch = self._plan, self._rendezvous_handler.launch
+        attempt, directory = launch.attempt, RunDirectory(plan["run_directory"])
         logs = {i: directory.rank_log(attempt, int(e["RANK"])) for i, e in envs.items()}
         with contextlib.suppress(OSError):  # on a full disk, for example; ranks can train without a log
             for folder in {log.parent for log in logs.values()}:
                 make_folder(folder)
-        record = rendezvous.environment.get(stack_signal.FLIGHT_VARIABLE)
+        record = launch.environment.get(stack_signal.FLIGHT_VARIABLE)
         if record and is_nccl_available():  # ranks without NCCL have no flight recorder
             make_folder(Path(record).parent)
         for local_rank, environment in envs.items():
@@ -219,15 +218,15 @@ class ImpatientAgent(LocalElasticAgent):
             environment[stack_signal.PATH_VARIABLE] = os.path.join(plan["temporary"], stacks)
             environment[rank_start.LOG_VARIABLE] = str(logs[local_rank])
             environment["JURYMAST_ATTEMPT"] = str(attempt)
-            if rendezvous.saved:
-                environment["JURYMAST_SAVED_STEP"] = str(rendezvous.saved)
-            if rendezvous.mtbf_s:
-                environment["JURYMAST_MTBF_S"] = str(rendezvous.mtbf_s)
+            if launch.saved:
+                environment["JURYMAST_SAVED_STEP"] = str(launch.saved)
+            if launch.mtbf_s:
+                environment["JURYMAST_MTBF_S"] = str(launch.mtbf_s)
             environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)
             signals = getattr(LaunchConfig, "signals_to_handle", "")
             if signals:
                 environment[SIGNALS_VARIABLE] = signals
-            environment.update(rendezvous.environment)
+            environment.update(launch.environment)
             if plan["batch"]:
                 environment.update(task_variables(environment, each_rank=plan["tasks"]))
             if plan["tasks"]:
@@ -235,7 +234,7 @@ class ImpatientAgent(LocalElasticAgent):
                 environment.update(own_gpus(os.environ, local_rank, plan["gpus"]))
 
     def _error_file(self, local_rank: int) -> str:
-        name = f"error-{self._rendezvous_handler.attempt}-{local_rank}.json"
+        name = f"error-{self._rendezvous_handler.launch.attempt}-{local_rank}.json"
         return os.path.join(self._plan["temporary"], name)
 
     def _codes(self) -> list[int | None]:
@@ -249,7 +248,7 @@ class ImpatientAgent(LocalElasticAgent):
             worker = self._worker_group.workers[local_rank]
             self._rendezvous_handler.pipe.tell(
                 within.Failed(
-                    attempt=self._rendezvous_handler.attempt, rank=worker.global_rank,
+                    attempt=self._rendezvous_handler.launch.attempt, rank=worker.global_rank,
                     exit_code=failed[local_rank], **error_file.read(self._error_file(local_rank)),
                 )
             )  # fmt: skip
@@ -302,4 +301,4 @@ def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
         )  # fmt: skip
         ImpatientAgent(spec, plan, rendezvous, server).run()
         # All ranks of this node are done. After another node's failure they may have to run again.
-        rendezvous.pipe.tell(within.Finished(attempt=rendezvous.attempt))
+        rendezvous.pipe.tell(within.Finished(attempt=rendezvous.launch.attempt))

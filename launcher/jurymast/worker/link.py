@@ -68,18 +68,9 @@ def read_slot(page: Page, local_rank: int) -> RankBeat:
     offset = local_rank * SLOT_BYTES
     step, beats, pid, phase, beat_at, longest_s, phase_at = SLOT.unpack_from(page, offset)
     (settled,) = SETTLED.unpack_from(page, offset + SLOT.size)
-    return RankBeat(
-        step,
-        beats,
-        pid,
-        PHASES[phase % EXPLICIT] if phase % EXPLICIT < len(PHASES) else "starting",
-        phase >= EXPLICIT,
-        beat_at,
-        longest_s,
-        phase_at,
-        settled,
-        TIMED.unpack_from(page, offset + TIMED_OFFSET),
-    )
+    name = PHASES[phase % EXPLICIT] if phase % EXPLICIT < len(PHASES) else "starting"
+    timed = TIMED.unpack_from(page, offset + TIMED_OFFSET)
+    return RankBeat(step, beats, pid, name, phase >= EXPLICIT, beat_at, longest_s, phase_at, settled, timed)
 
 
 class Link:
@@ -137,16 +128,9 @@ class Link:
         self._beat_at = now
         if self._page is not None:
             SLOT.pack_into(
-                self._page,
-                self._offset,
-                step,
-                self._beats,
-                self._pid,
-                STEPPING + EXPLICIT * self.explicit_steps,
-                now,
-                self._longest_s,
-                self._phase_at,
-            )
+                self._page, self._offset, step, self._beats, self._pid,
+                STEPPING + EXPLICIT * self.explicit_steps, now, self._longest_s, self._phase_at,
+            )  # fmt: skip
 
     def timed(self, steps: int, forward_s: float, backward_s: float, update_s: float) -> None:
         """Record how the time of `steps` optimizer steps is divided over their parts, in seconds."""

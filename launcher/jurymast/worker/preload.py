@@ -87,7 +87,6 @@ def load(names: Sequence[str], *, native: bool = False) -> Stage:
 
 @contextmanager
 def _recorded(read: set[str]) -> Iterator[None]:
-    """Add the name of every variable that is looked up to `read`."""
     kind: Any = type(os.environ)
     original = kind.__getitem__
 

@@ -129,10 +129,6 @@ def _redirect_output(path: str) -> None:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             os.close(descriptor)
-    _keep_output_going()
-
-
-def _keep_output_going() -> None:
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         _rebuild(stream, _Log(descriptor, "w", closefd=False))
 

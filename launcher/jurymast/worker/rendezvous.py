@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from jurymast.core import within
 from jurymast.wire.endpoint import ADDRESS_VARIABLE, listen_at
 from jurymast.worker.agent_pipe import AgentPipe
 
@@ -26,17 +27,12 @@ STORE_CONNECT_S = 10.0
 
 
 class AgentRendezvous(RendezvousHandler):
-    """One node's rendezvous. `attempt` is the number of the attempt last joined, `mtbf_s` the mean seconds
-    between failures that the supervisor expected then, `environment` what the agent adds to the ranks'
-    environment, and `cold` whether they start with nothing preloaded."""
+    """One node's rendezvous. `launch` is the launch of the attempt last joined."""
+
+    launch: within.Launch
 
     def __init__(self, pipe: AgentPipe, run_id: str) -> None:
         self.pipe = pipe
-        self.attempt = 0
-        self.mtbf_s = 0.0
-        self.saved = 0
-        self.environment: dict[str, str] = {}
-        self.cold = False
         self._run_id = run_id
         self._closed = False
         self._store: Store | None = None
@@ -55,10 +51,8 @@ class AgentRendezvous(RendezvousHandler):
         """
         self._store = None  # closes the last attempt's server
         with listen_at(os.environ.get(ADDRESS_VARIABLE, "")) as listener:
-            order = self.pipe.next_launch(listener.getsockname()[1])
+            order = self.launch = self.pipe.next_launch(listener.getsockname()[1])
             served = listener.detach() if order.rank == 0 else None
-        self.attempt, self.mtbf_s, self.saved = order.attempt, order.mtbf_s, order.saved
-        self.environment, self.cold = order.environment, order.cold
         address, port = order.master_address, order.master_port
         self._store = TCPStore(
             address, port, is_master=served is not None, master_listen_fd=served, wait_for_workers=False,
@@ -74,7 +68,7 @@ class AgentRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if the supervisor wants this attempt stopped: torch's agent then restarts its workers."""
-        return int(self.pipe.stop_asked(self.attempt))
+        return int(self.pipe.stop_asked(self.launch.attempt))
 
     def get_run_id(self) -> str:
         return self._run_id

@@ -80,25 +80,19 @@ class ScheduleRecord:
     def decided(self) -> int:
         return self[_Word.DECIDED]
 
-    def propose(self, schedule: Schedule) -> None:
-        """Write a schedule. No rank sees half of it, because its number is written last."""
-        self[_Word.NUMBER] = 0
-        fence()
-        self[_Word.AT] = schedule.at
-        self[_Word.FIRST] = schedule.first
-        self[_Word.EVERY] = schedule.every
-        fence()
-        self[_Word.NUMBER] = schedule.number
-
-    def decide(self, decided: int) -> None:
-        self[_Word.DECIDED] = decided
-
     def take(self, schedule: Schedule, decided: int) -> None:
-        """Write the supervisor's proposal, and its decision if there is one (else 0)."""
+        """Write the supervisor's proposal, and its decision if there is one (else 0). No rank sees half of a
+        proposal, because its number is written last."""
         if schedule.number != self.number:
-            self.propose(schedule)
+            self[_Word.NUMBER] = 0
+            fence()
+            self[_Word.AT] = schedule.at
+            self[_Word.FIRST] = schedule.first
+            self[_Word.EVERY] = schedule.every
+            fence()
+            self[_Word.NUMBER] = schedule.number
         if decided:
-            self.decide(decided)
+            self[_Word.DECIDED] = decided
 
     def read(self) -> Schedule | None:
         """Return the proposed schedule; None if there is none, or if it is just being written."""
