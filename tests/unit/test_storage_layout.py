@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,12 @@ def test_only_the_blocks_that_are_needed_are_read_and_checked(tmp_path: Path) ->
     manifest = keeper.Manifest(1, 1, 0, 1, "2.13.0", size, common).with_blocks(memoryview(data))
     wanted = [(3, common - 1), (common + 5, common + 9), (common + BLOCK_BYTES - 7, size)]
     (tmp_path / "image").write_bytes(data)
-    with ImageSource(str(tmp_path / "image"), manifest) as source:
+    with closing(ImageSource(str(tmp_path / "image"), manifest)) as source:
         assert b"".join(source.read(wanted)) == b"".join(data[start:end] for start, end in wanted)
         assert list(source.read([])) == []
     data[-1] ^= 1
     (tmp_path / "image").write_bytes(data)
-    with ImageSource(str(tmp_path / "image"), manifest) as source:
+    with closing(ImageSource(str(tmp_path / "image"), manifest)) as source:
         assert b"".join(source.read(wanted[:2])) == b"".join(data[start:end] for start, end in wanted[:2])
         with pytest.raises(StorageFailure, match="block 1 of its own part"):
             list(source.read(wanted))
@@ -177,12 +178,12 @@ def test_an_image_whose_parts_lie_in_two_files_is_read_from_both(tmp_path: Path)
     manifest = keeper.Manifest(1, 1, 0, 1, "2.13.0", size, common).with_blocks(memoryview(data))
     own.write_bytes(bytes(common) + data[common:])
     other.write_bytes(data[:common])
-    with ImageSource(str(own), manifest, str(other)) as source:
+    with closing(ImageSource(str(own), manifest, str(other))) as source:
         assert b"".join(source.read([(0, size)])) == data
         assert b"".join(source.read([(900, 1100)])) == data[900:1100]
     other.write_bytes(bytes(common))
     with (
-        ImageSource(str(own), manifest, str(other)) as source,
+        closing(ImageSource(str(own), manifest, str(other))) as source,
         pytest.raises(StorageFailure, match="in .*/other is corrupt: block 0 of its common part"),
     ):
         list(source.read([(0, size)]))

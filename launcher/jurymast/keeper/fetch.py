@@ -18,20 +18,8 @@ from typing import TypeVar
 import xxhash
 
 from jurymast.core.checkpoints.copies import ALL, LOCAL
+from jurymast.core.keeper import messages as keepers
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.keeper.messages import (
-    BytesFollow,
-    Check,
-    Doubted,
-    FromKeeper,
-    GetBytes,
-    GetManifest,
-    ImageName,
-    ManifestFollows,
-    NotServed,
-    Served,
-    read_served,
-)
 from jurymast.core.keeper.restores import parts_of
 from jurymast.core.message import Strange
 from jurymast.core.messages import Source
@@ -49,17 +37,18 @@ STREAMS = 2
 # Requests under way on one connection: the other side sends the next block while this one is hashed.
 AHEAD = 2
 MANIFEST_BYTES_MAX = 1 << 30
-Answer = TypeVar("Answer", bound=FromKeeper)
+Answer = TypeVar("Answer", bound=keepers.FromKeeper)
 _BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
 
 
-def connect(source: Source, access: Access) -> Stream[Served]:
+def connect(source: Source, access: Access) -> Stream[keepers.Served]:
     """Connect to the data server of the source's node. Raises OSError, AuthenticationError or
     ProtocolError."""
+    whom = keeper_of(source.node)
     failure: Exception = ConnectionError("it has no address")
     for host in source.hosts:
         try:
-            return stream.connect(host, source.port, access.secret, keeper_of(source.node), read_served)
+            return stream.connect(host, source.port, access.secret, whom, keepers.read_served)
         except (OSError, AuthenticationError, ProtocolError) as error:
             failure = error
     raise failure
@@ -69,8 +58,8 @@ def manifest_of(source: Source, access: Access, key: Key, group: Group = ()) -> 
     """Return (the image's manifest, the capacity of its buffer there or 0); with a `group`, those of the
     group's XOR. Raises what `connect` raises, and BadImage."""
     with closing(connect(source, access)) as connection:
-        connection.send(GetManifest(image=_named(key, group), ways=access.ways))
-        answer = _answer(connection, ManifestFollows, access)
+        connection.send(keepers.GetManifest(image=_named(key, group), ways=access.ways))
+        answer = _answer(connection, keepers.ManifestFollows, access)
         if not 0 < answer.length <= MANIFEST_BYTES_MAX:
             raise ProtocolError(f"a manifest of {answer.length} bytes")
         data = bytearray(answer.length)
@@ -109,20 +98,12 @@ class Filling:
         """Return the parts that are not complete."""
         return {block.part for block in self.missing}
 
-    @property
-    def extent(self) -> tuple[int, int]:
-        """The range [start, end) of the image that is to be filled."""
-        return (0, self.manifest.size_bytes) if self.part == ALL else self.manifest.extent(self.part)
-
     def keep(self, part: str, tier: str, among: Sequence[Block] | None = None) -> bool:
         """Count blocks of `part`, or the blocks `among` it, that are in the buffer already. Return False if
         one is corrupt."""
         wanted = self.wanted(part) if among is None else among
         good = [block for block in wanted if hash_block(self.view(block)) == block.hash]
         return self._take(good, tier) == len(wanted)
-
-    def wants(self, part: str) -> bool:
-        return bool(self.wanted(part))
 
     def view(self, block: Block) -> memoryview:
         """Return the block's place in the buffer."""
@@ -180,8 +161,8 @@ class Filling:
             self.passed_over.append(f"{source.node}: {reasons[0] if reasons else 'interrupted'}")
 
     def _pull(
-        self, connection: Stream[Served], access: Access, image: ImageName, queue: deque[Block],
-        good: list[Block],
+        self, connection: Stream[keepers.Served], access: Access, image: keepers.ImageName,
+        queue: deque[Block], good: list[Block],
     ) -> list[str]:  # fmt: skip
         """Fetch blocks from the queue until it is empty. Return why some are corrupt."""
         asked: deque[Block] = deque()
@@ -193,12 +174,12 @@ class Filling:
                     block = queue.popleft()
                 except IndexError:
                     break  # the other stream was faster
-                connection.send(GetBytes(image=image, at=block.at, length=block.length, ways=ways))
+                connection.send(keepers.GetBytes(image=image, at=block.at, length=block.length, ways=ways))
                 asked.append(block)
             if not asked:
                 break
             block = asked.popleft()
-            answer = _answer(connection, BytesFollow, access)
+            answer = _answer(connection, keepers.BytesFollow, access)
             if answer.length != block.length:
                 raise ProtocolError("an answer of another length than asked for")
             if _receive(connection, self.view(block), answer.way) == block.hash:
@@ -206,8 +187,8 @@ class Filling:
             else:
                 reasons.append(f"the block at {block.at} of the {block.part} part is corrupt")
         if reasons and not asked:
-            connection.send(Check(image=image))  # is it corrupt there, or only in transit?
-            _answer(connection, Doubted, access)
+            connection.send(keepers.Check(image=image))  # is it corrupt there, or only in transit?
+            _answer(connection, keepers.Doubted, access)
         return reasons
 
     def wanted(self, part: str) -> list[Block]:
@@ -221,7 +202,7 @@ class Filling:
         return len(good)
 
 
-def _receive(connection: Stream[Served], target: memoryview, way: str) -> str:
+def _receive(connection: Stream[keepers.Served], target: memoryview, way: str) -> str:
     """Fill `target`. Return its hash, made piece by piece while the bytes are in the processor's cache."""
     hasher = xxhash.xxh3_64()
     for piece in connection.receive_pieces(target, way):
@@ -229,22 +210,22 @@ def _receive(connection: Stream[Served], target: memoryview, way: str) -> str:
     return str(hasher.hexdigest())
 
 
-def _answer(connection: Stream[Served], kind: type[Answer], access: Access) -> Answer:
+def _answer(connection: Stream[keepers.Served], kind: type[Answer], access: Access) -> Answer:
     """Receive an answer of this kind. Raises ProtocolError for any other."""
     answer = connection.receive()
-    if isinstance(answer, ManifestFollows | BytesFollow) and answer.way not in access.ways:
+    if isinstance(answer, keepers.ManifestFollows | keepers.BytesFollow) and answer.way not in access.ways:
         raise ProtocolError(f"an answer protected by {answer.way}, which was not offered")
     if isinstance(answer, kind):
         return answer
-    if isinstance(answer, NotServed):
+    if isinstance(answer, keepers.NotServed):
         raise ProtocolError(answer.why)
     what = answer if isinstance(answer, Strange) else type(answer).__name__
     raise ProtocolError(f"an answer to another request: {what}")
 
 
-def _named(key: Key, group: Group) -> ImageName:
+def _named(key: Key, group: Group) -> keepers.ImageName:
     step, attempt, rank = key
-    return ImageName(step=step, attempt=attempt, rank=rank, group=group)
+    return keepers.ImageName(step=step, attempt=attempt, rank=rank, group=group)
 
 
 def _read(descriptor: int, at: int, view: memoryview) -> None:

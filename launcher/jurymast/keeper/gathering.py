@@ -140,7 +140,7 @@ async def rebuild(gathering: Gatherer, filling: Filling, key: Key, source: msg.S
         good = [block for place, block in wanted.items() if place not in mix.failed]
         if not filling.stop.is_set():
             await in_thread(filling.keep, source.part, PEER, good)
-    if filling.wants(source.part) and not filling.stop.is_set():
+    if filling.wanted(source.part) and not filling.stop.is_set():
         ranks = ", ".join(str(rank) for rank in sorted(source.group))
         reason = "; ".join(why) or "blocks are corrupt"
         filling.passed_over.append(f"{source.node}, parity of ranks {ranks}: {reason}")

@@ -397,7 +397,6 @@ class Keeper:
         self.act(self.machine.measured(room, allocated))
 
     def _make(self, effect: do.Make) -> str:
-        """Make buffers; return why that failed, or ""."""
         made: dict[int, MappedBuffer] = {}
         try:
             for number in effect.buffers:

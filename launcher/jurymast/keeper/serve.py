@@ -7,19 +7,8 @@ import socket
 import threading
 from collections.abc import Callable
 
+from jurymast.core.keeper import messages as keepers
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.keeper.messages import (
-    BytesFollow,
-    Check,
-    Doubted,
-    GetBytes,
-    GetManifest,
-    ImageName,
-    ManifestFollows,
-    NotServed,
-    Request,
-    read_request,
-)
 from jurymast.core.message import Strange
 from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.foreign import open_own
@@ -30,13 +19,13 @@ from jurymast.wire.handshake import keeper_of
 from jurymast.wire.shield import Access, agreed
 from jurymast.wire.stream import Stream
 
-Peer = Stream[Request]
+Peer = Stream[keepers.Request]
 
 # Connections that have not yet proved that they know the run's secret; each takes a thread.
 UNPROVEN_MAX = 128
 # Pause after a connection could not be accepted.
 REST_S = 0.05
-NOT_HELD = NotServed(why="not held (any more)")
+NOT_HELD = keepers.NotServed(why="not held (any more)")
 
 
 class ImageServer:
@@ -107,7 +96,7 @@ class ImageServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            peer = stream.accept(connection, self._access.secret, self._who, read_request)
+            peer = stream.accept(connection, self._access.secret, self._who, keepers.read_request)
             with self._lock:
                 self._unproven.pop(connection, None)
             while True:
@@ -123,28 +112,28 @@ class ImageServer:
             self._unproven.pop(connection, None)
         connection.close()
 
-    def _answer(self, peer: Peer, request: Request) -> None:
+    def _answer(self, peer: Peer, request: keepers.Request) -> None:
         match request:
-            case GetManifest() | GetBytes():
+            case keepers.GetManifest() | keepers.GetBytes():
                 here = self._access.ways
                 if (way := agreed(request.ways, here)) is None:
                     asked = ", ".join(request.ways) or "nothing"
                     why = f"there is no common way to protect bytes: {asked} there, {', '.join(here)} here"
-                    peer.send(NotServed(why=why))
-                elif isinstance(request, GetManifest):
+                    peer.send(keepers.NotServed(why=why))
+                elif isinstance(request, keepers.GetManifest):
                     self._send_manifest(peer, request.image, way)
                 else:
                     self._send_bytes(peer, request, way)
-            case Check():
+            case keepers.Check():
                 for copy in self._copies.find(_key(request.image), group=request.image.group):
                     self._doubt(copy)
-                peer.send(Doubted())
+                peer.send(keepers.Doubted())
             case Strange():
-                peer.send(NotServed(why=f"not a request: {request}"))
+                peer.send(keepers.NotServed(why=f"not a request: {request}"))
             case _:
                 never(request)
 
-    def _send_bytes(self, peer: Peer, request: GetBytes, way: str) -> None:
+    def _send_bytes(self, peer: Peer, request: keepers.GetBytes, way: str) -> None:
         image, at, length = request.image, request.at, request.length
         held = self._copies.acquire(_key(image), at, length, image.group)
         if held is None:
@@ -155,7 +144,7 @@ class ImageServer:
         finally:
             self._copies.release(held)
 
-    def _send_manifest(self, peer: Peer, image: ImageName, way: str) -> None:
+    def _send_manifest(self, peer: Peer, image: keepers.ImageName, way: str) -> None:
         key, group = _key(image), image.group
         known, held = self._copies.manifest(key, group), self._copies.find(key, group=group)
         if known is None:
@@ -163,27 +152,27 @@ class ImageServer:
             return
         manifest, capacity = known
         data = held[0].manifest_bytes if held else manifest.to_bytes()
-        peer.send(ManifestFollows(length=len(data), way=way, capacity=capacity))  # too large for a message
-        peer.send_bytes(data, way)
+        peer.send(keepers.ManifestFollows(length=len(data), way=way, capacity=capacity))
+        peer.send_bytes(data, way)  # too large for a message
 
 
-def _key(image: ImageName) -> Key:
+def _key(image: keepers.ImageName) -> Key:
     return image.step, image.attempt, image.rank
 
 
 def _send_from(peer: Peer, copy: StoredCopy, at: int, length: int, way: str) -> None:
     if isinstance(copy.place, MappedBuffer):
-        peer.send(BytesFollow(length=length, way=way))
+        peer.send(keepers.BytesFollow(length=length, way=way))
         with copy.place.view(at, at + length) as view:
             peer.send_bytes(view, way)
         return
     try:
         descriptor = open_own(copy.place)
     except OSError as error:
-        peer.send(NotServed(why=f"{copy.place}: {error.strerror or error}"))
+        peer.send(keepers.NotServed(why=f"{copy.place}: {error.strerror or error}"))
         return
     try:
-        peer.send(BytesFollow(length=length, way=way))
+        peer.send(keepers.BytesFollow(length=length, way=way))
         peer.send_file(descriptor, at, length, way)
     finally:
         os.close(descriptor)

@@ -18,22 +18,8 @@ from jurymast.checkpoint.directory import one_line
 from jurymast.core.message import Strange
 from jurymast.errors import never
 from jurymast.processes import become_helper
-from jurymast.storage import layout, local, object_store, shared
-from jurymast.storage.orders import (
-    Answer,
-    AnyOrder,
-    Cancel,
-    Done,
-    Job,
-    StorageFailed,
-    StorageFailure,
-    Told,
-    Upload,
-    Warm,
-    WriteLocal,
-    WriteShared,
-    read_told,
-)
+from jurymast.storage import layout, local, object_store, orders, shared
+from jurymast.storage.orders import Answer, AnyOrder, Done, Job
 
 # How much nicer than the ranks this process is while it writes. Not while it imports torch: on a busy node
 # that took minutes, during which no checkpoint got to storage.
@@ -50,8 +36,8 @@ class Service:
         self._waiting: queue.SimpleQueue[AnyOrder] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="orders", daemon=True).start()
 
-    def take(self, told: Told) -> None:
-        if not isinstance(told, Cancel):
+    def take(self, told: orders.Told) -> None:
+        if not isinstance(told, orders.Cancel):
             self._jobs[told.id] = Job(told.limit_s)
             self._waiting.put(told)
         elif job := self._jobs.get(told.id):
@@ -72,27 +58,27 @@ def _carried_out(order: AnyOrder, job: Job) -> Answer:
     try:
         job.check()
         done = _carry_out(order, job)
-    except StorageFailure as failure:
-        return StorageFailed(why=str(failure))
+    except orders.StorageFailure as failure:
+        return orders.StorageFailed(why=str(failure))
     except Exception as error:  # a bug must be reported, and must not end other orders
         sys.excepthook(*sys.exc_info())
-        return StorageFailed(why=f"unexpected {one_line(error)}")
+        return orders.StorageFailed(why=f"unexpected {one_line(error)}")
     return msgspec.structs.replace(done, seconds=round(job.seconds, 3))
 
 
 def _carry_out(order: AnyOrder, job: Job) -> Done:
-    if not isinstance(order, Warm):
+    if not isinstance(order, orders.Warm):
         # Of this thread, and of the threads that it starts from now on.
         os.setpriority(os.PRIO_PROCESS, 0, min(STARTED_NICE + NICE, 19))
     match order:
-        case WriteLocal():
+        case orders.WriteLocal():
             done = local.write(order, job)
-        case WriteShared():
+        case orders.WriteShared():
             done = shared.write(order, job)
-        case Warm():
+        case orders.Warm():
             layout.preload()
             done = Done()
-        case Upload():
+        case orders.Upload():
             done = object_store.upload(order, job)
         case _:
             never(order)
@@ -104,7 +90,7 @@ def main() -> None:
     psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
     service = Service(output)
     for line in sys.stdin.buffer:
-        told = read_told(line)
+        told = orders.read_told(line)
         if isinstance(told, Strange):
             sys.stderr.write(f"no order: {told}\n")
         else:

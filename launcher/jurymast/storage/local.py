@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from jurymast.checkpoint.directory import NewFile
@@ -104,7 +104,8 @@ def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:
     state = order.step, order.attempt
     place = directory.path(*state)
     with ExitStack() as stack:
-        sources = [stack.enter_context(ImageSource.of_order(image, *state)) for image in order.images]
+        opened = (closing(ImageSource.of_order(image, *state)) for image in order.images)
+        sources = [stack.enter_context(source) for source in opened]
         make_private(directory.root.parent)
         directory.root.mkdir(mode=0o700, exist_ok=True)
         directory.sweep()

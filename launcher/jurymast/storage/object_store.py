@@ -148,7 +148,6 @@ class ObjectStore:
         return bool(self._tried(path, lambda: self._files.exists(path)))
 
     def _is_whole(self, step: int, manifest: CheckpointManifest) -> bool:
-        """Return whether all files exist in full length."""
         place = self._path(step, "").rstrip("/")
         found = self._tried(place, lambda: self._files.ls(place, detail=True))
         sizes = {one["name"].rpartition("/")[2]: one["size"] for one in found}
@@ -190,7 +189,6 @@ class ObjectStore:
             raise StorageFailure(f"{path} differs from what was uploaded: upload the step again")
 
     def _upload(self, source: Path, step: int, record: FileRecord, job: Job) -> str:
-        """Upload one file; return its keyed hash."""
         path = self._path(step, record.name)
         keyed: str = self._tried(path, lambda: self._send(source, path, record, job), job)
         size = self._size(path)

@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,18 +35,8 @@ from jurymast.checkpoint.directory import (
     remove_trees,
 )
 from jurymast.checkpoint.owner import Owner, claim
-from jurymast.core.checkpoints.meeting import (
-    Announced,
-    Complete,
-    Do,
-    Fail,
-    Meeting,
-    Next,
-    Pause,
-    ReadWhy,
-    TellOthers,
-    Wait,
-)
+from jurymast.core.checkpoints import meeting
+from jurymast.core.checkpoints.meeting import Do, Next
 from jurymast.errors import CheckpointError
 from jurymast.keeper import manifest as keeper
 from jurymast.rundir import write_atomically, write_json
@@ -70,7 +60,7 @@ class _Part:
         self._order, self._job, self._stack = order, job, stack
         self._directory = CheckpointDirectory(order.root)
         self._step, self._attempt, self._world = order.step, order.attempt, order.world
-        self._machine = Meeting((order.step, order.attempt), order.world, leads=order.lead)
+        self._machine = meeting.Meeting((order.step, order.attempt), order.world, leads=order.lead)
         self._place = self._directory.writing(self._step, self._attempt, order.nonce)
         self._sources: list[ImageSource] = []
         self._manifests: dict[int, keeper.Manifest] = {}  # by rank, as they come
@@ -79,13 +69,12 @@ class _Part:
         self._layout: Layout | None = None
 
     def take(self) -> Done:
-        """Do this node's part. Raises StorageFailure."""
         try:
             following = self._begin()
-            while not isinstance(following, Complete | Fail):
+            while not isinstance(following, meeting.Complete | meeting.Fail):
                 following = self._one(following)
                 self._machine.check()
-            if isinstance(following, Fail):
+            if isinstance(following, meeting.Fail):
                 raise StorageFailure(following.why)
             if self._order.lead and not following.existing:
                 self._directory.check_sizes(self._step, self._directory.manifest(self._step))
@@ -105,11 +94,10 @@ class _Part:
         if isinstance(following, Do):
             for image in order.images:
                 source = ImageSource.of_order(image, self._step, self._attempt)
-                self._sources.append(self._stack.enter_context(source))
+                self._sources.append(self._stack.enter_context(closing(source)))
         return following
 
     def _exists(self) -> bool:
-        """Return whether the step has a complete checkpoint."""
         return self._directory.whole(self._step) is not None
 
     def _one(self, what: Next) -> Next:
@@ -140,7 +128,7 @@ class _Part:
             case Do.SEAL:
                 self._seal()
                 return machine.sealed(rolled_back=self._directory.void(self._step, self._attempt))
-            case ReadWhy(rank):
+            case meeting.ReadWhy(rank):
                 return machine.others_failed(rank, self._why_failed(f"failed-r{rank:05d}.txt"))
             case Do.OPEN:
                 self._open()
@@ -154,9 +142,9 @@ class _Part:
                 self._directory.publish(self._place, self._step)
             case Do.CLEAN_UP:
                 remove_trees([self._place])
-            case TellOthers(why):
+            case meeting.TellOthers(why):
                 self._tell(why)
-            case Pause(seconds):
+            case meeting.Pause(seconds):
                 self._job.cancelled.wait(seconds)
             case _:
                 raise AssertionError(f"{what} cannot be carried out")
@@ -165,7 +153,7 @@ class _Part:
     def _wait(self, what: str, look: Callable[[], Next], place: Path) -> Next:
         def found() -> tuple[Next] | None:
             following = look()
-            return None if isinstance(following, Wait) else (following,)
+            return None if isinstance(following, meeting.Wait) else (following,)
 
         return self._job.wait(what, found, place, ranks=self._world)[0]
 
@@ -198,7 +186,9 @@ class _Part:
                 manifests = self._read_layout(self._place / name)
                 self._heard.add(name)
                 self._manifests.update((one.rank, one) for one in manifests)
-                found[name] = [Announced(one.rank, (one.step, one.attempt), one.world) for one in manifests]
+                found[name] = [
+                    meeting.Announced(one.rank, (one.step, one.attempt), one.world) for one in manifests
+                ]
         return self._machine.saw_layouts(found)
 
     def _read_layout(self, path: Path) -> list[keeper.Manifest]:
@@ -226,7 +216,6 @@ class _Part:
         return self._machine.saw_shares(there=True)
 
     def _write(self, writes: dict[int, list[int]]) -> None:
-        """Write this node's files."""
         written = self._job.each(lambda one: self._write_rank(one, writes[one.manifest.rank]), self._sources)
         records = [asdict(record) for record in written if record]
         if self._sources:

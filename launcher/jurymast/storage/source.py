@@ -7,7 +7,6 @@ import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 from jurymast.core.checkpoints.copies import COMMON, OWN
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, is_intact
@@ -48,12 +47,7 @@ class ImageSource:
             )
         return cls(image.path, manifest, image.common_path)
 
-    def __enter__(self) -> ImageSource:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._images.clear()  # a mapping ends with its last view
 
     def read(self, wanted: list[Range]) -> Iterator[memoryview]:
