@@ -161,12 +161,12 @@ def test_stock_dcp_loads_an_image_as_a_file(tmp_path: Path) -> None:
 def test_payloads_beyond_four_gib() -> None:
     """The zip format has other headers for them; they are made without touching that much memory."""
     size = (5 << 30) + 1
-    around = image.shell(torch.uint8, (size,))
+    before, after = image.shell(torch.uint8, (size,))
     descriptor = os.memfd_create("sparse")
     try:
-        os.pwrite(descriptor, around.before, 0)
-        os.pwrite(descriptor, b"\x07", len(around.before) + size - 1)
-        os.pwrite(descriptor, around.after, len(around.before) + size)
+        os.pwrite(descriptor, before, 0)
+        os.pwrite(descriptor, b"\x07", len(before) + size - 1)
+        os.pwrite(descriptor, after, len(before) + size)
         read = torch.load(f"/proc/self/fd/{descriptor}", mmap=True, weights_only=True)
         assert read.shape == (size,)
         assert (int(read[0]), int(read[-1])) == (0, 7)

@@ -132,10 +132,10 @@ class Checkpointer:
         group = self._open()
         with telling_of_waits(self._link):
             restored, tier_name, skipped = self._restore_newest()
-        if restored is None:
+        if not tier_name:
             self._check_nothing_was_saved()
-        step = restored.step if restored else 0
-        self._saved_step = step if restored else -1
+        step = restored.step
+        self._saved_step = step if tier_name else -1
         self._link.resume_at(step)
         if group.rank == 0:
             self._report_restored(restored, tier_name, skipped, time.monotonic() - started)
@@ -269,9 +269,9 @@ class Checkpointer:
 
     # ---- restoring
 
-    def _restore_newest(self) -> tuple[Candidate | None, str, dict[int, str]]:
+    def _restore_newest(self) -> tuple[Candidate, str, dict[int, str]]:
         """Load the newest step that is whole in some tier. Return it, its tier, and why each newer step was
-        skipped."""
+        skipped; step 0 and no tier if nothing was saved."""
         skipped: dict[int, str] = {}
         # The agent brings the newest image there is, so that nothing waits for storage that hangs.
         tiers: list[MemoryTier | SharedTier] = [self._shared]
@@ -291,7 +291,7 @@ class Checkpointer:
                 f"there are checkpoints in {self._directory} but none can be restored: {reasons}",
                 hint="to start from the beginning, move them away",
             )
-        return None, "", skipped
+        return Candidate(0, 0, 0), "", skipped
 
     def _check_nothing_was_saved(self) -> None:
         """Raise CheckpointError if a step was saved: a file system that is not mounted looks like one without
@@ -304,20 +304,17 @@ class Checkpointer:
             )
 
     def _report_restored(
-        self, restored: Candidate | None, tier: str, skipped: dict[int, str], seconds: float
+        self, restored: Candidate, tier: str, skipped: dict[int, str], seconds: float
     ) -> None:
         passed_over = [_short(f"step {step}: {why}") for step, why in sorted(skipped.items())]
-        if restored and passed_over:
+        if passed_over:
             log.warning("restored step %d, skipping %s", restored.step, "; ".join(passed_over))
         self._link.emit(
             within.Restored(
-                step=restored.step if restored else 0,
-                tier=tier,
-                seconds=round(seconds, 6),
-                size_bytes=restored.size_bytes if restored else 0,
+                step=restored.step, tier=tier, seconds=round(seconds, 6), size_bytes=restored.size_bytes,
                 skipped=tuple(passed_over[-4:]),
             )
-        )
+        )  # fmt: skip
 
     # ---- memory
 

@@ -48,14 +48,6 @@ def aligned(size: int) -> int:
 # ---- what torch.save writes
 
 
-@dataclass(frozen=True)
-class Shell:
-    """The bytes that torch.save writes before and after the payload of any tensor of one type and shape."""
-
-    before: bytes
-    after: bytes
-
-
 class _Sink:
     """A file that torch.save writes to under `skip_data`, which seeks past the payload."""
 
@@ -74,9 +66,10 @@ class _Sink:
 
 
 @lru_cache(maxsize=4096)
-def shell(dtype: torch.dtype, sizes: tuple[int, ...]) -> Shell:
-    """Return the shell of tensors of this type and shape, without touching memory for the payload. The zip
-    format's checksum of the payload stays empty; torch does not read it."""
+def shell(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return what torch.save writes before and after the payload of tensors of this type and shape, without
+    touching memory for the payload. The zip format's checksum of the payload stays empty; torch does not read
+    it."""
     strides = torch.empty(sizes, dtype=dtype, device="meta").stride()
     storage = torch.UntypedStorage(math.prod(sizes) * dtype.itemsize, device="cpu")
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, sizes, strides)
@@ -84,7 +77,7 @@ def shell(dtype: torch.dtype, sizes: tuple[int, ...]) -> Shell:
     with torch.serialization.skip_data():
         torch.save(tensor, sink)
     before, after = sink.parts
-    return Shell(bytes(before), bytes(after))
+    return bytes(before), bytes(after)
 
 
 def _saved(value: Any) -> bytes:
@@ -205,9 +198,9 @@ def _layout(
     for is_own, number in sorted(with_payload):
         piece = pieces[number]
         assert piece.dtype is not None
-        around = shell(piece.dtype, piece.item.sizes)
-        raw = position + len(around.before)
-        end = raw + math.prod(piece.item.sizes) * piece.dtype.itemsize + len(around.after)
+        before, after = shell(piece.dtype, piece.item.sizes)
+        raw = position + len(before)
+        end = raw + math.prod(piece.item.sizes) * piece.dtype.itemsize + len(after)
         item = replace(piece.item, at=position, length=end - position, raw=raw)
         placed.append(replace(piece, item=item))
         lines[number] = _line(item)
@@ -325,10 +318,10 @@ class Window:
         for piece in layout.tensors:
             item = piece.item
             assert piece.dtype is not None
-            around = shell(piece.dtype, item.sizes)
-            self.data[item.at : item.raw] = around.before
-            end = item.at + item.length - len(around.after)
-            self._fill(end, around.after)
+            before, after = shell(piece.dtype, item.sizes)
+            self.data[item.at : item.raw] = before
+            end = item.at + item.length - len(after)
+            self._fill(end, after)
             views.append(self.bytes[item.raw : end].view(piece.dtype).view(item.sizes))
         return views
 

@@ -27,43 +27,27 @@ NICE = 10
 STARTED_NICE = os.getpriority(os.PRIO_PROCESS, 0)
 
 
-class Service:
-    """Carries out orders in a thread of its own, so that they can be cancelled meanwhile."""
-
-    def __init__(self, output: int) -> None:
-        self._output = output
-        self._jobs: dict[int, Job] = {}
-        self._waiting: queue.SimpleQueue[AnyOrder] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="orders", daemon=True).start()
-
-    def take(self, told: orders.Told) -> None:
-        if not isinstance(told, orders.Cancel):
-            self._jobs[told.id] = Job(told.limit_s)
-            self._waiting.put(told)
-        elif job := self._jobs.get(told.id):
-            job.cancelled.set()
-
-    def _serve(self) -> None:
-        while True:
-            order = self._waiting.get()
-            answer = msgspec.structs.replace(_carried_out(order, self._jobs[order.id]), id=order.id)
-            data = msgspec.json.encode(answer) + b"\n"
-            while data:
-                data = data[os.write(self._output, data) :]
-            del self._jobs[order.id]
+def serve(waiting: queue.SimpleQueue[AnyOrder], jobs: dict[int, Job], output: int) -> None:
+    """Carry out orders; this runs in a thread of its own, so that they can be cancelled meanwhile."""
+    while True:
+        order = waiting.get()
+        answer = msgspec.structs.replace(_carried_out(order, jobs[order.id]), id=order.id)
+        data = msgspec.json.encode(answer) + b"\n"
+        while data:
+            data = data[os.write(output, data) :]
+        del jobs[order.id]
 
 
 def _carried_out(order: AnyOrder, job: Job) -> Answer:
     job.begin()
     try:
         job.check()
-        done = _carry_out(order, job)
+        return _carry_out(order, job)
     except orders.StorageFailure as failure:
         return orders.StorageFailed(why=str(failure))
     except Exception as error:  # a bug must be reported, and must not end other orders
         sys.excepthook(*sys.exc_info())
         return orders.StorageFailed(why=f"unexpected {one_line(error)}")
-    return msgspec.structs.replace(done, seconds=round(job.seconds, 3))
 
 
 def _carry_out(order: AnyOrder, job: Job) -> Done:
@@ -88,13 +72,18 @@ def _carry_out(order: AnyOrder, job: Job) -> Done:
 def main() -> None:
     output = become_helper(nice=0)
     psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
-    service = Service(output)
+    waiting: queue.SimpleQueue[AnyOrder] = queue.SimpleQueue()
+    jobs: dict[int, Job] = {}
+    threading.Thread(target=serve, args=(waiting, jobs, output), daemon=True).start()
     for line in sys.stdin.buffer:
         told = orders.read_told(line)
         if isinstance(told, Strange):
             sys.stderr.write(f"no order: {told}\n")
-        else:
-            service.take(told)
+        elif not isinstance(told, orders.Cancel):
+            jobs[told.id] = Job(told.limit_s)
+            waiting.put(told)
+        elif job := jobs.get(told.id):
+            job.cancelled.set()
     os._exit(0)
 
 

@@ -92,23 +92,24 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind
     id: int
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="said", tag=kind_of, omit_defaults=True):
+class _Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="said", tag=kind_of, omit_defaults=True):
+    """The answer to the order `id`."""
+
+    id: int = 0
+
+
+class Done(_Answer, frozen=True, kw_only=True):
     """The order is done, and this many bytes were written. `existing`: the step existed already. `published`:
     the checkpoint has its final name; only then may its images be dropped."""
 
-    id: int = 0
     bytes: int = 0
-    seconds: float = 0.0
     existing: bool = False
     published: bool = False
 
 
-class StorageFailed(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="said", tag=kind_of, omit_defaults=True
-):
+class StorageFailed(_Answer, frozen=True, kw_only=True):
     """The order failed; `why` names the path and what to do, on one line."""
 
-    id: int = 0
     why: str
 
 
@@ -156,8 +157,8 @@ class Job:
         self._started = time.monotonic()
 
     @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started
+    def _late(self) -> bool:
+        return time.monotonic() - self._started > self._limit_s
 
     def check(self) -> None:
         """Raise StorageFailure if the order was cancelled or takes too long."""
@@ -165,7 +166,7 @@ class Job:
             raise StorageFailure("it was cancelled")
         if self._stopped:
             raise StorageFailure("another part of it failed")
-        if self.seconds > self._limit_s:
+        if self._late:
             raise StorageFailure(f"it took longer than its limit of {self._limit_s:.0f} s")
 
     def wrote(self, count: int) -> None:
@@ -196,7 +197,7 @@ class Job:
         pause = max(POLL_S, 0.1 * seldom)
         renewed = time.monotonic()
         while (result := look()) is None:
-            if self.seconds > self._limit_s:
+            if self._late:
                 raise StorageFailure(f"{what} did not come within {self._limit_s:.0f} s")
             self.check()
             self.cancelled.wait(pause)
