@@ -341,10 +341,7 @@ def load(image: memoryview, manifest: Manifest, state: ScriptState) -> None:
     Everything is copied: `state` does not refer to `image` afterwards. Raises CheckpointError naming what
     does not fit, and whatever the user's own `load_state_dict` raises.
     """
-    metadata = Metadata({}, planner_data={})
-    for item in manifest.items:
-        add_metadata(metadata, item, item.name, item.path)
-    template = state.template(metadata, manifest.entries, manifest.rank, manifest.world)
+    template = state.template(_metadata(manifest), manifest.entries, manifest.rank, manifest.world)
     flat, paths = flatten_state_dict(template)
     by_name = {item.name: item for item in manifest.items}
     by_chunk = {(item.name, item.offsets): item for item in manifest.items}
@@ -413,6 +410,13 @@ def _payload(image: memoryview, source: torch.Tensor, item: Item) -> torch.Tenso
 def _loaded(image: memoryview, item: Item) -> Any:
     # unpickling is safe here: only the user's own processes can write this memory
     return torch.load(io.BytesIO(image[item.at : item.at + item.length]), weights_only=False)
+
+
+def _metadata(manifest: Manifest) -> Metadata:
+    metadata = Metadata({}, planner_data={})
+    for item in manifest.items:
+        add_metadata(metadata, item, item.name, item.path)
+    return metadata
 
 
 # Optimizers that keep two or three tensors of the same size and type for each parameter.
