@@ -370,6 +370,15 @@ class CheckpointDirectory:
             doomed.append(gone)
         return doomed
 
+    def retire_behind(
+        self, keep: int, complain: Callable[[str], object], known_bad: frozenset[int] = frozenset()
+    ) -> None:
+        """`retire`, and delete in a thread; `complain` gets why that failed, on one line."""
+        try:
+            delete_behind(self.retire(keep, known_bad))
+        except OSError as error:
+            complain(f"cannot remove old checkpoints: {one_line(error)}")
+
     # ---- pins
 
     def pinned(self) -> set[int]:

@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,19 +214,17 @@ class MemoryTier:
 
     def wait_ready(self, limit_s: float) -> bool:
         """Wait until one save after another can succeed; False after `limit_s` or if memory is refused."""
-        end = time.monotonic() + limit_s
-        while not self._all_there() and not self.refused and time.monotonic() < end:
-            time.sleep(POLL_S)
+        self._wait(self._all_there, limit_s)
         return self.ready
 
-    def wait_free(self, limit_s: float) -> bool:
-        """Wait until some slot can be written into; False after `limit_s` or if memory is refused."""
+    def wait_free(self, limit_s: float) -> None:
+        """Wait until some slot can be written into, at most `limit_s` and not if memory is refused."""
+        self._wait(lambda: any(slot.writable for slot in self._slots), limit_s)
+
+    def _wait(self, done: Callable[[], bool], limit_s: float) -> None:
         end = time.monotonic() + limit_s
-        while not any(slot.writable for slot in self._slots):
-            if self.refused or time.monotonic() > end:
-                return False
+        while not done() and not self.refused and time.monotonic() < end:
             time.sleep(POLL_S)
-        return True
 
     def _all_there(self) -> bool:
         """Return whether no further slot can be mapped until the agent frees one."""

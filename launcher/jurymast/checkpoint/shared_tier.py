@@ -231,16 +231,8 @@ class SharedTier:
             remove_trees([temporary])
             return SaveResult(ok=False, error=one_line(error))
         self._damaged.discard(step)
-        self._retire()
+        self._directory.retire_behind(self._keep, log.warning, frozenset(self._damaged))
         return SaveResult(ok=True, size_bytes=manifest.size_bytes)
-
-    def _retire(self) -> None:
-        try:
-            doomed = self._directory.retire(self._keep, frozenset(self._damaged))
-        except OSError as error:
-            log.warning("cannot remove old checkpoints: %s", one_line(error))
-            return
-        delete_behind(doomed)
 
     # ---- restoring
 

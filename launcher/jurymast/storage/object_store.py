@@ -167,16 +167,12 @@ class ObjectStore:
                 return Done(existing=True, published=True)
             self.remove(step)  # damaged, or of another attempt: the two must not mix
         place = directory.path(step)
-        # `.metadata` last except for the manifest: stock readers ignore a directory without it
-        first = [record for record in manifest.files if record.name != ".metadata"]
-        last = [record for record in manifest.files if record.name == ".metadata"]
         keyed: dict[str, str] = {}
-
-        def upload_one(record: FileRecord) -> None:
-            keyed[record.name] = self._upload(place / record.name, step, record, job)
-
-        for records in (first, last):
-            job.each(upload_one, records)
+        # `.metadata` last except for the manifest: stock readers ignore a directory without it
+        for last in (False, True):
+            records = [record for record in manifest.files if (record.name == ".metadata") == last]
+            found = job.each(lambda one: self._upload(place / one.name, step, one, job), records)
+            keyed |= {record.name: one for record, one in zip(records, found, strict=True)}
         data = manifest.to_bytes()
         self._put(step, SEAL, self._key.seal(step, data, keyed), job)
         self._put(step, MANIFEST, data, job)

@@ -30,8 +30,6 @@ from jurymast.checkpoint.directory import (
     CheckpointManifest,
     FileRecord,
     NewFile,
-    delete_behind,
-    one_line,
     remove_trees,
 )
 from jurymast.checkpoint.owner import Owner, claim
@@ -78,7 +76,8 @@ class _Part:
                 raise StorageFailure(following.why)
             if self._order.lead and not following.existing:
                 self._directory.check_sizes(self._step, self._directory.manifest(self._step))
-                self._retire()
+                if self._order.keep:
+                    self._directory.retire_behind(self._order.keep, lambda why: sys.stderr.write(f"{why}\n"))
         except (BadCheckpoint, CheckpointError, OSError) as error:
             raise StorageFailure(_why(error, self._directory.root)) from error
         bytes = 0 if following.existing else self._job.bytes
@@ -256,16 +255,6 @@ class _Part:
         )
         self._directory.seal(self._place, manifest)
         self._job.check()
-
-    def _retire(self) -> None:
-        if not self._order.keep:
-            return
-        try:
-            doomed = self._directory.retire(self._order.keep)
-        except OSError as error:
-            sys.stderr.write(f"old checkpoints cannot be removed: {one_line(error)}\n")
-            return
-        delete_behind(doomed)
 
     # ---- messages
 
