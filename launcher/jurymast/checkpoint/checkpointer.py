@@ -34,23 +34,23 @@ PATH_CHARACTERS = 1000
 
 
 @contextmanager
-def telling_of_waits(link: Link, every_s: float = within.RESTORE_TOLD_S) -> Iterator[None]:
+def telling_of_waits(link: Link) -> Iterator[None]:
     """Within this block, report long waits of this process to the agent and in the rank's log."""
     over = threading.Event()
-    threading.Thread(target=_watch, args=(over, link, every_s), name="jurymast-waiting", daemon=True).start()
+    threading.Thread(target=_watch, args=(over, link), name="jurymast-waiting", daemon=True).start()
     try:
         yield
     finally:
         over.set()
 
 
-def _watch(over: threading.Event, link: Link, every_s: float) -> None:
+def _watch(over: threading.Event, link: Link) -> None:
     told, told_s = "", 0.0
-    while not over.wait(min(LOOK_EVERY_S, every_s / 2)):
+    while not over.wait(LOOK_EVERY_S):
         path, waited_s = foreign.unanswered()
         if path != told or waited_s < told_s:  # another call
             told, told_s = path, 0.0
-        if waited_s >= told_s + every_s:
+        if waited_s >= told_s + within.RESTORE_TOLD_S:
             told_s = waited_s
             log.warning("%s: its storage has not responded for %.0f s; waiting for it", path, waited_s)
             link.emit(within.RestoreWaits(path=_short(path, PATH_CHARACTERS), seconds=round(waited_s, 3)))

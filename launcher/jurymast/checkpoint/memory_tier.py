@@ -121,16 +121,16 @@ class MemoryTier:
             return [], {}
         return [Candidate(self._held.step, self._held.image_bytes, self._group.size)], {}
 
-    def wait_restore(self, limit_s: float = RESTORE_LIMIT_S) -> ReadySlot | None:
+    def wait_restore(self) -> ReadySlot | None:
         """Wait until the agent has the image to restore, or knows that there is none. If it cannot be
-        brought, the supervisor ends the attempt. Raises CheckpointError after `limit_s` seconds."""
+        brought, the supervisor ends the attempt. Raises CheckpointError after RESTORE_LIMIT_S."""
         started = time.monotonic()
         said = False
         while (answer := self._record[Word.RESTORE]) in (RestoreStatus.PENDING, RestoreStatus.FAILED):
             waited_s = time.monotonic() - started
-            if waited_s > limit_s:
+            if waited_s > RESTORE_LIMIT_S:
                 raise CheckpointError(
-                    f"rank {self._group.rank} waited {limit_s:.0f} s for the image that its agent fetches"
+                    f"rank {self._group.rank} waited {waited_s:.0f} s for the image that its agent fetches"
                 )
             if waited_s > SAY_SO_S and not said:
                 said = True

@@ -259,7 +259,6 @@ class _Part:
     # ---- messages
 
     def _message(self, kind: str, ending: str = "json") -> Path:
-        """Return the path of this node's message of that kind."""
         rank = self._sources[0].manifest.rank if self._sources else 0
         return self._place / f"{kind}-r{rank:05d}.{ending}"
 

@@ -78,10 +78,6 @@ class AgentRendezvous(RendezvousHandler):
         return True
 
 
-def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    return AgentRendezvous(AgentPipe.from_environment(), parameters.run_id)
-
-
 def handler_factory() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Return the handler's creator; torch calls this through its entry-point group."""
-    return create_handler
+    return lambda parameters: AgentRendezvous(AgentPipe.from_environment(), parameters.run_id)
