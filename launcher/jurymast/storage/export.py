@@ -6,10 +6,10 @@ stderr.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ def export(source: Path, target: Path, form: str) -> int:
     """Write the contents of the DCP directory `source` to the new file `target`. Return how many values were
     left out because the form cannot hold them. Raises OSError, and whatever torch raises.
     """
-    save = _saver(form)
+    if form == "safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise ModuleNotFoundError(f"the format safetensors needs a package: {INSTALL}")
     state = _load(source)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        left_out = save(state, temporary)
+        left_out = _save(state, temporary, form)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.link(temporary, target)  # unlike a rename, this never replaces a file
@@ -49,28 +50,17 @@ def _load(source: Path) -> dict[str, Any]:
     return {key: decode(value) for key, value in state.items()}
 
 
-def _saver(form: str) -> Callable[[dict[str, Any], Path], int]:
-    """Return the function that saves a state to a path and returns how many values were left out."""
+def _save(state: dict[str, Any], path: Path, form: str) -> int:
+    """Return how many values were left out."""
     if form == "torch":
         import torch
 
-        def save_torch(state: dict[str, Any], path: Path) -> int:
-            torch.save(state, path)
-            return 0
-
-        return save_torch
-    try:
-        safetensors = importlib.import_module("safetensors.torch")
-    except ImportError as error:
-        raise ModuleNotFoundError(f"the format safetensors needs a package: {INSTALL}") from error
-
-    def save_tensors(state: dict[str, Any], path: Path) -> int:
-        leaves = dict(_leaves(state))
-        tensors = {name: value.contiguous() for name, value in leaves.items() if hasattr(value, "contiguous")}
-        safetensors.save_file(tensors, path)
-        return len(leaves) - len(tensors)
-
-    return save_tensors
+        torch.save(state, path)
+        return 0
+    leaves = dict(_leaves(state))
+    tensors = {name: value.contiguous() for name, value in leaves.items() if hasattr(value, "contiguous")}
+    importlib.import_module("safetensors.torch").save_file(tensors, path)
+    return len(leaves) - len(tensors)
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
