@@ -14,7 +14,7 @@ import ctypes
 import itertools
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.page import RankRecord, RestoreStatus, SlotRecord, SlotWord, Word, create_page
 from jurymast.keeper.serve import ImageServer
-from jurymast.keeper.tasks import Tasks, read_again, scrub
+from jurymast.keeper.tasks import Going, fetch, find, mix, read_again, scrub, verify
 from jurymast.keeper.threads import in_thread
 from jurymast.wire.shield import Access
 
@@ -97,7 +97,8 @@ class Keeper:
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._works = Tasks(self.copies, Gatherer(self.copies, access, node, self.distrust))
+        self._gathering = Gatherer(self.copies, access, node, self.distrust)
+        self._going = defaultdict[int, Going](Going)
         self._borrowers: dict[int, asyncio.Future[MappedBuffer | None]] = {}
         self._numbers = itertools.count(1)
         self._due: deque[do.Effect] = deque()
@@ -121,7 +122,8 @@ class Keeper:
     async def close(self) -> None:
         tasks = list(self._tasks)
         self._closed = True
-        self._works.hurry_all()
+        for going in self._going.values():
+            going.stop.set()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -323,9 +325,9 @@ class Keeper:
             case do.FindImages() | do.Verify() | do.Fetch() | do.Mix():
                 self.spawn(self._work(effect))
             case do.Hurry():
-                self._works.hurry(effect.number)
+                self._going[effect.number].stop.set()
             case do.EndWork():
-                self._works.end(effect.number)
+                self._going.pop(effect.number, None)
             case _:
                 self._for_ranks(effect)
 
@@ -442,15 +444,16 @@ class Keeper:
             self.act(self.machine.verified(number, answer))
 
     async def _answer(self, effect: do.FindImages | do.Verify | do.Fetch | do.Mix) -> Found | Filled | bool:
+        gathering, going = self._gathering, self._going[effect.number]
         match effect:
             case do.FindImages():
-                return await self._works.find(effect)
+                return await find(gathering, going, effect)
             case do.Verify():
-                return await self._works.verify(effect)
+                return await verify(self.copies, going, effect)
             case do.Fetch():
-                return await self._works.fetch(effect, self.buffers[effect.buffer])
+                return await fetch(gathering, going, effect, self.buffers[effect.buffer])
             case do.Mix():
-                return await self._works.mix(effect, self.buffers[effect.buffer])
+                return await mix(gathering, going, effect, self.buffers[effect.buffer])
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -67,7 +67,7 @@ async def read_again(copies: CopyTable, copy: StoredCopy, distrust: Distrust, sh
 
 
 @dataclass
-class _Going:
+class Going:
     """A task that is running. `stop` is set once nobody needs it; `manifests` are of the images found."""
 
     stop: threading.Event = field(default_factory=threading.Event)
@@ -75,77 +75,59 @@ class _Going:
     filling: Filling | None = None
 
 
-class Tasks:
-    """The tasks by their numbers, for the agent's loop; slow work runs in threads."""
+async def find(gathering: Gatherer, going: Going, effect: do.FindImages) -> Found:
+    why, slot = list[str](), 0
+    for one in effect.wanted:
+        key = (effect.step, effect.attempt, one.rank)
+        found = await gathering.manifest(key, one.sources, why)
+        if found is None or going.stop.is_set():
+            break
+        manifest, capacity = found
+        going.manifests.append(manifest)
+        slot = slot or slot_bytes(manifest, capacity)
+    return Found(tuple(report_of(one, PEER, ALL) for one in going.manifests), slot, tuple(why))
 
-    def __init__(self, copies: CopyTable, gathering: Gatherer) -> None:
-        self._copies, self._gathering = copies, gathering
-        self._going: dict[int, _Going] = {}
 
-    def hurry(self, number: int) -> None:
-        self._of(number).stop.set()
+async def verify(copies: CopyTable, going: Going, effect: do.Verify) -> bool:
+    """Hash a held copy again; return False if it is corrupt or no longer held."""
+    copy = effect.copy
+    assert isinstance(copy, StoredCopy)
+    assert isinstance(copy.place, MappedBuffer)
+    if not copies.read(copy):
+        return False
+    try:
+        going.filling = Filling(copy.manifest, copy.place, stop=going.stop)
+        return await in_thread(going.filling.keep, copy.part, MEMORY)
+    finally:
+        copies.release(copy)
 
-    def hurry_all(self) -> None:
-        for going in self._going.values():
-            going.stop.set()
 
-    def end(self, number: int) -> None:
-        self._going.pop(number, None)
+async def fetch(gathering: Gatherer, going: Going, effect: do.Fetch, buffer: MappedBuffer) -> Filled:
+    filling = going.filling or Filling(going.manifests[0], buffer, effect.part, stop=going.stop)
+    filling_it = gathering.fill(filling, effect.image, effect.sources)
+    why = await _reserve_and(filling_it, buffer, effect.start, effect.end)
+    copy, behind = None, 0
+    if filling.complete and not why:
+        copy = await in_thread(StoredCopy, filling.manifest, effect.tier, effect.part, buffer)
+        behind = await in_thread(_add_manifest, copy, buffer) if effect.behind else 0
+    passed_over = tuple(filling.passed_over)
+    return Filled(copy, behind, filling.got, passed_over, why, buffer.allocated)
 
-    def _of(self, number: int) -> _Going:
-        return self._going.setdefault(number, _Going())
 
-    async def find(self, effect: do.FindImages) -> Found:
-        going, why, slot = self._of(effect.number), list[str](), 0
-        for one in effect.wanted:
-            key = (effect.step, effect.attempt, one.rank)
-            found = await self._gathering.manifest(key, one.sources, why)
-            if found is None or going.stop.is_set():
-                break
-            manifest, capacity = found
-            going.manifests.append(manifest)
-            slot = slot or slot_bytes(manifest, capacity)
-        return Found(tuple(report_of(one, PEER, ALL) for one in going.manifests), slot, tuple(why))
-
-    async def verify(self, effect: do.Verify) -> bool:
-        """Hash a held copy again; return False if it is corrupt or no longer held."""
-        going, copy = self._of(effect.number), effect.copy
-        assert isinstance(copy, StoredCopy)
-        assert isinstance(copy.place, MappedBuffer)
-        if not self._copies.read(copy):
-            return False
-        try:
-            going.filling = Filling(copy.manifest, copy.place, stop=going.stop)
-            return await in_thread(going.filling.keep, copy.part, MEMORY)
-        finally:
-            self._copies.release(copy)
-
-    async def fetch(self, effect: do.Fetch, buffer: MappedBuffer) -> Filled:
-        going = self._of(effect.number)
-        filling = going.filling or Filling(going.manifests[0], buffer, effect.part, stop=going.stop)
-        filling_it = self._gathering.fill(filling, effect.image, effect.sources)
-        why = await _reserve_and(filling_it, buffer, effect.start, effect.end)
-        copy, behind = None, 0
-        if filling.complete and not why:
-            copy = await in_thread(StoredCopy, filling.manifest, effect.tier, effect.part, buffer)
-            behind = await in_thread(_add_manifest, copy, buffer) if effect.behind else 0
-        passed_over = tuple(filling.passed_over)
-        return Filled(copy, behind, filling.got, passed_over, why, buffer.allocated)
-
-    async def mix(self, effect: do.Mix, buffer: MappedBuffer) -> Filled:
-        going, why = self._of(effect.number), list[str]()
-        try:
-            await in_thread(buffer.reserve, 0, effect.size)
-        except OSError as error:
-            return Filled(None, refused=str(error), allocated=buffer.allocated)
-        manifest = empty(going.manifests, effect.part)
-        first = going.manifests[0]
-        taken = zip(members(first.step, first.attempt, effect.members), going.manifests, strict=True)
-        made = await build(self._gathering, manifest, buffer, effect.part, taken, going.stop, why)
-        copy = None
-        if made is not None:
-            copy = StoredCopy(made, PEER, effect.part, buffer, members=going.manifests)
-        return Filled(copy, passed_over=tuple(why), allocated=buffer.allocated)
+async def mix(gathering: Gatherer, going: Going, effect: do.Mix, buffer: MappedBuffer) -> Filled:
+    why = list[str]()
+    try:
+        await in_thread(buffer.reserve, 0, effect.size)
+    except OSError as error:
+        return Filled(None, refused=str(error), allocated=buffer.allocated)
+    manifest = empty(going.manifests, effect.part)
+    first = going.manifests[0]
+    taken = zip(members(first.step, first.attempt, effect.members), going.manifests, strict=True)
+    made = await build(gathering, manifest, buffer, effect.part, taken, going.stop, why)
+    copy = None
+    if made is not None:
+        copy = StoredCopy(made, PEER, effect.part, buffer, members=going.manifests)
+    return Filled(copy, passed_over=tuple(why), allocated=buffer.allocated)
 
 
 async def _reserve_and(work: Coroutine[Any, Any, None], buffer: MappedBuffer, start: int, end: int) -> str:
