@@ -25,6 +25,7 @@ import torch
 import xxhash
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from jurymast.checkpoint.state import ScriptState
-from jurymast.checkpoint.tree import KeyPath, add_metadata, put
+from jurymast.checkpoint.tree import KeyPath, add_metadata
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Item, Manifest
 
@@ -354,7 +355,7 @@ def load(image: memoryview, manifest: Manifest, state: ScriptState) -> None:
         elif by_name[name].is_tensor:
             raise CheckpointError(f"{name!r} was a tensor when it was saved")
         else:
-            put(template, paths[name], _loaded(image, by_name[name]))
+            set_element(template, paths[name], _loaded(image, by_name[name]))
     source = torch.frombuffer(image, dtype=torch.uint8) if len(image) else torch.empty(0, dtype=torch.uint8)
     copies: deque[_Copy] = deque()
     for piece in _pieces(tensors, paths):

@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -96,7 +97,7 @@ class StoredTree:
                 value = place(path, stored) if place else None
                 if value is None:
                     value = torch.empty(stored.size, dtype=stored.properties.dtype)
-            put(root, ("root", *path), value)
+            set_element(root, ("root", *path), value)
         return root.get("root")
 
 
@@ -111,28 +112,6 @@ def add_metadata(metadata: Metadata, item: Item, name: str, path: KeyPath) -> Me
     chunks = metadata.state_dict_metadata.setdefault(name, tensor).chunks
     chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
     return MetadataIndex(name, torch.Size(item.offsets), len(chunks) - 1)
-
-
-def put(root: dict[str, Any], path: KeyPath, value: Any) -> None:
-    """Set `value` at `path`, creating missing dicts (for string keys) and lists (for integers)."""
-    container: Any = root
-    for here, following in zip(path, path[1:], strict=False):
-        fresh: Any = {} if isinstance(following, str) else []
-        if isinstance(here, int):
-            _lengthen(container, here)
-            if container[here] is None:
-                container[here] = fresh
-            container = container[here]
-        else:
-            container = container.setdefault(here, fresh)
-    last = path[-1]
-    if isinstance(last, int):
-        _lengthen(container, last)
-    container[last] = value
-
-
-def _lengthen(items: list[Any], index: int) -> None:
-    items.extend([None] * (index + 1 - len(items)))
 
 
 def at(tree: Any, path: KeyPath) -> Any:
