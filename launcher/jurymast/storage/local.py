@@ -15,7 +15,7 @@ from collections.abc import Collection
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from jurymast.checkpoint.directory import NewFile
+from jurymast.checkpoint.directory import NewFile, names_in
 from jurymast.core.texts import size
 from jurymast.foreign import NotOurs, check_private, make_private
 from jurymast.rundir import sync_directory, write_atomically
@@ -41,20 +41,14 @@ class LocalDirectory:
 
     def states(self) -> list[State]:
         """List (step, attempt) of the states here, whole or not, by attempt and step, newest first."""
-        try:
-            names = os.listdir(self.root)
-        except FileNotFoundError:
-            return []
-        found = [(int(match[1]), int(match[2])) for name in names if (match := _STATE.fullmatch(name))]
+        matches = map(_STATE.fullmatch, names_in(self.root))
+        found = [(int(match[1]), int(match[2])) for match in matches if match]
         return sorted(found, key=lambda state: (state[1], state[0]), reverse=True)
 
     def ranks(self, step: int, attempt: int) -> set[int]:
         """Return the ranks whose images of a state are complete. Raises OSError."""
-        try:
-            names = os.listdir(self.path(step, attempt))
-        except FileNotFoundError:
-            return set()
-        return {int(match[1]) for name in names if (match := _IMAGE.fullmatch(name))}
+        matches = map(_IMAGE.fullmatch, names_in(self.path(step, attempt)))
+        return {int(match[1]) for match in matches if match}
 
     def prune(self, keep: int, protect: Collection[State] = ()) -> list[State]:
         """Remove all but the newest `keep` states and those in `protect`; return the removed states."""

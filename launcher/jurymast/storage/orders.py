@@ -4,7 +4,7 @@ within its limits and report progress."""
 from __future__ import annotations
 
 import errno
-import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -229,10 +229,9 @@ def free_bytes(path: Path | str) -> int | None:
     unknown."""
     for place in (Path(path), *Path(path).parents):
         try:
-            found = os.statvfs(place)
+            return shutil.disk_usage(place).free
         except OSError:
             continue
-        return found.f_bavail * found.f_frsize
     return None
 
 
