@@ -51,34 +51,35 @@ class DoctorCheck:
         return {"check": self.name, "answer": self.answer, "found": self.found, "todo": self.todo or None}
 
 
-@dataclass(frozen=True)
-class SlurmSite:
-    """The facts that checks need. `conf`: slurm.conf as `scontrol show config` prints it, empty if Slurm does
-    not answer."""
-
-    runs: Path
-    spool: Path
-    conf: dict[str, str]
+# What a check finds: the answer, what was found, and what to do about it if there is something.
+Found = tuple[str, ...]
+UNSEEN: Found = (NOTE, "not known: Slurm does not answer")
 
 
 def examine(runs: Path, spool: Path) -> Iterator[DoctorCheck]:
     """Run all checks, in the order in which problems should be solved."""
     missing = [name for name in COMMANDS if shutil.which(name) is None]
+    conf: dict[str, str] = {}
     if missing:
         yield DoctorCheck(
             "slurm commands", NO, f"not in PATH: {', '.join(missing)}",
             "install Slurm's commands here or load their module; without Slurm only --cluster local works",
         )  # fmt: skip
-    conf, trouble = slurm_conf() if not missing else ({}, "its commands are missing")
-    site = SlurmSite(runs, spool, conf)
-    if not missing:
-        yield _slurm(conf, trouble)
-    checks: Sequence[Callable[[SlurmSite], DoctorCheck]] = (
-        _runs_directory, _torch, _gpu_library, _munge, _requeue, _shrink, _kill_wait, _node_timeout, _drain,
-        _health_check, _spool, _clock,
-    )  # fmt: skip
-    for check in checks:
-        yield check(site)
+    else:
+        conf, trouble = slurm_conf()
+        yield DoctorCheck("slurm", *_slurm(conf, trouble))
+    yield DoctorCheck("runs directory", *_runs_directory(runs))
+    yield DoctorCheck("torch", *_torch())
+    yield DoctorCheck("gpu library", *_gpu_library())
+    yield DoctorCheck("munge", *_munge(needed=bool(conf)))
+    of_slurm: dict[str, Callable[[dict[str, str]], Found]] = {
+        "requeue": _requeue, "give nodes back": _shrink, "time to save": _kill_wait,
+        "lost nodes": _node_timeout, "drain": _drain, "health check": _health_check,
+    }  # fmt: skip
+    for name, check in of_slurm.items():
+        yield DoctorCheck(name, *(check(conf) if conf else UNSEEN))
+    yield DoctorCheck("verdicts", *_spool(spool))
+    yield DoctorCheck("clocks", *(_clock() if conf else UNSEEN))
 
 
 def slurm_conf() -> tuple[dict[str, str], str]:
@@ -91,20 +92,21 @@ def slurm_conf() -> tuple[dict[str, str], str]:
     return {key.strip(): value.strip() for key, value in pairs}, ""
 
 
-def _slurm(conf: dict[str, str], trouble: str) -> DoctorCheck:
+def _slurm(conf: dict[str, str], trouble: str) -> Found:
     if not conf:
-        return DoctorCheck(
-            "slurm", NO, trouble, "is slurmctld up, and is SLURM_CONF right? try: scontrol ping"
-        )
+        return NO, trouble, "is slurmctld up, and is SLURM_CONF right? try: scontrol ping"
     version = conf.get("SLURM_VERSION", "")
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if numbers < OLDEST_SLURM:
-        return DoctorCheck("slurm", NOTE, version, "the oldest version that jurymast is tested with is 22.05")
-    return DoctorCheck("slurm", YES, f"{version}, cluster {conf.get('ClusterName', '?')}")
+    if _numbers(version) < OLDEST_SLURM:
+        return NOTE, version, "the oldest version that jurymast is tested with is 22.05"
+    return YES, f"{version}, cluster {conf.get('ClusterName', '?')}"
 
 
-def _runs_directory(site: SlurmSite) -> DoctorCheck:
-    name, place = "runs directory", site.runs
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _runs_directory(runs: Path) -> Found:
+    place = runs
     while not foreign.exists(place) and place != place.parent:
         place = place.parent
     try:
@@ -112,14 +114,15 @@ def _runs_directory(site: SlurmSite) -> DoctorCheck:
         probe.create()
         shutil.rmtree(probe.root)
     except (RunDirectoryError, OSError) as error:
-        return DoctorCheck(name, NO, str(error), "choose another with --runs DIR or JURYMAST_RUNS")
+        return NO, str(error), "choose another with --runs DIR or JURYMAST_RUNS"
     kind = filesystem(place)
+    found = f"{runs} can be written, on {kind or 'an unknown file system'}"
     if not kind.startswith(SHARED):
-        return DoctorCheck(
-            name, NOTE, f"{site.runs} can be written, on {kind or 'an unknown file system'}",
+        return (
+            NOTE, found,
             "make sure that every node sees the same directory; a supervisor that takes over needs it",
         )  # fmt: skip
-    return DoctorCheck(name, YES, f"{site.runs} can be written, on {kind}")
+    return YES, found
 
 
 def filesystem(path: Path) -> str:
@@ -136,24 +139,20 @@ def filesystem(path: Path) -> str:
     return kind
 
 
-def _torch(site: SlurmSite) -> DoctorCheck:
+def _torch() -> Found:
     """Reads the package's metadata: importing torch takes seconds."""
     python = f"{sys.executable} (Python {sys.version_info.major}.{sys.version_info.minor})"
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return DoctorCheck(
-            "torch",
-            NO,
-            f"not installed in {python}",
-            "pip install torch beside jurymast, where all nodes see it",
-        )
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TORCH:
-        return DoctorCheck("torch", NO, f"{version} in {python}", "torch 2.6 or newer is needed")
+        todo = "pip install torch beside jurymast, where all nodes see it"
+        return NO, f"not installed in {python}", todo
+    if _numbers(version) < OLDEST_TORCH:
+        return NO, f"{version} in {python}", "torch 2.6 or newer is needed"
     if closed := closed_above(Path(sys.executable)):
-        return DoctorCheck("torch", NO, f"{python} is below {closed}, which other users cannot enter",
-                     "install it where the nodes and other users can read it")  # fmt: skip
-    return DoctorCheck("torch", YES, f"{version} in {python}")
+        found = f"{python} is below {closed}, which other users cannot enter"
+        return NO, found, "install it where the nodes and other users can read it"
+    return YES, f"{version} in {python}"
 
 
 def closed_above(path: Path) -> Path | None:
@@ -161,12 +160,12 @@ def closed_above(path: Path) -> Path | None:
     there is none."""
     for directory in reversed(path.parents):
         status = foreign.status(directory)
-        if not status.st_mode & stat.S_IXOTH and status.st_uid not in (os.getuid(),):
+        if not status.st_mode & stat.S_IXOTH and status.st_uid != os.getuid():
             return directory
     return None
 
 
-def _gpu_library(site: SlurmSite) -> DoctorCheck:
+def _gpu_library() -> Found:
     """Login nodes seldom have the library; the nodes matter."""
     code = "import pynvml as p; p.nvmlInit(); print(p.nvmlSystemGetDriverVersion(), p.nvmlDeviceGetCount())"
     try:
@@ -174,79 +173,66 @@ def _gpu_library(site: SlurmSite) -> DoctorCheck:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False
         )
     except subprocess.TimeoutExpired:
-        return DoctorCheck("gpu library", NO, "NVML does not answer", "the driver hangs: reboot this machine")
+        return NO, "NVML does not answer", "the driver hangs: reboot this machine"
     if done.returncode == 0:
         driver, gpus = done.stdout.split()
-        return DoctorCheck("gpu library", YES, f"driver {driver}, {count(int(gpus), 'GPU')} here")
+        return YES, f"driver {driver}, {count(int(gpus), 'GPU')} here"
     what = "pynvml is not installed" if "No module" in done.stderr else "no NVIDIA driver on this machine"
-    todo = "on the GPU nodes: pip install 'jurymast[nvidia]', then srun jurymast health"
-    return DoctorCheck("gpu library", NOTE, what, todo)
+    return NOTE, what, "on the GPU nodes: pip install 'jurymast[nvidia]', then srun jurymast health"
 
 
-def _munge(site: SlurmSite) -> DoctorCheck:
+def _munge(*, needed: bool) -> Found:
     try:
         seal(b"doctor")
     except ClusterUnavailableError as error:
         todo = "start munged, or install munge's commands; only nodes_policy.bad: drain needs them"
-        return DoctorCheck("munge", NO if site.conf else NOTE, str(error), todo)
-    return DoctorCheck("munge", YES, "makes credentials")
+        return NO if needed else NOTE, str(error), todo
+    return YES, "makes credentials"
 
 
-def _requeue(site: SlurmSite) -> DoctorCheck:
-    if not site.conf:
-        return _unseen("requeue")
-    allowed = site.conf.get("JobRequeue", "1") == "1"
-    found = f"JobRequeue={site.conf.get('JobRequeue', '?')}"
-    return DoctorCheck("requeue", YES, found + ("" if allowed else "; jurymast asks for --requeue itself"))
+def _requeue(conf: dict[str, str]) -> Found:
+    allowed = conf.get("JobRequeue", "1") == "1"
+    found = f"JobRequeue={conf.get('JobRequeue', '?')}"
+    return YES, found + ("" if allowed else "; jurymast asks for --requeue itself")
 
 
-def _shrink(site: SlurmSite) -> DoctorCheck:
-    if not site.conf:
-        return _unseen("give nodes back")
-    if "disable_job_shrink" in site.conf.get("SchedulerParameters", ""):
-        return DoctorCheck(
-            "give nodes back", NOTE, "SchedulerParameters has disable_job_shrink",
+def _shrink(conf: dict[str, str]) -> Found:
+    if "disable_job_shrink" in conf.get("SchedulerParameters", ""):
+        return (
+            NOTE, "SchedulerParameters has disable_job_shrink",
             "a bad node stays idle in the job until the job ends; remove it from slurm.conf to change this",
         )  # fmt: skip
-    return DoctorCheck("give nodes back", YES, "a running job may give a bad node back")
+    return YES, "a running job may give a bad node back"
 
 
-def _kill_wait(site: SlurmSite) -> DoctorCheck:
-    wait_s = seconds(site.conf.get("KillWait", ""))
+def _kill_wait(conf: dict[str, str]) -> Found:
+    wait_s = seconds(conf.get("KillWait", ""))
     if wait_s is None:
-        return _unseen("time to save")
+        return UNSEEN
     if wait_s < LEAST_KILL_WAIT_S:
-        return DoctorCheck(
-            "time to save", NOTE, f"KillWait={wait_s} s",
-            f"{LEAST_KILL_WAIT_S} s or more leave time to write the last checkpoint to storage",
-        )  # fmt: skip
-    return DoctorCheck("time to save", YES, f"KillWait={wait_s} s")
+        todo = f"{LEAST_KILL_WAIT_S} s or more leave time to write the last checkpoint to storage"
+        return NOTE, f"KillWait={wait_s} s", todo
+    return YES, f"KillWait={wait_s} s"
 
 
-def _node_timeout(site: SlurmSite) -> DoctorCheck:
-    wait_s = seconds(site.conf.get("SlurmdTimeout", ""))
+def _node_timeout(conf: dict[str, str]) -> Found:
+    wait_s = seconds(conf.get("SlurmdTimeout", ""))
     if wait_s is None:
-        return _unseen("lost nodes")
+        return UNSEEN
     found = f"SlurmdTimeout={wait_s} s; jurymast itself detects lost nodes within seconds"
     if wait_s == 0:
-        return DoctorCheck("lost nodes", NOTE, found, "with 0, Slurm never removes a dead node from the job")
-    return DoctorCheck("lost nodes", YES, found)
+        return NOTE, found, "with 0, Slurm never removes a dead node from the job"
+    return YES, found
 
 
-def _drain(site: SlurmSite) -> DoctorCheck:
+def _drain(conf: dict[str, str]) -> Found:
     """How a bad node can be taken out of service."""
-    if not site.conf:
-        return _unseen("drain")
-    level = _admin_level()
-    if os.geteuid() == 0 or level == "Administrator":
-        return DoctorCheck(
-            "drain", YES, "you are a Slurm administrator; runs use the site's health check nevertheless"
-        )
-    program = site.conf.get("HealthCheckProgram", "(null)")
-    if _is_ours(program):
-        return DoctorCheck("drain", YES, "by the site's health check, with munge: nodes_policy.bad: drain")
-    return DoctorCheck(
-        "drain", NOTE, "users may not; runs exclude bad nodes from later runs (nodes_policy.bad: exclude)",
+    if os.geteuid() == 0 or _admin_level() == "Administrator":
+        return YES, "you are a Slurm administrator; runs use the site's health check nevertheless"
+    if _is_ours(conf.get("HealthCheckProgram", "(null)")):
+        return YES, "by the site's health check, with munge: nodes_policy.bad: drain"
+    return (
+        NOTE, "users may not; runs exclude bad nodes from later runs (nodes_policy.bad: exclude)",
         "ask the site to install slurm/site/healthcheck if bad nodes should be drained for everybody",
     )  # fmt: skip
 
@@ -268,67 +254,49 @@ def _is_ours(program: str) -> bool:
         return "jurymast" in program
 
 
-def _health_check(site: SlurmSite) -> DoctorCheck:
-    if not site.conf:
-        return _unseen("health check")
-    program, every = (site.conf.get(f"HealthCheck{key}", "(null)") for key in ("Program", "Interval"))
+def _health_check(conf: dict[str, str]) -> Found:
+    program, every = (conf.get(f"HealthCheck{key}", "(null)") for key in ("Program", "Interval"))
     if program == "(null)":
-        return DoctorCheck("health check", NOTE, "HealthCheckProgram is not set", "see slurm/site/README.md")
+        return NOTE, "HealthCheckProgram is not set", "see slurm/site/README.md"
     if not _is_ours(program):
-        return DoctorCheck(
-            "health check", NOTE, f"{program} is not jurymast's", "have it also call slurm/site/healthcheck"
-        )
+        return NOTE, f"{program} is not jurymast's", "have it also call slurm/site/healthcheck"
     if seconds(every) == 0:
-        return DoctorCheck(
-            "health check", NO, f"{program}, HealthCheckInterval=0", "set HealthCheckInterval=300"
-        )
+        return NO, f"{program}, HealthCheckInterval=0", "set HealthCheckInterval=300"
     if not os.access(program, os.X_OK):
-        return DoctorCheck(
-            "health check", NOTE, f"{program} is not on this machine", "it must be on every node"
-        )
-    return DoctorCheck("health check", YES, f"{program}, every {every}")
+        return NOTE, f"{program} is not on this machine", "it must be on every node"
+    return YES, f"{program}, every {every}"
 
 
-def _spool(site: SlurmSite) -> DoctorCheck:
-    spool, name = site.spool, "verdicts"
+def _spool(spool: Path) -> Found:
     try:
         status = spool.lstat()
     except OSError:
         todo = f"on every node, as root: install -d -m 1733 -o root {spool}; only drain needs it"
-        return DoctorCheck(name, NOTE, f"{spool} is not on this machine", todo)
-    if status.st_uid != 0 or stat.S_IMODE(status.st_mode) != SPOOL_MODE:
+        return NOTE, f"{spool} is not on this machine", todo
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != 0 or mode != SPOOL_MODE:
         todo = f"as root: chown root {spool} && chmod 1733 {spool}"
-        return DoctorCheck(
-            name, NO, f"{spool} has mode {stat.S_IMODE(status.st_mode):o}, uid {status.st_uid}", todo
-        )
-    return DoctorCheck(name, YES, f"{spool} accepts them")
+        return NO, f"{spool} has mode {mode:o}, uid {status.st_uid}", todo
+    return YES, f"{spool} accepts them"
 
 
-def _clock(site: SlurmSite) -> DoctorCheck:
+def _clock() -> Found:
     """Compare the clock with the controller's: scontrol's answer ends with the time at which slurmctld
     answered."""
-    if not site.conf:
-        return _unseen("clocks")
     try:
         before = time.time()
         told = run_command(["scontrol", "show", "config"])
         after = time.time()
         match = re.search(r"Configuration data as of (\S+)", told)
         if match is None:
-            return _unseen("clocks")
+            return UNSEEN
         theirs = time.mktime(time.strptime(match.group(1), "%Y-%m-%dT%H:%M:%S"))
     except (ClusterUnavailableError, ValueError):
-        return _unseen("clocks")
+        return UNSEEN
     offset = theirs - min(max(theirs, int(before)), after)
     if abs(offset) > CLOCKS_AGREE_S:
-        return DoctorCheck(
-            "clocks", NO, f"this machine and slurmctld differ by {offset:.0f} s", "repair NTP: munge needs it"
-        )
-    return DoctorCheck("clocks", YES, "this machine and slurmctld agree to the second")
-
-
-def _unseen(name: str) -> DoctorCheck:
-    return DoctorCheck(name, NOTE, "not known: Slurm does not answer")
+        return NO, f"this machine and slurmctld differ by {offset:.0f} s", "repair NTP: munge needs it"
+    return YES, "this machine and slurmctld agree to the second"
 
 
 def seconds(text: str) -> int | None:
@@ -364,38 +332,36 @@ def examine_script(environment: Mapping[str, str]) -> Iterator[DoctorCheck]:
     """Check the node on which a batch script runs; nothing outside a Slurm job."""
     if "SLURM_JOB_ID" not in environment:
         return
-    yield _python(environment)
+    yield DoctorCheck("the script's python", *_python(environment))
     for variable in INTERFACES:
         if variable in environment:
-            yield _interface(variable, environment[variable], set(psutil.net_if_addrs()))
+            here = set(psutil.net_if_addrs())
+            yield DoctorCheck(variable, *_interface(variable, environment[variable], here))
 
 
-def _python(environment: Mapping[str, str]) -> DoctorCheck:
-    name = "the script's python"
+def _python(environment: Mapping[str, str]) -> Found:
     path = environment.get("PATH", os.defpath)
     found = shutil.which("python", path=path) or shutil.which("python3", path=path)
     if found is None:
-        return DoctorCheck(name, NO, f"none on PATH: {path}", "load its module or environment before")
+        return NO, f"none on PATH: {path}", "load its module or environment before"
     try:
         command = [found, "-c", LOOK]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=False)
         python, ours, torch, place = done.stdout.strip().split(" ", 3)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return DoctorCheck(name, NO, f"{found} does not run: {type(error).__name__}", "try: python -c pass")
+        return NO, f"{found} does not run: {type(error).__name__}", "try: python -c pass"
     told = f"{place} (Python {python}, torch {torch}, jurymast {ours})"
     missing = [package for package, version in (("jurymast", ours), ("torch", torch)) if version == "none"]
     if missing:
-        return DoctorCheck(name, NO, told, f"{place} -m pip install {' '.join(missing)}")
+        return NO, told, f"{place} -m pip install {' '.join(missing)}"
     from jurymast import __version__
 
     if ours != __version__:
-        return DoctorCheck(
-            name, NOTE, told, f"this one is {__version__}, in {sys.executable}: install the same"
-        )
-    return DoctorCheck(name, YES, told)
+        return NOTE, told, f"this one is {__version__}, in {sys.executable}: install the same"
+    return YES, told
 
 
-def _interface(variable: str, value: str, here: set[str]) -> DoctorCheck:
+def _interface(variable: str, value: str, here: set[str]) -> Found:
     """Check a variable as NCCL reads it: a list of prefixes of names; whole names after `=`, excluded names
     after `^`. gloo accepts only whole names."""
     exact, others = "=" in value[:2], value.startswith("^")
@@ -406,6 +372,5 @@ def _interface(variable: str, value: str, here: set[str]) -> DoctorCheck:
         return any(interface == name if whole else interface.startswith(name) for name in names)
 
     if any(is_named(interface) != others for interface in here):
-        return DoctorCheck(variable, YES, value)
-    found = f"{value} matches none of {', '.join(sorted(here))}"
-    return DoctorCheck(variable, NO, found, "name one that all nodes have")
+        return YES, value
+    return NO, f"{value} matches none of {', '.join(sorted(here))}", "name one that all nodes have"
