@@ -18,8 +18,8 @@ from jurymast.cli.plan import command
 from jurymast.core.planning.failure_rate import prior
 from jurymast.core.planning.forecast import Question, forecast, goodput_at
 from jurymast.report.pages.plan import page
-from jurymast.report.plan import minutes, plan_blocks, plan_view
-from jurymast.report.text import render
+from jurymast.report.plan import plan_blocks, plan_view
+from jurymast.report.text import minutes, render
 from jurymast.sim.durations import TRAINING_START_S, read_measured
 
 

@@ -17,7 +17,7 @@ from jurymast.core.planning.forecast import (
     durable_per_day,
 )
 from jurymast.core.planning.optimum import RATE_FACTOR
-from jurymast.report.text import Block, Line, Table, count, duration, percent, percent_fine, size
+from jurymast.report.text import Block, Line, Table, count, duration, minutes, percent, percent_fine, size
 from jurymast.sim.durations import NODE_BYTES, TRAINING_START_S, Durations, Measured
 
 GB = 1e9
@@ -254,15 +254,6 @@ def _needed(each: Mapping[str, Any]) -> str:
     if asynchronous is None:
         return f"{goal} storage of {speed(blocking)}"
     return f"{goal} storage of {speed(blocking)} if training waits for it, {speed(asynchronous)} if not"
-
-
-def minutes(value: float) -> str:
-    """Minutes for people: 6.2 min below two hours, else hours or days."""
-    if value < 1.0:
-        return f"{60.0 * value:.3g} s"
-    return (
-        f"{value:.3g} min" if value < 99.95 else f"{value:.0f} min" if value < 180.0 else duration(60 * value)
-    )
 
 
 def speed(gb_per_s: float) -> str:

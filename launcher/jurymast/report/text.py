@@ -39,6 +39,15 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
 
 
+def minutes(value: float) -> str:
+    """Render minutes: 6.2 min below two hours, else hours or days."""
+    if value < 1.0:
+        return f"{60.0 * value:.3g} s"
+    return (
+        f"{value:.3g} min" if value < 99.95 else f"{value:.0f} min" if value < 180.0 else duration(60 * value)
+    )
+
+
 def plain_seconds(seconds: float) -> str:
     """Render a number of seconds without unit, for columns; - for none."""
     return "-" if seconds == 0 else f"{seconds:.2f}" if seconds < 100 else f"{seconds:.0f}"

@@ -1,6 +1,6 @@
 """Pages for a browser. Each is one file that loads nothing, can be read without scripts, and prints.
 
-A page's module computes its content as a dataclass; its template only lays that out.
+A template lays out the JSON object from which a page is made, and what the page's module computes from it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from jurymast.report import text
 from jurymast.report.text import clean
 
 
-def render(template: str, page: object, data: Mapping[str, Any]) -> str:
-    """Render the page. `data` is the JSON object from which it is made, and is part of the page."""
-    return _environment().get_template(template).render(page=page, data=data)
+def render(template: str, data: Mapping[str, Any], computed: Mapping[str, Any]) -> str:
+    """Render the page. `data` is the JSON object from which it is made, and is part of the page; `computed`
+    are further names of the template."""
+    return _environment().get_template(template).render(computed, data=data)
 
 
 @cache
@@ -32,8 +33,8 @@ def _environment() -> Environment:
     )  # fmt: skip
     environment.policies["json.dumps_kwargs"] = {}
     for own in (
-        text.amounts, text.count, text.duration, text.node_time, text.percent, text.percent_fine,
-        text.plain_seconds, text.size,
+        text.amounts, text.count, text.duration, text.minutes, text.node_time, text.percent,
+        text.percent_fine, text.plain_seconds, text.size,
     ):  # fmt: skip
         environment.filters[own.__name__] = own
     for name in ("style", "script"):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from jurymast.core.planning.forecast import Forecast, goodput_at
 from jurymast.report.pages import render
 from jurymast.report.pages.charts import AxisTick, Plot, PlotArea, Shape
 from jurymast.report.pages.report import Card
-from jurymast.report.plan import WAYS, facts, gains, minutes
-from jurymast.report.text import count, duration, percent
+from jurymast.report.plan import WAYS, facts, gains
+from jurymast.report.text import count, minutes, percent
 
 FRAME = PlotArea(height=300, bottom=50)
 POINTS = 120
@@ -23,97 +22,44 @@ ROUND_S = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class WayView:
-    """One way to save, as the page shows it."""
-
-    name: str
-    every: str
-    durable_every: str
-    stall: str
-    goodput: float
-    meaning: str
-    chosen: bool
-
-
-@dataclass(frozen=True)
-class SpareRow:
-    """One choice of spares. `bar` compares the allocation goodput, from a little above 0 for the least to 1
-    for the most: otherwise no difference could be seen."""
-
-    spares: int
-    waiting: float
-    ettr: float
-    allocation_goodput: float
-    bar: float
-    chosen: bool
-
-
-@dataclass(frozen=True)
-class PlanPage:
-    title: str
-    heading: str
-    rate: str
-    rate_range: str
-    cards: tuple[Card, ...]
-    facts: Sequence[tuple[str, str]]
-    curve: Plot
-    ways: tuple[WayView, ...]
-    spares: tuple[SpareRow, ...]
-    gains: Sequence[str]
-    assumed: Sequence[str]
-
-
 def page(plan: Mapping[str, Any], found: Forecast) -> str:
     """Render the whole page; `plan` is `plan_view(found)`."""
-    return render("plan.html.j2", plan_page(plan, found), plan)
+    nodes = count(plan["nodes"], "node")
+    return render(
+        "plan.html.j2",
+        plan,
+        {
+            "title": f"plan for {nodes}",
+            "heading": f"A run on {nodes}, {count(plan['gpus'], 'GPU')}",
+            "cards": _cards(plan),
+            "facts": facts(plan),
+            "curve": _curve(found),
+            "meanings": WAYS,
+            "bars": _bars(plan),
+            "gains": gains(plan),
+        },
+    )
 
 
-def plan_page(plan: Mapping[str, Any], found: Forecast) -> PlanPage:
-    nodes, rate = count(plan["nodes"], "node"), plan["rate"]
-    return PlanPage(
-        title=f"plan for {nodes}",
-        heading=f"A run on {nodes}, {count(plan['gpus'], 'GPU')}",
-        rate=f"{rate['per_1000_node_days']:.3g} failures per 1,000 node-days",
-        rate_range=f"90 % interval {rate['low']:.3g} to {rate['high']:.3g}; {rate['evidence']}",
-        cards=_cards(plan),
-        facts=facts(plan),
-        curve=_curve(found),
-        ways=tuple(
-            WayView(
-                each["way"], minutes(each["cadence_minutes"]), minutes(each["durable_cadence_minutes"]),
-                duration(each["stall_seconds"]), each["goodput"], WAYS[each["way"]],
-                each["way"] == plan["way"],
-            )
-            for each in plan["ways"]
-        ),
-        spares=_spares(plan),
-        gains=gains(plan),
-        assumed=[line.strip() for line in plan["assumed"]],
-    )  # fmt: skip
-
-
-def _cards(plan: Mapping[str, Any]) -> tuple[Card, ...]:
-    return (
+def _cards(plan: Mapping[str, Any]) -> list[Card]:
+    return [
         Card("Goodput", percent(plan["goodput"]), plan["definitions"]["goodput"]),
         Card("ETTR", percent(plan["ettr"]), plan["definitions"]["ettr"]),
         Card("A failure every", minutes(plan["mttf_minutes"]), "mean time between failures of the run"),
         Card("A save every", minutes(plan["cadence_minutes"]), f"{plan['checkpoints_per_day']:.0f} a day"),
         Card("Spares", str(plan["spares"]), "nodes kept warm beside the active ones"),
-    )
+    ]
 
 
-def _spares(plan: Mapping[str, Any]) -> tuple[SpareRow, ...]:
-    values = [each["allocation_goodput"] for each in plan["spare_choices"]]
-    least, most = min(values), max(values)
-    return tuple(
-        SpareRow(
-            each["spares"], each["waiting"], each["ettr"], value,
-            0.1 + 0.9 * ((value - least) / (most - least) if most > least else 1.0),
-            each["spares"] == plan["spares"],
-        )
-        for each, value in zip(plan["spare_choices"], values, strict=True)
-    )  # fmt: skip
+def _bars(plan: Mapping[str, Any]) -> dict[int, float]:
+    """The length of a bar, 0..1, for each number of spares. It compares the allocation goodput, from a little
+    above 0 for the least to 1 for the most: otherwise no difference could be seen."""
+    values = {each["spares"]: each["allocation_goodput"] for each in plan["spare_choices"]}
+    least, most = min(values.values()), max(values.values())
+    return {
+        spares: 0.1 + 0.9 * ((value - least) / (most - least) if most > least else 1.0)
+        for spares, value in values.items()
+    }
 
 
 def _curve(found: Forecast) -> Plot:

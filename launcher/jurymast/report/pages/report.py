@@ -12,7 +12,7 @@ from jurymast.core.run.causes import CAUSES
 from jurymast.core.run.state import RunState
 from jurymast.report.goodput import PARTS, cadence_text, mtbf_text, reach
 from jurymast.report.pages import render
-from jurymast.report.pages.charts import Bar, Slice, Timeline, kind, slices, timeline
+from jurymast.report.pages.charts import Bar, Slice, kind, slices, timeline
 from jurymast.report.status import tiers_json
 from jurymast.report.text import count, duration, node_time, percent
 
@@ -38,111 +38,37 @@ class Card:
     what: str
 
 
-@dataclass(frozen=True)
-class IncidentView:
-    """An incident. `seconds` are by part, in the order of PARTS; `bars` shows them in a bar of length 1.
-    `steps`: from which step the run went back to which."""
-
-    id: int
-    at: str
-    cause: str
-    meaning: str
-    todo: str
-    node: str | None
-    rank: int | None
-    action: str | None
-    why: str
-    evidence: str
-    traceback: str | None
-    open: bool
-    seconds: tuple[float, ...]
-    bars: tuple[Bar, ...]
-    steps: str
-    tiers: Mapping[str, int]
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds)
-
-
-@dataclass(frozen=True)
-class TierRow:
-    """A tier. `step` is None if the tier has nothing yet."""
-
-    name: str
-    step: int | None
-    at: str
-    size_bytes: int
-    seconds: float
-    failures: int
-    error: str
-
-
-@dataclass(frozen=True)
-class ReportPage:
-    """The page's content. `failure` is the incident with which the run ended; `sums` has the incidents'
-    seconds by part."""
-
-    title: str
-    run: str
-    state: str
-    tone: str
-    reason: str
-    reach: str
-    extent: str
-    summary: str
-    warnings: Sequence[str]
-    failure: IncidentView | None
-    cards: tuple[Card, ...]
-    slices: tuple[Slice, ...]
-    total_node_seconds: float
-    timeline: Timeline | None
-    parts: tuple[tuple[str, str], ...]
-    incidents: tuple[IncidentView, ...]
-    sums: tuple[float, ...]
-    tiers: tuple[TierRow, ...]
-    cadence: str
-    mtbf: str
-    provenance: tuple[tuple[str, str], ...]
-
-
 def page(report: Mapping[str, Any], account: Account, state: RunState) -> str:
     """Render the whole page; `report` is `report_view` at the same moment as `account` and `state`."""
-    return render("report.html.j2", report_page(report, account, state), report)
+    return render("report.html.j2", report, report_page(report, account, state))
 
 
-def report_page(report: Mapping[str, Any], account: Account, state: RunState) -> ReportPage:
-    incidents = tuple(_incident(each) for each in report["incidents"])
+def report_page(report: Mapping[str, Any], account: Account, state: RunState) -> dict[str, Any]:
+    """What the page shows beside the report's own values. `failure` is the incident with which the run ended;
+    `sums` has the incidents' seconds by part."""
+    incidents = [_incident(each) for each in report["incidents"]]
     found = slices(report["categories"], report["total_node_seconds"])
-    return ReportPage(
-        title=f"{report['run']}: {report['state']}",
-        run=report["run"],
-        state=report["state"],
-        tone=TONES.get(report["state"], "calm"),
-        reason=report["end_reason"],
-        reach=reach(report, "%Y-%m-%d %H:%M:%S %z"),
-        extent=_extent(report),
-        summary=_summary(report, found),
-        warnings=report["warnings"],
-        failure=incidents[-1] if report["state"] == "failed" and incidents else None,
-        cards=(*_ratio_cards(report), _incident_card(incidents)),
-        slices=found,
-        total_node_seconds=report["total_node_seconds"],
-        timeline=timeline(account, state.incidents),
-        parts=tuple((part, kind(PART_CATEGORIES[part])) for part in PARTS),
-        incidents=incidents,
-        sums=tuple(sum(column) for column in zip(*(each.seconds for each in incidents), strict=True)),
-        tiers=tuple(
-            TierRow(name, tier["step"], _clock(tier["at"]), tier["size_bytes"], tier["seconds"],
-                 tier["failures"], tier["error"] or "")
-            for name, tier in tiers_json(state).items()
-        ),
-        cadence=cadence_text(report),
-        mtbf=mtbf_text(report),
-        provenance=tuple(
-            (name.replace("_", " "), _shown(value)) for name, value in report["provenance"].items()
-        ),
-    )  # fmt: skip
+    return {
+        "title": f"{report['run']}: {report['state']}",
+        "tone": TONES.get(report["state"], "calm"),
+        "reach": reach(report, "%Y-%m-%d %H:%M:%S %z"),
+        "extent": _extent(report),
+        "summary": _summary(report, found),
+        "failure": incidents[-1] if report["state"] == "failed" and incidents else None,
+        "cards": [*_ratio_cards(report), _incident_card(incidents)],
+        "slices": found,
+        "timeline": timeline(account, state.incidents),
+        "parts": {part: kind(PART_CATEGORIES[part]) for part in PARTS},
+        "incidents": incidents,
+        "sums": [sum(each["seconds"][part] for each in incidents) for part in PARTS],
+        "tiers": {name: {**tier, "at": _clock(tier["at"])} for name, tier in tiers_json(state).items()},
+        "cadence": cadence_text(report),
+        "mtbf": mtbf_text(report),
+        "provenance": {
+            name: " ".join(map(str, value)) or None if isinstance(value, list) else value
+            for name, value in report["provenance"].items()
+        },
+    }
 
 
 def _extent(report: Mapping[str, Any]) -> str:
@@ -174,51 +100,37 @@ def _ratio_cards(report: Mapping[str, Any]) -> list[Card]:
     ]
 
 
-def _incident_card(incidents: Sequence[IncidentView]) -> Card:
+def _incident_card(incidents: Sequence[Mapping[str, Any]]) -> Card:
     if not incidents:
         return Card("Incidents", "none", "no failures, and no restart was requested")
-    worst = max(incidents, key=lambda each: each.total)
-    told = f"cost {duration(sum(each.total for each in incidents))} of training"
+    worst = max(incidents, key=lambda each: each["total"])
+    told = f"cost {duration(sum(each['total'] for each in incidents))} of training"
     if len(incidents) > 1:
-        told += f"; the longest, {worst.cause or 'being diagnosed'} (#{worst.id}), {duration(worst.total)}"
+        told += f"; the longest, {worst['cause']} (#{worst['id']}), {duration(worst['total'])}"
     return Card("Incidents", str(len(incidents)), told)
 
 
-def _incident(incident: Mapping[str, Any]) -> IncidentView:
+def _incident(incident: Mapping[str, Any]) -> dict[str, Any]:
+    """The incident's values with those that only the page shows. `bars` are its parts in a bar of length 1;
+    `steps`: from which step the run went back to which."""
     known = CAUSES.get(incident["cause"])
-    seconds = [incident["seconds"][part] for part in PARTS]
-    total, x, bars = sum(seconds), 0.0, []
-    for part, value in zip(PARTS, seconds, strict=True):
-        if value > 0:
+    total, x, bars = sum(incident["seconds"].values()), 0.0, []
+    for part in PARTS:
+        if (value := incident["seconds"][part]) > 0:
             bars.append(Bar(kind(PART_CATEGORIES[part]), x, value / total, f"{part} {duration(value)}"))
             x += value / total
-    back = incident["step_restored"]
-    steps = str(incident["step_lost_from"])
-    return IncidentView(
-        id=incident["id"],
-        at=_clock(incident["at"]),
-        cause=incident["cause"] or "being diagnosed",
-        meaning=known.meaning[:1].upper() + known.meaning[1:] if known else "",
-        todo=known.todo if known else "",
-        node=incident["node"],
-        rank=incident["rank"],
-        action=incident["action"] or None,
-        why=incident["why"],
-        evidence=incident["evidence"],
-        traceback=incident["traceback"],
-        open=incident["open"],
-        seconds=tuple(seconds),
-        bars=tuple(bars),
-        steps=steps if back is None else f"{steps} → {back}",
-        tiers=incident["tiers"],
-    )
+    back, steps = incident["step_restored"], str(incident["step_lost_from"])
+    return {
+        **incident,
+        "at": _clock(incident["at"]),
+        "cause": incident["cause"] or "being diagnosed",
+        "meaning": known.meaning[:1].upper() + known.meaning[1:] if known else "",
+        "todo": known.todo if known else "",
+        "total": total,
+        "bars": bars,
+        "steps": steps if back is None else f"{steps} → {back}",
+    }
 
 
 def _clock(at: str | None) -> str:
     return datetime.fromisoformat(at).strftime("%m-%d %H:%M:%S") if at else "-"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "-"
-    return "-" if value is None else str(value)

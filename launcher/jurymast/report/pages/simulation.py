@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jurymast.core.goodput import RATIOS, ordered
@@ -17,7 +16,6 @@ from jurymast.report.pages.charts import (
     Plot,
     PlotArea,
     Shape,
-    Slice,
     day_ticks,
     kind,
     share_ticks,
@@ -40,94 +38,32 @@ MARKS = {"restart": "restart", "swap": "swap"}
 ENDED = "ended"
 
 
-@dataclass(frozen=True)
-class Dot:
-    x: float
-    tip: str
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A dot for each run, a bar from the 5th to the 95th percentile, and a line at the mean."""
-
-    frame: PlotArea
-    box: Bar
-    mean: float
-    dots: tuple[Dot, ...]
-    ticks: tuple[AxisTick, ...]
-
-
-@dataclass(frozen=True)
-class CauseLane:
-    """All incidents of one cause; `y` is where the lane begins."""
-
-    cause: str
-    number: int
-    y: int
-    marks: tuple[Bar, ...]
-
-
-@dataclass(frozen=True)
-class Lanes:
-    frame: PlotArea
-    ticks: tuple[AxisTick, ...]
-    lanes: tuple[CauseLane, ...]
-
-
-@dataclass(frozen=True)
-class Costly:
-    at: str
-    cause: str
-    action: str | None
-    seconds: float
-    evidence: str
-
-
-@dataclass(frozen=True)
-class SimulationPage:
-    title: str
-    heading: str
-    about: str
-    summary: str
-    cards: tuple[Card, ...]
-    spread: Spread
-    over_time: Plot
-    losses: Plot
-    slices: tuple[Slice, ...]
-    total_node_seconds: float
-    lanes: Lanes | None
-    costliest: tuple[Costly, ...]
-    assumed: Sequence[str]
-
-
 def page(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> str:
     """Render the whole page; `found` is what `simulate --json` prints, `outcomes` have a history."""
-    return render("simulation.html.j2", simulation_page(found, outcomes), found)
-
-
-def simulation_page(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> SimulationPage:
     runs = f"{count(found['seeds'], 'run')} of {count(found['nodes'], 'node')}"
     goodput = found["goodput"]
-    worst = sorted(outcomes[0].incidents, key=_cost_s, reverse=True)[:TOLD_MAX]
-    return SimulationPage(
-        title=f"simulation of {runs}",
-        heading=f"{runs} for {found['days']:g} days, simulated",
-        about=f"{found['rate']:.3g} failures per 1,000 node-days, {found['faults']}; "
-        f"{count(found['spares'], 'spare')}; cadence {found['cadence']}",
-        summary=f"Runtime goodput {percent(goodput['mean'])} (90 % of the runs between "
-        f"{percent(goodput['p5'])} and {percent(goodput['p95'])}). {_lost(found)}",
-        cards=_cards(found),
-        spread=_spread(outcomes),
-        over_time=_over_time(found, outcomes),
-        losses=_losses(found, outcomes),
-        slices=slices(found["categories"], found["total_node_seconds"]),
-        total_node_seconds=found["total_node_seconds"],
-        lanes=_lanes(outcomes[0], found["days"]),
-        costliest=tuple(
-            Costly(f"day {_day(i):.2f}", i.cause or "open", i.action or None, _cost_s(i), i.evidence)
-            for i in worst
-        ),
-        assumed=found["assumed"],
+    first = outcomes[0]
+    return render(
+        "simulation.html.j2",
+        found,
+        {
+            "title": f"simulation of {runs}",
+            "heading": f"{runs} for {found['days']:g} days, simulated",
+            "about": f"{found['rate']:.3g} failures per 1,000 node-days, {found['faults']}; "
+            f"{count(found['spares'], 'spare')}; cadence {found['cadence']}",
+            "summary": f"Runtime goodput {percent(goodput['mean'])} (90 % of the runs between "
+            f"{percent(goodput['p5'])} and {percent(goodput['p95'])}). {_lost(found)}",
+            "cards": _cards(found),
+            "spread": _spread(outcomes),
+            "over_time": _over_time(found, outcomes),
+            "losses": _losses(found, outcomes),
+            "slices": slices(found["categories"], found["total_node_seconds"]),
+            "lanes": _lanes(first, found["days"]),
+            "costliest": [
+                {"at": f"day {_day(i):.2f}", "seconds": _cost_s(i), "incident": i}
+                for i in sorted(first.incidents, key=_cost_s, reverse=True)[:TOLD_MAX]
+            ],
+        },
     )
 
 
@@ -139,14 +75,14 @@ def _lost(found: Mapping[str, Any]) -> str:
     return f"{found['incidents']:.0f} incidents and {found['requeues']:.1f} requeues a run.{ends}"
 
 
-def _cards(found: Mapping[str, Any]) -> tuple[Card, ...]:
+def _cards(found: Mapping[str, Any]) -> list[Card]:
     mean = found["mtbf_hours"]
     every = "no failure" if mean is None else f"one in {duration(3600.0 * mean)}"
     ratios = (
         Card(RATIO_NAMES.get(name, name), percent(value["mean"]), RATIOS[name])
         for name, value in found["ratios"].items()
     )
-    return (*ratios, Card("Incidents a run", f"{found['incidents']:.0f}", every))
+    return [*ratios, Card("Incidents a run", f"{found['incidents']:.0f}", every)]
 
 
 def _scale(least: float, most: float) -> tuple[float, float]:
@@ -155,7 +91,8 @@ def _scale(least: float, most: float) -> tuple[float, float]:
     return max(0.0, least - room), min(1.0, most + room)
 
 
-def _spread(outcomes: Sequence[SimOutcome]) -> Spread:
+def _spread(outcomes: Sequence[SimOutcome]) -> dict[str, Any]:
+    """A dot for each run, a bar from the 5th to the 95th percentile, and a line at the mean."""
     values = [outcome.ratios[GOODPUT] or 0.0 for outcome in outcomes]
     low, high = _scale(min(values), max(values))
 
@@ -163,13 +100,13 @@ def _spread(outcomes: Sequence[SimOutcome]) -> Spread:
         return SPREAD.x((value - low) / (high - low))
 
     p5, p95 = x(quantile(values, 0.05)), x(quantile(values, 0.95))
-    return Spread(
-        SPREAD,
-        Bar("box", p5, max(1.0, round(p95 - p5, 1)), "5 % to 95 % of the runs"),
-        x(sum(values) / len(values)),
-        tuple(Dot(x(value), f"seed {seed}: {100 * value:.3f} %") for seed, value in enumerate(values)),
-        tuple(AxisTick(x(value), f"{100 * value:.2f} %") for value in (low, (low + high) / 2.0, high)),
-    )
+    return {
+        "frame": SPREAD,
+        "box": Bar("box", p5, max(1.0, round(p95 - p5, 1)), "5 % to 95 % of the runs"),
+        "mean": x(sum(values) / len(values)),
+        "dots": [(x(value), f"seed {seed}: {100 * value:.3f} %") for seed, value in enumerate(values)],
+        "ticks": [AxisTick(x(value), f"{100 * value:.2f} %") for value in (low, (low + high) / 2.0, high)],
+    }
 
 
 def _over_time(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> Plot:
@@ -213,8 +150,9 @@ def _losses(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> Plot:
     )  # fmt: skip
 
 
-def _lanes(outcome: SimOutcome, days: float) -> Lanes | None:
-    """A lane for each cause and a mark for each incident; marks that would overlap share one."""
+def _lanes(outcome: SimOutcome, days: float) -> dict[str, Any] | None:
+    """A lane for each cause, which begins at `y`, and a mark for each incident; marks that would overlap
+    share one."""
     if not outcome.incidents:
         return None
     causes = Counter(each.cause for each in outcome.incidents).most_common()
@@ -226,9 +164,10 @@ def _lanes(outcome: SimOutcome, days: float) -> Lanes | None:
             if each.cause == cause:
                 x = frame.x(min(1.0, max(0.0, _day(each) / days)))
                 together.setdefault(int(x / MARK_PX), []).append(each)
-        marks = tuple(_mark(x * MARK_PX, incidents) for x, incidents in sorted(together.items()))
-        lanes.append(CauseLane(cause or "open", number, frame.top + LANE_PX * place, marks))
-    return Lanes(frame, day_ticks(frame, days), tuple(lanes))
+        marks = [_mark(x * MARK_PX, incidents) for x, incidents in sorted(together.items())]
+        y = frame.top + LANE_PX * place
+        lanes.append({"cause": cause or "open", "number": number, "y": y, "marks": marks})
+    return {"frame": frame, "ticks": day_ticks(frame, days), "lanes": lanes}
 
 
 def _mark(x: float, incidents: Sequence[Incident]) -> Bar:
