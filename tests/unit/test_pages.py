@@ -16,7 +16,7 @@ import pytest
 
 from jurymast.core.goodput import CATEGORIES, Interval
 from jurymast.core.run.state import TierState
-from jurymast.report.goodput import account_of, report_view
+from jurymast.report.goodput import report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.pages import charts
 from jurymast.report.pages.report import page, report_page
@@ -73,7 +73,7 @@ def test_the_page_is_whole_loads_nothing_and_escapes_everything(tmp_path: Path) 
     watching = watcher(story, tmp_path)
     report = report_view(watching, ALIVE, story.t)
     report["provenance"]["script"] = EVIL
-    written = page(report, account_of(watching, ALIVE, story.t), watching.state)
+    written = page(report, watching.account(ALIVE, story.t), watching.state)
     parser = Page()
     parser.feed(written)
     assert parser.open == []
@@ -94,9 +94,7 @@ def test_the_page_is_whole_loads_nothing_and_escapes_everything(tmp_path: Path) 
 def test_a_browser_obeys_no_style_or_script_but_the_pages_own(tmp_path: Path) -> None:
     story = swapped()
     watching = watcher(story, tmp_path)
-    written = page(
-        report_view(watching, ALIVE, story.t), account_of(watching, ALIVE, story.t), watching.state
-    )
+    written = page(report_view(watching, ALIVE, story.t), watching.account(ALIVE, story.t), watching.state)
     allowed = re.search(r"Content-Security-Policy\"\s+content=\"([^\"]+)\"", written)
     assert allowed is not None
     rules = dict(rule.split(" ", 1) for rule in html.unescape(allowed[1]).split("; "))
@@ -123,7 +121,7 @@ def test_hostile_names_are_shown_as_they_are_and_do_nothing(tmp_path: Path) -> N
     report["categories"][EVIL] = 1.0
     watching.state.incidents[0].cause = watching.state.incidents[0].node = EVIL
     watching.state.saved[EVIL] = TierState(step=1, failures=1, error=EVIL)
-    account = account_of(watching, ALIVE, story.t)
+    account = watching.account(ALIVE, story.t)
     account.stays[EVIL] = account.stays["n1"]
     written = page(report, account, watching.state)
     parser = Page()
@@ -142,9 +140,7 @@ def test_hostile_names_are_shown_as_they_are_and_do_nothing(tmp_path: Path) -> N
 def test_every_category_has_a_colour(tmp_path: Path) -> None:
     story = swapped()
     watching = watcher(story, tmp_path)
-    written = page(
-        report_view(watching, ALIVE, story.t), account_of(watching, ALIVE, story.t), watching.state
-    )
+    written = page(report_view(watching, ALIVE, story.t), watching.account(ALIVE, story.t), watching.state)
     coloured = set(re.findall(r"\.(c-\w+)\{--c:", written))
     assert coloured == {charts.kind(category.name) for category in CATEGORIES} | {charts.kind("of tomorrow")}
 
@@ -152,7 +148,7 @@ def test_every_category_has_a_colour(tmp_path: Path) -> None:
 def test_the_page_shows_what_happened_before_all_else(tmp_path: Path) -> None:
     story = crash_loop()
     watching = watcher(story, tmp_path)
-    found = report_page(report_view(watching, ENDED), account_of(watching, ENDED, story.t), watching.state)
+    found = report_page(report_view(watching, ENDED), watching.account(ENDED, story.t), watching.state)
     assert found["tone"] == "bad"
     assert (found["failure"]["cause"], found["failure"]["todo"]) == ("worker_exception", "read the traceback")
     assert "ValueError: bad" in found["failure"]["traceback"]
@@ -176,7 +172,7 @@ def test_flags_too_close_for_a_number_keep_their_line(tmp_path: Path) -> None:
         story.recovered(0, story.state.best_step + 1)
     story.stepped(100_000)
     watching = watcher(story, tmp_path)
-    drawn = charts.timeline(account_of(watching, ALIVE, story.t), watching.state.incidents)
+    drawn = charts.timeline(watching.account(ALIVE, story.t), watching.state.incidents)
     assert drawn is not None
     assert [flag.number for flag in drawn.flags] == [True, False]
 
@@ -195,7 +191,7 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
             done += 1
     watching = watcher(story, tmp_path)
     report = report_view(watching, ALIVE, story.t)
-    account = account_of(watching, ALIVE, story.t)
+    account = watching.account(ALIVE, story.t)
     rows, left_out = charts.rows_of(account)
     assert left_out == 0
     assert len(rows) < 40

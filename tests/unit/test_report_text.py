@@ -18,7 +18,7 @@ from jurymast.core.settings import Settings
 from jurymast.journal import VERSION, FileTail
 from jurymast.report import follow
 from jurymast.report.follow import Narrator, ProgressLine, end_lines, wait
-from jurymast.report.goodput import account_of, compare, compare_blocks, report_blocks, report_view
+from jurymast.report.goodput import compare, compare_blocks, report_blocks, report_view
 from jurymast.report.liveness import Liveness, judge
 from jurymast.report.pages.report import page
 from jurymast.report.sentences import sentence
@@ -306,9 +306,7 @@ def test_an_empty_report_is_a_report_too(tmp_path: Path) -> None:
     shown = text(report_blocks(report))
     assert "no incidents" in shown
     assert "ETTR" in shown
-    assert page(report, account_of(watching, ALIVE, START + 30.0), watching.state).startswith(
-        "<!doctype html>"
-    )
+    assert page(report, watching.account(ALIVE, START + 30.0), watching.state).startswith("<!doctype html>")
 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
@@ -362,8 +360,8 @@ class Terminal(io.StringIO):
 def test_on_a_terminal_progress_is_one_line_that_is_drawn_over(tmp_path: Path) -> None:
     stream = Terminal()
     progress = ProgressLine(stream)
-    progress.show("step 1", 0.0)
-    progress.show("step 2", 0.1)
+    progress.show("step 1")
+    progress.show("step 2")
     progress.say("something happened", START)
     progress.close()
     assert (

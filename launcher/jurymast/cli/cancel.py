@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,12 +61,9 @@ def command(run: str, runs: Path | None) -> None:
 
 def _await_end(watcher: StatusWatcher, limit_s: float) -> bool:
     """Wait up to `limit_s` for the run's end in the journal; returns whether it has ended."""
-    end = time.monotonic() + limit_s
-    while True:
-        watcher.poll()
-        if watcher.state.ended or time.monotonic() >= end:
-            return watcher.state.ended
-        time.sleep(0.05)
+    for _ in watcher.new_for(limit_s):
+        pass
+    return watcher.state.ended
 
 
 def _end_local(directory: RunDirectory) -> str:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from jurymast.report.status import StatusWatcher
 
 FOLLOW_EVERY_S = 0.2
-LOOK_EVERY_S = 5.0
 # Least seconds between two reports of steps that are shown, by whether the run is followed.
 PROGRESS_EVERY_S = {True: 30.0, False: 3600.0}
 # If more nodes report the same one after the other, only this many are shown.
@@ -50,22 +49,16 @@ def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path 
         lines = _brief(_wanted(entries, PROGRESS_EVERY_S[follow]))
     for line in lines:
         click.echo(line)
-    for text in watcher.tail.unread:
+    for text in watcher.unread:
         click.echo(f"warning    {text}", err=True)
 
 
 def _entries(watcher: StatusWatcher, follow: bool) -> Iterator[Entry]:
-    from jurymast.report.liveness import look
-
     yield from watcher.new()
     if follow:
         patience.follow_on()
-    look_at = time.monotonic()
     while follow and not watcher.state.ended:
-        if time.monotonic() >= look_at:
-            look_at = time.monotonic() + LOOK_EVERY_S
-            if look(watcher.directory, watcher.state).kind == "gone":
-                follow = False
+        follow = not watcher.gone()
         time.sleep(FOLLOW_EVERY_S)
         yield from watcher.new()
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from jurymast.journal import FileTail
 
 FOLLOW_EVERY_S = 0.2
-LOOK_EVERY_S = 5.0
 READ_BYTES = 1 << 20
 # If there are more ranks, not all of them are shown by default.
 RANKS_SHOWN_MAX = 64
@@ -159,17 +158,12 @@ def _rounds(directory: RunDirectory, follow: bool, files: Sized) -> Iterator[boo
     if not follow:
         yield True
         return
-    from jurymast.report.liveness import look
     from jurymast.report.status import StatusWatcher
 
-    watcher = StatusWatcher(directory)
-    look_at, over = 0.0, False
+    watcher, over = StatusWatcher(directory), False
     while not over:
         watcher.poll()
-        over = watcher.state.ended
-        if not over and time.monotonic() >= look_at:
-            look_at = time.monotonic() + LOOK_EVERY_S
-            over = look(directory, watcher.state).kind == "gone"
+        over = watcher.state.ended or watcher.gone()
         yield over
         if not over:
             time.sleep(max(FOLLOW_EVERY_S, len(files) / FILES_A_SECOND))

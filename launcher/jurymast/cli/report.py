@@ -36,8 +36,8 @@ from jurymast.errors import UsageError
 @runs_option
 def command(run: str, html: Path | None, compare: str | None, as_json: bool, runs: Path | None) -> None:
     """Show where a run's node-time went, and what its failures cost."""
-    from jurymast.report.goodput import account_of, compare_blocks, report_blocks, report_view
     from jurymast.report.goodput import compare as compared
+    from jurymast.report.goodput import compare_blocks, report_blocks, report_view
     from jurymast.report.liveness import look
     from jurymast.report.status import read_status
 
@@ -54,7 +54,7 @@ def command(run: str, html: Path | None, compare: str | None, as_json: bool, run
     if html is not None:
         from jurymast.report.pages.report import page
 
-        write_page(page(report, account_of(watcher, life, now), watcher.state), html)
+        write_page(page(report, watcher.account(life, now), watcher.state), html)
     if as_json:
         show_json(report)
     elif html is None:

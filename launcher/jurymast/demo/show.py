@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.demo.local_run import LocalRun, Wanted
 from jurymast.errors import RunFailedError
 from jurymast.journal import Entry, FileTail
-from jurymast.report.liveness import look
+from jurymast.report.follow import ProgressLine
 from jurymast.report.sentences import sentence
 from jurymast.report.status import StatusWatcher, incident_json
 from jurymast.report.text import clean, count, duration, some
@@ -32,61 +31,21 @@ from jurymast.rundir import RunDirectory
 PROGRESS_EVERY_S = 5.0
 
 
-class Screen:
-    """Writes to `stream`. Colors and overwriting are used only on a terminal."""
+class Screen(ProgressLine):
+    """Lines with the time since the start. Colors are used only on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._terminal = stream.isatty()
-        self._colours = self._terminal and "NO_COLOR" not in os.environ
-        self._drawn = False
-        self._progress_at = 0.0
-        self._shown = ""
+        super().__init__(stream, PROGRESS_EVERY_S)
+        self._colours = self.terminal and "NO_COLOR" not in os.environ
         self.began = time.time()
-        # A pipe's encoding may be plain ASCII, and a character it lacks must not end the demo.
         self.unicode = "utf" in (getattr(stream, "encoding", "") or "").lower()
 
-    def say(self, text: str, *, t: float | None = None, style: str = "") -> None:
-        """Print a line that stays, about something that happened at `t` (seconds since the epoch)."""
-        seconds = (time.time() if t is None else t) - self.began
-        lead = click.style(f"[{seconds:5.1f} s]", dim=True) if self._colours else f"[{seconds:5.1f} s]"
-        self.write(f"{lead} {self._styled(clean(text), style)}")
-
-    def write(self, text: str) -> None:
-        """Print a line without a time."""
-        self._erase()
-        self._stream.write(self._encodable(text) + "\n")
-        self._stream.flush()
-
-    def progress(self, text: str) -> None:
-        """Show the current state on the line that is overwritten."""
-        now = time.monotonic()
-        if self._terminal:
-            self._erase()
-            width = shutil.get_terminal_size((100, 24)).columns - 1
-            self._stream.write(self._encodable(clean(text)[:width]))
-            self._stream.flush()
-            self._drawn = True
-        elif now >= self._progress_at and text != self._shown:
-            self._progress_at, self._shown = now + PROGRESS_EVERY_S, text
-            self.say(text)
-
-    def close(self) -> None:
-        self._erase()
-
-    def _styled(self, text: str, style: str) -> str:
-        if not self._colours or not style:
-            return text
-        return click.style(text, fg=style, bold=style == "red")
-
-    def _encodable(self, text: str) -> str:
-        encoding = getattr(self._stream, "encoding", "") or "ascii"
-        return text.encode(encoding, errors="replace").decode(encoding, errors="replace")
-
-    def _erase(self) -> None:
-        if self._drawn:
-            self._stream.write("\r\x1b[K")
-            self._drawn = False
+    def say(self, text: str, t: float | None = None, style: str = "") -> None:
+        lead, text = f"[{(time.time() if t is None else t) - self.began:5.1f} s]", clean(text)
+        if self._colours:
+            lead = click.style(lead, dim=True)
+            text = click.style(text, fg=style, bold=style == "red") if style else text
+        self.write(f"{lead} {text}")
 
 
 def can_open_a_browser() -> bool:
@@ -175,7 +134,6 @@ def blocks(values: Sequence[float], width: int, ramp: str = BLOCKS) -> str:
 
 
 POLL_S = 0.1
-LOOK_EVERY_S = 5.0
 FAULT_SHARE = 0.45  # of the run's steps
 CURVE_WIDTH = 60
 MARKS = {Role.ACTIVE: "●", Role.SPARE: "○", Role.JOINING: "◌", Role.SUSPECT: "◐", Role.FAILED: "✗"}
@@ -206,18 +164,11 @@ class Show:
         self._wanted = wanted
         self._screen = screen
         self._with_fault = with_fault
-        self._watcher: StatusWatcher | None = None
         self._decided = 0  # incidents whose decision was told
         self._recovered = 0  # incidents whose end was told
         self._stepped = False
         self.curve = LossCurve(local.directory)
         self.fault: InjectedFault | None = None
-
-    @property
-    def watcher(self) -> StatusWatcher:
-        if self._watcher is None:
-            self._watcher = StatusWatcher(self._local.directory)
-        return self._watcher
 
     @property
     def state(self) -> RunState:
@@ -233,27 +184,25 @@ class Show:
         """Start the run, follow it to its end, and say how it went. Raises RunFailedError if its processes
         end without an outcome, and what `submit` raises."""
         self._local.start()
+        self.watcher = StatusWatcher(self._local.directory)
         self._follow()
         self._screen.close()
         self._tell_end()
 
     def _follow(self) -> None:
-        look_at = time.monotonic() + LOOK_EVERY_S
         while not self.state.ended:
             time.sleep(POLL_S)
             self._poll()
             if self._fault_is_due():
                 self._break_a_node()
-            self._screen.progress(self._progress())
-            if time.monotonic() >= look_at:
-                look_at = time.monotonic() + LOOK_EVERY_S
-                if look(self._local.directory, self.state).kind == "gone":
-                    self._poll()
-                    if not self.state.ended:
-                        raise RunFailedError(
-                            "the run's processes ended without an outcome",
-                            hint=f"their logs are in {self._local.directory.root}",
-                        )
+            self._screen.show(self._progress())
+            if self.watcher.gone():
+                self._poll()
+                if not self.state.ended:
+                    raise RunFailedError(
+                        "the run's processes ended without an outcome",
+                        hint=f"their logs are in {self._local.directory.root}",
+                    )
         self.curve.poll(self.state.attempt)
 
     def _poll(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -37,41 +38,48 @@ _DECISIONS_SHOWN = frozenset(kind.__name__ for kind in (Launch, Requeue, RaiseAl
 
 
 class ProgressLine:
-    """Prints lines on `stream`; on a terminal, a line of progress below them is replaced again and again."""
+    """Prints lines on `stream`; on a terminal, a line of progress below them is replaced again and again. A
+    pipe gets a line of progress every `every_s` seconds."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, every_s: float = PROGRESS_EVERY_S) -> None:
         self._stream = stream
-        self._terminal = stream.isatty()
+        self._every_s = every_s
+        self.terminal = stream.isatty()
         self._drawn = False
         self._shown_at = float("-inf")
         self._shown = ""
 
     def say(self, text: str, t: float | None = None) -> None:
-        self._erase()
-        at = time.strftime("%H:%M:%S", time.localtime(t))
-        self._stream.write(f"{at} {one_line(text)}\n")
-        self._stream.flush()
+        """Print a line that stays, about something that happened at `t` (seconds since the epoch)."""
+        self.write(f"{time.strftime('%H:%M:%S', time.localtime(t))} {one_line(text)}")
 
-    def show(self, text: str, now: float) -> None:
-        """Show the newest progress; a pipe gets a line every half a minute."""
-        if text == self._shown:
+    def write(self, text: str) -> None:
+        """Print a line without a time."""
+        self._put(text + "\n")
+
+    def show(self, text: str) -> None:
+        """Show the newest progress."""
+        now = time.monotonic()
+        if text == self._shown and self._drawn == self.terminal:  # it is still there
             return
-        if self._terminal:
-            self._erase()
-            self._stream.write(one_line(text)[:110])
-            self._stream.flush()
+        if self.terminal:
+            self._put(one_line(text)[: shutil.get_terminal_size((111, 24)).columns - 1])
             self._drawn, self._shown = True, text
-        elif now - self._shown_at >= PROGRESS_EVERY_S:
+        elif now - self._shown_at >= self._every_s:
             self._shown_at, self._shown = now, text
             self.say(text)
 
     def close(self) -> None:
-        self._erase()
-
-    def _erase(self) -> None:
         if self._drawn:
-            self._stream.write("\r\x1b[K")
-            self._drawn = False
+            self._put("")
+
+    def _put(self, text: str) -> None:
+        erase = "\r\x1b[K" if self._drawn else ""
+        # A stream's encoding may be plain ASCII, and a character it lacks must not end the command.
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(erase + text.encode(encoding, errors="replace").decode(encoding))
+        self._stream.flush()
+        self._drawn = False
 
 
 class Narrator:
@@ -95,7 +103,7 @@ class Narrator:
             self._tell(entry)
         self._tell_incidents(self.state.now)
         if self.state.attempt and not self.state.ended:
-            self._progress.show(progress_line(self.state), time.monotonic())
+            self._progress.show(progress_line(self.state))
         return bool(entries)
 
     def _tell(self, entry: Entry) -> None:

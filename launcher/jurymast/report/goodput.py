@@ -39,17 +39,12 @@ COMMAND_CHARACTERS = 400
 PARTS = ("detect", "diagnose", "decide", "replace", "launch", "restore", "rework")
 
 
-def account_of(watcher: StatusWatcher, life: Liveness, now: float) -> Account:
-    """The run's account until `now`; if the run died without a last entry, until its last event."""
-    return watcher.tail.ledger.account(None if life.kind == "gone" else now)
-
-
 def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float | None = None) -> Report:
     """The report. Times are in seconds or ISO 8601 with zone, node-time in node-seconds, ratios 0..1."""
     life = look(watcher.directory, watcher.state) if life is None else life
     now = time.time() if now is None else now
     state, plan = watcher.state, watcher.plan
-    account = account_of(watcher, life, now)
+    account = watcher.account(life, now)
     failures = mtbf(_failures(state), _observed_s(account))
     word, why = public_state(state, life)
     return {
@@ -70,7 +65,7 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
             {**incident_json(i), "lost_seconds": account.incident_us(i.id) / 1e6} for i in state.incidents
         ],
         "mtbf": _mtbf_json(failures, state),
-        "cadence": _cadence_json(watcher.tail.ledger.saves, failures, state),
+        "cadence": _cadence_json(watcher.ledger.saves, failures, state),
         "provenance": _provenance(watcher, plan, state),
     }  # fmt: skip
 
@@ -122,7 +117,7 @@ def cadence_words(settings: Settings) -> str:
 
 
 def _provenance(watcher: StatusWatcher, plan: RunPlan, state: RunState) -> dict[str, Any]:
-    started = watcher.facts.started or {}
+    started = watcher.started or {}
     return {
         "script": plan.script, "arguments": list(plan.arguments), "python": plan.python,
         "policy_hash": plan.policy_hash, "cluster": plan.cluster, "directory": str(watcher.directory.root),

@@ -69,7 +69,7 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
     else:
         life = look(watcher.directory, state)
     word, _ = public_state(state, life)
-    goodput = watcher.tail.ledger.account(_until(life)).ratios()["runtime_goodput"]
+    goodput = watcher.account(life, time.time()).ratios()["runtime_goodput"]
     row = _empty(state.run or plan.run)
     ended_at = state.ended_at or (None if life.kind != "gone" else state.now or plan.submitted_at)
     row.update(
@@ -87,11 +87,6 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
         )
         row["nodes"] = int(squeue[6]) if squeue[6].isdigit() else row["nodes"]
     return row
-
-
-def _until(life: Liveness) -> float | None:
-    """The time at which the account ends; None, for its last event, if the run's job is gone."""
-    return None if life.kind == "gone" else time.time()
 
 
 def _empty(run: str) -> Row:

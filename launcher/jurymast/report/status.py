@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from jurymast.core.checkpoints.cadence import NEVER, Schedule, cost_if, next_save_step
 from jurymast.core.checkpoints.copies import MEMORY, PEER, SHARED
 from jurymast.core.checkpoints.writes import IDLE_SHARE, durable_every_s
+from jurymast.core.goodput import Account
 from jurymast.core.planning.failure_rate import failure_times
 from jurymast.core.planning.optimum import Saving
 from jurymast.core.run.causes import CAUSES, meaning
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 # While steps are done, a supervisor writes every two seconds, later in a run less often, but then it is
 # asked. If no step is heard of for much longer, a warning is shown.
 QUIET_S = 30.0
+POLL_S = 0.05
+LOOK_EVERY_S = 5.0
 RATE_LEVEL = 0.95
 
 # If there are more nodes than this, those that work normally are counted instead of listed.
@@ -47,50 +50,46 @@ EVIDENCE_CHARACTERS = 600  # if it is shown only once
 View = Mapping[str, Any]
 
 
-@dataclass
-class Facts:
-    """Facts that status shows besides the run's state: the newest entry of some kinds."""
-
-    started: Entry | None = None
-    saved: Entry | None = None
-    not_saved: Entry | None = None
-    restored: Entry | None = None
-
-    def take(self, entry: Entry) -> None:
-        if entry.get("event") == "RunStarted":
-            self.started = entry
-        elif entry.get("event") == "Saved":
-            if entry.get("copied"):
-                pass
-            elif entry["ok"]:
-                self.saved, self.not_saved = entry, None
-            else:
-                self.not_saved = entry
-        elif entry.get("event") == "Restored":
-            self.restored = entry
-
-
-class StatusWatcher:
+class StatusWatcher(JournalTail):
     """Reads a run's journal once, then only what is new. `view` is the status as of the last `poll`."""
 
     def __init__(self, directory: RunDirectory) -> None:
-        self.directory = directory
-        self.plan = directory.plan()
-        self.tail = JournalTail(directory)
-        self.facts = Facts()
-
-    @property
-    def state(self) -> RunState:
-        return self.tail.state
-
-    def poll(self) -> list[Entry]:
-        return list(self.new())
+        super().__init__(directory)
+        self.started: Entry | None = None
+        self.restored: Entry | None = None
+        self.not_saved: Entry | None = None  # the last save, if it failed
+        self._gone, self._look_at = False, 0.0
 
     def new(self) -> Iterator[Entry]:
-        """Like `poll`, but yields one entry at a time: those of thousands of nodes would take much memory."""
-        for entry in self.tail.new():
-            self.facts.take(entry)
+        for entry in super().new():
+            kind = entry.get("event")
+            if kind == "RunStarted":
+                self.started = entry
+            elif kind == "Restored":
+                self.restored = entry
+            elif kind == "Saved" and not entry.get("copied"):
+                self.not_saved = None if entry["ok"] else entry
             yield entry
+
+    def new_for(self, limit_s: float) -> Iterator[Entry]:
+        """The new entries, until the run has ended or `limit_s` seconds have passed."""
+        end = time.monotonic() + limit_s
+        while True:
+            yield from self.new()
+            if self.state.ended or time.monotonic() >= end:
+                return
+            time.sleep(POLL_S)
+
+    def gone(self) -> bool:
+        """Whether the job has ended but not the journal; looked up every `LOOK_EVERY_S` seconds."""
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_EVERY_S
+            self._gone = look(self.directory, self.state).kind == "gone"
+        return self._gone
+
+    def account(self, life: Liveness, now: float) -> Account:
+        """The run's account until `now`; if the run died without a last entry, until its last event."""
+        return self.ledger.account(None if life.kind == "gone" else now)
 
     def view(self, life: Liveness | None = None, now: float | None = None) -> dict[str, Any]:
         """The status object. `life` is looked up if it is not given, and the supervisor is asked if
@@ -98,7 +97,7 @@ class StatusWatcher:
         now, told = time.time() if now is None else now, None
         if life is None:
             life = look(self.directory, self.state)
-            told = hear(self.directory, self.state, now - (self.tail.last_t or 0.0))
+            told = hear(self.directory, self.state, now - (self.last_t or 0.0))
         return status_view(self, life, now, told)
 
 
@@ -177,7 +176,7 @@ def status_view(watcher: StatusWatcher, life: Liveness, now: float, told: Condit
         "warnings": warnings(watcher, life, now, told),
         "job": {"id": life.id, "kind": life.kind, "detail": life.detail},
         "submitted_at": iso(state.submitted_at or plan.submitted_at),
-        "updated_at": iso(watcher.tail.last_t), "ended_at": iso(ended_at),
+        "updated_at": iso(watcher.last_t), "ended_at": iso(ended_at),
         "exit_code": exit_code_of(state, life), "end_reason": why,
     }  # fmt: skip
 
@@ -228,16 +227,11 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
 def data_gaps(watcher: StatusWatcher) -> list[str]:
     """The gaps that a report must not leave out: missing parts of the journal, and steps that no checkpoint
     has."""
-    state, found = watcher.state, list(watcher.tail.unread)
+    state, found = watcher.state, list(watcher.unread)
     kept = [t.step for name, t in state.saved.items() if name not in (MEMORY, PEER) and t.step is not None]
     unsaved = state.step - max(kept, default=0)
     # Only a Checkpointer reports a restore, and counts steps as the training does.
-    if (
-        state.phase is Phase.SUCCEEDED
-        and watcher.facts.restored is not None
-        and state.absolute
-        and unsaved > 0
-    ):
+    if state.phase is Phase.SUCCEEDED and watcher.restored and state.absolute and unsaved > 0:
         newest = f"the newest is step {max(kept)}" if kept else "there is none"
         found.append(
             f"the last {count(unsaved, 'step')} are in no checkpoint ({newest}): "
@@ -252,7 +246,7 @@ def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition
     unwritten = told.journal if told is not None else ""
     if life.kind == "gone" and not state.ended:
         found.append(public_state(state, life)[1])
-    entry = watcher.facts.not_saved
+    entry = watcher.not_saved
     if state.save_failures and entry is not None:
         kept = "there is none yet" if state.saved_step is None else f"the newest is step {state.saved_step}"
         found.append(
@@ -268,7 +262,7 @@ def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition
             )
     if life.kind == "unknown":
         found.append(f"whether {life.id or 'the run'} still runs is not known: {life.detail}")
-    last = watcher.tail.last_t
+    last = watcher.last_t
     if unwritten:
         age = f"what is shown here is {duration(now - last)} old" if last else "nothing can be shown here"
         where = watcher.directory.journal

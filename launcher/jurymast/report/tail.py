@@ -57,7 +57,8 @@ class JournalTail:
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
-        self.ledger = Ledger(initial_state(directory.plan()))
+        self.plan = directory.plan()
+        self.ledger = Ledger(initial_state(self.plan))
         self.last_t: float | None = None
         self._epochs: dict[str, _EpochTail] = {}
         self._begins: dict[str, EpochBegin] = {}
