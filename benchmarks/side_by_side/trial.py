@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.side_by_side.steps import Recovery, Stamp, StepFiles, done_by_all, measure
 from benchmarks.side_by_side.systems import ACTIVE, STEP_S, Place, Started, System, own_story, said
+from jurymast.cluster.allocation import ENDED_STATES
 from testcluster import Cluster, ClusterError
 from testcluster.faults import Fault
 
@@ -19,9 +20,6 @@ ASK_AFTER_S = 10.0
 ASK_EVERY_S = 5.0
 # jurymast's own account follows the step by a heartbeat.
 STORY_LIMIT_S = 2.0
-ENDED = frozenset(
-    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
-)
 
 Hurt = Callable[[Cluster, Stamp], Fault]
 
@@ -154,7 +152,7 @@ def _watch(
         if now >= ask_at:
             ask_at = now + ASK_EVERY_S
             # Twice: a job that is requeued passes through such a state.
-            ended = ended + 1 if cluster.job(started.job)["JobState"] in ENDED else 0
+            ended = ended + 1 if cluster.job(started.job)["JobState"] in ENDED_STATES else 0
             if ended == 2:
                 return recovery, f"the job ended {now - fault.time:.0f} s later; {_now(cluster, started)}"
         time.sleep(POLL_S)

@@ -39,8 +39,9 @@ def test_a_controller_that_is_away_for_a_moment_is_asked_again(monkeypatch: pyte
             raise ClusterUnavailableError("away")
         return LINE.format(answer)
 
-    assert slurm.wait("7", "c", ask) == 5
+    monkeypatch.setattr(slurm, "run_command", ask)
+    assert slurm.wait("7", "c") == 5
     monkeypatch.setattr(slurm, "SILENCE_LIMIT_S", -1.0)
     answers.append("")
     with pytest.raises(ClusterUnavailableError):
-        slurm.wait("7", "c", ask)
+        slurm.wait("7", "c")

@@ -75,11 +75,13 @@ def _eligible_at(job: str) -> float:
         return 0.0
 
 
-def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S) -> str:
-    """Return the standard output of a Slurm command. Raises ClusterUnavailableError with Slurm's own words,
-    or ControllerAwayError if slurmctld does not answer."""
+def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S, *, given: str = "") -> str:
+    """Return the standard output of a command of Slurm or munge, which reads `given`. Raises
+    ClusterUnavailableError with its own words, or ControllerAwayError if slurmctld does not answer."""
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(
+            arguments, input=given, capture_output=True, text=True, timeout=limit_s, check=False
+        )
     except FileNotFoundError as error:
         raise ClusterUnavailableError(f"{arguments[0]} is not installed here") from error
     except subprocess.TimeoutExpired as error:
@@ -87,14 +89,26 @@ def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S) -> str:
     if done.returncode != 0:
         words = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         away = ControllerAwayError if _AWAY.search(words) else ClusterUnavailableError
-        raise away(f"{' '.join(arguments[:3])}: {words}")
+        what = " ".join(word for word in arguments[:3] if not word.startswith("-"))
+        raise away(f"{what}: {words}")
     return done.stdout
+
+
+# Slurm's states of a job that will not run again (squeue(1), JOB STATE CODES).
+ENDED_STATES = frozenset({
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+    "REVOKED", "TIMEOUT",
+})  # fmt: skip
 
 
 def job_fields(job: str) -> dict[str, str]:
     """Return the fields of `scontrol show job`. Raises ClusterUnavailableError."""
-    told = run_command(["scontrol", "show", "job", job, "--oneliner"])
-    return dict(part.split("=", 1) for part in told.split() if "=" in part)
+    return fields_of(run_command(["scontrol", "show", "job", job, "--oneliner"]))
+
+
+def fields_of(line: str) -> dict[str, str]:
+    """Return the fields of a line of `scontrol show job --oneliner`."""
+    return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 
 LOOPBACK = "127.0.0.1"

@@ -3,8 +3,6 @@ and which nodes to exclude while enough others are left."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -40,7 +38,7 @@ def with_earlier(plan: RunPlan, runs: Path, now: float) -> RunPlan:
     try:
         others = parse_accounting(_accounting(), {job for run in found for job in run.jobs}, now)
         texts.append(_told(others, "other jobs"))
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (ClusterUnavailableError, ValueError):
         others = []
         texts.append("no Slurm accounting")
     incidents, node_days = learned_before([*seen, *more, *others], now, plan.settings.half_life_s / DAY_S)
@@ -79,14 +77,10 @@ def parse_accounting(text: str, known: Collection[str], now: float) -> list[Watc
 
 
 def _accounting() -> str:
-    """sacct's lines about this user's jobs. Raises OSError or SubprocessError if Slurm keeps no accounts."""
-    command = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates"]
-    command += [f"--starttime=now-{ACCOUNTING_DAYS}days", f"--format={FORMAT}"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=ACCOUNTING_LIMIT_S,
-        stdin=subprocess.DEVNULL, env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
-    )  # fmt: skip
-    return done.stdout
+    """sacct's lines about this user's jobs. Raises ClusterUnavailableError if Slurm keeps no accounts."""
+    command = ["env", "SLURM_TIME_FORMAT=%s", "sacct", "--noheader", "--parsable2", "--allocations"]
+    command += ["--duplicates", f"--starttime=now-{ACCOUNTING_DAYS}days", f"--format={FORMAT}"]
+    return run_command(command, ACCOUNTING_LIMIT_S)
 
 
 def _told(watched: list[Watched], where: str) -> str:

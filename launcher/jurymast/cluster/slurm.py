@@ -10,14 +10,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from submitit.slurm.slurm import _make_sbatch_string
 
-from jurymast.cluster.allocation import run_command
+from jurymast.cluster.allocation import ENDED_STATES, fields_of, run_command
 from jurymast.cluster.batch_script import BatchScript
 from jurymast.cluster.local import batch_process
 from jurymast.cluster.planning import WARN_SIGNAL
@@ -72,21 +72,11 @@ def partitions(clusters: str = "") -> dict[str, Partition]:
         if shutil.which(program) is None:
             raise ClusterUnavailableError(f"there is no Slurm here: {program} is not in PATH", hint=hint)
     where = [f"--clusters={clusters}"] if clusters else []
+    command = ["sinfo", "--noheader", "--all", *where, "--format=%P|%a|%s|%D|%T"]
     try:
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--all", *where, "--format=%P|%a|%s|%D|%T"],
-            capture_output=True, text=True, check=False, timeout=ANSWER_LIMIT_S, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise ClusterUnavailableError(
-            f"Slurm did not answer within {ANSWER_LIMIT_S:.0f} s", hint=hint
-        ) from error
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        raise ClusterUnavailableError(
-            f"Slurm does not answer: {said[-1] if said else 'sinfo failed'}", hint=hint
-        )
-    return parse_partitions(done.stdout)
+        return parse_partitions(run_command(command, ANSWER_LIMIT_S))
+    except ClusterUnavailableError as error:
+        raise ClusterUnavailableError(f"Slurm does not answer: {error}", hint=hint) from error
 
 
 def check_fits(found: dict[str, Partition], asked: str, active: int, spares: int) -> None:
@@ -125,10 +115,6 @@ def check_fits(found: dict[str, Partition], asked: str, active: int, spares: int
 POLL_S = 2.0
 # Slurm forgets a job five minutes after its end, so it makes no sense to wait longer for an answer.
 SILENCE_LIMIT_S = 240.0
-ENDED = frozenset({
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
-    "TIMEOUT",
-})  # fmt: skip
 
 
 def exit_code(told: str) -> int | None:
@@ -136,22 +122,22 @@ def exit_code(told: str) -> int | None:
     number for a signal; None while a task may still run."""
     codes = []
     for line in filter(None, told.splitlines()):
-        fields = dict(part.split("=", 1) for part in line.split() if "=" in part)
-        if fields.get("JobState") not in ENDED:
+        fields = fields_of(line)
+        if fields.get("JobState") not in ENDED_STATES:
             return None
         code, _, number = fields.get("ExitCode", "1:0").partition(":")
         codes.append(128 + int(number) if int(number or 0) else int(code))
     return max(codes, default=None)
 
 
-def wait(job: str, cluster: str = "", ask: Callable[[list[str]], str] = run_command) -> int:
+def wait(job: str, cluster: str = "") -> int:
     """Wait for the job's end; returns its exit code. Raises ClusterUnavailableError if Slurm does not answer
     for `SILENCE_LIMIT_S`."""
     where = [f"--clusters={cluster}"] if cluster else []
     silent_since = None
     while True:
         try:
-            code = exit_code(ask(["scontrol", *where, "show", "job", job, "--oneliner"]))
+            code = exit_code(run_command(["scontrol", *where, "show", "job", job, "--oneliner"]))
             silent_since = None
         except ClusterUnavailableError:
             silent_since = silent_since or time.monotonic()
@@ -164,8 +150,9 @@ def wait(job: str, cluster: str = "", ask: Callable[[list[str]], str] = run_comm
 
 
 def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run sbatch, which returns once it has accepted the job."""
-    return subprocess.run(
+    """Run sbatch, which returns once it has accepted the job. Raises SubmissionError with Slurm's own
+    words."""
+    done = subprocess.run(
         argv,
         capture_output=True,
         text=True,
@@ -175,6 +162,9 @@ def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         env={name: value for name, value in os.environ.items() if name != "SBATCH_WAIT"},
         start_new_session=True,  # only we get Ctrl-C: see _interrupt_held
     )
+    if done.returncode != 0:
+        raise SubmissionError(f"sbatch refused the job: {slurms_words(done.stderr)}")
+    return done
 
 
 def script_around(plan: RunPlan, script: BatchScript) -> str:
@@ -246,13 +236,12 @@ def submit_slurm(request: Request) -> Submitted:
     try:
         with _interrupt_held():
             done = sbatch(request.argv)
-            if done.returncode != 0:
-                raise SubmissionError(f"sbatch refused the job: {slurms_words(done.stderr)}")
             job, cluster = accepted(done.stdout)
         write_atomically(request.run_directory.submission / "jobs" / job, cluster.encode())
     except BaseException as error:
         if job:
-            _cancel(job, cluster)
+            where = [f"--clusters={cluster}"] if cluster else []
+            subprocess.run(["scancel", *where, job], check=False, stdin=subprocess.DEVNULL)
         if isinstance(error, OSError):
             raise SubmissionError(f"the job could not be submitted: {error}") from error
         raise
@@ -270,11 +259,6 @@ def accepted(said: str) -> tuple[str, str]:
     raise SubmissionError(f"sbatch --parsable printed no job id: {said.strip()!r}")
 
 
-def _cancel(job: str, cluster: str) -> None:
-    where = [f"--clusters={cluster}"] if cluster else []
-    subprocess.run(["scancel", *where, job], check=False, stdin=subprocess.DEVNULL)
-
-
 def slurms_words(text: str) -> str:
     """sbatch's error on one line, without the program's name before each part."""
     lines = [line.strip().removeprefix("sbatch: ").removeprefix("error: ") for line in text.splitlines()]
@@ -287,13 +271,4 @@ def test_only(request: Request) -> str:
         file.write(request.script)
         file.flush()
         ours = str(script_file(request.plan))
-        done = subprocess.run(
-            [file.name if word == ours else word for word in request.argv],
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    if done.returncode != 0:
-        raise SubmissionError(f"sbatch refused the job: {slurms_words(done.stderr)}")
-    return slurms_words(done.stderr)
+        return slurms_words(sbatch([file.name if word == ours else word for word in request.argv]).stderr)

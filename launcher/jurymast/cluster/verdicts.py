@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import secrets
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jurymast.cluster.allocation import COMMAND_LIMIT_S
+from jurymast.cluster.allocation import run_command
 from jurymast.core.nodes.findings import Finding
 from jurymast.errors import ClusterUnavailableError
 from jurymast.rundir import write_atomically
@@ -45,11 +44,11 @@ def boot_id() -> str:
 
 def leave(spool: Path, values: Mapping[str, Any]) -> Path:
     """Seal a verdict with munge and write it into the spool. Blocks. Raises ClusterUnavailableError."""
-    credential = seal(json.dumps(dict(values)).encode())
+    credential = seal(json.dumps(dict(values)))
     path = spool / f"{values['node']}.{values['nonce']}"
     try:
         # A rename, so that the health check never reads a part of a verdict.
-        write_atomically(path, credential, durable=False)
+        write_atomically(path, credential.encode(), durable=False)
     except OSError as error:
         raise ClusterUnavailableError(
             f"cannot leave a verdict in {spool}: {error.strerror}",
@@ -58,18 +57,7 @@ def leave(spool: Path, values: Mapping[str, Any]) -> Path:
     return path
 
 
-def seal(payload: bytes) -> bytes:
+def seal(payload: str) -> str:
     """Return a munge credential with `payload`, made in the caller's name and readable by root alone. Raises
     ClusterUnavailableError."""
-    command = ["munge", f"--ttl={LIFETIME_S}", "--restrict-uid=0"]
-    try:
-        done = subprocess.run(
-            command, input=payload, capture_output=True, timeout=COMMAND_LIMIT_S, check=False
-        )
-    except FileNotFoundError as error:
-        raise ClusterUnavailableError("munge is not installed here") from error
-    except subprocess.TimeoutExpired as error:
-        raise ClusterUnavailableError(f"munge did not answer within {COMMAND_LIMIT_S:.0f} s") from error
-    if done.returncode != 0:
-        raise ClusterUnavailableError(f"munge: {done.stderr.decode(errors='replace').strip()}")
-    return done.stdout
+    return run_command(["munge", f"--ttl={LIFETIME_S}", "--restrict-uid=0"], given=payload)

@@ -183,7 +183,7 @@ def _gpu_library() -> Found:
 
 def _munge(*, needed: bool) -> Found:
     try:
-        seal(b"doctor")
+        seal("doctor")
     except ClusterUnavailableError as error:
         todo = "start munged, or install munge's commands; only nodes_policy.bad: drain needs them"
         return NO if needed else NOTE, str(error), todo

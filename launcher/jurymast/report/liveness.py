@@ -6,15 +6,15 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jurymast import foreign
+from jurymast.cluster.allocation import ENDED_STATES, run_command
 from jurymast.core.run.state import RunState
-from jurymast.errors import RunDirectoryError
+from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import PULSE, find
 
@@ -29,13 +29,6 @@ _CLUSTER = re.compile(r"[\w.-]+")
 # While steps are done, a supervisor writes every two seconds, later in a run less often. On a full disk it
 # cannot write, so it is asked directly.
 SILENT_S = 10.0
-# Slurm's states of a job that will not run again (squeue(1), JOB STATE CODES).
-ENDED_STATES = frozenset(
-    {
-        "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
-        "PREEMPTED", "REVOKED", "TIMEOUT",
-    }
-)  # fmt: skip
 WAITING_STATES = frozenset(
     {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 )
@@ -131,20 +124,12 @@ def slurm_state(job: str, cluster: str = "") -> Liveness:
     where = [f"--clusters={cluster}"] if cluster else []
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", *where, "--format=%T|%r"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=ANSWER_LIMIT_S,
-            stdin=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C.UTF-8"},
-        )  # fmt: skip
-    except FileNotFoundError:
-        return Liveness("unknown", "there is no squeue here", job)
-    except subprocess.TimeoutExpired:
-        return Liveness("unknown", f"Slurm did not answer within {ANSWER_LIMIT_S:.0f} s", job)
-    if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or ["squeue failed"])[-1]
-        if "Invalid job id" in said:
-            return Liveness("gone", "Slurm no longer knows it", job)
-        return Liveness("unknown", said, job)
-    lines = [line for line in done.stdout.splitlines() if "|" in line]
+        told = run_command(command, ANSWER_LIMIT_S)
+    except ClusterUnavailableError as error:
+        if "Invalid job id" not in str(error):
+            return Liveness("unknown", str(error), job)
+        told = ""
+    lines = [line for line in told.splitlines() if "|" in line]
     if not lines:
         return Liveness("gone", "Slurm no longer knows it", job)
     return judge(job, *lines[-1].strip().split("|", 1))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import getpass
 import os
-import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.errors import RunDirectoryError
+from jurymast.cluster.allocation import run_command
+from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.report.liveness import ANSWER_LIMIT_S, Liveness, judge, look, slurm_jobs
 from jurymast.report.status import StatusWatcher, public_state, read_status, shown_step
 from jurymast.report.text import Block, Table, iso, percent, squeue_time
@@ -107,17 +107,11 @@ def _nodelist(names: tuple[str, ...]) -> str:
 
 def squeue_rows() -> dict[str, list[str]]:
     """{job id: squeue's columns} of the user's jobs; empty if there is no Slurm or it does not answer."""
-    command = ["squeue", "--noheader", "--me", f"--format={_FORMAT}"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=ANSWER_LIMIT_S,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+        told = run_command(["squeue", "--noheader", "--me", f"--format={_FORMAT}"], ANSWER_LIMIT_S)
+    except ClusterUnavailableError:
         return {}
-    if done.returncode != 0:
-        return {}
-    rows = [line.strip().split("|", 9) for line in done.stdout.splitlines()]
+    rows = [line.strip().split("|", 9) for line in told.splitlines()]
     return {row[0]: row for row in rows if len(row) == 10}
 
 
