@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster.batch_script import BatchScript, find_script, parse, read_script, wrapped
-from jurymast.cluster.planning import OwnOptions, make_script_plan
+from jurymast.cluster.planning import OwnOptions, make_plan
 from jurymast.cluster.request import build_request
 from jurymast.cluster.sbatch_options import split_command_line
 from jurymast.core.settings import RunPlan
@@ -47,11 +47,11 @@ def plan(
     cluster: str = "slurm",
 ) -> RunPlan:
     line = split_command_line([*words, "job.sbatch", "--epochs", "3"], OWN)
-    return make_script_plan(
+    return make_plan(
         OwnOptions(nodes=nodes, runs=Path("/shared/runs"), cluster=cluster),
-        script(text),
         line,
         resolve([pairs_layer("command line", [("spares", spares)])]),
+        script=script(text),
         environment=environment or {},
         working_directory=Path("/shared/work"),
         python="/opt/python3",
@@ -65,7 +65,7 @@ def test_lines_up_to_the_first_command_count() -> None:
         ("job-name", "my job"), ("nodes", "4"), ("gpus-per-node", "8"),
     ]  # fmt: skip
     assert found.own == ("--spares", "2")
-    assert [found.where(given) for given in found.sbatch][1] == "job.sbatch, line 5: "
+    assert found.sbatch[1].where == "job.sbatch, line 5: "
     assert found.head.splitlines() == JOB.splitlines()[2:8]
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jurymast.cluster.batch_script import merged
 from jurymast.cluster.sbatch_options import (
     NONE,
     OPTIONAL,
@@ -155,9 +156,9 @@ def test_any_words_are_split_or_refused_and_none_gets_lost(words: list[str]) -> 
 def test_ranks_default_to_the_gpus_of_a_node(
     words: list[str], environment: dict[str, str], ranks: int
 ) -> None:
-    assert ranks_per_node(split_command_line(words, OWN), environment) == ranks
+    assert ranks_per_node(merged(None, environment, split_command_line(words, OWN))) == ranks
 
 
 def test_a_gpu_count_that_is_none() -> None:
     with pytest.raises(UsageError, match="has no count"):
-        ranks_per_node(split_command_line(["--gpus-per-node=h100"], OWN), {})
+        ranks_per_node(split_command_line(["--gpus-per-node=h100"], OWN))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.cluster.control import reason_of, where_options
+from jurymast.cluster.control import reason_of
 from jurymast.cluster.lift import start_time
-from jurymast.cluster.sbatch_options import seconds_of
+from jurymast.cluster.sbatch_options import seconds_of, split_command_line, where_options
 
 
 @pytest.mark.parametrize(
@@ -64,5 +64,9 @@ def test_the_helper_job_runs_where_the_job_may_run() -> None:
         "r1",
         "--time=1",
     ]
-    assert where_options(options) == ["--partition=train", "--account=team", "--qos=high", "--reservation=r1"]
-    assert where_options(["--exclusive", "--mem=0"]) == []
+
+    def kept(options: list[str]) -> list[str]:
+        return where_options(split_command_line(options, {}).sbatch)
+
+    assert kept(options) == ["--partition=train", "--account=team", "--qos=high", "--reservation=r1"]
+    assert kept(["--exclusive", "--mem=0"]) == []

@@ -27,9 +27,7 @@ from jurymast.cluster.sbatch_options import CommandLine, split_command_line
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
-    from jurymast.cluster.planning import OwnOptions
     from jurymast.cluster.request import Request, Submitted
-    from jurymast.core.settings import RunPlan
     from jurymast.policy.resolve import Resolved
 
 
@@ -137,7 +135,7 @@ def command(context: click.Context, /, **options: Any) -> int:
     if options["dry_run"]:
         click.echo(json.dumps(request.to_json(), indent=1) if options["as_json"] else _shown(request))
         return 0
-    told = _told(line, script)
+    told = merged(script, os.environ, line)
     if request.plan.cluster == "slurm":
         from jurymast.cluster import slurm
 
@@ -173,11 +171,6 @@ def command(context: click.Context, /, **options: Any) -> int:
     return 0
 
 
-def _told(line: CommandLine, script: BatchScript | None) -> CommandLine:
-    """The command line together with the variables and the script."""
-    return merged(script or BatchScript("", ""), os.environ, line)
-
-
 def _policy(path: Path | None, spares: int | str | None) -> Resolved:
     """The site's policy, the file's and the command line's, merged and checked."""
     from jurymast.policy.load import file_layers, pairs_layer, site_layers
@@ -196,32 +189,22 @@ def _request(
 ) -> Request:
     """Build the request; finds every mistake that can be found without asking Slurm."""
     from jurymast.cluster.earlier import keep_out, with_earlier
-    from jurymast.cluster.planning import OwnOptions
+    from jurymast.cluster.planning import OwnOptions, make_plan
     from jurymast.cluster.request import build_request, check_runs_directory
     from jurymast.report.text import clean
 
     asked = OwnOptions(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
-    plan = _plan(asked, line, script, policy)
+    plan = make_plan(
+        asked, line, policy, script=script, environment=os.environ, working_directory=Path.cwd(),
+        python=sys.executable,
+    )  # fmt: skip
     check_runs_directory(runs, script)
     plan = with_earlier(plan, runs, plan.submitted_at)
-    partition = _told(line, script).last("partition") or ""
+    partition = merged(script, os.environ, line).last("partition") or ""
     plan, notes = keep_out(plan, runs, partition, plan.submitted_at)
     for note in notes:
         click.echo(f"jurymast: note: {clean(note)}", err=True)
     return build_request(plan, policy, script)
-
-
-def _plan(asked: OwnOptions, line: CommandLine, script: BatchScript | None, policy: Resolved) -> RunPlan:
-    here: dict[str, Any] = {
-        "environment": os.environ, "working_directory": Path.cwd(), "python": sys.executable,
-    }  # fmt: skip
-    if script is None:
-        from jurymast.cluster.planning import make_plan
-
-        return make_plan(asked, line, policy, **here)
-    from jurymast.cluster.planning import make_script_plan
-
-    return make_script_plan(asked, script, line, policy, **here)
 
 
 def _note_unused(line: CommandLine, cluster: str) -> None:

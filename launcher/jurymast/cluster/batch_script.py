@@ -11,11 +11,11 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jurymast import foreign
-from jurymast.cluster.sbatch_options import CommandLine, Given, split_command_line
+from jurymast.cluster.sbatch_options import CommandLine, Given, split_command_line, words_of
 from jurymast.errors import ScriptError, UsageError
 
 STANDARD_INPUT = "standard input"
@@ -25,9 +25,10 @@ SBATCH, OURS, PBS = "#SBATCH", "#JURYMAST", "#PBS"
 # The variables that jurymast reads, and the options that they stand for. All others reach sbatch unchanged.
 VARIABLES = {
     "SBATCH_ARRAY_INX": "array", "SBATCH_CLUSTERS": "clusters", "SBATCH_GPUS": "gpus",
-    "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_GRES": "gres", "SBATCH_IGNORE_PBS": "ignore-pbs",
-    "SBATCH_JOB_NAME": "job-name", "SBATCH_NO_REQUEUE": "no-requeue", "SBATCH_PARTITION": "partition",
-    "SBATCH_REQUEUE": "requeue", "SBATCH_SIGNAL": "signal", "SBATCH_TIMELIMIT": "time", "SBATCH_WAIT": "wait",
+    "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_GPUS_PER_TASK": "gpus-per-task", "SBATCH_GRES": "gres",
+    "SBATCH_IGNORE_PBS": "ignore-pbs", "SBATCH_JOB_NAME": "job-name", "SBATCH_NO_REQUEUE": "no-requeue",
+    "SBATCH_PARTITION": "partition", "SBATCH_REQUEUE": "requeue", "SBATCH_SIGNAL": "signal",
+    "SBATCH_TIMELIMIT": "time", "SBATCH_WAIT": "wait",
 }  # fmt: skip
 # jurymast does what these ask for itself: with them sbatch would print no job id, or return only when the job
 # ends.
@@ -36,14 +37,15 @@ DONE_HERE = frozenset({"quiet", "wait"})
 
 @dataclass(frozen=True)
 class BatchScript:
-    """A batch script. `name`: as it was typed. `text`: the whole text. `sbatch`: the options of its `#SBATCH`
-    lines. `own`: the words of its `#JURYMAST` lines. `places`: the line number of each option in `sbatch`."""
+    """A batch script. `name`: as it was typed. `text`: the whole text. `head`: the comments at its top, which
+    sbatch reads, without options that jurymast carries out itself. `sbatch`: the options of its `#SBATCH`
+    lines. `own`: the words of its `#JURYMAST` lines."""
 
     name: str
     text: str
+    head: str = ""
     sbatch: tuple[Given, ...] = ()
     own: tuple[str, ...] = ()
-    places: tuple[int, ...] = ()
 
     @property
     def job_name(self) -> str:
@@ -51,31 +53,9 @@ class BatchScript:
         return "sbatch" if self.name == STANDARD_INPUT else Path(self.name).name
 
     @property
-    def head(self) -> str:
-        """The comments at the top of the script, which sbatch reads, without options that jurymast carries
-        out itself."""
-        mine = {
-            number for given, number in zip(self.sbatch, self.places, strict=True) if given.name in DONE_HERE
-        }
-        lines = [self._for_sbatch(n) if n in mine else line for n, line in _comments(self.text)]
-        return "".join(f"{line}\n" for line in lines[1:])
-
-    @property
     def pbs_line(self) -> int | None:
         """Number of the first `#PBS` line, which sbatch reads as well; None if there is none."""
         return next((number for number, line in _comments(self.text) if _is_for(PBS, line)), None)
-
-    def _for_sbatch(self, line: int) -> str:
-        here = [given for given, number in zip(self.sbatch, self.places, strict=True) if number == line]
-        words = [word for given in here if given.name not in DONE_HERE for word in given.words]
-        return f"{SBATCH} {shlex.join(words)}"
-
-    def where(self, given: Given) -> str:
-        """The place of an option in the script, as a message's beginning; "" if it is not from the script."""
-        for mine, number in zip(self.sbatch, self.places, strict=True):
-            if mine is given:
-                return f"{self.name}, line {number}: "
-        return ""
 
 
 def is_batch_script(path: Path) -> bool:
@@ -107,29 +87,32 @@ def read_script(path: Path, own: Mapping[str, bool]) -> BatchScript:
 
 def wrapped(command: str) -> BatchScript:
     """The script that `sbatch --wrap` makes of a command line."""
-    return BatchScript("wrap", f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{command}\n")
+    head = "# This script was created by sbatch --wrap.\n"
+    return BatchScript("wrap", f"#!/bin/sh\n{head}\n{command}\n", head)
 
 
 def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:
     """Parse a batch script's text. `own`: our options, as for `split_command_line`. Raises UsageError, which
     names the line."""
     _check_text(text, name)
+    head: list[str] = []
     sbatch: list[Given] = []
     ours: list[str] = []
-    places: list[int] = []
     for number, line in _comments(text):
         kind = next((kind for kind in (SBATCH, OURS) if _is_for(kind, line)), None)
-        if kind is None:
-            continue
-        try:
-            split = split_command_line(_words(line[len(kind) :]), own if kind == OURS else {})
-            _check(split, kind)
-        except UsageError as error:
-            raise UsageError(f"{name}, line {number}: {error}", hint=error.hint) from error
-        sbatch += split.sbatch
-        places += [number] * len(split.sbatch)
-        ours += split.own
-    return BatchScript(name, text, tuple(sbatch), tuple(ours), tuple(places))
+        if kind is not None:
+            where = f"{name}, line {number}: "
+            try:
+                split = split_command_line(_words(line[len(kind) :]), own if kind == OURS else {})
+                _check(split, kind)
+            except UsageError as error:
+                raise UsageError(f"{where}{error}", hint=error.hint) from error
+            sbatch += [replace(given, where=where) for given in split.sbatch]
+            ours += split.own
+            if split.has(*DONE_HERE):
+                line = f"{SBATCH} {shlex.join(words_of(split.sbatch, DONE_HERE))}"
+        head.append(f"{line}\n")
+    return BatchScript(name, text, "".join(head[1:]), tuple(sbatch), tuple(ours))
 
 
 def _check_text(text: str, name: str) -> None:
@@ -179,14 +162,16 @@ def _check(line: CommandLine, kind: str) -> None:
         raise UsageError(f"{said} is not an option of jurymast", hint=f"write {SBATCH} {said}")
 
 
-def merged(script: BatchScript, environment: Mapping[str, str], line: CommandLine) -> CommandLine:
-    """All options of the script, the environment and the command line; the last one counts."""
+def merged(script: BatchScript | None, environment: Mapping[str, str], line: CommandLine) -> CommandLine:
+    """All options of the script, if there is one, the environment and the command line; the last one
+    counts."""
     variables = [
         Given(name, environment[variable], (variable,))
         for variable, name in VARIABLES.items()
         if variable in environment
     ]
-    return CommandLine(line.own, [*script.sbatch, *variables, *line.sbatch], line.script)
+    in_script = script.sbatch if script else ()
+    return CommandLine(line.own, [*in_script, *variables, *line.sbatch], line.script)
 
 
 def find_script(words: list[str], directory: Path) -> Path | None:

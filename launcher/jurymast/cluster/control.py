@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from jurymast.cluster import earlier
 from jurymast.cluster.allocation import Allocation, job_fields, run_command
-from jurymast.cluster.sbatch_options import seconds_of
+from jurymast.cluster.sbatch_options import seconds_of, split_command_line, where_options
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError
 from jurymast.rundir import RunDirectory, write_atomically
@@ -28,9 +28,6 @@ STILL_RUNNING = "running"
 # A restart or fail-over of slurmctld must not end the run. Limit and interval of further tries, in seconds.
 CONTROLLER_LIMIT_S = 600.0
 CONTROLLER_RETRY_S = 5.0
-# Options that decide where a job may run. The helper job of a requeue needs the same.
-_WHERE = ("--partition", "--account", "--qos", "--reservation", "--clusters")
-_WHERE_SHORT = {"-p": "--partition", "-A": "--account", "-q": "--qos", "-M": "--clusters"}
 
 
 def requeue(
@@ -137,23 +134,10 @@ def lift_command(plan: RunPlan, script: Path, job: str, sizes: str, banned: str)
     folder = script.parent
     command = ["sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--time=5", "--job-name=jurymast-lift"]
     command += [f"--output={folder}/lift.log", "--open-mode=append", "--no-requeue", f"--chdir={folder}"]
-    command += where_options(plan.sbatch_options)
+    command += where_options(split_command_line(plan.sbatch_options, {}).sbatch)
     if banned:
         command.append(f"--exclude={banned}")
     return [*command, str(script), job, sizes, *([banned] if banned else [])]
-
-
-def where_options(options: Sequence[str]) -> list[str]:
-    """The user's sbatch options that the helper job needs as well, in their long form."""
-    kept: list[str] = []
-    rest = iter(options)
-    for option in rest:
-        name, equals, _ = option.partition("=")
-        if name in _WHERE:
-            kept.append(option if equals else f"{name}={next(rest, '')}")
-        elif option[:2] in _WHERE_SHORT and not option.startswith("--"):
-            kept.append(f"{_WHERE_SHORT[option[:2]]}={option[2:] or next(rest, '')}")
-    return kept
 
 
 def why_ending(allocation: Allocation) -> str:

@@ -9,21 +9,35 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.batch_script import DONE_HERE, BatchScript, merged
-from jurymast.cluster.sbatch_options import CommandLine, Given, ranks_per_node, seconds_of
+from jurymast.cluster.sbatch_options import (
+    CommandLine,
+    Given,
+    ranks_per_node,
+    seconds_of,
+    where_options,
+    words_of,
+)
 from jurymast.core.planning.forecast import auto_spares
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ScriptError, UsageError
 from jurymast.policy.resolve import Resolved
 
-# sbatch options for what jurymast decides itself. The message says what to use instead.
+# sbatch options that make no sense for a run. The message says what to use instead.
 REFUSED = {
+    "version": "run sbatch --version or jurymast --version instead",
+    "usage": "see jurymast submit --help",
+}
+REFUSED_IN_SCRIPTS = REFUSED | {"nodefile": "use --nodes N"}
+# A run without a batch script refuses also what jurymast decides itself.
+REFUSED_ALONE = REFUSED | {
     "array": "one run is one job; a batch script may be an array",
     "ntasks": "use --nodes N and --nproc-per-node K",
     "ntasks-per-node": "use --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
@@ -34,13 +48,13 @@ REFUSED = {
     "ntasks-per-socket": "use --nproc-per-node K for the ranks of a node",
     "gpus": "a total would include the spare nodes; use --gpus-per-node G",
     "overcommit": "there is one task per node; leave it out",
-    "version": "run sbatch --version or jurymast --version instead",
-    "usage": "see jurymast submit --help",
 }
-# The environment variables of such options.
-REFUSED_VARIABLES = {"SBATCH_ARRAY_INX": "array", "SBATCH_GPUS": "gpus"}
-# Not passed on as typed: the exclusions are merged into one option, and --ntasks-per-node=1 is always set.
-CONSUMED = DONE_HERE | {"exclude", "ntasks-per-node", "tasks-per-node"}
+# Not passed on as typed: the exclusions are merged into one option, a command has become a script, and for a
+# run without one --ntasks-per-node=1 is always set.
+CONSUMED = DONE_HERE | {"exclude", "wrap"}
+CONSUMED_ALONE = CONSUMED | {"ntasks-per-node", "tasks-per-node"}
+# Totals over all nodes. With spare nodes, totals increase in proportion.
+TOTALS = ("ntasks", "gpus")
 # Two minutes before the time limit, to the batch process alone.
 WARN_SIGNAL = "B:USR2@120"
 # Commands that people write before their script elsewhere.
@@ -63,84 +77,75 @@ def make_plan(
     line: CommandLine,
     policy: Resolved,
     *,
+    script: BatchScript | None = None,
     environment: Mapping[str, str],
     working_directory: Path,
     python: str,
     run: str = "",
 ) -> RunPlan:
-    """Make the plan for this command line. `run` is made from the time and the name if it is not given. Reads
-    only the script. Raises UsageError and ScriptError."""
-    check_options(line, environment)
-    script, arguments, module = _script(line.script)
-    directory = working_directory / (line.last("chdir") or "")
-    if module:
-        _check_module(script, directory)
+    """Make the plan for this command line, which names a training script or, with `script`, a batch script.
+    `run` is made from the time and the name if it is not given. Reads only the training script. Raises
+    ScriptError, and UsageError, which names the line of a batch script that is wrong."""
+    told = merged(script, environment, line)
+    _check_options(told, REFUSED_IN_SCRIPTS if script else REFUSED_ALONE)
+    directory = working_directory / (told.last("chdir") or "")
+    if script is not None:
+        _check_script(script, asked, told)
+        active, name = asked.nodes or _active_nodes(told), script.job_name
+        what: dict[str, Any] = {"script": script.name, "arguments": tuple(line.script[1:]), "batch": True}
+        ranks = 1
     else:
-        script = _script_file(script, directory, working_directory)
-    name = run_name(
-        asked.name or line.last("job-name") or environment.get("SBATCH_JOB_NAME") or Path(script).stem
-    )
+        if line.has("requeue") and line.has("no-requeue"):
+            raise UsageError("--requeue and --no-requeue contradict each other")
+        what = _training(line.script, directory, working_directory)
+        active, name = asked.nodes or 1, Path(what["script"]).stem
+        ranks = asked.nproc_per_node or ranks_per_node(told)
+    name = run_name(asked.name or told.last("job-name") or name)
     run = run or new_run_id(name, time.localtime())
-    active = asked.nodes or 1
-    spares = spares_for(policy, active, line.last("time"))
-    return RunPlan(
+    spares = policy.policy.spares
+    if spares is None:
+        spares = auto_spares(active, policy.settings().rate, run_s=time_limit_s(told.last("time")))
+    requeue = told.given("requeue", "no-requeue")
+    plan = RunPlan(
+        **what,
         run=run,
         name=name,
         directory=str(asked.runs / run),
         cluster=asked.cluster,
         active=active,
         spares=spares,
-        ranks_per_node=asked.nproc_per_node or ranks_per_node(line, environment),
-        script=script,
-        arguments=tuple(arguments),
-        module=module,
+        ranks_per_node=ranks,
         working_directory=str(directory),
         python=python,
-        sbatch_options=passed_on(line, CONSUMED),
-        exclude=tuple(
-            node for given in line.sbatch if given.name == "exclude" for node in excluded_hosts(given)
-        ),
-        requeue=line.has("requeue") or not (line.has("no-requeue") or "SBATCH_NO_REQUEUE" in environment),
+        sbatch_options=tuple(words_of(line.sbatch, CONSUMED if script else CONSUMED_ALONE)),
+        exclude=tuple(node for one in told.sbatch if one.name == "exclude" for node in excluded_hosts(one)),
+        requeue=requeue is None or requeue.name == "requeue",
         submitted_at=time.time(),
         policy_hash=policy.digest,
         settings=policy.settings(),
     )
+    return plan if script is None else _with_options(plan, script, told)
 
 
-def spares_for(policy: Resolved, active: int, time_limit: str | None) -> int:
-    """The number of spare nodes for `active` active ones."""
-    if policy.policy.spares is not None:
-        return policy.policy.spares
-    return auto_spares(active, policy.settings().rate, run_s=time_limit_s(time_limit))
-
-
-def check_options(line: CommandLine, environment: Mapping[str, str]) -> None:
+def _check_options(told: CommandLine, refused: Mapping[str, str]) -> None:
     """Raise UsageError for an sbatch option or variable that contradicts what jurymast does."""
-    for variable, name in REFUSED_VARIABLES.items():
-        if environment.get(variable):
-            raise UsageError(f"the environment variable {variable} cannot be used here", hint=REFUSED[name])
-    for given in line.sbatch:
+    for given in told.sbatch:
+        typed = given.words[0].startswith("-")
         one_task = given.name in ("ntasks-per-node", "tasks-per-node") and given.value == "1"
-        if given.name in REFUSED and not one_task:
-            raise UsageError(f"sbatch's --{given.name} cannot be used here", hint=REFUSED[given.name])
+        if given.name in refused and not one_task and (typed or given.value):
+            what = f"sbatch's --{given.name}" if typed else f"the environment variable {given.words[0]}"
+            raise UsageError(f"{given.where}{what} cannot be used here", hint=refused[given.name])
         if given.name == "no-kill" and given.value == "off":
             raise UsageError(
-                "--no-kill=off would end the job with its first lost node",
+                f"{given.where}--no-kill=off would end the job with its first lost node",
                 hint="leave it out; to end a run at the first failure, use --no-requeue and --spares 0",
             )
-    if line.has("requeue") and line.has("no-requeue"):
-        raise UsageError("--requeue and --no-requeue contradict each other")
 
 
 def time_limit_s(text: str | None) -> float | None:
     """The value of sbatch's --time in seconds; None for no limit, and for a value that sbatch itself
     refuses."""
     return float(seconds_of(text or "") or 0) or None  # 0 asks for no limit
-
-
-def passed_on(line: CommandLine, consumed: frozenset[str]) -> tuple[str, ...]:
-    """The sbatch options as typed and in their order, except `consumed` ones, which jurymast sets itself."""
-    return tuple(word for given in line.sbatch if given.name not in consumed for word in given.words)
 
 
 def excluded_hosts(given: Given) -> list[str]:
@@ -155,15 +160,17 @@ def excluded_hosts(given: Given) -> list[str]:
     return [host for host in re.split(r",(?![^\[]*\])", text) if host]
 
 
-def _script(words: list[str]) -> tuple[str, list[str], bool]:
-    """Return the script or module, its arguments, and whether it is a module (`-m NAME`)."""
+def _training(words: list[str], directory: Path, submitted_from: Path) -> dict[str, Any]:
+    """The plan's `script`, its `arguments`, and whether it is a `module` (`-m NAME`). Raises UsageError,
+    ScriptError."""
     hint = "jurymast submit [options] [sbatch options] -- SCRIPT.py [args]"
     if not words:
         raise UsageError("no training script given", hint=hint)
     if words[0] in ("-m", "--module"):
         if len(words) < 2:
             raise UsageError(f"{words[0]} needs a module name", hint=hint)
-        return words[1], words[2:], True
+        _check_module(words[1], directory)
+        return {"script": words[1], "arguments": tuple(words[2:]), "module": True}
     if _LAUNCHERS.fullmatch(Path(words[0]).name) and not Path(words[0]).suffix == ".py":
         raise UsageError(
             f"leave {words[0]} out: jurymast starts the script itself, on as many ranks as --nproc-per-node",
@@ -171,7 +178,7 @@ def _script(words: list[str]) -> tuple[str, list[str], bool]:
         )
     if words[0].startswith("-"):
         raise UsageError(f"{words[0]} is where the training script should be", hint=hint)
-    return words[0], words[1:], False
+    return {"script": _script_file(words[0], directory, submitted_from), "arguments": tuple(words[1:])}
 
 
 def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
@@ -226,45 +233,8 @@ def new_run_id(name: str, now: time.struct_time) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', now)}-{name}-{suffix}"
 
 
-# Options that decide where a job may run. The helper job of a requeue is submitted with the same ones.
-WHERE = ("partition", "account", "qos", "reservation", "clusters", "cluster")
-# Totals over all nodes. With spare nodes, totals increase in proportion.
-TOTALS = ("ntasks", "gpus")
-# Not passed on as typed: the exclusions are merged into one option, and a command has become a script.
-SCRIPT_CONSUMED = DONE_HERE | {"exclude", "wrap"}
-SCRIPT_REFUSED = {
-    "nodefile": "use --nodes N",
-    "version": "run sbatch --version or jurymast --version instead",
-    "usage": "see jurymast submit --help",
-}
-
-
-@dataclass(frozen=True)
-class Size:
-    """The number of active nodes, and the options that give totals over them."""
-
-    active: int
-    totals: tuple[tuple[str, str], ...] = ()
-
-    def options(self, nodes: int) -> list[str]:
-        """The sbatch options for a job of `nodes` nodes."""
-        scaled = [f"--{name}={_scaled(value, nodes, self.active)}" for name, value in self.totals]
-        return [f"--nodes={nodes}", *scaled]
-
-
-def make_script_plan(
-    asked: OwnOptions,
-    script: BatchScript,
-    line: CommandLine,
-    policy: Resolved,
-    *,
-    environment: Mapping[str, str],
-    working_directory: Path,
-    python: str,
-    run: str = "",
-) -> RunPlan:
-    """Make the plan for a batch script. Raises UsageError, which names the script's line if that is wrong."""
-    told = merged(script, environment, line)
+def _check_script(script: BatchScript, asked: OwnOptions, told: CommandLine) -> None:
+    """Raise UsageError if this is no batch script for these options."""
     if asked.cluster == "local":
         raise UsageError(
             f"{script.name} is a batch script, but the local cluster has no srun",
@@ -275,113 +245,52 @@ def make_script_plan(
             "--nproc-per-node works only with a Python script",
             hint=f"set it where {script.name} starts torchrun",
         )
-    _check(script, told)
-    size = size_of(script, told, asked.nodes)
-    name = run_name(asked.name or told.last("job-name") or script.job_name)
-    spares = spares_for(policy, size.active, told.last("time"))
-    run = run or new_run_id(name, time.localtime())
-    requeue = _requeue(told)
-    options = [
-        *_where(script),
-        *passed_on(line, SCRIPT_CONSUMED),
-        *size.options(size.active + spares),
-        "--no-kill",
-    ]
-    options.append("--requeue" if requeue else "--no-requeue")
-    if not told.has("job-name"):  # sbatch would use the name of its script, which is not the user's
-        options.append(f"--job-name={script.job_name}")
-    if not told.has("signal"):
-        options.append(f"--signal={WARN_SIGNAL}")
-    return RunPlan(
-        run=run,
-        name=name,
-        directory=str(asked.runs / run),
-        cluster=asked.cluster,
-        active=size.active,
-        spares=spares,
-        ranks_per_node=1,
-        batch=True,
-        script=script.name,
-        arguments=tuple(line.script[1:]),
-        working_directory=str(working_directory / (told.last("chdir") or "")),
-        python=python,
-        sbatch_options=tuple(options),
-        exclude=tuple(n for given in told.sbatch if given.name == "exclude" for n in excluded_hosts(given)),
-        requeue=requeue,
-        submitted_at=time.time(),
-        policy_hash=policy.digest,
-        settings=policy.settings(),
-    )
-
-
-def size_of(script: BatchScript, told: CommandLine, asked: int | None = None) -> Size:
-    """The size of the job, by --nodes or by the numbers of tasks. `asked`: the number of nodes by our own
-    -N."""
-    nodes = _last(told, "nodes")
-    totals = tuple((name, given.value or "") for name in TOTALS if (given := _last(told, name)))
-    active = asked or (None if nodes is None else _node_count(script, nodes))
-    if active is None:
-        active = _nodes_by_tasks(script, told)
-    return Size(active, totals)
-
-
-def _node_count(script: BatchScript, given: Given) -> int:
-    low, _, high = (given.value or "").partition("-")
-    if not re.fullmatch(r"\d+(-\d+)?", given.value or "") or int(low) < 1 or (high and high != low):
+    if script.pbs_line and not told.has("ignore-pbs"):
         raise UsageError(
-            f"{script.where(given)}--nodes={given.value}: jurymast adds spare nodes to a fixed number",
-            hint="give one number: the nodes that train",
+            f"{script.name}, line {script.pbs_line}: sbatch would read this #PBS line, but jurymast does not",
+            hint="write it as an #SBATCH line, or ignore all #PBS lines with --ignore-pbs",
         )
-    return int(low)
 
 
-def _nodes_by_tasks(script: BatchScript, told: CommandLine) -> int:
-    tasks, each = _last(told, "ntasks"), _last(told, "ntasks-per-node", "tasks-per-node")
+def _active_nodes(told: CommandLine) -> int:
+    """The number of nodes that a batch script asks for, by --nodes or by the numbers of tasks."""
+    given = told.given("nodes")
+    if given is not None:
+        low, _, high = (given.value or "").partition("-")
+        if not re.fullmatch(r"\d+(-\d+)?", given.value or "") or int(low) < 1 or (high and high != low):
+            raise UsageError(
+                f"{given.where}--nodes={given.value}: jurymast adds spare nodes to a fixed number",
+                hint="give one number: the nodes that train",
+            )
+        return int(low)
+    tasks, each = told.given("ntasks"), told.given("ntasks-per-node", "tasks-per-node")
     if tasks is None or tasks.value == "1":
         return 1
     numbers = [given.value or "" for given in (tasks, each) if given]
     if each is None or not all(number.isdigit() and int(number) for number in numbers):
         raise UsageError(
-            f"{script.where(tasks)}--ntasks={tasks.value} lets Slurm choose the number of nodes, "
+            f"{tasks.where}--ntasks={tasks.value} lets Slurm choose the number of nodes, "
             "so no spare nodes can be added",
             hint="also give --nodes=N",
         )
     return -(-int(numbers[0]) // int(numbers[1]))
 
 
+def _with_options(plan: RunPlan, script: BatchScript, told: CommandLine) -> RunPlan:
+    """The plan of a batch script, with sbatch options for spare nodes around those that were typed."""
+    options = [*where_options(script.sbatch), *plan.sbatch_options, f"--nodes={plan.nodes}"]
+    for name in TOTALS:
+        if total := told.last(name):
+            options.append(f"--{name}={_scaled(total, plan.nodes, plan.active)}")
+    options += ["--no-kill", "--requeue" if plan.requeue else "--no-requeue"]
+    if not told.has("job-name"):  # sbatch would use the name of its script, which is not the user's
+        options.append(f"--job-name={script.job_name}")
+    if not told.has("signal"):
+        options.append(f"--signal={WARN_SIGNAL}")
+    return replace(plan, sbatch_options=tuple(options))
+
+
 def _scaled(value: str, nodes: int, active: int) -> str:
     """A total for `active` nodes (`16`, `gpu:16` or `h100:16`), scaled to `nodes` nodes."""
     kind, colon, number = value.rpartition(":")
     return f"{kind}{colon}{-(-int(number) * nodes // active)}" if number.isdigit() else value
-
-
-def _check(script: BatchScript, told: CommandLine) -> None:
-    if script.pbs_line and not told.has("ignore-pbs"):
-        raise UsageError(
-            f"{script.name}, line {script.pbs_line}: sbatch would read this #PBS line, but jurymast does not",
-            hint="write it as an #SBATCH line, or ignore all #PBS lines with --ignore-pbs",
-        )
-    for given in told.sbatch:
-        where = script.where(given)
-        if given.name in SCRIPT_REFUSED:
-            raise UsageError(
-                f"{where}sbatch's --{given.name} cannot be used here", hint=SCRIPT_REFUSED[given.name]
-            )
-        if given.name == "no-kill" and given.value == "off":
-            raise UsageError(
-                f"{where}--no-kill=off would end the job with its first lost node", hint="leave it out"
-            )
-
-
-def _requeue(told: CommandLine) -> bool:
-    said = _last(told, "requeue", "no-requeue")
-    return said is None or said.name == "requeue"
-
-
-def _last(told: CommandLine, *names: str) -> Given | None:
-    found = [given for given in told.sbatch if given.name in names]
-    return found[-1] if found else None
-
-
-def _where(script: BatchScript) -> list[str]:
-    return [f"--{given.name}={given.value}" for given in script.sbatch if given.name in WHERE]

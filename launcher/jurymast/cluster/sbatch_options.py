@@ -7,7 +7,7 @@ refuses options that only one of the two knows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jurymast.core.texts import did_you_mean
@@ -66,11 +66,24 @@ SBATCH = Grammar(REQUIRED, OPTIONAL, NONE, SHORT)
 
 @dataclass(frozen=True)
 class Given:
-    """One option: its full name, its value (None if not given) and its words as typed."""
+    """One option: its full name, its value (None if not given) and its words as typed. `where`: its place in
+    a batch script, as a message's beginning; "" if it is not from a script."""
 
     name: str
     value: str | None
     words: tuple[str, ...]
+    where: str = ""
+
+
+def last_of(options: Iterable[Given], names: Iterable[str]) -> Given | None:
+    """The last of these options with one of these names, which is the one that Slurm uses."""
+    found = [given for given in options if given.name in names]
+    return found[-1] if found else None
+
+
+def words_of(options: Iterable[Given], without: Collection[str]) -> list[str]:
+    """The words of these options as typed and in their order, except those of options `without`."""
+    return [word for given in options if given.name not in without for word in given.words]
 
 
 @dataclass(frozen=True)
@@ -82,13 +95,16 @@ class CommandLine:
     sbatch: list[Given] = field(default_factory=list)
     script: list[str] = field(default_factory=list)
 
+    def given(self, *names: str) -> Given | None:
+        return last_of(self.sbatch, names)
+
     def last(self, *names: str) -> str | None:
         """Value of the last of these sbatch options, which is the one that sbatch uses; None if not given."""
-        values = [given.value for given in self.sbatch if given.name in names]
-        return values[-1] if values else None
+        given = self.given(*names)
+        return given.value if given else None
 
     def has(self, *names: str) -> bool:
-        return any(given.name in names for given in self.sbatch)
+        return self.given(*names) is not None
 
 
 def split_command_line(
@@ -216,18 +232,20 @@ TORCHRUN_HINTS = {
 }
 
 
-def ranks_per_node(line: CommandLine, environment: Mapping[str, str]) -> int:
-    """GPUs per node from --gpus-per-node, --gpus-per-task (one task per node) or --gres=gpu; 1 if none is
-    given.
+# Options that decide where a job may run. The helper job of a requeue is submitted with the same ones.
+WHERE = ("partition", "account", "qos", "reservation", "clusters", "cluster")
 
-    The command line wins over sbatch's environment variables. Raises UsageError for a wrong count.
-    """
-    for option, variable in (
-        ("gpus-per-node", "SBATCH_GPUS_PER_NODE"),
-        ("gpus-per-task", "SBATCH_GPUS_PER_TASK"),
-        ("gres", "SBATCH_GRES"),
-    ):
-        text = line.last(option) or environment.get(variable, "")
+
+def where_options(options: Iterable[Given]) -> list[str]:
+    """Those of the options that decide where the job may run, in their long form."""
+    return [f"--{given.name}={given.value}" for given in options if given.name in WHERE]
+
+
+def ranks_per_node(line: CommandLine) -> int:
+    """GPUs per node from --gpus-per-node, --gpus-per-task (one task per node) or --gres=gpu; 1 if none is
+    given. Raises UsageError for a wrong count."""
+    for option in ("gpus-per-node", "gpus-per-task", "gres"):
+        text = line.last(option) or ""
         count = _gres_gpus(text) if option == "gres" else _typed_counts(text, option)
         if count:
             return count

@@ -47,12 +47,12 @@ class Srun:
 
     def last(self, *names: str) -> str | None:
         """The value of the last of these options; "" if it has none, None if none of them is given."""
-        found = [given.value or "" for given in self.options if given.name in names]
-        return found[-1] if found else None
+        given = sbatch.last_of(self.options, names)
+        return (given.value or "") if given else None
 
     def without(self, names: frozenset[str]) -> list[str]:
         """The words of all options but these."""
-        return [word for given in self.options if given.name not in names for word in given.words]
+        return sbatch.words_of(self.options, names)
 
 
 def parse(arguments: Sequence[str]) -> Srun | None:
