@@ -202,10 +202,10 @@ def test_how_many_nodes_a_launcher_is_told_of(typed: str, nodes: str) -> None:
     ("typed", "says"),
     [
         ("--run-path train.py", "--run-path is not supported yet"),
-        ("--nproc-per-node", "needs a value"),
+        ("--nproc-per-node", "expected one argument"),
         ("--r 3 train.py", "ambiguous"),
-        ("--gpus 3 train.py", "--gpus is unknown"),
-        ("--nnodes 2", "no training script"),
+        ("--gpus 3 train.py", "unrecognized arguments: --gpus"),
+        ("--nnodes 2", "required: training_script"),
     ],
 )
 def test_what_torchrun_would_not_run_is_refused(typed: str, says: str) -> None:

@@ -1,24 +1,26 @@
 """torchrun's command line: what it trains, and how many ranks per node.
 
-torch's own parser would have to import torch, which takes seconds. The tables are those of the parsers of
-torch 2.6 to 2.13.
+To get torch's own parser, torch would have to be imported, which takes seconds. This one has the options of
+the parsers of torch 2.6 to 2.13.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from jurymast.errors import UsageError
 
-ALONE = frozenset({"standalone", "module", "no-python", "run-path", "use-env", "virtual-local-rank", "help"})
-WITH_VALUE = frozenset({
+ALONE = ("standalone", "module", "no-python", "run-path", "use-env", "virtual-local-rank", "help")
+WITH_VALUE = (
     "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
     "monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee",
     "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters", "node-rank", "master-addr",
     "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "shutdown-timeout",
-})  # fmt: skip
-SHORT = {"m": "module", "r": "redirects", "t": "tee", "h": "help"}
+)  # fmt: skip
+SHORT = {"module": "-m", "redirects": "-r", "tee": "-t", "help": "-h"}
 # Options for the nodes' rendezvous. They have no effect, because jurymast brings the nodes together itself.
 RENDEZVOUS = frozenset({
     "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone", "node-rank",
@@ -30,8 +32,9 @@ NOT_YET = {
     "run-path": "give the script without --run-path",
     "virtual-local-rank": "leave it out",
 }
-# torch reads an option that is not given from a variable with this prefix.
+# Options that torch reads from a variable with this prefix if they are not given.
 VARIABLES = "PET_"
+VARIABLES_READ = ("nproc-per-node", "nnodes", "max-restarts", "no-python", "run-path", "module")
 LOCAL_RANK = "--local-rank=${local_rank}"  # torch fills in the number
 
 
@@ -50,79 +53,43 @@ class TorchrunLaunch:
     ignored: tuple[str, ...] = ()
 
 
-@dataclass
-class _Given:
-    values: dict[str, str] = field(default_factory=dict)
-    rest: list[str] = field(default_factory=list)
+class _Parser(argparse.ArgumentParser):
+    def __init__(self) -> None:
+        super().__init__(add_help=False, argument_default=argparse.SUPPRESS)
+        for name in (*ALONE, *WITH_VALUE):
+            flags = (f"--{name}", f"--{name.replace('-', '_')}", SHORT.get(name, f"--{name}"))
+            action = "store_true" if name in ALONE else "store"
+            self.add_argument(*dict.fromkeys(flags), dest=name, action=action)
+        self.add_argument("training_script")
+        self.add_argument("training_script_args", nargs=argparse.REMAINDER)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"torchrun: {message}")
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool = False) -> TorchrunLaunch:
     """What a torchrun command starts. `words` follow `torchrun`, or with `launch`, `python -m
     torch.distributed.launch`. Raises UsageError."""
-    given = _split(words)
+    given: dict[str, Any] = vars(_Parser().parse_args(words))  # in the order in which they are typed
+    script, arguments = given.pop("training_script"), given.pop("training_script_args")
     for name in VARIABLES_READ:
         variable = VARIABLES + name.upper().replace("-", "_")
-        if name not in given.values and variable in environment:
-            given.values[name] = environment[variable]
+        if variable in environment:
+            given.setdefault(name, environment[variable])
     for name, hint in NOT_YET.items():
-        if name in given.values:
+        if name in given:
             raise UsageError(f"torchrun's --{name} is not supported yet", hint=hint)
-    if not given.rest:
-        raise UsageError("torchrun: no training script given")
-    arguments = tuple(given.rest[1:])
-    if launch and "use-env" not in given.values:
-        arguments = (LOCAL_RANK, *arguments)
+    if launch and "use-env" not in given:
+        arguments = [LOCAL_RANK, *arguments]
     return TorchrunLaunch(
-        script=given.rest[0],
-        arguments=arguments,
-        module="module" in given.values,
-        program="no-python" in given.values,
-        ranks=given.values.get("nproc-per-node", "1"),
-        nodes="1" if "standalone" in given.values else given.values.get("nnodes", "").rpartition(":")[2],
-        ignored=tuple(name for name in given.values if name not in RENDEZVOUS | KEPT),
+        script=script,
+        arguments=tuple(arguments),
+        module="module" in given,
+        program="no-python" in given,
+        ranks=given.get("nproc-per-node", "1"),
+        nodes="1" if "standalone" in given else given.get("nnodes", "").rpartition(":")[2],
+        ignored=tuple(name for name in given if name not in RENDEZVOUS | KEPT),
     )
-
-
-VARIABLES_READ = ("nproc-per-node", "nnodes", "max-restarts", "no-python", "run-path", "module")
-
-
-def _split(words: Sequence[str]) -> _Given:
-    given = _Given()
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if word == "--":
-            given.rest = rest
-            break
-        if not word.startswith("-") or word == "-":
-            given.rest = [word, *rest]
-            break
-        name, value = _option(word)
-        if name in WITH_VALUE:
-            if value is None and not rest:
-                raise UsageError(f"torchrun: {word} needs a value")
-            given.values[name] = value if value is not None else rest.pop(0)
-        else:
-            given.values[name] = value or "1"
-        if name == "module":  # torch reads a module's name only in the script's place
-            continue
-    return given
-
-
-def _option(word: str) -> tuple[str, str | None]:
-    """The option's full name with dashes, and the value if it is part of the word."""
-    if not word.startswith("--"):
-        if word[1] not in SHORT:
-            raise UsageError(f"torchrun: unknown option {word}")
-        return SHORT[word[1]], word[2:].removeprefix("=") or None
-    typed, equals, value = word[2:].partition("=")
-    typed = typed.replace("_", "-")
-    names = ALONE | WITH_VALUE
-    found = [typed] if typed in names else sorted(name for name in names if name.startswith(typed))
-    if len(found) != 1:
-        what = f"ambiguous ({', '.join(found)})" if found else "unknown"
-        raise UsageError(f"torchrun: option --{typed} is {what}")
-    return found[0], value if equals else None
 
 
 def rank_count(ranks: str, gpus: int, processors: int) -> int:
