@@ -22,7 +22,7 @@ from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import shims, torchrun
 from jurymast.script.job import interpreter
-from jurymast.script.output import Output, Relay, expanded
+from jurymast.script.output import Output, expanded, relayed
 from jurymast.script.recognise import (
     gpus_a_task,
     in_container,
@@ -602,7 +602,7 @@ def test_what_ranks_print_is_relayed_attempt_by_attempt(job: RunDirectory, tmp_p
     srun = parse(["-o", str(tmp_path / "out"), "x"])
     assert srun is not None
     output = Output(srun, {})
-    with Relay(job, output, after=1):
+    with relayed(job, output, after=1):
         job.attempt_file.write_text("3")
         prints(2, 1, "second\n")
         prints(3, 0, "third, ")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.rundir import RunDirectory
-from jurymast.script.output import Output, Relay
+from jurymast.script.output import Output, relayed
 from jurymast.script.parts import Part, for_all, gather, join, places, shell_text
 from jurymast.script.recognise import part_of
 from jurymast.script.srun_options import Srun, parse
@@ -159,7 +159,7 @@ def test_a_part_prints_what_its_own_nodes_ranks_print(tmp_path: Path, job: RunDi
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"rank {rank}\n")
     output = Output(srun("-o", str(tmp_path / "out"), "x"), {})
-    with Relay(job, output, after=0, place=1):
+    with relayed(job, output, after=0, place=1):
         job.attempt_file.write_text("1")
     output.close()
     assert (tmp_path / "out").read_text() == "rank 2\nrank 3\n"

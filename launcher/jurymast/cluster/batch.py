@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import count, islice
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -45,9 +46,10 @@ class Agents(Protocol):
 
     def give_up(self) -> None:
         """End the agents, and the srun that started them, before the job is requeued."""
+        self.end()
 
 
-class SrunAgents:
+class SrunAgents(Agents):
     """Agents that one srun starts on `nodes` nodes."""
 
     def __init__(self, run_directory: str, nodes: int) -> None:
@@ -68,11 +70,8 @@ class SrunAgents:
         if self._process is not None:
             end_srun(self._process)
 
-    def give_up(self) -> None:
-        self.end()
 
-
-class LocalAgents:
+class LocalAgents(Agents):
     """Agents on this machine. Each has a process group that stands for a node: a fault of the node is one of
     the group."""
 
@@ -100,9 +99,6 @@ class LocalAgents:
             except (ProcessLookupError, PermissionError):
                 pass
             process.wait()
-
-    def give_up(self) -> None:
-        self.end()
 
 
 def end_srun(process: subprocess.Popen[bytes]) -> None:
@@ -189,7 +185,7 @@ class BatchProcess:
     def _requeue(self, outcome: core.Outcome) -> None:
         self._agents.give_up()
         if self._plan.cluster == "slurm":
-            requeue(self._plan, self._allocation, outcome.lost, outcome.exclude, tell_of_requeue)
+            requeue(self._plan, self._allocation, outcome.lost, outcome.exclude)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         supervised = self._supervisor is not None and self._supervisor.poll() is None
@@ -204,19 +200,16 @@ class BatchProcess:
         files = [listener.fileno() for listener in self._listeners]
         for file in files:
             arguments += ["--listen-fd", str(file)]
+        # Slurm ends the processes that are left of a job; those of a local run end with this process.
+        tie = end_with_us if self._plan.cluster == "local" else None
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._supervisor = subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-                pass_fds=files, preexec_fn=self._tie(),
+                pass_fds=files, preexec_fn=tie,
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _tie(self) -> Callable[[], None] | None:
-        """The function that a new process calls first. Slurm ends the processes that are left of a job; those
-        of a local run end with this process."""
-        return end_with_us if self._plan.cluster == "local" else None
 
     def _read_outcome(self) -> core.Outcome | None:
         try:
@@ -225,19 +218,11 @@ class BatchProcess:
             return None
 
 
-def tell_of_requeue(trouble: str) -> None:
-    print(f"requeue: {trouble}", flush=True)
-
-
 def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Allocation:
     """The allocation of a local run, with names for its nodes that were never excluded."""
-    names: list[str] = []
-    number = 0
-    while len(names) < plan.nodes:
-        number += 1
-        if f"local-{number}" not in excluded:
-            names.append(f"local-{number}")
-    return Allocation(f"local-{os.getpid()}", restarts, tuple(names), names[0], time.time())
+    names = (name for number in count(1) if (name := f"local-{number}") not in excluded)
+    nodes = tuple(islice(names, plan.nodes))
+    return Allocation(f"local-{os.getpid()}", restarts, nodes, nodes[0], time.time())
 
 
 def main(run_directory: str) -> int:
@@ -246,20 +231,18 @@ def main(run_directory: str) -> int:
     plan = directory.plan()
     if plan.cluster == "slurm":
         allocation = from_slurm_environment()
-        outcome = BatchProcess(
-            directory, plan, allocation, SrunAgents(run_directory, len(allocation.nodes))
-        ).run()
-        return outcome.exit_code
-    restarts, excluded = 0, set[str]()
-    while True:
+        agents = SrunAgents(run_directory, len(allocation.nodes))
+        return BatchProcess(directory, plan, allocation, agents).run().exit_code
+    excluded = set[str]()
+    for restarts in count():
         allocation = local_allocation(plan, restarts, excluded)
         outcome = BatchProcess(
             directory, plan, allocation, LocalAgents(run_directory, allocation.nodes)
         ).run()
         if not outcome.requeued:
-            return outcome.exit_code
-        restarts += 1
+            break
         excluded |= set(outcome.exclude)
+    return outcome.exit_code
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from jurymast.cluster import earlier
@@ -30,15 +29,9 @@ CONTROLLER_LIMIT_S = 600.0
 CONTROLLER_RETRY_S = 5.0
 
 
-def requeue(
-    plan: RunPlan,
-    allocation: Allocation,
-    lost: Sequence[str],
-    exclude: Sequence[str],
-    say: Callable[[str], None],
-) -> None:
-    """Requeue this job without the nodes in `exclude`, so that it starts again within seconds. `say` reports
-    what goes wrong.
+def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude: Sequence[str]) -> None:
+    """Requeue this job without the nodes in `exclude`, so that it starts again within seconds. What goes
+    wrong is printed.
 
     The batch process must call this after its srun has ended: an srun that is still alive cancels the step of
     the same number after the requeue. The `lost` nodes are given back first, because Slurm would wait for
@@ -47,32 +40,32 @@ def requeue(
     pending. Does nothing if the job was already requeued or has ended; waits while slurmctld does not answer.
     Raises ClusterUnavailableError if the job cannot be requeued at all.
     """
-    if _patiently(lambda: _is_over(allocation), say):
+    if _patiently(lambda: _is_over(allocation)):
         return
     job = f"JobId={allocation.job}"
     nodes, told = earlier.banned(plan, exclude, os.environ.get("SLURM_JOB_PARTITION", ""), time.time())
     banned = ",".join(nodes)
     sizes = f"{plan.active}-{plan.nodes}"
     if told:
-        say(told)
+        _say(told)
 
     def attempt(arguments: list[str]) -> bool:
         try:
             run_command(arguments)
         except ClusterUnavailableError as error:
-            say(str(error))
+            _say(str(error))
             return False
         return True
 
     helped = False
     try:
-        helped = attempt(lift_command(plan, write_lift_script(plan), allocation.job, sizes, banned))
+        helped = attempt(_lift_command(plan, allocation.job, sizes, banned))
     except OSError as error:  # a full disk costs Slurm's two minutes of delay, not the run
-        say(str(error))
+        _say(str(error))
     kept = [node for node in allocation.nodes if node not in lost]
     if lost and kept and allocation.host in kept:
         attempt(["scontrol", "update", job, f"NodeList={','.join(kept)}"])
-    _patiently(lambda: _requeue_once(allocation), say)
+    _patiently(lambda: _requeue_once(allocation))
     if helped:
         # The helper job does the rest. An update now would block (5 s each) until the job and this process
         # have ended, and Slurm would have to kill what could have ended by itself.
@@ -80,6 +73,10 @@ def requeue(
     attempt(["scontrol", "update", job, f"NumNodes={sizes}"])
     if banned:
         attempt(["scontrol", "update", job, f"ExcNodeList={banned}"])
+
+
+def _say(trouble: str) -> None:
+    print(f"requeue: {trouble}", flush=True)
 
 
 def _is_over(allocation: Allocation) -> bool:
@@ -93,7 +90,7 @@ def _requeue_once(allocation: Allocation) -> None:
         run_command(["scontrol", "requeue", allocation.job])
 
 
-def _patiently(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
+def _patiently(ask: Callable[[], Answer]) -> Answer:
     """Return what `ask` returns once slurmctld answers. Raises ClusterUnavailableError if it refuses, or does
     not answer for `CONTROLLER_LIMIT_S`."""
     end = time.monotonic() + CONTROLLER_LIMIT_S
@@ -103,7 +100,7 @@ def _patiently(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
         except ControllerAwayError as error:
             if time.monotonic() > end:
                 raise
-            say(f"{error}; trying again in {CONTROLLER_RETRY_S:g} s")
+            _say(f"{error}; trying again in {CONTROLLER_RETRY_S:g} s")
         time.sleep(CONTROLLER_RETRY_S)
 
 
@@ -122,16 +119,12 @@ def give_back(job: str, node: str) -> bool:
     return True
 
 
-def write_lift_script(plan: RunPlan) -> Path:
-    """Write the helper job's script into the run directory. Raises OSError."""
-    script = RunDirectory(plan.directory).submission / "lift.sh"
+def _lift_command(plan: RunPlan, job: str, sizes: str, banned: str) -> list[str]:
+    """Write the helper job's script into the run directory; returns the sbatch command line for it. Raises
+    OSError."""
+    folder = RunDirectory(plan.directory).submission
+    script = folder / "lift.sh"
     write_atomically(script, LIFT_SCRIPT.format(python=shlex.quote(sys.executable)).encode(), durable=False)
-    return script
-
-
-def lift_command(plan: RunPlan, script: Path, job: str, sizes: str, banned: str) -> list[str]:
-    """The sbatch command line of the helper job."""
-    folder = script.parent
     command = ["sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--time=5", "--job-name=jurymast-lift"]
     command += [f"--output={folder}/lift.log", "--open-mode=append", "--no-requeue", f"--chdir={folder}"]
     command += where_options(split_command_line(plan.sbatch_options, {}).sbatch)

@@ -13,10 +13,9 @@ from types import FrameType
 import psutil
 
 from jurymast import foreign
-from jurymast.cluster.allocation import Allocation, from_slurm_environment
+from jurymast.cluster.allocation import from_slurm_environment
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.request import users_script
-from jurymast.core.settings import RunPlan
 from jurymast.core.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import shims
@@ -35,7 +34,8 @@ def run(run_directory: str, arguments: list[str]) -> int:
     allocation = from_slurm_environment()
     allocation.save(directory)
     shims.write(directory, sys.executable)
-    environment = _environment(allocation, plan)
+    hosts = compressed(allocation.nodes[: plan.active])
+    environment = narrowed(os.environ, plan.nodes, plan.active, hosts)
     true = {name: value for name, value in os.environ.items() if environment[name] != value}
     write_json(true_variables_file(directory), true)
     warns = plan.sbatch_options[-1:] == (f"--signal={WARN_SIGNAL}",)
@@ -52,11 +52,6 @@ def _own_directory(submitted: RunDirectory) -> RunDirectory:
         beside(submitted, own, os.environ["SLURM_JOB_ID"])
         write_atomically(users_script(own), foreign.read_own(users_script(submitted)))
     return own
-
-
-def _environment(allocation: Allocation, plan: RunPlan) -> dict[str, str]:
-    hosts = compressed(allocation.nodes[: plan.active])
-    return narrowed(os.environ, plan.nodes, plan.active, hosts)
 
 
 def interpreter(script: Path) -> list[str]:

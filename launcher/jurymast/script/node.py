@@ -94,17 +94,12 @@ def _train(folder: Path, training: Training) -> int:
     while (folder / f"joined-{number}-{node}").exists():
         number += 1
     (folder / f"joined-{number}-{node}").touch()
-    _ask(folder / ASKED.format(number), training)
+    if not (asked := folder / ASKED.format(number)).exists():  # all nodes request the same
+        note_first(asked, asdict(training))
     answer = _await(folder / ANSWER.format(number))
     if "exit_code" in answer:
         return int(answer["exit_code"]) if training.tasks else min(int(answer["exit_code"]), 1)
     return _become_agent(training, answer["run"], answer["supervisor"], node)
-
-
-def _ask(path: Path, training: Training) -> None:
-    """Request this training, unless another node already has: all nodes request the same."""
-    if not path.exists():
-        note_first(path, asdict(training))
 
 
 def _await(path: Path) -> dict[str, Any]:

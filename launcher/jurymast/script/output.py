@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import FileTail
@@ -92,58 +92,51 @@ READ_BYTES = 1 << 20
 RANKS_MAX = 64
 
 
-class Relay:
-    """Copies the ranks' logs to the step's output, on a thread of its own, while this context is entered.
-    Leaving the context waits until everything is copied."""
+@contextmanager
+def relayed(run: RunDirectory, output: Output, after: int, place: int | None = None) -> Iterator[None]:
+    """Copy the ranks' logs to the step's output in this context, on a thread of its own. Leaving the context
+    waits until everything is copied.
 
-    def __init__(self, run: RunDirectory, output: Output, after: int, place: int | None = None) -> None:
-        """Copies attempts later than `after`; all ranks, or only those of the node at this `place`."""
-        self._run, self._output = run, output
-        plan = run.plan()
-        each, first = plan.ranks_per_node, (place or 0) * plan.ranks_per_node
-        ranks = range(plan.active * each) if place is None else range(first, first + each)
-        self._ranks = ranks if len(ranks) <= RANKS_MAX else ranks[:1]
-        self._attempt_shown = after + 1
-        self._tails: dict[Path, FileTail] = {}
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
+    Copies attempts later than `after`; all ranks, or only those of the node at this `place`.
+    """
+    plan = run.plan()
+    each, first = plan.ranks_per_node, (place or 0) * plan.ranks_per_node
+    ranks = range(plan.active * each) if place is None else range(first, first + each)
+    if len(ranks) > RANKS_MAX:
+        ranks = ranks[:1]
+    over = threading.Event()
+    thread = threading.Thread(target=_relay, args=(run, output, ranks, after + 1, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
-    def __enter__(self) -> Relay:
-        self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join()
+def _relay(run: RunDirectory, output: Output, ranks: range, attempt: int, over: threading.Event) -> None:
+    tails: dict[Path, FileTail] = {}
 
-    def _follow(self) -> None:
-        over = False
-        try:
-            while not over:
-                over = self._over.wait(EVERY_S)
-                newest = newest_attempt(self._run)
-                while self._attempt_shown < newest:  # an older attempt is complete
-                    self._copy_all(self._attempt_shown, whole=True)
-                    self._attempt_shown += 1
-                self._copy_all(self._attempt_shown, whole=over)
-        except OSError:
-            return  # the reader is gone; the logs have everything
+    def copy(*, whole: bool) -> None:
+        for rank in ranks:
+            log = run.rank_log(attempt, rank)
+            tail = tails.setdefault(log, FileTail(log))
+            while lines := tail.lines(READ_BYTES, partial=whole):
+                output.write(rank, lines)
+                if not tail.more:
+                    break
 
-    def _copy_all(self, attempt: int, *, whole: bool) -> None:
-        for log in self._logs(attempt):
-            self._copy(self._tails.setdefault(log, FileTail(log)), whole=whole)
-
-    def _logs(self, attempt: int) -> list[Path]:
-        return [self._run.rank_log(attempt, rank) for rank in self._ranks]
-
-    def _copy(self, tail: FileTail, *, whole: bool) -> None:
-        rank = int(tail.path.stem.removeprefix("rank-"))
-        while lines := tail.lines(READ_BYTES, partial=whole):
-            self._output.write(rank, lines)
-            if not tail.more:
-                return
+    last = False
+    try:
+        while not last:
+            last = over.wait(EVERY_S)
+            newest = newest_attempt(run)
+            while attempt < newest:  # an older attempt is complete
+                copy(whole=True)
+                attempt += 1
+            copy(whole=last)
+    except OSError:
+        return  # the reader is gone; the logs have everything
 
 
 def newest_attempt(run: RunDirectory) -> int:

@@ -21,10 +21,10 @@ import psutil
 from jurymast.cluster.sbatch_options import Given
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.script.notes import note, note_first, noted, say
-from jurymast.script.output import Output, Relay
+from jurymast.script.output import Output, relayed
 from jurymast.script.recognise import named_node
 from jurymast.script.srun_options import Srun
-from jurymast.script.step import ANSWER, POLL_S, Step, Together
+from jurymast.script.step import ANSWER, POLL_S, Step
 
 # The parts of a loop in a script come within seconds, or within minutes if it sleeps after the first one.
 LIMIT_S = 300.0
@@ -132,9 +132,9 @@ def _lead(step: Step, srun: Srun, folder: Path) -> int | None:
     found = places(parts, step.nodes[: step.active])
     # A part may name a spare node, so shell text is chosen by the ranks that the node has.
     own = {step.likely[place]: shell_text(part, parts[0]) for part, place in zip(parts, found, strict=True)}
-    together = Together(step.new_folder(), own, found[0])
-    note(folder / WORD, {"step": str(together.folder), "places": found})
-    code = step.run(for_all(srun), together)
+    together = step.new_folder()
+    note(folder / WORD, {"step": str(together), "places": found})
+    code = step.run(for_all(srun), together, own, found[0])
     note(folder / ENDED, {"code": code})
     return code
 
@@ -166,7 +166,7 @@ def _hand_on(folder: Path, step: Path, leader: int, output: Output, place: int) 
         last = over()  # before the last look, which then finds every answer
         answer = noted(step / ANSWER.format(training))
         if answer is not None and "run" in answer:
-            with Relay(RunDirectory(answer["run"]), output, answer["after"], place):
+            with relayed(RunDirectory(answer["run"]), output, answer["after"], place):
                 while not (over() or (step / ANSWER.format(training + 1)).exists()):
                     time.sleep(POLL_S)
         if answer is not None:

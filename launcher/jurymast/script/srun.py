@@ -57,7 +57,11 @@ def _as_training(step: Step, srun: Srun) -> int | None:
         if tasks == 1:
             return step.run(srun)
         training = recognise.part_of(srun, os.environ, step.nodes[: step.active], read)
-        return None if training is None else _as_part(step, srun, training)
+        if training is None:
+            return None
+        from jurymast.script import parts
+
+        return parts.run(step, srun, training)
     if tasks * step.active > 1:
         if recognise.starts_ranks(srun.command, read):
             return step.run_tasks(srun, tasks)
@@ -67,9 +71,3 @@ def _as_training(step: Step, srun: Srun) -> int | None:
                 "ranks that it starts run without failure handling"
             )
     return None
-
-
-def _as_part(step: Step, srun: Srun, training: str) -> int | None:
-    from jurymast.script import parts
-
-    return parts.run(step, srun, training)

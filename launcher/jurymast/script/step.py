@@ -17,7 +17,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import msgspec
 
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
-from jurymast.cluster.batch import SIGNALS, SURVIVE, BatchProcess, end_srun
+from jurymast.cluster.batch import SIGNALS, SURVIVE, Agents, BatchProcess, end_srun
 from jurymast.cluster.sbatch_options import Given
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision.batch import Outcome
@@ -35,7 +36,7 @@ from jurymast.processes import name_process, run_module
 from jurymast.rundir import RunDirectory, make_folder, write_json
 from jurymast.script import shims
 from jurymast.script.notes import note, noted, say
-from jurymast.script.output import Output, Relay, is_each_tasks, newest_attempt
+from jurymast.script.output import Output, is_each_tasks, newest_attempt, relayed
 from jurymast.script.recognise import gpus_a_task, in_container, python_command, read_shell_script
 from jurymast.script.srun_options import Srun
 from jurymast.script.trainings import Training, Trainings
@@ -71,17 +72,8 @@ def _first(value: str, active: int) -> str:
         if match is None:
             return value
         entries += [match[1]] * int(match[2] or 1)
-    return _repeated(entries[:active])
-
-
-def _repeated(entries: Sequence[str]) -> str:
-    parts: list[list[str]] = []
-    for entry in entries:
-        if parts and parts[-1][0] == entry:
-            parts[-1].append(entry)
-        else:
-            parts.append([entry])
-    return ",".join(p[0] if len(p) == 1 else f"{p[0]}(x{len(p)})" for p in parts)
+    runs = [(entry, len(list(same))) for entry, same in groupby(entries[:active])]
+    return ",".join(entry if count == 1 else f"{entry}(x{count})" for entry, count in runs)
 
 
 def seen(environment: Mapping[str, str], active: int) -> dict[str, str]:
@@ -184,7 +176,7 @@ def true_variables_file(job: RunDirectory) -> Path:
     return job.submission / "variables.json"
 
 
-class StepAgents:
+class StepAgents(Agents):
     """The agents of a step, which began as launchers: they wait for the `answer`, which is complete once it
     has the supervisor's address."""
 
@@ -203,16 +195,6 @@ class StepAgents:
 
     def give_up(self) -> None:
         end_srun(self._process)
-
-
-@dataclass(frozen=True)
-class Together:
-    """One step in place of one per node, in this `folder`, with shell text for each node's `own` command. The
-    ranks of the node at this `place` among the active ones print to the step's own output."""
-
-    folder: Path
-    own: Mapping[str, str]
-    place: int
 
 
 class Step:
@@ -247,17 +229,28 @@ class Step:
         """The folder where the steps of one node each meet, in this life of the job."""
         return self._job.submission / "steps" / f"{self._allocation.key}-parts"
 
-    def run(self, srun: Srun, together: Together | None = None) -> int:
-        """Run a training step; returns the exit code that srun would return."""
+    def run(
+        self,
+        srun: Srun,
+        folder: Path | None = None,
+        own: Mapping[str, str] | None = None,
+        place: int | None = None,
+    ) -> int:
+        """Run a training step; returns the exit code that srun would return. `folder`: a new one for the step
+        if it is made already.
+
+        A step in place of one per node has shell text for each node's `own` command, and its own output gets
+        what is printed by the ranks of the node at this `place` among the active ones.
+        """
         name_process(PROCESS_NAME)
-        folder = together.folder if together else self.new_folder()
+        folder = folder or self.new_folder()
         output = Output(srun, os.environ)
-        process = self._start(srun, folder, output.common, together.own if together else {})
-        place = together.place if together else None
-        number = 1
-        while (training := _await_training(folder / ASKED.format(number), process)) is not None:
+        process = self._start(srun, folder, output.common, own or {})
+        for number in count(1):
+            training = _await_training(folder / ASKED.format(number), process)
+            if training is None:
+                break
             self._train(training, process, folder / ANSWER.format(number), output, place)
-            number += 1
         code = self._end(process, folder)
         output.close()
         return code
@@ -366,7 +359,7 @@ class Step:
         # Earlier lives of the job have already printed their attempts.
         after = newest_attempt(run)
         agents = StepAgents(answer, {"run": str(run.root), "after": after}, process)
-        with Relay(run, output, after, place):
+        with relayed(run, output, after, place):
             outcome = self._supervise(run, plan, agents)
         self._lost |= set(outcome.lost)
         if outcome.state == "cancelled":  # by Slurm or by hand: that means the whole job
