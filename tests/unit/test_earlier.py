@@ -84,7 +84,7 @@ def test_a_plan_knows_what_was_before(tmp_path: Path, monkeypatch: pytest.Monkey
         f'[ "$SLURM_TIME_FORMAT" = %s ] && echo "5|NODE_FAIL|{NOW - DAY_S:.0f}|{NOW:.0f}|10"',
         monkeypatch,
     )
-    found = with_earlier(plan(), tmp_path / "runs", NOW)
+    found, _ = with_earlier(plan(), tmp_path / "runs", "", NOW)
     assert found.earlier_text == "0 in 0 node-days of 0 earlier runs, 1 in 10 node-days of other jobs"
     assert found.earlier_incidents == pytest.approx(1.0)
     assert found.earlier_node_days == pytest.approx(9.76, abs=0.01)
@@ -98,13 +98,13 @@ def test_slurm_without_accounts_is_said_and_no_error(
     body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sacct(tmp_path, body, monkeypatch)
-    found = with_earlier(plan(), tmp_path / "runs", NOW)
+    found, _ = with_earlier(plan(), tmp_path / "runs", "", NOW)
     assert found.earlier_text == "0 in 0 node-days of 0 earlier runs, no Slurm accounting"
     assert (found.earlier_incidents, found.earlier_node_days) == (0.0, 0.0)
 
 
 def test_nodes_of_a_local_run_are_no_machines(tmp_path: Path) -> None:
-    assert with_earlier(plan("local"), tmp_path, NOW) == plan("local")
+    assert with_earlier(plan("local"), tmp_path, "", NOW) == (plan("local"), [])
 
 
 def test_a_node_that_failed_is_expected_to_fail_again() -> None:

@@ -134,7 +134,7 @@ def test_a_plan_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (run,) = past_runs(tmp_path / "runs")
     assert run.spans[0].spares == ("n1",), "the batch host"
     now = story.t + 3600.0
-    plan = with_earlier(Story().plan, tmp_path / "runs", now)
+    plan, _ = with_earlier(Story().plan, tmp_path / "runs", "", now)
     (frail,) = plan.frail
     assert (frail.node, frail.fresh_until) == ("n3", None)
     again = RunPlan.from_json(json.loads(json.dumps(plan.to_json())))

@@ -188,7 +188,7 @@ def _request(
     line: CommandLine, script: BatchScript | None, policy: Resolved, options: dict[str, Any], runs: Path
 ) -> Request:
     """Build the request; finds every mistake that can be found without asking Slurm."""
-    from jurymast.cluster.earlier import keep_out, with_earlier
+    from jurymast.cluster.earlier import with_earlier
     from jurymast.cluster.planning import OwnOptions, make_plan
     from jurymast.cluster.request import build_request, check_runs_directory
     from jurymast.report.text import clean
@@ -199,9 +199,8 @@ def _request(
         python=sys.executable,
     )  # fmt: skip
     check_runs_directory(runs, script)
-    plan = with_earlier(plan, runs, plan.submitted_at)
     partition = merged(script, os.environ, line).last("partition") or ""
-    plan, notes = keep_out(plan, runs, partition, plan.submitted_at)
+    plan, notes = with_earlier(plan, runs, partition, plan.submitted_at)
     for note in notes:
         click.echo(f"jurymast: note: {clean(note)}", err=True)
     return build_request(plan, policy, script)

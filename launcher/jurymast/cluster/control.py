@@ -15,14 +15,10 @@ from jurymast.cluster.allocation import Allocation, job_fields, run_command
 from jurymast.cluster.sbatch_options import seconds_of, split_command_line, where_options
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError
-from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.rundir import RunDirectory
 
 Answer = TypeVar("Answer")
 
-LIFT_SCRIPT = """\
-#!/bin/bash
-exec {python} -m jurymast.cluster.lift "$@"
-"""
 STILL_RUNNING = "running"
 # A restart or fail-over of slurmctld must not end the run. Limit and interval of further tries, in seconds.
 CONTROLLER_LIMIT_S = 600.0
@@ -57,11 +53,8 @@ def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude:
             return False
         return True
 
-    helped = False
-    try:
-        helped = attempt(_lift_command(plan, allocation.job, sizes, banned))
-    except OSError as error:  # a full disk costs Slurm's two minutes of delay, not the run
-        _say(str(error))
+    # If there is no helper job, that costs Slurm's two minutes of delay, not the run.
+    helped = attempt(_lift_command(plan, allocation.job, sizes, banned))
     kept = [node for node in allocation.nodes if node not in lost]
     if lost and kept and allocation.host in kept:
         attempt(["scontrol", "update", job, f"NodeList={','.join(kept)}"])
@@ -120,17 +113,15 @@ def give_back(job: str, node: str) -> bool:
 
 
 def _lift_command(plan: RunPlan, job: str, sizes: str, banned: str) -> list[str]:
-    """Write the helper job's script into the run directory; returns the sbatch command line for it. Raises
-    OSError."""
+    """The sbatch command line of the helper job."""
     folder = RunDirectory(plan.directory).submission
-    script = folder / "lift.sh"
-    write_atomically(script, LIFT_SCRIPT.format(python=shlex.quote(sys.executable)).encode(), durable=False)
+    lift = [sys.executable, "-m", "jurymast.cluster.lift", job, sizes, *filter(None, [banned])]
     command = ["sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--time=5", "--job-name=jurymast-lift"]
     command += [f"--output={folder}/lift.log", "--open-mode=append", "--no-requeue", f"--chdir={folder}"]
     command += where_options(split_command_line(plan.sbatch_options, {}).sbatch)
     if banned:
         command.append(f"--exclude={banned}")
-    return [*command, str(script), job, sizes, *([banned] if banned else [])]
+    return [*command, f"--wrap=exec {shlex.join(lift)}"]
 
 
 def why_ending(allocation: Allocation) -> str:

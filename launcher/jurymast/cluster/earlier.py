@@ -22,11 +22,13 @@ NODE_FAIL = "NODE_FAIL"
 FORMAT = "JobIDRaw,State,Start,End,NNodes"
 
 
-def with_earlier(plan: RunPlan, runs: Path, now: float) -> RunPlan:
-    """Return the plan with the failures known by `now` (seconds since the epoch). Never fails: sources that
-    cannot be read are named in the text and not counted."""
+def with_earlier(plan: RunPlan, runs: Path, partition: str, now: float) -> tuple[RunPlan, list[str]]:
+    """Return the plan with the failures in earlier runs below `runs` that are known by `now` (seconds since
+    the epoch), and with nodes excluded that failed there, and messages about these. `partition` is a comma
+    list, "" for the default. Never fails: sources that cannot be read are named in the text and not
+    counted."""
     if plan.cluster != "slurm":
-        return plan
+        return plan, []
     found = past_runs(runs)
     forgiven = forgiven_nodes(runs)
     seen = [one for run in found for one in watched_in(run)]
@@ -43,14 +45,18 @@ def with_earlier(plan: RunPlan, runs: Path, now: float) -> RunPlan:
         texts.append("no Slurm accounting")
     incidents, node_days = learned_before([*seen, *more, *others], now, plan.settings.half_life_s / DAY_S)
     fleet = prior(plan.settings.rate).learned(incidents, node_days).rate
-    records = history(found, now, plan.settings.exclusion_s, forgiven=forgiven)
-    return replace(
+    records = history(found, now, plan.settings.exclusion_s, forgiven=forgiven).values()
+    report_only = plan.settings.bad_nodes == "report"
+    kept, notes = ([], []) if report_only else _kept_out(avoided(records), partition, plan.nodes)
+    plan = replace(
         plan,
         earlier_incidents=round(incidents, 6),
         earlier_node_days=round(node_days, 6),
         earlier_text=", ".join(texts),
-        frail=tuple(frail_nodes(records.values(), fleet, now)),
+        frail=tuple(frail_nodes(records, fleet, now)),
+        avoided=tuple(kept),
     )
+    return plan, notes
 
 
 def watched_in(run: PastRun) -> list[Watched]:
@@ -89,18 +95,10 @@ def _told(watched: list[Watched], where: str) -> str:
     return f"{failures} in {days:.3g} node-days of {where}"
 
 
-def keep_out(plan: RunPlan, runs: Path, partition: str, now: float) -> tuple[RunPlan, list[str]]:
-    """Return the plan with the nodes excluded that failed in earlier runs below `runs`, and messages about
-    them.
-
-    `partition` is a comma list, "" for the default. `now`: seconds since the epoch.
-    """
-    if plan.cluster != "slurm" or plan.settings.bad_nodes == "report":
-        return plan, []
-    records = history(past_runs(runs), now, plan.settings.exclusion_s, forgiven=forgiven_nodes(runs))
-    wanted = avoided(records.values())
+def _kept_out(wanted: list[Avoided], partition: str, nodes: int) -> tuple[list[Avoided], list[str]]:
+    """The nodes of `wanted` that a run of so many nodes can do without, and messages about `wanted`."""
     if not wanted:
-        return plan, []
+        return [], []
     notes = []
     try:
         usable, known = partition_nodes(partition)
@@ -108,12 +106,11 @@ def keep_out(plan: RunPlan, runs: Path, partition: str, now: float) -> tuple[Run
         kept = wanted
     else:
         there = [node for node in wanted if node.node in known]
-        fit = fitting([node.node for node in there], usable, plan.nodes)
+        fit = fitting([node.node for node in there], usable, nodes)
         kept = [node for node in there if node.node in fit]
-        if spared := [node.node for node in wanted if node.node in known and node not in kept]:
-            notes.append(f"not kept out, because the run needs {plan.nodes} nodes: {', '.join(spared)}")
-    notes = [f"keeps out {node.node} {until_text(node.until)}: {node.why}" for node in kept] + notes
-    return replace(plan, avoided=tuple(kept)), notes
+        if spared := [node.node for node in there if node not in kept]:
+            notes.append(f"not kept out, because the run needs {nodes} nodes: {', '.join(spared)}")
+    return kept, [f"keeps out {node.node} {until_text(node.until)}: {node.why}" for node in kept] + notes
 
 
 def avoided(records: Collection[NodeRecord]) -> list[Avoided]:
@@ -154,16 +151,24 @@ def fitting(wanted: Sequence[str], usable: Collection[str], needed: int) -> list
     return kept
 
 
+# The beginnings of the states of a node that runs no job until somebody acts.
+_OUT = ("down", "drain", "fail")
+
+
+def _sinfo(fields: str) -> list[list[str]]:
+    """These fields (%N|...) of each node, in each of its partitions. Raises ClusterUnavailableError."""
+    told = run_command(["sinfo", "--noheader", "--all", "--Node", f"--format={fields}"])
+    return [[part.strip() for part in line.split("|", fields.count("|"))] for line in told.splitlines()]
+
+
 def partition_nodes(partition: str) -> tuple[set[str], set[str]]:
     """Return (nodes that could serve, all nodes that Slurm knows). Raises ClusterUnavailableError."""
-    told = run_command(["sinfo", "--noheader", "--all", "--Node", "--format=%N|%P|%T"])
     asked = set(partition.split(",")) if partition else set()
     usable, known = set(), set()
-    for line in told.splitlines():
-        name, of, state = (part.strip() for part in line.split("|"))
+    for name, of, state in _sinfo("%N|%P|%T"):
         known.add(name)
         here = of.removesuffix("*") in asked if asked else of.endswith("*")
-        if here and not state.startswith(("down", "drain", "fail")) and not state.endswith("*"):
+        if here and not state.startswith(_OUT) and not state.endswith("*"):
             usable.add(name)
     return usable, known
 
@@ -171,15 +176,13 @@ def partition_nodes(partition: str) -> tuple[set[str], set[str]]:
 def out_of_service(now: float) -> dict[str, tuple[float, str]]:
     """The nodes that are out of service in Slurm, as {node: (seconds, reason)}; empty if there is no
     Slurm."""
-    command = ["sinfo", "--noheader", "--all", "--Node", "--format=%N|%T|%H|%E"]
     try:
-        told = run_command(command)
+        nodes = _sinfo("%N|%T|%H|%E")
     except ClusterUnavailableError:
         return {}
     found = {}
-    for line in told.splitlines():
-        name, state, since, reason = (part.strip() for part in line.split("|", 3))
-        if state.startswith(("down", "drain", "fail")):
+    for name, state, since, reason in nodes:
+        if state.startswith(_OUT):
             try:
                 seconds = max(0.0, now - datetime.fromisoformat(since).timestamp())
             except ValueError:  # "Unknown"

@@ -40,7 +40,6 @@ class Partition:
 
     name: str
     default: bool
-    up: bool
     total: int = 0
     out: int = 0
     largest_job: int | None = None
@@ -52,9 +51,9 @@ def parse_partitions(text: str) -> dict[str, Partition]:
     for line in text.splitlines():
         if line.count("|") != 4:
             continue
-        named, up, sizes, count, state = (part.strip() for part in line.split("|"))
+        named, _, sizes, count, state = (part.strip() for part in line.split("|"))
         name = named.removesuffix("*")
-        partition = partitions.setdefault(name, Partition(name, named.endswith("*"), up == "up"))
+        partition = partitions.setdefault(name, Partition(name, named.endswith("*")))
         most = sizes.rpartition("-")[2]
         partition.largest_job = int(most) if most.isdigit() else None
         nodes = int(count) if count.isdigit() else 0
