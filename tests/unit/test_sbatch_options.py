@@ -22,7 +22,7 @@ OWN = {"--nodes": True, "-N": True, "--spares": True, "--wait": False, "-W": Fal
 
 
 def passed(*words: str) -> list[str]:
-    return [word for option in split_command_line(words, OWN).sbatch for word in option.words]
+    return [word for option in split_command_line(words, OWN).options for word in option.words]
 
 
 def test_the_table_is_consistent() -> None:
@@ -51,14 +51,14 @@ def test_ours_sbatchs_and_the_scripts_are_told_apart() -> None:
         OWN,
     )
     assert line.own == ["-N", "4", "--spares=2", "--wait"]
-    assert [option.words for option in line.sbatch] == [
+    assert [option.words for option in line.options] == [
         ("-p", "gpu"),
         ("--time", "1:00"),
         ("--nice",),
         ("-H",),
     ]
-    assert [option.name for option in line.sbatch] == ["partition", "time", "nice", "hold"]
-    assert line.script == ["t.py", "-N", "9"]
+    assert [option.name for option in line.options] == ["partition", "time", "nice", "hold"]
+    assert line.command == ["t.py", "-N", "9"]
     assert line.last("time") == "1:00"
     assert line.has("hold")
     assert not line.has("qos")
@@ -66,7 +66,7 @@ def test_ours_sbatchs_and_the_scripts_are_told_apart() -> None:
 
 def test_the_script_needs_no_dashes_before_it() -> None:
     line = split_command_line(["-p", "gpu", "t.py", "--nodes", "3", "--", "x"], OWN)
-    assert line.script == ["t.py", "--nodes", "3", "--", "x"]
+    assert line.command == ["t.py", "--nodes", "3", "--", "x"]
     assert line.own == []
 
 
@@ -77,14 +77,14 @@ def test_values_that_look_like_options() -> None:
 def test_short_options_in_all_their_forms() -> None:
     line = split_command_line(["-HsN4", "-pgpu", "-c", "8", "-vv", "-k", "-koff"], OWN)
     assert line.own == ["-N", "4"]
-    words = [option.words for option in line.sbatch]
+    words = [option.words for option in line.options]
     assert words == [("-H",), ("-s",), ("-pgpu",), ("-c", "8"), ("-v",), ("-v",), ("-k",), ("-koff",)]
     assert line.last("no-kill") == "off"
 
 
 def test_abbreviations_as_sbatch_has_them() -> None:
     line = split_command_line(["--part=gpu", "--exclus", "--gpus-per-n", "8"], OWN)
-    assert [(option.name, option.value) for option in line.sbatch] == [
+    assert [(option.name, option.value) for option in line.options] == [
         ("partition", "gpu"),
         ("exclusive", None),
         ("gpus-per-node", "8"),
@@ -132,7 +132,7 @@ def test_any_words_are_split_or_refused_and_none_gets_lost(words: list[str]) -> 
         line = split_command_line(words, OWN)
     except UsageError:
         return
-    kept = [*line.own, *(word for option in line.sbatch for word in option.words), *line.script]
+    kept = [*line.own, *(word for option in line.options for word in option.words), *line.command]
     assert sum(map(len, kept)) >= sum(len(word) for word in words if not word.startswith("-"))
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from jurymast.cluster.request import users_script
+from jurymast.cluster.sbatch_options import words_of
 from jurymast.core import events as ev
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunCancelledError, UsageError
@@ -57,7 +58,7 @@ def test_sruns_command_is_found_behind_its_options(typed: str, command: str, wit
     assert srun is not None
     assert " ".join(srun.command) == command
     ours = frozenset({"nodes", "ntasks", "kill-on-bad-exit", "wait"})
-    assert " ".join(srun.without(ours)) == without_nodes
+    assert " ".join(words_of(srun.options, ours)) == without_nodes
 
 
 @pytest.mark.parametrize("typed", ["--no-such-option x", "-n1 a : -n2 b", "--nodes", "-y"])

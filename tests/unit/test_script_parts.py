@@ -12,18 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.cluster.sbatch_options import CommandLine, words_of
 from jurymast.rundir import RunDirectory
 from jurymast.script.output import Output, relayed
 from jurymast.script.parts import Part, for_all, gather, join, places, shell_text
 from jurymast.script.recognise import part_of
-from jurymast.script.srun_options import Srun, parse
+from jurymast.script.srun_options import parse
 from jurymast.script.step import node_command
 
 NODES = ("n1", "n2", "n3")
 TWO = {"./node.sh": "#!/bin/bash\ntorchrun --nnodes=3 --node_rank=$1 --master_addr=$2 train.py\n"}
 
 
-def srun(*words: str) -> Srun:
+def srun(*words: str) -> CommandLine:
     found = parse(words)
     assert found is not None
     return found
@@ -148,7 +149,8 @@ def test_each_node_runs_its_own_parts_command(tmp_path: Path) -> None:
 
 
 def test_gpus_of_one_node_are_those_of_each() -> None:
-    assert for_all(srun("-r1", "--gpus=h100:8", "-x", "n9", "-l", "torchrun")).without(frozenset()) == [
+    together = for_all(srun("-r1", "--gpus=h100:8", "-x", "n9", "-l", "torchrun"))
+    assert words_of(together.options, ()) == [
         "-l", "--gpus-per-node=h100:8",
     ]  # fmt: skip
 

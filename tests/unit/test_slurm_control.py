@@ -66,7 +66,7 @@ def test_the_helper_job_runs_where_the_job_may_run() -> None:
     ]
 
     def kept(options: list[str]) -> list[str]:
-        return where_options(split_command_line(options, {}).sbatch)
+        return where_options(split_command_line(options, {}).options)
 
     assert kept(options) == ["--partition=train", "--account=team", "--qos=high", "--reservation=r1"]
     assert kept(["--exclusive", "--mem=0"]) == []

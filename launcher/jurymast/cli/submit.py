@@ -59,14 +59,14 @@ def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None
     """The batch script to submit, if there is one: a file, --wrap, or standard input."""
     wrap = line.last("wrap")
     if wrap is not None:
-        if line.script:
+        if line.command:
             raise UsageError("--wrap and a batch script exclude each other", hint="leave one of the two out")
-        line.script.append("wrap")
+        line.command.append("wrap")
         return wrapped(wrap)
-    if not line.script and not sys.stdin.isatty() and (text := sys.stdin.read()):
-        line.script.append(STANDARD_INPUT)
+    if not line.command and not sys.stdin.isatty() and (text := sys.stdin.read()):
+        line.command.append(STANDARD_INPUT)
         return parse(text, STANDARD_INPUT, own)
-    path = find_script(line.script, Path.cwd())
+    path = find_script(line.command, Path.cwd())
     return read_script(path, own) if path else None
 
 
@@ -209,7 +209,7 @@ def _request(
 def _note_unused(line: CommandLine, cluster: str) -> None:
     """Print which of sbatch's options have no effect on the local cluster."""
     used = ("gpus-per-node", "gpus-per-task", "gres", "job-name", "chdir")
-    unused = [" ".join(given.words) for given in line.sbatch if given.name not in used]
+    unused = [" ".join(given.words) for given in line.options if given.name not in used]
     if cluster == "local" and unused:
         click.echo(f"jurymast: note: not used on the local cluster: {' '.join(unused)}", err=True)
 

@@ -107,10 +107,10 @@ def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:
                 _check(split, kind)
             except UsageError as error:
                 raise UsageError(f"{where}{error}", hint=error.hint) from error
-            sbatch += [replace(given, where=where) for given in split.sbatch]
+            sbatch += [replace(given, where=where) for given in split.options]
             ours += split.own
             if split.has(*DONE_HERE):
-                line = f"{SBATCH} {shlex.join(words_of(split.sbatch, DONE_HERE))}"
+                line = f"{SBATCH} {shlex.join(words_of(split.options, DONE_HERE))}"
         head.append(f"{line}\n")
     return BatchScript(name, text, "".join(head[1:]), tuple(sbatch), tuple(ours))
 
@@ -153,12 +153,12 @@ def _words(text: str) -> list[str]:
 
 
 def _check(line: CommandLine, kind: str) -> None:
-    if line.script and line.script[0] in ("hetjob", "packjob"):
+    if line.command and line.command[0] in ("hetjob", "packjob"):
         raise UsageError("heterogeneous jobs are not supported", hint="submit one run of equal nodes")
-    if line.script:
-        raise UsageError(f"{line.script[0]} is not an option")
-    if kind == OURS and line.sbatch:
-        said = line.sbatch[0].words[0]
+    if line.command:
+        raise UsageError(f"{line.command[0]} is not an option")
+    if kind == OURS and line.options:
+        said = line.options[0].words[0]
         raise UsageError(f"{said} is not an option of jurymast", hint=f"write {SBATCH} {said}")
 
 
@@ -171,7 +171,7 @@ def merged(script: BatchScript | None, environment: Mapping[str, str], line: Com
         if variable in environment
     ]
     in_script = script.sbatch if script else ()
-    return CommandLine(line.own, [*in_script, *variables, *line.sbatch], line.script)
+    return CommandLine(line.own, [*in_script, *variables, *line.options], line.command)
 
 
 def find_script(words: list[str], directory: Path) -> Path | None:

@@ -118,7 +118,7 @@ def _lift_command(plan: RunPlan, job: str, sizes: str, banned: str) -> list[str]
     lift = [sys.executable, "-m", "jurymast.cluster.lift", job, sizes, *filter(None, [banned])]
     command = ["sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--time=5", "--job-name=jurymast-lift"]
     command += [f"--output={folder}/lift.log", "--open-mode=append", "--no-requeue", f"--chdir={folder}"]
-    command += where_options(split_command_line(plan.sbatch_options, {}).sbatch)
+    command += where_options(split_command_line(plan.sbatch_options, {}).options)
     if banned:
         command.append(f"--exclude={banned}")
     return [*command, f"--wrap=exec {shlex.join(lift)}"]

@@ -92,12 +92,12 @@ def make_plan(
     if script is not None:
         _check_script(script, asked, told)
         active, name = asked.nodes or _active_nodes(told), script.job_name
-        what: dict[str, Any] = {"script": script.name, "arguments": tuple(line.script[1:]), "batch": True}
+        what: dict[str, Any] = {"script": script.name, "arguments": tuple(line.command[1:]), "batch": True}
         ranks = 1
     else:
         if line.has("requeue") and line.has("no-requeue"):
             raise UsageError("--requeue and --no-requeue contradict each other")
-        what = _training(line.script, directory, working_directory)
+        what = _training(line.command, directory, working_directory)
         active, name = asked.nodes or 1, Path(what["script"]).stem
         ranks = asked.nproc_per_node or ranks_per_node(told)
     name = run_name(asked.name or told.last("job-name") or name)
@@ -117,8 +117,8 @@ def make_plan(
         ranks_per_node=ranks,
         working_directory=str(directory),
         python=python,
-        sbatch_options=tuple(words_of(line.sbatch, CONSUMED if script else CONSUMED_ALONE)),
-        exclude=tuple(node for one in told.sbatch if one.name == "exclude" for node in excluded_hosts(one)),
+        sbatch_options=tuple(words_of(line.options, CONSUMED if script else CONSUMED_ALONE)),
+        exclude=tuple(node for one in told.options if one.name == "exclude" for node in excluded_hosts(one)),
         requeue=requeue is None or requeue.name == "requeue",
         submitted_at=time.time(),
         policy_hash=policy.digest,
@@ -129,7 +129,7 @@ def make_plan(
 
 def _check_options(told: CommandLine, refused: Mapping[str, str]) -> None:
     """Raise UsageError for an sbatch option or variable that contradicts what jurymast does."""
-    for given in told.sbatch:
+    for given in told.options:
         typed = given.words[0].startswith("-")
         one_task = given.name in ("ntasks-per-node", "tasks-per-node") and given.value == "1"
         if given.name in refused and not one_task and (typed or given.value):

@@ -88,18 +88,18 @@ def words_of(options: Iterable[Given], without: Collection[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A split command line: the words of our own options, sbatch's options, and the script with its
-    arguments."""
+    """A split command line: the words of our own options, Slurm's options, and sbatch's script or srun's
+    command, with its arguments."""
 
     own: list[str] = field(default_factory=list)
-    sbatch: list[Given] = field(default_factory=list)
-    script: list[str] = field(default_factory=list)
+    options: list[Given] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
 
     def given(self, *names: str) -> Given | None:
-        return last_of(self.sbatch, names)
+        return last_of(self.options, names)
 
     def last(self, *names: str) -> str | None:
-        """Value of the last of these sbatch options, which is the one that sbatch uses; None if not given."""
+        """Value of the last of these options, which is the one that Slurm uses; None if not given."""
         given = self.given(*names)
         return given.value if given else None
 
@@ -121,7 +121,7 @@ def split_command_line(
     while rest:
         word = rest.pop(0)
         if word == "--":
-            line.script.extend(rest)
+            line.command.extend(rest)
             break
         if word.startswith("--"):
             _long_option(line, word, rest, own, grammar)
@@ -133,7 +133,7 @@ def split_command_line(
                 hint="submit one run of equal nodes",
             )
         else:
-            line.script.extend([word, *rest])
+            line.command.extend([word, *rest])
             break
     return line
 
@@ -155,12 +155,12 @@ def _long_option(
     if equals:
         if name in grammar.none:
             raise UsageError(f"option --{name} takes no value")
-        line.sbatch.append(Given(name, value, (word,)))
+        line.options.append(Given(name, value, (word,)))
     elif name in grammar.required:
         value = _value(typed, rest)
-        line.sbatch.append(Given(name, value, (word, value)))
+        line.options.append(Given(name, value, (word, value)))
     else:
-        line.sbatch.append(Given(name, None, (word,)))
+        line.options.append(Given(name, None, (word,)))
 
 
 def _short_options(
@@ -184,15 +184,15 @@ def _short_options(
             if flag in own:
                 line.own.extend((flag, value))
             else:
-                line.sbatch.append(Given(name, value, words))
+                line.options.append(Given(name, value, words))
         elif flag in own:
             line.own.append(flag)
         elif name in grammar.optional and attached:
             # getopt takes the rest of the word as an optional value: -koff is --no-kill=off
             letters = ""
-            line.sbatch.append(Given(name, attached, (flag + attached,)))
+            line.options.append(Given(name, attached, (flag + attached,)))
         else:
-            line.sbatch.append(Given(name, None, (flag,)))
+            line.options.append(Given(name, None, (flag,)))
 
 
 def _value(option: str, rest: list[str]) -> str:

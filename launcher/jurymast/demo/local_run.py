@@ -50,7 +50,7 @@ def request_for(asked: Wanted, runs: Path, working_directory: Path) -> Request:
     policy = resolve([pairs_layer("the demo", [("spares", asked.spares)])])
     plan = make_plan(
         OwnOptions(nodes=asked.nodes, nproc_per_node=1, name="demo", cluster="local", runs=runs),
-        CommandLine(own=[], sbatch=[], script=[str(SCRIPT), *asked.arguments]),
+        CommandLine(command=[str(SCRIPT), *asked.arguments]),
         policy,
         environment={},
         working_directory=working_directory,

@@ -10,14 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jurymast.cluster.sbatch_options import visible_gpus
+from jurymast.cluster.sbatch_options import CommandLine, visible_gpus
 from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, renew
 from jurymast.script import shims, torchrun
 from jurymast.script.notes import note_first, noted, say
 from jurymast.script.recognise import python_command
-from jurymast.script.srun_options import Srun
 from jurymast.script.step import ANSWER, ASKED, Step
 from jurymast.script.trainings import Training
 
@@ -42,7 +41,7 @@ def run(launcher: str, arguments: list[str]) -> int:
         say(f"{launcher} uses one node of {job.plan().active} and runs there without failure handling")
         _really(launcher, arguments)
     command = run_module(sys.executable, "jurymast.script", launcher, *arguments)
-    return Step(job).run(Srun((), tuple(command)))
+    return Step(job).run(CommandLine(command=command))
 
 
 def _really(launcher: str, arguments: list[str]) -> NoReturn:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from jurymast.cluster.sbatch_options import CommandLine
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import FileTail
 from jurymast.rundir import RunDirectory
-from jurymast.script.srun_options import Srun
 
 # %n and %t are equal if a node has one task; people look for the rank's number.
 TASK_FIELDS = "tnN"
@@ -51,9 +51,9 @@ def is_each_tasks(pattern: str) -> bool:
 class Output:
     """The output of one step."""
 
-    def __init__(self, srun: Srun, environment: Mapping[str, str]) -> None:
+    def __init__(self, srun: CommandLine, environment: Mapping[str, str]) -> None:
         self._pattern = srun.last("output") or ""
-        self._label = srun.last("label") is not None
+        self._label = srun.has("label")
         self._environment = environment
         mode = srun.last("open-mode") or environment.get("SLURM_OPEN_MODE", "")
         self._new = 0 if mode.startswith("a") else os.O_TRUNC

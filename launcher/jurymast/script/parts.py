@@ -18,12 +18,11 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from jurymast.cluster.sbatch_options import Given
+from jurymast.cluster.sbatch_options import CommandLine, Given
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.script.notes import note, note_first, noted, say
 from jurymast.script.output import Output, relayed
 from jurymast.script.recognise import named_node
-from jurymast.script.srun_options import Srun
 from jurymast.script.step import ANSWER, POLL_S, Step
 
 # The parts of a loop in a script come within seconds, or within minutes if it sleeps after the first one.
@@ -44,18 +43,18 @@ class Part:
     pid: int
 
     @classmethod
-    def of(cls, srun: Srun, environment: Mapping[str, str], nodes: Sequence[str]) -> Part:
+    def of(cls, srun: CommandLine, environment: Mapping[str, str], nodes: Sequence[str]) -> Part:
         node = named_node(srun, nodes)
-        return cls(srun.command, node, {**environment, **_exported(srun)}, os.getpid())
+        return cls(tuple(srun.command), node, {**environment, **_exported(srun)}, os.getpid())
 
 
-def _exported(srun: Srun) -> dict[str, str]:
+def _exported(srun: CommandLine) -> dict[str, str]:
     """The variables to which srun's --export gives a value."""
     entries = [entry.partition("=") for entry in (srun.last("export") or "").split(",")]
     return {name: value for name, equals, value in entries if equals}
 
 
-def run(step: Step, srun: Srun, training: str) -> int | None:
+def run(step: Step, srun: CommandLine, training: str) -> int | None:
     """Run a part of this training; returns its exit code, or None if the part has to run unchanged."""
     part = Part.of(srun, os.environ, step.nodes)
     folder, number = join(step.parts / training, part, step.active)
@@ -112,15 +111,15 @@ def shell_text(part: Part, first: Part) -> str:
     return "\n".join([*lines, f"set -- {shlex.join(part.command)}"])
 
 
-def for_all(srun: Srun) -> Srun:
+def for_all(srun: CommandLine) -> CommandLine:
     """The first part's srun, changed into one for all nodes."""
     options = [given for given in srun.options if given.name not in OWN]
     if gpus := srun.last("gpus"):
         options.append(Given("gpus-per-node", gpus, (f"--gpus-per-node={gpus}",)))
-    return replace(srun, options=tuple(options))
+    return replace(srun, options=options)
 
 
-def _lead(step: Step, srun: Srun, folder: Path) -> int | None:
+def _lead(step: Step, srun: CommandLine, folder: Path) -> int | None:
     parts = gather(folder, step.active)
     if parts is None:
         note(folder / WORD, {})
@@ -139,7 +138,7 @@ def _lead(step: Step, srun: Srun, folder: Path) -> int | None:
     return code
 
 
-def _follow(srun: Srun, folder: Path, number: int) -> int | None:
+def _follow(srun: CommandLine, folder: Path, number: int) -> int | None:
     leader = noted(folder / PART.format(0))["pid"]
     while (word := noted(folder / WORD)) is None:
         if not psutil.pid_exists(leader):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jurymast import foreign
-from jurymast.script.srun_options import Srun
+from jurymast.cluster.sbatch_options import CommandLine
 
 # Programs that start ranks through torch's elastic agent. Our hook in Python finds that agent however it is
 # started.
@@ -115,7 +115,7 @@ def names_python(command: Sequence[str]) -> bool:
 
 
 def part_of(
-    srun: Srun, environment: Mapping[str, str], nodes: Sequence[str], read: Callable[[str], str]
+    srun: CommandLine, environment: Mapping[str, str], nodes: Sequence[str], read: Callable[[str], str]
 ) -> str | None:
     """A name for the training of which a step on one of these nodes is a part: the same for all parts. None
     if the step is no such part."""
@@ -137,7 +137,7 @@ def part_of(
     return hashlib.sha256(json.dumps([words, os.getcwd()]).encode()).hexdigest()[:16]
 
 
-def named_node(srun: Srun, nodes: Sequence[str]) -> str:
+def named_node(srun: CommandLine, nodes: Sequence[str]) -> str:
     """The node that a step on one node names; "" if Slurm may choose it."""
     relative = srun.last("relative") or ""
     if relative.isdigit() and int(relative) < len(nodes):
@@ -145,7 +145,7 @@ def named_node(srun: Srun, nodes: Sequence[str]) -> str:
     return srun.last("nodelist") or ""
 
 
-def _on_one_node(srun: Srun, environment: Mapping[str, str]) -> bool:
+def _on_one_node(srun: CommandLine, environment: Mapping[str, str]) -> bool:
     """Whether srun starts only one task."""
     nodes, tasks = srun.last("nodes"), srun.last("ntasks")
     if nodes is None or tasks is not None:
@@ -154,14 +154,14 @@ def _on_one_node(srun: Srun, environment: Mapping[str, str]) -> bool:
     return nodes in ("1", "1-1") and "1" in (each, environment.get("SLURM_NTASKS", "1"))
 
 
-def gpus_a_task(srun: Srun, environment: Mapping[str, str]) -> int:
+def gpus_a_task(srun: CommandLine, environment: Mapping[str, str]) -> int:
     """The number of GPUs that each task is to see; 0 means all GPUs of its node."""
     said = srun.last("gpus-per-task") or environment.get("SLURM_GPUS_PER_TASK", "")
     number = said.rpartition(":")[2]
     return int(number) if number.isdigit() else 0
 
 
-def tasks_a_node(srun: Srun, environment: Mapping[str, str], active: int) -> int:
+def tasks_a_node(srun: CommandLine, environment: Mapping[str, str], active: int) -> int:
     """The number of tasks on each of the active nodes; 0 if it is not the same on all."""
     nodes = srun.last("nodes") or environment.get("SLURM_NNODES", "")
     if nodes not in (str(active), f"{active}-{active}"):

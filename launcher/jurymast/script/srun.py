@@ -7,10 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
+from jurymast.cluster.sbatch_options import CommandLine
 from jurymast.rundir import RunDirectory
 from jurymast.script import recognise, shims
 from jurymast.script.notes import say
-from jurymast.script.srun_options import Srun, parse
+from jurymast.script.srun_options import parse
 
 if TYPE_CHECKING:
     from jurymast.script.step import Step
@@ -40,7 +41,7 @@ def _really(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
     os.execve(shims.real("srun", os.environ), ["srun", *arguments], dict(environment))
 
 
-def _may_train(srun: Srun | None) -> bool:
+def _may_train(srun: CommandLine | None) -> bool:
     read = recognise.read_shell_script
     return srun is not None and (
         recognise.starts_launcher(srun.command, read)
@@ -49,7 +50,7 @@ def _may_train(srun: Srun | None) -> bool:
     )
 
 
-def _as_training(step: Step, srun: Srun) -> int | None:
+def _as_training(step: Step, srun: CommandLine) -> int | None:
     """Run a training step; returns its exit code, or None if the step is not a training."""
     tasks = recognise.tasks_a_node(srun, os.environ, step.active)
     read = recognise.read_shell_script

@@ -6,7 +6,6 @@ The union of the options of srun 22.05 and 24.11 and of the pyxis plugin.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from jurymast.cluster import sbatch_options as sbatch
 from jurymast.errors import UsageError
@@ -33,34 +32,13 @@ SHORT = {
     "E": "preserve-env", "I": "immediate", "K": "kill-on-bad-exit", "T": "threads", "W": "wait",
     "X": "disable-status", "Z": "no-allocate", "l": "label", "r": "relative", "u": "unbuffered",
 }  # fmt: skip
-
-
 SRUN = sbatch.Grammar(REQUIRED, OPTIONAL, NONE, SHORT)
 
 
-@dataclass(frozen=True)
-class Srun:
-    """One call of srun: its options and the command."""
-
-    options: tuple[sbatch.Given, ...]
-    command: tuple[str, ...]
-
-    def last(self, *names: str) -> str | None:
-        """The value of the last of these options; "" if it has none, None if none of them is given."""
-        given = sbatch.last_of(self.options, names)
-        return (given.value or "") if given else None
-
-    def without(self, names: frozenset[str]) -> list[str]:
-        """The words of all options but these."""
-        return sbatch.words_of(self.options, names)
-
-
-def parse(arguments: Sequence[str]) -> Srun | None:
+def parse(arguments: Sequence[str]) -> sbatch.CommandLine | None:
     """Parse srun's arguments; None if this grammar does not know them: the real srun may."""
     try:
         line = sbatch.split_command_line(arguments, {}, SRUN)
     except UsageError:
         return None
-    if ":" in line.script:  # options of a second step: heterogeneous
-        return None
-    return Srun(tuple(line.sbatch), tuple(line.script))
+    return None if ":" in line.command else line  # options of a second step: heterogeneous

@@ -27,7 +27,7 @@ import msgspec
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
 from jurymast.cluster.batch import SIGNALS, SURVIVE, Agents, BatchProcess, end_srun
-from jurymast.cluster.sbatch_options import Given
+from jurymast.cluster.sbatch_options import CommandLine, Given, words_of
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision.batch import Outcome
 from jurymast.core.texts import compressed
@@ -38,7 +38,6 @@ from jurymast.script import shims
 from jurymast.script.notes import note, noted, say
 from jurymast.script.output import Output, is_each_tasks, newest_attempt, relayed
 from jurymast.script.recognise import gpus_a_task, in_container, python_command, read_shell_script
-from jurymast.script.srun_options import Srun
 from jurymast.script.trainings import Training, Trainings
 
 COUNTS = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
@@ -231,7 +230,7 @@ class Step:
 
     def run(
         self,
-        srun: Srun,
+        srun: CommandLine,
         folder: Path | None = None,
         own: Mapping[str, str] | None = None,
         place: int | None = None,
@@ -255,7 +254,7 @@ class Step:
         output.close()
         return code
 
-    def run_tasks(self, srun: Srun, tasks: int) -> int:
+    def run_tasks(self, srun: CommandLine, tasks: int) -> int:
         """The same for a command of which srun would start this many tasks per node: Python's, or a
         shell's."""
         place = in_container(srun.command, read_shell_script)
@@ -265,15 +264,15 @@ class Step:
             python = "python3"  # the container's own
         gpus = str(gpus_a_task(srun, os.environ))
         agent = run_module(python, "jurymast.script", "tasks", str(tasks), gpus, *own)
-        command = (*srun.command[:place], *agent)
+        command = [*srun.command[:place], *agent]
         # The agent is one task that shares out what it has to its ranks, so it must have the whole node.
         self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}
         options = [given for given in srun.options if given.name not in SHARED_OUT]
         options.append(Given("cpu-bind", "none", ("--cpu-bind=none",)))
-        return self.run(Srun(tuple(options), command))
+        return self.run(CommandLine(options=options, command=command))
 
     def around_lost(
-        self, environment: Mapping[str, str], arguments: Sequence[str], srun: Srun | None
+        self, environment: Mapping[str, str], arguments: Sequence[str], srun: CommandLine | None
     ) -> tuple[dict[str, str], list[str]]:
         """Return variables and arguments for other steps. Without them Slurm would start these steps on lost
         nodes, which it believes alive, or never, because it believes the processors of lost steps busy."""
@@ -282,7 +281,7 @@ class Step:
         hosts = compressed(self.nodes[: self.active])
         lists = {name: hosts for name in LISTS if name in environment}
         if srun is not None:
-            arguments = [*srun.without(ALONE), "--", *srun.command]
+            arguments = [*words_of(srun.options, ALONE), "--", *srun.command]
         return {**environment, **lists}, ["--overlap", *arguments]
 
     def new_folder(self) -> Path:
@@ -298,7 +297,7 @@ class Step:
                 number += 1
 
     def _start(
-        self, srun: Srun, folder: Path, output: int, own: Mapping[str, str]
+        self, srun: CommandLine, folder: Path, output: int, own: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         nodes = self.nodes
         program = folder / "node"
@@ -318,7 +317,7 @@ class Step:
         each = is_each_tasks(srun.last("error") or "")
         command = [
             shims.real("srun", os.environ),
-            *srun.without(OURS | {"error"} if each else OURS),
+            *words_of(srun.options, OURS | {"error"} if each else OURS),
             *self._mounts(srun),
             *SURVIVE,
             "--overlap",
@@ -329,7 +328,7 @@ class Step:
         environment = {**shims.with_shims(os.environ, self._job), **true}
         return subprocess.Popen(command, env=environment, stdout=output)
 
-    def _mounts(self, srun: Srun) -> list[str]:
+    def _mounts(self, srun: CommandLine) -> list[str]:
         """The option that lets a container (pyxis) see the run directory."""
         if srun.last("container-image", "container-name") is None:
             return []
