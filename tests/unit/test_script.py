@@ -542,9 +542,9 @@ def test_output_goes_where_srun_was_told(tmp_path: Path) -> None:
 
 RUN_SCRIPT = """
 import sys
-from jurymast.rundir import RunDirectory
-from jurymast.script.job import _Script
-sys.exit(_Script(RunDirectory(sys.argv[1]), sys.argv[2] == "warns").run(["a b"], {}))
+from pathlib import Path
+from jurymast.script.job import run_script
+sys.exit(run_script(Path(sys.argv[1]), ["a b"], {}, warns=sys.argv[2] == "warns"))
 """
 
 
@@ -556,7 +556,7 @@ def test_signals_for_the_batch_process_reach_the_script(tmp_path: Path, warns: b
     traps = "trap 'exec echo $1' USR1; trap 'echo > warned' USR2; echo > ready"
     loop = "while :; do sleep 0.01; done"
     users_script(job).write_text(f"#!/bin/bash\ncd {tmp_path}\n{traps}\n{loop}\n")
-    command = [sys.executable, "-c", RUN_SCRIPT, str(tmp_path), "warns" if warns else ""]
+    command = [sys.executable, "-c", RUN_SCRIPT, str(users_script(job)), "warns" if warns else ""]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         wait_until("the script's traps", (tmp_path / "ready").exists)
         process.send_signal(signal.SIGTERM)
@@ -577,8 +577,8 @@ def test_a_signal_that_comes_before_the_script_waits_for_its_traps(tmp_path: Pat
     early = "import os, signal\nfrom jurymast.script.notes import hold\nhold()\n"
     early += "os.kill(os.getpid(), signal.SIGUSR1)\n"
     done = subprocess.run(
-        [sys.executable, "-c", early + RUN_SCRIPT, str(tmp_path), ""], capture_output=True, text=True,
-        timeout=60, check=False,
+        [sys.executable, "-c", early + RUN_SCRIPT, str(users_script(job)), ""], capture_output=True,
+        text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.stdout, done.returncode) == ("trapped\n", 0)
 
@@ -587,7 +587,8 @@ def test_a_script_that_a_signal_ends_ends_its_batch_process_so(tmp_path: Path) -
     job = RunDirectory(tmp_path)
     job.submission.mkdir()
     users_script(job).write_text("#!/bin/sh\nkill -INT $$\n")
-    done = subprocess.run([sys.executable, "-c", RUN_SCRIPT, str(tmp_path), ""], timeout=20, check=False)
+    command = [sys.executable, "-c", RUN_SCRIPT, str(users_script(job)), ""]
+    done = subprocess.run(command, timeout=20, check=False)
     assert done.returncode == -signal.SIGINT
 
 

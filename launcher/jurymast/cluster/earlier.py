@@ -46,8 +46,12 @@ def with_earlier(plan: RunPlan, runs: Path, partition: str, now: float) -> tuple
     incidents, node_days = learned_before([*seen, *more, *others], now, plan.settings.half_life_s / DAY_S)
     fleet = prior(plan.settings.rate).learned(incidents, node_days).rate
     records = history(found, now, plan.settings.exclusion_s, forgiven=forgiven).values()
-    report_only = plan.settings.bad_nodes == "report"
-    kept, notes = ([], []) if report_only else _kept_out(avoided(records), partition, plan.nodes)
+    wanted = [] if plan.settings.bad_nodes == "report" else avoided(records)
+    names, spared = _kept_out([node.node for node in wanted], (), partition, plan.nodes)
+    kept = [node for node in wanted if node.node in names]
+    notes = [f"keeps out {node.node} {until_text(node.until)}: {node.why}" for node in kept]
+    if spared:
+        notes.append(f"not kept out, because the run needs {plan.nodes} nodes: {', '.join(spared)}")
     plan = replace(
         plan,
         earlier_incidents=round(incidents, 6),
@@ -95,24 +99,6 @@ def _told(watched: list[Watched], where: str) -> str:
     return f"{failures} in {days:.3g} node-days of {where}"
 
 
-def _kept_out(wanted: list[Avoided], partition: str, nodes: int) -> tuple[list[Avoided], list[str]]:
-    """The nodes of `wanted` that a run of so many nodes can do without, and messages about `wanted`."""
-    if not wanted:
-        return [], []
-    notes = []
-    try:
-        usable, known = partition_nodes(partition)
-    except ClusterUnavailableError:  # a dry run works without Slurm
-        kept = wanted
-    else:
-        there = [node for node in wanted if node.node in known]
-        fit = fitting([node.node for node in there], usable, nodes)
-        kept = [node for node in there if node.node in fit]
-        if spared := [node.node for node in there if node not in kept]:
-            notes.append(f"not kept out, because the run needs {nodes} nodes: {', '.join(spared)}")
-    return kept, [f"keeps out {node.node} {until_text(node.until)}: {node.why}" for node in kept] + notes
-
-
 def avoided(records: Collection[NodeRecord]) -> list[Avoided]:
     """The nodes to exclude, most important first: for good, then by how long the exclusion lasts."""
     out = sorted(
@@ -125,18 +111,26 @@ def avoided(records: Collection[NodeRecord]) -> list[Avoided]:
 def banned(plan: RunPlan, bad: Sequence[str], partition: str, now: float) -> tuple[list[str], str]:
     """The nodes that a requeued job must not get, and messages about the nodes, of `bad` and of earlier runs,
     that it may get after all: if too few others were left, the job would wait forever."""
-    asked = list(plan.exclude)
+    asked = plan.exclude
     wanted = [node for node in dict.fromkeys((*bad, *plan.excluded_at(now))) if node not in asked]
-    if not wanted:
-        return asked, ""
-    try:
-        usable, _ = partition_nodes(partition)
-    except ClusterUnavailableError:
-        return sorted({*asked, *wanted}), ""
-    kept = fitting(wanted, usable - set(asked), plan.active)
-    spared = [node for node in wanted if node not in kept]
+    kept, spared = _kept_out(wanted, asked, partition, plan.active)
     told = f"not excluded, because the run needs {plan.active} nodes: {', '.join(spared)}" if spared else ""
     return sorted({*asked, *kept}), told
+
+
+def _kept_out(
+    wanted: Sequence[str], asked: Sequence[str], partition: str, needed: int
+) -> tuple[Sequence[str], list[str]]:
+    """Those of the `wanted` exclusions that leave `needed` nodes besides the `asked` ones, and the others."""
+    if not wanted:
+        return [], []
+    try:
+        usable, known = partition_nodes(partition)
+    except ClusterUnavailableError:  # a dry run works without Slurm
+        return wanted, []
+    there = [node for node in wanted if node in known]
+    kept = fitting(there, usable - set(asked), needed)
+    return kept, [node for node in there if node not in kept]
 
 
 def fitting(wanted: Sequence[str], usable: Collection[str], needed: int) -> list[str]:

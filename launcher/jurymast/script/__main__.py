@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 from jurymast.errors import JurymastError
-from jurymast.script.notes import complain, hold
+from jurymast.script.notes import hold, say
 
 
 def main(what: str, arguments: list[str]) -> int:
@@ -32,5 +32,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1], sys.argv[2:]))
     except JurymastError as error:
-        complain(error)
+        say(f"error: {error}")
+        if error.hint:
+            say(error.hint)
         sys.exit(error.exit_code)

@@ -39,7 +39,8 @@ def run(run_directory: str, arguments: list[str]) -> int:
     true = {name: value for name, value in os.environ.items() if environment[name] != value}
     write_json(true_variables_file(directory), true)
     warns = plan.sbatch_options[-1:] == (f"--signal={WARN_SIGNAL}",)
-    return _Script(directory, warns).run(arguments, shims.with_shims(environment, directory))
+    script = users_script(directory)
+    return run_script(script, arguments, shims.with_shims(environment, directory), warns=warns)
 
 
 def _own_directory(submitted: RunDirectory) -> RunDirectory:
@@ -62,42 +63,35 @@ def interpreter(script: Path) -> list[str]:
     return [word.strip() for word in words] or ["/bin/sh"]
 
 
-class _Script:
-    """The script as a child process. `warns`: USR2 is our own warning of the time limit, not for the
-    script."""
+def run_script(script: Path, arguments: list[str], environment: dict[str, str], *, warns: bool) -> int:
+    """Run the script as a child process; returns its exit code. If a signal ends the script, this process
+    ends by the same signal. `warns`: USR2 is our own warning of the time limit, not for the script."""
+    child: subprocess.Popen[bytes] | None = None
 
-    def __init__(self, directory: RunDirectory, warns: bool) -> None:
-        self._script = users_script(directory)
-        self._warns = warns
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def run(self, arguments: list[str], environment: dict[str, str]) -> int:
-        """Run the script; returns its exit code. If a signal ends the script, this process ends by the same
-        signal."""
-        hold()
-        # Slurm sends SIGTERM to the script as well, which decides itself whether to end.
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
-        for number in PASSED_ON:
-            signal.signal(number, self._pass_on)
-        command = [*interpreter(self._script), str(self._script), *arguments]
-        try:
-            self._child = subprocess.Popen(command, env=environment, preexec_fn=release)
-            if signal.sigpending():  # it arrived before the script could set its traps
-                time.sleep(TRAPS_S)
-        finally:
-            release()
-        code = self._child.wait()
-        if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-        return code
-
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        if self._child is None:
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if child is None:
             return
         if number == WARNING:
-            for process in psutil.Process(self._child.pid).children(recursive=True):
+            for process in psutil.Process(child.pid).children(recursive=True):
                 if process.name() == PROCESS_NAME:
                     process.send_signal(WARNING)
-        if number != WARNING or not self._warns:
-            self._child.send_signal(number)
+        if number != WARNING or not warns:
+            child.send_signal(number)
+
+    hold()
+    # Slurm sends SIGTERM to the script as well, which decides itself whether to end.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    for number in PASSED_ON:
+        signal.signal(number, pass_on)
+    command = [*interpreter(script), str(script), *arguments]
+    try:
+        child = subprocess.Popen(command, env=environment, preexec_fn=release)
+        if signal.sigpending():  # it arrived before the script could set its traps
+            time.sleep(TRAPS_S)
+    finally:
+        release()
+    code = child.wait()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code

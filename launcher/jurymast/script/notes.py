@@ -14,18 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.errors import JurymastError
 from jurymast.rundir import write_json
 
 
 def say(text: str) -> None:
     print(f"jurymast: {text}", file=sys.stderr, flush=True)
-
-
-def complain(error: JurymastError) -> None:
-    say(f"error: {error}")
-    if error.hint:
-        say(error.hint)
 
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGALRM)

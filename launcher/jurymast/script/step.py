@@ -206,10 +206,7 @@ class Step:
         self._trainings = Trainings(job, self._allocation.key)
         self._lost = self._trainings.lost()
         self._hidden: dict[str, str] = {}  # variables that only the step's command may see, not its srun
-
-    @property
-    def active(self) -> int:
-        return self._plan.active
+        self.active = self._plan.active
 
     @property
     def nodes(self) -> list[str]:
