@@ -5,6 +5,7 @@ Each journal is replayed once; its summary is kept in the runs directory until t
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -56,7 +57,9 @@ def past_runs(runs: Path) -> list[PastRun]:
         if run is not None:
             found.append(run)
     if known != kept:
-        _save(summary_file(runs), known)
+        # In another user's runs directory, or on a full disk, the next reader replays again.
+        with contextlib.suppress(OSError):
+            write_json(summary_file(runs), {"v": VERSION, "entries": known}, durable=False)
     return found
 
 
@@ -110,13 +113,6 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return entries if isinstance(entries, dict) else {}
-
-
-def _save(path: Path, entries: dict[str, Any]) -> None:
-    try:
-        write_json(path, {"v": VERSION, "entries": entries}, durable=False)
-    except OSError:
-        pass  # another user's runs directory, or a full disk: the next reader replays again
 
 
 def _read(directory: RunDirectory) -> PastRun | None:

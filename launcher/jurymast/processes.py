@@ -5,12 +5,14 @@ which reads orders and writes answers as lines; if it hangs or crashes, this pro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 
@@ -58,11 +60,8 @@ def run_module(python: str, module: str, *arguments: str) -> list[str]:
 
 def name_process(name: str) -> None:
     """Set the name that `ps -o comm` shows for this process; 15 characters at most."""
-    try:
-        with open("/proc/self/comm", "w", encoding="utf-8") as file:
-            file.write(name)
-    except OSError:
-        pass  # only people look at the name
+    with contextlib.suppress(OSError):  # only people look at the name
+        Path("/proc/self/comm").write_text(name, encoding="utf-8")
 
 
 LINE_BYTES_MAX = 1 << 20
@@ -125,8 +124,6 @@ class Child:
         self.killed = True
         self._stdin.close()
         if self.code is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-            except ProcessLookupError:
-                pass
         return await self.gone(limit_s)

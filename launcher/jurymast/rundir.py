@@ -201,7 +201,10 @@ class RunDirectory:
             check_readable(self.root)
             if isinstance(error, OSError):
                 raise RunDirectoryError(f"cannot read {self.plan_file}: {error.strerror}") from error
-            raise RunDirectoryError(f"{self.plan_file} is damaged: {_damage(error)}") from error
+            damage = f"not JSON ({error})"
+            if isinstance(error, msgspec.ValidationError):
+                damage = "a value of the plan is missing or of a wrong type"
+            raise RunDirectoryError(f"{self.plan_file} is damaged: {damage}") from error
 
     def journal_files(self) -> Iterator[Path]:
         """The journal's files, oldest epoch first; none if there is no journal that this user may read."""
@@ -228,9 +231,3 @@ class RunDirectory:
                 f"{self.attempt_file} is damaged: no number",
                 hint=f"jurymast restart {self.root} writes it anew",
             ) from error
-
-
-def _damage(error: Exception) -> str:
-    if isinstance(error, msgspec.ValidationError):
-        return "a value of the plan is missing or of a wrong type"
-    return f"not JSON ({error})"

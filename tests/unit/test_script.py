@@ -33,7 +33,7 @@ from jurymast.script.recognise import (
     starts_ranks,
     tasks_a_node,
 )
-from jurymast.script.srun_options import parse
+from jurymast.script.srun import parse
 from jurymast.script.step import container_command, narrowed, node_command
 from jurymast.script.torchrun import rank_count
 from jurymast.script.trainings import Training, Trainings

@@ -17,7 +17,7 @@ from jurymast.rundir import RunDirectory
 from jurymast.script.output import Output, relayed
 from jurymast.script.parts import Part, for_all, gather, join, places, shell_text
 from jurymast.script.recognise import part_of
-from jurymast.script.srun_options import parse
+from jurymast.script.srun import parse
 from jurymast.script.step import node_command
 
 NODES = ("n1", "n2", "n3")

@@ -7,6 +7,7 @@ started again while the agents and the ranks continue; `core.supervision.batch` 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -94,10 +95,8 @@ class LocalAgents(Agents):
 
     def end(self) -> None:
         for process in self._processes:
-            try:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
             process.wait()
 
 
@@ -174,18 +173,16 @@ class BatchProcess:
                         sent = signal.SIGUSR2 if effect.warning else signal.SIGTERM
                         self._supervisor.send_signal(sent)
                 case core.RequeueJob():
-                    self._requeue(effect.outcome)
+                    self._agents.give_up()
+                    if self._plan.cluster == "slurm":
+                        outcome = effect.outcome
+                        requeue(self._plan, self._allocation, outcome.lost, outcome.exclude)
                 case core.Say():
                     print(effect.text, flush=True)
                 case core.EndJob():
                     self._outcome = effect.outcome
                 case _:
                     never(effect)
-
-    def _requeue(self, outcome: core.Outcome) -> None:
-        self._agents.give_up()
-        if self._plan.cluster == "slurm":
-            requeue(self._plan, self._allocation, outcome.lost, outcome.exclude)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         supervised = self._supervisor is not None and self._supervisor.poll() is None

@@ -42,10 +42,10 @@ REFUSED_ALONE = REFUSED | {
     "ntasks": "use --nodes N and --nproc-per-node K",
     "ntasks-per-node": "use --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
     "tasks-per-node": "use --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
-    "ntasks-per-gpu": "use --nproc-per-node K for the ranks of a node",
-    "ntasks-per-tres": "use --nproc-per-node K for the ranks of a node",
-    "ntasks-per-core": "use --nproc-per-node K for the ranks of a node",
-    "ntasks-per-socket": "use --nproc-per-node K for the ranks of a node",
+    **{
+        f"ntasks-per-{what}": "use --nproc-per-node K for the ranks of a node"
+        for what in ("gpu", "tres", "core", "socket")
+    },
     "gpus": "a total would include the spare nodes; use --gpus-per-node G",
     "overcommit": "there is one task per node; leave it out",
 }

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,16 +80,13 @@ def partitions(clusters: str = "") -> dict[str, Partition]:
 
 def check_fits(found: dict[str, Partition], asked: str, active: int, spares: int) -> None:
     """Raise UsageError when no partition of `asked` (comma list; empty: the default) could hold the run."""
-    if asked:
-        names: Iterable[str] = asked.split(",")
-        for name in names:
-            if name not in found:
-                raise UsageError(
-                    f"there is no partition {name}{did_you_mean(name, found)}",
-                    hint=f"partitions here: {', '.join(sorted(found)) or 'none'}",
-                )
-    else:
-        names = [partition.name for partition in found.values() if partition.default]
+    names = asked.split(",") if asked else [name for name, partition in found.items() if partition.default]
+    for name in names:
+        if name not in found:
+            raise UsageError(
+                f"there is no partition {name}{did_you_mean(name, found)}",
+                hint=f"partitions here: {', '.join(sorted(found)) or 'none'}",
+            )
     candidates = [found[name] for name in names]
     rooms = {p.name: p.total if p.largest_job is None else min(p.total, p.largest_job) for p in candidates}
     if not rooms or max(rooms.values()) >= active + spares:

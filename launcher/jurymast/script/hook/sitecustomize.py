@@ -11,7 +11,6 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 MODULES = {b"torch.distributed.run": "torchrun", b"torch.distributed.launch": "launch"}
-PROGRAMS = {b"torchrun": "torchrun"}
 # Options of Python's own that take the next word.
 WITH_VALUE = (b"-W", b"-X", b"--check-hash-based-pycs")
 ELASTIC = "torch.distributed.run"
@@ -34,8 +33,7 @@ def _launcher(words):
         elif word.startswith(b"-c"):
             return None
         elif not word.startswith(b"-"):
-            name = PROGRAMS.get(os.path.basename(word))
-            return (name, rest) if name else None
+            return ("torchrun", rest) if os.path.basename(word) == b"torchrun" else None
     return None
 
 
