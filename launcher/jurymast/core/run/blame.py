@@ -39,6 +39,8 @@ DUPLICATE_S = 5.0
 # A node's clock may be off by this much, and the supervisor starts some seconds after the job.
 CLOCK_SLACK_S = 30.0
 ALERTS_KEPT = 100
+# The subject of an alert to what many nodes show, before the group of findings.
+MANY = "many "
 
 ACTING_KINDS = (findings.HARDWARE, findings.NETWORK, findings.HOST)
 ACTING_VERDICTS = (Verdict.BAD, Verdict.SUSPECT)
@@ -87,12 +89,11 @@ def stays(state: RunState, node: Node, finding: Finding) -> list[Instruction] | 
     """Return None if `node` leaves the active ones for this new finding; otherwise note why it stays, and
     return the alert, if people are to know at once."""
 
-    def alert(subject: str, message: str, many: str = "") -> list[Instruction]:
-        return raise_alert(state, subject, message, (node.name,), many)
+    def alert(subject: str, message: str) -> list[Instruction]:
+        return raise_alert(state, subject, message, (node.name,))
 
     if common := on_many(state, finding):
-        group = _group(finding)
-        return alert(_shown_by_many(group), common, group)
+        return _alert_on_many(state, node.name, _group(finding), common)
     if finding.code == STORAGE_FULL and finding.verdict in ACTING_VERDICTS:
         return alert(
             "storage full", f"{describe(finding)}; the run's writes wait for space, and no node is blamed"
@@ -235,8 +236,7 @@ def on_many(state: RunState, finding: Finding) -> str:
     if finding.kind == findings.APPLICATION or not (sympathetic or finding.verdict in ACTING_VERDICTS):
         return ""
     group, run_nodes, together_s = _group(finding), state.active + state.spares, state.settings.together_s
-    alert = _open_alert(state, _shown_by_many(group))
-    if alert is None:
+    if _open_alert(state, MANY + group) is None:
         most = FEW_NODES if sympathetic else max(FEW_NODES, MANY_FRACTION * run_nodes)
         nodes: set[str] = set()
         for sighting in reversed(state.recent):
@@ -306,31 +306,31 @@ def blame_for(state: RunState, name: str, finding: Finding) -> Blame:
     return Blame(name, state.now, causes.of_finding(finding), describe(finding), bad, _group(finding))
 
 
-def raise_alert(
-    state: RunState, subject: str, message: str, nodes: Collection[str], many: str = ""
-) -> list[Instruction]:
-    """Alert people, once for findings that belong together. If `many` nodes show findings of one group, those
-    that were blamed for it first are cleared."""
+def raise_alert(state: RunState, subject: str, message: str, nodes: Collection[str]) -> list[Instruction]:
+    """Alert people, once for findings that belong together."""
+    seen = dict.fromkeys(nodes)
     alert = _open_alert(state, subject)
     if alert is not None:
-        alert.nodes.update(dict.fromkeys(nodes))
+        alert.nodes.update(seen)
         alert.until = state.now
-        if many:
-            _forgive(state, nodes, many)
         return []
-    seen = dict.fromkeys(nodes)
-    if many:
-        since = state.now - state.settings.together_s
-        seen = dict.fromkeys(s.node for s in state.recent if s.group == many and s.t >= since) | seen
-        _take_back(state, many, message)
-        _forgive(state, seen, many)
     state.alerts = [*state.alerts[1 - ALERTS_KEPT :], Alert(subject, state.now, state.now, message, seen)]
     return [RaiseAlert(nodes=tuple(seen), reason=message)]
 
 
-def _shown_by_many(group: str) -> str:
-    """The subject of the alert for this group."""
-    return f"many {group}"
+def _alert_on_many(state: RunState, name: str, group: str, message: str) -> list[Instruction]:
+    """Alert to findings of a group that many nodes show: those that were blamed for them first are cleared,
+    and they must not count against any of the nodes later, either."""
+    names = [name]
+    if _open_alert(state, MANY + group) is None:
+        since = state.now - state.settings.together_s
+        names = [*(s.node for s in state.recent if s.group == group and s.t >= since), name]
+        _take_back(state, group, since, message)
+    for node in (state.nodes[each] for each in dict.fromkeys(names) if each in state.nodes):
+        for key, finding in node.findings.items():
+            if _group(finding) == group and acts(finding):
+                node.findings[key] = replace(finding, verdict=Verdict.UNKNOWN)
+    return raise_alert(state, MANY + group, message, names)
 
 
 def _open_alert(state: RunState, subject: str) -> Alert | None:
@@ -340,16 +340,7 @@ def _open_alert(state: RunState, subject: str) -> Alert | None:
     return None
 
 
-def _forgive(state: RunState, names: Collection[str], group: str) -> None:
-    """Clear the nodes of a common fault: it must not count against them later, either."""
-    for node in (state.nodes[name] for name in names if name in state.nodes):
-        for key, finding in node.findings.items():
-            if _group(finding) == group and acts(finding):
-                node.findings[key] = replace(finding, verdict=Verdict.UNKNOWN)
-
-
-def _take_back(state: RunState, group: str, why: str) -> None:
-    since = state.now - state.settings.together_s
+def _take_back(state: RunState, group: str, since: float, why: str) -> None:
     hasty = [b for b in state.blames if b.group == group and b.at >= since]
     state.blames = [blame for blame in state.blames if blame not in hasty]
     for blame in hasty:

@@ -107,19 +107,19 @@ def _all_stopped(state: RunState) -> bool:
         unstopped.extend(reversed(not_stopped(state)))
     while unstopped:
         name = unstopped[-1]
-        if name in state.places and name not in state.stopped and state.nodes[name].role is not Role.FAILED:
+        if _runs(state, name):
             return False
         unstopped.pop()
     return not not_stopped(state)
 
 
+def _runs(state: RunState, name: str) -> bool:
+    return name in state.places and name not in state.stopped and state.nodes[name].role is not Role.FAILED
+
+
 def others_run(state: RunState, names: Collection[str]) -> bool:
     """Whether a node besides these is known not to have stopped."""
-    unstopped = (name for name in reversed(state.unstopped) if name not in names)
-    return any(
-        name in state.places and name not in state.stopped and state.nodes[name].role is not Role.FAILED
-        for name in unstopped
-    )
+    return any(name not in names and _runs(state, name) for name in reversed(state.unstopped))
 
 
 def settle(state: RunState, cause: Cause) -> Incident:
