@@ -12,7 +12,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.restore import RestoreChoice
 from jurymast.core.effects import Effect
-from jurymast.core.run import machine, restoring
+from jurymast.core.run import machine
 from jurymast.core.run.instructions import Instruction
 from jurymast.core.run.state import RunState
 from jurymast.sim.cluster.__main__ import several
@@ -85,16 +85,16 @@ def test_no_rule_is_broken_by(
 def test_a_restore_from_storage_that_hangs_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sooner than in earnest: here ranks that do not begin hang after 20 s."""
     monkeypatch.setattr(within, "RESTORE_TOLD_S", 2.0)
-    monkeypatch.setattr(restoring, "WAIT_LIMIT_S", 6.0)
+    monkeypatch.setattr(machine, "WAIT_LIMIT_S", 6.0)
     heard: list[ev.RestoreWaits] = []
 
     def counted(state: RunState, event: ev.RestoreWaits) -> list[Instruction]:
         heard.append(event)
-        return restoring.waits(state, event)
+        return machine._restore_waits(state, event)
 
     kind: type[ev.Event] = ev.RestoreWaits
     monkeypatch.setitem(machine._HANDLERS, kind, counted)
     plans = exactly(only_storage_that_hangs_is_left)
     broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
     assert broken == []
-    assert sum(event.seconds >= restoring.WAIT_LIMIT_S for event in heard) > 10
+    assert sum(event.seconds >= machine.WAIT_LIMIT_S for event in heard) > 10

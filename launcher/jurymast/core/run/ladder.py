@@ -149,7 +149,7 @@ def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
     """The placed nodes that have to leave, and why (or why none has)."""
     here = (Role.ACTIVE, Role.SPARE)  # or its torchrun host died, and another is ready by now
     gone = tuple(name for name in state.placement if state.nodes[name].role not in here)
-    if gone and cause.kind in causes.FROM_FINDINGS:
+    if cause.kind in causes.FROM_FINDINGS:
         found, why = _found_bad(state, cause)
         return tuple(dict.fromkeys((*gone, *found))), why
     if gone:
@@ -158,8 +158,6 @@ def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
         return tuple(n for n in state.placement if n == cause.node), "removed by hand"
     if cause.kind == "straggler":
         return cause.nodes, "a swap pays off"
-    if cause.kind in causes.FROM_FINDINGS:
-        return _found_bad(state, cause)
     if cause.charged != "infrastructure" or not cause.node:
         return (), "restarted in place, no node is at fault"
     if len(cause.nodes) > 1:
@@ -178,31 +176,19 @@ def _found_bad(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
     """Nodes that leave for a finding, or for an end of a rank that is as certain."""
     if state.settings.bad_nodes == "report":
         return (), "the policy only reports bad nodes"
-    if (
-        cause.kind == "network_suspect"
-        and state.settings.workaround
-        and not any(
-            (i.cause, i.node) == (cause.kind, cause.node) and i.detected_at >= state.allocated_at
-            for i in state.incidents[:-1]
-        )
-    ):
+    here = [i for i in state.incidents[:-1] if i.node == cause.node and i.detected_at >= state.allocated_at]
+    is_first = all(incident.cause != cause.kind for incident in here)
+    if cause.kind == "network_suspect" and state.settings.workaround and is_first:
         return (), "restarted in place, where its ranks do without the device"
+    # The limits on blame are for findings; they do not hold where ranks failed twice.
+    last = [i.node for i in state.incidents[-2:-1] if i.cause == cause.kind]
     bad: list[str] = []
     for name in cause.nodes:
         refused = blame.beyond_limits(state, name, bad)
-        if refused and not _again(state, cause, name):
+        if refused and name not in last:
             return tuple(bad), f"{name} stays, because {refused}"
         bad.append(name)
     return tuple(bad), "removed on health findings"
-
-
-def _again(state: RunState, cause: Cause, name: str) -> bool:
-    """Whether the last incident was the same. The limits on blame are for findings; here ranks failed
-    twice."""
-    return bool(state.incidents[:-1]) and (state.incidents[-2].cause, state.incidents[-2].node) == (
-        cause.kind,
-        name,
-    )
 
 
 def _blames(state: RunState, cause: Cause, bad: tuple[str, ...]) -> tuple[Blame, ...]:

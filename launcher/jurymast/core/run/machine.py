@@ -12,15 +12,24 @@ from typing import Any
 from msgspec import structs
 
 from jurymast.core import events as ev
-from jurymast.core.checkpoints.copies import SHARED
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, SHARED
 from jurymast.core.nodes import stragglers
 from jurymast.core.nodes.findings import Verdict
 from jurymast.core.nodes.heartbeat import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
-from jurymast.core.run import blame, node_tests, recovery, restoring
-from jurymast.core.run.attribution import cause_of
+from jurymast.core.run import blame, node_tests, recovery
+from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS, cause_of
 from jurymast.core.run.instructions import Dismiss, Instruction, Requeue, StopWorkers
-from jurymast.core.run.state import WITH_RANKS, Findings, Node, Phase, Role, RunState, TierState
+from jurymast.core.run.state import (
+    RESTORE_TRIES,
+    WITH_RANKS,
+    Findings,
+    Node,
+    Phase,
+    Role,
+    RunState,
+    TierState,
+)
 from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunCancelledError, RunFailedError
 
@@ -28,6 +37,9 @@ from jurymast.errors import RunCancelledError, RunFailedError
 # own time-outs do.
 HANG_PATIENCE = 8.0
 HANG_PATIENCE_MAX = 64.0
+# How long storage may leave a restoring rank without an answer: longer than the replacement of a file server
+# takes, but shorter than the time-out of the other ranks' collectives (NCCL: 600 s).
+WAIT_LIMIT_S = 300.0
 
 
 def step(state: RunState, event: ev.Event) -> list[Instruction]:
@@ -358,6 +370,79 @@ def _saved(state: RunState, event: ev.Saved) -> None:
         state.save_failures += 1
 
 
+def _restore_planned(state: RunState, event: ev.RestorePlanned) -> None:
+    state.restore = event
+    # Later steps than the one from which the attempt continues are lost, or are given up.
+    for name in (MEMORY, PEER, LOCAL):
+        tier = state.saved.get(name)
+        if tier is not None and tier.step is not None and tier.step > event.step:
+            tier.step = None
+    kept = [tier.step for tier in state.saved.values() if tier.step is not None]
+    state.saved_step = event.step if event.tier else max(kept, default=None)
+    if state.phase is Phase.LAUNCHING:  # agents are told now: the wait for them, or for storage, is over
+        state.deadline = recovery.deadline(state, event.t)
+
+
+def _restore_failed(state: RunState, event: ev.RestoreFailed) -> list[Instruction]:
+    """Try another attempt, and if necessary another node. An older state is the last resort."""
+    if state.phase not in WITH_RANKS:
+        return []
+    key, instructions = (event.step, event.of), []
+    if not any(error == RESTORE_FAILED for *_, error in state.findings.failures):
+        state.unrestored[key] = state.unrestored.get(key, 0) + 1
+        if state.unrestored[key] == RESTORE_TRIES:
+            message = (
+                f"step {event.step} could not be restored {RESTORE_TRIES} times: the run goes on "
+                f"from an older checkpoint, if there is one; {event.why}"
+            )
+            instructions = blame.raise_alert(state, "restore", message, [event.node])
+    return instructions + _cannot_restore(state, event, event.t, RESTORE_FAILED, event.why)
+
+
+def _restore_waits(state: RunState, event: ev.RestoreWaits) -> list[Instruction]:
+    """After a while another attempt, and if necessary another node, may get an answer from storage; otherwise
+    people must help."""
+    if state.phase not in (Phase.LAUNCHING, Phase.RUNNING) or state.first_step_at is not None:
+        return []
+    state.unanswered[event.rank] = event
+    message = f"rank {event.rank} restores from {event.path}, whose storage does not answer"
+    instructions = blame.raise_alert(state, "restore waits", message, [event.node])
+    if event.seconds >= WAIT_LIMIT_S:
+        for waiting in state.unanswered.values():
+            why = f"{waiting.path}: its storage has not answered for {WAIT_LIMIT_S:.0f} s"
+            instructions += _cannot_restore(state, waiting, event.t, STORAGE_HANGS, why)
+    return instructions
+
+
+def _cannot_restore(
+    state: RunState, rank: ev.RestoreFailed | ev.RestoreWaits, t: float, error: str, why: str
+) -> list[Instruction]:
+    """A rank that cannot restore has to end."""
+    end = ev.WorkerFailed(
+        t=t, node=rank.node, attempt=rank.attempt, rank=rank.rank, exit_code=0, error=error, message=why
+    )
+    return recovery.rank_failed(state, end)
+
+
+def _restored(state: RunState, event: ev.Restored) -> None:
+    state.unanswered = {}
+    for key in [key for key in state.unrestored if key[0] == event.step]:
+        del state.unrestored[key]  # it can be had after all
+    if event.tier == SHARED and event.step:
+        # It is complete, although a lost node may not have reported its part.
+        tier = state.saved.setdefault(SHARED, TierState(at=event.t))
+        tier.step = max(tier.step or 0, event.step)
+    incident = state.incident
+    if incident is None:
+        return
+    incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
+    plan = state.restore
+    if plan is not None and plan.tier == MEMORY and (event.tier, event.step) == (MEMORY, plan.step):
+        incident.tiers = {tier: size for tier, size in plan.tiers.items() if size}
+    elif event.size_bytes:
+        incident.tiers = {event.tier: event.size_bytes}
+
+
 def _fetched(state: RunState, event: ev.Fetched) -> None:
     state.notes.append((event.t, f"rank {event.rank} on {event.node}: {'; '.join(event.why)}"))
 
@@ -476,11 +561,11 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.NodeFinished: _node_finished,
     ev.Progress: _progress,
     ev.Saved: _saved,
-    ev.RestorePlanned: restoring.planned,
-    ev.RestoreFailed: restoring.failed,
-    ev.RestoreWaits: restoring.waits,
+    ev.RestorePlanned: _restore_planned,
+    ev.RestoreFailed: _restore_failed,
+    ev.RestoreWaits: _restore_waits,
     ev.Fetched: _fetched,
-    ev.Restored: restoring.restored,
+    ev.Restored: _restored,
     ev.ColdStart: _cold_start,
     ev.Asked: _asked,
     ev.Signalled: _signalled,
