@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
@@ -12,6 +14,7 @@ from jurymast.core.nodes.heartbeat import rejoin_limit_s
 from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.supervision import launching
+from jurymast.core.supervision.launching import Launching
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.hold import Hold
@@ -20,14 +23,22 @@ from support.stories import Story
 from support.successor import Successor, launches
 
 
+def waits_for(nodes: list[str], here: list[str], away: list[str], copies: Copies, fenced: bool = True) -> str:
+    watch: Any = SimpleNamespace(here=set(here), away=lambda: away)
+    checkpoints: Any = SimpleNamespace(copies=copies)
+    one = Launching(Story().state, watch, checkpoints, "/runs/a")
+    one._fenced = fenced
+    placement = tuple(nodes)
+    return one.waits_for(Launch(attempt=1, placement=placement, master_address="", master_port=1, reason=""))
+
+
 def test_what_a_launch_waits_for_is_said_in_words() -> None:
     nodes = [f"n{i}" for i in range(9)]
     none = Copies()
-    assert launching.waits_for(nodes, nodes, [], none, "") == ""
-    assert launching.waits_for(nodes, nodes, ["s1"], none, "") == "the agents of s1"
-    more = launching.waits_for(nodes, ["n0", "n1"], [], none, "")
-    assert more == "the agents of n2, n3, n4, n5, n6 and 2 more"
-    assert "/runs/a" in launching.waits_for(nodes, [], [], none, "/runs/a")
+    assert waits_for(nodes, nodes, [], none) == ""
+    assert waits_for(nodes, nodes, ["s1"], none) == "the agents of s1"
+    assert waits_for(nodes, ["n0", "n1"], [], none) == "the agents of n2, n3, n4, n5, n6 and 2 more"
+    assert "/runs/a" in waits_for(nodes, [], [], none, fenced=False)
 
 
 def test_who_is_not_needed_is_not_waited_for() -> None:
@@ -35,9 +46,9 @@ def test_who_is_not_needed_is_not_waited_for() -> None:
     held = Copies()
     for rank in range(2):
         held.hold(Copy(f"n{rank}", MEMORY, 8, 1, rank, 2, ALL, 9))
-    assert launching.waits_for(["n0", "n1"], ["n0", "n1"], ["s1"], held, "") == ""
+    assert waits_for(["n0", "n1"], ["n0", "n1"], ["s1"], held) == ""
     held.hold(Copy("n0", MEMORY, 9, 1, 0, 2, ALL, 9))
-    assert launching.waits_for(["n0", "n1"], ["n0", "n1"], ["s1"], held, "") == "the agents of s1"
+    assert waits_for(["n0", "n1"], ["n0", "n1"], ["s1"], held) == "the agents of s1"
 
 
 def lost_one() -> tuple[Story, str]:

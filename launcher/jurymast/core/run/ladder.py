@@ -43,14 +43,13 @@ class Decision:
     why: str
     bad: tuple[str, ...] = ()
     backoff_s: float = 0.0
-    exit_code: int = 0
     blames: tuple[Blame, ...] = ()
 
 
 def decide(state: RunState, cause: Cause) -> Decision:
     """Return what to do now that all ranks are stopped and the cause is known."""
     if hopeless := _hopeless(state, cause):
-        return Decision("stop", hopeless, exit_code=job_exit_code(cause))
+        return Decision("stop", hopeless)
     bad, why = _bad_nodes(state, cause)
     wait_s = _pause_s(state.without_progress, BACKOFF_FIRST_S, BACKOFF_MAX_S)
     spares = [node.name for node in state.spare_nodes() if node.name not in bad]
@@ -80,15 +79,9 @@ def decide(state: RunState, cause: Cause) -> Decision:
         names = some(bad, NODES_TOLD)
         return Decision("swap", f"{why}: {names} out unless back soon", bad, wait_s)
     if state.may_requeue:
-        return Decision(
-            "requeue",
-            f"{count(len(bad), 'node')} to replace, {count(len(spares), 'spare')} ready",
-            bad,
-            blames=blames,
-        )
-    return Decision(
-        "stop", "no spare is left and requeueing is not allowed", bad, exit_code=job_exit_code(cause)
-    )
+        why = f"{count(len(bad), 'node')} to replace, {count(len(spares), 'spare')} ready"
+        return Decision("requeue", why, bad, blames=blames)
+    return Decision("stop", "no spare is left and requeueing is not allowed", bad)
 
 
 def _pause_s(in_a_row: int, first_s: float, most_s: float) -> float:

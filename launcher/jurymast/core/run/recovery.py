@@ -16,7 +16,7 @@ from jurymast.core.run import blame, node_tests
 from jurymast.core.run.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, attribute, cause_of
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
-from jurymast.core.run.ladder import Decision, decide
+from jurymast.core.run.ladder import Decision, decide, job_exit_code
 from jurymast.core.run.state import WITH_RANKS, Exclusion, Findings, Node, Phase, Role, RunState
 from jurymast.core.texts import NODES_TOLD, request, some
 from jurymast.errors import RunFailedError
@@ -173,7 +173,7 @@ def _diagnose(state: RunState) -> list[Instruction]:
     incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
     decision = decide(state, cause)
     incident.action, incident.why = decision.action, decision.why
-    return _alert_on(state, cause) + _carry_out(state, decision)
+    return _alert_on(state, cause) + _carry_out(state, cause, decision)
 
 
 def _surroundings(state: RunState, incident: Incident) -> Surroundings:
@@ -208,7 +208,7 @@ def _alert_on(state: RunState, cause: Cause) -> list[Instruction]:
     return blame.raise_alert(state, "nodes lost at once", message, cause.nodes)
 
 
-def _carry_out(state: RunState, decision: Decision) -> list[Instruction]:
+def _carry_out(state: RunState, cause: Cause, decision: Decision) -> list[Instruction]:
     instructions: list[Instruction] = []
     incident, state.findings = state.incidents[-1], Findings()
     for blamed in decision.blames:
@@ -221,11 +221,11 @@ def _carry_out(state: RunState, decision: Decision) -> list[Instruction]:
             continue
         if node.role is not Role.FAILED:
             # Others may lack no more than a torchrun host.
-            node.drained = incident.cause == "drain_asked" and name == incident.node
+            node.drained = cause.kind == "drain_asked" and name == cause.node
             node.become(Role.FAILED if node.drained else Role.SUSPECT, incident.reason, state.now)
             instructions.append(Dismiss(node=name, reason=incident.reason))
     if decision.action == "stop":
-        return instructions + finish(state, "failed", decision.exit_code, incident.reason)
+        return instructions + finish(state, "failed", job_exit_code(cause), incident.reason)
     if decision.action == "requeue":
         return instructions + _requeue(state, incident.reason)
     state.phase, state.deadline = Phase.WAITING, None

@@ -11,6 +11,7 @@ from jurymast.core.effects import AskSuperseded, Effect, End, GiveWay, Record, S
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run.state import RunState
 from jurymast.core.supervision.asks import Asks
+from jurymast.core.supervision.launching import may_know_more
 
 # Agents have this long to leave.
 LEAVE_LIMIT_S = 4.0
@@ -66,7 +67,8 @@ class Departure:
 
     def _secure(self, until: float, now: float) -> list[Effect]:
         effects = self._checkpoints.secure(now)
-        if not self._checkpoints.secured or self.unexplained or self._someone_may_know_more():
+        more = may_know_more(self._watch, self._checkpoints)
+        if not self._checkpoints.secured or self.unexplained or more:
             given_up = f": {self._asks.given_up_by} gave it up" if self._asks.given_up_by else ""
             if not given_up and now <= until:
                 return [*effects, *self._tell(until, now)]
@@ -87,10 +89,6 @@ class Departure:
         why = f" ({shared.error})" if shared is not None and shared.error else ""
         text = f"the nodes are kept for up to {until - now:.0f} s more: {what} is not on shared storage{why}"
         return [Record(ev.Noted(t=now, message=text))]
-
-    def _someone_may_know_more(self) -> bool:
-        """Whether nodes that are to return after a take-over may have the newest checkpoint."""
-        return bool(self._watch.away()) and not self._checkpoints.copies.newest_is_whole()
 
     def superseded(self, by_another: bool, now: float) -> list[Effect]:
         """Take the answer to AskSuperseded: only the newest supervisor may end the job."""

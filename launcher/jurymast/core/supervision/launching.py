@@ -3,12 +3,10 @@ and after all nodes that may hold a part of what it restores have reported. Unkn
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.copies import SHARED, Copies
+from jurymast.core.checkpoints.copies import SHARED
 from jurymast.core.effects import Effect, Fence, Record, Send
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run.instructions import Launch
@@ -22,25 +20,11 @@ NAMED_MAX = 5
 LOOKS_A_SECOND = 10_000.0
 
 
-def waits_for(
-    placement: Collection[str],
-    here: Collection[str],
-    away: Collection[str],
-    copies: Copies,
-    fence: str = "",
-) -> str:
-    """Return what the launch on `placement` has to wait for; "" for nothing.
-
-    `here` are the nodes whose agents are connected; `away` those that are to return and have time left, as
-    after a take-over: while `copies` are incomplete, a spare among them may have the only one of something.
-    `fence` is the run directory while the attempt's number is not in it, otherwise "".
-    """
-    if fence:
-        return f"the run directory {fence}, which does not answer"
-    missing = sorted({*placement}.difference(here))
-    if not missing and away and not copies.newest_is_whole():
-        missing = sorted(away)
-    return f"the agents of {some(missing, NAMED_MAX)}" if missing else ""
+def may_know_more(watch: Watch, checkpoints: Checkpoints) -> list[str]:
+    """Return the nodes that are to return, as after a take-over, if one of them may have the only image of
+    something: without them the newest state is not whole."""
+    away = watch.away()
+    return away if away and not checkpoints.copies.newest_is_whole() else []
 
 
 class Launching:
@@ -80,10 +64,7 @@ class Launching:
         if launch is None or self._told or not self._is_due(launch):
             return []
         self._look_at = now + len(self._state.nodes) / LOOKS_A_SECOND
-        what = waits_for(
-            launch.placement, self._watch.here, self._watch.away(), self._checkpoints.copies,
-            "" if self._fenced else self._directory,
-        )  # fmt: skip
+        what = self.waits_for(launch)
         if not what:
             return self._tell(launch, now)
         if now <= self._told_at + WAIT_TOLD_S:
@@ -91,6 +72,13 @@ class Launching:
         self._told_at = now
         waited_s = round(now - self._since, 3)
         return [Record(ev.LaunchWaits(t=now, attempt=launch.attempt, what=what, seconds=waited_s))]
+
+    def waits_for(self, launch: Launch) -> str:
+        """Return what the launch has to wait for; "" for nothing."""
+        if not self._fenced:
+            return f"the run directory {self._directory}, which does not answer"
+        missing = {*launch.placement} - self._watch.here or may_know_more(self._watch, self._checkpoints)
+        return f"the agents of {some(sorted(missing), NAMED_MAX)}" if missing else ""
 
     def _tell(self, launch: Launch, now: float) -> list[Effect]:
         self._told = True
