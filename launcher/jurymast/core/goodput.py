@@ -277,7 +277,7 @@ class Ledger:
         elif over:
             return instructions
         elif isinstance(event, ev.RunStarted):
-            self._run_started()
+            self._frontier = min(self._frontier or self._now(), self._now())
         elif isinstance(event, ev.AllocationStarted):
             self._allocation_started(event)
         if not self._open:
@@ -301,10 +301,6 @@ class Ledger:
         return to_us(self.state.now)
 
     # Allocations.
-
-    def _run_started(self) -> None:
-        if not self.waits and not self.timeline:
-            self._frontier = min(to_us(self.state.submitted_at) or self._now(), self._now())
 
     def _allocation_started(self, event: ev.AllocationStarted) -> None:
         now = self._now()
@@ -369,7 +365,6 @@ class Ledger:
         self._frontier = until
 
     def _hear(self, event: ev.Event) -> None:
-        """Process what the ranks of this attempt report: restored, stepped, saved."""
         if not self._attempt or getattr(event, "attempt", None) != self._attempt:
             return
         if self.state.phase is Phase.STARTING:
@@ -519,7 +514,6 @@ class Ledger:
         )
 
     def _guess(self, end: int) -> str:
-        """Estimate what has been going on since the frontier."""
         if self._stage == RANKS_UP:
             return "warm_up"
         if self._stage != "step":

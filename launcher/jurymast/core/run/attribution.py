@@ -203,7 +203,6 @@ def attribute(found: Findings, around: Surroundings | None = None) -> Cause:
 
 
 def _place(kind: str) -> int:
-    """The place of a rank's end in the order of precedence."""
     return next((place for place, kinds in enumerate(_PRECEDENCE) if kind in kinds), _OTHERS)
 
 
@@ -250,7 +249,6 @@ def _collective_cause(
 
 
 def _class_of(failure: WorkerFailed, around: Surroundings) -> str:
-    """The class of one rank's end, from what it and its node report."""
     kind = _own_class(failure, around)
     finding = around.against(failure.node, _EXPLAINED_BY.get(kind, ()))
     return kind if finding is None else causes.of_finding(finding)

@@ -167,7 +167,6 @@ def advance(state: RunState, *, one_came: bool = False) -> list[Instruction]:
 
 
 def _diagnose(state: RunState) -> list[Instruction]:
-    """Name the cause and choose the action, now that all ranks are stopped."""
     cause = attribute(state.findings, _surroundings(state, state.incidents[-1]))
     incident, failures = settle(state, cause), state.findings.failures.values()
     incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
