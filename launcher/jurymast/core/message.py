@@ -54,19 +54,10 @@ def out_of_place(message: msgspec.Struct) -> Strange:
     return Strange(kind_of(type(message).__name__), "it is not allowed here")
 
 
-class _Kind(msgspec.Struct):
-    say: str = ""
-    do: str = ""
-    answer: str = ""
-    event: str = ""
-    host: str = ""
-    get: str = ""
-
-
+_KIND_FIELDS = ("say", "do", "answer", "event", "host", "get")
 # RecursionError: endless brackets; ValueError: invalid UTF-8.
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _ENCODER = msgspec.json.Encoder()
-_KIND = msgspec.json.Decoder(_Kind)
 _newest: tuple[msgspec.Struct | None, bytes] = (None, b"")
 
 
@@ -102,8 +93,8 @@ def reader(kinds: Any) -> Callable[[bytes], Any]:
 
 def _kind(payload: bytes) -> str:
     try:
-        named = _KIND.decode(payload)
+        fields = msgspec.json.decode(payload, type=dict[str, Any])
     except _UNREADABLE:
         return ""
-    kind = named.say or named.do or named.answer or named.event or named.host or named.get
-    return kind[:KIND_CHARACTERS]
+    kinds = (fields.get(name) for name in _KIND_FIELDS)
+    return next((kind for kind in kinds if isinstance(kind, str)), "")[:KIND_CHARACTERS]
