@@ -365,7 +365,7 @@ def _saved(state: RunState, event: ev.Saved) -> None:
             state.stalls.append(event.stall_s)
         return
     tier.failures += 1
-    tier.error, tier.failed_step, tier.failed_at = event.error, event.step, event.t
+    tier.error, tier.failed_step = event.error, event.step
     if not event.copied:
         state.save_failures += 1
 

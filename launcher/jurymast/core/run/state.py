@@ -153,7 +153,6 @@ class TierState:
     failures: int = 0
     error: str = ""
     failed_step: int = 0
-    failed_at: float = 0.0
 
 
 @dataclass
