@@ -10,7 +10,6 @@ from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.effects import AskSuperseded, Effect, End, GiveWay, Record, Send
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run.state import RunState
-from jurymast.core.supervision.asks import Asks
 from jurymast.core.supervision.launching import may_know_more
 
 # Agents have this long to leave.
@@ -28,13 +27,14 @@ class Departure:
     which is lost with the nodes. While it is being written they are watched as usual, because others may hold
     what a lost node did not write."""
 
-    def __init__(self, state: RunState, watch: Watch, checkpoints: Checkpoints, asks: Asks) -> None:
-        self._state, self._watch, self._checkpoints, self._asks = state, watch, checkpoints, asks
+    def __init__(self, state: RunState, watch: Watch, checkpoints: Checkpoints) -> None:
+        self._state, self._watch, self._checkpoints = state, watch, checkpoints
         self._secure_until: float | None = None
         self._tell_at = 0.0
         self._leave_until: float | None = None
         self._asked = False
         self.unexplained = False  # why the job ends is unknown: it may not end at all
+        self.given_up_by = ""  # who does not want to wait for the last checkpoint of an ended run
 
     @property
     def begun(self) -> bool:
@@ -69,7 +69,7 @@ class Departure:
         effects = self._checkpoints.secure(now)
         more = may_know_more(self._watch, self._checkpoints)
         if not self._checkpoints.secured or self.unexplained or more:
-            given_up = f": {self._asks.given_up_by} gave it up" if self._asks.given_up_by else ""
+            given_up = f": {self.given_up_by} gave it up" if self.given_up_by else ""
             if not given_up and now <= until:
                 return [*effects, *self._tell(until, now)]
             if lost := self._checkpoints.unsaved():

@@ -41,7 +41,6 @@ from jurymast.core.run.instructions import (
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.run.telling import Teller
-from jurymast.core.supervision.asks import Asks
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
 from jurymast.errors import never
@@ -52,6 +51,9 @@ SAVES_KEPT = 64
 STEADY_LOOKS = 3
 # A replacement waits this long for a save, in seconds. If steps take minutes, it loses some instead.
 SAVE_LIMIT_S = 60.0
+REQUESTS = {"cancel", "restart", "drain", "rollback", "save"}
+WARNING = "Slurm's warning"
+ON_STORAGE = "a user while no supervisor was reachable"
 # Slurm's answer when a job does not end at all, and how that begins when it gives none or no useful one.
 STILL_RUNNING = "running"
 # Why Slurm ends a job, as far as that is known.
@@ -77,9 +79,8 @@ class Supervision:
         self.watch = Watch(state, now)
         self.checkpoints = Checkpoints(state)
         self.agreement = Agreement(state)
-        self.asks = Asks(state, self.checkpoints, self.agreement)
         self.launching = Launching(state, self.watch, self.checkpoints, directory)
-        self.departure = Departure(state, self.watch, self.checkpoints, self.asks)
+        self.departure = Departure(state, self.watch, self.checkpoints)
         self._directory = directory
         self._teller = Teller(state, self.watch.reports)
         self._hangs = Hangs(state, self.watch.reports)
@@ -407,8 +408,13 @@ class Supervision:
     ) -> list[Effect]:
         """Take in what earlier supervisors, attempts and runs left on storage: states and their sizes in
         bytes."""
-        effects = self.checkpoints.found_on_storage(shared, rollbacks, now)
-        return self._do([*effects, *self.asks.found_on_storage(now)], now)
+        out = self._do(self.checkpoints.found_on_storage(shared, rollbacks, now), now)
+        step = self.checkpoints.missed_rollback
+        if step is None or self.state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
+            return out
+        # It was written while no supervisor answered. What the ranks save in this attempt is void, so
+        # continuing would be worse than going back.
+        return out + self._obey(msg.Ask(what="rollback", by=ON_STORAGE, step=step), now)
 
     def note(self, node: str, text: str, now: float) -> list[Effect]:
         return self.record(ev.Noted(t=now, node=node, message=text))
@@ -417,12 +423,43 @@ class Supervision:
 
     def asked(self, ask: msg.Ask, now: float) -> tuple[msg.Accepted | msg.Declined, list[Effect]]:
         """Return the answer to a request, and its effects."""
-        answer, effects = self.asks.answer(ask, now)
-        return answer, self._do(effects, now)
+        if why := self._refusal(ask):
+            return msg.Declined(why=why), []
+        accepted = msg.Accepted()
+        if ask.what == "cancel" and self.state.ended:
+            self.departure.given_up_by = ask.by
+            accepted = msg.Accepted(gives_up=self.checkpoints.unsaved())
+        return accepted, self._obey(ask, now)
+
+    def _refusal(self, ask: msg.Ask) -> str:
+        what, nodes = ask.what, self.state.nodes
+        if what not in REQUESTS:
+            return f"unknown request {what!r}"
+        if what == "drain" and ask.node not in nodes:
+            return f"no node {ask.node!r} in this run; it has {', '.join(nodes)}"
+        if what == "rollback" and ask.step is None:
+            return "a rollback needs the step to go back to"
+        if what == "save" and self.state.phase is not Phase.RUNNING:
+            return f"the run is {self.state.public_state}: it does no steps now"
+        if what == "save" and not self.agreement.ask(ask.by):
+            return "its ranks have no Checkpointer, or have not finished a step with it yet"
+        return ""
+
+    def _obey(self, ask: msg.Ask, now: float) -> list[Effect]:
+        event = ev.Asked(t=now, what=ask.what, by=ask.by, node=ask.node)
+        if ask.what == "drain" and ask.node in self.state.places:
+            why = f"{ask.by}, before {ask.node} is removed"
+            return self._do([Record(ev.Asked(t=now, what="save", by=why)), SaveFirst(why, event)], now)
+        back = []
+        if ask.what == "rollback" and ask.step is not None:
+            back = self._do(self.checkpoints.go_back(ask.step, now), now)
+        return back + self.record(event)
 
     def warned(self, now: float) -> list[Effect]:
-        """A time limit or a preemption is near."""
-        return self._do(self.asks.warned(now), now)
+        """Slurm warned (SIGUSR2) that a time limit or a preemption is near: save what is done."""
+        saves = self.state.phase is Phase.RUNNING and self.agreement.ask(WARNING)
+        out = self.record(ev.Signalled(t=now, signal="SIGUSR2"))
+        return out + self.record(ev.Asked(t=now, what="save", by=WARNING)) if saves else out
 
     def terminated(self, now: float) -> list[Effect]:
         """Slurm ends the job. The run's final state depends on who requested that."""
