@@ -107,9 +107,10 @@ class Stay:
         return self.start if self.end is None else self.end
 
 
-def cut_out(timeline: Sequence[Interval], starts: Sequence[int], start: int, end: int) -> Iterator[Interval]:
-    """Return the part of `timeline` within [`start`, `end`); `starts` are the starts of its intervals."""
-    for place in range(max(0, bisect_right(starts, start) - 1), len(timeline)):
+def cut_out(timeline: Sequence[Interval], start: int, end: int) -> Iterator[Interval]:
+    """Return the part of `timeline` within [`start`, `end`)."""
+    first = bisect_right(timeline, start, key=lambda interval: interval.start) - 1
+    for place in range(max(0, first), len(timeline)):
         interval = timeline[place]
         if interval.start >= end:
             return
@@ -142,9 +143,8 @@ class Account:
                     placed[stay.start, stay.until] += 1
                 else:
                     totals[stay.what] += stay.until - stay.start
-        starts = [interval.start for interval in self.timeline]
         for (start, end), nodes in placed.items():
-            for interval in cut_out(self.timeline, starts, start, end):
+            for interval in cut_out(self.timeline, start, end):
                 totals[interval.category] += nodes * interval.us
         for wait in self.waits:
             totals[wait.category] += self.asked_nodes * wait.us
@@ -185,10 +185,9 @@ class Account:
 
     def intervals(self, node: str) -> Iterator[Interval]:
         """Return what `node` did, in order; times in which it was not allocated are left out."""
-        starts = [interval.start for interval in self.timeline]
         for stay in self.stays[node]:
             if stay.what == PLACED:
-                yield from cut_out(self.timeline, starts, stay.start, stay.until)
+                yield from cut_out(self.timeline, stay.start, stay.until)
             elif stay.until > stay.start:
                 yield Interval(stay.start, stay.until, stay.what)
 

@@ -74,12 +74,8 @@ def step_quietly(
             return False
         state.started |= new
         return True
-    if (
-        kind is ev.WorkersStopped
-        and state.phase is Phase.STOPPING
-        and len(ports) == len(nodes)
-        and all(ports)
-    ):
+    hosts_live = len(ports) == len(nodes) and all(ports)
+    if kind is ev.WorkersStopped and state.phase is Phase.STOPPING and hosts_live:
         known = [state.nodes[name] for name in nodes if name in state.nodes]
         if len(known) < len(nodes) or any(node.role is Role.JOINING for node in known):
             return False
@@ -173,12 +169,10 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     node.address, node.incarnation, node.pid = event.address, event.incarnation, event.pid
     node.ready, node.gpus = False, event.gpus
     if was_placed and state.phase in WITH_RANKS:
-        # Its agent is a new one, so the ranks of the old one are gone.
-        lost = ev.NodeLost(
-            t=event.t, node=node.name, how="closed", silent_s=0.0, evidence="its agent restarted"
-        )
+        why = "its agent restarted"  # and the ranks of the old one are gone
+        lost = ev.NodeLost(t=event.t, node=node.name, how="closed", silent_s=0.0, evidence=why)
         instructions = _node_lost(state, lost)
-        node.become(Role.JOINING, "its agent restarted", event.t)
+        node.become(Role.JOINING, why, event.t)
         state.stopped.add(node.name)
         return instructions
     if node.drained or node.bad:
@@ -303,11 +297,8 @@ def _attempt_found(state: RunState, event: ev.AttemptFound) -> list[Instruction]
         return [StopWorkers(attempt=state.attempt, nodes=recovery.not_stopped(state), reason=reason)]
     if not state.placement or state.phase is Phase.REQUEUED:
         return []  # the node that runs it is dismissed
-    state.findings.asked = ev.Asked(
-        t=event.t,
-        what="restart",
-        by=f"the supervisor: the journal ends in attempt {behind}, before {event.attempt}",
-    )
+    by = f"the supervisor: the journal ends in attempt {behind}, before {event.attempt}"
+    state.findings.asked = ev.Asked(t=event.t, what="restart", by=by)
     return recovery.begin(state, event.t, event.t)
 
 
@@ -521,11 +512,9 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
         told = [name for name in unstopped if state.nodes[name].heard]
         # A node that is not back after a take-over was not told to stop; only its silence can make it lost.
         state.deadline = recovery.deadline(state, event.t) if len(told) < len(unstopped) else None
+        why = "its ranks could not be stopped"
         for name in told:
-            lost = ev.NodeLost(
-                t=event.t, node=name, how="left", silent_s=0.0, evidence="its ranks could not be stopped"
-            )
-            _node_lost(state, lost)
+            _node_lost(state, ev.NodeLost(t=event.t, node=name, how="left", silent_s=0.0, evidence=why))
         return []
     if state.phase is Phase.LAUNCHING:
         late = [name for name in state.placement if name not in state.started]

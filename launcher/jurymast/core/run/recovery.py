@@ -53,12 +53,9 @@ def open_incident(state: RunState, detected_at: float, fault_at: float) -> Incid
     next."""
     if state.incident is not None:
         state.incident.ended_at = detected_at
-    lost_from = max(
-        state.step, state.incidents[-1].step_lost_from if state.without_progress and state.incidents else 0
-    )
-    incident = Incident(
-        len(state.incidents) + 1, min(fault_at, detected_at), detected_at, state.attempt, lost_from
-    )
+    number, fault_at = len(state.incidents) + 1, min(fault_at, detected_at)
+    before = state.incidents[-1].step_lost_from if state.without_progress and state.incidents else 0
+    incident = Incident(number, fault_at, detected_at, state.attempt, max(state.step, before))
     state.incidents.append(incident)
     state.without_progress += 1
     return incident
@@ -281,7 +278,6 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
 
 
 def _left_out(state: RunState, spares: list[Node]) -> str:
-    """Which of these are spares because they are likely to fail, and why."""
     likely = [(state.expected_times(node), node.name) for node in spares if state.expected_times(node) > 1.0]
     told = [
         f"{name} fails {times:.0f} times as often as others: {state.frail[name].why}"
