@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from jurymast.agent.stacks import read
@@ -87,7 +88,7 @@ def test_a_member_that_entered_nothing_is_missing() -> None:
     }  # fmt: skip
     waits = entered(4, {"entries": [first, {**first, "is_p2p": True}], "pg_config": groups})
     assert waits == [Entered(4, "g", 1, "all_gather", True)]
-    assert Entered.from_json(waits[0].to_json()) == waits[0]
+    assert msgspec.convert(msgspec.to_builtins(waits[0]), Entered) == waits[0]
     never = entered(5, {"entries": [], "pg_config": groups})
     assert missing([*waits, *never]) == Missing("all_gather", 1, "g", (5,), (4,))
     completed = entered(4, {"entries": [{**first, "state": "completed"}], "pg_config": groups})

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.core import events as ev
 from jurymast.core.effects import Effect, Journal, Record, SaveFirst
-from jurymast.core.messages import beat_of
+from jurymast.core.messages import Times, beat_of
 from jurymast.core.nodes import stragglers
-from jurymast.core.nodes.stragglers import Mean, Slow, Stragglers, Timed, Windows, slowest
+from jurymast.core.nodes.stragglers import Mean, Slow, Stragglers, Windows, slowest
 from jurymast.core.run.instructions import RaiseAlert
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings
@@ -100,7 +100,7 @@ class Training:
 
     def __init__(self) -> None:
         self.windows = Windows(3, FACTOR)
-        self.timed = [Timed(0, 0.0, 0.0, 0.0)] * 3
+        self.timed = [Times(0, 0.0, 0.0, 0.0)] * 3
 
     def go_on(self, seconds: float, own_s: list[float]) -> list[tuple[Slow, float]]:
         told = []
@@ -109,7 +109,7 @@ class Training:
         for _ in range(int(seconds / (steps * step_s))):
             for rank, one_s in enumerate(own_s):
                 was = self.timed[rank]
-                self.timed[rank] = Timed(
+                self.timed[rank] = Times(
                     was.steps + steps,
                     was.forward_s + steps * 0.9 * one_s,
                     was.backward_s + steps * (step_s - one_s),
@@ -210,7 +210,7 @@ class Beats:
             self.story.t += 10.0
             for rank, node in enumerate(self.story.state.placement):
                 own_s = self.steps * (0.8 if rank == 1 else 0.3)
-                times = [(self.steps, own_s, self.steps - own_s, 0.0)]
+                times = [Times(self.steps, own_s, self.steps - own_s, 0.0)]
                 beat = beat_of(self.story.state.attempt if attempt is None else attempt, [], None, times)
                 self.effects += self.stragglers.beat(node, beat, self.story.t)
 

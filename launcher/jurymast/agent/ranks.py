@@ -158,7 +158,7 @@ class RankWatch:
         if now < self._timed_at + TIMED_INTERVAL_S:
             return None
         self._timed_at = now
-        return [beat.timed for beat in self.memory.beats()]
+        return [Times(*beat.timed) for beat in self.memory.beats()]
 
 
 def _update(watch: ProcessWatch, pid: int, now: float) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -493,15 +493,24 @@ class CadenceReport(msgspec.Struct, frozen=True, gc=False):
     seconds: float | None = None
 
 
-Times = tuple[int, float, float, float]
+class Times(NamedTuple):
+    """A rank's steps so far: their number, and the total seconds of their parts."""
+
+    steps: int
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+    @property
+    def all_s(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
 
 
 class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
     """An agent's heartbeat. `ranks` by local rank, [] while none runs; `cadence` None: no Checkpointer. From
-    time to time it has all ranks' `times`: steps, and the total seconds of their forward, backward and update
-    parts. The rest saves a supervisor of thousands of nodes from computing it: `quiet_s`, the shortest of the
-    ranks that have not ended, whether one is `stopped`, the longest step, `longest_s`, and the local rank
-    with the least progress, `slowest`."""
+    time to time it has all ranks' `times`. The rest saves a supervisor of thousands of nodes from computing
+    it: `quiet_s`, the shortest of the ranks that have not ended, whether one is `stopped`, the longest step,
+    `longest_s`, and the local rank with the least progress, `slowest`."""
 
     attempt: int
     ranks: list[RankReport]

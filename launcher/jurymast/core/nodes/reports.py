@@ -4,8 +4,7 @@ question; looks at their stacks on all nodes answer it.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
@@ -16,26 +15,7 @@ from jurymast.core.nodes.silence import IDLE_FLOOR_S, HangLimits, HangVerdict, L
 from jurymast.core.nodes.stacks import UNKNOWN, Stand
 from jurymast.core.run.state import Phase, RunState
 
-
-@dataclass
-class NodeReport:
-    """The ranks of one node. `quiet_s` is the shortest time, as of `at` (watcher's clock), since one that has
-    not ended did something; `stopped`: one is in state T; `longest_s` is the longest step; `slowest` the last
-    report of the rank with the least progress."""
-
-    attempt: int = 0
-    ranks: list[RankReport] = field(default_factory=list)
-    at: float = 0.0
-    quiet_s: float = math.inf
-    stopped: bool = False
-    longest_s: float = 0.0
-    slowest: RankReport | None = None
-
-    def report(self, beat: Beat, now: float) -> None:
-        self.attempt, self.ranks, self.at = beat.attempt, beat.ranks, now
-        self.quiet_s = math.inf if beat.quiet_s is None else beat.quiet_s
-        self.stopped, self.longest_s = beat.stopped, beat.longest_s
-        self.slowest = beat.ranks[beat.slowest] if beat.slowest < len(beat.ranks) else None
+NOTHING = Beat(0, [])
 
 
 @dataclass(frozen=True)
@@ -52,7 +32,8 @@ class Reports:
 
     def __init__(self, state: RunState, clock: WatcherClock) -> None:
         self._state, self.clock = state, clock
-        self._nodes: dict[str, NodeReport] = {}
+        # Each node's newest beat with ranks, and when it came: ranks that have ended stay where they were.
+        self._nodes: dict[str, tuple[Beat, float]] = {}
         self._longest_before_s = 0.0
 
     @property
@@ -61,23 +42,22 @@ class Reports:
 
     def expect(self, node: str) -> None:
         """Expect a node whose ranks have not reported yet, or not to this supervisor."""
-        self._nodes[node] = NodeReport()
+        self._nodes[node] = NOTHING, 0.0
 
     def forget(self, node: str) -> None:
         self._nodes.pop(node, None)
 
     def beat(self, node: str, beat: Beat) -> None:
-        known = self._nodes[node]
-        if beat.ranks or beat.attempt != known.attempt:  # ranks that have ended stay where they were
-            known.report(beat, self.clock.now)
+        if beat.ranks or beat.attempt != self._nodes[node][0].attempt:
+            self._nodes[node] = beat, self.clock.now
 
     def reach(self) -> Reach | None:
         """Return how far the attempt is; None until every rank has done a step in it."""
         found: list[tuple[RankReport, float]] = []  # by node, with the time of the report
-        for known in self._placed():
-            if known.slowest is None or not self._is_whole(known) or known.slowest.beats == 0:
+        for beat, at in self._placed():
+            if not self._is_whole(beat) or beat.ranks[beat.slowest].beats == 0:
                 return None
-            found.append((known.slowest, known.at))
+            found.append((beat.ranks[beat.slowest], at))
         if not found:
             return None
         slowest, at = min(found, key=lambda one: how_far(one[0]))
@@ -97,14 +77,17 @@ class Reports:
 
     def attempt_over(self) -> None:
         """Remember what this attempt showed about step times."""
-        seen = [known.longest_s for known in self._placed() if known.attempt == self._state.attempt]
+        seen = [beat.longest_s for beat, _ in self._placed() if beat.attempt == self._state.attempt]
         self._longest_before_s = max([self._longest_before_s, *seen])
 
-    def _placed(self) -> list[NodeReport]:
+    def _placed(self) -> list[tuple[Beat, float]]:
         return [self._nodes[name] for name in self._state.placement if name in self._nodes]
 
-    def _is_whole(self, known: NodeReport) -> bool:
-        return known.attempt == self._state.attempt and len(known.ranks) == self._state.ranks_per_node
+    def _is_whole(self, beat: Beat) -> bool:
+        return (
+            beat.attempt == self._state.attempt
+            and len(beat.ranks) == self._state.ranks_per_node > beat.slowest
+        )
 
     def _moves(self) -> bool:
         """Return True if no rank is stopped and one has just done something: then the ranks of thousands of
@@ -112,8 +95,8 @@ class Reports:
         hang_s = self._state.settings.hang_s
         floor_s = IDLE_FLOOR_S if hang_s is None else hang_s
         placed, now = self._placed(), self.clock.now
-        return not any(known.stopped for known in placed) and any(
-            known.quiet_s + now - known.at < floor_s for known in placed
+        return not any(beat.stopped for beat, _ in placed) and any(
+            beat.quiet_s is not None and beat.quiet_s + now - at < floor_s for beat, at in placed
         )
 
     def _views(self) -> list[RankView]:
@@ -121,13 +104,13 @@ class Reports:
         reported."""
         views = []
         for place, name in enumerate(self._state.placement):
-            known = self._nodes.get(name)
-            if known is None:
+            if name not in self._nodes:
                 continue
-            if not self._is_whole(known):
+            beat, at = self._nodes[name]
+            if not self._is_whole(beat):
                 return []
-            first, since_s = place * self._state.ranks_per_node, self.clock.now - known.at
-            views += [self._view(first + i, name, one, since_s) for i, one in enumerate(known.ranks)]
+            first, since_s = place * self._state.ranks_per_node, self.clock.now - at
+            views += [self._view(first + i, name, one, since_s) for i, one in enumerate(beat.ranks)]
         return views
 
     def _view(self, rank: int, node: str, report: RankReport, since_s: float) -> RankView:

@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 if TYPE_CHECKING:  # agents do without, and start sooner so
     from jurymast.core.events import StacksTaken
 
@@ -30,8 +32,7 @@ GROUPS_MAX = 32
 NAME_MAX = 80
 
 
-@dataclass(frozen=True)
-class Entered:
+class Entered(msgspec.Struct, frozen=True, array_like=True):
     """How far `rank` is in `group`: the number of the newest collective that it entered (0: none), what that
     was, and whether it still waits there."""
 
@@ -40,15 +41,6 @@ class Entered:
     number: int
     collective: str
     waits: bool
-
-    def to_json(self) -> list[Any]:
-        return [self.rank, self.group, self.number, self.collective, self.waits]
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> Entered:
-        """Read what `to_json` wrote. Raises ValueError or TypeError for anything else."""
-        rank, group, number, collective, waits = values
-        return cls(int(rank), str(group), int(number), str(collective), bool(waits))
 
 
 def entered(rank: int, record: Mapping[str, Any]) -> list[Entered]:
@@ -319,8 +311,8 @@ def in_flight(taken: Sequence[StacksTaken]) -> Missing | None:
     """Return the collective that some ranks never entered, from the flight recorders of all nodes. On GPUs,
     where collectives run asynchronously, they show more than stacks."""
     try:
-        return missing([Entered.from_json(one) for event in taken for one in event.flights])
-    except (TypeError, ValueError):
+        return missing(msgspec.convert([one for event in taken for one in event.flights], list[Entered]))
+    except msgspec.ValidationError:
         return None
 
 

@@ -33,7 +33,7 @@ from statistics import fmean, median
 from jurymast.core import events as ev
 from jurymast.core.effects import Effect, Record, SaveFirst
 from jurymast.core.events import Straggling
-from jurymast.core.messages import Beat
+from jurymast.core.messages import Beat, Times
 from jurymast.core.run import blame
 from jurymast.core.run.recovery import expected_mtbf_s
 from jurymast.core.run.state import Phase, Role, RunState
@@ -105,33 +105,19 @@ def slowest(means: Iterable[Mean], factor: float) -> Slow | None:
     )
 
 
-@dataclass(frozen=True)
-class Timed:
-    """Totals over a rank's steps so far."""
-
-    steps: int
-    forward_s: float
-    backward_s: float
-    update_s: float
-
-    @property
-    def all_s(self) -> float:
-        return self.forward_s + self.backward_s + self.update_s
-
-
 class Windows:
     """The windows of one attempt with this many `ranks`; `report` takes their times as they arrive."""
 
     def __init__(self, ranks: int, factor: float) -> None:
         self._factor = factor
         self._ranks = ranks
-        self._base: dict[int, Timed] = {}
-        self._newest: dict[int, tuple[str, Timed]] = {}
+        self._base: dict[int, Times] = {}
+        self._newest: dict[int, tuple[str, Times]] = {}
         self._full: set[int] = set()
         self._slow: list[Slow] = []  # in the newest windows in a row, on one node
         self._lasted_s: list[float] = []
 
-    def report(self, rank: int, node: str, timed: Timed) -> tuple[Slow, float] | None:
+    def report(self, rank: int, node: str, timed: Times) -> tuple[Slow, float] | None:
         """Return who is slow and should be reported, with the least slowness measured, and over how many
         seconds."""
         base = self._base.setdefault(rank, timed)
@@ -268,7 +254,7 @@ class Stragglers:
         effects: list[Effect] = []
         for local_rank, times in enumerate(beat.times):
             if times[0]:
-                found = self._windows.report(first + local_rank, node, Timed(*times))
+                found = self._windows.report(first + local_rank, node, times)
                 if found is not None:
                     effects += self._found(told(state, now, *found))
         return effects

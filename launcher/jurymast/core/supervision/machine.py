@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from msgspec import structs
+from msgspec import structs, to_builtins
 from msgspec.structs import asdict
 
 from jurymast.core import events as ev
@@ -329,7 +329,7 @@ class Supervision:
             case msg.Failed():
                 return self.record(ev.WorkerFailed(t=now, node=node, **asdict(message)))
             case msg.Stacks():
-                fields = asdict(message) | {"flights": tuple(one.to_json() for one in message.flights)}
+                fields = asdict(message) | {"flights": tuple(to_builtins(message.flights))}
                 return self.record(ev.StacksTaken(t=now, node=node, **fields))
             case msg.Stopped():
                 return self.record(ev.WorkersStopped(t=now, node=node, **asdict(message)))
