@@ -15,11 +15,12 @@ import time
 
 from jurymast.agent import node as here
 from jurymast.agent.driver import Driver
-from jurymast.agent.hosting import Hosting
+from jurymast.agent.hosting import Evidence, HostProcess, NetworkWorkaround, end_ranks, signal_ranks
 from jurymast.agent.keeping import Keeping, own_domain
-from jurymast.agent.node_tests import driver_here
+from jurymast.agent.node_tests import NodeTestRunner, driver_here
 from jurymast.agent.probing import Probing, leave_verdict
 from jurymast.agent.ranks import RankMemory, RankWatch
+from jurymast.agent.stacks import StackTaker
 from jurymast.agent.supervision import Connecting, Succeeding
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.sbatch_options import visible_gpus
@@ -32,6 +33,7 @@ from jurymast.core.message import Strange
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes.heartbeat import beat_every_s
 from jurymast.core.settings import RunPlan
+from jurymast.errors import never
 from jurymast.rundir import RunDirectory
 from jurymast.wire.channel import Strangers
 
@@ -66,10 +68,13 @@ class Agent:
         self._keeping = Keeping(directory, plan, node, self._driver.say, self._write_ended)
         self._probing = Probing(directory, plan, node, self._driver.say)
         self._connecting = Connecting(directory, self._driver, self._strangers)
-        self._hosting = Hosting(
-            directory, plan, self._temporary, self._driver, self._memory, self._keeping, self._probing,
-            self._strangers, self._environment,
-        )  # fmt: skip
+        self._evidence = Evidence()
+        self._workaround = NetworkWorkaround(
+            plan.settings.workaround, self._probing.findings, self._driver.say
+        )
+        self._stacks = StackTaker(directory, plan, self._temporary, self._driver.say)
+        self._node_tests = NodeTestRunner(self._driver, self._environment)
+        self._host: HostProcess | None = None
         self._succeeding = Succeeding(directory, node, self._driver)
         self._beat_timer: asyncio.TimerHandle | None = None
         self.exit_code = INTERRUPTED
@@ -94,7 +99,10 @@ class Agent:
                 self._beat_timer.cancel()
             self._connecting.hang_up()
             await driver.close()
-            await self._hosting.close()
+            if self._host is not None:
+                await end_ranks(self._machine.ranks.pids, self._plan.settings.stop_grace_s)
+                await self._host.end()
+            await self._node_tests.close()
             await self._probing.close()
             await self._keeping.close()
             await self._succeeding.close()
@@ -131,11 +139,39 @@ class Agent:
                 self.exit_code = effect.exit_code if effect.over else INTERRUPTED
                 self._driver.over.set()
             case do.StartTests() | do.TestDevices() | do.TestTogether() | do.EndTests():
-                self._hosting.node_tests.carry_out(effect)
+                self._node_tests.carry_out(effect)
             case do.WakeAt():
                 pass  # the driver handles these
             case _:
-                self._hosting.carry_out(effect)
+                self._for_ranks(effect)
+
+    def _for_ranks(self, effect: do.ToRanks) -> None:
+        match effect:
+            case do.StartHost():
+                self._driver.spawn(self._start_host())
+            case do.Prepare():
+                self._memory.clear()
+                self._evidence.attempt_begins()
+                self._keeping.launch(effect.order)
+                self._driver.spawn(self._prepare(effect.order.attempt))
+            case do.StartRanks():
+                self._start_ranks(effect.order, cold=effect.cold)
+            case do.StopRanks():
+                self._tell(within.Stop(attempt=effect.attempt))
+            case do.TakeStacks():
+                self._driver.spawn(self._take_stacks(effect), vital=False)
+            case do.LookAtRanks():
+                looking = self._stacks.look(effect.number, self._memory.trains(effect.pids))
+                self._driver.spawn(looking, vital=False)
+            case do.KillRanks():
+                signal_ranks(effect.pids, signal.SIGKILL)
+            case do.KillHost():
+                if self._host is not None:
+                    self._host.kill()
+            case do.StartProbes():
+                self._probing.start()
+            case _:
+                never(effect)
 
     def _obey(self, order: do.Obeyed) -> None:
         match order:
@@ -189,7 +225,53 @@ class Agent:
         if self._machine.link.connected:
             self._beat(self._machine.ranks.beat())
 
-    # From and for the ranks.
+    # The ranks and their host.
+
+    async def _start_host(self) -> None:
+        plan = here.host_plan(self._plan, self._directory.root, self._temporary)
+        self._host = await HostProcess.start(plan, self._environment(), self._host_said, self._host_ended)
+
+    async def _prepare(self, attempt: int) -> None:
+        """Wait until test processes have released the devices, which the ranks need now."""
+        await self._node_tests.gone()
+        self._driver.act(self._machine.prepared(attempt, self._driver.now))
+
+    def _start_ranks(self, order: msg.Launch, *, cold: bool) -> None:
+        environment = {**self._workaround.environment(order.attempt), **self._stacks.launch(order)}
+        if self._plan.batch:
+            environment |= dict.fromkeys(here.SLURM_LISTS, order.nodes)
+        launch = within.Launch(
+            attempt=order.attempt, rank=order.rank, world=order.world, master_address=order.master_address,
+            master_port=order.master_port, mtbf_s=order.mtbf_s, cold=cold, saved=order.saved,
+            environment=environment,
+        )  # fmt: skip
+        self._tell(launch)
+
+    def _tell(self, order: within.ToHost) -> None:
+        if self._host is not None:
+            self._host.tell(order)
+
+    async def _take_stacks(self, effect: do.TakeStacks) -> None:
+        await self._stacks.take(self._memory.trains(effect.pids))
+        self._driver.act(self._machine.stacks_taken(effect.attempt, self._driver.now))
+
+    def _host_said(self, message: within.FromHosts) -> None:
+        now = self._driver.now
+        match message:
+            case within.Failed():
+                log_file = self._directory.rank_log(message.attempt, message.rank)
+                look_at = None if message.error else log_file  # an exception has its own message
+                evidence = self._evidence.look(message.exit_code, look_at)
+                self._driver.act(self._machine.rank_failed(message, evidence, now))
+            case Strange():
+                self._strangers.heard("the torchrun host", message)
+            case _:
+                self._driver.act(self._machine.host_said(message, now))
+
+    def _host_ended(self, code: int) -> None:
+        self._host = None
+        evidence = self._evidence.look(code)
+        self._driver.act(self._machine.host_ended(code, evidence, self._driver.now))
 
     def _environment(self) -> dict[str, str]:
         return {

@@ -1,4 +1,4 @@
-"""Runs the torchrun host and its ranks as `core.agent.ranks` decides, and receives their reports.
+"""The torchrun host's process, the end of ranks, and what is known on their node.
 
 When a rank fails, this module collects the node's evidence: out-of-memory kills, a full /dev/shm, the end of
 the rank's log. The supervisor itself sees only an exit code. At each launch it adds the variables that make
@@ -20,25 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.agent import node as here
-from jurymast.agent.driver import Driver
-from jurymast.agent.keeping import Keeping
-from jurymast.agent.node_tests import NodeTestRunner
-from jurymast.agent.probing import Probing
-from jurymast.agent.ranks import RankMemory
-from jurymast.agent.stacks import StackTaker
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.agent import effects as do
-from jurymast.core.message import Strange, encode
+from jurymast.core.message import encode
 from jurymast.core.nodes import devices
 from jurymast.core.nodes.devices import WorkAround, work_around
 from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
-from jurymast.core.settings import RunPlan
-from jurymast.errors import never
 from jurymast.health.readings import memory_cgroups, oom_kills, where_kills_count
-from jurymast.rundir import RunDirectory
-from jurymast.wire.channel import Strangers
 from jurymast.worker import startup
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
@@ -223,10 +211,6 @@ class HostProcess:
         reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
         return cls(process, writer, on_message, on_end, reader)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def tell(self, order: within.ToHost) -> None:
         if not self._writer.is_closing():
             self._writer.write(encode(order) + b"\n")
@@ -262,21 +246,17 @@ class HostProcess:
         self._writer.close()
 
 
-async def end_ranks(pids: list[int], grace_s: float) -> None:
+async def end_ranks(pids: Sequence[int], grace_s: float) -> None:
     """Send SIGTERM, so that the user's handlers run, and SIGKILL to those still there after `grace_s`."""
     signal_ranks(pids, signal.SIGTERM)
     loop = asyncio.get_running_loop()
     end = loop.time() + grace_s
     while loop.time() < end and any(Path(f"/proc/{pid}").exists() for pid in pids):
         await asyncio.sleep(0.01)
-    kill_ranks(pids)
-
-
-def kill_ranks(pids: list[int]) -> None:
     signal_ranks(pids, signal.SIGKILL)
 
 
-def signal_ranks(pids: list[int], number: signal.Signals) -> None:
+def signal_ranks(pids: Sequence[int], number: signal.Signals) -> None:
     """Signal the process groups of the ranks with these ids. The server reaps ranks as soon as they end, and
     then their ids may be reused; hence the check of the environment.
     """
@@ -286,116 +266,3 @@ def signal_ranks(pids: list[int], number: signal.Signals) -> None:
                 os.killpg(pid, number)
         except OSError:
             continue
-
-
-class Hosting:
-    """The host and the ranks of this node. `environment` is for the ranks of every attempt."""
-
-    def __init__(
-        self,
-        directory: RunDirectory,
-        plan: RunPlan,
-        temporary: Path,
-        driver: Driver,
-        memory: RankMemory,
-        keeping: Keeping,
-        probing: Probing,
-        strangers: Strangers,
-        environment: Callable[[], dict[str, str]],
-    ) -> None:
-        self._directory = directory
-        self._plan = plan
-        self._driver = driver
-        self._machine = driver.machine
-        self._memory = memory
-        self._keeping = keeping
-        self._probing = probing
-        self._strangers = strangers
-        self._environment = environment
-        self._temporary = temporary
-        self._evidence = Evidence()
-        self._workaround = NetworkWorkaround(plan.settings.workaround, probing.findings, driver.say)
-        self._stacks = StackTaker(directory, plan, temporary, driver.say)
-        self.node_tests = NodeTestRunner(driver, environment)
-        self._host: HostProcess | None = None
-
-    async def close(self) -> None:
-        """End the ranks as `end_ranks` does, then the host and the node tests at once."""
-        if self._host is not None:
-            await end_ranks(list(self._machine.ranks.pids), self._plan.settings.stop_grace_s)
-            await self._host.end()
-        await self.node_tests.close()
-
-    def carry_out(self, effect: do.ToRanks) -> None:
-        match effect:
-            case do.StartHost():
-                self._driver.spawn(self._start_host())
-            case do.Prepare():
-                self._memory.clear()
-                self._evidence.attempt_begins()
-                self._keeping.launch(effect.order)
-                self._driver.spawn(self._prepare(effect.order.attempt))
-            case do.StartRanks():
-                self._start_ranks(effect.order, cold=effect.cold)
-            case do.StopRanks():
-                self._tell(within.Stop(attempt=effect.attempt))
-            case do.TakeStacks():
-                self._driver.spawn(self._take_stacks(effect), vital=False)
-            case do.LookAtRanks():
-                looking = self._stacks.look(effect.number, self._memory.trains(effect.pids))
-                self._driver.spawn(looking, vital=False)
-            case do.KillRanks():
-                kill_ranks(list(effect.pids))
-            case do.KillHost():
-                if self._host is not None:
-                    self._host.kill()
-            case do.StartProbes():
-                self._probing.start()
-            case _:
-                never(effect)
-
-    async def _start_host(self) -> None:
-        plan = here.host_plan(self._plan, self._directory.root, self._temporary)
-        self._host = await HostProcess.start(plan, self._environment(), self._host_said, self._host_ended)
-
-    async def _prepare(self, attempt: int) -> None:
-        """Wait until test processes have released the devices, which the ranks need now."""
-        await self.node_tests.gone()
-        self._driver.act(self._machine.prepared(attempt, self._driver.now))
-
-    def _start_ranks(self, order: msg.Launch, *, cold: bool) -> None:
-        environment = {**self._workaround.environment(order.attempt), **self._stacks.launch(order)}
-        if self._plan.batch:
-            environment |= dict.fromkeys(here.SLURM_LISTS, order.nodes)
-        launch = within.Launch(
-            attempt=order.attempt, rank=order.rank, world=order.world, master_address=order.master_address,
-            master_port=order.master_port, mtbf_s=order.mtbf_s, cold=cold, saved=order.saved,
-            environment=environment,
-        )  # fmt: skip
-        self._tell(launch)
-
-    def _tell(self, order: within.ToHost) -> None:
-        if self._host is not None:
-            self._host.tell(order)
-
-    async def _take_stacks(self, effect: do.TakeStacks) -> None:
-        await self._stacks.take(self._memory.trains(effect.pids))
-        self._driver.act(self._machine.stacks_taken(effect.attempt, self._driver.now))
-
-    def _host_said(self, message: within.FromHosts) -> None:
-        now = self._driver.now
-        match message:
-            case within.Failed():
-                log = self._directory.rank_log(message.attempt, message.rank)
-                look_at = None if message.error else log  # an exception has its own message
-                evidence = self._evidence.look(message.exit_code, look_at)
-                self._driver.act(self._machine.rank_failed(message, evidence, now))
-            case Strange():
-                self._strangers.heard("the torchrun host", message)
-            case _:
-                self._driver.act(self._machine.host_said(message, now))
-
-    def _host_ended(self, code: int) -> None:
-        self._host = None
-        evidence = self._evidence.look(code)
-        self._driver.act(self._machine.host_ended(code, evidence, self._driver.now))

@@ -35,7 +35,7 @@ class NodeTestRunner:
         self._address = ""
         self._children: list[Child] = []
         self._work: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Future[list[bool]]] = set()
 
     def carry_out(self, effect: do.ForTests) -> None:
         match effect:
@@ -92,14 +92,9 @@ class NodeTestRunner:
         if self._work is not None:
             self._work.cancel()
         children, self._children = self._children, []
-        ending = asyncio.ensure_future(_ended(children))
+        ending = asyncio.gather(*(child.kill(GONE_S) for child in children))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
-
-
-async def _ended(children: list[Child]) -> None:
-    """Kill these processes, and wait a while until they are gone."""
-    await asyncio.gather(*(child.kill(GONE_S) for child in children))
 
 
 async def _answer(child: Child) -> Alone:

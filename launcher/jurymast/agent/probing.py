@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from jurymast.cluster.verdicts import boot_id, leave, verdict
@@ -30,8 +30,13 @@ class Probing:
         self, directory: RunDirectory, plan: RunPlan, node: str, tell: Callable[[msg.HealthFound], None]
     ) -> None:
         self._tell = tell
-        self._context = context_for(directory, plan, node, os.environ, time.time())
-        self._watcher = ProbeWatcher(self._context, names_to_ask(plan.settings.probes_off), self._found)
+        settings = plan.settings
+        self._context = Context(
+            node=node, thresholds=settings.thresholds, xid=settings.xid, paths=(str(directory.root),),
+            data_paths=settings.data_paths, local_path=os.path.expandvars(settings.local_path),
+            gpus=granted_gpus(os.environ), started_at=time.time(),
+        )  # fmt: skip
+        self._watcher = ProbeWatcher(self._context, names_to_ask(settings.probes_off), self._found)
         self._watching: asyncio.Future[None] | None = None
         self._own = OwnHealth()
 
@@ -83,23 +88,6 @@ class Probing:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching], timeout=CLOSE_LIMIT_S)
-
-
-def context_for(
-    directory: RunDirectory, plan: RunPlan, node: str, environment: Mapping[str, str], now: float
-) -> Context:
-    """Return what this node's probes may know about the run. `now` is the Unix time."""
-    settings = plan.settings
-    return Context(
-        node=node,
-        thresholds=settings.thresholds,
-        xid=settings.xid,
-        paths=(str(directory.root),),
-        data_paths=settings.data_paths,
-        local_path=os.path.expandvars(settings.local_path),
-        gpus=granted_gpus(environment),
-        started_at=now,
-    )
 
 
 async def leave_verdict(

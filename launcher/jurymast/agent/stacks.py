@@ -57,9 +57,9 @@ def read(path: Path, rank: int) -> list[Entered]:
     try:
         record = _PlainValues(BytesIO(foreign.read(path, RECORD_BYTES_MAX))).load()
         return entered(rank, record) if isinstance(record, Mapping) else []
-    except (OSError, pickle.UnpicklingError, EOFError, MemoryError, RecursionError):
+    except (OSError, pickle.UnpicklingError, EOFError, MemoryError, RecursionError, OverflowError):
         return []
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
+    except (LookupError, TypeError, ValueError, AttributeError):
         return []
 
 
@@ -141,7 +141,7 @@ class StackTaker:
         self._say = say
         self._attempt = 0
         self._first = 0
-        self._work = RankActivity()
+        self._activity: dict[int, Activity] = {}
 
     def launch(self, order: msg.Launch) -> dict[str, str]:
         """Prepare for a new attempt. Return the variables that its ranks need, except those that the user has
@@ -176,8 +176,8 @@ class StackTaker:
         """Report where these ranks are, so that the supervisor sees whether they move. No file is written."""
         ranks, attempt = self._ranks(pids), self._attempt
         await asyncio.to_thread(_ask, ranks, time.monotonic() + LIMIT_S)
-        busy = await asyncio.to_thread(self._work.look, pids)
-        stands = {rank.rank: rank.stand(busy[rank.pid]) for rank in ranks}
+        self._activity = await asyncio.to_thread(_active, pids, self._activity)
+        stands = {rank.rank: rank.stand(self._activity[rank.pid].busy) for rank in ranks}
         self._say(msg.Looked(attempt=attempt, number=number, stands=stands))
 
     async def take(self, pids: list[int]) -> None:
@@ -322,33 +322,30 @@ def _family(pid: int) -> list[psutil.Process]:
         return []
 
 
-class RankActivity:
-    """Finds whether ranks, including their descendants, have worked between one look and the next."""
+@dataclass(frozen=True)
+class Activity:
+    """What a rank and its descendants had used by then: seconds of processors, and bytes read and written.
+    `busy`: how many looks have found them at work since the look before."""
 
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[float, float, int]] = {}  # when, processor seconds, bytes
-        self._busy: dict[int, int] = {}
-
-    def look(self, pids: list[int]) -> dict[int, int]:
-        """Return for each rank how many looks have found it at work."""
-        now = time.monotonic()
-        self._busy = {pid: self._busy.get(pid, 0) for pid in pids}
-        for pid in pids:
-            cpu_s, size = _used(pid)
-            at, cpu_before_s, size_before = self._seen.get(pid, (now, cpu_s, size))
-            self._busy[pid] += works(now - at, cpu_s - cpu_before_s, size - size_before)
-            self._seen[pid] = now, cpu_s, size
-        self._seen = {pid: self._seen[pid] for pid in pids}
-        return dict(self._busy)
+    at: float
+    cpu_s: float
+    size: int
+    busy: int = 0
 
 
-def _used(pid: int) -> tuple[float, int]:
-    """Return the processor seconds and the bytes read and written of a process and its descendants."""
-    cpu_s, size = process_state(pid)[1], _bytes(pid)
+def _active(pids: list[int], before: Mapping[int, Activity]) -> dict[int, Activity]:
+    return {pid: _used(pid, before.get(pid)) for pid in pids}
+
+
+def _used(pid: int, before: Activity | None) -> Activity:
+    now, cpu_s, size = time.monotonic(), process_state(pid)[1], _bytes(pid)
     for child in _family(pid):
         cpu_s += process_state(child.pid)[1]
         size += _bytes(child.pid)
-    return cpu_s, size
+    if before is None:
+        return Activity(now, cpu_s, size)
+    busy = before.busy + works(now - before.at, cpu_s - before.cpu_s, size - before.size)
+    return Activity(now, cpu_s, size, busy)
 
 
 def _bytes(pid: int) -> int:

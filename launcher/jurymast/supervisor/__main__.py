@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import socket
 import sys
 from functools import partial
 
-from jurymast.errors import JurymastError
 from jurymast.journal import replay
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.epoch import Takeover, serve
@@ -32,26 +30,19 @@ def main() -> int:
     )
     parser.add_argument("--after", type=int, default=0, help="the epoch whose supervisor is gone")
     parser.add_argument(
-        "--silent-since",
-        type=float,
-        default=0.0,
-        metavar="S",
+        "--silent-since", type=float, default=0.0, metavar="S",
         help="nobody has heard that supervisor since then, in seconds of this node's monotonic clock",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--listen-fd", type=int, action="append", default=[], help="a listening socket to inherit"
     )
     arguments = parser.parse_args()
-    try:
-        directory = RunDirectory(arguments.run_directory)
-        listeners = [socket.socket(fileno=file) for file in arguments.listen_fd]
-        takeover = None
-        if arguments.takeover:
-            takeover = Takeover(arguments.takeover, arguments.after, arguments.silent_since)
-        return serve(directory, partial(replay, directory), takeover=takeover, listeners=listeners)
-    except JurymastError as error:
-        logging.getLogger("jurymast.supervisor").error("%s", error)
-        return error.exit_code
+    directory = RunDirectory(arguments.run_directory)
+    listeners = [socket.socket(fileno=file) for file in arguments.listen_fd]
+    takeover = None
+    if arguments.takeover:
+        takeover = Takeover(arguments.takeover, arguments.after, arguments.silent_since)
+    return serve(directory, partial(replay, directory), takeover=takeover, listeners=listeners)
 
 
 if __name__ == "__main__":

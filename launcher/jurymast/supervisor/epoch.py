@@ -16,6 +16,7 @@ from jurymast.cluster.control import requeue, why_ending
 from jurymast.core import events as ev
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.batch import SUPERSEDED
+from jurymast.errors import JurymastError
 from jurymast.journal import JournalWriter, first_events
 from jurymast.processes import log_as
 from jurymast.rundir import RunDirectory
@@ -114,15 +115,19 @@ def serve(
     takeover: Takeover | None = None,
     listeners: Sequence[socket.socket] = (),
 ) -> int:
-    """Run one epoch and return the process's exit code; see `supervise`. Raises JurymastError."""
+    """Run one epoch and return the process's exit code; see `supervise`."""
     log_as("supervisor")
     log.info("pid %d", os.getpid())
-    allocation = Allocation.load(directory)
-    listeners = listeners or listen(directory.plan().cluster)
-    node = takeover.node if takeover else allocation.host
-    state = asyncio.run(supervise(directory, allocation, node, listeners, replayed, takeover))
-    if state is None:
-        return SUPERSEDED
-    if takeover and (state.ended or state.phase is Phase.REQUEUED):
-        end_job(directory, allocation, state)
+    try:
+        allocation = Allocation.load(directory)
+        listeners = listeners or listen(directory.plan().cluster)
+        node = takeover.node if takeover else allocation.host
+        state = asyncio.run(supervise(directory, allocation, node, listeners, replayed, takeover))
+        if state is None:
+            return SUPERSEDED
+        if takeover and (state.ended or state.phase is Phase.REQUEUED):
+            end_job(directory, allocation, state)
+    except JurymastError as error:
+        log.error("%s", error)
+        return error.exit_code
     return 0

@@ -11,7 +11,6 @@ get the highest, because the takeover waits for this thread.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import sys
@@ -27,56 +26,43 @@ FOLLOW_EVERY_S = 2.0
 NICE = 5
 
 
-class Standby:
-    def __init__(self, run_directory: str) -> None:
-        self._run_directory = run_directory
-        self._follower: JournalFollower | None = None
+def _call(followers: list[JournalFollower]) -> str:
+    """Wait for the line that starts the takeover, and return it; "" at the end of the input."""
+    while not select.select([0], [], [], FOLLOW_EVERY_S)[0]:
+        for follower in followers:
+            with suppress(OSError):  # storage fails: try again later
+                follower.catch_up()
+    return os.read(0, 64).decode()
 
-    def wait(self) -> str:
-        """Wait for the line that starts the takeover, and return it; "" at the end of the input."""
-        threading.Thread(target=self._get_ready, name="ready", daemon=True).start()
-        while True:
-            told, _, _ = select.select([0], [], [], FOLLOW_EVERY_S)
-            if told:
-                return os.read(0, 64).decode()
-            if self._follower is not None:
-                with suppress(OSError):  # storage fails: try again later
-                    self._follower.catch_up()
 
-    def _get_ready(self) -> None:
-        os.nice(NICE)  # on Linux, applies to this thread alone
-        import jurymast.supervisor.epoch  # noqa: F401
-        from jurymast.errors import JurymastError
-        from jurymast.journal import JournalFollower
-        from jurymast.rundir import RunDirectory
+def _get_ready(run_directory: str, followers: list[JournalFollower]) -> None:
+    """Import everything, and add one that has read the journal."""
+    os.nice(NICE)  # on Linux, applies to this thread alone
+    import jurymast.supervisor.epoch  # noqa: F401
+    from jurymast.errors import JurymastError
+    from jurymast.journal import JournalFollower
+    from jurymast.rundir import RunDirectory
 
-        with suppress(OSError, JurymastError):
-            follower = JournalFollower(RunDirectory(self._run_directory))
-            follower.catch_up()
-            self._follower = follower
-
-    def serve(self, node: str, call: str) -> int:
-        from jurymast.errors import JurymastError
-        from jurymast.journal import replay
-        from jurymast.rundir import RunDirectory
-        from jurymast.supervisor.epoch import Takeover, serve
-
-        try:
-            directory = RunDirectory(self._run_directory)
-            replayed = self._follower.catch_up if self._follower is not None else partial(replay, directory)
-            after, since = call.split()
-            return serve(directory, replayed, takeover=Takeover(node, int(after), float(since)))
-        except JurymastError as error:
-            logging.getLogger("jurymast.supervisor").error("%s", error)
-            return error.exit_code
+    with suppress(OSError, JurymastError):
+        follower = JournalFollower(RunDirectory(run_directory))
+        follower.catch_up()
+        followers.append(follower)
 
 
 def main(run_directory: str, node: str) -> int:
-    standby = Standby(run_directory)
-    call = standby.wait()
+    followers: list[JournalFollower] = []
+    threading.Thread(target=_get_ready, args=(run_directory, followers), name="ready", daemon=True).start()
+    call = _call(followers)
     if not call:
         os._exit(0)  # at once, without waiting for imports
-    return standby.serve(node, call)
+    from jurymast.journal import replay
+    from jurymast.rundir import RunDirectory
+    from jurymast.supervisor.epoch import Takeover, serve
+
+    directory = RunDirectory(run_directory)
+    replayed = followers[0].catch_up if followers else partial(replay, directory)
+    after, since = call.split()
+    return serve(directory, replayed, takeover=Takeover(node, int(after), float(since)))
 
 
 if __name__ == "__main__":

@@ -31,18 +31,6 @@ from jurymast.supervisor.hold import Hold
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel, Connection, ConnectionClosed, Listener, Strangers
 
-
-class Clock:
-    """Gives Unix time in seconds, set once and then advanced by the monotonic clock. `not_before` is the last
-    time that an earlier supervisor wrote: the journal stays in order even if this node's clock is behind."""
-
-    def __init__(self, not_before: float = 0.0) -> None:
-        self._offset = max(time.time(), not_before) - time.monotonic()
-
-    def now(self) -> float:
-        return time.monotonic() + self._offset
-
-
 log = logging.getLogger("jurymast.supervisor")
 
 HOW = "how"  # asks for the run's condition; nothing is done
@@ -66,7 +54,8 @@ class Supervisor:
         self._journal = journal
         self._why_ending = why_ending
         self._hold = hold
-        self._clock = Clock(not_before=state.now)
+        # The journal stays in order even if this node's clock is behind that of an earlier supervisor.
+        self._clock_offset_s = max(time.time(), state.now) - time.monotonic()
         self._machine = Supervision(state, str(directory.root), self.now())
         self._channels: dict[str, Channel[msg.Said]] = {}
         self._numbers = itertools.count(1)  # of connections
@@ -81,7 +70,8 @@ class Supervisor:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def now(self) -> float:
-        return self._clock.now()
+        """Return Unix time in seconds, set once and then advanced by the monotonic clock."""
+        return time.monotonic() + self._clock_offset_s
 
     def feed(self, event: ev.Event) -> None:
         self._do(self._machine.record(event))
