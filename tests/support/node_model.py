@@ -8,7 +8,6 @@ import random
 from dataclasses import dataclass, field, replace
 
 from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.messages import Endpoint
@@ -37,7 +36,7 @@ class Host:
     waits: bool = False
     stop_up_to: int = 0
     launches: list[int] = field(default_factory=list)
-    words: list[within.FromHost] = field(default_factory=list)  # on their way to the agent
+    words: list[msg.ToSupervisor] = field(default_factory=list)  # on their way to the agent
 
     def works(self, chance: random.Random) -> None:
         """One thing of those that it may do now."""
@@ -48,11 +47,11 @@ class Host:
             end = chance.random()
             if end < 0.2:
                 error = f"{self.running}-{chance.random()}"
-                failed = within.Failed(attempt=self.running, rank=1, exit_code=1, error=error)
+                failed = msg.Failed(attempt=self.running, rank=1, exit_code=1, error=error)
                 self.words.append(failed)
                 self._wait()
             elif end < 0.4:
-                self.words.append(within.Finished(attempt=self.running))
+                self.words.append(msg.Finished(attempt=self.running))
                 self._wait()
         elif not self.waits:
             self._wait()
@@ -60,14 +59,14 @@ class Host:
             attempt = self.launches.pop(0)
             if attempt > self.stop_up_to:
                 self.running, self.waits = attempt, False
-                self.words.append(within.Started(attempt=attempt, pids=(1000 + attempt,)))
+                self.words.append(msg.Started(attempt=attempt, pids=(1000 + attempt,)))
             else:
-                self.words.append(within.Waiting(store_port=self.port))
+                self.words.append(msg.Ready(store_port=self.port))
 
     def _wait(self) -> None:
         self.running, self.waits = 0, True
         self.port += 1
-        self.words.append(within.Waiting(store_port=self.port))
+        self.words.append(msg.Ready(store_port=self.port))
 
 
 class Node:
@@ -191,12 +190,12 @@ class Node:
         if host.words and (quietly or self.chance.random() < 0.7):
             self.hear_host(host.words.pop(0))
 
-    def hear_host(self, word: within.FromHost) -> None:
-        if isinstance(word, within.Failed):
+    def hear_host(self, word: msg.ToSupervisor) -> None:
+        if isinstance(word, msg.Failed):
             self.failed.add(word.error)
             self.carry_out(self.machine.rank_failed(word, {}, self.now))
         else:
-            assert isinstance(word, within.Waiting | within.Started | within.Finished)
+            assert isinstance(word, msg.Ready | msg.Started | msg.Finished)
             self.carry_out(self.machine.host_said(word, self.now))
 
     def host_dies(self) -> None:

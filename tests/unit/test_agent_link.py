@@ -294,14 +294,14 @@ def test_an_agent_leaves_when_nobody_comes_but_never_from_its_ranks() -> None:
     idle = left_after(made, 100.0, 4000.0)
     assert idle == pytest.approx(machine.IDLE_ALONE_LIMIT_S, abs=1.0)
     ranks.begin(0.0)
-    ranks.host_said(within.Waiting(store_port=1), 0.0)
+    ranks.host_said(msg.Ready(store_port=1), 0.0)
     ranks.launch(launch(1), 0.0)
     ranks.prepared(1, 0.0)
     assert ranks.state == "starting"
     assert left_after(connected(link(ranks=ranks)), 100.0, 4000.0) is None
-    ranks.host_said(within.Started(attempt=1, pids=(1,)), 0.0)
+    ranks.host_said(msg.Started(attempt=1, pids=(1,)), 0.0)
     assert left_after(connected(link(ranks=ranks)), 100.0, 4000.0) is None
-    ranks.host_said(within.Finished(attempt=1), 0.0)
+    ranks.host_said(msg.Finished(attempt=1), 0.0)
     done = left_after(connected(link(ranks=ranks)), 100.0, 4000.0)
     assert done == pytest.approx(machine.ALONE_LIMIT_S, abs=1.0)
 
@@ -339,7 +339,7 @@ def test_the_last_word_before_hanging_up_is_said() -> None:
     made = met()
     effects = made.tick(made.link.wake_at)
     assert effects[:2] == [do.Send(msg.HangsUp()), do.HangUp()]
-    assert do.Beat not in map(type, made.host_said(within.Started(attempt=1, pids=(1,)), 20.0))
+    assert do.Beat not in map(type, made.host_said(msg.Started(attempt=1, pids=(1,)), 20.0))
 
 
 def test_an_agent_that_leaves_does_nothing_more() -> None:
@@ -359,7 +359,7 @@ def test_who_lost_its_supervisor_reads_the_pulse_on_slurm_only() -> None:
 def test_nothing_is_tested_beside_ranks() -> None:
     made, test = met(), msg.TestAlone(limit_s=5.0)
     assert do.StartTests(1, 1) in made.heard(test, 11.0)
-    made.host_said(within.Waiting(store_port=1), 12.0)
+    made.host_said(msg.Ready(store_port=1), 12.0)
     ended, makes_room, *_ = made.heard(launch(1), 13.0)
     assert (ended, makes_room) == (do.EndTests(1), do.Prepare(launch(1)))
     assert do.StartTests not in map(type, made.heard(test, 14.0))
@@ -367,7 +367,7 @@ def test_nothing_is_tested_beside_ranks() -> None:
 
 def test_probes_wait_for_the_host_but_not_for_long() -> None:
     warm, cold = met(), met()
-    assert do.StartProbes() in warm.host_said(within.Waiting(store_port=1), 12.0)
+    assert do.StartProbes() in warm.host_said(msg.Ready(store_port=1), 12.0)
     assert do.StartProbes() not in warm.tick(10.0 + PROBE_ANYWAY_S)
     assert do.StartProbes() not in cold.tick(9.9 + PROBE_ANYWAY_S)
     assert do.StartProbes() in cold.tick(10.0 + PROBE_ANYWAY_S)
@@ -382,7 +382,7 @@ def test_when_to_wake_is_told_again_after_it_has_come() -> None:
 
 def launched(rank: int) -> AgentMachine:
     made = met()
-    made.host_said(within.Waiting(store_port=1), 12.0)
+    made.host_said(msg.Ready(store_port=1), 12.0)
     made.heard(launch(1, rank=rank, port=1), 13.0)
     made.prepared(1, 13.1)
     return made

@@ -41,4 +41,4 @@ def test_a_launch_that_was_stopped_already_is_answered_with_a_word_that_the_host
             )  # fmt: skip
         words = ours.recv(4096).splitlines()
     assert done.stdout == "4\n"
-    assert [within.read_host(word) for word in words] == [within.Waiting(store_port=4000)] * 2
+    assert [msg.read_host(word) for word in words] == [msg.Ready(store_port=4000)] * 2

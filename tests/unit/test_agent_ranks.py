@@ -24,7 +24,7 @@ def warm(port: int = PORT) -> Ranks:
     assert ranks.state == "warming"
     assert ranks.begin(0.0) == [do.StartHost()]
     assert ranks.begin(0.0) == []
-    assert ranks.host_said(within.Waiting(store_port=port), 1.0) == [do.Send(msg.Ready(store_port=port))]
+    assert ranks.host_said(msg.Ready(store_port=port), 1.0) == [do.Send(msg.Ready(store_port=port))]
     return ranks
 
 
@@ -41,7 +41,7 @@ def starting(attempt: int = 1) -> Ranks:
 def running(attempt: int = 1) -> Ranks:
     ranks = starting(attempt)
     started = msg.Started(attempt=attempt, pids=PIDS)
-    effects = ranks.host_said(within.Started(attempt=attempt, pids=PIDS), 3.0)
+    effects = ranks.host_said(msg.Started(attempt=attempt, pids=PIDS), 3.0)
     assert effects == [do.Send(started), do.Beat(attempt, PIDS)]
     assert ranks.state == "running"
     return ranks
@@ -49,7 +49,7 @@ def running(attempt: int = 1) -> Ranks:
 
 def finished() -> Ranks:
     ranks = running()
-    effects = ranks.host_said(within.Finished(attempt=1), 4.0)
+    effects = ranks.host_said(msg.Finished(attempt=1), 4.0)
     assert effects == [do.Beat(1, PIDS), do.Send(msg.Finished(attempt=1))]
     assert (ranks.state, ranks.pids) == ("finished", ())
     return ranks
@@ -72,7 +72,7 @@ def test_ranks_are_stopped_and_the_next_attempt_starts() -> None:
     ranks = running()
     assert ranks.stop(1, 4.0) == [do.StopRanks(1)]
     assert ranks.stop(1, 4.1) == [], "once is enough"
-    assert ranks.host_said(within.Waiting(store_port=4001), 5.0) == [do.Beat(1, PIDS), stopped(1, 4001)]
+    assert ranks.host_said(msg.Ready(store_port=4001), 5.0) == [do.Beat(1, PIDS), stopped(1, 4001)]
     assert (ranks.state, ranks.wake_at) == ("waiting", do.NEVER)
     order = launch(2)
     assert ranks.launch(order, 6.0) == [do.Prepare(order)]
@@ -84,7 +84,7 @@ def test_ranks_are_stopped_and_the_next_attempt_starts() -> None:
 def test_who_has_no_ranks_answers_a_stop_at_once_and_every_time(make: Callable[[], Ranks]) -> None:
     ranks = make()
     if make is finished:
-        assert ranks.host_said(within.Waiting(store_port=PORT), 5.0) == [], "there was no word to wait for"
+        assert ranks.host_said(msg.Ready(store_port=PORT), 5.0) == [], "there was no word to wait for"
     for _ in range(2):
         assert ranks.stop(1, 6.0) == [stopped(1, PORT)]
     assert ranks.stop(ranks.attempt, 7.0) == [stopped(ranks.attempt, PORT)]
@@ -94,14 +94,14 @@ def test_the_way_back_of_the_host_of_finished_ranks_is_news_to_who_has_asked() -
     ranks = finished()
     assert ranks.stop(1, 5.0) == [stopped(1)]
     assert ranks.state == "warming"
-    assert ranks.host_said(within.Waiting(store_port=4001), 6.0) == [do.Send(msg.Ready(store_port=4001))]
+    assert ranks.host_said(msg.Ready(store_port=4001), 6.0) == [do.Send(msg.Ready(store_port=4001))]
 
 
 def test_ranks_that_finish_while_they_are_stopped_are_told_as_both() -> None:
     ranks = running()
     ranks.stop(1, 4.0)
-    assert do.Send(msg.Finished(attempt=1)) in ranks.host_said(within.Finished(attempt=1), 4.1)
-    assert stopped(1, 4001) in ranks.host_said(within.Waiting(store_port=4001), 4.2)
+    assert do.Send(msg.Finished(attempt=1)) in ranks.host_said(msg.Finished(attempt=1), 4.1)
+    assert stopped(1, 4001) in ranks.host_said(msg.Ready(store_port=4001), 4.2)
     ranks.check()
 
 
@@ -115,7 +115,7 @@ def test_a_host_that_does_not_stop_its_ranks_is_killed() -> None:
     assert ranks.wake_at == do.NEVER
     ended = ranks.host_ended(-9, EVIDENCE, at + 0.1)
     assert ended == [do.KillRanks(PIDS), stopped(), do.StartHost()], "no failure: it was asked for"
-    assert ranks.host_said(within.Waiting(store_port=5), at + 9.0) == [do.Send(msg.Ready(store_port=5))]
+    assert ranks.host_said(msg.Ready(store_port=5), at + 9.0) == [do.Send(msg.Ready(store_port=5))]
 
 
 def test_ranks_are_looked_at_before_they_are_stopped() -> None:
@@ -137,7 +137,7 @@ def test_stacks_that_never_come_do_not_keep_the_ranks() -> None:
 def test_stacks_of_ranks_that_have_ended_meanwhile_stop_nothing() -> None:
     ranks = running()
     ranks.stop(1, 4.0, stacks=True)
-    ranks.host_said(within.Waiting(store_port=4001), 4.5)
+    ranks.host_said(msg.Ready(store_port=4001), 4.5)
     ranks.launch(launch(2), 4.6)
     ranks.prepared(2, 4.7)
     assert ranks.stacks_taken(1, 5.0) == []
@@ -149,7 +149,7 @@ def test_a_launch_that_is_old_or_was_stopped_already_is_none() -> None:
     for attempt in (1, 2, 3):
         assert ranks.launch(launch(attempt), 4.0) == []
     ranks.stop(5, 4.0)
-    ranks.host_said(within.Waiting(store_port=4001), 5.0)
+    ranks.host_said(msg.Ready(store_port=4001), 5.0)
     assert ranks.launch(launch(5), 6.0) == []
     assert ranks.launch(launch(4), 6.0) == []
     assert ranks.state == "waiting"
@@ -172,7 +172,7 @@ def test_a_stop_while_room_is_made_is_answered_and_the_host_never_hears_of_it() 
 def test_a_stop_for_an_attempt_whose_launch_was_lost_ends_what_runs_and_says_so() -> None:
     ranks = running(1)
     assert ranks.stop(2, 4.0) == [do.StopRanks(1)]
-    assert stopped(2, 4001) in ranks.host_said(within.Waiting(store_port=4001), 5.0)
+    assert stopped(2, 4001) in ranks.host_said(msg.Ready(store_port=4001), 5.0)
 
 
 def test_a_launch_waits_for_the_ranks_before_it() -> None:
@@ -180,7 +180,7 @@ def test_a_launch_waits_for_the_ranks_before_it() -> None:
     ranks, order = running(1), launch(2)
     assert ranks.launch(order, 4.0) == [do.StopRanks(1)]
     ranks.check()
-    effects = ranks.host_said(within.Waiting(store_port=4001), 5.0)
+    effects = ranks.host_said(msg.Ready(store_port=4001), 5.0)
     assert effects == [do.Beat(1, PIDS), do.Prepare(order)]
     assert ranks.prepared(2, 6.0) == [do.StartRanks(order, cold=False)]
 
@@ -190,7 +190,7 @@ def test_a_launch_waits_for_a_host_on_its_way() -> None:
     ranks.begin(0.0)
     assert ranks.launch(order, 1.0) == [do.Prepare(order)]
     assert ranks.prepared(4, 2.0) == []
-    assert ranks.host_said(within.Waiting(store_port=PORT), 3.0) == [do.StartRanks(order, cold=False)]
+    assert ranks.host_said(msg.Ready(store_port=PORT), 3.0) == [do.StartRanks(order, cold=False)]
 
 
 def test_rank_0_does_not_start_when_its_store_went_with_the_host_before() -> None:
@@ -230,7 +230,7 @@ def test_a_host_that_dies_without_ranks_is_no_failure() -> None:
 
 def test_ranks_that_have_finished_stay_so_when_their_host_dies() -> None:
     ranks = finished()
-    ranks.host_said(within.Waiting(store_port=4001), 5.0)
+    ranks.host_said(msg.Ready(store_port=4001), 5.0)
     assert ranks.host_ended(1, EVIDENCE, 6.0) == [do.StartHost()]
     assert (ranks.state, ranks.store_port) == ("finished", 0)
 
@@ -246,31 +246,31 @@ def test_a_host_that_dies_again_and_again_is_given_up() -> None:
 def test_a_host_that_has_started_ranks_counts_anew() -> None:
     ranks = warm()
     for attempt in range(1, 2 * machine.HOST_RESTARTS_MAX):
-        ranks.host_said(within.Waiting(store_port=PORT), 2.0)
+        ranks.host_said(msg.Ready(store_port=PORT), 2.0)
         ranks.launch(launch(attempt), 2.0)
         ranks.prepared(attempt, 2.0)
-        ranks.host_said(within.Started(attempt=attempt, pids=PIDS), 3.0)
+        ranks.host_said(msg.Started(attempt=attempt, pids=PIDS), 3.0)
         assert ranks.host_ended(-9, EVIDENCE, 4.0)[-1] == do.StartHost()
 
 
 def test_a_failed_rank_is_told_with_what_the_node_shows() -> None:
     ranks = running()
-    failed = within.Failed(attempt=1, rank=3, exit_code=-9)
+    failed = msg.Failed(attempt=1, rank=3, exit_code=-9)
     told = msg.Failed(attempt=1, rank=3, exit_code=-9, oom_kills=2, shm_used=0.1, log="")
     evidence = {"oom_kills": 2, "shm_used": 0.1, "log": ""}
     assert ranks.rank_failed(failed, evidence, 4.0) == [do.Beat(1, PIDS), do.Send(told)]
-    assert ranks.host_said(within.Waiting(store_port=7), 5.0) == [do.Beat(1, PIDS), stopped(1, 7)]
+    assert ranks.host_said(msg.Ready(store_port=7), 5.0) == [do.Beat(1, PIDS), stopped(1, 7)]
 
 
 def test_what_the_end_of_the_job_explains_is_no_failure() -> None:
     ranks = running()
     ranks.terminated()
-    assert ranks.rank_failed(within.Failed(attempt=1, rank=0, exit_code=-15), {}, 4.0) == [do.Beat(1, PIDS)]
-    assert ranks.host_said(within.Waiting(store_port=7), 5.0) == [do.Beat(1, PIDS)]
+    assert ranks.rank_failed(msg.Failed(attempt=1, rank=0, exit_code=-15), {}, 4.0) == [do.Beat(1, PIDS)]
+    assert ranks.host_said(msg.Ready(store_port=7), 5.0) == [do.Beat(1, PIDS)]
     ranks = running()
     ranks.terminated()
     ranks.stop(1, 4.5)
-    assert stopped(1, 7) in ranks.host_said(within.Waiting(store_port=7), 5.0), "the supervisor waits for it"
+    assert stopped(1, 7) in ranks.host_said(msg.Ready(store_port=7), 5.0), "the supervisor waits for it"
 
 
 def test_only_ranks_that_run_are_looked_at() -> None:
@@ -289,6 +289,6 @@ def test_a_script_that_cannot_use_what_was_loaded_ahead_starts_cold_from_then_on
     ranks = running()
     event = within.ColdStart(why="a fork is of no use", seconds=2.0)
     assert ranks.rank_said(event, 4.0) == [do.Send(msg.RankEvent(attempt=1, event=event))]
-    ranks.host_said(within.Waiting(store_port=PORT), 5.0)
+    ranks.host_said(msg.Ready(store_port=PORT), 5.0)
     ranks.launch(launch(2), 6.0)
     assert ranks.prepared(2, 6.0) == [do.StartRanks(launch(2), cold=True)]

@@ -163,7 +163,7 @@ def test_ranks_of_an_earlier_attempt_that_still_run_are_dismissed(attempt: int) 
 def test_a_node_that_is_prepared_for_an_earlier_attempt_starts_no_ranks() -> None:
     ranks = Ranks(5.0)
     ranks.begin(0.0)
-    ranks.host_said(within.Waiting(store_port=1), 1.0)
+    ranks.host_said(msg.Ready(store_port=1), 1.0)
     assert ranks.launch(launch(2), 2.0) == [do.Prepare(launch(2))]
     assert ranks.launch(launch(3), 3.0) == [do.Prepare(launch(3))]
     assert ranks.prepared(2, 4.0) == []
@@ -178,11 +178,11 @@ def test_an_order_about_an_earlier_attempt_is_not_carried_out() -> None:
     def fuzz(data: st.DataObject) -> None:
         ranks = Ranks(5.0)
         ranks.begin(0.0)
-        ranks.host_said(within.Waiting(store_port=1), 1.0)
+        ranks.host_said(msg.Ready(store_port=1), 1.0)
         ranks.launch(launch(3), 2.0)
         ranks.prepared(3, 2.0)
         if begun := data.draw(st.booleans()):
-            ranks.host_said(within.Started(attempt=3, pids=(1,)), 3.0)
+            ranks.host_said(msg.Started(attempt=3, pids=(1,)), 3.0)
         if begun and data.draw(st.booleans()):
             assert ranks.stop(3, 3.0, stacks=True) == [do.TakeStacks(3, (1,))]
         before = copy.deepcopy(vars(ranks))

@@ -328,10 +328,10 @@ def test_nonsense_between_the_agent_and_its_host_ends_neither() -> None:
     assert done.stdout == "3\n"
     assert done.stderr.startswith("the agent: an unknown message was ignored: dance: ")
     for said in (
-        within.Waiting(store_port=1), within.Started(attempt=1, pids=(2,)), within.Finished(attempt=1),
-        within.Failed(attempt=1, rank=0, exit_code=1, error="E"),
+        msg.Ready(store_port=1), msg.Started(attempt=1, pids=(2,)), msg.Finished(attempt=1),
+        msg.Failed(attempt=1, rank=0, exit_code=1, error="E"),
     ):  # fmt: skip
-        assert within.read_host(msg.encode(said)) == said
-    strange = within.read_host(b'{"host":"dance"}')
+        assert msg.read_host(msg.encode(said)) == said
+    strange = msg.read_host(b'{"host":"dance"}')
     assert isinstance(strange, msg.Strange)
     assert strange.kind == "dance"

@@ -255,10 +255,10 @@ class Agent:
         await self._stacks.take(self._memory.trains(effect.pids))
         self._driver.act(self._machine.stacks_taken(effect.attempt, self._driver.now))
 
-    def _host_said(self, message: within.FromHosts) -> None:
+    def _host_said(self, message: msg.FromHosts) -> None:
         now = self._driver.now
         match message:
-            case within.Failed():
+            case msg.Failed():
                 log_file = self._directory.rank_log(message.attempt, message.rank)
                 look_at = None if message.error else log_file  # an exception has its own message
                 evidence = self._evidence.look(message.exit_code, look_at)

@@ -176,7 +176,7 @@ class HostProcess:
         self,
         process: asyncio.subprocess.Process,
         writer: asyncio.StreamWriter,
-        on_message: Callable[[within.FromHosts], None],
+        on_message: Callable[[msg.FromHosts], None],
         on_end: Callable[[int], None],
         reader: asyncio.StreamReader,
     ) -> None:
@@ -192,7 +192,7 @@ class HostProcess:
         cls,
         plan: dict[str, Any],
         environment: dict[str, str],
-        on_message: Callable[[within.FromHosts], None],
+        on_message: Callable[[msg.FromHosts], None],
         on_end: Callable[[int], None],
     ) -> HostProcess:
         """Start a host. `plan`, which has no secret, is passed in the environment. Output joins the agent's.
@@ -215,12 +215,10 @@ class HostProcess:
         if not self._writer.is_closing():
             self._writer.write(encode(order) + b"\n")
 
-    async def _read(
-        self, reader: asyncio.StreamReader, on_message: Callable[[within.FromHosts], None]
-    ) -> None:
+    async def _read(self, reader: asyncio.StreamReader, on_message: Callable[[msg.FromHosts], None]) -> None:
         try:
             while line := await reader.readline():
-                on_message(within.read_host(line))
+                on_message(msg.read_host(line))
         except (ConnectionError, ValueError):  # ValueError: a line without an end
             pass
 

@@ -638,13 +638,18 @@ _Order = (
 )  # fmt: skip
 _Answer = Accepted | Declined | Condition
 
+# What the torchrun host tells its agent, which passes it on.
+_FromHost = Ready | Started | Failed | Finished
+
 # Readers for the supervisor, an agent, and a command.
+FromHosts = _FromHost | Strange
 Said = Beat | _Said | Strange
 Order = _Order | Strange
 Answer = _Answer | Strange
 
 _read_beat: Callable[[bytes], Beat | Strange] = reader(Beat)
 _read_words: Callable[[bytes], Said] = reader(_Said)
+read_host: Callable[[bytes], FromHosts] = reader(_FromHost)
 read_order: Callable[[bytes], Order] = reader(_Order)
 read_answer: Callable[[bytes], Answer] = reader(_Answer)
 

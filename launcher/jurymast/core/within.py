@@ -1,8 +1,9 @@
 """Messages between the processes of one node: from ranks and the torchrun host to their agent, as JSON lines.
 
-Ranks send {"event": kind, "local_rank": ..., ...} through a pipe that they share; the host and its agent
-exchange {"host": kind, ...} and {"do": kind, ...} over a socket pair. This module is light to import because
-ranks import it.
+Ranks send {"event": kind, "local_rank": ..., ...} through a pipe that they share. The agent sends
+{"do": kind, ...} over a socket pair to the host, which answers as an agent answers a supervisor
+(`messages.FromHosts`).
+This module is light to import because ranks import it.
 """
 
 from __future__ import annotations
@@ -113,41 +114,6 @@ FromRanks = ForSupervisor | ForKeeper | Cadence | Strange
 read_rank: Callable[[bytes], FromRanks] = reader(ForSupervisor | ForKeeper | Cadence)
 
 
-class FromHost(msgspec.Struct, frozen=True, kw_only=True, tag_field="host", tag=kind_of):
-    """A message of the torchrun host."""
-
-
-class Waiting(FromHost, frozen=True, kw_only=True):
-    """The host is warm and has no ranks; its next store listens on `store_port`."""
-
-    store_port: int
-
-
-class Started(FromHost, frozen=True, kw_only=True):
-    """The ranks are these processes, by local rank."""
-
-    attempt: int
-    pids: tuple[int, ...]
-
-
-class Failed(FromHost, frozen=True, kw_only=True):
-    """A rank has ended with `exit_code` (negative for a signal), with the exception that it recorded, if
-    any."""
-
-    attempt: int
-    rank: int
-    exit_code: int
-    error: str = ""
-    message: str = ""
-    traceback: str = ""
-
-
-class Finished(FromHost, frozen=True, kw_only=True):
-    """All ranks have ended with exit code 0."""
-
-    attempt: int
-
-
 class ToHost(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of):
     """An order of the agent."""
 
@@ -173,8 +139,6 @@ class Stop(ToHost, frozen=True, kw_only=True):
     attempt: int
 
 
-FromHosts = Waiting | Started | Failed | Finished | Strange
 HostOrder = Launch | Stop | Strange
 
-read_host: Callable[[bytes], FromHosts] = reader(Waiting | Started | Failed | Finished)
 read_host_order: Callable[[bytes], HostOrder] = reader(Launch | Stop)

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 
+from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.message import Strange, encode
 from jurymast.errors import never
@@ -58,7 +59,7 @@ class AgentPipe:
                         never(order)
         os._exit(0)
 
-    def tell(self, message: within.FromHost) -> None:
+    def tell(self, message: msg.ToSupervisor) -> None:
         line = encode(message) + b"\n"
         with self._lock:
             self._socket.sendall(line)
@@ -74,7 +75,7 @@ class AgentPipe:
     def next_launch(self, store_port: int) -> within.Launch:
         """Tell the agent that the next store listens on this port, and wait for the next launch."""
         while True:
-            self.tell(within.Waiting(store_port=store_port))
+            self.tell(msg.Ready(store_port=store_port))
             launch = self._launches.get()
             if launch.attempt > self._stop_up_to:
                 return launch

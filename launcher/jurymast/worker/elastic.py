@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
-from jurymast.core import within
+from jurymast.core import messages as msg
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import error_file, stack_signal
 from jurymast.worker import rank as rank_start
@@ -191,7 +191,7 @@ class ImpatientAgent(LocalElasticAgent):
         started: dict[int, Any] = super()._start_workers(worker_group)
         pids = [started[local_rank] for local_rank in sorted(started)]
         rendezvous = self._rendezvous_handler
-        rendezvous.pipe.tell(within.Started(attempt=rendezvous.launch.attempt, pids=tuple(pids)))
+        rendezvous.pipe.tell(msg.Started(attempt=rendezvous.launch.attempt, pids=tuple(pids)))
         return started
 
     def _start_ranks(self, *, envs: dict[int, dict[str, str]], args: dict[int, Any], **_: Any) -> ForkedRanks:
@@ -247,7 +247,7 @@ class ImpatientAgent(LocalElasticAgent):
             self._reported.add(local_rank)
             worker = self._worker_group.workers[local_rank]
             self._rendezvous_handler.pipe.tell(
-                within.Failed(
+                msg.Failed(
                     attempt=self._rendezvous_handler.launch.attempt, rank=worker.global_rank,
                     exit_code=failed[local_rank], **error_file.read(self._error_file(local_rank)),
                 )
@@ -301,4 +301,4 @@ def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
         )  # fmt: skip
         ImpatientAgent(spec, plan, rendezvous, server).run()
         # All ranks of this node are done. After another node's failure they may have to run again.
-        rendezvous.pipe.tell(within.Finished(attempt=rendezvous.launch.attempt))
+        rendezvous.pipe.tell(msg.Finished(attempt=rendezvous.launch.attempt))

@@ -21,7 +21,7 @@ def write(error: BaseException, text: str) -> None:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
 
 
-def read(path: str) -> dict[str, str]:
+def read(path: str) -> dict[str, Any]:
     """Return {"error": exception class, "message", "traceback"}; {} if the file is missing or has other
     contents, because scripts may write it as well."""
     from jurymast import foreign  # imported here, because ranks only write

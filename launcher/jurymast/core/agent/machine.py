@@ -242,13 +242,11 @@ class AgentMachine:
     def stacks_taken(self, attempt: int, now: float) -> list[Effect]:
         return self._out(self._said(self.ranks.stacks_taken(attempt, now)), now)
 
-    def host_said(
-        self, message: within.Waiting | within.Started | within.Finished, now: float
-    ) -> list[Effect]:
-        warm = self._probe() if isinstance(message, within.Waiting) else []
+    def host_said(self, message: msg.Ready | msg.Started | msg.Finished, now: float) -> list[Effect]:
+        warm = self._probe() if isinstance(message, msg.Ready) else []
         return self._out(warm + self._said(self.ranks.host_said(message, now)), now)
 
-    def rank_failed(self, failed: within.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
+    def rank_failed(self, failed: msg.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
         """A rank failed. `evidence`: what the node knows about it, as fields of `messages.Failed`."""
         return self._out(self._said(self.ranks.rank_failed(failed, evidence, now)), now)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec.structs import asdict
+from msgspec.structs import replace
 
 from jurymast.core import messages as msg
 from jurymast.core import within
@@ -171,46 +171,38 @@ class Ranks:
 
     # Events on this node.
 
-    def host_said(
-        self, message: within.Waiting | within.Started | within.Finished, now: float
-    ) -> list[Effect]:
+    def host_said(self, message: msg.Ready | msg.Started | msg.Finished, now: float) -> list[Effect]:
         match message:
-            case within.Waiting():
-                return self._host_waits(message.store_port)
-            case within.Started():
-                return self._started(message)
-            case within.Finished():
-                return self._ranks_finished(message)
+            case msg.Ready():
+                return self._host_waits(message)
+            case msg.Started():
+                self.pids, self.host_starts = message.pids, 1
+                return [do.Send(message), self.beat()]
+            case msg.Finished():
+                effects: list[Effect] = [self.beat(), do.Send(message)]
+                if not self._ending:  # otherwise the one who stops them still waits for the host
+                    self._gone()
+                    self._finished = True
+                return effects
 
-    def rank_failed(self, failed: within.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
+    def rank_failed(self, failed: msg.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
         """Report a failed rank. `evidence`: what the node knows about it, as fields of `messages.Failed`."""
-        return [self.beat(), *self._tell(msg.Failed(**asdict(failed), **evidence))]
+        return [self.beat(), *self._tell(replace(failed, **evidence))]
 
     def rank_said(self, event: within.ForSupervisor, now: float) -> list[Effect]:
         self._cold = self._cold or isinstance(event, within.ColdStart)
         return [do.Send(msg.RankEvent(attempt=self._told, event=event))]
 
-    def _started(self, message: within.Started) -> list[Effect]:
-        self.pids, self.host_starts = message.pids, 1
-        return [do.Send(msg.Started(attempt=message.attempt, pids=message.pids)), self.beat()]
-
-    def _ranks_finished(self, message: within.Finished) -> list[Effect]:
-        effects: list[Effect] = [self.beat(), do.Send(msg.Finished(attempt=message.attempt))]
-        if not self._ending:  # otherwise the one who stops them still waits for the host
-            self._gone()
-            self._finished = True
-        return effects
-
-    def _host_waits(self, store_port: int) -> list[Effect]:
+    def _host_waits(self, ready: msg.Ready) -> list[Effect]:
         lived = self._alive
         last: list[Effect] = [self.beat()] if self.pids else []  # how far they came, exactly
         self._gone()
-        self.store_port = store_port
+        self.store_port = ready.store_port
         if self._launch is not None:
             return last + self._go_on()
         if lived:
             return last + self._tell_stopped()
-        return [] if self._finished else [do.Send(msg.Ready(store_port=store_port))]
+        return [] if self._finished else [do.Send(ready)]
 
     def host_ended(self, code: int, evidence: Mapping[str, Any], now: float) -> list[Effect]:
         """Handle the end of the host, while it waited or together with its ranks. `evidence` as in

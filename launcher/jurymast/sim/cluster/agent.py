@@ -101,14 +101,14 @@ class SimHost:
 
     def _wait(self) -> None:
         self.attempt, self.port = 0, self.agent.cluster.new_port()
-        self.agent.host_said(within.Waiting(store_port=self.port))
+        self.agent.host_said(msg.Ready(store_port=self.port))
 
     def start(self, order: msg.Launch) -> None:
         self.world.after(self.world.between(*START_S), self.process, self._started, order)
 
     def _started(self, order: msg.Launch) -> None:
         if order.attempt <= self.stop_up_to:
-            self.agent.host_said(within.Waiting(store_port=self.port))
+            self.agent.host_said(msg.Ready(store_port=self.port))
             return
         cluster = self.agent.cluster
         self.attempt = order.attempt
@@ -116,7 +116,7 @@ class SimHost:
         page = self.agent.page = Page()
         self.member = SimMember(self.agent, self, order, page, follower(cluster, page), self.world.now)
         self.group = cluster.group(order)
-        self.agent.host_said(within.Started(attempt=order.attempt, pids=pids))
+        self.agent.host_said(msg.Started(attempt=order.attempt, pids=pids))
         self.world.after(
             self.world.between(0.02, 0.2), self.process, self._join, self.group, order, self.member
         )
@@ -150,7 +150,7 @@ class SimHost:
         self._leave(loud=True)
         error = "" if code < 0 else "RuntimeError"
         rank = place * self.agent.cluster.ranks_per_node
-        failed = within.Failed(attempt=attempt, rank=rank, exit_code=code, error=error, message=why)
+        failed = msg.Failed(attempt=attempt, rank=rank, exit_code=code, error=error, message=why)
         self.agent.host_failed(failed)
         self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
 
@@ -159,7 +159,7 @@ class SimHost:
         if self.group is not group or not self.attempt or self.member is None or self.member.gone:
             return
         attempt, self.attempt, self.member.gone = self.attempt, 0, True
-        self.agent.host_said(within.Finished(attempt=attempt))
+        self.agent.host_said(msg.Finished(attempt=attempt))
         self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
 
     def die(self, *, loud: bool) -> None:
@@ -427,17 +427,17 @@ class SimAgent:
         stands = {place * count + local: Stand(COLLECTIVE, mark) for local in range(count)}
         self.say(msg.Looked(attempt=host.attempt, number=number, stands=stands))
 
-    def host_said(self, word: within.Waiting | within.Started | within.Finished) -> None:
+    def host_said(self, word: msg.Ready | msg.Started | msg.Finished) -> None:
         self.world.after(0.0005, self.process, self._host_said, self.host, word)
 
-    def _host_said(self, host: SimHost, word: within.Waiting | within.Started | within.Finished) -> None:
+    def _host_said(self, host: SimHost, word: msg.Ready | msg.Started | msg.Finished) -> None:
         if host is self.host:
             self._carry_out(self.machine.host_said(word, self.now))
 
-    def host_failed(self, failed: within.Failed) -> None:
+    def host_failed(self, failed: msg.Failed) -> None:
         self.world.after(0.0005, self.process, self._host_failed, self.host, failed)
 
-    def _host_failed(self, host: SimHost, failed: within.Failed) -> None:
+    def _host_failed(self, host: SimHost, failed: msg.Failed) -> None:
         if host is self.host:
             self._carry_out(self.machine.rank_failed(failed, {}, self.now))
 
