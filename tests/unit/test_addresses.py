@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from jurymast.cluster.allocation import announced_by, listen
-from jurymast.core.within import Launch
+from jurymast.core.messages import Launch
 from jurymast.wire.endpoint import ADDRESS_VARIABLE, ANY, is_up, listen_at, listen_at_each
 from jurymast.worker.agent_pipe import AgentPipe
 

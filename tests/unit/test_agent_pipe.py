@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 from jurymast.core import messages as msg
-from jurymast.core import within
 
 LIMIT_S = 90.0
 # In a process of its own: it ends with its agent.
@@ -21,8 +20,8 @@ print(pipe.next_launch(4000).attempt, flush=True)
 """
 
 
-def launch(attempt: int) -> within.Launch:
-    return within.Launch(
+def launch(attempt: int) -> msg.Launch:
+    return msg.Launch(
         attempt=attempt, rank=0, world=1, master_address="a", master_port=1, mtbf_s=0.0, cold=False, saved=0,
         environment={},
     )  # fmt: skip
@@ -32,7 +31,7 @@ def test_a_launch_that_was_stopped_already_is_answered_with_a_word_that_the_host
     """Else the agent thinks that its ranks are about to start, and kills the host to be rid of them."""
     ours, theirs = socket.socketpair()
     with ours:
-        for order in (launch(3), within.Stop(attempt=3), launch(4)):
+        for order in (launch(3), msg.Stop(attempt=3), launch(4)):
             ours.sendall(msg.encode(order) + b"\n")
         with theirs:
             done = subprocess.run(

@@ -306,7 +306,7 @@ def test_nonsense_between_the_agent_and_its_host_ends_neither() -> None:
         "print(pipe.next_launch(1).attempt, flush=True)\n"
     )
     ours, theirs = socket.socketpair()
-    launch = within.Launch(
+    launch = msg.Launch(
         attempt=3,
         rank=0,
         world=1,
@@ -332,6 +332,6 @@ def test_nonsense_between_the_agent_and_its_host_ends_neither() -> None:
         msg.Failed(attempt=1, rank=0, exit_code=1, error="E"),
     ):  # fmt: skip
         assert msg.read_host(msg.encode(said)) == said
-    strange = msg.read_host(b'{"host":"dance"}')
+    strange = msg.read_host(b'{"say":"dance"}')
     assert isinstance(strange, msg.Strange)
     assert strange.kind == "dance"

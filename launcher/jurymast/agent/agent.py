@@ -13,6 +13,8 @@ import signal
 import threading
 import time
 
+from msgspec.structs import replace
+
 from jurymast.agent import node as here
 from jurymast.agent.driver import Driver
 from jurymast.agent.hosting import Evidence, HostProcess, NetworkWorkaround, end_ranks, signal_ranks
@@ -157,7 +159,7 @@ class Agent:
             case do.StartRanks():
                 self._start_ranks(effect.order, cold=effect.cold)
             case do.StopRanks():
-                self._tell(within.Stop(attempt=effect.attempt))
+                self._tell(msg.Stop(attempt=effect.attempt))
             case do.TakeStacks():
                 self._driver.spawn(self._take_stacks(effect), vital=False)
             case do.LookAtRanks():
@@ -240,14 +242,9 @@ class Agent:
         environment = {**self._workaround.environment(order.attempt), **self._stacks.launch(order)}
         if self._plan.batch:
             environment |= dict.fromkeys(here.SLURM_LISTS, order.nodes)
-        launch = within.Launch(
-            attempt=order.attempt, rank=order.rank, world=order.world, master_address=order.master_address,
-            master_port=order.master_port, mtbf_s=order.mtbf_s, cold=cold, saved=order.saved,
-            environment=environment,
-        )  # fmt: skip
-        self._tell(launch)
+        self._tell(replace(order, cold=cold, restore=None, environment=environment))
 
-    def _tell(self, order: within.ToHost) -> None:
+    def _tell(self, order: msg.Launch | msg.Stop) -> None:
         if self._host is not None:
             self._host.tell(order)
 

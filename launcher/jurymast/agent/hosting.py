@@ -21,7 +21,6 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.message import encode
 from jurymast.core.nodes import devices
 from jurymast.core.nodes.devices import WorkAround, work_around
@@ -211,7 +210,7 @@ class HostProcess:
         reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
         return cls(process, writer, on_message, on_end, reader)
 
-    def tell(self, order: within.ToHost) -> None:
+    def tell(self, order: msg.Launch | msg.Stop) -> None:
         if not self._writer.is_closing():
             self._writer.write(encode(order) + b"\n")
 

@@ -403,7 +403,8 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     """Start the ranks of `attempt`: this node has group rank `rank` of `world` nodes. `mtbf_s`: expected
     seconds between failures, 0.0 if unknown; `cold`: do not preload anything for the script; `restore` None:
     the ranks look in the shared tier themselves, where the run had `saved` this step last (0: none). `nodes`:
-    names of all, in the order of their ranks, in Slurm's notation."""
+    names of all, in the order of their ranks, in Slurm's notation. The agent adds an `environment` for the
+    ranks, which its host adds to its own."""
 
     attempt: int
     rank: int
@@ -415,6 +416,7 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     saved: int = 0
     restore: Restore | None = None
     nodes: str = ""
+    environment: dict[str, str] = {}
 
 
 class Stop(ToAgent, frozen=True, kw_only=True):
@@ -638,8 +640,9 @@ _Order = (
 )  # fmt: skip
 _Answer = Accepted | Declined | Condition
 
-# What the torchrun host tells its agent, which passes it on.
+# Between an agent and its torchrun host: JSON lines over a socket pair.
 _FromHost = Ready | Started | Failed | Finished
+HostOrder = Launch | Stop | Strange
 
 # Readers for the supervisor, an agent, and a command.
 FromHosts = _FromHost | Strange
@@ -650,6 +653,7 @@ Answer = _Answer | Strange
 _read_beat: Callable[[bytes], Beat | Strange] = reader(Beat)
 _read_words: Callable[[bytes], Said] = reader(_Said)
 read_host: Callable[[bytes], FromHosts] = reader(_FromHost)
+read_host_order: Callable[[bytes], HostOrder] = reader(Launch | Stop)
 read_order: Callable[[bytes], Order] = reader(_Order)
 read_answer: Callable[[bytes], Answer] = reader(_Answer)
 

@@ -1,9 +1,5 @@
-"""Messages between the processes of one node: from ranks and the torchrun host to their agent, as JSON lines.
-
-Ranks send {"event": kind, "local_rank": ..., ...} through a pipe that they share. The agent sends
-{"do": kind, ...} over a socket pair to the host, which answers as an agent answers a supervisor
-(`messages.FromHosts`).
-This module is light to import because ranks import it.
+"""Messages of ranks to their agent: JSON lines {"event": kind, "local_rank": ..., ...} through a pipe that
+they share. This module is light to import because ranks import it.
 """
 
 from __future__ import annotations
@@ -13,7 +9,7 @@ from enum import Enum
 
 import msgspec
 
-from jurymast.core.message import Strange, kind_of, reader
+from jurymast.core.message import Strange, reader
 
 # A restore that has waited this long for storage is reported, and again each time this much more has passed.
 RESTORE_TOLD_S = 30.0
@@ -112,33 +108,3 @@ ForKeeper = CheckpointsKept | Foreseen | Image
 FromRanks = ForSupervisor | ForKeeper | Cadence | Strange
 
 read_rank: Callable[[bytes], FromRanks] = reader(ForSupervisor | ForKeeper | Cadence)
-
-
-class ToHost(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of):
-    """An order of the agent."""
-
-
-class Launch(ToHost, frozen=True, kw_only=True):
-    """Start the ranks of `attempt`, as described by `messages.Launch`, with `environment` added to the host's
-    own."""
-
-    attempt: int
-    rank: int
-    world: int
-    master_address: str
-    master_port: int
-    mtbf_s: float
-    cold: bool
-    saved: int
-    environment: dict[str, str]
-
-
-class Stop(ToHost, frozen=True, kw_only=True):
-    """Stop the ranks of `attempt` and of those before it."""
-
-    attempt: int
-
-
-HostOrder = Launch | Stop | Strange
-
-read_host_order: Callable[[bytes], HostOrder] = reader(Launch | Stop)

@@ -9,7 +9,6 @@ import sys
 import threading
 
 from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.message import Strange, encode
 from jurymast.errors import never
 from jurymast.wire.channel import Strangers
@@ -27,7 +26,7 @@ class AgentPipe:
         self._socket = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
         self._lock = threading.Lock()
-        self._launches: queue.SimpleQueue[within.Launch] = queue.SimpleQueue()
+        self._launches: queue.SimpleQueue[msg.Launch] = queue.SimpleQueue()
         self._stop_up_to = 0
         self.stop_signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable if a stop is requested
         threading.Thread(target=self._read, name="agent-pipe", daemon=True).start()
@@ -46,11 +45,11 @@ class AgentPipe:
         strangers = Strangers(lambda sender, text: sys.stderr.write(f"{sender}: {text}\n"))
         with self._socket.makefile("rb") as lines:
             for line in lines:
-                order = within.read_host_order(line)
+                order = msg.read_host_order(line)
                 match order:
-                    case within.Launch():
+                    case msg.Launch():
                         self._launches.put(order)
-                    case within.Stop():
+                    case msg.Stop():
                         self._stop_up_to = max(self._stop_up_to, order.attempt)
                         os.eventfd_write(self.stop_signal, 1)
                     case Strange():
@@ -72,7 +71,7 @@ class AgentPipe:
             pass
         return self._stop_up_to >= attempt
 
-    def next_launch(self, store_port: int) -> within.Launch:
+    def next_launch(self, store_port: int) -> msg.Launch:
         """Tell the agent that the next store listens on this port, and wait for the next launch."""
         while True:
             self.tell(msg.Ready(store_port=store_port))
