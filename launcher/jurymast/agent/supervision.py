@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -168,24 +168,19 @@ class Succeeding:
                 await process.wait()
 
     async def _supervise(self, start: do.StartSupervisor) -> None:
-        self._supervisor = await self._call(start) or await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "jurymast.supervisor", str(self._directory.root), "--takeover", self._node,
-            "--after", str(start.after), "--silent-since", f"{time.monotonic() - start.silent_s:.3f}",
-            stdin=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
+        """Start the takeover in the standby process, or in a new one if there is none."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            with suppress(OSError):  # it has ended, or could not be started
+                await self._call(standby, start)
+        if self._supervisor is None or self._supervisor.returncode is not None:
+            await self._call(self._stand_by(), start)
+        assert self._supervisor is not None
         await self._supervisor.wait()
         self._driver.act(self._machine.supervisor_ended(self._driver.now))
 
-    async def _call(self, start: do.StartSupervisor) -> Process | None:
-        """Start the takeover in the standby process, and return the process; None if there is none."""
-        starting, self._standby = self._standby, None
-        if starting is None:
-            return None
-        try:
-            process = await starting
-            assert process.stdin is not None
-            process.stdin.write(f"{start.after} {time.monotonic() - start.silent_s:.3f}\n".encode())
-            await process.stdin.drain()
-        except OSError:
-            return None
-        return process if process.returncode is None else None
+    async def _call(self, starting: Awaitable[Process], start: do.StartSupervisor) -> None:
+        process = self._supervisor = await starting
+        assert process.stdin is not None
+        process.stdin.write(f"{start.after} {time.monotonic() - start.silent_s:.3f}\n".encode())
+        await process.stdin.drain()

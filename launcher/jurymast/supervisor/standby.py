@@ -3,7 +3,8 @@ node.
 
 It imports everything and reads the journal in advance, so that a takeover takes milliseconds. One line on its
 input starts it: the epoch whose supervisor is gone, and since when that supervisor has been silent, by this
-node's monotonic clock. It ends with its input, and so with its agent.
+node's monotonic clock. If that is there at once, nothing is done in advance. It ends with its input, and so
+with its agent.
 
 A thread with a higher nice value imports and reads, so that other processes on the node go first. It does not
 get the highest, because the takeover waits for this thread.
@@ -26,9 +27,13 @@ FOLLOW_EVERY_S = 2.0
 NICE = 5
 
 
+def _called(limit_s: float) -> bool:
+    return bool(select.select([0], [], [], limit_s)[0])
+
+
 def _call(followers: list[JournalFollower]) -> str:
     """Wait for the line that starts the takeover, and return it; "" at the end of the input."""
-    while not select.select([0], [], [], FOLLOW_EVERY_S)[0]:
+    while not _called(FOLLOW_EVERY_S):
         for follower in followers:
             with suppress(OSError):  # storage fails: try again later
                 follower.catch_up()
@@ -51,7 +56,8 @@ def _get_ready(run_directory: str, followers: list[JournalFollower]) -> None:
 
 def main(run_directory: str, node: str) -> int:
     followers: list[JournalFollower] = []
-    threading.Thread(target=_get_ready, args=(run_directory, followers), name="ready", daemon=True).start()
+    if not _called(0.0):  # else there is no time to get ready
+        threading.Thread(target=_get_ready, args=(run_directory, followers), daemon=True).start()
     call = _call(followers)
     if not call:
         os._exit(0)  # at once, without waiting for imports
