@@ -285,7 +285,7 @@ class Agent:
                 case within.Cadence():
                     self._memory.heard(event)
                 case within.Image():
-                    self._keeping.image_published(event)
+                    self._keeping.keeper.image_published(event.local_rank, event.slot, event.stall_s)
                 case Strange():
                     self._strangers.heard("a rank", event)
                 case _:

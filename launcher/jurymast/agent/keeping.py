@@ -65,9 +65,6 @@ class Keeping:
     def checkpoints_at(self, event: within.CheckpointsKept) -> None:
         self._shared, self._keep = Path(event.directory), event.keep
 
-    def image_published(self, event: within.Image) -> None:
-        self.keeper.image_published(event.local_rank, event.slot, event.stall_s)
-
     def warm(self) -> None:
         """Start, once, the process that completes shared checkpoints, so that it is ready when needed."""
         self._warming = asyncio.ensure_future(self._storage.carry_out(Warm()))

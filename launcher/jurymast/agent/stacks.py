@@ -315,7 +315,6 @@ def _loader_workers(pid: int) -> list[int]:
 
 
 def _family(pid: int) -> list[psutil.Process]:
-    """Return all descendants of a process."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.Error:

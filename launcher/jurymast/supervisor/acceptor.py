@@ -39,7 +39,7 @@ def allow_files(nodes: int) -> str:
     with suppress(OSError, ValueError):  # a hard limit above fs.nr_open cannot be set, not even unchanged
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = nodes + _waiting_max(nodes) + OWN_FILES
+    needed = 2 * nodes + STRANGERS_MAX + OWN_FILES
     if allowed == resource.RLIM_INFINITY or allowed >= needed:
         return ""
     return (
@@ -48,16 +48,12 @@ def allow_files(nodes: int) -> str:
     )
 
 
-def _waiting_max(nodes: int) -> int:
-    return nodes + STRANGERS_MAX
-
-
 class Acceptor:
     """Accepts connections of the agents of `nodes` nodes, and of operators."""
 
     def __init__(self, secret: bytes, nodes: int) -> None:
         self._secret = secret
-        self._waiting_max = _waiting_max(nodes)
+        self._waiting_max = nodes + STRANGERS_MAX
         self._waiting: dict[Connection, None] = {}  # oldest first
         self._waiting_at: defaultdict[str, dict[Connection, None]] = defaultdict(dict)  # by address
         self._told_at = -math.inf

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
@@ -82,53 +83,51 @@ class Supervisor:
     # Effects.
 
     def _do(self, effects: Sequence[do.Effect]) -> None:
-        """Carry out effects in order."""
-        sends: list[do.Send] = []  # successive messages to one node
-        for effect in effects:
-            if sends and not (isinstance(effect, do.Send) and effect.node == sends[0].node):
-                self._tell_all(sends)
-                sends = []
-            match effect:
-                case do.Send():
-                    sends.append(effect)
-                case do.Answer():
-                    go_on = msg.GoOn(
-                        time=time.time(), patience_s=effect.patience_s, heard=effect.heard,
-                        epoch=effect.epoch, heir=effect.heir,
-                    )  # fmt: skip
-                    self._tell(effect.node, go_on)
-                case do.Journal():
-                    self._write(effect)
-                case do.Disconnect():
-                    connection = self._channels.pop(effect.node, None)
-                    if connection is not None:
-                        connection.close()
-                case do.Pulse():
-                    self._hold.silent = not effect.on
-                case do.End():
-                    self._over.set()
-                case do.GiveWay():
-                    self._give_way()
-                case do.Fence():
-                    self._spawn(self._fence(effect.attempt))
-                case do.GiveBack():
-                    self._spawn(self._give_back(effect))
-                case do.WhyEnding():
-                    self._spawn(self._ask_why_ending(effect))
-                case do.AskSuperseded():
-                    self._spawn(self._ask_superseded())
-                case do.Record() | do.SaveFirst():
-                    raise AssertionError(f"{effect} has left the machine")
-                case _:
-                    never(effect)
-        if sends:
-            self._tell_all(sends)
+        """Carry out effects in order; successive messages to one node are sent together."""
+        for node, same in groupby(
+            effects, lambda effect: effect.node if isinstance(effect, do.Send) else None
+        ):
+            if node is None:
+                for effect in same:
+                    self._carry_out(effect)
+            else:
+                self._tell(node, *[one.message for one in same if isinstance(one, do.Send)])
         if self._machine.has_work and not self._working:
             self._working = True
             self._spawn(self._work())
 
-    def _tell_all(self, sends: list[do.Send]) -> None:
-        self._tell(sends[0].node, *[one.message for one in sends])
+    def _carry_out(self, effect: do.Effect) -> None:
+        match effect:
+            case do.Answer():
+                go_on = msg.GoOn(
+                    time=time.time(), patience_s=effect.patience_s, heard=effect.heard,
+                    epoch=effect.epoch, heir=effect.heir,
+                )  # fmt: skip
+                self._tell(effect.node, go_on)
+            case do.Journal():
+                self._write(effect)
+            case do.Disconnect():
+                connection = self._channels.pop(effect.node, None)
+                if connection is not None:
+                    connection.close()
+            case do.Pulse():
+                self._hold.silent = not effect.on
+            case do.End():
+                self._over.set()
+            case do.GiveWay():
+                self._give_way()
+            case do.Fence():
+                self._spawn(self._fence(effect.attempt))
+            case do.GiveBack():
+                self._spawn(self._give_back(effect))
+            case do.WhyEnding():
+                self._spawn(self._ask_why_ending(effect))
+            case do.AskSuperseded():
+                self._spawn(self._ask_superseded())
+            case do.Send() | do.Record() | do.SaveFirst():
+                raise AssertionError(f"{effect} is not carried out here")
+            case _:
+                never(effect)
 
     def _tell(self, node: str, *messages: msg.ToAgent) -> None:
         connection = self._channels.get(node)

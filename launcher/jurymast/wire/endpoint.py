@@ -88,12 +88,11 @@ PULSE, NEWEST = "pulse", "newest.json"
 DIGITS_MAX = 12  # digits of an epoch's number
 
 
-def _claim(epochs: Path, epoch: int) -> Path:
-    return epochs / f"{epoch:06d}.claim"
+CLAIMED, ANNOUNCED = ".claim", ".json"
 
 
-def _place(epochs: Path, epoch: int) -> Path:
-    return epochs / f"{epoch:06d}.json"
+def _file(epochs: Path, epoch: int, suffix: str) -> Path:
+    return epochs / f"{epoch:06d}{suffix}"
 
 
 def claim_epoch(epochs: Path) -> int:
@@ -107,7 +106,7 @@ def claim_epoch(epochs: Path) -> int:
 def claim(epochs: Path, epoch: int) -> bool:
     """Claim this epoch, unless another process has it. Raises OSError."""
     try:
-        os.close(os.open(_claim(epochs, epoch), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.close(os.open(_file(epochs, epoch, CLAIMED), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
     return True
@@ -117,7 +116,7 @@ def newest_epoch(epochs: Path) -> int:
     """Return the newest epoch claimed; 0 before the first. Raises OSError, also if the directory is missing,
     which does not mean that there is no epoch."""
     beats, _, _ = _read(epochs / PULSE).partition(":")
-    return max([*_listed(epochs, ".claim"), _number(beats) or 0])
+    return max([*_listed(epochs, CLAIMED), _number(beats) or 0])
 
 
 def _number(text: str) -> int | None:
@@ -133,14 +132,14 @@ def _listed(epochs: Path, suffix: str) -> list[int]:
 
 
 def announce(epochs: Path, endpoint: Endpoint) -> None:
-    for path in (_place(epochs, endpoint.epoch), epochs / NEWEST):
+    for path in (_file(epochs, endpoint.epoch, ANNOUNCED), epochs / NEWEST):
         write_json(path, asdict(endpoint))
 
 
 def pulse(epochs: Path, epoch: int, count: int) -> None:
     """Show through the file system that this epoch's supervisor lives, beginning right after its claim.
     Raises OSError, also if the claim is missing: then this is another directory."""
-    os.stat(_claim(epochs, epoch))
+    os.stat(_file(epochs, epoch, CLAIMED))
     descriptor = os.open(epochs / PULSE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.write(descriptor, f"{epoch}:{count}".encode())
@@ -165,11 +164,11 @@ def find(epochs: Path) -> Endpoint | None:
     """Return the newest announced endpoint that can be read, or None."""
     newest = _endpoint(epochs / NEWEST)
     try:
-        listed = sorted(_listed(epochs, ".json"), reverse=True)
+        listed = sorted(_listed(epochs, ANNOUNCED), reverse=True)
     except OSError:
         return newest
     newer = (epoch for epoch in listed if newest is None or epoch > newest.epoch)
-    found = (_endpoint(_place(epochs, epoch)) for epoch in newer)
+    found = (_endpoint(_file(epochs, epoch, ANNOUNCED)) for epoch in newer)
     return next((place for place in found if place is not None), newest)
 
 

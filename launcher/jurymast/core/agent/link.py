@@ -36,7 +36,6 @@ class Hearing:
         self.late_at = NEVER  # and from then on for one that answers on time
 
     def begin(self, now: float) -> None:
-        """Begin anew with a new connection."""
         self._answers = recent(self._answer_every_s, now)
         self.epoch = self.heir = None
         self._heard(now)
@@ -190,7 +189,6 @@ class SupervisorLink:
         return self._over(now)
 
     def _over(self, now: float) -> list[Effect]:
-        """End one try."""
         if self._tries:
             return []
         if now > self._alone_since + self._alone_limit_s():
@@ -204,7 +202,6 @@ class SupervisorLink:
         return ALONE_LIMIT_S if self._ranks.state == "finished" else IDLE_ALONE_LIMIT_S
 
     def _change_over(self, place: Endpoint | None, now: float) -> list[Effect]:
-        """Move to a newer supervisor."""
         epoch = self._hearing.epoch
         if place is None or not epoch or place.epoch <= epoch or place.allocation != self._allocation:
             return []

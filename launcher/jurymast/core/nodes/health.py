@@ -14,9 +14,6 @@ from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.run.state import Phase, RunState
 
 MESSAGE_MAX = 1000
-_FIELDS = [
-    name for name in ev.HealthFound.__struct_fields__ if name not in ("t", "node", "verdict", "message")
-]
 Key = tuple[str, str, str, str]
 
 
@@ -35,11 +32,9 @@ class NodeHealth:
         if known is not None and _is_same(known, finding):
             return []
         self._known[key] = finding
-        values = {name: getattr(finding, name) for name in _FIELDS}
-        event = ev.HealthFound(
-            t=now, node=node, verdict=finding.verdict.value, message=finding.message[:MESSAGE_MAX], **values
-        )
-        return [Record(event)]
+        values = {**finding.to_json(), "message": finding.message[:MESSAGE_MAX]}
+        del values["once"]
+        return [Record(ev.HealthFound(t=now, node=node, **values))]
 
 
 def _is_same(known: Finding, told: Finding) -> bool:

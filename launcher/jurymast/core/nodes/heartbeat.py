@@ -59,9 +59,6 @@ class Arrivals:
         beats = BEATS if len(self.gaps) >= KNOWN_AFTER else UNKNOWN_BEATS
         return min(LIMIT_MAX_S, max(beats * self.heartbeat_s, FACTOR * longest))
 
-    def silent_s(self, now: float) -> float:
-        return now - self.last
-
 
 def steady_limit_s(heartbeat_s: float, fixed_s: float | None = None) -> float:
     """Return the limit for a node whose heartbeats have all come on time, in seconds; `fixed_s` as in

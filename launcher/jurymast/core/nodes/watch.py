@@ -22,7 +22,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Set
 from dataclasses import dataclass
 
 from jurymast.core import events as ev
@@ -101,33 +100,6 @@ class NodeWatch:
     heard: int = 0
 
 
-class Heirs:
-    """The nodes that take over first, of those that are `here`: spares first, because their processors are
-    idle. `now` is the watcher's clock."""
-
-    def __init__(self, state: RunState, here: Set[str]) -> None:
-        self._state, self._here = state, here
-        self._heirs: tuple[str, ...] = ()
-        self._look_at = -math.inf
-        self._among = 0
-
-    def look(self, now: float) -> None:
-        """Choose again: from time to time, because there may be thousands of nodes, and at once if an heir
-        has left or there are too few."""
-        enough = len(self._heirs) == HEIRS or len(self._here) == self._among
-        if now < self._look_at and enough and all(name in self._here for name in self._heirs):
-            return
-        self._look_at, self._among = now + LOOK_EVERY_S, len(self._here)
-        nodes = self._state.nodes
-        able = (nodes[name] for name in self._here if name in nodes and name != self._state.supervised_on)
-        chosen = heapq.nsmallest(HEIRS, able, key=lambda node: (node.role is not Role.SPARE, node.order))
-        self._heirs = tuple(node.name for node in chosen)
-
-    def place(self, node: str) -> int | None:
-        """Return the node's place from 0 on; None if it is not among the first."""
-        return self._heirs.index(node) if node in self._heirs else None
-
-
 class Watch:
     """`now` is the supervisor's clock. It must tick about every `STEADY_INTERVAL_S`, or sooner; all other
     seconds are those of the watcher's own clock."""
@@ -147,7 +119,9 @@ class Watch:
         self._broke_at: deque[float] = deque(maxlen=MANY)
         self._many_until = self._late_until = -math.inf
         self._abandoned: set[str] = set()  # nodes of the last supervisors, while they are to connect
-        self._heirs = Heirs(state, self.here)
+        self._heirs: tuple[str, ...] = ()  # the nodes that take over first
+        self._look_at = -math.inf
+        self._among = 0
         self._doubted: set[str] = set()
         self._isolated_since: float | None = None
         self._unfindable = False  # nodes that are to return cannot find this supervisor
@@ -279,9 +253,8 @@ class Watch:
         if now < watch.answered_at + EARLY * self._lateness.answer_every_s:
             return []
         watch.answered_at = now
-        return [
-            Answer(node, self._lateness.patience_s, watch.heard, self._state.epoch, self._heirs.place(node))
-        ]
+        heir = self._heirs.index(node) if node in self._heirs else None
+        return [Answer(node, self._lateness.patience_s, watch.heard, self._state.epoch, heir)]
 
     def heard(self, node: str, connection: int) -> None:
         """A message arrived that the agent keeps until it is acknowledged."""
@@ -328,7 +301,7 @@ class Watch:
             self._wait_for_storage(counted_s)
         if self.ending:
             return effects
-        self._heirs.look(self.clock.now)
+        self._choose_heirs()
         self._look_for_the_last_supervisors()
         quiet = self._quiet()
         effects += self._listen(quiet)
@@ -338,6 +311,19 @@ class Watch:
             if not is_late or name in doubted:
                 effects += self._lose(name, event)
         return effects
+
+    def _choose_heirs(self) -> None:
+        """Choose again from time to time, because there may be thousands of nodes, and at once if an heir has
+        left or there are too few. Spares come first, because their processors are idle."""
+        now, here = self.clock.now, self.here
+        enough = len(self._heirs) == HEIRS or len(here) == self._among
+        if now < self._look_at and enough and all(name in here for name in self._heirs):
+            return
+        self._look_at, self._among = now + LOOK_EVERY_S, len(here)
+        nodes = self._state.nodes
+        able = (nodes[name] for name in here if name in nodes and name != self._state.supervised_on)
+        chosen = heapq.nsmallest(HEIRS, able, key=lambda node: (node.role is not Role.SPARE, node.order))
+        self._heirs = tuple(node.name for node in chosen)
 
     def silent(self, now: float) -> list[str]:
         """Return the nodes that would be lost if they were not about to leave anyway."""
@@ -444,7 +430,7 @@ class Watch:
         """Whether a node has been silent this long. A node that is to connect is not late before its time is
         nearly up, and a closed connection was closed by somebody."""
         if watch.away is None:
-            return watch.arrivals.silent_s(self.clock.now) > limit_s
+            return self.clock.now - watch.arrivals.last > limit_s
         own_s = watch.arrivals.limit_s(self._fixed_s)
         return (
             watch.away.how != "closed" or watch.away.many
