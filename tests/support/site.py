@@ -68,12 +68,12 @@ class Site:
         self.replicate()
 
     def replicate(self) -> None:
-        while self.checkpoints.replicating and not self.by_hand:
+        while self.checkpoints.replicas.under_way and not self.by_hand:
             self.slice()
 
     def slice(self, took_s: float = 0.0) -> None:
-        self.do(self.checkpoints.replicate(self.time))
-        self.checkpoints.replicated(took_s, self.time)
+        self.do(self.checkpoints.replicas.slice(self.time))
+        self.checkpoints.replicas.took(took_s, self.time)
 
     def skip(self, step_number: int, rank: int, why: Skip = Skip.BUSY, attempt: int = 1) -> None:
         self.do(self.checkpoints.skipped(attempt, step_number, rank, why, self.time))
@@ -86,11 +86,11 @@ class Site:
 
     @property
     def shared(self) -> dict[tuple[int, int], int]:
-        return self.checkpoints._writes.shared
+        return self.checkpoints.writes.shared
 
     def secured(self) -> bool:
         self.do(self.checkpoints.secure(self.time))
-        return self.checkpoints.secured
+        return self.checkpoints.securing.secured
 
     def hold(self, rank: int, node: str = "", at: int = 10, tier: str = "memory", part: str = "all") -> None:
         self.hear(node or ACTIVE[rank], msg.Held(copies=(self.report(rank, at, tier, part),)))

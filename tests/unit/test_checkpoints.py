@@ -55,14 +55,14 @@ def test_of_thousands_of_nodes_some_are_looked_at_at_a_time(monkeypatch: pytest.
     for rank in range(3):
         site.hold(rank)  # the last one commits the step
     for rank in range(3):
-        assert site.checkpoints.replicating
+        assert site.checkpoints.replicas.under_way
         site.slice()
         assert [order.rank for _, order in site.ordered(msg.Replicate)] == [rank]
-    assert not site.checkpoints.replicating
+    assert not site.checkpoints.replicas.under_way
     site.replicas_made()
     site.slice()
     site.lost("n2")  # before all were looked at
-    assert not site.checkpoints.replicating
+    assert not site.checkpoints.replicas.under_way
     assert site.ordered(msg.Committed) == []
 
 
@@ -73,10 +73,10 @@ def test_to_look_for_replicas_takes_a_tenth_of_the_time_at_most() -> None:
     site.hold(0, "s1", tier="peer", part="own")
     site.time += 0.9 * REST_SHARE * 2.0
     site.look()
-    assert not site.checkpoints.replicating
+    assert not site.checkpoints.replicas.under_way
     site.time += 0.1 * REST_SHARE * 2.0
     site.look()
-    assert site.checkpoints.replicating
+    assert site.checkpoints.replicas.under_way
 
 
 def test_while_no_ranks_run_nobody_looks_for_what_is_missing() -> None:
@@ -85,10 +85,10 @@ def test_while_no_ranks_run_nobody_looks_for_what_is_missing() -> None:
     site.save()
     site.state.phase = Phase.STOPPING
     site.slice()
-    assert not site.checkpoints.replicating
+    assert not site.checkpoints.replicas.under_way
     site.lost("n2")
     site.look()
-    assert not site.checkpoints.replicating
+    assert not site.checkpoints.replicas.under_way
     assert site.ordered(msg.Replicate) == []
 
 
@@ -171,7 +171,7 @@ def test_parity_is_ordered_in_groups_and_a_lost_member_is_planned_from_it() -> N
     site.state.attempt = 2
     chosen = site.choose(launch("n1", "n2", "s1"))
     assert (chosen.step, chosen.tiers) == (10, {"memory": 200, "peer": 100})
-    message = site.checkpoints.restore_message("s1", range(2, 3))
+    message = site.checkpoints.restore.message("s1", range(2, 3))
     assert message is not None
     (source,) = [one for one in message.ranks[2] if one.group]
     assert (source.node, source.part, source.group) == ("s1", "own", (0, 2))
@@ -464,7 +464,7 @@ def test_the_restore_names_sources_with_addresses_and_is_journalled() -> None:
     site.state.attempt = 2
     chosen = site.choose(launch("n1", "s1", "n3"))
     assert (chosen.step, chosen.tier, chosen.tiers) == (10, "memory", {"memory": 200, "peer": 100})
-    message = site.checkpoints.restore_message("s1", range(1, 2))
+    message = site.checkpoints.restore.message("s1", range(1, 2))
     assert message is not None
     assert (message.step, message.attempt) == (10, 1)
     first = message.ranks[1][0]
@@ -477,7 +477,7 @@ def test_without_images_for_all_the_ranks_look_in_shared_storage() -> None:
     site.lost("n2")
     chosen = site.choose(launch("n1", "s1", "n3"))
     assert chosen.tier == ""
-    assert site.checkpoints.restore_message("n1", range(1)) is None
+    assert site.checkpoints.restore.message("n1", range(1)) is None
     # what agents still hold of the old step is not what the ranks will save under it
     assert not site.checkpoints.copies.in_memory((10, 1))
 
@@ -546,9 +546,9 @@ def test_an_agent_that_was_started_again_has_lost_its_images_and_writes_nothing(
     site.joined("s1", incarnation="another")
     site.look()
     assert {node for node, _ in site.ordered(msg.Replicate)} == {"s1"}
-    assert site.checkpoints.writing
+    assert site.checkpoints.writes.any_under_way
     site.joined("n1", incarnation="another")
-    assert not site.checkpoints.writing
+    assert not site.checkpoints.writes.any_under_way
     assert site.state.saved["shared"].error == "the agent of n1 was started again"
     assert {node for node, _ in site.ordered(msg.CancelWrite)} == {"n2", "n3"}
 
@@ -566,7 +566,7 @@ def test_going_back_stops_every_node_that_writes_something_newer() -> None:
     site.save(20)
     site.do(site.checkpoints.go_back(10, site.time))
     assert {node for node, _ in site.ordered(msg.CancelWrite)} == set(ACTIVE)
-    assert not site.checkpoints.writing
+    assert not site.checkpoints.writes.any_under_way
 
 
 def test_partners_are_chosen_by_the_switches_that_agents_tell() -> None:
@@ -599,4 +599,4 @@ def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have() -> None:
     supervision.found_on_storage({(10, 1): 9, (20, 1): 9}, [], story.t)
     said = within.Restored(step=10, tier="shared", seconds=1.0, skipped=("step 20",))
     supervision.heard("n1", 1, msg.RankEvent(attempt=2, event=said), story.t)
-    assert set(supervision.checkpoints._writes.shared) == {(10, 1)}
+    assert set(supervision.checkpoints.writes.shared) == {(10, 1)}

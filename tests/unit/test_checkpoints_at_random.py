@@ -73,16 +73,16 @@ class Walk:
     def check_size(self) -> None:
         """What is remembered does not grow with the number of saves."""
         machine = self.checkpoints
-        ordered = machine._replicas._ordered.values()
+        ordered = machine.replicas._ordered.values()
         assert sum(map(len, ordered)) <= 8 * ACTIVE * len(self.state.nodes)
         assert len(machine._commit._stalls) <= 8
         held = {(copy.step, copy.attempt) for one in self.nodes.agents.values() for copy in one.held}
         assert len(machine.copies.newest_first()) <= len(held) + 8
 
     def slice(self) -> None:
-        under_way = self.checkpoints._replicas._pass
-        effects = self.checkpoints.replicate(self.time)
-        self.checkpoints.replicated(self.chance.choice((0.0, 0.01)), self.time)
+        under_way = self.checkpoints.replicas._pass
+        effects = self.checkpoints.replicas.slice(self.time)
+        self.checkpoints.replicas.took(self.chance.choice((0.0, 0.01)), self.time)
         told = [one.message for one in effects if isinstance(one, Send)]
         for committed in (one for one in told if isinstance(one, msg.Committed)):
             assert under_way is not None
@@ -105,7 +105,7 @@ class Walk:
         truth = set(self.nodes.truth().every())
         stale = [copy for copy in self.checkpoints.copies.every() if copy not in truth]
         assert not stale
-        assert not self.checkpoints.writing, "what nobody writes is waited for"
+        assert not self.checkpoints.writes.any_under_way, "what nobody writes is waited for"
 
     def settle(self) -> None:
         """Nothing fails any more: in the end every state that is committed outlives any node."""
@@ -118,10 +118,10 @@ class Walk:
         for _ in range(50):
             self.time += PAUSE_MAX_S
             self.do(self.checkpoints.look(self.time))
-            while self.checkpoints.replicating:
+            while self.checkpoints.replicas.under_way:
                 self.slice()
             self.quiet()
-        key, made = self.checkpoints._commit.key, self.checkpoints._replicas
+        key, made = self.checkpoints._commit.key, self.checkpoints.replicas
         if key is not None:  # where nobody had memory for replicas, that is asked again with the next state
             self.check_safe(key, bare=made._bare or bool(made.kept(self.time).bare))
 
@@ -246,7 +246,7 @@ class Walk:
         assert chosen.attempt == self.state.attempt
         assert chosen.step >= best, f"step {best} is held, and {chosen} was chosen"
         orders = [
-            self.checkpoints.restore_message(name, range(rank, rank + 1)) for rank, name in enumerate(names)
+            self.checkpoints.restore.message(name, range(rank, rank + 1)) for rank, name in enumerate(names)
         ]
         for rank, order in enumerate(orders):
             self.check_restore(order, rank, chosen)

@@ -121,12 +121,12 @@ def test_a_write_whose_order_was_lost_is_ordered_again() -> None:
     assert orders[first] not in again, "it has said how that ended"
     of_an_earlier_try = msg.Written(id=f"{write.id}0", tier=write.tier, ok=True)
     assert checkpoints.hear(second, of_an_earlier_try, story.t) == []
-    assert checkpoints.writing
+    assert checkpoints.writes.any_under_way
     ended = checkpoints.hear(second, done, story.t)
     assert [
         one.event.tier for one in ended if isinstance(one, Record) and isinstance(one.event, ev.Saved)
     ] == [cp.SHARED]
-    assert not checkpoints.writing
+    assert not checkpoints.writes.any_under_way
 
 
 def test_who_does_not_come_back_is_lost_when_its_time_is_up_and_not_a_tick_later() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from jurymast.core import within
+from jurymast.core import messages as msg
 from jurymast.wire.endpoint import ADDRESS_VARIABLE, listen_at
 from jurymast.worker.agent_pipe import AgentPipe
 
@@ -29,7 +29,7 @@ STORE_CONNECT_S = 10.0
 class AgentRendezvous(RendezvousHandler):
     """One node's rendezvous. `launch` is the launch of the attempt last joined."""
 
-    launch: within.Launch
+    launch: msg.Launch
 
     def __init__(self, pipe: AgentPipe, run_id: str) -> None:
         self.pipe = pipe

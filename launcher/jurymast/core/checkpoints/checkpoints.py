@@ -123,8 +123,8 @@ VOIDS_AFTER = 2
 class Checkpoints:
     """All decisions about checkpoints. `copies` is what the agents report to hold.
 
-    The caller calls `look` from time to time. While `replicating`, it calls `replicate` again and again, with
-    other work in between, and reports with `replicated` how long each call took.
+    The caller calls `look` from time to time. While `replicas` are under way, it calls `replicas.slice` again
+    and again, with other work in between, and reports with `replicas.took` how long each call took.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -132,13 +132,13 @@ class Checkpoints:
         self.copies = Copies()
         self._holders = self.copies.holders
         self._commit = Commit(state, self.copies)
-        self._replicas = Replicas(state, self.copies, self._commit)
-        self._writes = Writes(state, self.copies)
-        self._restore = RestoreChoice(state, self.copies)
+        self.replicas = Replicas(state, self.copies, self._commit)
+        self.writes = Writes(state, self.copies)
+        self.restore = RestoreChoice(state, self.copies)
         self._shortages = Shortages()
         self._void: deque[Key] = deque(maxlen=VOIDS_KEPT)
         self._told: dict[int, int] = {}  # by rank, the newest step of this attempt that it saved or skipped
-        self._securing = Securing(self.copies, self._commit, self._replicas, self._writes)
+        self.securing = Securing(self.copies, self._commit, self.replicas, self.writes)
 
     # ---- agents
 
@@ -147,7 +147,7 @@ class Checkpoints:
         effects: list[Effect] = []
         before = self._holders.get(node)
         if before is not None and before.incarnation != hello.incarnation:
-            effects += self._writes.lost(node, f"the agent of {node} was started again", now)
+            effects += self.writes.lost(node, f"the agent of {node} was started again", now)
         held = {copy for report in hello.copies for copy in report.on(node)}
         gone = [copy for copy in self.copies.on(node) if copy not in held]
         for copy in gone:  # dropped as damaged, maybe, and its word of that was lost with the connection
@@ -156,18 +156,18 @@ class Checkpoints:
             self._gone(now)
         self.copies.drop_where(node=node)
         self._holders[node] = Holder(hello.address, hello.data_port, hello.incarnation)
-        self._replicas.joined(node, hello.domain)
+        self.replicas.joined(node, hello.domain)
         self._shortages.joined(node, hello.room)
-        effects += self._writes.joined(node)
-        return [*effects, *self._held(node, hello.copies, now), *self._replicas.tell_safe(node)]
+        effects += self.writes.joined(node)
+        return [*effects, *self._held(node, hello.copies, now), *self.replicas.tell_safe(node)]
 
     def lost(self, node: str, now: float) -> list[Effect]:
         self.copies.drop_where(node=node)
         self._holders.pop(node, None)
         self._shortages.lost(node)
-        self._replicas.lost(node)
+        self.replicas.lost(node)
         self._gone(now)  # what it held for others needs another place
-        return self._writes.lost(node, f"node {node} was lost", now)
+        return self.writes.lost(node, f"node {node} was lost", now)
 
     def without(self, nodes: Iterable[str], now: float) -> list[Effect]:
         """Treat the copies of these nodes as lost."""
@@ -182,7 +182,7 @@ class Checkpoints:
             case msg.Dropped():
                 return self._dropped(node, message, now)
             case msg.Refused():
-                self._replicas.refused(node, parity=bool(message.group))
+                self.replicas.refused(node, parity=bool(message.group))
                 return [_noted(node, message.why, now)]
             case msg.Foreseen():
                 return self._foreseen(node, message, now)
@@ -191,11 +191,11 @@ class Checkpoints:
             case msg.Unreplicated():
                 return self._unreplicated(node, message, now)
             case msg.AskSources():
-                return [self._restore.sources(node, message)]
+                return [self.restore.sources(node, message)]
             case msg.Unrestorable():
                 return [Record(ev.RestoreFailed(t=now, node=node, **asdict(message)))]
             case msg.Written():
-                return self._writes.hear(node, message, now)
+                return self.writes.hear(node, message, now)
             case _:
                 return never(message)
 
@@ -206,13 +206,13 @@ class Checkpoints:
             if report.tier == cp.MEMORY:
                 self._tells(report.rank, key)
             # It was away when this was sent, and has no room until it knows.
-            if key in self._void or self._restore.is_void(key):
+            if key in self._void or self.restore.is_void(key):
                 effects.append(Send(node, msg.Void(step=key[0], attempt=key[1])))
                 continue
             copies = report.on(node)
             for copy in copies:
                 self.copies.hold(copy)
-            self._replicas.held(copies[0])
+            self.replicas.held(copies[0])
             self._commit.held(key, report.stall_s)
         committed = self._commit.look(now)
         # At once, because until the state is replicated, the loss of a node destroys it.
@@ -230,14 +230,14 @@ class Checkpoints:
     def _gone(self, now: float) -> None:
         """Note that copies no longer exist."""
         self._commit.broken = True
-        self._replicas.order_anew(now)
+        self.replicas.order_anew(now)
 
     def _foreseen(self, node: str, message: msg.Foreseen, now: float) -> list[Effect]:
         self._shortages.hear(node, message)
         placement = self._state.placement
         if not self._shortages.complete(placement):
             return []
-        return self._shortages.look(placement, self._state.ranks_per_node, self._replicas.kept(now), now)
+        return self._shortages.look(placement, self._state.ranks_per_node, self.replicas.kept(now), now)
 
     def _prefetched(self, node: str, message: msg.Prefetched, now: float) -> list[Effect]:
         """Record an image that was brought, if this did not go as planned."""
@@ -250,8 +250,8 @@ class Checkpoints:
         return [Record(fetched)]
 
     def _unreplicated(self, node: str, message: msg.Unreplicated, now: float) -> list[Effect]:
-        self._securing.not_gathered(now)
-        if not self._replicas.failed(node, message, now):
+        self.securing.not_gathered(now)
+        if not self.replicas.failed(node, message, now):
             return []
         why = f"rank {message.rank} has no replica of step {message.step}: {message.why}"
         return [_noted(node, why, now)]
@@ -316,7 +316,7 @@ class Checkpoints:
     def restored(self, attempt: int, step: int, tier: str) -> None:
         """Note that the ranks continue from this state."""
         if tier != cp.MEMORY:
-            self._writes.restored(attempt, step)
+            self.writes.restored(attempt, step)
 
     # ---- now and then
 
@@ -324,9 +324,9 @@ class Checkpoints:
         """Order what is due; cheap if nothing is."""
         effects = self._give_useless_up(now)
         if self._commit.key is not None:
-            self._replicas.look(self._commit.key, now)
-            effects += self._writes.look(self._commit.key, now)
-        return effects + self._writes.look_for_late(now)
+            self.replicas.look(self._commit.key, now)
+            effects += self.writes.look(self._commit.key, now)
+        return effects + self.writes.look_for_late(now)
 
     def _give_useless_up(self, now: float) -> list[Effect]:
         """Give up a committed state of which an image no longer exists: an older state counts again."""
@@ -338,28 +338,11 @@ class Checkpoints:
         self._gone(now)
         return self._make_void(key, why, now)
 
-    @property
-    def replicating(self) -> bool:
-        return self._replicas.under_way
-
-    def replicate(self, now: float) -> list[Effect]:
-        """Order the missing replicas of some nodes' images."""
-        return self._replicas.slice(now)
-
-    def replicated(self, seconds: float, now: float) -> None:
-        """The last `replicate` took this long. A tenth of the time may be used for it."""
-        self._replicas.took(seconds, now)
-
-    @property
-    def writing(self) -> bool:
-        """Whether images are being written to any storage."""
-        return self._writes.any_under_way
-
     # ---- restoring
 
     def go_back(self, step: int, now: float) -> list[Effect]:
         """Void everything newer than `step`, including what ranks save before they stop."""
-        self._restore.go_back(step, now)
+        self.restore.go_back(step, now)
         forget = msg.ForgetNewer(step=step)
         effects: list[Effect] = [Send(node, forget) for node in self._holders]
         for key in self.copies.newest_first():
@@ -367,13 +350,13 @@ class Checkpoints:
                 self.copies.drop_where(key)
         self._commit.go_on_from(None)
         self._gone(now)
-        return effects + self._writes.go_back(step, now)
+        return effects + self.writes.go_back(step, now)
 
     def choose(self, launch: Launch, now: float) -> list[Effect]:
-        """Decide what this attempt restores; `restore_message` tells the nodes."""
+        """Decide what this attempt restores; `restore.message` tells the nodes."""
         self._told.clear()
-        effects = self._restore.choose(launch, self._writes.shared, now)
-        chosen = self._restore.chosen
+        effects = self.restore.choose(launch, self.writes.shared, now)
+        chosen = self.restore.chosen
         assert chosen is not None
         if chosen.tier == cp.MEMORY:
             self._commit.go_on_from((chosen.step, chosen.attempt))
@@ -383,57 +366,43 @@ class Checkpoints:
         self._gone(now)
         return effects
 
-    def restore_message(self, node: str, ranks: range) -> msg.Restore | None:
-        """Return what the ranks of one node restore, as chosen; None: they look in the shared tier
-        themselves."""
-        return self._restore.message(node, ranks)
-
     def found_on_storage(
         self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback], now: float
     ) -> list[Effect]:
         """Take in what earlier supervisors, attempts and runs left there: states, and their sizes in
         bytes."""
-        self._writes.shared = {**shared, **self._writes.shared}
-        self._restore.found_rollbacks(rollbacks)
-        void = [copy for copy in self.copies.every() if self._restore.is_void(copy.key)]
+        self.writes.shared = {**shared, **self.writes.shared}
+        self.restore.found_rollbacks(rollbacks)
+        void = [copy for copy in self.copies.every() if self.restore.is_void(copy.key)]
         for copy in void:
             self.copies.drop(copy)
-        if self._commit.key is not None and self._restore.is_void(self._commit.key):
+        if self._commit.key is not None and self.restore.is_void(self._commit.key):
             self._commit.go_on_from(None)
         if void:
             self._gone(now)
         told = dict.fromkeys((copy.node, *copy.key) for copy in void)
         return [Send(node, msg.Void(step=step, attempt=attempt)) for node, step, attempt in told]
 
-    @property
-    def missed_rollback(self) -> int | None:
-        """The step that the newest attempt should have gone back to, but did not."""
-        return self._restore.missed_rollback()
-
     # ---- before the nodes go
 
     def unsaved(self) -> str:
         """Say what would be lost with these nodes; "" for nothing."""
-        keys = self._writes.unsaved()
+        keys = self.writes.unsaved()
         return f"the checkpoint of step {keys[0][0]}" if keys else ""
-
-    @property
-    def secured(self) -> bool:
-        return self._securing.secured
 
     def secure(self, now: float) -> list[Effect]:
         """Write the newest state to the shared tier, or else the one before it. To be called repeatedly until
-        `secured`: it is written, or none can be."""
-        return self._writes.look_for_late(now) + self._securing.secure(now)
+        `securing.secured`: it is written, or none can be."""
+        return self.writes.look_for_late(now) + self.securing.secure(now)
 
     def check(self) -> None:
         """Check the invariants; AssertionError names the broken one."""
         for copy in self.copies.every():
             assert copy.node in self._holders, f"{copy.node} is not here, and counts as a holder"
-            assert not self._restore.is_void(copy.key), f"{copy.key} was rolled back, and still counts"
+            assert not self.restore.is_void(copy.key), f"{copy.key} was rolled back, and still counts"
         self._commit.check()
-        self._replicas.check()
-        self._writes.check()
+        self.replicas.check()
+        self.writes.check()
 
 
 def _noted(node: str, text: str, now: float) -> Record:

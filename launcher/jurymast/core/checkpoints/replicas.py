@@ -148,7 +148,7 @@ class Replicas:
         return effects
 
     def took(self, seconds: float, now: float) -> None:
-        """The last slice took the caller this long."""
+        """The last slice took the caller this long. A tenth of the time may be used for it."""
         self._took_s += seconds
         if self._pass is None:
             self._rest_until = now + REST_SHARE * self._took_s

@@ -68,7 +68,7 @@ class Departure:
     def _secure(self, until: float, now: float) -> list[Effect]:
         effects = self._checkpoints.secure(now)
         more = may_know_more(self._watch, self._checkpoints)
-        if not self._checkpoints.secured or self.unexplained or more:
+        if not self._checkpoints.securing.secured or self.unexplained or more:
             given_up = f": {self.given_up_by} gave it up" if self.given_up_by else ""
             if not given_up and now <= until:
                 return [*effects, *self._tell(until, now)]

@@ -104,7 +104,7 @@ class Launching:
             attempt=launch.attempt, rank=place, world=len(launch.placement),
             master_address=launch.master_address, master_port=launch.master_port,
             mtbf_s=launch.mtbf_s, cold=bool(self._state.cold), saved=self._state.saved_on(SHARED),
-            restore=self._checkpoints.restore_message(launch.placement[place], ranks), nodes=self._nodes,
+            restore=self._checkpoints.restore.message(launch.placement[place], ranks), nodes=self._nodes,
         )  # fmt: skip
 
     def check(self) -> None:

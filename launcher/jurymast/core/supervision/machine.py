@@ -236,7 +236,7 @@ class Supervision:
             return out
         out += self._tell_progress(now)
         out += self._do(self.checkpoints.look(now), now)
-        out += self._do(self.agreement.look(now, copying=self.checkpoints.writing), now)
+        out += self._do(self.agreement.look(now, copying=self.checkpoints.writes.any_under_way), now)
         for by, in_time in self.agreement.saved_first(now):
             out += self._saved_first(by, in_time, now)
         out += self._do(self._hangs.tick(now), now)
@@ -248,14 +248,14 @@ class Supervision:
     @property
     def has_work(self) -> bool:
         """Whether work for thousands of nodes is left, which is done in parts."""
-        return self.checkpoints.replicating
+        return self.checkpoints.replicas.under_way
 
     def work(self, now: float) -> list[Effect]:
-        return self._do(self.checkpoints.replicate(now), now)
+        return self._do(self.checkpoints.replicas.slice(now), now)
 
     def worked(self, seconds: float, now: float) -> None:
         """The last `work` took this long, in seconds."""
-        self.checkpoints.replicated(seconds, now)
+        self.checkpoints.replicas.took(seconds, now)
 
     # ---- agents
 
@@ -409,7 +409,7 @@ class Supervision:
         """Take in what earlier supervisors, attempts and runs left on storage: states and their sizes in
         bytes."""
         out = self._do(self.checkpoints.found_on_storage(shared, rollbacks, now), now)
-        step = self.checkpoints.missed_rollback
+        step = self.checkpoints.restore.missed_rollback()
         if step is None or self.state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
             return out
         # It was written while no supervisor answered. What the ranks save in this attempt is void, so
