@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jurymast.core import messages as msg
@@ -216,6 +217,10 @@ class SimAgent:
                 return
             self._one(effect)
 
+    def _after(self, seconds: float, handle: Callable[[], list[do.Effect]]) -> None:
+        """Let the machine handle something after a while."""
+        self.world.after(seconds, self.process, lambda: self._carry_out(handle()))
+
     def _one(self, effect: do.Effect) -> None:
         match effect:
             case do.WakeAt():
@@ -246,9 +251,8 @@ class SimAgent:
                 self.cluster.storage.do(name, self.process, lambda: disk.read_pulse(name), self._pulse)
             case do.StandBy():
                 self._stands_by = True
-                self.world.after(
-                    self.world.between(*SUPERVISOR_START_S), self.process, self._ready_to_succeed
-                )
+                start_s = self.world.between(*SUPERVISOR_START_S)
+                self.world.after(start_s, self.process, self._ready_to_succeed)
             case do.EndStandby():
                 self._stands_by = self._ready = False
             case do.StartSupervisor():
@@ -265,9 +269,8 @@ class SimAgent:
                 self.host = SimHost(self)
             case do.Prepare():
                 self.keeper.launch(effect.order, self.cluster.ranks_per_node)
-                self.world.after(
-                    self.world.between(0.0, 0.05), self.process, self._prepared, effect.order.attempt
-                )
+                seconds = self.world.between(0.0, 0.05)
+                self._after(seconds, lambda: self.machine.prepared(effect.order.attempt, self.now))
             case do.StartRanks():
                 if self.host is not None:
                     self.host.start(effect.order)
@@ -275,7 +278,7 @@ class SimAgent:
                 if self.host is not None:
                     self.host.stop(effect.attempt)
             case do.TakeStacks():
-                self.world.after(0.3, self.process, self._stacks_taken, effect.attempt)
+                self._after(0.3, lambda: self.machine.stacks_taken(effect.attempt, self.now))
             case do.LookAtRanks():
                 self.world.after(0.05, self.process, self._looked, effect.number)
             case do.KillHost():
@@ -411,12 +414,6 @@ class SimAgent:
 
     # ---- the host and its ranks
 
-    def _prepared(self, attempt: int) -> None:
-        self._carry_out(self.machine.prepared(attempt, self.now))
-
-    def _stacks_taken(self, attempt: int) -> None:
-        self._carry_out(self.machine.stacks_taken(attempt, self.now))
-
     def _looked(self, number: int) -> None:
         host = self.host
         if host is None or host.member is None or not host.attempt:
@@ -428,34 +425,27 @@ class SimAgent:
         self.say(msg.Looked(attempt=host.attempt, number=number, stands=stands))
 
     def host_said(self, word: msg.Ready | msg.Started | msg.Finished) -> None:
-        self.world.after(0.0005, self.process, self._host_said, self.host, word)
-
-    def _host_said(self, host: SimHost, word: msg.Ready | msg.Started | msg.Finished) -> None:
-        if host is self.host:
-            self._carry_out(self.machine.host_said(word, self.now))
+        self._of_host(0.0005, lambda: self.machine.host_said(word, self.now))
 
     def host_failed(self, failed: msg.Failed) -> None:
-        self.world.after(0.0005, self.process, self._host_failed, self.host, failed)
-
-    def _host_failed(self, host: SimHost, failed: msg.Failed) -> None:
-        if host is self.host:
-            self._carry_out(self.machine.rank_failed(failed, {}, self.now))
+        self._of_host(0.0005, lambda: self.machine.rank_failed(failed, {}, self.now))
 
     def kill_host(self) -> None:
         if self.host is not None and self.host.process.alive:
             self.host.die(loud=True)
-            self.world.after(0.01, self.process, self._host_ended, self.host)
+            self._of_host(0.01, self._host_ended)
 
-    def _host_ended(self, host: SimHost) -> None:
-        if host is self.host:
-            self.host = None
-            self._carry_out(self.machine.host_ended(-9, {}, self.now))
+    def _host_ended(self) -> list[do.Effect]:
+        self.host = None
+        return self.machine.host_ended(-9, {}, self.now)
+
+    def _of_host(self, seconds: float, handle: Callable[[], list[do.Effect]]) -> None:
+        """As `_after`, unless another host has taken the place of this one by then."""
+        host = self.host
+        self._after(seconds, lambda: handle() if host is self.host else [])
 
     def rank_said(self, event: within.ForSupervisor) -> None:
-        self.world.after(0.001, self.process, self._rank_said, event)
-
-    def _rank_said(self, event: within.ForSupervisor) -> None:
-        self._carry_out(self.machine.rank_said(event, self.now))
+        self._after(0.001, lambda: self.machine.rank_said(event, self.now))
 
     # ---- writes to storage
 

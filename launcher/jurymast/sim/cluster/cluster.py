@@ -355,28 +355,17 @@ class Cluster:
                     self.world.chance.choice(agent.keeper.held).corrupt = True
 
     def _strike_storage(self, fault: Fault, site: SimSite) -> None:
-        until = self.world.now + fault.seconds
-        if fault.kind.startswith("storage") and fault.kind != "storage hangs here":
+        until, faults = self.world.now + fault.seconds, self.storage.faults
+        if fault.kind in ("storage hangs", "storage full", "storage slow"):
             self.oracle.storage_touched = max(self.oracle.storage_touched, until)
-        else:
-            self.oracle.touch(site.name, until)
-        match fault.kind:
-            case "storage hangs":
-                self.storage.hung_until = max(self.storage.hung_until, until)
-            case "storage full":
-                self.storage.full_until = max(self.storage.full_until, until)
-            case "storage slow":
-                self.storage.slow_until = max(self.storage.slow_until, until)
-            case "stale handles":
-                self.storage.stale[site.name] = until
-            case "storage hangs here":
-                self.storage.hung_on[site.name] = until
-            case "old view":
-                self.storage.old[site.name] = (until, self.world.chance.uniform(2.0, 40.0))
-            case "unmounted":
-                self.storage.unmounted[site.name] = until
-            case kind:
-                raise ValueError(f"there is no fault {kind!r}")
+            faults[fault.kind, ""] = max(faults.get((fault.kind, ""), 0.0), until)
+            return
+        if fault.kind not in ("stale handles", "storage hangs here", "old view", "unmounted"):
+            raise ValueError(f"there is no fault {fault.kind!r}")
+        self.oracle.touch(site.name, until)
+        faults[fault.kind, site.name] = until
+        if fault.kind == "old view":
+            self.storage.old_s[site.name] = self.world.chance.uniform(2.0, 40.0)
 
 
 def run(plan: Plan) -> Result:

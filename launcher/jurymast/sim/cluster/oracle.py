@@ -32,10 +32,6 @@ NO_BLAME = "7: nobody healthy is blamed"
 AGREES = "8: journal and reality agree"
 NO_GROWTH = "9: state does not grow with time"
 NOT_BACK = "10: what was rolled back is neither restored nor gone on with"
-RULES = (
-    NOTHING_LOST, ONE_STATE, ONE_WORLD, NOT_FROM_0, SLOTS_FREE, NO_SILENCE, NO_BLAME, AGREES, NO_GROWTH,
-    NOT_BACK,
-)  # fmt: skip
 
 # A fault this long ago no longer affects a node.
 STEADY_S = 12.0
@@ -282,9 +278,8 @@ class Oracle:
         newest = self._newest
         if newest is None or newest is group or newest.over:
             return
-        nodes = [member.agent.site.name for member in group.members.values()]
         node = self.supervisor.site.name if self.supervisor is not None else ""
-        cut_off = not all(self.untouched(name, STEADY_S, seen_from=node) for name in nodes)
+        cut_off = not all(self.untouched(name, STEADY_S, seen_from=node) for name in group.nodes)
         fenced = group.attempt < self.cluster.disk.attempt or not self.storage_fine(STEADY_S)
         if not (cut_off and fenced):
             self.fail(ONE_WORLD, f"attempt {group.attempt} steps, and attempt {newest.attempt} has started")
@@ -294,8 +289,8 @@ class Oracle:
         supervisor, before = self.supervisor, self.cluster.world.now - BACK_LIMIT_S
         if supervisor is None or not supervisor.listens or self._supervises_since > before:
             return
-        nodes = [member.agent.site.name for member in group.members.values()]
-        told = all(self.untouched(name, BACK_LIMIT_S, seen_from=supervisor.site.name) for name in nodes)
+        seen_from = supervisor.site.name
+        told = all(self.untouched(name, BACK_LIMIT_S, seen_from=seen_from) for name in group.nodes)
         backs = [back for back in self.cluster.disk.rollbacks if back.at < before]
         if told and self.storage_fine(BACK_LIMIT_S) and any(group.attempt <= b.attempt for b in backs):
             self.fail(NOT_BACK, f"attempt {group.attempt} goes on: {backs}")
@@ -309,8 +304,7 @@ class Oracle:
         now, supervisor = self.cluster.world.now, self.supervisor
         if supervisor is None or not supervisor.listens:
             return
-        nodes = [member.agent.site.name for member in group.members.values()]
-        if not self.storage_fine(STEADY_S) and not all(supervisor.connected(name) for name in nodes):
+        if not self.storage_fine(STEADY_S) and not all(supervisor.connected(name) for name in group.nodes):
             self._unfindable_at = now  # only there they can find it, and tell it what they have
         known_since = max(self._supervises_since, self._unfindable_at)
         since = max(self._saved_at.get(node, 0.0), group.stepping_since, known_since)

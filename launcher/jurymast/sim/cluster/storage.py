@@ -65,32 +65,32 @@ class MeetingPlace:
 
 @dataclass
 class Storage:
+    """`faults`: until when each kind of fault lasts, by node, or "" for all; `old_s`: how old a node's view
+    is."""
+
     world: World
-    hung_until: float = 0.0
-    full_until: float = 0.0
-    slow_until: float = 0.0
-    old: dict[str, tuple[float, float]] = field(default_factory=dict)  # node: until when, how old a view
-    hung_on: dict[str, float] = field(default_factory=dict)
-    unmounted: dict[str, float] = field(default_factory=dict)
-    stale: dict[str, float] = field(default_factory=dict)  # node: until when its handles are
+    faults: dict[tuple[str, str], float] = field(default_factory=dict)
+    old_s: dict[str, float] = field(default_factory=dict)
+
+    def _is(self, fault: str, node: str = "") -> bool:
+        return self.faults.get((fault, node), 0.0) > self.world.now
 
     def hangs_until(self, node: str) -> float:
-        return max(self.hung_until, self.hung_on.get(node, 0.0))
+        hangs = ("storage hangs", ""), ("storage hangs here", node)
+        return max(self.faults.get(one, 0.0) for one in hangs)
 
     def takes_s(self) -> float:
-        slow = SLOW_TIMES if self.slow_until > self.world.now else 1.0
-        return self.world.between(*LATENCY_S) * slow
+        return self.world.between(*LATENCY_S) * (SLOW_TIMES if self._is("storage slow") else 1.0)
 
     def view_at(self, node: str) -> float:
-        until, age_s = self.old.get(node, (0.0, 0.0))
-        return self.world.now - (age_s if until > self.world.now else 0.0)
+        return self.world.now - (self.old_s[node] if self._is("old view", node) else 0.0)
 
     def sees_all(self, node: str) -> bool:
         """Whether this node sees everything that is there now."""
         return self.view_at(node) >= self.world.now
 
     def sees_checkpoints(self, node: str) -> bool:
-        return self.unmounted.get(node, 0.0) <= self.world.now
+        return not self._is("unmounted", node)
 
     def work(self, node: str, work: Callable[[], T], *, writes: bool = False) -> Steps[T | OSError]:
         """Do `work`; returns its result, or the OSError."""
@@ -98,9 +98,9 @@ class Storage:
             yield max(self.world.now, self.hangs_until(node)) + self.takes_s()
             if self.hangs_until(node) <= self.world.now:
                 break
-        if self.stale.get(node, 0.0) > self.world.now:
+        if self._is("stale handles", node):
             return OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        if writes and self.full_until > self.world.now:
+        if writes and self._is("storage full"):
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         try:
             return work()

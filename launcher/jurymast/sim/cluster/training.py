@@ -85,6 +85,10 @@ class SimGroup:
     def world(self) -> int:
         return self.order.world * self.cluster.ranks_per_node
 
+    @property
+    def nodes(self) -> list[str]:
+        return [member.agent.site.name for member in self.members.values()]
+
     # ---- meeting
 
     def join(self, place: int, member: SimMember) -> None:
