@@ -65,14 +65,10 @@ class SimJournal:
     def _write(self) -> None:
         batch = list(self._unwritten)
         supervisor = self._supervisor
-        node = supervisor.site.name
-
-        def write() -> None:
-            self._items.extend(batch)
-
         supervisor.cluster.storage.do(
-            node, supervisor.thread, write, lambda result: self._written(batch, result), writes=True
-        )
+            supervisor.site.name, supervisor.thread, lambda: self._items.extend(batch),
+            lambda result: self._written(batch, result), writes=True,
+        )  # fmt: skip
 
     def _written(self, batch: list[Item], error: OSError | None) -> None:
         supervisor = self._supervisor
@@ -110,6 +106,7 @@ class SimSupervisor:
         self._number = 0
         self._todo: deque[do.Effect] = deque()
         self._blocked = self._working = False
+        self._fenced = 0
         self.machine: Supervision
         self.state: RunState
         self._silent_since = self.world.now - silent_s
@@ -265,22 +262,19 @@ class SimSupervisor:
                 )  # fmt: skip
                 self._send(effect.node, go_on)
             case do.Disconnect():
-                connection = self._channels.pop(effect.node, None)
-                if connection is not None:
-                    connection.close(self)
-                    self.world.after(0.0, self.process, self._lost, connection)
+                self._hang_up(self._channels.pop(effect.node, None))
             case do.Pulse():
                 self._silent = not effect.on
-            case do.End():
-                self._over()
+            case do.End():  # the batch process, or the supervisor that took over, goes on
+                self.cluster.job_over(self)
             case do.GiveWay():
                 self._give_way()
             case do.Fence():
                 self._fence(effect.attempt)
             case do.GiveBack():
-                self.world.after(1.0, self.process, self._given_back, effect.node)
+                self._after(1.0, lambda: self.machine.given_back(effect.node, True, "", self.now))
             case do.WhyEnding():
-                self.world.after(0.2, self.process, self._why_ending, effect)
+                self._after(0.2, lambda: self._why_ending(effect))
             case do.AskSuperseded():
                 self._ask_superseded()
             case _:
@@ -315,14 +309,13 @@ class SimSupervisor:
         self._fenced = attempt
         self.cluster.storage.do(self.site.name, self.process, write, fenced, writes=True)
 
-    _fenced = 0
+    def _after(self, seconds: float, handle: Callable[[], Sequence[do.Effect]]) -> None:
+        """Let the machine handle something after a while."""
+        self.world.after(seconds, self.process, lambda: self._do(handle()))
 
-    def _given_back(self, node: str) -> None:
-        self._do(self.machine.given_back(node, True, "", self.now))
-
-    def _why_ending(self, effect: do.WhyEnding) -> None:
+    def _why_ending(self, effect: do.WhyEnding) -> list[do.Effect]:
         why = self.cluster.why_ending()
-        self._do(self.machine.why_ending(effect, why, "scancel" if why == "cancelled" else "", self.now))
+        return self.machine.why_ending(effect, why, "scancel" if why == "cancelled" else "", self.now)
 
     def _ask_superseded(self) -> None:
         disk, name = self.cluster.disk, self.site.name
@@ -344,17 +337,17 @@ class SimSupervisor:
             node = message.node
             before, self._channels[node] = self._channels.get(node), connection
             self._numbers[connection] = (node, self._number)
-            if before is not None:
-                before.close(self)
-                self.world.after(0.0, self.process, self._lost, before)
+            self._hang_up(before)
             self._do(self.machine.joined(node, self._number, message, self.now))
         elif known is not None:
             self._do(self.machine.heard(known[0], known[1], message, self.now))
 
-    def closed(self, connection: SimConnection) -> None:
-        self._lost(connection)
+    def _hang_up(self, connection: SimConnection | None) -> None:
+        if connection is not None:
+            connection.close(self)
+            self.world.after(0.0, self.process, self.closed, connection)
 
-    def _lost(self, connection: SimConnection) -> None:
+    def closed(self, connection: SimConnection) -> None:
         known = self._numbers.pop(connection, None)
         if known is None:
             return
@@ -380,10 +373,6 @@ class SimSupervisor:
         return node in self._channels
 
     # ---- the end
-
-    def _over(self) -> None:
-        """The machine is done. The batch process, or the supervisor that took over, continues."""
-        self.cluster.job_over(self)
 
     def _give_way(self) -> None:
         self.superseded = True
