@@ -6,6 +6,7 @@ import math
 import random
 import sys
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,18 @@ def replayed(nodes: int, cadence: str, stall_s: float) -> float:
     return Simulation(setup, plan, asked).run().ratios[GOODPUT] or 0.0
 
 
+def incidents(window_s: float) -> int:
+    """Faults that start more than this long after the one before."""
+    days = [day for day, _, _ in TRACE.faults]
+    return 1 + sum(86_400.0 * (later - earlier) > window_s for earlier, later in pairwise(days))
+
+
 def test_the_bundled_trace_is_what_was_published() -> None:
     assert len(TRACE.faults) == 584
     assert pytest.approx(4.18, abs=0.01) == TRACE.rate
     per_node_days = 1000.0 / (TRACE.nodes * TRACE.days)
-    assert TRACE.incidents(300.0) * per_node_days == pytest.approx(3.55, abs=0.1)
-    assert TRACE.incidents(3600.0) * per_node_days == pytest.approx(3.04, abs=0.1)
+    assert incidents(300.0) * per_node_days == pytest.approx(3.55, abs=0.1)
+    assert incidents(3600.0) * per_node_days == pytest.approx(3.04, abs=0.1)
 
 
 @pytest.mark.parametrize(

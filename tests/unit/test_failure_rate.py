@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from jurymast.core.planning.failure_rate import (
     DAY_S,
     HALF_LIFE_DAYS,
+    PRIOR_NODE_DAYS,
+    PRIOR_SHAPE,
     FailureRate,
     Posterior,
     failure_times,
@@ -49,7 +51,7 @@ def test_the_prior_is_what_fleets_report() -> None:
     low, high = prior().interval()
     assert low == pytest.approx(1.15, abs=0.01)
     assert high == pytest.approx(11.07, abs=0.01)
-    assert prior().below(high) == pytest.approx(0.95)
+    assert gamma_below(PRIOR_SHAPE, high / 1000.0 * PRIOR_NODE_DAYS) == pytest.approx(0.95)
     assert prior().evidence() == "nothing observed yet"
 
 

@@ -119,7 +119,6 @@ def test_small_wastes_add_up_as_the_first_order_says() -> None:
 
 def test_a_save_waits_for_the_last_one_and_for_a_step() -> None:
     assert optimal_interval_s(Saving(0.001, copy_s=500.0), 10_000.0) == 500.0
-    assert optimal_interval_s(Saving(0.001), 10_000.0, step_s=60.0) == 60.0
 
 
 def test_two_levels_against_a_search_over_both() -> None:

@@ -17,10 +17,9 @@ from typing import TypeVar
 
 import xxhash
 
-from jurymast.core.checkpoints.copies import ALL, LOCAL
+from jurymast.core.checkpoints.copies import ALL, LOCAL, parts_of
 from jurymast.core.keeper import messages as keepers
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.keeper.restores import parts_of
 from jurymast.core.message import Strange
 from jurymast.core.messages import Source
 from jurymast.errors import AuthenticationError, ProtocolError

@@ -19,9 +19,8 @@ import msgspec
 import xxhash
 
 from jurymast import foreign
-from jurymast.core.checkpoints.copies import ALL, COMMON, OWN
+from jurymast.core.checkpoints.copies import ALL, COMMON, OWN, parts_of
 from jurymast.core.keeper.copies import Image
-from jurymast.core.keeper.restores import parts_of
 
 FORMAT = 1
 BLOCK_BYTES = 16 << 20

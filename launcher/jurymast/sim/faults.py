@@ -147,12 +147,6 @@ class Trace:
         """Faults per 1,000 node-days."""
         return 1000.0 * len(self.faults) / (self.nodes * self.days)
 
-    def incidents(self, window_s: float, factor: float = 1.0) -> int:
-        """Faults that start more than `window_s` after the one before, with time sped up by `factor`."""
-        gap = window_s / DAY_S * factor
-        days = [fault[0] for fault in self.faults]
-        return 1 + sum(later - earlier > gap for earlier, later in zip(days, days[1:], strict=False))
-
     def draw(
         self, nodes: int, seconds: float, rng: random.Random, *, repair: bool = False, shift: bool = True
     ) -> list[TraceFault]:

@@ -10,8 +10,10 @@ the parts; any one rank's part of such a group can be computed from the others' 
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Annotated
 
 import msgspec
@@ -35,6 +37,10 @@ COMMON_SOURCES = 4
 def age(key: Key) -> tuple[int, int]:
     """Return (attempt, step): of two states of a run, the one reached later compares greater."""
     return key[1], key[0]
+
+
+def parts_of(part: str) -> tuple[str, ...]:
+    return (COMMON, OWN) if part == ALL else (part,)
 
 
 class Copy(msgspec.Struct, frozen=True, gc=False):
@@ -188,28 +194,20 @@ class _Set:
     hash."""
 
     def __init__(self) -> None:
-        self.held: dict[int, dict[Place, Copy]] = {}
+        self.held: defaultdict[int, dict[Place, Copy]] = defaultdict(dict)
         self.whole: set[int] = set()
-        self.at: dict[str, set[int]] = {}
-        self.alike: dict[str, _Alike] = {}
+        self.at: defaultdict[str, set[int]] = defaultdict(set)
+        self.alike: defaultdict[str, _Alike] = defaultdict(_Alike)
 
     def hold(self, copy: Copy) -> None:
         rank, place = copy.rank, copy.place
-        held = self.held.get(rank)
-        if held is None:
-            held = self.held[rank] = {}
-        elif place in held:
+        held = self.held[rank]
+        if place in held:
             self.remove(rank, [place])
         held[place] = copy
-        ranks = self.at.get(copy.node)
-        if ranks is None:
-            ranks = self.at[copy.node] = set()
-        ranks.add(rank)
+        self.at[copy.node].add(rank)
         if copy.common_id and copy.has(COMMON):
-            alike = self.alike.get(copy.common_id)
-            if alike is None:
-                alike = self.alike[copy.common_id] = _Alike()
-            alike.add(copy, place)
+            self.alike[copy.common_id].add(copy, place)
         if _whole(copy):
             self.whole.add(rank)
 
@@ -244,13 +242,10 @@ class Copies:
 
     def __init__(self) -> None:
         self.holders: dict[str, Holder] = {}
-        self._sets: dict[Key, _Set] = {}
+        self._sets: defaultdict[Key, _Set] = defaultdict(_Set)
 
     def hold(self, copy: Copy) -> None:
-        known = self._sets.get(copy.key)
-        if known is None:
-            known = self._sets[copy.key] = _Set()
-        known.hold(copy)
+        self._sets[copy.key].hold(copy)
 
     def drop(self, copy: Copy) -> None:
         known = self._sets.get(copy.key)
@@ -361,7 +356,7 @@ class Copies:
                 self.nodes_with(key, other, part)
                 for other in copy.group
                 if other != rank
-                for part in ((COMMON, OWN) if copy.part == ALL else (copy.part,))
+                for part in parts_of(copy.part)
             )
         ]
 
@@ -405,7 +400,7 @@ class Copies:
                 near = alike.near(rank, 1 if here else COMMON_SOURCES)
                 found += [self._ranked(copy, node, COMMON, rank) for copy in near]
         # stable: equals stay in order
-        return [source for _, source in sorted(found, key=_rank_of)]
+        return [source for _, source in sorted(found, key=itemgetter(0))]
 
     def _ranked(self, copy: Copy, node: str, part: str, rank: int) -> tuple[tuple[bool, bool, int], Source]:
         here, disk = copy.node == node, copy.tier == LOCAL
@@ -426,10 +421,6 @@ class Copies:
 
 def _whole(copy: Copy) -> bool:
     return copy.tier == MEMORY and copy.part == ALL
-
-
-def _rank_of(ranked: tuple[tuple[bool, bool, int], Source]) -> tuple[bool, bool, int]:
-    return ranked[0]
 
 
 # ---- the restore plan

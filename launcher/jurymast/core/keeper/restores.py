@@ -13,17 +13,13 @@ from dataclasses import dataclass
 import msgspec
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER
+from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, parts_of
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import Image, KeptCopy
 from jurymast.core.keeper.memory import Buffer, kernel_refusal
 from jurymast.core.keeper.slots import RankSlots, Slot, SlotState
 from jurymast.core.keeper.work import Filled, Found, Work, Works
 from jurymast.core.texts import memory_size
-
-
-def parts_of(part: str) -> tuple[str, ...]:
-    return (COMMON, OWN) if part == ALL else (part,)
 
 
 def usable(sources: Sequence[msg.Source], missing: Callable[[], set[str]]) -> Iterator[msg.Source]:

@@ -153,10 +153,6 @@ class Posterior:
         tail = (1.0 - level) / 2.0
         return self.quantile(tail), self.quantile(1.0 - tail)
 
-    def below(self, rate: float) -> float:
-        """Return P(the true rate is at most `rate` failures per 1,000 node-days)."""
-        return gamma_below(self.shape, rate / PER * self.node_days)
-
     def mtbf_s(self, nodes: float) -> float:
         """Return the mean time between failures of a run on `nodes` nodes, at the mean rate."""
         return mtbf_s(nodes, self.rate)
@@ -164,11 +160,9 @@ class Posterior:
     def learned(self, incidents: float, exposure_node_days: float) -> Posterior:
         """Return the posterior after this many more incidents in this many more node-days."""
         return Posterior(
-            self.shape + incidents,
-            self.node_days + exposure_node_days,
-            self.incidents + incidents,
-            self.exposure_node_days + exposure_node_days,
-        )
+            self.shape + incidents, self.node_days + exposure_node_days,
+            self.incidents + incidents, self.exposure_node_days + exposure_node_days,
+        )  # fmt: skip
 
     def evidence(self) -> str:
         """Say what the rate rests on: "3 incidents in 812 node-days"."""
@@ -245,11 +239,11 @@ def default_mtbf_s(nodes: int) -> float:
     return prior().mtbf_s(max(1, nodes))
 
 
-def merged(times_s: Iterable[float], window_s: float = MERGE_S) -> list[float]:
-    """Return the starts of bursts, in order: a failure within `window_s` of a burst's first belongs to it."""
+def merged(times_s: Iterable[float]) -> list[float]:
+    """Return the starts of bursts, in order: a failure within `MERGE_S` of a burst's first belongs to it."""
     starts: list[float] = []
     for at_s in sorted(times_s):
-        if not starts or at_s - starts[-1] > window_s:
+        if not starts or at_s - starts[-1] > MERGE_S:
             starts.append(at_s)
     return starts
 

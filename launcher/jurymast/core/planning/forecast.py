@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 from jurymast.core.planning.failure_rate import DAY_S, PRIOR_RATE, Posterior, mtbf_s, prior
 from jurymast.core.planning.optimum import (
-    RATE_FACTOR,
     Saving,
     async_goodput,
     optimal_interval_s,
@@ -261,7 +260,7 @@ def forecast(question: Question) -> Forecast:
         more_spares=tuple(_spare_choice(question, way, spares) for spares in around),
         needed=tuple(_needed(question, restart_s) for restart_s in (0.0, question.restart_s)),
         faster_storage=_faster_storage(question, way),
-        sensitivity=sensitivity(Saving(way.stall_s, restart_s=question.restart_s), mtbf, RATE_FACTOR),
+        sensitivity=sensitivity(Saving(way.stall_s, restart_s=question.restart_s), mtbf),
     )
 
 
@@ -356,12 +355,8 @@ def _needed(question: Question, restart_s: float) -> Needed:
         return async_goodput(interval_s, saving, mtbf) >= question.target
 
     copy_s = _largest(reached, mtbf)
-    return Needed(
-        question.target,
-        restart_s,
-        size / blocking_s if blocking_s > 0.0 else None,
-        size / copy_s if copy_s else None,
-    )
+    blocking = size / blocking_s if blocking_s > 0.0 else None
+    return Needed(question.target, restart_s, blocking, size / copy_s if copy_s else None)
 
 
 def _blocking_allowed_s(target: float, interval_s: float, mtbf: float, restart_s: float) -> float:

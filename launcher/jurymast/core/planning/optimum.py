@@ -83,11 +83,10 @@ def async_goodput(interval_s: float, saving: Saving, mtbf_s: float) -> float:
     return max(0.0, goodput(tau_s, saving.cost_s, mtbf_s, saving.restart_s + saving.copy_s))
 
 
-def optimal_interval_s(saving: Saving, mtbf_s: float, step_s: float = 0.0) -> float:
-    """The Delta that loses least: max(d, one step, tau + s + sigma d with the exact tau). A save does not
-    begin before the one before it is complete."""
-    best_s = optimal_s(saving.cost_s, mtbf_s) + saving.cost_s
-    return max(saving.copy_s, step_s, best_s)
+def optimal_interval_s(saving: Saving, mtbf_s: float) -> float:
+    """The Delta that loses least: max(d, tau + s + sigma d with the exact tau). A save does not begin before
+    the one before it is complete."""
+    return max(saving.copy_s, optimal_s(saving.cost_s, mtbf_s) + saving.cost_s)
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,9 @@ def two_levels(
     return TwoLevels(interval_s, every, async_goodput(interval_s, mean, mtbf_s))
 
 
-def sensitivity(saving: Saving, mtbf_s: float, factor: float = RATE_FACTOR) -> float:
+def sensitivity(saving: Saving, mtbf_s: float) -> float:
     """Return the goodput lost, 0..1, by the worse of two mistakes: the cadence was chosen for a failure rate
-    that is too high, or too low, by `factor`."""
+    that is too high, or too low, by `RATE_FACTOR`."""
     best = async_goodput(optimal_interval_s(saving, mtbf_s), saving, mtbf_s)
-    wrong = (optimal_interval_s(saving, mtbf_s * off) for off in (factor, 1.0 / factor))
+    wrong = (optimal_interval_s(saving, mtbf_s * off) for off in (RATE_FACTOR, 1.0 / RATE_FACTOR))
     return max(0.0, *(best - async_goodput(interval_s, saving, mtbf_s) for interval_s in wrong))

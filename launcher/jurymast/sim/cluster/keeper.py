@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Key
+from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Key, parts_of
 from jurymast.core.keeper import copies as core
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.machine import KeeperMachine
@@ -18,7 +18,6 @@ from jurymast.core.keeper.restores import (
     Ingredient,
     ingredients,
     members,
-    parts_of,
     usable,
     whom_to_ask,
 )
