@@ -34,6 +34,8 @@ from jurymast.sim.names import OTHERS, Names, names_needed
 
 # A fault for which no name is left is detected this much later.
 LATER_S = 10.0
+# What is counted: launches and faults that break an attempt, allocations, and plans of what ranks do next.
+ATTEMPT, ALLOCATION, PLAN = "attempt", "allocation", "plan"
 # Without a hang detector a stuck collective ends by torch's own time limit.
 COLLECTIVE_LIMIT_S = 600.0
 
@@ -90,20 +92,18 @@ class Simulation:
         self._scripted = deque(fault for fault in faults if fault.step is not None)
         self._d = setup.durations
         self.now = START
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, str, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
-        self._allocation = -1
+        self._counts = Counter({ALLOCATION: -1})
         self._named = names_needed(faults) if setup.named is None else setup.named
         self._names = Names(setup.nodes, setup.spares, 0, self._named)
         self.state = self._fresh_state()
         self.ledger = Ledger(self.state)
         self._ranks = SimRanks(self.state, cadence)
         self._dead: set[str] = set()  # not detected yet
-        self._generation = 0  # counts launches, and faults that break an attempt
         self._training = False
         self._segment = (0.0, 0, False)  # start, steps before it, copies are made during it
         self._next_save = 0  # step
-        self._plans = 0  # counts plans of what ranks do next
         self._next_fault, self._end, self._saves = START, START + setup.seconds, 0
         self._tiers = SimTiers(self.state, self._d, setup.nodes, setup.spares)
         self._restoring: Restoring | None = None
@@ -142,8 +142,9 @@ class Simulation:
                     self._told(fault.t)
                 fault = next(faults, None)
                 continue
-            self.now, _, act, arguments = heapq.heappop(self._heap)
-            act(*arguments)
+            self.now, _, of, count, act, arguments = heapq.heappop(self._heap)
+            if self._counts[of] == count:
+                act(*arguments)
         if not self.state.ended:
             self.now = self._end
             self._halt()
@@ -151,9 +152,11 @@ class Simulation:
 
     # Events and instructions.
 
-    def _at(self, t: float, act: Callable[..., None], *arguments: Any) -> None:
+    def _at(self, t: float, act: Callable[..., None], *arguments: Any, of: str = "") -> None:
+        """Schedule a call: if it is part `of` an attempt, an allocation or a plan, unless the next one of
+        these has begun by then."""
         self._order += 1
-        heapq.heappush(self._heap, (t, self._order, act, arguments))
+        heapq.heappush(self._heap, (t, self._order, of, self._counts[of], act, arguments))
 
     def _feed(self, event: ev.Event) -> None:
         """Give the state machine an event, account for it, and carry out the decisions."""
@@ -187,14 +190,15 @@ class Simulation:
             stop_s = d.parts(self._kind).stop_s
             self._at(self.now + stop_s, self._stopped, instruction.attempt, instruction.nodes)
         elif isinstance(instruction, Launch):
-            self._generation += 1
+            self._counts[ATTEMPT] += 1
             for out, into in self._names.placed(instruction.placement):
                 self._tiers.swapped(out, into)
             self._restoring = self._tiers.choose(instruction, self.now)
             self._feed(self._restoring.record.event)
-            self._at(self.now + d.parts(self._kind).launch_s, self._started, self._generation)
+            self._at(self.now + d.parts(self._kind).launch_s, self._started, of=ATTEMPT)
         elif isinstance(instruction, Requeue):
-            self._at(self.now + self._tiers.given_back(self.now) + d.requeue_s, self._allocate_again)
+            again_at = self.now + self._tiers.given_back(self.now) + d.requeue_s
+            self._at(again_at, lambda: self._allocate(self.now))
             self._allocation_ended("requeue")
         elif isinstance(instruction, Finish):
             self._halt()
@@ -205,22 +209,19 @@ class Simulation:
     def _allocate(self, eligible_at: float) -> None:
         """Start an allocation in which all nodes are healthy: Slurm replaces those that are being
         repaired."""
-        self._allocation += 1
-        self._names = Names(self.setup.nodes, self.setup.spares, self._allocation, self._named)
+        self._counts[ALLOCATION] += 1
+        self._names = Names(self.setup.nodes, self.setup.spares, self._counts[ALLOCATION], self._named)
         self._dead = set()
         self._tiers.allocated()
         names = self._names.all()
         self._feed(
             ev.AllocationStarted(
-                t=self.now, slurm_job="1", restarts=self._allocation, nodes=names, host="",
+                t=self.now, slurm_job="1", restarts=self._counts[ALLOCATION], nodes=names, host="",
                 eligible_at=eligible_at,
             )
         )  # fmt: skip
         for name in names:
             self._join(name)
-
-    def _allocate_again(self) -> None:
-        self._allocate(self.now)
 
     def _allocation_ended(self, why: str) -> None:
         event = ev.AllocationEnded(t=self.now, slurm_job="1", why=why)
@@ -236,7 +237,7 @@ class Simulation:
             return
         if fault.kind in (POWER_LOSS, NODE_CRASH):
             for number in fault.nodes:
-                self._node_fault(number, fault, self._allocation)
+                self._node_fault(number, fault)
         elif fault.kind == HANG:
             self._hang()
         elif self.state.phase in (Phase.LAUNCHING, Phase.RUNNING):
@@ -247,7 +248,7 @@ class Simulation:
             return  # ranks that were being started are started again by the launch's own limit
         limit_s = self._hang_limit_s()
         self._halt()
-        self._at(self.now + limit_s, self._hung, self._generation, limit_s)
+        self._at(self.now + limit_s, self._hung, limit_s, of=ATTEMPT)
 
     def _hang_limit_s(self) -> float:
         """The seconds that the hang detector waits when all ranks are in a collective."""
@@ -260,8 +261,8 @@ class Simulation:
             return COLLECTIVE_LIMIT_S
         return verdict.limit_s + (0.0 if verdict.certain else WAITING_S)
 
-    def _hung(self, generation: int, silent_s: float) -> None:
-        if generation == self._generation and self.state.phase is Phase.RUNNING:
+    def _hung(self, silent_s: float) -> None:
+        if self.state.phase is Phase.RUNNING:
             self._kind = HANG
             self._feed(
                 ev.RanksHung(
@@ -283,25 +284,22 @@ class Simulation:
             t=self.now, node=node or "", attempt=self.state.attempt, rank=0, exit_code=-9 if killed else 1,
             error="" if killed else "RuntimeError", message="" if killed else f"failure at {self.now:.0f} s",
         )  # fmt: skip
-        self._at(
-            self.now + self._d.parts(fault.kind).detect_s, self._noticed, self._generation, fault.kind, failed
-        )
+        self._at(self.now + self._d.parts(fault.kind).detect_s, self._noticed, fault.kind, failed, of=ATTEMPT)
 
-    def _noticed(self, generation: int, kind: str, event: ev.WorkerFailed) -> None:
-        if generation == self._generation:
-            self._kind = kind
-            self._feed(msgspec.structs.replace(event, t=self.now))
+    def _noticed(self, kind: str, event: ev.WorkerFailed) -> None:
+        self._kind = kind
+        self._feed(msgspec.structs.replace(event, t=self.now))
 
     def _healthy(self) -> set[str]:
         nodes = self.state.nodes
         return {n for n in self.state.placement if nodes[n].role is Role.ACTIVE and n not in self._dead}
 
-    def _node_fault(self, number: int, fault: TraceFault, allocation: int) -> None:
-        if allocation != self._allocation or self.state.ended:
+    def _node_fault(self, number: int, fault: TraceFault) -> None:
+        if self.state.ended:
             return
         name = self._names.of(number, self._healthy())
         if name is None:
-            self._at(self.now + LATER_S, self._node_fault, number, fault, allocation)
+            self._at(self.now + LATER_S, self._node_fault, number, fault, of=ALLOCATION)
             return
         if name in self._dead or self.state.nodes[name].role is Role.FAILED:
             return  # it is being repaired
@@ -311,21 +309,20 @@ class Simulation:
             self._halt()
         parts = self._d.parts(fault.kind)
         noticed = self.now + parts.detect_s
-        self._at(noticed, self._lost, name, fault.kind, allocation)
+        self._at(noticed, self._lost, name, fault.kind, of=ALLOCATION)
         back = self.now + (self._d.repair_s if fault.down_s is None else fault.down_s)
-        self._at(max(back, noticed + parts.stop_s), self._repaired, name, allocation)
+        self._at(max(back, noticed + parts.stop_s), self._repaired, name, of=ALLOCATION)
 
-    def _lost(self, name: str, kind: str, allocation: int) -> None:
-        if allocation == self._allocation:
-            self._dead.discard(name)
-            if name in self.state.placement:
-                self._kind = kind
-            silent_s = self._d.parts(kind).detect_s
-            how = "silent" if kind == POWER_LOSS else "closed"
-            self._feed(ev.NodeLost(t=self.now, node=name, how=how, silent_s=silent_s, limit_s=silent_s))
+    def _lost(self, name: str, kind: str) -> None:
+        self._dead.discard(name)
+        if name in self.state.placement:
+            self._kind = kind
+        silent_s = self._d.parts(kind).detect_s
+        how = "silent" if kind == POWER_LOSS else "closed"
+        self._feed(ev.NodeLost(t=self.now, node=name, how=how, silent_s=silent_s, limit_s=silent_s))
 
-    def _repaired(self, name: str, allocation: int) -> None:
-        if allocation == self._allocation and self.state.nodes[name].role is Role.FAILED:
+    def _repaired(self, name: str) -> None:
+        if self.state.nodes[name].role is Role.FAILED:
             self._join(name)
 
     # Attempts.
@@ -335,8 +332,8 @@ class Simulation:
             if self.state.phase is Phase.STOPPING and name not in self._dead:
                 self._feed(ev.WorkersStopped(t=self.now, node=name, attempt=attempt, store_port=1))
 
-    def _started(self, generation: int) -> None:
-        if generation != self._generation or self.state.phase is not Phase.LAUNCHING:
+    def _started(self) -> None:
+        if self.state.phase is not Phase.LAUNCHING:
             return
         attempt = self.state.attempt
         for name in self.state.placement:
@@ -344,10 +341,10 @@ class Simulation:
                 self._feed(ev.WorkersStarted(t=self.now, node=name, attempt=attempt, pids=()))
         # Ranks that are late, if any, belong to a node whose loss is about to be detected.
         if self._restoring is not None:
-            self._at(self.now + self._restoring.seconds, self._restored, generation, self._restoring)
+            self._at(self.now + self._restoring.seconds, self._restored, self._restoring, of=ATTEMPT)
 
-    def _restored(self, generation: int, what: Restoring) -> None:
-        if generation != self._generation or self.state.phase is not Phase.RUNNING:
+    def _restored(self, what: Restoring) -> None:
+        if self.state.phase is not Phase.RUNNING:
             return
         step, tier = what.key[0], what.tier
         self._tiers.restored(what, self.now)
@@ -360,16 +357,14 @@ class Simulation:
             )
         )  # fmt: skip
         first_s = self._d.warm_up_s + self._d.step_s
-        self._at(self.now + first_s, self._train, generation, step + 1, False)
+        self._at(self.now + first_s, self._train, step + 1, False, of=ATTEMPT)
 
-    def _train(self, generation: int, at_step: int, copying: bool) -> None:
+    def _train(self, at_step: int, copying: bool) -> None:
         """Continue training from `at_step` until the next save or fault."""
-        if generation != self._generation:
-            return
         if not self._training:
             self._progress(at_step)
         self._training, self._segment, self._next_save = True, (self.now, at_step, copying), 0
-        self._look(generation)
+        self._look()
 
     def _steps_now(self) -> int:
         """The number of steps done by now. When a save is due, ranks wait for it."""
@@ -377,16 +372,16 @@ class Simulation:
         done = before + self._d.steps_in(self.now - start, copying=copying)
         return min(done, self._next_save or done)
 
-    def _look(self, generation: int) -> None:
+    def _look(self) -> None:
         """Process the ranks' heartbeats. A new schedule of saves reaches all ranks at once."""
-        if generation != self._generation or not self._training:
+        if not self._training:
             return
         step = self._steps_now()
         events, again_s = self._ranks.look(step, self.now)
         for event in events:
             self._feed(event)
         if again_s is not None:
-            self._at(self.now + again_s, self._look, generation)
+            self._at(self.now + again_s, self._look, of=ATTEMPT)
         if step != self._next_save:
             self._plan_save(step)
 
@@ -397,19 +392,19 @@ class Simulation:
         if until == self._next_save:
             return
         self._next_save = until
-        self._plans += 1
+        self._counts[PLAN] += 1
         self._strike_within(step, until)
         incident = self.state.incident
         if incident is not None:  # it is over with the first step that was not done before
             first = max(step, incident.step_lost_from + 1)
             if first <= until:
-                self._at(self._time_of(first), self._regained, self._plans, first)
+                self._at(self._time_of(first), self._progress, first, of=PLAN)
         if until == NEVER:
             return
         due = self._time_of(until) + self._d.stall_s
         steps = self._save_after(until, until) - until
         more, cycle_s = self._more_saves(steps, due)
-        self._at(due + more * cycle_s, self._saved, self._plans, until + more * steps, more + 1, steps)
+        self._at(due + more * cycle_s, self._saved, until + more * steps, more + 1, steps, of=PLAN)
 
     def _save_after(self, step: int, saved: int | None) -> int:
         """The step of the next save; none begins while the save of step `saved` is being copied."""
@@ -425,23 +420,16 @@ class Simulation:
     def _strike_within(self, step: int, until: int) -> None:
         """The next fault that is bound to a step, if that step is one of these."""
         if self._scripted and (struck := max(step, self._scripted[0].step or 0)) <= until:
-            self._at(self._time_of(struck), self._strike, self._plans)
+            self._at(self._time_of(struck), lambda: self._fault(self._scripted.popleft()), of=PLAN)
 
-    def _strike(self, plan: int) -> None:
-        if plan == self._plans:
-            self._fault(self._scripted.popleft())
-
-    def _progress(self, at_step: int) -> None:
+    def _progress(self, step: int, at: float | None = None) -> None:
+        """Report that `step` was done just now, or else at that time."""
         self._feed(
             ev.Progress(
-                t=self.now, attempt=self.state.attempt, step=at_step, stepped_at=self.now, absolute=True,
-                step_s=self._d.step_s,
+                t=self.now, attempt=self.state.attempt, step=step, stepped_at=self.now if at is None else at,
+                absolute=True, step_s=self._d.step_s,
             )
         )  # fmt: skip
-
-    def _regained(self, plan: int, at_step: int) -> None:
-        if plan == self._plans:
-            self._progress(at_step)
 
     def _more_saves(self, steps: int, first_at: float) -> tuple[int, float]:
         """Return how many saves after the one at `first_at`, one every `steps`, end before anything else
@@ -453,10 +441,8 @@ class Simulation:
         fit = (until - first_at) / cycle_s
         return (min(self.setup.saves_at_once - 1, int(fit - 1e-6)) if fit > 1.0 else 0), cycle_s
 
-    def _saved(self, plan: int, at_step: int, saves: int, steps: int) -> None:
+    def _saved(self, at_step: int, saves: int, steps: int) -> None:
         """Record a save; uneventful saves are reported together."""
-        if plan != self._plans:
-            return
         d, attempt = self._d, self.state.attempt
         stall_s = saves * d.stall_s
         saved = ev.Saved(t=self.now, attempt=attempt, step=at_step, tier=MEMORY, ok=True, stall_s=d.stall_s)
@@ -473,26 +459,21 @@ class Simulation:
             at = self.now - more * cycle_s
             self._tiers.saved((at_step - more * steps, attempt), at, at + cycle_s if more else math.inf)
         self._saves += saves
-        self._train(self._generation, at_step, True)
+        self._train(at_step, True)
 
     def _halt(self) -> None:
         """Stop all ranks of this attempt now."""
         if self.state.phase in (Phase.LAUNCHING, Phase.RUNNING):
-            self._generation += 1
+            self._counts[ATTEMPT] += 1
         if not self._training:
             return
         self._training = False
-        self._plans += 1
+        self._counts[PLAN] += 1
         done = self._steps_now()
         done_at = min(self.now, self._time_of(done))
         self._tiers.halted(self.now)
         if self.state.phase is Phase.RUNNING and done > self.state.step:
-            self._feed(
-                ev.Progress(
-                    t=self.now, attempt=self.state.attempt, step=done, stepped_at=done_at, absolute=True,
-                    step_s=self._d.step_s,
-                )
-            )  # fmt: skip
+            self._progress(done, done_at)
 
     # Results.
 
