@@ -227,9 +227,13 @@ def test_figures_of_ones_own(tmp_path: Path) -> None:
         ("copi: 3", "no figure is called copi (did you mean copy?)"),
         (
             "kinds: {power_los: {detect: 1}}",
-            "no kind of failure is called power_los (did you mean power_loss?)",
+            "kinds: no figure is called power_los (did you mean power_loss?)",
         ),
-        ("kinds: {power_loss: {detects: 1}}", "kinds.power_loss has detect, stop, launch, not detects"),
+        (
+            "kinds: {power_loss: {detects: 1}}",
+            "kinds.power_loss: no figure is called detects (did you mean detect?)",
+        ),
+        ("kinds: {power_loss: 3}", "kinds.power_loss is a mapping: detect, stop, launch"),
         ("kinds: {power_loss: {detect: soon}}", "kinds.power_loss.detect: 'soon' is not a number from 0 on"),
         ("restore: 0", "restore: 0 is not a number from 1 on"),
         ("- 3", "not a mapping of figures"),

@@ -127,7 +127,6 @@ WRITE_S = 60.0
 QUEUE_S = 600.0
 
 _RATES = ("copy", "replicate", "restore")
-_PARTS = ("detect", "stop", "launch")
 _USUAL = Settings()
 
 
@@ -176,17 +175,8 @@ def read_measured(path: Path | None = None) -> Measured:
     text = (resources.files("jurymast.sim") / "data" / "durations.yaml").read_text("utf-8")
     found: dict[str, Any] = yaml.safe_load(text)
     if path is not None:
-        own = _read(path)
-        for name, value in own.items():
-            if name not in found:
-                raise UsageError(f"{path}: no figure is called {name}{did_you_mean(str(name), found)}")
-            if name == "kinds":
-                _merge_kinds(path, found["kinds"], value)
-            elif name != "source":
-                found[name] = _number(path, name, value, least=1.0 if name in _RATES else 0.0)
-        source = own.get("source")
-        found["source"] = source if isinstance(source, str) else str(path)
-    kinds = {name: Parts(**{f"{part}_s": parts[part] for part in _PARTS})
+        found = _replaced(path, "", found, {"source": str(path), **_read(path)})
+    kinds = {name: Parts(**{f"{part}_s": seconds for part, seconds in parts.items()})
              for name, parts in found["kinds"].items()}  # fmt: skip
     return Measured(found["source"], kinds, found["requeue"], *(found[name] for name in _RATES))
 
@@ -202,21 +192,23 @@ def _read(path: Path) -> dict[str, Any]:
     return own
 
 
-def _merge_kinds(path: Path, kinds: dict[str, dict[str, float]], own: object) -> None:
-    if not isinstance(own, dict):
-        raise UsageError(f"{path}: kinds is a mapping: {', '.join(KINDS)}")
-    for kind, parts in own.items():
-        if kind not in KINDS:
-            raise UsageError(f"{path}: no kind of failure is called {kind}{did_you_mean(str(kind), KINDS)}")
-        if not isinstance(parts, dict):
-            raise UsageError(f"{path}: kinds.{kind} has {', '.join(_PARTS)}, in seconds")
-        for part, value in parts.items():
-            if part not in _PARTS:
-                raise UsageError(f"{path}: kinds.{kind} has {', '.join(_PARTS)}, not {part}")
-            kinds[kind][part] = _number(path, f"kinds.{kind}.{part}", value)
+def _replaced(path: Path, key: str, usual: Any, own: Any) -> Any:
+    """Return the `usual` figures with those of one's `own`, which have the same form, in their place."""
+    if isinstance(usual, dict):
+        if not isinstance(own, dict):
+            raise UsageError(f"{path}: {key} is a mapping: {', '.join(usual)}")
+        for name in own:
+            if name not in usual:
+                where = f"{path}: {key}" if key else f"{path}"
+                raise UsageError(f"{where}: no figure is called {name}{did_you_mean(str(name), usual)}")
+        own = {name: _replaced(path, f"{key}.{name}".lstrip("."), usual[name], own[name]) for name in own}
+        return usual | own
+    if isinstance(usual, str):
+        return own if isinstance(own, str) else str(path)
+    return _number(path, key, own, least=1.0 if key in _RATES else 0.0)
 
 
-def _number(path: Path, name: str, value: object, least: float = 0.0) -> float:
+def _number(path: Path, name: str, value: object, least: float) -> float:
     if isinstance(value, str):  # YAML takes 100e9 for a text
         try:
             value = float(value)
