@@ -9,7 +9,7 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.memory import ROUND_BYTES, Buffer, BufferPool
+from jurymast.core.keeper.memory import ROUND_BYTES, Buffer, BufferPool, Claim
 from jurymast.core.keeper.slots import SLOTS
 from jurymast.core.messages import Room
 from jurymast.keeper import memory as node_memory
@@ -207,7 +207,7 @@ def test_memory_granted_but_not_yet_taken_is_not_granted_twice() -> None:
 
     def take(count: int, capacity: int) -> Asking:
         asking = Asking()
-        memory.claim(asking, "somebody", count, capacity)
+        memory.claim(Claim(asking, "somebody", count, capacity))
         while effects:
             match effects.pop(0):
                 case do.Measure():

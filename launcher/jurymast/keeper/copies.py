@@ -13,7 +13,6 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, OWN
 from jurymast.core.keeper import copies as core
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.keeper.holding import TIERS
 from jurymast.foreign import NotOurs, check_private, open_own, read_own
 from jurymast.keeper.manifest import BadImage, Manifest, blocks_of
 from jurymast.keeper.memory import MappedBuffer
@@ -124,15 +123,10 @@ class CopyTable:
             if self._copies.get(copy.entry) is copy:
                 del self._copies[copy.entry]
 
-    def find(self, key: Key, tiers: tuple[str, ...] = TIERS, group: Group = ()) -> list[StoredCopy]:
+    def find(self, key: Key, tiers: tuple[str, ...] = core.TIERS, group: Group = ()) -> list[StoredCopy]:
         """List copies of this image or its parts, best first; with a `group`, copies of that group's XOR."""
         with self._lock:
-            found = [
-                copy
-                for copy in self._copies.values()
-                if copy.image == key and copy.tier in tiers and copy.group == group
-            ]
-        return sorted(found, key=lambda copy: (copy.part != ALL, TIERS.index(copy.tier)))
+            return core.best_first(self._copies.values(), key, tiers, group)
 
     def manifest(self, key: Key, group: Group = ()) -> tuple[Manifest, int] | None:
         """Return (the image's manifest, the capacity of its largest buffer here or 0), or None. An image that

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from typing import TypeVar
+
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import age
+from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER, age
+
+# The order in which a reader is served.
+TIERS = (MEMORY, PEER, LOCAL)
 
 # (step, attempt, rank): the same step of another attempt is another state.
 Image = tuple[int, int, int]
@@ -31,3 +37,14 @@ class KeptCopy:
     def age(self) -> tuple[int, int]:
         """Of two states the newer one's age is greater."""
         return age(self.image[:2])
+
+
+Kept = TypeVar("Kept", bound=KeptCopy)
+
+
+def best_first(
+    copies: Iterable[Kept], image: Image, tiers: Collection[str] = TIERS, group: tuple[int, ...] = ()
+) -> list[Kept]:
+    """Return the copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
+    found = [one for one in copies if one.image == image and one.tier in tiers and one.group == group]
+    return sorted(found, key=lambda one: (one.part != ALL, TIERS.index(one.tier)))

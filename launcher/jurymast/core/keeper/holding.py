@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.copies import Entry, Image, KeptCopy
-from jurymast.core.keeper.memory import Buffer, BufferPool, Do
+from jurymast.core.keeper.copies import Entry, Image, KeptCopy, best_first
+from jurymast.core.keeper.memory import Buffer, BufferPool, Claim, Do
 from jurymast.core.keeper.slots import RankSlots, Slot, SlotState
 from jurymast.core.texts import memory_size
 
@@ -20,27 +20,18 @@ from jurymast.core.texts import memory_size
 class Growth:
     """Provides two slots of the size that a rank wants, or those that are missing."""
 
-    def __init__(
-        self,
-        do: Do,
-        memory: BufferPool,
-        holding: Holding,
-        ranks: Sequence[RankSlots],
-        mine: RankSlots,
-        want: int,
-    ) -> None:
-        self._do, self._memory, self._holding = do, memory, holding
-        self._mine, self._want, self._attempt = mine, want, holding.attempt
+    def __init__(self, holding: Holding, mine: RankSlots, want: int) -> None:
+        self._holding, self._mine, self._want, self._attempt = holding, mine, want, holding.attempt
         self.fresh: list[Buffer] = []  # not reserved yet
         self.ready: list[Buffer] = []
-        active = [one for one in ranks if one.rank >= 0]
+        active = [one for one in holding.ranks if one.rank >= 0]
         # Includes what the others will need as well: it is better to refuse now than half-way.
         unserved = [one for one in active if one is not mine and not one.growing and one.lacking(1)]
         also = sum(len(one.lacking(1)) for one in unserved) * want
         each = f" for each of {len(active)} ranks" if len(active) > 1 else ""
         asked = f"two slots of {memory_size(want)}{each}{self._besides()}"
         mine.growing = True
-        memory.claim(self, asked, len(mine.lacking(want)), want, also=also)
+        holding.memory.claim(Claim(self, asked, len(mine.lacking(want)), want, also=also))
 
     def _besides(self) -> str:
         buffers = (self._holding.buffer_of(c) for c in self._holding.copies.values() if c.tier != LOCAL)
@@ -54,7 +45,7 @@ class Growth:
 
     def _next(self) -> None:
         if self.fresh:
-            self._memory.reserve(self.fresh[0], self.reserved)
+            self._holding.memory.reserve(self.fresh[0], self.reserved)
             return
         if self._attempt == self._holding.attempt:
             for slot in self._mine.lacking(self._want):
@@ -77,8 +68,8 @@ class Growth:
     def refused(self, why: str) -> None:
         if self._attempt == self._holding.attempt:
             self._mine.refused = self._want
-            self._do(do.Refuse(self._mine.local))
-        self._do(do.Tell(msg.Refused(why=f"{why}. Until then all ranks save to shared storage")))
+            self._holding.do(do.Refuse(self._mine.local))
+        self._holding.tell(msg.Refused(why=f"{why}. Until then all ranks save to shared storage"))
         self._over()
 
     def _over(self) -> None:
@@ -91,22 +82,18 @@ class Growth:
 class LoanGrowth:
     """Provides a buffer for a copy of an image that will be read for long."""
 
-    def __init__(
-        self, do: Do, holding: Holding, memory: BufferPool, number: int, size: int, asked: str
-    ) -> None:
-        self._do, self._holding, self._number = do, holding, number
-        memory.claim(self, asked, 1, size, (0, size))
+    def __init__(self, holding: Holding, number: int, size: int, asked: str) -> None:
+        self._holding, self._number = holding, number
+        holding.memory.claim(Claim(self, asked, 1, size, (0, size)))
 
     def granted(self, buffers: list[Buffer]) -> None:
         self._holding.busy |= set(buffers)
-        self._do(do.Lend(self._number, buffers[0].number))
+        self._holding.do(do.Lend(self._number, buffers[0].number))
 
     def refused(self, why: str) -> None:
-        self._do(do.Lend(self._number, 0, why))
+        self._holding.do(do.Lend(self._number, 0, why))
 
 
-# The order in which a reader is served.
-TIERS = (MEMORY, PEER, LOCAL)
 NOTHING = (0, -1)
 
 
@@ -116,9 +103,7 @@ class Holding:
     `release`."""
 
     def __init__(self, do: Do, memory: BufferPool, ranks: Sequence[RankSlots]) -> None:
-        self._do = do
-        self._memory = memory
-        self._ranks = ranks
+        self.do, self.memory, self.ranks = do, memory, ranks
         self.attempt = 0
         self.copies: dict[Entry, KeptCopy] = {}
         self.committed = NOTHING
@@ -130,11 +115,14 @@ class Holding:
         self._void: set[tuple[int, int]] = set()  # (step, attempt)
         self._unwanted: set[Image] = set()  # rolled back: what the disk has of them is not looked at
 
+    def tell(self, message: msg.FromKeeper) -> None:
+        self.do(do.Tell(message))
+
     def check(self) -> None:
         for entry, copy in self.copies.items():
             assert copy.entry == entry
             assert (copy.buffer == 0) == (copy.tier == LOCAL), f"{entry} is in buffer {copy.buffer}"
-            assert not copy.buffer or copy.buffer in self._memory.buffers, f"the memory of {entry} is gone"
+            assert not copy.buffer or copy.buffer in self.memory.buffers, f"the memory of {entry} is gone"
         used = [copy.buffer for copy in self.copies.values() if copy.buffer]
         assert len(used) == len(set(used)), "two copies in one buffer"
         for slot in self._slots():
@@ -143,7 +131,7 @@ class Holding:
             assert held, f"slot {slot.number} of local rank {slot.local} holds what is not held"
 
     def _slots(self) -> Iterable[Slot]:
-        return (slot for mine in self._ranks for slot in mine.slots)
+        return (slot for mine in self.ranks for slot in mine.slots)
 
     # ---- what there is
 
@@ -151,16 +139,11 @@ class Holding:
         return self.copies.get(copy.entry) is copy
 
     def find(self, image: Image, tiers: Sequence[str], group: tuple[int, ...] = ()) -> list[KeptCopy]:
-        """Return copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
-        found = [
-            copy
-            for copy in self.copies.values()
-            if copy.image == image and copy.tier in tiers and copy.group == group
-        ]
-        return sorted(found, key=lambda copy: (copy.part != ALL, TIERS.index(copy.tier)))
+        """Return copies as `best_first` does."""
+        return best_first(self.copies.values(), image, tiers, group)
 
     def buffer_of(self, copy: KeptCopy) -> Buffer | None:
-        return self._memory.buffers.get(copy.buffer)
+        return self.memory.buffers.get(copy.buffer)
 
     def slot_of(self, copy: KeptCopy) -> Slot | None:
         return next((slot for slot in self._slots() if slot.copy is copy), None)
@@ -184,16 +167,16 @@ class Holding:
         if older is not None:
             self.drop(older, say=False)
         self._serve(copy)
-        self._do(do.Tell(msg.Held(copies=(copy.report,))))
+        self.tell(msg.Held(copies=(copy.report,)))
 
     def _serve(self, copy: KeptCopy) -> None:
         self.copies[copy.entry] = copy
-        self._do(do.Serve(copy))
+        self.do(do.Serve(copy))
 
     def remove(self, copy: KeptCopy) -> None:
         """Stop holding a copy. The caller takes care of its buffer and slot."""
         del self.copies[copy.entry]
-        self._do(do.Unserve(copy))
+        self.do(do.Unserve(copy))
 
     def drop(self, copy: KeptCopy, why: str = "", *, say: bool = True) -> None:
         """Stop holding a copy; its memory is free when the last reader is done."""
@@ -206,7 +189,7 @@ class Holding:
         if buffer is not None and buffer not in self.busy:
             self.leave(buffer)
         if say:
-            self._do(do.Tell(msg.Dropped(copy=copy.report, why=why)))
+            self.tell(msg.Dropped(copy=copy.report, why=why))
 
     def _drop_where(self, gone: Callable[[KeptCopy], bool]) -> None:
         for copy in [copy for copy in self.copies.values() if gone(copy)]:
@@ -215,10 +198,10 @@ class Holding:
     def leave(self, buffer: Buffer) -> None:
         """Give a buffer up: nothing in it is wanted any more."""
         self.leaving.add(buffer)
-        self._do(do.AwaitReaders(buffer.number))
+        self.do(do.AwaitReaders(buffer.number))
 
     def unread(self, number: int) -> None:
-        buffer = self._memory.buffers.get(number)
+        buffer = self.memory.buffers.get(number)
         if buffer is None or buffer not in self.leaving:
             return
         self.leaving.discard(buffer)
@@ -227,7 +210,7 @@ class Holding:
             self.free(slot)
         else:
             held = sum(copy.tier != LOCAL for copy in self.copies.values())
-            self._memory.give_back(buffer, max(held, len(self._ranks)))
+            self.memory.give_back(buffer, max(held, len(self.ranks)))
 
     def release(self, buffer: Buffer) -> None:
         """End the use of a busy buffer: give it back, unless it belongs to a copy by now."""
@@ -242,8 +225,8 @@ class Holding:
         assert slot.buffer is not None
         slot.state = SlotState.TAKING
         self.busy.add(slot.buffer)
-        rank = self._ranks[slot.local].rank
-        self._do(do.Hash(slot.local, slot.number, slot.buffer.number, rank))
+        rank = self.ranks[slot.local].rank
+        self.do(do.Hash(slot.local, slot.number, slot.buffer.number, rank))
 
     def hashed(self, slot: Slot, buffer: Buffer, copy: KeptCopy | None) -> None:
         self.busy.discard(buffer)
@@ -259,7 +242,7 @@ class Holding:
     def free(self, slot: Slot) -> None:
         """Let the rank write into the slot again."""
         slot.state, slot.copy = SlotState.FREE, None
-        self._do(do.Free(slot.local, slot.number))
+        self.do(do.Free(slot.local, slot.number))
         self.settle(slot)
 
     def settle(self, slot: Slot) -> None:
@@ -268,9 +251,9 @@ class Holding:
         if slot.following is not None and slot.state is SlotState.EMPTY:
             buffer, slot.following = slot.following, None
             slot.state, slot.buffer = SlotState.FREE, buffer
-            self._do(do.Offer(slot.local, slot.number, buffer.number))
+            self.do(do.Offer(slot.local, slot.number, buffer.number))
         elif (slot.following or self._slots_go) and slot.state is SlotState.FREE and slot.buffer is not None:
-            self._do(do.Withdraw(slot.local, slot.number, slot.buffer.number))
+            self.do(do.Withdraw(slot.local, slot.number, slot.buffer.number))
 
     def withdrawn(self, slot: Slot, number: int) -> None:
         old = slot.buffer
@@ -288,7 +271,7 @@ class Holding:
     def detach(self, slot: Slot) -> Buffer | None:
         """Separate the buffer from its slot, which is then empty."""
         buffer, slot.buffer, slot.copy, slot.state = slot.buffer, None, None, SlotState.EMPTY
-        self._do(do.Detach(slot.local, slot.number))
+        self.do(do.Detach(slot.local, slot.number))
         return buffer
 
     def vacate(self, mine: RankSlots) -> Slot:
@@ -330,10 +313,10 @@ class Holding:
     def begin(self, mine: RankSlots, rank: int) -> None:
         """Begin a new attempt of a local rank: repair what the last one left. Its images stay."""
         mine.rank, mine.refused, mine.restored = rank, 0, None
-        self._do(do.Begin(mine.local))
+        self.do(do.Begin(mine.local))
         for slot in mine.slots:
             if slot.state is SlotState.FREE:
-                self._do(do.Mend(slot.local, slot.number))
+                self.do(do.Mend(slot.local, slot.number))
             elif slot.state is SlotState.FILLING:
                 slot.state = SlotState.EMPTY
             elif slot.copy is not None and slot.copy.image[2] != rank:
@@ -391,4 +374,4 @@ class Holding:
         for copy in fresh:
             self._serve(copy)
         if fresh:
-            self._do(do.Tell(msg.Held(copies=tuple(copy.report for copy in fresh))))
+            self.tell(msg.Held(copies=tuple(copy.report for copy in fresh)))

@@ -33,7 +33,7 @@ class KeeperMachine:
         self.ranks = [RankSlots(local) for local in range(ranks_per_node)]
         self.memory = BufferPool(out)
         self.holding = Holding(out, self.memory, self.ranks)
-        self._works = Works(out, self.memory, self.holding)
+        self._works = Works(self.holding)
         self.replicas = OwnReplicas(self._works)
         self.restores = Restores(self._works, node)
 
@@ -112,7 +112,7 @@ class KeeperMachine:
         if mine.rank >= 0 and want > 0:
             self.holding.went_on(mine)
             if not mine.growing and want != mine.refused and mine.lacking(want):
-                Growth(self._effects.append, self.memory, self.holding, self.ranks, mine, want)
+                Growth(self.holding, mine, want)
         return self._out()
 
     def hashed(self, local: int, number: int, buffer: int, copy: KeptCopy) -> list[do.Effect]:
@@ -159,7 +159,7 @@ class KeeperMachine:
 
     def borrow(self, number: int, size: int, asked: str) -> list[do.Effect]:
         """A borrower wants a buffer for a while. Answered by Lend."""
-        LoanGrowth(self._effects.append, self.holding, self.memory, number, size, asked)
+        LoanGrowth(self.holding, number, size, asked)
         return self._out()
 
     def returned(self, buffer: int) -> list[do.Effect]:

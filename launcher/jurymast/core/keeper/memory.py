@@ -12,6 +12,7 @@ from jurymast.core.messages import Room
 from jurymast.core.texts import memory_size
 
 ROUND_BYTES = 2 << 20
+EVERYWHERE = (0, -1)
 Do = Callable[[Effect], None]
 
 
@@ -38,22 +39,27 @@ class Claimant(Protocol):
 
 @dataclass(eq=False)
 class Claim:
-    """`count` buffers in which [start, end) will be reserved. `also`: bytes that must be free in addition."""
+    """A request for `count` buffers. `extent`: [start, end) in each where memory will be reserved; `also`:
+    bytes that must be free in addition; `asked` describes the request in a refusal."""
 
     who: Claimant
     asked: str
     count: int
     capacity: int
-    start: int
-    end: int
+    extent: tuple[int, int] = EVERYWHERE
     also: int = 0
     taken: list[Buffer] = field(default_factory=list)  # buffers that waited unused
     made: list[Buffer] = field(default_factory=list)
     again: bool = False
 
+    def __post_init__(self) -> None:
+        self.capacity = round_up(self.capacity)
+        if self.extent == EVERYWHERE:
+            self.extent = (0, self.capacity)
+
     @property
     def need(self) -> int:
-        length = self.end - self.start
+        length = self.extent[1] - self.extent[0]
         return self.also + self.count * length - sum(min(one.allocated, length) for one in self.taken)
 
 
@@ -75,20 +81,8 @@ class BufferPool:
         assert set(self._promised) <= set(self.buffers.values()), "memory of no buffer is promised"
         assert len(self.idle) == len(set(self.idle)), "a buffer waits twice"
 
-    def claim(
-        self,
-        who: Claimant,
-        asked: str,
-        count: int,
-        capacity: int,
-        extent: tuple[int, int] | None = None,
-        also: int = 0,
-    ) -> None:
-        """Ask for buffers. `extent`: where memory will be reserved, by default everywhere; `asked` describes
-        the request in a refusal."""
-        capacity = round_up(capacity)
-        start, end = extent or (0, capacity)
-        self.claims.append(Claim(who, asked, count, capacity, start, end, also))
+    def claim(self, claim: Claim) -> None:
+        self.claims.append(claim)
         if len(self.claims) == 1:
             self._begin()
 
@@ -144,7 +138,7 @@ class BufferPool:
     def _grant(self, claim: Claim) -> None:
         buffers = claim.taken + claim.made
         for one in buffers:
-            self._promised[one] = claim.start, claim.end
+            self._promised[one] = claim.extent
         claim.who.granted(buffers)
         self._next()
 

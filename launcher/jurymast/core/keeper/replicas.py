@@ -9,7 +9,7 @@ from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, PEER
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import Image, KeptCopy
 from jurymast.core.keeper.holding import Holding
-from jurymast.core.keeper.memory import Buffer, kernel_refusal
+from jurymast.core.keeper.memory import Buffer, Claim, kernel_refusal
 from jurymast.core.keeper.work import Filled, Found, Work, Works
 from jurymast.core.texts import memory_size
 
@@ -56,7 +56,7 @@ class Replica(Work):
 
     def _claim(self, asked: str, capacity: int, extent: tuple[int, int]) -> None:
         self._extent = extent
-        self.memory.claim(self, asked, 1, capacity, extent)
+        self.memory.claim(Claim(self, asked, 1, capacity, extent))
 
     def granted(self, buffers: list[Buffer]) -> None:
         self.own(buffers[0])
@@ -126,7 +126,7 @@ class OwnReplicas:
         name = ((order.step, order.attempt, order.rank), order.part, tuple(sorted(order.group)))
         here = self.here(name)
         if here:
-            self.works.do(do.Tell(msg.Held(copies=tuple(copy.report for copy in here))))
+            self._holding.tell(msg.Held(copies=tuple(copy.report for copy in here)))
         elif name not in self.wanted:
             self.wanted[name] = one = Replica(self, order)
             self.waiting.append(one)

@@ -16,7 +16,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, parts_of
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import Image, KeptCopy
-from jurymast.core.keeper.memory import Buffer, kernel_refusal
+from jurymast.core.keeper.memory import Buffer, Claim, kernel_refusal
 from jurymast.core.keeper.slots import RankSlots, Slot, SlotState
 from jurymast.core.keeper.work import Filled, Found, Work, Works
 from jurymast.core.texts import memory_size
@@ -183,10 +183,11 @@ class Bringing(Work):
         """Claim a buffer, or the memory that the present one lacks."""
         asked = f"what rank {self.image[2]} restores"
         if self.buffer is None:
-            self.memory.claim(self, f"{asked}, {memory_size(self._slot_bytes)}", 1, self._slot_bytes)
+            asked = f"{asked}, {memory_size(self._slot_bytes)}"
+            self.memory.claim(Claim(self, asked, 1, self._slot_bytes))
         else:
             also = self.buffer.capacity - self.buffer.allocated
-            self.memory.claim(self, asked, 0, 0, also=also)
+            self.memory.claim(Claim(self, asked, 0, 0, also=also))
 
     def granted(self, buffers: list[Buffer]) -> None:
         for buffer in buffers:

@@ -9,7 +9,7 @@ from jurymast.core import messages as msg
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import KeptCopy
 from jurymast.core.keeper.holding import Holding
-from jurymast.core.keeper.memory import Buffer, BufferPool, Do
+from jurymast.core.keeper.memory import Buffer
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Filled:
 class Works:
     """All work under way, by number."""
 
-    def __init__(self, do: Do, memory: BufferPool, holding: Holding) -> None:
-        self.do, self.memory, self.holding = do, memory, holding
+    def __init__(self, holding: Holding) -> None:
+        self.holding = holding
         self.going: dict[int, Work] = {}
         self.numbers = 0
 
@@ -55,7 +55,8 @@ class Work:
         self.number = works.numbers
         works.going[self.number] = self
         self._works = works
-        self.do, self.memory, self.holding = works.do, works.memory, works.holding
+        self.holding, self.memory = works.holding, works.holding.memory
+        self.do, self.tell = works.holding.do, works.holding.tell
         self.buffer: Buffer | None = None
         self.why: list[str] = []
         self.stopped = False
@@ -68,9 +69,6 @@ class Work:
 
     def fetched(self, fetched: Filled, now: float) -> None:
         raise NotImplementedError
-
-    def tell(self, message: msg.FromKeeper) -> None:
-        self.do(do.Tell(message))
 
     def own(self, buffer: Buffer) -> None:
         self.buffer = buffer
