@@ -47,10 +47,7 @@ class _HashingFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as plain:
-                yield plain
-            return
+        assert mode == "wb", mode
         with NewFile(Path(path)) as stream:
             yield stream
         self.written[Path(path).name] = (stream.size, stream.hexdigest)
