@@ -65,7 +65,7 @@ def test_replicas_are_spread_by_size() -> None:
     common = [tensor("m.a", 600), tensor("m.b", 500), tensor("m.c", 400), tensor("m.d", 100)]
     layout = decided(*(packed(common, [], rank=rank, entries={"m": {}}) for rank in range(3)))
     assert written(layout) == {0: ["m.a"], 1: ["m.b"], 2: ["m.c", "m.d"]}
-    offsets = {one.name: (one.file, one.offset) for one in layout.stored()}
+    offsets = {one.item.name: (one.file, one.offset) for one in layout.stored()}
     assert offsets["m.d"] == ("__2_0.distcp", 400)
 
 
@@ -93,7 +93,7 @@ def test_entries_that_differ_are_written_by_each_rank() -> None:
         for rank in range(2)
     ]  # fmt: skip
     layout = decided(*manifests)
-    assert [(one.name, one.path, one.file) for one in layout.stored()] == [
+    assert [(one.item.name, one.item.path, one.file) for one in layout.stored()] == [
         ("data.rank-00000.at", ("data", "rank-00000", "at"), "__0_0.distcp"),
         ("epoch", ("epoch",), "__0_0.distcp"),
         ("data.rank-00001.at", ("data", "rank-00001", "at"), "__1_0.distcp"),

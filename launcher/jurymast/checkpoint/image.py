@@ -416,7 +416,7 @@ def _loaded(image: memoryview, item: Item) -> Any:
 def _metadata(manifest: Manifest) -> Metadata:
     metadata = Metadata({}, planner_data={})
     for item in manifest.items:
-        add_metadata(metadata, item, item.name, item.path)
+        add_metadata(metadata, item)
     return metadata
 
 

@@ -101,17 +101,17 @@ class StoredTree:
         return root.get("root")
 
 
-def add_metadata(metadata: Metadata, item: Item, name: str, path: KeyPath) -> MetadataIndex:
-    """Add an item to DCP's metadata of a checkpoint, under this name and path; return its index there."""
-    metadata.planner_data[name] = path
+def add_metadata(metadata: Metadata, item: Item) -> MetadataIndex:
+    """Add an item to DCP's metadata of a checkpoint; return its index there."""
+    metadata.planner_data[item.name] = item.path
     if not item.is_tensor:
-        metadata.state_dict_metadata[name] = BytesStorageMetadata()
-        return MetadataIndex(name)
+        metadata.state_dict_metadata[item.name] = BytesStorageMetadata()
+        return MetadataIndex(item.name)
     properties = TensorProperties(dtype=getattr(torch, item.dtype))
     tensor = TensorStorageMetadata(properties, torch.Size(item.shape), [])
-    chunks = metadata.state_dict_metadata.setdefault(name, tensor).chunks
+    chunks = metadata.state_dict_metadata.setdefault(item.name, tensor).chunks
     chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
-    return MetadataIndex(name, torch.Size(item.offsets), len(chunks) - 1)
+    return MetadataIndex(item.name, torch.Size(item.offsets), len(chunks) - 1)
 
 
 def at(tree: Any, path: KeyPath) -> Any:

@@ -11,7 +11,7 @@ import heapq
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,9 @@ Holder = tuple[int, int]  # a rank, and the number of the item in its manifest
 
 @dataclass(frozen=True)
 class Stored:
-    """One item in the checkpoint: its name and path, and its place [offset, offset + length) in `file`."""
+    """One item, as the checkpoint names it, and its place [offset, offset + length) in `file`."""
 
     item: Item
-    name: str
-    path: tuple[str | int, ...]
     file: str
     offset: int
 
@@ -48,11 +46,10 @@ class Layout:
             extents = _extents(self.manifests[rank])
             for number in numbers:
                 item = self.manifests[rank].items[number]
-                path = item.path
-                if self.entries.get(str(path[0]), {}).get("per_rank"):
-                    path = (path[0], f"rank-{rank:05d}", *path[1:])
-                name = item.name if path == item.path else ".".join(map(str, path))
-                yield Stored(item, name, path, file_name(rank), offset)
+                if self.entries.get(str(item.path[0]), {}).get("per_rank"):
+                    path = (item.path[0], f"rank-{rank:05d}", *item.path[1:])
+                    item = replace(item, name=".".join(map(str, path)), path=path)
+                yield Stored(item, file_name(rank), offset)
                 offset += extents[number][1] - extents[number][0]
 
 
@@ -206,7 +203,7 @@ def write_metadata(directory: Path, stored: Iterable[Stored]) -> FileRecord:
     results: list[Any] = []
     for one in stored:
         place = _StorageInfo(one.file, one.offset, one.item.length)
-        index = add_metadata(metadata, one.item, one.name, one.path)
+        index = add_metadata(metadata, one.item)
         results.append(WriteResult(index=index, size_in_bytes=one.item.length, storage_data=place))
     FileSystemWriter(directory, sync_files=True).finish(metadata, [results])
     size, digest = hash_file(directory / METADATA)
