@@ -349,7 +349,7 @@ class Keeper:
                 if memory.withdraw(self._words(effect.local, effect.slot)):
                     self.act(self.machine.withdrawn(effect.local, effect.slot, effect.buffer))
             case do.Detach():
-                memory.detach(self._words(effect.local, effect.slot))
+                self._words(effect.local, effect.slot)[SlotWord.FD] = 0
             case do.Hash():
                 self.spawn(self._hash(effect))
             case do.Refuse():

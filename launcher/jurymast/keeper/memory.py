@@ -181,10 +181,6 @@ def withdraw(words: SlotRecord) -> bool:
     return True
 
 
-def detach(words: SlotRecord) -> None:
-    words[SlotWord.FD] = 0
-
-
 def _show(words: SlotRecord, buffer: MappedBuffer, freed: int) -> None:
     words[SlotWord.FREED] = freed
     words[SlotWord.CAPACITY] = buffer.capacity

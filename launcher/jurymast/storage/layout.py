@@ -21,6 +21,7 @@ from jurymast.storage.orders import StorageFailure
 from jurymast.storage.source import Range, merged
 
 Holder = tuple[int, int]  # a rank, and the number of the item in its manifest
+Holders = dict[tuple[str, tuple[int, ...]], list[Holder]]  # of each item, by name and offsets
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def decide(manifests: dict[int, Manifest]) -> Layout:
     """
     entries = _entries(manifests)
     writes: dict[int, list[int]] = {rank: [] for rank in sorted(manifests)}
-    holders: dict[tuple[str, tuple[int, ...]], list[Holder]] = defaultdict(list)
+    holders: Holders = defaultdict(list)
     for rank in sorted(manifests):
         for number, item in enumerate(manifests[rank].items):
             if entries.get(str(item.path[0]), {}).get("per_rank"):
@@ -115,11 +116,7 @@ def _entries(manifests: dict[int, Manifest]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _assign(
-    manifests: dict[int, Manifest],
-    holders: dict[tuple[str, tuple[int, ...]], list[Holder]],
-    writes: dict[int, list[int]],
-) -> None:
+def _assign(manifests: dict[int, Manifest], holders: Holders, writes: dict[int, list[int]]) -> None:
     # Ranks whose common parts have equal bytes: each has every item of the common part, at the same place.
     groups: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(manifests):
@@ -144,7 +141,7 @@ def _assign(
         writes[rank].append(number)
 
 
-def _check(manifests: dict[int, Manifest], holders: dict[tuple[str, tuple[int, ...]], list[Holder]]) -> None:
+def _check(manifests: dict[int, Manifest], holders: Holders) -> None:
     """Check that a name means the same on all ranks, and that the chunks of each tensor cover it."""
     kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
     covered: Counter[str] = Counter()

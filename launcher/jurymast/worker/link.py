@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -171,31 +172,25 @@ class Link:
         line = encode(replace(event, local_rank=self._offset // SLOT_BYTES)) + b"\n"
         if len(line) > EVENT_BYTES_MAX:
             return
-        try:
+        with suppress(OSError):
             pipe = os.open(self._events, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            return
-        try:
-            os.write(pipe, line)
-        except OSError:
-            pass
-        finally:
-            os.close(pipe)
+            try:
+                os.write(pipe, line)
+            finally:
+                os.close(pipe)
 
 
 def open_page(path: str) -> Page | None:
     """Map a page of the agent's shared memory until this process ends; None without an agent."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            return _mapped(descriptor, size) if size else None
+        finally:
+            os.close(descriptor)
     except OSError:
         return None
-    try:
-        size = os.fstat(descriptor).st_size
-        return _mapped(descriptor, size) if size else None
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
 
 
 def _mapped(descriptor: int, size: int) -> Page:
