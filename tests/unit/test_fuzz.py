@@ -249,7 +249,9 @@ PARSERS = {
     "what keepers answer": Parser(messages(keepers.read_served), right(FOLLOW)),
     "what ranks say": Parser(messages(within.read_rank), right({"event": "Image", "local_rank": 0})),
     "what hosts say": Parser(messages(msg.read_host), right(msg.Ready(store_port=1))),
-    "what ranks tell each other": Parser(of_ranks, right(["tuple", ["dict", ["a", ["list", 1]]], True])),
+    "what ranks tell each other": Parser(
+        of_ranks, right(["tuple", ["dict", ["tuple", "a", ["list", 1]]], True])
+    ),
     "seals of buckets": Parser(of_bucket, (BucketKey(b"m" * 32, "run-1").seal(STEP, b"{}", {"a": "00"}),)),
     "errors of ranks": Parser(of_errors, right({"message": {"message": "E: x", "extraInfo": {}}})),
     "owners": Parser(of_owner, right({"run": "run-1", "directory": "/runs/run-1"})),

@@ -11,14 +11,13 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from jurymast import foreign
-from jurymast.checkpoint.directory import BadCheckpoint, CheckpointManifest, FileRecord, one_line
+from jurymast.checkpoint.directory import CheckpointManifest, FileRecord, one_line
 from jurymast.errors import CheckpointError
 
 
@@ -70,45 +69,35 @@ def _packed(value: Any) -> Any:
     name."""
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if type(value) in (list, tuple):
-        return [type(value).__name__, *map(_packed, value)]
-    if type(value) is dict:
-        return ["dict", *([_packed(key), _packed(one)] for key, one in value.items())]
-    if isinstance(value, Path):
-        return ["path", str(value)]
-    if KINDS.get(type(value).__name__) is type(value):
-        return [type(value).__name__, *(_packed(getattr(value, one.name)) for one in fields(value))]
     if isinstance(value, OSError):
         name = str(value.filename) if value.filename is not None else None
         return ["OSError", value.errno, value.strerror or str(value), name]
-    if isinstance(value, BadCheckpoint):
-        return ["BadCheckpoint", str(value)]
     if isinstance(value, CheckpointError):
         return ["CheckpointError", str(value), value.hint]
     if isinstance(value, Exception):
         return ["CheckpointError", one_line(value), ""]
-    raise TypeError(f"ranks cannot exchange a {type(value).__name__}")
+    parts = value.items() if type(value) is dict else value
+    if KINDS.get(type(value).__name__) is type(value):
+        parts = (getattr(value, one.name) for one in fields(value))
+    elif type(value) not in (list, tuple, dict):
+        raise TypeError(f"ranks cannot exchange a {type(value).__name__}")
+    return [type(value).__name__, *map(_packed, parts)]
 
 
 def _unpacked(packed: Any) -> Any:
     if not isinstance(packed, list):
         return packed
-    kind, *rest = packed
-    if kind == "OSError":
-        errno, text, name = rest
-        return OSError(errno, text, name) if errno is not None else OSError(text)
-    values = [_unpacked(one) for one in rest] if kind != "dict" else rest
+    kind, *values = packed[0], *map(_unpacked, packed[1:])
     match kind:
         case "list":
             return values
         case "tuple":
             return tuple(values)
         case "dict":
-            return {_unpacked(key): _unpacked(one) for key, one in values}
-        case "path":
-            return Path(*values)
-        case "BadCheckpoint":
-            return BadCheckpoint(*values)
+            return dict(values)
+        case "OSError":
+            errno, text, name = values
+            return OSError(errno, text, name) if errno is not None else OSError(text)
         case "CheckpointError":
             text, hint = values
             return CheckpointError(text, hint=hint)

@@ -153,7 +153,7 @@ class SharedTier:
                 if not problems:
                     return SaveResult(ok=True, size_bytes=present.size_bytes, existing=True)
                 log.warning("step %d exists already but is damaged (%s)", step, problems[0])
-            temporary = group.on_first(lambda: self._begin(step))
+            temporary = Path(group.on_first(lambda: str(self._begin(step))))
         except OSError as error:
             return SaveResult(ok=False, error=one_line(error))
         files = _HashingFiles()
