@@ -298,6 +298,6 @@ def test_sweeping_what_is_half_written_leaves_everything_else(tmp_path: Path) ->
     for name in (*kept, directory.writing(6, 9, "0b").name):
         (tmp_path / name).mkdir(exist_ok=True)
     # ranks that start sweep too, while the nodes write what an earlier attempt saved
-    assert directory.sweep(attempt=8) == {}
+    assert directory.sweep(attempt=8) == []
     assert directory.sweep_unfinished() == [".writing-00000006.a0009.0b"]
     assert set(os.listdir(tmp_path)) == kept

@@ -325,23 +325,24 @@ class CheckpointDirectory:
         sync_directory(self.root)
         return name
 
-    def sweep(self, attempt: int) -> dict[str, Path]:
-        """Rename what attempts up to `attempt` left half-written or half-deleted. Return each name with the
-        path that is left to delete, which may take long.
+    def sweep(self, attempt: int) -> list[str]:
+        """Rename what attempts up to `attempt` left half-written or half-deleted, and delete it in a thread.
+        Return the names.
 
         Directories of newer attempts stay: if there are any, this attempt is the stale one.
         """
         try:
             names = foreign.names(self.root)
         except OSError:
-            return {}
+            return []
         old = [name for name in names if _DELETING.fullmatch(name)]  # another process may be deleting these
         for name in names:
             saving = _SAVING.fullmatch(name)
             if saving and int(saving[2]) <= attempt:
                 old.append(name)
-        found = ((name, taken_away(self.root / name)) for name in old)
-        return {name: gone for name, gone in found if gone is not None}
+        found = {name: gone for name in old if (gone := taken_away(self.root / name)) is not None}
+        delete_behind(list(found.values()))
+        return list(found)
 
     def writing(self, step: int, attempt: int, nonce: str) -> Path:
         """Return the path under which the nodes' storage processes write a step. `nonce` is hexadecimal and

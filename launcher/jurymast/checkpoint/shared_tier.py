@@ -26,7 +26,6 @@ from jurymast.checkpoint.directory import (
     CheckpointManifest,
     FileRecord,
     NewFile,
-    delete_behind,
     one_line,
     remove_trees,
 )
@@ -134,9 +133,7 @@ class SharedTier:
     def _sweep(self) -> list[str]:
         if is_foreign(self._directory.root, self._us):
             return []
-        swept = self._directory.sweep(self._attempt)
-        delete_behind(list(swept.values()))
-        return list(swept)
+        return self._directory.sweep(self._attempt)
 
     # ---- saving
 
