@@ -95,19 +95,27 @@ SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class RankServer:
-    """The connection to the server that forks the ranks: requests ranks, and reports when they end."""
+    """The connection to the server that forks the ranks of an attempt. Each rank leads a process group of all
+    processes that it starts and that make no group of their own."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._rest = b""
         self._ended: dict[int, int] = {}
+        self._pids: list[int] = []
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when a rank has ended."""
         return self._channel.fileno()
 
-    def start(self, environment: dict[str, str], arguments: tuple[str, ...], *, cold: bool) -> int:
-        """Start a rank and return its process id."""
+    def start(self, envs: dict[int, dict[str, str]], args: dict[int, Any], *, cold: bool) -> None:
+        """Start ranks with these environments and arguments, by local rank."""
+        self._pids = [self._start(envs[i], args[i], cold) for i in range(len(envs))]
+
+    def pids(self) -> dict[int, int]:
+        return dict(enumerate(self._pids))
+
+    def _start(self, environment: dict[str, str], arguments: tuple[str, ...], cold: bool) -> int:
         order = {"start": {"environment": environment, "arguments": arguments, "cold": cold}}
         self._channel.sendall(json.dumps(order).encode() + b"\n")
         while True:
@@ -115,8 +123,11 @@ class RankServer:
                 if "started" in message:
                     return int(message["started"])
 
-    def code(self, pid: int) -> int | None:
-        """Return a rank's exit code, negative for a signal, or None while it runs."""
+    def codes(self) -> list[int | None]:
+        """Return the ranks' exit codes, negative for a signal, or None while they run."""
+        return [self._code(pid) for pid in self._pids]
+
+    def _code(self, pid: int) -> int | None:
         while pid not in self._ended and select.select([self._channel], [], [], 0)[0]:
             self._receive()
         return self._ended.get(pid)
@@ -133,33 +144,19 @@ class RankServer:
                 self._ended[int(message["ended"])] = int(message["code"])
         return messages
 
-
-class ForkedRanks:
-    """The ranks of an attempt on this node. Each leads a process group of all processes that it starts and
-    that make no group of their own."""
-
-    def __init__(self, server: RankServer, envs: dict[int, Any], args: dict[int, Any], *, cold: bool) -> None:
-        self._server = server
-        self._pids = [server.start(envs[i], args[i], cold=cold) for i in range(len(envs))]
-
-    def pids(self) -> dict[int, int]:
-        return dict(enumerate(self._pids))
-
-    def codes(self) -> list[int | None]:
-        return [self._server.code(pid) for pid in self._pids]
-
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM to the ranks and their children, such as loader workers, as torchrun does, and SIGKILL
-        to those that still run after `grace_s`."""
+        to those that still run after `grace_s`; forget them."""
         for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_LIMIT_S)):
             for pid in self._pids:
                 self._signal(pid, number)
                 self._signal(pid, signal.SIGCONT)  # a stopped process acts on SIGTERM only once it continues
             if self._wait(limit_s):
-                return
+                break
+        self._pids = []
 
     def _signal(self, pid: int, number: signal.Signals) -> None:
-        if self._server.code(pid) is None:
+        if self._code(pid) is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, number)
 
@@ -167,7 +164,7 @@ class ForkedRanks:
         end = time.monotonic() + limit_s
         while None in self.codes():
             left_s = end - time.monotonic()
-            if left_s <= 0 or not select.select([self._server], [], [], left_s)[0]:
+            if left_s <= 0 or not select.select([self], [], [], left_s)[0]:
                 return None not in self.codes()
         return True
 
@@ -181,7 +178,6 @@ class ImpatientAgent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs_specs=plan)  # only for torch's start_processes, which is not called
         self._plan, self._rendezvous_handler, self._server = plan, rendezvous, server
-        self._ranks: ForkedRanks | None = None
         self._reported: set[int] = set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -194,12 +190,12 @@ class ImpatientAgent(LocalElasticAgent):
         rendezvous.pipe.tell(msg.Started(attempt=rendezvous.launch.attempt, pids=tuple(pids)))
         return started
 
-    def _start_ranks(self, *, envs: dict[int, dict[str, str]], args: dict[int, Any], **_: Any) -> ForkedRanks:
+    def _start_ranks(self, *, envs: dict[int, dict[str, str]], args: dict[int, Any], **_: Any) -> RankServer:
         """Start the ranks. Unlike torch's function, this installs no signal handlers and redirects no output:
         torch would open one file twice and truncate it."""
         self._complete(envs)
-        self._ranks = ForkedRanks(self._server, envs, args, cold=self._rendezvous_handler.launch.cold)
-        return self._ranks
+        self._server.start(envs, args, cold=self._rendezvous_handler.launch.cold)
+        return self._server
 
     def _complete(self, envs: dict[int, dict[str, str]]) -> None:
         """Add the attempt's environment, and the names of each rank's files."""
@@ -237,12 +233,9 @@ class ImpatientAgent(LocalElasticAgent):
         name = f"error-{self._rendezvous_handler.launch.attempt}-{local_rank}.json"
         return os.path.join(self._plan["temporary"], name)
 
-    def _codes(self) -> list[int | None]:
-        return [] if self._ranks is None else self._ranks.codes()
-
     def _report_failures(self) -> bool:
         """Tell the agent about failed ranks that were not reported yet; return whether any has failed."""
-        failed = {local_rank: code for local_rank, code in enumerate(self._codes()) if code}
+        failed = {local_rank: code for local_rank, code in enumerate(self._server.codes()) if code}
         for local_rank in sorted(failed.keys() - self._reported):
             self._reported.add(local_rank)
             worker = self._worker_group.workers[local_rank]
@@ -265,15 +258,15 @@ class ImpatientAgent(LocalElasticAgent):
     def _ranks_state(self) -> WorkerState:
         if self._report_failures():
             return WorkerState.FAILED
-        return WorkerState.HEALTHY if any(code != 0 for code in self._codes()) else WorkerState.SUCCEEDED
+        done = all(code == 0 for code in self._server.codes())
+        return WorkerState.SUCCEEDED if done else WorkerState.HEALTHY
 
     def _shutdown(self, *_torchs: Any, **_own: Any) -> None:
         """Report what has already failed, then stop the ranks. torch's time limit, which its releases pass in
         different ways, is ignored."""
         self._report_failures()
-        if self._ranks is not None:
-            self._ranks.stop(self._plan["grace_s"])
-        self._pcontext = self._ranks = None
+        self._server.stop(self._plan["grace_s"])
+        self._pcontext = None
 
     def _exit_barrier(self) -> None:
         """Do nothing: torch waits up to 300 s for other nodes; the supervisor knows when all are done."""
