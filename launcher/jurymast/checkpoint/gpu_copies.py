@@ -26,8 +26,7 @@ class GpuCopies:
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
         self._stream = torch.cuda.Stream(self._device)
-        self._registered: set[int] = set()
-        self._refused: set[int] = set()
+        self._pinned: dict[int, bool] = {}  # by address; False: CUDA refused
         self._owned_done: Any = None
         self._publisher: threading.Thread | None = None
         register_optimizer_step_pre_hook(self._before_step)
@@ -35,23 +34,20 @@ class GpuCopies:
     def register(self, buffer: torch.Tensor) -> None:
         """Pin `buffer`, which makes copies faster and asynchronous; they are correct without it."""
         address = buffer.data_ptr()
-        if address in self._registered or address in self._refused:
+        if address in self._pinned:
             return
         torch.cuda.set_device(self._device)  # each thread has its own setting, and this may be another thread
-        if code := int(torch.cuda.cudart().cudaHostRegister(address, buffer.numel(), 0)):
+        code = int(torch.cuda.cudart().cudaHostRegister(address, buffer.numel(), 0))
+        if code:
             log.warning("cannot pin memory for checkpoints (CUDA error %d): saves take longer", code)
-            self._refused.add(address)
-            return
-        self._registered.add(address)
+        self._pinned[address] = not code
 
     def unregister(self, buffer: torch.Tensor) -> None:
         """Undo `register`; must be called before `buffer` is unmapped."""
         self.wait()
         address = buffer.data_ptr()
-        if address in self._registered:
+        if self._pinned.pop(address, False):
             torch.cuda.cudart().cudaHostUnregister(address)
-        self._registered.discard(address)
-        self._refused.discard(address)
 
     def start(
         self,
