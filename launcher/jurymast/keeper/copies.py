@@ -17,8 +17,7 @@ from jurymast.foreign import NotOurs, check_private, open_own, read_own
 from jurymast.keeper.manifest import BadImage, Manifest, blocks_of
 from jurymast.keeper.memory import MappedBuffer
 
-_STEP_NAME = re.compile(r"step-(\d+)\.a(\d+)")
-_RANK_NAME = re.compile(r"rank-(\d+)\.manifest")
+_MANIFEST_NAME = re.compile(r"step-(\d+)\.a(\d+)/rank-(\d+)\.manifest")
 
 # Ranks whose parts are XORed; the lowest is the rank of that XOR's key and manifest.
 Group = tuple[int, ...]
@@ -109,10 +108,6 @@ class CopyTable:
         with self._lock:
             return iter(list(self._copies.values()))
 
-    def __contains__(self, copy: object) -> bool:
-        with self._lock:
-            return isinstance(copy, StoredCopy) and self._copies.get(copy.entry) is copy
-
     def add(self, copy: StoredCopy) -> None:
         with self._lock:
             self._copies[copy.entry] = copy
@@ -202,13 +197,13 @@ def local_copies(root: Path) -> list[StoredCopy]:
     except (FileNotFoundError, NotOurs):
         return found
     for path in sorted(root.glob("step-*.a*/rank-*.manifest")):
-        step, rank = _STEP_NAME.fullmatch(path.parent.name), _RANK_NAME.fullmatch(path.name)
-        if step is None or rank is None:
+        name = _MANIFEST_NAME.fullmatch(f"{path.parent.name}/{path.name}")
+        if name is None:
             continue
         image = path.with_suffix(".image")
         try:
             data = read_own(path)
-            manifest = trusted(data, (int(step[1]), int(step[2]), int(rank[1])))
+            manifest = trusted(data, (int(name[1]), int(name[2]), int(name[3])))
             with open(open_own(image), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
             if size == manifest.size_bytes:
