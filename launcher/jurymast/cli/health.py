@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli.options import examples, json_option, resolved_policy, show, show_json
+from jurymast.cli.options import examples, file_option, json_option, resolved_policy, show, show_json
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 
@@ -27,9 +27,7 @@ WORDS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
 )  # fmt: skip
 @click.option("--explain", type=int, metavar="XID", help="Explain an Xid code of NVIDIA's driver.")
 @click.option("--thresholds", is_flag=True, help="List the probes' limits.")
-@click.option(
-    "--policy", type=click.Path(path_type=Path), metavar="FILE", help="Use the limits of this policy."
-)
+@file_option("--policy", help="Use the limits of this policy.")
 @json_option
 @click.pass_context
 def command(

@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 
 from jurymast import foreign
 from jurymast.core.texts import nearest
-from jurymast.errors import NotNowError, RunDirectoryError, RunNotFoundError
+from jurymast.errors import NotNowError, RunDirectoryError, RunNotFoundError, UsageError
 from jurymast.rundir import RunDirectory, check_readable
 
 if TYPE_CHECKING:
@@ -109,6 +109,13 @@ runs_option: Callable[[Any], Any] = click.option(
     "--runs", type=click.Path(path_type=Path), metavar="DIR",
     help="Where run directories are kept.  [$JURYMAST_RUNS, or ./runs]",
 )  # fmt: skip
+
+
+def file_option(*names: str, help: str) -> Callable[[Any], Any]:
+    """An option that takes the path of a file."""
+    return click.option(*names, type=click.Path(path_type=Path), metavar="FILE", help=help)
+
+
 json_option: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -138,6 +145,30 @@ def _bytes(context: click.Context, option: click.Parameter, value: str | None) -
 checkpoint_bytes_option: Callable[[Any], Any] = click.option(
     "--checkpoint-bytes", callback=_bytes, metavar="B", help="Size of one checkpoint, like 5e12 or 5TB."
 )
+
+
+POSITIVE = click.FloatRange(min=0.0, min_open=True)
+storage_option: Callable[[Any], Any] = click.option(
+    "--storage-gb-per-s", type=POSITIVE, metavar="W",
+    help="Write bandwidth of the shared storage for all nodes together, in 1e9 bytes per second.",
+)  # fmt: skip
+durations_option = file_option(
+    "--durations", "figures", help="YAML with measured durations in place of the packaged ones."
+)
+charts_option = file_option("--html", help="Write an HTML page with charts.")
+
+
+def spares_option(help: str) -> Callable[[Any], Any]:
+    """An option that takes a number of nodes or auto; None if it is not given."""
+    return click.option("--spares", callback=_spares, metavar="N|auto", help=help)
+
+
+def _spares(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
+    if value is None or value == "auto":
+        return value
+    if not value.isdigit():
+        raise UsageError(f"--spares {value}: must be a number, or auto")
+    return int(value)
 
 
 def runs_place(runs: Path | None) -> Path:
@@ -171,13 +202,17 @@ def the_run(run: str, runs: Path | None, *, only_look: bool = False) -> RunDirec
     return found
 
 
-def resolved_policy(file: Path | None) -> Resolved:
-    """The policy in force with FILE: the site's, the file's and the defaults. Raises PolicyError."""
-    from jurymast.policy.load import file_layers, site_layers
+def resolved_policy(file: Path | None, spares: int | str | None = None) -> Resolved:
+    """The policy in force: the site's, the file's, --spares and the defaults. Raises PolicyError."""
+    from jurymast.policy.load import file_layers, pairs_layer, site_layers
     from jurymast.policy.resolve import resolve
 
     layers = site_layers(os.environ)
-    return resolve(layers + file_layers(file, str(file)) if file is not None else layers)
+    if file is not None:
+        layers += file_layers(file, str(file))
+    if spares is not None:
+        layers.append(pairs_layer("command line", [("spares", spares)]))
+    return resolve(layers)
 
 
 def show_json(values: Any) -> None:

@@ -9,12 +9,17 @@ import click
 
 from jurymast.cli.options import (
     MOST_NODES,
+    POSITIVE,
+    charts_option,
     checkpoint_bytes_option,
+    durations_option,
     examples,
+    file_option,
     json_option,
     resolved_policy,
     show,
     show_json,
+    storage_option,
     write_page,
 )
 from jurymast.errors import UsageError
@@ -22,8 +27,6 @@ from jurymast.errors import UsageError
 if TYPE_CHECKING:
     from jurymast.core.planning.forecast import Question
     from jurymast.policy.resolve import Resolved
-
-POSITIVE = click.FloatRange(min=0.0, min_open=True)
 
 
 @click.command(
@@ -37,28 +40,17 @@ POSITIVE = click.FloatRange(min=0.0, min_open=True)
 )
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, metavar="G", help="GPUs per node.  [8]")
 @checkpoint_bytes_option
-@click.option(
-    "--storage-gb-per-s", type=POSITIVE, metavar="W",
-    help="Write bandwidth of the shared storage for all nodes together, in 1e9 bytes per second.",
-)  # fmt: skip
+@storage_option
 @click.option(
     "--rate", type=POSITIVE, metavar="R",
     help="Failures per 1,000 node-days.  [the policy's, or what fleets report: 5, 90 % between 1 and 11]",
 )  # fmt: skip
-@click.option(
-    "--policy",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Policy file: what to do about failures.",
-)
+@file_option("--policy", help="Policy file: what to do about failures.")
 @click.option(
     "--restart-s", type=click.FloatRange(0.0), metavar="S",
     help="Seconds from a failure to the next new step.  [as measured, plus 30 for the training's start]",
 )  # fmt: skip
-@click.option(
-    "--durations", "figures", type=click.Path(path_type=Path), metavar="FILE",
-    help="YAML with measured durations in place of the packaged ones.",
-)  # fmt: skip
+@durations_option
 @click.option(
     "--stall-s", type=click.FloatRange(0.0), metavar="S", help="Seconds for which a save stops training."
 )
@@ -70,9 +62,7 @@ POSITIVE = click.FloatRange(min=0.0, min_open=True)
     "--target", type=click.FloatRange(0.5, 1.0, max_open=True), metavar="SHARE",
     help="Goodput for which to show the storage bandwidth needed.  [0.95]",
 )  # fmt: skip
-@click.option(
-    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts."
-)
+@charts_option
 @json_option
 def command(
     policy: Path | None, figures: Path | None, html: Path | None, as_json: bool, **given: Any

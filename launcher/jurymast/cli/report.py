@@ -10,6 +10,7 @@ import click
 
 from jurymast.cli.options import (
     examples,
+    file_option,
     json_option,
     run_argument,
     runs_option,
@@ -25,12 +26,7 @@ from jurymast.errors import UsageError
     epilog=examples("jurymast report 4711 --html report.html", "jurymast report 4711 --compare 4630")
 )
 @run_argument
-@click.option(
-    "--html",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write the report to FILE as one HTML page.",
-)
+@file_option("--html", help="Write the report to FILE as one HTML page.")
 @click.option("--compare", metavar="RUN2", help="Compare with another run.")
 @json_option
 @runs_option

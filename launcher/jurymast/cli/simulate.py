@@ -14,12 +14,18 @@ import click
 
 from jurymast.cli.options import (
     MOST_NODES,
+    POSITIVE,
+    charts_option,
     checkpoint_bytes_option,
+    durations_option,
     examples,
+    file_option,
     json_option,
     resolved_policy,
     show,
     show_json,
+    spares_option,
+    storage_option,
     write_page,
 )
 from jurymast.errors import UsageError
@@ -34,7 +40,6 @@ if TYPE_CHECKING:
 
     Draw = Callable[[int, Random], list[TraceFault]]
 
-POSITIVE = click.FloatRange(min=0.0, min_open=True)
 # Points of the page's curves.
 PARTS = 120
 
@@ -64,7 +69,7 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
 @click.option("--nodes", type=click.IntRange(1, MOST_NODES), required=True, metavar="N", help="Active nodes.")
 @click.option(
     "--days",
-    type=click.FloatRange(0.0, min_open=True),
+    type=POSITIVE,
     default=30.0,
     metavar="D",
     help="Length of a run in days.  [30]",
@@ -94,35 +99,27 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
 )
 @click.option("--trace-repairs", is_flag=True, help="Keep nodes down for as long as in the trace.")
 @click.option("--seeds", type=click.IntRange(1), default=3, metavar="N", help="Runs to simulate.  [3]")
-@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="Policy file that decides.")
-@click.option("--spares", metavar="N|auto", help="Spare nodes.  [the policy's]")
+@file_option("--policy", help="Policy file that decides.")
+@spares_option("Spare nodes.  [the policy's]")
 @click.option(
     "--cadence", metavar="C", help="fixed:60m, young (at the true rate), optimum or adaptive.  [the policy's]"
 )
 @click.option(
     "--prior",
-    type=click.FloatRange(0.0, min_open=True),
+    type=POSITIVE,
     metavar="R",
     help="Failures per 1,000 node-days that adaptive starts from.",
 )
 @checkpoint_bytes_option
-@click.option(
-    "--storage-gb-per-s", type=POSITIVE, metavar="W",
-    help="Write bandwidth of the shared storage for all nodes together, in 1e9 bytes per second.",
-)  # fmt: skip
-@click.option(
-    "--durations", "figures", type=click.Path(path_type=Path), metavar="FILE",
-    help="YAML with measured durations in place of the packaged ones.",
-)  # fmt: skip
+@storage_option
+@durations_option
 @_time("--restart", "Time from a failure to the first step after it.")
 @_time("--stall", "Stall: time for which a save stops training.")
 @_time("--copy", "Time from the end of the stall until the save is complete.")
 @_time("--step", "Time of a training step.")
 @_time("--repair", "Time from a failure until the node, or its replacement, is a spare.")
 @_time("--requeue", "Time from a requeue to the next allocation.")
-@click.option(
-    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts."
-)
+@charts_option
 @json_option
 def command(
     nodes: int, days: float, seeds: int, policy: Path | None, html: Path | None, as_json: bool, **options: Any
@@ -135,14 +132,14 @@ def command(
     from jurymast.sim.simulation import Setup
 
     began = time.perf_counter()
-    resolved = resolved_policy(policy)
+    resolved = resolved_policy(policy, options["spares"])
     settings = resolved.settings()
     if options["prior"] is not None:
         settings = replace(settings, rate=options["prior"])
     measured = read_measured(options["figures"])
     durations = _durations(measured, nodes, settings, options)
     rate, faults, draw = _faults(options, resolved, days * 86_400.0)
-    spares = _spares(options["spares"], resolved.policy.spares)
+    spares = resolved.policy.spares
     if spares is None:
         spares = auto_spares(nodes, rate, durations.repair_s, days * 86_400.0)
     cadence = options["cadence"] or _policy_cadence(settings)
@@ -194,17 +191,6 @@ def _policy_cadence(settings: Settings) -> str:
     if settings.cadence_steps is not None:
         return f"{settings.cadence_steps} steps"
     return "adaptive" if settings.cadence_s is None else f"{settings.cadence_s:g}s"
-
-
-def _spares(given: str | None, policy: int | None) -> int | None:
-    """The number of spare nodes; None for auto."""
-    if given is None:
-        return policy
-    if given == "auto":
-        return None
-    if not given.isdigit():
-        raise UsageError(f"--spares {given}: must be a number, or auto")
-    return int(given)
 
 
 def _durations(measured: Measured, nodes: int, settings: Settings, options: dict[str, Any]) -> Durations:

@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from jurymast.cli import patience
-from jurymast.cli.options import default_runs, examples
+from jurymast.cli.options import default_runs, examples, file_option, resolved_policy, spares_option
 from jurymast.cluster.batch_script import (
     STANDARD_INPUT,
     BatchScript,
@@ -70,14 +70,6 @@ def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None
     return read_script(path, own) if path else None
 
 
-def _spares(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
-    if value is None or value == "auto":
-        return value
-    if not value.isdigit():
-        raise UsageError(f"--spares {value}: must be a number, or auto")
-    return int(value)
-
-
 @click.command(
     cls=SubmitCommand,
     epilog="All of sbatch's options (man sbatch) and SBATCH_* variables work as with sbatch. "
@@ -95,19 +87,12 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
     metavar="N",
     help="Active nodes.  [as the batch script says, or 1]",
 )
-@click.option(
-    "--spares", callback=_spares, metavar="N|auto", help="Spare nodes, kept warm to replace failed ones."
-)
+@spares_option("Spare nodes, kept warm to replace failed ones.")
 @click.option(
     "--nproc-per-node", "--nproc_per_node", type=click.IntRange(1), metavar="K",
     help="Ranks on each node.  [the GPUs per node requested from Slurm, else 1]",
 )  # fmt: skip
-@click.option(
-    "--policy",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Policy file: what to do about failures.",
-)
+@file_option("--policy", help="Policy file: what to do about failures.")
 @click.option(
     "--cluster", type=click.Choice(["slurm", "local"]), default="slurm",
     help="Submit to Slurm, or run on this machine.  [slurm]",
@@ -127,7 +112,7 @@ def command(context: click.Context, /, **options: Any) -> int:
     line: CommandLine = context.meta["jurymast.line"]
     script: BatchScript | None = context.meta["jurymast.script"]
     runs = (options["runs"] or default_runs()).expanduser().absolute()
-    policy = _policy(options["policy"], options["spares"])
+    policy = resolved_policy(options["policy"], options["spares"])
     request = _request(line, script, policy, options, runs)
     _note_unused(line, options["cluster"])
     from jurymast.cluster.request import submit
@@ -169,19 +154,6 @@ def command(context: click.Context, /, **options: Any) -> int:
         click.echo(f"the run goes on; to end it: {ends}", err=True)
         raise
     return 0
-
-
-def _policy(path: Path | None, spares: int | str | None) -> Resolved:
-    """The site's policy, the file's and the command line's, merged and checked."""
-    from jurymast.policy.load import file_layers, pairs_layer, site_layers
-    from jurymast.policy.resolve import resolve
-
-    layers = site_layers(os.environ)
-    if path is not None:
-        layers += file_layers(path, str(path))
-    if spares is not None:
-        layers.append(pairs_layer("command line", [("spares", spares)]))
-    return resolve(layers)
 
 
 def _request(
