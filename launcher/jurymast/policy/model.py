@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -20,11 +20,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    WithJsonSchema,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, core_schema
 
 from jurymast.core.settings import Budget
 from jurymast.core.texts import DURATION
@@ -40,47 +40,64 @@ _COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 _ONE_OR_MORE: dict[str, Any] = {"type": "integer", "minimum": 1}
 
 
-def _either(*written: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [*written]})
+class _Written:
+    """How a value is written: as one of `words`, which stand for their values, or as `read` accepts it. In
+    JSON Schema, `forms` say the latter."""
+
+    def __init__(self, read: Callable[[object], Any], *forms: dict[str, Any], **words: Any) -> None:
+        self._read, self._words = read, words
+        self._forms = [*(_OFF if word == "off" else {"const": word} for word in words), *forms]
+
+    def _value(self, value: object) -> Any:
+        word = "off" if value in (False, "off") else value
+        return self._words[word] if isinstance(word, str) and word in self._words else self._read(value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._value, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, _schema: CoreSchema, _handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**self._forms[0]} if len(self._forms) == 1 else {"anyOf": self._forms}
 
 
-Duration = Annotated[float, BeforeValidator(values.positive_duration), WithJsonSchema(_TIME)]
-AutoDuration = Annotated[float | None, BeforeValidator(values.auto_or_duration), _either(_AUTO, _TIME)]
-AutoOffDuration = Annotated[
-    float | None, BeforeValidator(values.auto_off_or_duration), _either(_AUTO, _OFF, _TIME)
-]
-Count = Annotated[int, BeforeValidator(values.whole_number), WithJsonSchema(_COUNT)]
-OneOrMore = Annotated[int, BeforeValidator(values.one_or_more), WithJsonSchema(_ONE_OR_MORE)]
-OnOff = Annotated[bool, BeforeValidator(values.on_or_off), _either(_ON, _OFF)]
+class _Switch:
+    """A tier that may be switched as a whole: `off`, and `on` or nothing, which mean all its defaults, if
+    nothing else has to be given."""
+
+    def __init__(self, *words: dict[str, Any]) -> None:
+        self._words = words
+
+    def _value(self, value: object) -> object:
+        if value in (False, "off"):
+            return None
+        return {} if value in (None, True, "on") else value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._value, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"anyOf": [handler(schema), *self._words]}
+
+
+Duration = Annotated[float, _Written(values.positive_duration, _TIME)]
+AutoDuration = Annotated[float | None, _Written(values.positive_duration, _TIME, auto=None)]
+AutoOffDuration = Annotated[float | None, _Written(values.positive_duration, _TIME, auto=None, off=0.0)]
+Count = Annotated[int, _Written(values.whole_number, _COUNT)]
+OneOrMore = Annotated[int, _Written(values.one_or_more, _ONE_OR_MORE)]
+OnOff = Annotated[bool, _Written(values.on_or_off, _ON, _OFF)]
 XidCode = Annotated[str, AfterValidator(values.xid_code)]
 ThresholdName = Annotated[str, AfterValidator(values.threshold_name)]
 Restarts = Annotated[
     Budget,
-    BeforeValidator(values.budget),
-    _either(
-        {"const": "unlimited"},
+    _Written(
+        values.budget,
         {"type": "string", "pattern": r"^\s*\d+\s+(per|in)\s+\S.*$", "examples": ["3 per 1h"]},
+        unlimited=Budget(),
     ),
 ]
-
-
-def _switch(value: object) -> object:
-    """Read a tier that is switched as a whole: `off`; or `on` or nothing, which mean all its defaults."""
-    if value in (False, "off"):
-        return None
-    return {} if value in (None, True, "on") else value
-
-
-class _Switch:
-    """Adds to a tier's schema that it may be switched off, and on if nothing else has to be given."""
-
-    def __init__(self, *, on: bool = False) -> None:
-        self._written = [_ON, _OFF] if on else [_OFF]
-
-    def __get_pydantic_json_schema__(
-        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {"anyOf": [handler(core_schema), *self._written]}
 
 
 def _key(default: Any, description: str) -> Any:
@@ -95,9 +112,9 @@ class Section(BaseModel):
 
 
 class Nodes(Section):
-    min: Annotated[
-        int | None, BeforeValidator(values.none_or_one_or_more), _either({"type": "null"}, _ONE_OR_MORE)
-    ] = _key(None, "smallest number of active nodes; refused, not supported yet")
+    min: Annotated[int | None, _Written(values.none_or_one_or_more, {"type": "null"}, _ONE_OR_MORE)] = _key(
+        None, "smallest number of active nodes; refused, not supported yet"
+    )
 
 
 class Detect(Section):
@@ -137,25 +154,23 @@ class Object(Section):
 
 
 class Tiers(Section):
-    memory: Annotated[Memory | None, BeforeValidator(_switch), _Switch(on=True)] = _key(
-        {}, "memory of the rank's own node, or off"
-    )
-    peer: Annotated[Peer | None, BeforeValidator(_switch), _Switch(on=True)] = _key(
-        {}, "memory of another node, or off"
-    )
-    local: Annotated[Local | None, BeforeValidator(_switch), _Switch()] = _key(False, "the node's own disk")
+    memory: Annotated[Memory | None, _Switch(_ON, _OFF)] = _key({}, "memory of the rank's own node, or off")
+    peer: Annotated[Peer | None, _Switch(_ON, _OFF)] = _key({}, "memory of another node, or off")
+    local: Annotated[Local | None, _Switch(_OFF)] = _key(False, "the node's own disk")
     shared: Annotated[Shared, BeforeValidator(lambda value: {} if value is None else value)] = _key(
         {}, "the run directory's storage; always on"
     )
-    object: Annotated[Object | None, BeforeValidator(_switch), _Switch()] = _key(False, "an object store")
+    object: Annotated[Object | None, _Switch(_OFF)] = _key(False, "an object store")
 
 
 class Checkpoint(Section):
     cadence: Annotated[
         Any,
-        BeforeValidator(values.cadence),
-        _either(
-            _AUTO, _TIME, {"type": "string", "pattern": r"^\s*\d+\s*steps?\s*$", "examples": ["200 steps"]}
+        _Written(
+            values.cadence,
+            _AUTO,
+            _TIME,
+            {"type": "string", "pattern": r"^\s*\d+\s*steps?\s*$", "examples": ["200 steps"]},
         ),
     ] = _key("auto", 'how often to save: auto, "200 steps", "10m"')
     max_loss: Duration = _key("15m", "most training time that a failure may cost; limits an auto cadence")
@@ -169,16 +184,14 @@ class RestartBudgets(Section):
 
 class Failures(Section):
     rate: Annotated[
-        float | None,
-        BeforeValidator(values.auto_or_rate),
-        _either(_AUTO, {"type": "number", "exclusiveMinimum": 0}),
+        float | None, _Written(values.rate, {"type": "number", "exclusiveMinimum": 0}, auto=None)
     ] = _key("auto", "failures per 1,000 node-days, if known")
     half_life: Duration = _key("14d", "age at which a past failure counts half in the failure rate")
     burst: Duration = _key("10m", "failures this close together count as one")
     restarts: RestartBudgets = _key({}, "restart budgets: how many restarts in how much time")
-    requeues: Annotated[
-        int | None, BeforeValidator(values.unlimited_or_count), _either({"const": "unlimited"}, _COUNT)
-    ] = _key("unlimited", "how often the Slurm job may be requeued")
+    requeues: Annotated[int | None, _Written(values.whole_number, _COUNT, unlimited=None)] = _key(
+        "unlimited", "how often the Slurm job may be requeued"
+    )
     stop_grace: Duration = _key(
         "1s", "time from SIGTERM to SIGKILL when ranks are stopped; torchrun waits 30 s"
     )
@@ -197,9 +210,7 @@ class Health(Section):
         "auto", "time for tests of nodes before their first attempt: auto (with GPUs only), off, or how long"
     )
     straggler: Annotated[
-        float,
-        BeforeValidator(values.off_or_factor),
-        _either(_OFF, {"type": "number", "exclusiveMinimum": 1}),
+        float, _Written(values.factor, {"type": "number", "exclusiveMinimum": 1}, off=0.0)
     ] = _key(1.5, "swap out a rank that stays this many times slower than the others, or off")
     workaround: OnOff = _key(True, "on: ranks avoid a failing network device if the node has another one")
 
@@ -208,8 +219,8 @@ class NodesPolicy(Section):
     bad: Literal["exclude", "drain", "report"] = _key("exclude", "what happens to a bad node")
     max_fraction: Annotated[
         float,
-        BeforeValidator(values.fraction),
-        _either(
+        _Written(
+            values.fraction,
             {"type": "number", "minimum": 0, "maximum": 1},
             {"type": "string", "pattern": r"^\d+(?:\.\d+)?%$", "examples": ["2%"]},
         ),
@@ -237,7 +248,7 @@ class Notification(Section):
 
 
 class Policy(Section):
-    spares: Annotated[int | None, BeforeValidator(values.auto_or_count), _either(_AUTO, _COUNT)] = _key(
+    spares: Annotated[int | None, _Written(values.whole_number, _COUNT, auto=None)] = _key(
         "auto", "spare nodes kept warm: auto, or a number"
     )
     start: Literal["warm", "cold"] = _key(

@@ -34,16 +34,6 @@ def positive_duration(value: object) -> float:
     return seconds
 
 
-def auto_or_duration(value: object) -> float | None:
-    """Seconds of a duration; None for "auto"."""
-    return None if value == "auto" else positive_duration(value)
-
-
-def auto_off_or_duration(value: object) -> float | None:
-    """Seconds of a duration; None for "auto", 0 for "off" (which YAML reads as false)."""
-    return 0.0 if value in (False, "off") else auto_or_duration(value)
-
-
 def whole_number(value: object, *, least: int = 0) -> int:
     """A whole number of at least `least`; YAML's true and false are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -61,20 +51,8 @@ def none_or_one_or_more(value: object) -> int | None:
     return None if value is None else one_or_more(value)
 
 
-def auto_or_count(value: object) -> int | None:
-    """A number; None for "auto"."""
-    return None if value == "auto" else whole_number(value)
-
-
-def unlimited_or_count(value: object) -> int | None:
-    """A number; None for "unlimited"."""
-    return None if value == "unlimited" else whole_number(value)
-
-
 def budget(value: object) -> Budget:
-    """A restart budget: "unlimited", or "3 per 1h"."""
-    if value == "unlimited":
-        return Budget()
+    """A restart budget, like "3 per 1h"."""
     match = re.fullmatch(r"\s*(\d+)\s+(?:per|in)\s+(\S.*)", value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(
@@ -118,19 +96,15 @@ def on_or_off(value: object) -> bool:
     raise ValueError(f"{written(value)} is neither on nor off")
 
 
-def off_or_factor(value: object) -> float:
-    """A factor above 1; 0 for "off" (which YAML reads as false)."""
-    if value in (False, "off"):
-        return 0.0
+def factor(value: object) -> float:
+    """A factor above 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < math.inf:
         raise ValueError(f"{written(value)} is not a factor; write off, or a number above 1, like 1.5")
     return float(value)
 
 
-def auto_or_rate(value: object) -> float | None:
-    """Failures per 1,000 node-days; None for "auto"."""
-    if value == "auto":
-        return None
+def rate(value: object) -> float:
+    """Failures per 1,000 node-days."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(
             f"{written(value)} is not a failure rate; write auto, or failures per 1,000 node-days, like 6.5"
