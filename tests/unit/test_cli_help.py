@@ -11,7 +11,7 @@ import pytest
 
 from jurymast.cli.main import COMMANDS
 
-FOUND = {name: importlib.import_module(module).command for name, (module, _) in COMMANDS.items()}
+FOUND = {name: importlib.import_module(f"jurymast.cli.{name}").command for name in COMMANDS}
 EXAMPLES = [
     (name, line.strip())
     for name, command in FOUND.items()

@@ -58,7 +58,7 @@ def command(
     chosen = attempt or directory.newest_attempt()
     find = _Finder(directory, rank, everything=everything, job=job)
     if not find(chosen) and not follow:
-        raise RunNotFoundError(*_nothing(directory, chosen, rank, job))
+        raise RunNotFoundError(_nothing(directory, chosen, rank, job))
     if follow:
         patience.follow_on()
     try:
@@ -67,15 +67,15 @@ def command(
         return
 
 
-def _nothing(directory: RunDirectory, attempt: int, ranks: tuple[int, ...], job: bool) -> tuple[str]:
+def _nothing(directory: RunDirectory, attempt: int, ranks: tuple[int, ...], job: bool) -> str:
     if job:
-        return (f"there is no job log yet in {directory.submission}",)
+        return f"there is no job log yet in {directory.submission}"
     if not attempt:
-        return (f"no attempt of {directory.root.name} has started yet",)
+        return f"no attempt of {directory.root.name} has started yet"
     wanted = f" of rank {', '.join(map(str, ranks))}" if ranks else ""
     have = sorted(path.name for path in foreign.found(directory.logs, "attempt-*"))
     others = f"the newest are of {', '.join(have[-5:])}" if have else "no attempt has written one"
-    return (f"there is no log{wanted} for attempt {attempt}; {others}",)
+    return f"there is no log{wanted} for attempt {attempt}; {others}"
 
 
 class _Finder:

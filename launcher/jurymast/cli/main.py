@@ -13,27 +13,27 @@ from jurymast.cli import patience
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import JurymastError, RunDirectoryError, UsageError
 
-# name: (module with a click command called `command`, what it does)
+# What each does. Its module in this package has a click command called `command`.
 COMMANDS = {
-    "submit": ("jurymast.cli.submit", "Submit a training run."),
-    "ps": ("jurymast.cli.ps", "List my runs."),
-    "status": ("jurymast.cli.status", "Show how a run is doing."),
-    "events": ("jurymast.cli.events", "Show what happened in a run, and why."),
-    "logs": ("jurymast.cli.logs", "Print what the ranks wrote."),
-    "checkpoints": ("jurymast.cli.checkpoints", "List, verify, pin or roll back a run's checkpoints."),
-    "report": ("jurymast.cli.report", "Show where a run's time went."),
-    "plan": ("jurymast.cli.plan", "Estimate failures, cadence, spares and goodput of a run."),
-    "cancel": ("jurymast.cli.cancel", "End a run."),
-    "restart": ("jurymast.cli.restart", "Restart a run's ranks."),
-    "save": ("jurymast.cli.save", "Save a checkpoint of a run now."),
-    "drain": ("jurymast.cli.drain", "Replace a node of a run by a spare."),
-    "nodes": ("jurymast.cli.nodes", "Show the history of each node over all runs."),
-    "doctor": ("jurymast.cli.doctor", "Check whether this site is ready, and what to do if not."),
-    "health": ("jurymast.cli.health", "Check this machine with the health probes."),
-    "simulate": ("jurymast.cli.simulate", "Simulate a policy against failures."),
-    "demo": ("jurymast.cli.demo", "Run a demonstration on this machine."),
-    "policy": ("jurymast.cli.policy", "Create, check or show a policy."),
-    "completion": ("jurymast.cli.completion", "Print the completion script for a shell."),
+    "submit": "Submit a training run.",
+    "ps": "List my runs.",
+    "status": "Show how a run is doing.",
+    "events": "Show what happened in a run, and why.",
+    "logs": "Print what the ranks wrote.",
+    "checkpoints": "List, verify, pin or roll back a run's checkpoints.",
+    "report": "Show where a run's time went.",
+    "plan": "Estimate failures, cadence, spares and goodput of a run.",
+    "cancel": "End a run.",
+    "restart": "Restart a run's ranks.",
+    "save": "Save a checkpoint of a run now.",
+    "drain": "Replace a node of a run by a spare.",
+    "nodes": "Show the history of each node over all runs.",
+    "doctor": "Check whether this site is ready, and what to do if not.",
+    "health": "Check this machine with the health probes.",
+    "simulate": "Simulate a policy against failures.",
+    "demo": "Run a demonstration on this machine.",
+    "policy": "Create, check or show a policy.",
+    "completion": "Print the completion script for a shell.",
 }
 
 
@@ -46,7 +46,7 @@ class LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(COMMANDS[name][0]).command
+        command: click.Command = importlib.import_module(f"jurymast.cli.{name}").command
         return command
 
     def resolve_command(
@@ -59,14 +59,12 @@ class LazyGroup(click.Group):
         return super().resolve_command(context, words)
 
     def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [
-            CompletionItem(n, help=text) for n, (_, text) in COMMANDS.items() if n.startswith(incomplete)
-        ]
+        found = [CompletionItem(n, help=text) for n, text in COMMANDS.items() if n.startswith(incomplete)]
         return found or super().shell_complete(context, incomplete)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.group(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,20 +16,24 @@ SECTION = 1
 
 def pages() -> Iterator[tuple[str, str]]:
     """(file, text) of each page."""
-    root = click.Context(cli, info_name="jurymast")
-    names = [(f"jurymast {name}", text) for name, (_, text) in COMMANDS.items()]
-    yield f"jurymast.{SECTION}", page(cli, root, "Keep training runs going on Slurm.", names)
-    for name, (module, text) in COMMANDS.items():
-        yield from _of(importlib.import_module(module).command, root, name, text)
+    yield from _of(cli, None, "jurymast", "Keep training runs going on Slurm.")
 
 
-def _of(command: click.Command, parent: click.Context, name: str, text: str) -> Iterator[tuple[str, str]]:
+def _of(
+    command: click.Command, parent: click.Context | None, name: str, text: str
+) -> Iterator[tuple[str, str]]:
+    """The pages of a command and of its subcommands. `text`: what it does, in one line."""
     context = click.Context(command, info_name=name, parent=parent)
-    below = dict(command.commands) if isinstance(command, click.Group) else {}
-    names = [(f"{context.command_path} {n}", each.get_short_help_str(200)) for n, each in below.items()]
+    below: dict[str, tuple[click.Command, str]] = {}
+    if isinstance(command, click.Group):
+        for each in list(command.commands) or command.list_commands(context):
+            child = command.get_command(context, each)
+            assert child is not None
+            below[each] = child, COMMANDS[each] if command is cli else child.get_short_help_str(200)
+    names = [(f"{context.command_path} {each}", what) for each, (_, what) in below.items()]
     yield f"{context.command_path.replace(' ', '-')}.{SECTION}", page(command, context, text, names)
-    for each, child in below.items():
-        yield from _of(child, context, each, child.get_short_help_str(200))
+    for each, (child, what) in below.items():
+        yield from _of(child, context, each, what)
 
 
 def page(command: click.Command, context: click.Context, text: str, below: list[tuple[str, str]]) -> str:

@@ -155,8 +155,10 @@ def command(
     if not as_json and sys.stderr.isatty():
         bar = click.progressbar(length=1000, label="simulating", file=sys.stderr)
     with bar as shown:
-        told = _advance(shown) if shown is not None else None
-        outcomes = simulate(setup, lambda rng: draw(nodes + spares, rng), asked, seeds, told)
+        outcomes = simulate(
+            setup, lambda rng: draw(nodes + spares, rng), asked, seeds,
+            lambda share: shown.update(int(1000 * share) - shown.pos) if shown is not None else None,
+        )  # fmt: skip
     about = {"nodes": nodes, "spares": spares, "days": days, "rate": rate, "replicas": settings.replicas}
     found = {
         **summary(outcomes), **about, "faults": faults,
@@ -173,18 +175,6 @@ def command(
         show_json(found)
     elif html is None:
         show(simulate_blocks(found))
-
-
-def _advance(bar: Any) -> Callable[[float], None]:
-    reached = 0
-
-    def told(share: float) -> None:
-        nonlocal reached
-        if (now := int(1000 * share)) > reached:
-            bar.update(now - reached)
-            reached = now
-
-    return told
 
 
 def _policy_cadence(settings: Settings) -> str:

@@ -65,16 +65,12 @@ def spelled(key: Key) -> str:
 def file_layer(path: Path, shown: str) -> Layer:
     """Read one file. Raises PolicyError if it is unreadable, too large, not YAML, not a mapping, or has a key
     twice."""
+    problems: list[str] = []
+    layer = Layer(shown)
     try:
-        return _read(path, shown)
-    except RecursionError as error:  # also for a mapping that contains itself, through an alias
-        raise PolicyError(f"{shown}: is nested too deeply") from error
-
-
-def _read(path: Path, shown: str) -> Layer:
-    try:
-        text = foreign.read(path, BYTES_MAX).decode()
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(foreign.read(path, BYTES_MAX).decode(), Loader=yaml.SafeLoader)
+        if isinstance(node, yaml.MappingNode):
+            layer.values = _plain(node, (), layer, problems)
     except OSError as error:
         raise PolicyError(f"{shown}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -83,13 +79,12 @@ def _read(path: Path, shown: str) -> Layer:
         mark = getattr(error, "problem_mark", None)
         where = f"{shown}:{mark.line + 1}" if mark else shown
         raise PolicyError(f"{where}: {getattr(error, 'problem', None) or 'is not YAML'}") from error
-    layer = Layer(shown)
+    except RecursionError as error:  # also for a mapping that contains itself, through an alias
+        raise PolicyError(f"{shown}: is nested too deeply") from error
     if node is None:
         return layer
     if not isinstance(node, yaml.MappingNode):
         raise PolicyError(f"{shown}:{node.start_mark.line + 1}: a policy must be a mapping of keys to values")
-    problems: list[str] = []
-    layer.values = _plain(node, (), layer, problems)
     if problems:
         raise PolicyError("\n".join(problems))
     extends = layer.values.pop("extends", [])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -285,29 +285,15 @@ def schema_text() -> str:
     return json.dumps(schema(), indent=2) + "\n"
 
 
-class Key(NamedTuple):
-    """A key of the policy. `takes`: what one may write; `default`: as one would write it, "" if there is
-    none."""
-
-    name: str
-    takes: str
-    default: str
-    meaning: str
-
-
-def keys() -> list[Key]:
-    whole = schema()
-    return list(_keys("", whole, whole["$defs"]))
-
-
 def keys_text() -> str:
     """The text of `docs/policy-keys.md`."""
-    rows = (f"| `{key.name}` | {key.takes} | {_code(key.default)} | {key.meaning} |" for key in keys())
+    whole = schema()
     return "\n".join(
         [
             "# All keys of a policy", "",
             "A duration has a unit: `0.5s`, `10m`, `1h30m`, `2d`. `jurymast policy keys` prints this.", "",
-            "| key | takes | default | meaning |", "| --- | --- | --- | --- |", *rows, "",
+            "| key | takes | default | meaning |", "| --- | --- | --- | --- |",
+            *_rows("", whole, whole["$defs"]), "",
         ]
     )  # fmt: skip
 
@@ -316,20 +302,19 @@ def _code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
-def _keys(above: str, level: dict[str, Any], defined: dict[str, Any]) -> Iterator[Key]:
+def _rows(above: str, level: dict[str, Any], defined: dict[str, Any]) -> Iterator[str]:
+    """The table's rows for the keys of this level and below it; `above`: the keys above it."""
     for name, found in level["properties"].items():
-        path = f"{above}{name}"
         default = "" if "default" not in found else _written(found["default"])
         below = _section(found, defined)
         takes = _takes(found, defined)
-        meaning = found.get("description", "")
-        if below is None:
-            yield Key(path, takes, default, meaning)
-        else:
-            if takes:  # it can be switched as a whole
-                more = ", or the keys below" if below["properties"] else ""
-                yield Key(path, f"{takes}{more}", default if default == "off" else "on", meaning)
-            yield from _keys(f"{path}.", below, defined)
+        if below is not None and takes:  # it can be switched as a whole
+            takes += ", or the keys below" if below["properties"] else ""
+            default = default if default == "off" else "on"
+        if takes or below is None:
+            yield f"| `{above}{name}` | {takes} | {_code(default)} | {found.get('description', '')} |"
+        if below is not None:
+            yield from _rows(f"{above}{name}.", below, defined)
 
 
 def _section(found: dict[str, Any], defined: dict[str, Any]) -> dict[str, Any] | None:

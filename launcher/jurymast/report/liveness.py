@@ -72,12 +72,12 @@ def _cluster(path: Path) -> str:
     return text if _CLUSTER.fullmatch(text) else ""
 
 
-def look(directory: RunDirectory, state: RunState, *, fresh_s: float = FRESH_S) -> Liveness:
-    """Whether the run's newest job is alive. Asks Slurm unless the supervisor wrote within the last `fresh_s`
+def look(directory: RunDirectory, state: RunState) -> Liveness:
+    """Whether the run's newest job is alive. Asks Slurm unless the supervisor wrote within the last `FRESH_S`
     seconds."""
     if state.ended:
         return Liveness("ended", state.phase.value)
-    if fresh_s > 0 and _silence_s(directory) < fresh_s:
+    if _silence_s(directory) < FRESH_S:
         return Liveness("alive", "RUNNING")
     if foreign.exists(directory.submission / "local.json"):
         return _local(directory)

@@ -4,6 +4,7 @@ assumptions."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from jurymast.core.planning.failure_rate import DAY_S, LEVEL
@@ -12,7 +13,6 @@ from jurymast.core.planning.forecast import (
     REPLICATE_BYTES_PER_S,
     Forecast,
     Needed,
-    SpareChoice,
     Way,
     durable_per_day,
 )
@@ -62,7 +62,7 @@ def plan_view(found: Forecast, restart: Sequence[str] = ()) -> dict[str, Any]:
         "ettr": found.spares.ettr, "allocation_goodput": found.spares.allocation_goodput,
         "definitions": DEFINITIONS,
         "ways": [_way_json(each) for each in found.ways],
-        "spare_choices": [_spares_json(each) for each in found.more_spares],
+        "spare_choices": [asdict(each) for each in found.more_spares],
         "gain": {"storage_twice_as_fast": found.faster_storage, "one_more_spare": _one_more(found)},
         "sensitivity": {"rate_factor": RATE_FACTOR, "goodput_lost": found.sensitivity},
         "needed_for_target": (
@@ -77,13 +77,6 @@ def _way_json(way: Way) -> dict[str, Any]:
         "way": way.name, "cadence_minutes": way.interval_s / 60.0,
         "durable_cadence_minutes": way.durable_interval_s / 60.0, "stall_seconds": way.stall_s,
         "write_seconds": way.write_s, "goodput": way.goodput,
-    }  # fmt: skip
-
-
-def _spares_json(choice: SpareChoice) -> dict[str, Any]:
-    return {
-        "spares": choice.spares, "waiting": choice.waiting, "ettr": choice.ettr,
-        "allocation_goodput": choice.allocation_goodput,
     }  # fmt: skip
 
 

@@ -24,6 +24,13 @@ CODES = {
 }  # fmt: skip
 ENDED_SHOWN_S = 86_400.0
 _FORMAT = "%i|%P|%j|%u|%t|%M|%D|%T|%r|%R"
+# The columns: squeue's first, then the run's own.
+COLUMNS = {
+    "job": "JOBID", "partition": "PARTITION", "name": "NAME", "user": "USER", "st": "ST", "time": "TIME",
+    "nodes": "NODES", "nodelist": "NODELIST(REASON)", "step": "STEP", "restarts": "RESTARTS",
+    "goodput": "GOODPUT", "state": "STATE", "run": "RUN",
+}  # fmt: skip
+_RIGHT = frozenset({0, 5, 6, 8, 9, 10})
 
 Row = dict[str, Any]
 
@@ -90,10 +97,7 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
 
 
 def _empty(run: str) -> Row:
-    return {
-        "job": None, "partition": None, "name": run, "user": None, "st": None, "time": None, "nodes": None,
-        "nodelist": None, "step": None, "restarts": None, "goodput": None, "state": None, "run": run,
-    }  # fmt: skip
+    return {**dict.fromkeys(COLUMNS), "name": run, "run": run}
 
 
 def _owner(directory: RunDirectory) -> str:
@@ -116,17 +120,8 @@ def squeue_rows() -> dict[str, list[str]]:
 
 
 def ps_blocks(rows: Sequence[Row]) -> list[Block]:
-    """Lay out the rows: squeue's columns first, then the run's own."""
-    headers = (
-        "JOBID", "PARTITION", "NAME", "USER", "ST", "TIME", "NODES", "NODELIST(REASON)", "STEP", "RESTARTS",
-        "GOODPUT", "STATE", "RUN",
-    )  # fmt: skip
-    keys = (
-        "job", "partition", "name", "user", "st", "time", "nodes", "nodelist", "step", "restarts", "goodput",
-        "state", "run",
-    )  # fmt: skip
-    table = [[_cell(key, row[key]) for key in keys] for row in rows]
-    return [Table(headers, table, right=frozenset({0, 5, 6, 8, 9, 10}), wrap=False)]
+    table = [[_cell(key, row[key]) for key in COLUMNS] for row in rows]
+    return [Table(list(COLUMNS.values()), table, right=_RIGHT, wrap=False)]
 
 
 def _cell(key: str, value: Any) -> str:

@@ -21,21 +21,22 @@ Draw = Callable[[random.Random], list[TraceFault]]
 
 
 def simulate(
-    setup: Setup, draw: Draw, cadence: Cadence, seeds: int, told: Callable[[float], None] | None = None
+    setup: Setup,
+    draw: Draw,
+    cadence: Cadence,
+    seeds: int,
+    told: Callable[[float], object] = lambda share: None,
 ) -> list[SimOutcome]:
     """Run the seeds 0 .. `seeds` - 1. Equal calls give equal results. `told` is called with the share done,
     0..1."""
     outcomes = []
     for seed in range(seeds):
-        done = seed / seeds
 
-        def tell(t: float, done: float = done) -> None:
-            if told is not None:
-                told(done + t / setup.seconds / seeds)
+        def tell(t: float, seed: int = seed) -> None:
+            told((seed + t / setup.seconds) / seeds)
 
         outcomes.append(Simulation(setup, draw(random.Random(seed)), cadence, tell).run())
-        if told is not None:
-            told((seed + 1) / seeds)
+        told((seed + 1) / seeds)
     return outcomes
 
 
