@@ -371,8 +371,8 @@ def test_on_a_terminal_progress_is_one_line_that_is_drawn_over(tmp_path: Path) -
         + " something happened\n"
     )
     follower = Narrator(swapped().write(tmp_path / "run"), ProgressLine(Terminal()))
-    follower.poll()
-    assert end_lines(follower, Liveness("gone", "TIMEOUT", "17"))[0].startswith(
+    follower.tell()
+    assert end_lines(follower.state, Liveness("gone", "TIMEOUT", "17"))[0].startswith(
         "the run failed: Slurm job 17"
     )
 
@@ -380,7 +380,7 @@ def test_on_a_terminal_progress_is_one_line_that_is_drawn_over(tmp_path: Path) -
 def test_who_waits_is_not_told_of_steps_and_saves_line_by_line(tmp_path: Path) -> None:
     stream = io.StringIO()
     follower = Narrator(swapped().write(tmp_path / "run"), ProgressLine(stream))
-    follower.poll()
+    follower.tell()
     told = stream.getvalue()
     assert "launch attempt 2" in told
     assert "incident 1: node_lost" in told

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +45,6 @@ ACTIONS = {
 }
 LOOKS = ("ls", "verify")
 ENDINGS = {"torch": ".pt", "safetensors": ".safetensors"}
-DAMAGED_EXIT_CODE = CheckpointError.exit_code
 
 
 @click.command(
@@ -59,7 +57,7 @@ DAMAGED_EXIT_CODE = CheckpointError.exit_code
 @run_argument
 @click.argument("action", default="ls", metavar="[ls|verify|pin|unpin|rollback|export|fetch]")
 @click.argument("words", nargs=-1, metavar="[STEP] [DIR]")
-@click.option("--format", "form", type=click.Choice(["torch", "safetensors"]), default="torch",
+@click.option("--format", "form", type=click.Choice(list(ENDINGS)), default="torch",
               show_default=True, help="File format of an export.")  # fmt: skip
 @click.option(
     "--object",
@@ -88,7 +86,9 @@ def command(
     fetch STEP       copy it from the object store to shared storage
     """
     if action not in ACTIONS:
-        raise UsageError(f"there is no action {action}{did_you_mean(action, ACTIONS)}", hint=_HELP)
+        raise UsageError(
+            f"there is no action {action}{did_you_mean(action, ACTIONS)}", hint="jurymast checkpoints --help"
+        )
     least, most, names = ACTIONS[action]
     if not least <= len(words) <= most:
         raise UsageError(
@@ -112,10 +112,7 @@ def command(
             return asked.export(step, Path(words[1]).expanduser(), form)
         if action == "fetch":
             return asked.fetch(step, unsealed)
-        return {"pin": asked.pin, "unpin": asked.unpin}[action](step)
-
-
-_HELP = "jurymast checkpoints --help"
+        return asked.pin(step) if action == "pin" else asked.unpin(step)
 
 
 def _number(word: str) -> int:
@@ -189,16 +186,14 @@ class _Call:
         aside = [path.name for path in self._directory.rolled_back()]
         nodes = self._on_nodes()
         if self._as_json:
-            where = str(self._directory.root)
-            values = {
-                "checkpoints": rows,
-                "set_aside": aside,
-                "on_nodes": nodes,
-                "object_store": unseen or None,
-            }
-            show_json({"directory": where, **values})
+            show_json(
+                {
+                    "directory": str(self._directory.root), "checkpoints": rows, "set_aside": aside,
+                    "on_nodes": nodes, "object_store": unseen or None,
+                }
+            )  # fmt: skip
             return 0
-        from jurymast.report.text import Block, Line, Table, size
+        from jurymast.report.text import Block, Line, Table, clock, size
 
         held = [Line(f"the object store cannot be read: {unseen}", "bold yellow")] if unseen else []
         held += [Line(f"on the nodes: step {step} ({', '.join(tiers)})") for step, tiers in nodes.items()]
@@ -207,17 +202,12 @@ class _Call:
             return 0
         cells = [
             [
-                str(row["step"]),
-                datetime.fromtimestamp(row["saved_at"]).strftime("%Y-%m-%d %H:%M:%S")
-                if row["saved_at"]
-                else "-",
-                size(row["size_bytes"]) if row["size_bytes"] else "-",
-                str(row["world_size"] or "-"),
-                ", ".join(row["where"]),
-                _state_text(row),
+                str(row["step"]), clock(row["saved_at"]) if row["saved_at"] else "-",
+                size(row["size_bytes"]) if row["size_bytes"] else "-", str(row["world_size"] or "-"),
+                ", ".join(row["where"]), _state_text(row),
             ]
             for row in rows
-        ]
+        ]  # fmt: skip
         headers = ["STEP", "SAVED", "SIZE", "RANKS", "WHERE", "STATE"]
         blocks: list[Block] = [*held, Table(headers, cells, frozenset({0, 2, 3}))]
         blocks += [Line(f"set aside by a rollback: {name}") for name in aside]
@@ -292,7 +282,7 @@ class _Call:
                 click.echo(f"step {step}: {'; '.join(problems) if problems else 'good'}")
             if not found:
                 click.echo(f"no checkpoints in {self._directory.root}")
-        return DAMAGED_EXIT_CODE if damaged else 0
+        return CheckpointError.exit_code if damaged else 0
 
     def _verified(self, steps: list[int]) -> Iterator[tuple[int, list[str]]]:
         """(step, what is wrong with it) for each step; shows the progress on a terminal."""
@@ -311,6 +301,12 @@ class _Call:
             if self._ours:
                 self._directory.mark(step, *problems[:1])
             yield step, problems
+
+    def _insist(self, step: int, follows: str = "") -> None:
+        """Raise CheckpointError, which says what follows, if the checkpoint is damaged."""
+        for _, problems in self._verified([step]):
+            if problems:
+                raise CheckpointError(f"step {step} is damaged{follows}: {problems[0]}")
 
     # ---- doing
 
@@ -331,30 +327,21 @@ class _Call:
 
     def rollback(self, step: int, delete: bool) -> int:
         from jurymast.checkpoint.directory import remove_trees
+        from jurymast.core.messages import Accepted
+        from jurymast.wire.ask import ask
 
         self._present(step)
-        for _, problems in self._verified([step]):
-            if problems:
-                raise CheckpointError(
-                    f"step {step} is damaged, so the run was not rolled back: {problems[0]}"
-                )
+        self._insist(step, ", so the run was not rolled back")
         renamed = self._directory.rollback(step, self._run.newest_attempt())
         if delete:
             remove_trees(self._directory.rolled_back())
         text = f"step {step} is now the newest; "
         text += f"set aside: {', '.join(renamed)}" if renamed else "no step was newer"
         text += " (deleted)" if delete and renamed else ""
-        restarted = self._go_back(step)
+        # A run that goes on restarts from this step at once, as its nodes hold newer steps in memory.
+        restarted = isinstance(ask(self._run, "rollback", by=user(), step=step), Accepted)
         text += "; the ranks are being restarted from it" if restarted else ""
         return self._say(text, step=step, set_aside=renamed, deleted=delete, restarted=restarted)
-
-    def _go_back(self, step: int) -> bool:
-        """Let a running run restart from this step at once, because its nodes hold newer steps in memory.
-        False if it is not running."""
-        from jurymast.core.messages import Accepted
-        from jurymast.wire.ask import ask
-
-        return isinstance(ask(self._run, "rollback", by=user(), step=step), Accepted)
 
     def export(self, step: int, place: Path, form: str) -> int:
         from jurymast.checkpoint.directory import final_name
@@ -365,9 +352,7 @@ class _Call:
             raise CheckpointError(
                 f"{target} already exists", hint="move it away, or choose another directory"
             )
-        for _, problems in self._verified([step]):
-            if problems:
-                raise CheckpointError(f"step {step} is damaged: {problems[0]}")
+        self._insist(step)
         place.mkdir(parents=True, exist_ok=True)
         source = str(self._directory.path(step))
         words = [sys.executable, "-W", "ignore", "-m", "jurymast.storage.export", source, str(target), form]
@@ -391,9 +376,8 @@ class _Call:
         size = store.manifest(step).size_bytes
         with _progress(f"step {step}", size) as advance:
             store.fetch(step, self._directory, Job(math.inf, advance), unsealed=unsealed)
-        return self._say(
-            f"{self._directory.path(step)}", step=step, directory=str(self._directory.path(step))
-        )
+        place = str(self._directory.path(step))
+        return self._say(place, step=step, directory=place)
 
 
 @contextmanager

@@ -23,9 +23,8 @@ def command(as_json: bool, runs: Path | None) -> int:
     from jurymast.policy.resolve import resolve
     from jurymast.report.doctor import NO, doctor_blocks, examine, examine_script
 
-    place = runs.expanduser().absolute() if runs is not None else default_runs()
     settings = resolve(site_layers(os.environ)).settings()
-    checks = [*examine(place, Path(settings.spool)), *examine_script(os.environ)]
+    checks = [*examine(runs or default_runs(), Path(settings.spool)), *examine_script(os.environ)]
     ready = all(check.answer != NO for check in checks)
     if as_json:
         show_json({"ready": ready, "checks": [check.to_json() for check in checks]})

@@ -105,10 +105,17 @@ def _complete_run(context: click.Context, _argument: click.Parameter, begin: str
 
 
 run_argument: Callable[[Any], Any] = click.argument("run", metavar="RUN", shell_complete=_complete_run)
-runs_option: Callable[[Any], Any] = click.option(
-    "--runs", type=click.Path(path_type=Path), metavar="DIR",
-    help="Where run directories are kept.  [$JURYMAST_RUNS, or ./runs]",
-)  # fmt: skip
+
+
+def runs_of(help: str) -> Callable[[Any], Any]:
+    """The option --runs; an absolute path, or None if it is not given."""
+    return click.option(
+        "--runs", type=click.Path(path_type=Path), metavar="DIR", help=help,
+        callback=lambda context, option, value: value and value.expanduser().absolute(),
+    )  # fmt: skip
+
+
+runs_option = runs_of("Where run directories are kept.  [$JURYMAST_RUNS, or ./runs]")
 
 
 def file_option(*names: str, help: str) -> Callable[[Any], Any]:
@@ -174,16 +181,15 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
 def runs_place(runs: Path | None) -> Path:
     """The directory that --runs names, or the usual one. Raises RunDirectoryError if --runs names no
     directory."""
-    place = default_runs() if runs is None else runs.expanduser().absolute()
-    if runs is not None and not foreign.is_directory(place):
-        raise RunDirectoryError(f"there is no directory {place}")
-    return place
+    if runs is not None and not foreign.is_directory(runs):
+        raise RunDirectoryError(f"there is no directory {runs}")
+    return runs or default_runs()
 
 
 def the_run(run: str, runs: Path | None, *, only_look: bool = False) -> RunDirectory:
     """The run that RUN names. With `only_look`, another user's run is accepted, with a note of its owner.
     Raises RunNotFoundError, RunDirectoryError."""
-    found = find_run(run, runs.expanduser().absolute() if runs is not None else None)
+    found = find_run(run, runs)
     if foreign.owns(found.root):
         return found
     status = foreign.status(found.root)
@@ -248,24 +254,18 @@ def user() -> str:
         return f"uid {os.getuid()}"
 
 
-def refuse_ended(directory: RunDirectory) -> None:
-    """Raise NotNowError if the run has ended."""
-    from jurymast.report.status import public_state, read_status
-
-    watcher = read_status(directory)
-    if watcher.state.ended:
-        from jurymast.report.liveness import Liveness
-
-        word, why = public_state(watcher.state, Liveness("ended"))
-        raise NotNowError(f"the run has ended already ({word}: {why})")
-
-
 def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> None:
-    """Send a request to the supervisor. Raises NotNowError if it refuses, or if none answers."""
+    """Send a request to the supervisor. Raises NotNowError if it refuses, if none answers, or if the run
+    has ended."""
     from jurymast.core.messages import Declined
+    from jurymast.report.liveness import Liveness
+    from jurymast.report.status import public_state, read_status
     from jurymast.wire.ask import ask
 
-    refuse_ended(directory)
+    state = read_status(directory).state
+    if state.ended:
+        word, why = public_state(state, Liveness("ended"))
+        raise NotNowError(f"the run has ended already ({word}: {why})")
     answer = ask(directory, what, by=user(), node=node, step=step)
     if answer is None:
         raise NotNowError("no supervisor answers for this run", hint=f"see jurymast status {directory.root}")

@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from jurymast.cli import patience
-from jurymast.cli.options import default_runs, examples, file_option, resolved_policy, spares_option
+from jurymast.cli.options import default_runs, examples, file_option, resolved_policy, runs_of, spares_option
 from jurymast.cluster.batch_script import (
     STANDARD_INPUT,
     BatchScript,
@@ -98,10 +98,7 @@ def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None
     help="Submit to Slurm, or run on this machine.  [slurm]",
 )  # fmt: skip
 @click.option("--name", default="", metavar="NAME", help="Part of the run's id.  [the script's name]")
-@click.option(
-    "--runs", type=click.Path(path_type=Path), metavar="DIR",
-    help="Where run directories are kept; all nodes must see it.  [$JURYMAST_RUNS, or ./runs]",
-)  # fmt: skip
+@runs_of("Where run directories are kept; all nodes must see it.  [$JURYMAST_RUNS, or ./runs]")
 @click.option("-W", "--wait", is_flag=True, help="Follow the run to its end and return its exit code.")
 @click.option("--parsable", is_flag=True, help="Print only JOBID[;CLUSTER], as sbatch does.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
@@ -111,16 +108,17 @@ def command(context: click.Context, /, **options: Any) -> int:
     """Submit a batch script or a training script, with spare nodes, as a run that survives failures."""
     line: CommandLine = context.meta["jurymast.line"]
     script: BatchScript | None = context.meta["jurymast.script"]
-    runs = (options["runs"] or default_runs()).expanduser().absolute()
+    runs = options["runs"] or default_runs()
     policy = resolved_policy(options["policy"], options["spares"])
-    request = _request(line, script, policy, options, runs)
+    # The command line together with the variables and the script.
+    told = merged(script, os.environ, line)
+    request = _request(line, script, policy, options, runs, told.last("partition") or "")
     _note_unused(line, options["cluster"])
     from jurymast.cluster.request import submit
 
     if options["dry_run"]:
         click.echo(json.dumps(request.to_json(), indent=1) if options["as_json"] else _shown(request))
         return 0
-    told = merged(script, os.environ, line)
     if request.plan.cluster == "slurm":
         from jurymast.cluster import slurm
 
@@ -157,8 +155,9 @@ def command(context: click.Context, /, **options: Any) -> int:
 
 
 def _request(
-    line: CommandLine, script: BatchScript | None, policy: Resolved, options: dict[str, Any], runs: Path
-) -> Request:
+    line: CommandLine, script: BatchScript | None, policy: Resolved, options: dict[str, Any], runs: Path,
+    partition: str,
+) -> Request:  # fmt: skip
     """Build the request; finds every mistake that can be found without asking Slurm."""
     from jurymast.cluster.earlier import with_earlier
     from jurymast.cluster.planning import OwnOptions, make_plan
@@ -171,7 +170,6 @@ def _request(
         python=sys.executable,
     )  # fmt: skip
     check_runs_directory(runs, script)
-    partition = merged(script, os.environ, line).last("partition") or ""
     plan, notes = with_earlier(plan, runs, partition, plan.submitted_at)
     for note in notes:
         click.echo(f"jurymast: note: {clean(note)}", err=True)

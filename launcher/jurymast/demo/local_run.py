@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,28 +94,24 @@ class LocalRun:
         os.killpg(agent_pid, signal.SIGKILL)  # ranks lead sessions of their own, and go with their host
         return 1 + len(members)
 
-    def await_end(self, limit_s: float = GRACE_S) -> None:
-        """Return when the batch process has ended by itself, or after `limit_s` seconds."""
+    def await_end(self) -> None:
+        """Return when the batch process has ended by itself, or after `GRACE_S` seconds."""
         batch = local_process(self.directory)
         if batch is not None:
-            psutil.wait_procs([batch], timeout=limit_s)
+            psutil.wait_procs([batch], timeout=GRACE_S)
 
     def end(self) -> None:
         """End the batch process, which ends the other processes; then kill those of the run that are left."""
         batch = local_process(self.directory)
         if batch is not None:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 batch.terminate()
-            except psutil.NoSuchProcess:
-                pass
             psutil.wait_procs([batch], timeout=GRACE_S)
         for _ in range(3):  # a process may have started another while it was being ended
             left = self._processes()
             for process in left:
-                try:
+                with suppress(psutil.NoSuchProcess):
                     process.kill()
-                except psutil.NoSuchProcess:
-                    continue
             psutil.wait_procs(left, timeout=KILL_LIMIT_S)
 
     def _is_ours(self, words: list[str]) -> bool:
@@ -125,10 +122,8 @@ class LocalRun:
         watch the run."""
         place, found = str(self.directory.root), []
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.Error):
                 of_an_agent = process.environ().get("JURYMAST_RUN_DIR") == place
                 if of_an_agent or self._is_ours(process.cmdline()):
                     found.append(process)
-            except psutil.Error:
-                continue
         return found

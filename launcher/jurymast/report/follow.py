@@ -82,29 +82,23 @@ class ProgressLine:
         self._drawn = False
 
 
-class Narrator:
+class Narrator(StatusWatcher):
     """Prints new journal entries as lines."""
 
     def __init__(self, directory: RunDirectory, progress: ProgressLine) -> None:
-        self.watcher = StatusWatcher(directory)
+        super().__init__(directory)
         self._progress = progress
         self._told = 0  # number of incidents whose decision was printed
 
-    @property
-    def state(self) -> RunState:
-        return self.watcher.state
-
-    def poll(self) -> bool:
-        """Print what is new; returns whether there was anything."""
-        entries = self.watcher.poll()
-        for entry in entries:
+    def tell(self) -> None:
+        """Print what is new."""
+        for entry in self.poll():
             if "decision" in entry:
                 self._tell_incidents(entry["t"])
             self._tell(entry)
         self._tell_incidents(self.state.now)
         if self.state.attempt and not self.state.ended:
             self._progress.show(progress_line(self.state))
-        return bool(entries)
 
     def _tell(self, entry: Entry) -> None:
         kind = entry.get("decision") or entry.get("event")
@@ -142,30 +136,30 @@ def wait(run_directory: Path | str, stream: TextIO | None = None) -> int:
     """
     directory = RunDirectory(run_directory)
     progress = ProgressLine(sys.stderr if stream is None else stream)
-    follower = Narrator(directory, progress)
+    narrator = Narrator(directory, progress)
     try:
-        life = _follow(follower, progress)
+        life = _follow(narrator, progress)
     finally:
         progress.close()
-    for line in end_lines(follower, life):
+    for line in end_lines(narrator.state, life):
         progress.say(line)
-    return exit_code_of(follower.state, life) or 0
+    return exit_code_of(narrator.state, life) or 0
 
 
-def _follow(follower: Narrator, progress: ProgressLine) -> Liveness:
+def _follow(narrator: Narrator, progress: ProgressLine) -> Liveness:
     """Wait until the run has ended, by its journal or by its job."""
     look_at, told, gone_at = time.monotonic() + FIRST_LOOK_S, "", 0.0
     life = Liveness("unknown")
     while True:
-        follower.poll()
-        if follower.state.ended:
-            return Liveness("ended", follower.state.phase.value)
+        narrator.tell()
+        if narrator.state.ended:
+            return Liveness("ended", narrator.state.phase.value)
         now = time.monotonic()
         if life.kind == "gone" and now > gone_at + LAST_WORDS_S:
             return life
         if now >= look_at:
             look_at = now + LOOK_EVERY_S
-            before, life = life, look(follower.watcher.directory, follower.state)
+            before, life = life, look(narrator.directory, narrator.state)
             gone_at = gone_at if before.kind == "gone" else now
             if life.kind == "pending" and life.detail != told:
                 progress.say(f"job {life.job} waits: {life.detail}")
@@ -173,9 +167,8 @@ def _follow(follower: Narrator, progress: ProgressLine) -> Liveness:
         time.sleep(POLL_S)
 
 
-def end_lines(follower: Narrator, life: Liveness) -> list[str]:
+def end_lines(state: RunState, life: Liveness) -> list[str]:
     """How the run ended; for a failure, the cause with its traceback."""
-    state = follower.state
     word, why = public_state(state, life)
     lines = [
         f"the run {word}: {one_line(why, REASON_CHARACTERS)}" if word != "succeeded" else _success(state)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jurymast
 from jurymast.core.checkpoints.cadence import young_interval_s
-from jurymast.core.goodput import MEANINGS, RATIOS, Account, SaveCounts, ordered
+from jurymast.core.goodput import MEANINGS, RATIOS, SaveCounts, ordered
 from jurymast.core.planning.failure_rate import LEVEL, Mtbf, default_mtbf_s, mtbf, mtbf_s
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan, Settings
@@ -45,7 +45,12 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
     now = time.time() if now is None else now
     state, plan = watcher.state, watcher.plan
     account = watcher.account(life, now)
-    failures = mtbf(_failures(state), _observed_s(account))
+    charged = [incident.charged for incident in state.incidents]
+    by_charge = {
+        who: charged.count(who) for who in ("infrastructure", "application")
+    }  # nobody requested them
+    # A failure could have happened while nodes were allocated.
+    failures = mtbf(sum(by_charge.values()), sum(interval.us for interval in account.timeline) / 1e6)
     word, why = public_state(state, life)
     return {
         "run": state.run or plan.run, "name": state.name or plan.name, "state": word, "end_reason": why,
@@ -64,28 +69,17 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
         "incidents": [
             {**incident_json(i), "lost_seconds": account.incident_us(i.id) / 1e6} for i in state.incidents
         ],
-        "mtbf": _mtbf_json(failures, state),
+        "mtbf": _mtbf_json(failures, by_charge, state),
         "cadence": _cadence_json(watcher.ledger.saves, failures, state),
         "provenance": _provenance(watcher, plan, state),
     }  # fmt: skip
 
 
-def _failures(state: RunState) -> int:
-    """The number of incidents that nobody requested."""
-    return sum(1 for incident in state.incidents if incident.charged in ("infrastructure", "application"))
-
-
-def _observed_s(account: Account) -> float:
-    """The time in which a failure could have happened, during which nodes were allocated; in seconds."""
-    return sum(interval.us for interval in account.timeline) / 1e6
-
-
-def _mtbf_json(found: Mtbf, state: RunState) -> dict[str, Any]:
-    charged = [incident.charged for incident in state.incidents]
+def _mtbf_json(found: Mtbf, by_charge: Mapping[str, int], state: RunState) -> dict[str, Any]:
     return {
         "seconds": found.mean_s, "low_seconds": found.low_s, "high_seconds": found.high_s, "level": LEVEL,
         "failures": found.failures, "observed_seconds": found.observed_s,
-        "by_charge": {who: charged.count(who) for who in ("infrastructure", "application")},
+        "by_charge": by_charge,
         "predicted_seconds": _predicted_s(state),
     }  # fmt: skip
 
