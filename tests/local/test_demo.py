@@ -126,7 +126,6 @@ def test_losses_of_two_attempts(tmp_path: Path) -> None:
         directory.rank_log(attempt, 0).parent.mkdir(parents=True)
         directory.rank_log(attempt, 0).write_text(text)
         curve.poll(attempt)
-    assert curve.final() == {1: 5.0, 2: 4.0, 3: 3.5}
-    assert [(before.text, again.text) for before, again in curve.repeated()] == [("4.00", "4.00")]
-    assert curve.last is not None
-    assert (curve.last.attempt, curve.last.step, curve.weights) == (2, 3, "ab" * 32)
+    assert curve.final() == {1: "5.00", 2: "4.00", 3: "3.50"}
+    assert curve.repeated() == [(2, "4.00", "4.00")]
+    assert (curve.last, curve.weights) == ((3, "3.50"), "ab" * 32)

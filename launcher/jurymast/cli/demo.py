@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shlex
 import shutil
 import signal
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from jurymast.cli import patience
-from jurymast.cli.options import default_runs
+from jurymast.cli.options import default_runs, show_json
 from jurymast.errors import JurymastError, RunFailedError
 from jurymast.rundir import RunDirectory
 
@@ -65,7 +64,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
         _report(directory, page, quiet=as_json)
         if as_json:
             values = {**show.to_json(), "directory": str(directory.root), "report": str(page)}
-            click.echo(json.dumps(values, indent=1))
+            show_json(values)
         _point_to(screen, directory, page, kept=keep or folder.worth_keeping)
         if show.state.exit_code == 0 and not no_fault and not show.shown:
             raise RunFailedError("the run succeeded, but no node was lost and replaced")

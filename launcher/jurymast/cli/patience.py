@@ -22,12 +22,11 @@ def follow_on() -> None:
     _follows.set()
 
 
-def begin(limit_s: float | None = None) -> threading.Event:
+def begin() -> threading.Event:
     """Watch this process's calls until the returned event is set."""
     over = threading.Event()
     _follows.clear()
-    limit_s = LIMIT_S if limit_s is None else limit_s
-    threading.Thread(target=_watch, args=(over, limit_s), name="patience", daemon=True).start()
+    threading.Thread(target=_watch, args=(over, LIMIT_S), name="patience", daemon=True).start()
     return over
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.options import resolved_policy
+from jurymast.cli.options import resolved_policy, show_json
 from jurymast.errors import PolicyError, UsageError
 
 
@@ -37,14 +37,12 @@ def show(file: Path | None, origin: bool, as_json: bool) -> None:
     if not as_json:
         click.echo(resolved.yaml(origins=origin), nl=False)
         return
-    import json
-
     from jurymast.policy.load import spelled
 
     values: dict[str, object] = {"values": resolved.values}
     if origin:
         values["origins"] = {spelled(key): str(place) for key, place in resolved.origins.items()}
-    click.echo(json.dumps(values, indent=1))
+    show_json(values)
 
 
 @command.command()

@@ -61,62 +61,39 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*#%"
 
 
-@dataclass(frozen=True)
-class Loss:
-    """One line of rank 0. `text` is the loss as printed, to compare all its digits."""
-
-    attempt: int
-    step: int
-    text: str
-
-    @property
-    def value(self) -> float:
-        return float(self.text)
-
-
 class LossCurve:
-    """All losses printed so far, in the order of their attempts. `weights` is the hash printed at the end."""
+    """The losses printed so far, by attempt and step; as printed, to compare all their digits. `weights` is
+    the hash printed at the end."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
         self._tails: dict[int, FileTail] = {}
-        self.points: list[Loss] = []
+        self.losses: dict[int, dict[int, str]] = {}
+        self.last: tuple[int, str] | None = None  # the newest step with its loss
         self.weights = ""
 
     def poll(self, attempt: int) -> None:
         """Read new lines of all attempts up to number `attempt`."""
         for number in range(1, attempt + 1):
-            path = self._directory.rank_log(number, 0)
-            tail = self._tails.setdefault(number, FileTail(path))
+            tail = self._tails.setdefault(number, FileTail(self._directory.rank_log(number, 0)))
             for line in tail.lines():
-                self._take(number, line)
+                if found := _LINE.match(line):
+                    self.last = int(found[1]), found[2].decode()
+                    self.losses.setdefault(number, {}).update([self.last])
+                elif found := _WEIGHTS.match(line):
+                    self.weights = found[1].decode()
 
-    def _take(self, attempt: int, line: bytes) -> None:
-        if found := _LINE.match(line):
-            self.points.append(Loss(attempt, int(found[1]), found[2].decode()))
-        elif found := _WEIGHTS.match(line):
-            self.weights = found[1].decode()
+    def final(self) -> dict[int, str]:
+        """The loss of each step, as printed last."""
+        return {step: loss for _, losses in sorted(self.losses.items()) for step, loss in losses.items()}
 
-    @property
-    def last(self) -> Loss | None:
-        return self.points[-1] if self.points else None
-
-    def at(self, step: int) -> Loss | None:
-        """Return the newest loss printed for this step."""
-        return next((point for point in reversed(self.points) if point.step == step), None)
-
-    def final(self) -> dict[int, float]:
-        """Return the loss of each step, as printed last."""
-        return {point.step: point.value for point in sorted(self.points, key=lambda p: (p.attempt, p.step))}
-
-    def repeated(self) -> list[tuple[Loss, Loss]]:
-        """Return the pair (first, repeated) for every step that two attempts printed."""
-        first: dict[int, Loss] = {}
+    def repeated(self) -> list[tuple[int, str, str]]:
+        """(step, its first loss, a later one) for every step that two attempts printed."""
+        first: dict[int, str] = {}
         pairs = []
-        for point in self.points:
-            before = first.setdefault(point.step, point)
-            if before.attempt != point.attempt:
-                pairs.append((before, point))
+        for _, losses in sorted(self.losses.items()):
+            pairs += [(step, first[step], loss) for step, loss in losses.items() if step in first]
+            first = losses | first
         return pairs
 
 
@@ -275,10 +252,11 @@ class Show:
         nodes = " ".join(f"{marks[node.role]}{name}" for name, node in state.nodes.items())
         if last is None:
             return f"{state.public_state}  {nodes}"
+        step, loss = last
         pace = f"  {duration(state.step_s)} a step" if state.step_s else ""
         saved = f"  saved {state.saved_step}" if state.saved_step is not None else ""
-        step = f"step {last.step}/{self._wanted.steps}"
-        return f"{state.public_state}  {step}  loss {last.text}{pace}{saved}  {nodes}"
+        done = f"step {step}/{self._wanted.steps}  loss {loss}"
+        return f"{state.public_state}  {done}{pace}{saved}  {nodes}"
 
     # The fault.
 
@@ -291,23 +269,25 @@ class Show:
         if state.phase is not Phase.RUNNING or state.incident is not None:
             return False
         middle, every = FAULT_SHARE * self._wanted.steps, self._wanted.save_every
-        after_save = last.step - state.saved_step >= max(1, every // 2)
-        return last.step >= middle and (after_save or last.step >= middle + every)
+        step, _ = last
+        after_save = step - state.saved_step >= max(1, every // 2)
+        return step >= middle and (after_save or step >= middle + every)
 
     def _break_a_node(self) -> None:
         state, last = self.state, self.curve.last
         assert last is not None
         assert state.saved_step is not None
+        step, loss = last
         node = state.placement[1 if len(state.placement) > 1 else 0]
         at = time.time()
         try:
             processes = self._local.break_node(state.nodes[node].pid)
         except ProcessLookupError as error:
             raise RunFailedError(f"{node} cannot be broken: {error}") from error
-        self.fault = InjectedFault(node, at, processes, last.step, last.text, state.saved_step)
+        self.fault = InjectedFault(node, at, processes, step, loss, state.saved_step)
         self._screen.say(
             f"FAULT: {node} dies, as in a power cut: kill -9 to all {processes} of its processes, at step "
-            f"{last.step}, loss {last.text}; the newest checkpoint is of step {state.saved_step}",
+            f"{step}, loss {loss}; the newest checkpoint is of step {state.saved_step}",
             t=at, style="red",
         )  # fmt: skip
 
@@ -338,7 +318,7 @@ class Show:
         final = self.curve.final()
         if len(final) < 2:
             return []
-        steps, values = list(final), list(final.values())
+        steps, values = list(final), list(map(float, final.values()))
         drawn = blocks(values, CURVE_WIDTH, BLOCKS if self._screen.unicode else ASCII_BLOCKS)
         lead = f"loss {values[0]:.2f} "
         lines = [f"{lead}{drawn} {values[-1]:.2f}"]
@@ -356,17 +336,18 @@ class Show:
         lines = []
         incident = self.state.incidents[-1] if self.state.incidents else None
         restored = incident.step_restored if incident is not None else None
-        after = self.curve.at(self.fault.step + 1)
+        step = self.fault.step + 1
+        after = self.curve.final().get(step)
         if restored is not None and after is not None:
             lines.append(
                 f"loss {self.fault.loss} at step {self.fault.step}, just before the fault; "
-                f"resumed from step {restored}; loss {after.text} at step {after.step}, the first new one"
+                f"resumed from step {restored}; loss {after} at step {step}, the first new one"
             )
         pairs = self.curve.repeated()
         if pairs:
-            equal = sum(1 for before, again in pairs if before.text == again.text)
+            equal = sum(before == again for _, before, again in pairs)
             same = "the same loss to the last digit" if equal == len(pairs) else f"{equal} with the same loss"
-            again = " to ".join(dict.fromkeys((str(pairs[0][0].step), str(pairs[-1][0].step))))
+            again = " to ".join(dict.fromkeys((str(pairs[0][0]), str(pairs[-1][0]))))
             lines.append(f"{count(len(pairs), 'step')} done again ({again}): {same}")
         if self.complete:
             lines.append(f"nothing was lost: all {self._wanted.steps} steps are in the result")
@@ -386,8 +367,8 @@ class Show:
             "seconds": round(time.time() - self._screen.began, 3),
             "fault": asdict(self.fault) if self.fault else None,
             "incidents": [incident_json(incident) for incident in state.incidents],
-            "losses": [[step, value] for step, value in final.items()],
+            "losses": [[step, float(loss)] for step, loss in final.items()],
             "steps_repeated": len(pairs),
-            "steps_repeated_equal": sum(1 for before, again in pairs if before.text == again.text),
+            "steps_repeated_equal": sum(before == again for _, before, again in pairs),
             "weights_sha256": self.curve.weights or None,
         }  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import secrets
 import sysconfig
 import time
 from pathlib import Path
@@ -41,7 +40,6 @@ def parse_arguments() -> argparse.Namespace:
         "--step-time", type=float, default=0.0, metavar="S", help="least time a step takes, as big models do"
     )
     parser.add_argument("--print-every", type=int, default=10, metavar="N", help="steps between lines")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where rank 0 writes the final weights")
     return parser.parse_args()
 
 
@@ -116,16 +114,6 @@ def sha256_of(weights: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Write `weights` so that `path` is either complete or absent."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        torch.save(weights, partial)
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def main() -> None:
     args = parse_arguments()
     # As use_deterministic_algorithms(True), but without its second of importing torch's compiler.
@@ -174,10 +162,7 @@ def main() -> None:
             printed_at, printed_step = now, step + 1
 
     if rank == 0:
-        weights = gpt.state_dict()
-        if args.out:
-            write_weights(args.out, weights)
-        print(f"weights sha256 {sha256_of(weights)}", flush=True)
+        print(f"weights sha256 {sha256_of(gpt.state_dict())}", flush=True)
     if distributed:
         dist.barrier()
         dist.destroy_process_group()

@@ -127,16 +127,10 @@ def _runs_directory(runs: Path) -> Found:
 
 def filesystem(path: Path) -> str:
     """The type of the file system of `path`; "" if the kernel does not say."""
-    best, kind = -1, ""
-    try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        point, of = line.split()[1:3]
-        if path.absolute().is_relative_to(point) and len(point) >= best:
-            best, kind = len(point), of
-    return kind
+    # Of two mounts at the same place, the later one is seen.
+    mounts = reversed(psutil.disk_partitions(all=True))
+    above = [mount for mount in mounts if path.absolute().is_relative_to(mount.mountpoint)]
+    return max(above, key=lambda mount: len(mount.mountpoint)).fstype if above else ""
 
 
 def _torch() -> Found:

@@ -67,16 +67,15 @@ def summary(outcomes: Sequence[SimOutcome]) -> dict[str, Any]:
     counts the incidents of all runs."""
     runs = len(outcomes)
     totals: Counter[str] = Counter()
-    for outcome in outcomes:
-        totals.update(outcome.categories)
-    incidents = sum(len(outcome.incidents) for outcome in outcomes)
-    actions = Counter(i.action or "open" for outcome in outcomes for i in outcome.incidents)
     restores: Counter[str] = Counter()
     causes: dict[str, list[Incident]] = {}
     for outcome in outcomes:
+        totals.update(outcome.categories)
         restores.update(outcome.restores)
         for incident in outcome.incidents:
             causes.setdefault(incident.cause or "open", []).append(incident)
+    incidents = sum(len(outcome.incidents) for outcome in outcomes)
+    actions = Counter(i.action or "open" for outcome in outcomes for i in outcome.incidents)
     wall_s = sum(outcome.wall_s for outcome in outcomes)
     ends = Counter(outcome.reason for outcome in outcomes if outcome.state == "failed")
     return {

@@ -55,7 +55,7 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
         "extent": _extent(report),
         "summary": _summary(report, found),
         "failure": incidents[-1] if report["state"] == "failed" and incidents else None,
-        "cards": [*_ratio_cards(report), _incident_card(incidents)],
+        "cards": [*ratio_cards(report["ratios"], report["definitions"]), _incident_card(incidents)],
         "slices": found,
         "timeline": timeline(account, state.incidents),
         "parts": {part: kind(PART_CATEGORIES[part]) for part in PARTS},
@@ -93,10 +93,9 @@ def _summary(report: Mapping[str, Any], found: Sequence[Slice]) -> str:
     return f"{told}. Most of the rest: {', '.join(names)}." if names else f"{told}."
 
 
-def _ratio_cards(report: Mapping[str, Any]) -> list[Card]:
+def ratio_cards(ratios: Mapping[str, float | None], meanings: Mapping[str, str]) -> list[Card]:
     return [
-        Card(RATIO_NAMES.get(name, name), percent(value), report["definitions"][name])
-        for name, value in report["ratios"].items()
+        Card(RATIO_NAMES.get(name, name), percent(ratio), meanings[name]) for name, ratio in ratios.items()
     ]
 
 

@@ -21,7 +21,7 @@ from jurymast.report.pages.charts import (
     share_ticks,
     slices,
 )
-from jurymast.report.pages.report import RATIO_NAMES, Card
+from jurymast.report.pages.report import Card, ratio_cards
 from jurymast.report.simulation import GOODPUT, quantile
 from jurymast.report.text import count, duration, percent
 from jurymast.sim.durations import START
@@ -78,11 +78,8 @@ def _lost(found: Mapping[str, Any]) -> str:
 def _cards(found: Mapping[str, Any]) -> list[Card]:
     mean = found["mtbf_hours"]
     every = "no failure" if mean is None else f"one in {duration(3600.0 * mean)}"
-    ratios = (
-        Card(RATIO_NAMES.get(name, name), percent(value["mean"]), RATIOS[name])
-        for name, value in found["ratios"].items()
-    )
-    return [*ratios, Card("Incidents a run", f"{found['incidents']:.0f}", every)]
+    means = {name: value["mean"] for name, value in found["ratios"].items()}
+    return [*ratio_cards(means, RATIOS), Card("Incidents a run", f"{found['incidents']:.0f}", every)]
 
 
 def _scale(least: float, most: float) -> tuple[float, float]:
