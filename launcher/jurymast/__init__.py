@@ -24,15 +24,10 @@ def __getattr__(name: str) -> Any:
 
         return RandomState
     if name == "__version__":
-        return _version()
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("jurymast")
+        except PackageNotFoundError:  # a checkout on PYTHONPATH
+            return "unknown"
     raise AttributeError(f"module 'jurymast' has no attribute {name!r}")
-
-
-def _version() -> str:
-    """The installed version."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("jurymast")
-    except PackageNotFoundError:  # a checkout on PYTHONPATH
-        return "unknown"

@@ -10,6 +10,7 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.batch_script import BatchScript
+from jurymast.cluster.local import batch_process, submit_local
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 from jurymast.policy.resolve import Resolved
@@ -73,8 +74,6 @@ def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = 
     other program."""
     text = policy.yaml(origins=True)
     if plan.cluster == "local":
-        from jurymast.cluster.local import batch_process
-
         return Request(plan, text, "", batch_process(plan))
     from jurymast.cluster.slurm import command, render_script, script_around
 
@@ -136,8 +135,6 @@ def submit(request: Request) -> Submitted:
     write_run_directory(request)
     try:
         if request.plan.cluster == "local":
-            from jurymast.cluster.local import submit_local
-
             return Submitted(request, pid=submit_local(request.plan.directory))
         from jurymast.cluster.slurm import submit_slurm
 

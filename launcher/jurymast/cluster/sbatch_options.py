@@ -120,21 +120,16 @@ def split_command_line(
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        if word == "--":
-            line.command.extend(rest)
+        if word == "--" or word == "-" or not word.startswith("-"):
+            if word == ":":
+                raise UsageError(
+                    "heterogeneous jobs (`:` between options) are not supported",
+                    hint="submit one run of equal nodes",
+                )
+            line.command.extend(rest if word == "--" else [word, *rest])
             break
-        if word.startswith("--"):
-            _long_option(line, word, rest, own, grammar)
-        elif word.startswith("-") and word != "-":
-            _short_options(line, word, rest, own, grammar)
-        elif word == ":":
-            raise UsageError(
-                "heterogeneous jobs (`:` between options) are not supported",
-                hint="submit one run of equal nodes",
-            )
-        else:
-            line.command.extend([word, *rest])
-            break
+        read = _long_option if word.startswith("--") else _short_options
+        read(line, word, rest, own, grammar)
     return line
 
 
@@ -142,25 +137,19 @@ def _long_option(
     line: CommandLine, word: str, rest: list[str], own: Mapping[str, bool], grammar: Grammar
 ) -> None:
     typed, equals, value = word.partition("=")
-    if typed in own:
-        line.own.append(word)
-        if own[typed] and not equals:
-            line.own.append(_value(typed, rest))
-        elif equals and not own[typed]:
-            raise UsageError(f"option {typed} takes no value")
-        return
-    name = _full_name(typed, own, grammar.long)
+    ours = typed in own
+    name = typed[2:] if ours else _full_name(typed, own, grammar.long)
+    if equals and (not own[typed] if ours else name in grammar.none):
+        raise UsageError(f"option --{name} takes no value")
     # An abbreviation is passed on in full, so that later readers find the option by name.
-    word = f"--{name}{equals}{value}"
-    if equals:
-        if name in grammar.none:
-            raise UsageError(f"option --{name} takes no value")
-        line.options.append(Given(name, value, (word,)))
-    elif name in grammar.required:
+    words = [f"--{name}{equals}{value}"]
+    if not equals and (own[typed] if ours else name in grammar.required):
         value = _value(typed, rest)
-        line.options.append(Given(name, value, (word, value)))
+        words.append(value)
+    if ours:
+        line.own.extend(words)
     else:
-        line.options.append(Given(name, None, (word,)))
+        line.options.append(Given(name, value if equals or len(words) > 1 else None, tuple(words)))
 
 
 def _short_options(
@@ -169,30 +158,22 @@ def _short_options(
     """Read one word of short options: `-N4`, `-N 4`, `-HkN4`. A bundle is split."""
     letters = word[1:]
     while letters:
-        letter, letters = letters[0], letters[1:]
-        flag = f"-{letter}"
-        name = grammar.short.get(letter, "")
-        if flag not in own and not name:
+        flag, name, letters = f"-{letters[0]}", grammar.short.get(letters[0], ""), letters[1:]
+        ours = flag in own
+        if not ours and not name:
             raise UsageError(
                 f"unknown option {flag} in {word}", hint="see jurymast submit --help and man sbatch"
             )
-        attached = letters
-        if own.get(flag, name in grammar.required):
+        value, words = None, [flag]
+        # getopt takes the rest of the word as a value, also as an optional one: -koff is --no-kill=off
+        if own.get(flag, name in grammar.required) or (letters and not ours and name in grammar.optional):
+            value = letters or _value(flag, rest)
+            words = [flag + value] if letters and not ours else [flag, value]
             letters = ""
-            value = attached or _value(flag, rest)
-            words = (flag + attached,) if attached else (flag, value)
-            if flag in own:
-                line.own.extend((flag, value))
-            else:
-                line.options.append(Given(name, value, words))
-        elif flag in own:
-            line.own.append(flag)
-        elif name in grammar.optional and attached:
-            # getopt takes the rest of the word as an optional value: -koff is --no-kill=off
-            letters = ""
-            line.options.append(Given(name, attached, (flag + attached,)))
+        if ours:
+            line.own.extend(words)
         else:
-            line.options.append(Given(name, None, (flag,)))
+            line.options.append(Given(name, value, tuple(words)))
 
 
 def _value(option: str, rest: list[str]) -> str:
