@@ -119,10 +119,6 @@ def _nothing(*_: Any, **__: Any) -> list[Any]:
     return []
 
 
-def _zero(*_: Any, **__: Any) -> int:
-    return 0
-
-
 def of(*kinds: str) -> Plans:
     """Random plans of these kinds of faults, of all if none is named."""
     return partial(random_plan, only=kinds)
@@ -264,7 +260,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "B6: ranks start from 0 where storage is not mounted": (
         exactly(_only_storage_is_left),
-        [(RunState, "saved_on", _zero)],
+        [(Checkpoints, "saved_on_shared", 0)],
     ),
     "1: nodes go before the newest checkpoint is on storage": (
         of(),
@@ -281,7 +277,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "4: nobody is told what is on storage": (
         exactly(_only_storage_is_left),
-        [(cp, "plan_restore", _memory_only), (RunState, "saved_on", _zero)],
+        [(cp, "plan_restore", _memory_only), (Checkpoints, "saved_on_shared", 0)],
     ),
     "5: what is safe is told once only": (
         exactly(_away_for_a_moment),

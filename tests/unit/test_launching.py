@@ -126,6 +126,20 @@ def test_a_launch_waits_for_the_run_directory_and_says_so() -> None:
     assert set(after.fenced(2)) == set(story.state.placement)
 
 
+def test_ranks_are_told_of_a_checkpoint_that_only_storage_knows_of() -> None:
+    """The supervisor that had it written died before it heard that. Where storage is not mounted, ranks would
+    start from 0."""
+    story = Story(active=2, spares=1).running()
+    left, out = story.state.placement
+    story.lost(out)
+    after = Successor(story)
+    after.machine.found_on_storage({(5, 1): 100}, [], story.t)
+    after.joins(next(name for name in story.state.nodes if name not in (left, out)))
+    after.joins(left, attempt=1)
+    told = after.fenced(2)
+    assert [(one.restore, one.saved) for one in told.values()] == [(None, 5)] * 2
+
+
 def test_nodes_that_are_to_stop_have_time_to_find_the_supervisor_that_took_over() -> None:
     """However late it took over: no healthy node is one whose ranks could not be stopped."""
     story = Story(active=2, spares=1).running()

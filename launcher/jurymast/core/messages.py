@@ -402,8 +402,8 @@ class Leaving(ToSupervisor, frozen=True, kw_only=True):
 class Launch(ToAgent, frozen=True, kw_only=True):
     """Start the ranks of `attempt`: this node has group rank `rank` of `world` nodes. `mtbf_s`: expected
     seconds between failures, 0.0 if unknown; `cold`: do not preload anything for the script; `restore` None:
-    the ranks look in the shared tier themselves, where the run had `saved` this step last (0: none). `nodes`:
-    names of all, in the order of their ranks, in Slurm's notation. The agent adds an `environment` for the
+    the ranks look in the shared tier themselves, where `saved` is the newest step that is known (0: none).
+    `nodes`: names of all, in the order of their ranks, in Slurm's notation. The agent adds an `environment` for the
     ranks, which its host adds to its own."""
 
     attempt: int

@@ -366,6 +366,13 @@ class Checkpoints:
         self._gone(now)
         return effects
 
+    @property
+    def saved_on_shared(self) -> int:
+        """The newest step known to be in the shared tier, by the journal or by the choice; 0 for none."""
+        chosen = self.restore.chosen
+        found = chosen.step if chosen is not None and chosen.tier == cp.SHARED else 0
+        return max(found, self._state.saved_on(cp.SHARED))
+
     def found_on_storage(
         self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback], now: float
     ) -> list[Effect]:

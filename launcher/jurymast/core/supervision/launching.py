@@ -6,7 +6,6 @@ from __future__ import annotations
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.copies import SHARED
 from jurymast.core.effects import Effect, Fence, Record, Send
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run.instructions import Launch
@@ -103,7 +102,7 @@ class Launching:
         return msg.Launch(
             attempt=launch.attempt, rank=place, world=len(launch.placement),
             master_address=launch.master_address, master_port=launch.master_port,
-            mtbf_s=launch.mtbf_s, cold=bool(self._state.cold), saved=self._state.saved_on(SHARED),
+            mtbf_s=launch.mtbf_s, cold=bool(self._state.cold), saved=self._checkpoints.saved_on_shared,
             restore=self._checkpoints.restore.message(launch.placement[place], ranks), nodes=self._nodes,
         )  # fmt: skip
 
