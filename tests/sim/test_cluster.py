@@ -26,6 +26,7 @@ from support.planted import (
     last_spare_while_clocks_differ,
     only_storage_that_hangs_is_left,
     rolled_back_at_a_takeover,
+    stalled_and_then_blind,
     stalled_while_views_are_old,
     taken_over_when_the_journal_is_long,
 )
@@ -71,7 +72,8 @@ def test_an_image_that_is_damaged_in_its_own_memory_is_had_from_others(
     "faults",
     [
         rolled_back_at_a_takeover, last_spare_while_clocks_differ, taken_over_when_the_journal_is_long,
-        ends_while_another_rules, stalled_while_views_are_old, away_while_the_others_cannot_start,
+        ends_while_another_rules, stalled_while_views_are_old, stalled_and_then_blind,
+        away_while_the_others_cannot_start,
     ],
 )  # fmt: skip
 def test_no_rule_is_broken_by(

@@ -199,6 +199,17 @@ def stalled_while_views_are_old(chance: Random) -> tuple[Fault, ...]:
     )
 
 
+def stalled_and_then_blind(chance: Random) -> tuple[Fault, ...]:
+    """The supervisor stands still, and agents are back with it before the next one has read the journal. It
+    cannot see that one, because its node's handles of the run directory are stale by then."""
+    at = chance.uniform(6.0, 12.0)
+    return (
+        Fault(1.0, "long journal", seconds=chance.uniform(2.0, 6.0)),
+        Fault(at, "stall", seconds=chance.uniform(3.0, 6.0)),
+        Fault(at + 2.0, "stale handles", node=0, seconds=60.0),
+    )
+
+
 def damaged_where_it_is_restored(chance: Random) -> tuple[Fault, ...]:
     """An image on n2, just before the ranks are started again; in some plans the supervisor dies while n2
     asks who else has it, or the link to n1 is down, where its replica is."""

@@ -143,6 +143,22 @@ def test_a_supervisor_that_is_silent_for_longer_than_usual_is_left_for_a_newer_o
     assert made.connected_to(now + 0.1) == [do.Greet()]
 
 
+def test_a_supervisor_that_answers_on_time_is_left_once_the_pulse_is_a_newer_one_s() -> None:
+    """It may have been stopped for a while, and its own handles of the run directory be stale."""
+    made = connected()
+    assert made.pulse(2, 10.3) == [], "its epoch is not known yet"
+    last = answered(made)
+    assert made.pulse(1, last) == []
+    assert made.pulse(2, last) == [do.FindSupervisor()]
+    assert made.pulse(2, last) == [], "one look at a time"
+    assert made.found(at(7), last) == [], "the newer one still reads the journal"
+    assert made.pulse(2, last) == [do.FindSupervisor()]
+    newer = at(8, epoch=2)
+    assert made.found(newer, last) == [do.Send(msg.HangsUp(newer=newer)), do.HangUp(), connect(8)]
+    assert made.pulse(2, last) == []
+    made.check()
+
+
 def test_a_supervisor_that_was_taken_over_from_says_where_the_next_is() -> None:
     made = connected()
     last = answered(made)

@@ -228,6 +228,19 @@ def test_while_its_own_supervisor_lives_it_starts_no_other() -> None:
     assert part.takes_over_within(60.0) is not None, "it was not up to it, and nobody else came"
 
 
+def test_who_is_with_the_last_supervisor_again_still_sees_the_pulse_of_its_own() -> None:
+    """The last one only stood still, and says that this node is an heir."""
+    part = knows()
+    part.falls_silent()
+    assert part.takes_over_within(10.0) is not None
+    part.heard = True
+    part.hearing.begin(part.now)
+    part.does(part.machine.answered(part.now))
+    part.passes(1.0)
+    assert part.machine.wake_at <= part.now + LOOK_S
+    assert part.passes(60.0) == []
+
+
 # The process that stands by.
 
 

@@ -268,6 +268,14 @@ class SupervisorLink:
         self._peeking, self._find_at = True, now + max(PEEK_EVERY_S, self._find_every_s)
         return [do.FindSupervisor()]
 
+    def pulse(self, epoch: int, now: float) -> list[Effect]:
+        """The pulse is that of this epoch. An older supervisor is left even if it answers on time: it may not
+        see the newer one, and nobody else would tell it."""
+        if not self.connected or self._peeking or epoch <= (self._hearing.epoch or epoch):
+            return []
+        self._peeking = True
+        return [FindSupervisor()]
+
     def _hang_up(self, now: float, newer: Endpoint | None = None) -> list[Effect]:
         """Close the connection after telling the supervisor. If it was only late, it must not take this for
         an end; and it may not see that there is a newer one, because its storage hangs."""

@@ -13,7 +13,7 @@ from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.agent.link import Hearing, SupervisorLink
 from jurymast.core.agent.node_tests import NodeTests
 from jurymast.core.agent.ranks import Ranks
-from jurymast.core.agent.succession import Succession
+from jurymast.core.agent.succession import Succession, epoch_of
 from jurymast.core.message import Strange
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.heartbeat import answer_every_s, patience_s
@@ -272,7 +272,8 @@ class AgentMachine:
         return self._out(self._said(self.tests.answered(number, answers)), now)
 
     def pulse(self, value: str | None, now: float) -> list[Effect]:
-        return self._out(self.succession.pulse(value, now), now)
+        looked = self.link.pulse(epoch_of(value), now) if value is not None else []
+        return self._out(looked + self.succession.pulse(value, now), now)
 
     def supervisor_ended(self, now: float) -> list[Effect]:
         return self._out(self.succession.supervisor_ended(now), now)

@@ -74,8 +74,7 @@ class Succession:
 
     @property
     def _looks(self) -> bool:
-        wants = self._alone or (self._met and self._hearing.heir is not None)
-        return wants and not self._supervises
+        return self._alone or (self._met and self._hearing.heir is not None)
 
     @property
     def wake_at(self) -> float:
@@ -136,7 +135,7 @@ class Succession:
         """Take in a reading of the pulse, "EPOCH:COUNT"; None: storage did not answer."""
         asked_at, self._asked_at = self._asked_at, None
         self._look_at = now + self._look_every_s()
-        if value is None or asked_at is None or not self._looks:
+        if value is None or asked_at is None or not self._looks or self._supervises:
             return []
         if self._quiet_since is None or value != self._pulse:
             if self._quiet_since is not None and epoch_of(value) == epoch_of(self._pulse):
