@@ -12,11 +12,14 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.restore import RestoreChoice
 from jurymast.core.effects import Effect
+from jurymast.core.keeper.effects import Serve
 from jurymast.core.run import machine
 from jurymast.core.run.instructions import Instruction
 from jurymast.core.run.state import RunState
 from jurymast.sim.cluster.__main__ import several
-from jurymast.sim.cluster.cluster import run
+from jurymast.sim.cluster.cluster import Cluster, run
+from jurymast.sim.cluster.keeper import SimImage
+from jurymast.sim.cluster.oracle import TOLD_S
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 from support.planted import (
     away_while_the_others_cannot_start,
@@ -100,3 +103,21 @@ def test_a_restore_from_storage_that_hangs_is_told_and_tried_again(monkeypatch: 
     broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
     assert broken == []
     assert sum(event.seconds >= machine.WAIT_LIMIT_S for event in heard) > 10
+
+
+def test_a_state_counts_once_its_nodes_had_time_to_report_it() -> None:
+    """A node's last image of it, which comes a moment before a choice, is on its way to the supervisor."""
+    cluster = Cluster(Plan(0, 2, 0, 1, 5, 8, ()))
+    world, oracle = cluster.world, cluster.oracle
+    while oracle.best("n1") is None:
+        world.run(world.now + 0.1)
+    key = oracle.best("n1")
+    keeper = next(one for one in cluster.keepers.values() if one.agent.site.name == "n2")
+    image = next(one for one in keeper.held if one.key == key)
+    oracle.lost(keeper)
+    assert oracle.best("n1") is None
+    again = SimImage(image.image, image.world, image.tier, image.part, image.buffer, image.tokens)
+    keeper.act([Serve(again)])
+    assert oracle.best("n1") is None
+    world.now += TOLD_S + 0.1
+    assert oracle.best("n1") is not None

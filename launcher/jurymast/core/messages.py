@@ -403,8 +403,8 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     """Start the ranks of `attempt`: this node has group rank `rank` of `world` nodes. `mtbf_s`: expected
     seconds between failures, 0.0 if unknown; `cold`: do not preload anything for the script; `restore` None:
     the ranks look in the shared tier themselves, where `saved` is the newest step that is known (0: none).
-    `nodes`: names of all, in the order of their ranks, in Slurm's notation. The agent adds an `environment` for the
-    ranks, which its host adds to its own."""
+    `nodes`: names of all, in the order of their ranks, in Slurm's notation. The agent adds an `environment`
+    for the ranks, which its host adds to its own."""
 
     attempt: int
     rank: int

@@ -48,6 +48,7 @@ class SimImage(core.KeptCopy):
         super().__init__(report(image, world, tier, part, tokens[image[2]], group), buffer)
         self.tokens = dict(tokens)
         self.corrupt = False
+        self.held_at = 0.0
 
     @property
     def key(self) -> Key:
@@ -209,6 +210,7 @@ class SimKeeper:
                 del self._allocated[buffer], self._capacity[buffer]
             case do.Serve():
                 assert isinstance(effect.copy, SimImage)
+                effect.copy.held_at = self.world.now
                 self.held.append(effect.copy)
                 self.agent.cluster.oracle.held(self, effect.copy)
             case do.Unserve():

@@ -64,7 +64,7 @@ class Oracle:
 
     def __post_init__(self) -> None:
         self._shadow: dict[SimKeeper, list[SimImage]] = {}  # images that no order may rightly remove
-        self._complete: dict[Key, float] = {}
+        self._complete: set[Key] = set()
         self._planned: dict[int, int] = {}
         self._newest: SimGroup | None = None
         self._unfound: set[int] = set()  # attempts whose ranks saw no checkpoint, and knew of one
@@ -105,7 +105,7 @@ class Oracle:
             held = (one for other in self.cluster.keepers.values() for one in other.held)
             mine = [one for one in held if one.key == image.key and one.tier == MEMORY and one.part == "all"]
             if len({one.rank for one in mine}) == image.world:
-                self._complete[image.key] = self.cluster.world.now
+                self._complete.add(image.key)
 
     def lost(self, keeper: SimKeeper) -> None:
         self._shadow.pop(keeper, None)
@@ -120,17 +120,18 @@ class Oracle:
         self._shadow[keeper] = [i for i in mine if i.key != key or i.rank not in gone or i.tier == MEMORY]
 
     def best(self, seen_from: str, failed: Iterable[Key] = ()) -> Key | None:
-        """Return the newest complete state that can certainly be reached."""
+        """Return the newest complete state that can certainly be reached, of which agents have told."""
+        told_by = self.cluster.world.now - TOLD_S
         images = [
             image
             for keeper, mine in self._shadow.items()
             if keeper.agent.process.alive
             and self.untouched(keeper.agent.site.name, STEADY_S, seen_from=seen_from)
             for image in mine
+            if image.held_at < told_by
         ]
         world = self.cluster.plan.active * self.cluster.ranks_per_node
-        known = {k for k, t in self._complete.items() if t < self.cluster.world.now - TOLD_S}
-        known = {key for key in known if not self.cluster.disk.is_void(key)}
+        known = {key for key in self._complete if not self.cluster.disk.is_void(key)}
         return max((key for key in known - set(failed) if whole(images, key, world)), default=None)
 
     # ---- what a supervisor does
