@@ -274,7 +274,7 @@ class SupervisorLink:
         if not self.connected or self._peeking or epoch <= (self._hearing.epoch or epoch):
             return []
         self._peeking = True
-        return [FindSupervisor()]
+        return [do.FindSupervisor()]
 
     def _hang_up(self, now: float, newer: Endpoint | None = None) -> list[Effect]:
         """Close the connection after telling the supervisor. If it was only late, it must not take this for
