@@ -23,7 +23,7 @@ from jurymast import foreign
 from jurymast.core import messages as msg
 from jurymast.core.message import encode
 from jurymast.core.nodes import devices
-from jurymast.core.nodes.devices import WorkAround, work_around
+from jurymast.core.nodes.devices import work_around
 from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
 from jurymast.health.readings import memory_cgroups, oom_kills, where_kills_count
 from jurymast.worker import startup
@@ -136,8 +136,10 @@ class NetworkWorkaround:
         around = work_around(self._findings(), rdma_ports(), interfaces(), users)
         for device in self._out - set(around.devices):
             self._say(device, Verdict.OK, f"the ranks of attempt {attempt} use {device} again")
+        values = ", ".join(f"{name}={value}" for name, value in around.environment.items())
         for device in around.devices:
-            self._say(device, Verdict.UNKNOWN, _told(attempt, device, around))
+            told = f"the ranks of attempt {attempt} do not use {device} ({values}): {around.reason}"
+            self._say(device, Verdict.UNKNOWN, told)
         self._out = set(around.devices)
         return around.environment
 
@@ -147,11 +149,6 @@ class NetworkWorkaround:
             at=time.time(),
         )  # fmt: skip
         self._tell(msg.HealthFound(finding=found))
-
-
-def _told(attempt: int, device: str, around: WorkAround) -> str:
-    values = ", ".join(f"{name}={value}" for name, value in around.environment.items())
-    return f"the ranks of attempt {attempt} do not use {device} ({values}): {around.reason}"
 
 
 def rdma_ports(sys: Path = Path("/sys")) -> list[str]:

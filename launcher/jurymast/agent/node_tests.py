@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from jurymast.agent.driver import Driver
 from jurymast.core.agent import effects as do
 from jurymast.core.nodes.tests import Alone
@@ -44,11 +46,7 @@ class NodeTestRunner:
             case do.TestDevices(number):
                 self._begin(self._ask(number, {"do": "alone"}))
             case do.TestTogether():
-                order = {
-                    "do": "group", "name": effect.name, "host": effect.host or self._address,
-                    "port": effect.port, "limit_s": effect.limit_s, "world": effect.world,
-                    "rank": effect.rank,
-                }  # fmt: skip
+                order = {"do": "group", **asdict(effect), "host": effect.host or self._address}
                 self._begin(self._ask(effect.number, order))
             case do.EndTests():
                 self._end()

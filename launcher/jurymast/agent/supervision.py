@@ -110,7 +110,6 @@ class Connecting:
 
 log = logging.getLogger("jurymast.agent")
 
-Effect = do.ReadPulse | do.StandBy | do.EndStandby | do.StartSupervisor
 Process = asyncio.subprocess.Process
 
 
@@ -123,7 +122,7 @@ class Succeeding:
         self._standby: asyncio.Task[Process] | None = None
         self._supervisor: Process | None = None
 
-    def carry_out(self, effect: Effect) -> None:
+    def carry_out(self, effect: do.ForSuccession) -> None:
         match effect:
             case do.ReadPulse():
                 self._driver.spawn(self._read_pulse())

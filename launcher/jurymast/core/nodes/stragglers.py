@@ -114,8 +114,8 @@ class Windows:
         self._base: dict[int, Times] = {}
         self._newest: dict[int, tuple[str, Times]] = {}
         self._full: set[int] = set()
-        self._slow: list[Slow] = []  # in the newest windows in a row, on one node
-        self._lasted_s: list[float] = []
+        # In the newest windows in a row, on one node, with how many seconds each window lasted.
+        self._slow: list[tuple[Slow, float]] = []
 
     def report(self, rank: int, node: str, timed: Times) -> tuple[Slow, float] | None:
         """Return who is slow and should be reported, with the least slowness measured, and over how many
@@ -133,17 +133,16 @@ class Windows:
         lasted_s = min(timed.all_s - self._base[rank].all_s for rank, (_, timed) in self._newest.items())
         self._base = {rank: timed for rank, (_, timed) in self._newest.items()}
         self._full = set()
-        if slow is None or (self._slow and self._slow[-1].node != slow.node):
-            self._slow, self._lasted_s = [], []
         if slow is None:
+            self._slow = []
             return None
-        self._slow.append(slow)
-        self._lasted_s.append(lasted_s)
-        count = len(self._slow)
-        times, rest = divmod(count, WINDOWS)
+        same = [window for window in self._slow if window[0].node == slow.node]
+        self._slow = [*same, (slow, lasted_s)]
+        times, rest = divmod(len(self._slow), WINDOWS)
         if rest or times & (times - 1):
             return None
-        return min(self._slow[-WINDOWS:], key=lambda window: window.lost_s), sum(self._lasted_s)
+        least = min((window for window, _ in self._slow[-WINDOWS:]), key=lambda window: window.lost_s)
+        return least, sum(lasted_s for _, lasted_s in self._slow)
 
     def _mean(self, rank: int) -> Mean:
         node, timed = self._newest[rank]
