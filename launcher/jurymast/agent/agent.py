@@ -31,8 +31,6 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
-from jurymast.core.message import Strange
-from jurymast.core.messages import beat_of
 from jurymast.core.nodes.heartbeat import beat_every_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import never
@@ -144,11 +142,6 @@ class Agent:
                 self._node_tests.carry_out(effect)
             case do.WakeAt():
                 pass  # the driver handles these
-            case _:
-                self._for_ranks(effect)
-
-    def _for_ranks(self, effect: do.ToRanks) -> None:
-        match effect:
             case do.StartHost():
                 self._driver.spawn(self._start_host())
             case do.Prepare():
@@ -217,7 +210,7 @@ class Agent:
         ranks = self._watch.look(list(beat.pids)) if beat.pids else []
         cadence = self._memory.cadence()
         times = self._watch.times() if ranks else None
-        self._connecting.send(beat_of(beat.attempt, ranks, cadence, times))
+        self._connecting.send(msg.beat_of(beat.attempt, ranks, cadence, times))
         if self._beat_timer is not None:
             self._beat_timer.cancel()
         next_s = beat_every_s(self._plan.settings.heartbeat_s, ranks, self._plan.active)
@@ -260,7 +253,7 @@ class Agent:
                 look_at = None if message.error else log_file  # an exception has its own message
                 evidence = self._evidence.look(message.exit_code, look_at)
                 self._driver.act(self._machine.rank_failed(message, evidence, now))
-            case Strange():
+            case msg.Strange():
                 self._strangers.heard("the torchrun host", message)
             case _:
                 self._driver.act(self._machine.host_said(message, now))
@@ -286,7 +279,7 @@ class Agent:
                     self._memory.heard(event)
                 case within.Image():
                     self._keeping.keeper.image_published(event.local_rank, event.slot, event.stall_s)
-                case Strange():
+                case msg.Strange():
                     self._strangers.heard("a rank", event)
                 case _:
                     if isinstance(event, within.CheckpointsKept):

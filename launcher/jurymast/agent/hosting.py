@@ -21,7 +21,6 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.core import messages as msg
-from jurymast.core.message import encode
 from jurymast.core.nodes import devices
 from jurymast.core.nodes.devices import work_around
 from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
@@ -209,7 +208,7 @@ class HostProcess:
 
     def tell(self, order: msg.Launch | msg.Stop) -> None:
         if not self._writer.is_closing():
-            self._writer.write(encode(order) + b"\n")
+            self._writer.write(msg.encode(order) + b"\n")
 
     async def _read(self, reader: asyncio.StreamReader, on_message: Callable[[msg.FromHosts], None]) -> None:
         try:

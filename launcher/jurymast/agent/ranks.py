@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.messages import CadenceReport, RankReport, Times
 from jurymast.core.nodes.silence import IDLE_SHARE
 from jurymast.worker.link import SLOT_BYTES, RankBeat, read_slot
 from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleRecord
@@ -65,13 +64,13 @@ class RankMemory:
     def order(self, order: msg.CadenceSet) -> None:
         self._schedule.take(order.schedule, order.decided)
 
-    def cadence(self) -> CadenceReport | None:
+    def cadence(self) -> msg.CadenceReport | None:
         """Return, for the heartbeat, the schedule that the ranks see and the cadence that their script wants;
         None without a Checkpointer. Must be called before the ranks are looked at."""
         asked = self._asked
         if asked is None:
             return None
-        return CadenceReport(self._schedule.number, self._schedule.decided, asked.steps, asked.seconds)
+        return msg.CadenceReport(self._schedule.number, self._schedule.decided, asked.steps, asked.seconds)
 
     def beats(self) -> list[RankBeat]:
         return [read_slot(self.page, local_rank) for local_rank in range(self.ranks)]
@@ -116,7 +115,7 @@ class RankWatch:
     _slept_s: float = 0.0
     _timed_at: float = 0.0
 
-    def look(self, pids: list[int]) -> list[RankReport]:
+    def look(self, pids: list[int]) -> list[msg.RankReport]:
         """Return one report per local rank. Ages are in seconds at the time of the call, without the time for
         which the whole machine slept (a paused virtual machine), which is no rank's fault."""
         now = time.monotonic()
@@ -125,7 +124,7 @@ class RankWatch:
         woke, self._looked_at = self._slept_s > slept_before_s, now
         new = ProcessWatch(seen_at=now, slept_s=self._slept_s)
         self.watches = {pid: self.watches.get(pid) or replace(new) for pid in pids}
-        report: list[RankReport] = []
+        report: list[msg.RankReport] = []
         for pid, beat in zip(pids, self.memory.beats(), strict=False):
             watch = self.watches[pid]
             _update(watch, beat.pid or pid, now)
@@ -137,7 +136,7 @@ class RankWatch:
                 watch.last = last
             slept_s = self._slept_s - watch.slept_s
             report.append(
-                RankReport(
+                msg.RankReport(
                     step=beat.step,
                     beats=beat.beats,
                     explicit=bool(beat.explicit),
@@ -152,13 +151,13 @@ class RankWatch:
             )
         return report
 
-    def times(self) -> list[Times] | None:
+    def times(self) -> list[msg.Times] | None:
         """Return the times of the parts of all ranks' steps; None if they were returned recently."""
         now = time.monotonic()
         if now < self._timed_at + TIMED_INTERVAL_S:
             return None
         self._timed_at = now
-        return [Times(*beat.timed) for beat in self.memory.beats()]
+        return [msg.Times(*beat.timed) for beat in self.memory.beats()]
 
 
 def _update(watch: ProcessWatch, pid: int, now: float) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 from jurymast.agent.driver import Driver
 from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
-from jurymast.core.message import Strange
 from jurymast.errors import never
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
@@ -103,7 +102,7 @@ class Connecting:
         self._driver.act(self._machine.lost(self._driver.now))
 
     def _hear(self, sender: str, order: msg.Order) -> None:
-        if isinstance(order, Strange):
+        if isinstance(order, msg.Strange):
             self._strangers.heard(sender, order)
         self._driver.act(self._machine.heard(order, self._driver.now))
 

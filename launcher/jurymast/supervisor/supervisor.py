@@ -21,7 +21,6 @@ from jurymast.cluster.control import give_back
 from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.message import Strange, out_of_place
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import ClusterUnavailableError, SubmissionError, never
@@ -339,9 +338,9 @@ class Supervisor:
     def _hear(self, node: str, number: int, message: msg.Said) -> None:
         """Handle a message that came over the connection of this number."""
         match message:
-            case Strange():
+            case msg.Strange():
                 self._strangers.heard(node, message)
             case msg.Hello() | msg.Ask():
-                self._strangers.heard(node, out_of_place(message))
+                self._strangers.heard(node, msg.out_of_place(message))
             case _:
                 self._do(self._machine.heard(node, number, message, self.now()))

@@ -198,13 +198,10 @@ class SayForeseen(Struct, frozen=True):
     own_bytes: int
 
 
-ToRanks = (
-    StartHost | Prepare | StartRanks | StopRanks | TakeStacks | LookAtRanks | KillRanks | KillHost
-    | StartProbes
-)  # fmt: skip
 ForTests = StartTests | TestDevices | TestTogether | EndTests
 ForSuccession = ReadPulse | StandBy | EndStandby | StartSupervisor
 Effect = (
-    WakeAt | Send | Beat | Obey | Leave | Connect | FindSupervisor | Greet | HangUp | WarmWriter | SayForeseen
-    | ToRanks | ForTests | ForSuccession
+    WakeAt | Send | Beat | Obey | Leave | StartHost | Prepare | StartRanks | StopRanks | TakeStacks
+    | LookAtRanks | KillRanks | KillHost | StartProbes | ForTests | Connect | FindSupervisor | Greet | HangUp
+    | ForSuccession | WarmWriter | SayForeseen
 )  # fmt: skip

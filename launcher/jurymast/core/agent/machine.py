@@ -14,8 +14,6 @@ from jurymast.core.agent.link import Hearing, SupervisorLink
 from jurymast.core.agent.node_tests import NodeTests
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.agent.succession import Succession, epoch_of
-from jurymast.core.message import Strange
-from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.heartbeat import answer_every_s, patience_s
 from jurymast.core.nodes.tests import Alone
 from jurymast.core.settings import RunPlan
@@ -182,7 +180,7 @@ class AgentMachine:
 
     # The supervisor.
 
-    def found(self, place: Endpoint | None, now: float) -> list[Effect]:
+    def found(self, place: msg.Endpoint | None, now: float) -> list[Effect]:
         return self._out(self.link.found(place, now), now)
 
     def unreached(self, now: float, *, refused: bool = False) -> list[Effect]:
@@ -229,7 +227,7 @@ class AgentMachine:
                 return self.writes.begin(order)
             case msg.CancelWrite():
                 return self.writes.cancel(order.id)
-            case msg.Leave() | msg.Moved() | Strange():
+            case msg.Leave() | msg.Moved() | msg.Strange():
                 return []  # the link's, and nobody's
             case _:
                 return [do.Obey(order)]

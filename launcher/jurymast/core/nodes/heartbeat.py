@@ -63,10 +63,7 @@ class Arrivals:
 def steady_limit_s(heartbeat_s: float, fixed_s: float | None = None) -> float:
     """Return the limit for a node whose heartbeats have all come on time, in seconds; `fixed_s` as in
     `limit_s`."""
-    arrivals = Arrivals(heartbeat_s, 0.0)
-    for beat in range(KNOWN_AFTER):
-        arrivals.beat((beat + 1) * heartbeat_s)
-    return arrivals.limit_s(fixed_s)
+    return Arrivals(heartbeat_s, 0.0, deque([heartbeat_s] * KNOWN_AFTER)).limit_s(fixed_s)
 
 
 def rejoin_limit_s(nodes: int, limit_s: float = REJOIN_LIMIT_S) -> float:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.messages import Beat, RankReport, how_far
 from jurymast.core.nodes.heartbeat import WatcherClock
 from jurymast.core.nodes.silence import IDLE_FLOOR_S, HangLimits, HangVerdict, Looks, RankView, judge
 from jurymast.core.nodes.stacks import UNKNOWN, Stand
 from jurymast.core.run.state import Phase, RunState
 
-NOTHING = Beat(0, [])
+NOTHING = msg.Beat(0, [])
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Reports:
     def __init__(self, state: RunState, clock: WatcherClock) -> None:
         self._state, self.clock = state, clock
         # Each node's newest beat with ranks, and when it came: ranks that have ended stay where they were.
-        self._nodes: dict[str, tuple[Beat, float]] = {}
+        self._nodes: dict[str, tuple[msg.Beat, float]] = {}
         self._longest_before_s = 0.0
 
     @property
@@ -47,20 +46,20 @@ class Reports:
     def forget(self, node: str) -> None:
         self._nodes.pop(node, None)
 
-    def beat(self, node: str, beat: Beat) -> None:
+    def beat(self, node: str, beat: msg.Beat) -> None:
         if beat.ranks or beat.attempt != self._nodes[node][0].attempt:
             self._nodes[node] = beat, self.clock.now
 
     def reach(self) -> Reach | None:
         """Return how far the attempt is; None until every rank has done a step in it."""
-        found: list[tuple[RankReport, float]] = []  # by node, with the time of the report
+        found: list[tuple[msg.RankReport, float]] = []  # by node, with the time of the report
         for beat, at in self._placed():
             if not self._is_whole(beat) or beat.ranks[beat.slowest].beats == 0:
                 return None
             found.append((beat.ranks[beat.slowest], at))
         if not found:
             return None
-        slowest, at = min(found, key=lambda one: how_far(one[0]))
+        slowest, at = min(found, key=lambda one: msg.how_far(one[0]))
         return Reach(slowest.step, (slowest.beat_s or 0.0) + self.clock.now - at, slowest.explicit)
 
     def hang(self) -> HangVerdict | None:
@@ -80,10 +79,10 @@ class Reports:
         seen = [beat.longest_s for beat, _ in self._placed() if beat.attempt == self._state.attempt]
         self._longest_before_s = max([self._longest_before_s, *seen])
 
-    def _placed(self) -> list[tuple[Beat, float]]:
+    def _placed(self) -> list[tuple[msg.Beat, float]]:
         return [self._nodes[name] for name in self._state.placement if name in self._nodes]
 
-    def _is_whole(self, beat: Beat) -> bool:
+    def _is_whole(self, beat: msg.Beat) -> bool:
         return (
             beat.attempt == self._state.attempt
             and len(beat.ranks) == self._state.ranks_per_node > beat.slowest
@@ -113,7 +112,7 @@ class Reports:
             views += [self._view(first + i, name, one, since_s) for i, one in enumerate(beat.ranks)]
         return views
 
-    def _view(self, rank: int, node: str, report: RankReport, since_s: float) -> RankView:
+    def _view(self, rank: int, node: str, report: msg.RankReport, since_s: float) -> RankView:
         """Return a rank whose node reported `since_s` ago."""
         quiet_s, incident = report.quiet_s, self._state.incident
         if quiet_s is None:  # the script has not begun: since the launch
