@@ -16,17 +16,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
-from jurymast.storage import local
-from jurymast.storage.orders import (
-    Answer,
-    Done,
-    ImageAt,
-    StorageFailed,
-    Upload,
-    Warm,
-    WriteLocal,
-    WriteShared,
-)
+from jurymast.storage import local, orders
 from jurymast.storage.processes import StorageProcesses
 from jurymast.wire.shield import Access
 
@@ -55,7 +45,7 @@ class Keeping:
         self.keeper = Keeper(access, node, plan.ranks_per_node, tell, local_root=self._local)
         self._storage = StorageProcesses()
         self._writes: dict[str, asyncio.Task[None]] = {}
-        self._warming: asyncio.Future[Answer] | None = None
+        self._warming: asyncio.Future[orders.Answer] | None = None
         self.run_is_over = False  # if true, nobody restores from this node's disk any more
 
     def environment(self) -> dict[str, str]:
@@ -67,7 +57,7 @@ class Keeping:
 
     def warm(self) -> None:
         """Start, once, the process that completes shared checkpoints, so that it is ready when needed."""
-        self._warming = asyncio.ensure_future(self._storage.carry_out(Warm()))
+        self._warming = asyncio.ensure_future(self._storage.carry_out(orders.Warm()))
 
     def launch(self, order: msg.Launch) -> None:
         """Prepare for an attempt whose ranks are about to start; those of earlier attempts are gone."""
@@ -94,7 +84,8 @@ class Keeping:
             for rank in order.ranks:
                 loan = await self.keeper.lend(order.step, order.attempt, rank)
                 if loan is None:
-                    answer: Answer = StorageFailed(why=f"the image of rank {rank} is no longer here")
+                    gone = f"the image of rank {rank} is no longer here"
+                    answer: orders.Answer = orders.StorageFailed(why=gone)
                     break
                 loans.append(loan)
             else:
@@ -102,21 +93,21 @@ class Keeping:
         finally:
             for loan in loans:
                 loan.give_back()
-        ok = isinstance(answer, Done)
-        size_bytes, why = (answer.bytes, "") if isinstance(answer, Done) else (0, answer.why)
+        ok = isinstance(answer, orders.Done)
+        size_bytes, why = (answer.bytes, "") if isinstance(answer, orders.Done) else (0, answer.why)
         self._tell(msg.Written(id=order.id, tier=order.tier, ok=ok, size_bytes=size_bytes, why=why))
         if ok and order.tier == cp.LOCAL and self._local is not None:
             self.keeper.scan_local(self._local)
 
-    def _order(self, write: msg.Write, loans: list[Loan]) -> WriteLocal | WriteShared | Upload:
+    def _order(self, write: msg.Write, loans: list[Loan]) -> orders.AnyOrder:
         step, attempt, run = write.step, write.attempt, self._plan.run
         if write.tier == cp.OBJECT:
             url = self._plan.settings.object_url or ""
-            return Upload(
+            return orders.Upload(
                 root=str(self._shared), step=step, url=url, run=run, run_directory=str(self._run_directory)
             )
         images = tuple(
-            ImageAt(
+            orders.ImageAt(
                 rank=loan.manifest.rank,
                 path=loan.path,
                 common_path=loan.common_path,
@@ -125,8 +116,8 @@ class Keeping:
             for loan in loans
         )
         if write.tier == cp.LOCAL:
-            return WriteLocal(root=str(self._local), step=step, attempt=attempt, images=images)
-        return WriteShared(
+            return orders.WriteLocal(root=str(self._local), step=step, attempt=attempt, images=images)
+        return orders.WriteShared(
             root=str(self._shared), step=step, attempt=attempt, world=write.world, images=images,
             nonce=write.id, lead=write.lead, run=run, run_directory=str(self._run_directory), keep=self._keep,
         )  # fmt: skip
