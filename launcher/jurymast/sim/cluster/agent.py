@@ -16,7 +16,7 @@ from jurymast.core.nodes.stacks import COLLECTIVE, Stand
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.storage import SimWrite
 from jurymast.sim.cluster.training import Page, SimGroup, SimMember, follower
-from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection
+from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection, Steps
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.cluster import Cluster
@@ -236,7 +236,7 @@ class SimAgent:
                 self._obey(effect.order)
             case do.Connect():
                 (host, port), *_ = effect.targets
-                self._dial(host, port, self._tries, self.world.now + CONNECT_LIMIT_S)
+                self.world.go(self.process, self._dial(host, port, self._tries))
             case do.FindSupervisor():
                 self._find()
             case do.Greet():
@@ -302,34 +302,30 @@ class SimAgent:
 
     # ---- the supervisor
 
-    def _dial(self, host: str, port: int, number: int, until: float) -> None:
-        if number != self._tries:
-            return
-        site = self.cluster.sites[host]
-        joined = site.up and self.cluster.network.joins(self.site.name, host)
-        supervisor = self.cluster.ports.get((host, port))
-        answers = supervisor is not None and supervisor.listens
-        if joined and supervisor is not None and answers and supervisor.process.until <= self.world.now:
-            self.world.after(self.cluster.network.delay_s(), self.process, self._dialled, host, port, number)
-        elif joined and supervisor is None and (host, port) != self.cluster.batch_place:
-            self.world.after(0.002, self.process, self._unreached, number)
-        elif self.world.now >= until:
-            self._unreached(number)
-        else:
-            self.world.after(0.1, self.process, self._dial, host, port, number, until)
-
-    def _dialled(self, host: str, port: int, number: int) -> None:
-        supervisor = self.cluster.ports.get((host, port))
-        if number != self._tries or self.connection is not None:
-            return
-        if supervisor is None or not supervisor.listens:
-            self._unreached(number)
-            return
-        self.connection = self.cluster.network.connect(self, supervisor)
-        self.met = True
-        self._carry_out(self.machine.connected(self.now))
-
-    def _unreached(self, number: int) -> None:
+    def _dial(self, host: str, port: int, number: int) -> Steps[None]:
+        """Try to reach a supervisor, unless the next try begins meanwhile."""
+        world, cluster, network = self.world, self.cluster, self.cluster.network
+        until = world.now + CONNECT_LIMIT_S
+        while number == self._tries:
+            joined = cluster.sites[host].up and network.joins(self.site.name, host)
+            supervisor = cluster.ports.get((host, port))
+            answers = supervisor is not None and supervisor.listens and supervisor.process.until <= world.now
+            if joined and answers:
+                yield world.now + network.delay_s()
+                if number != self._tries or self.connection is not None:
+                    return
+                supervisor = cluster.ports.get((host, port))
+                if supervisor is None or not supervisor.listens:
+                    break
+                self.connection, self.met = network.connect(self, supervisor), True
+                self._carry_out(self.machine.connected(self.now))
+                return
+            if joined and supervisor is None and (host, port) != cluster.batch_place:
+                yield world.now + 0.002
+                break
+            if world.now >= until:
+                break
+            yield world.now + 0.1
         if number == self._tries:
             self._carry_out(self.machine.unreached(self.now))
 
@@ -374,7 +370,7 @@ class SimAgent:
                 node=self.site.name, allocation=self.cluster.allocation, address=self.site.name,
                 incarnation=self.incarnation, pid=1, boot_id="b", gpus=0, attempt=ranks.attempt,
                 ranks=ranks.state, store_port=ranks.store_port, pids=ranks.pids,
-                data_port=self.data_port, copies=self.keeper.inventory(),
+                data_port=self.data_port, copies=self.keeper.machine.inventory(),
             )
         )  # fmt: skip
 

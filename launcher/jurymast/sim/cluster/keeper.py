@@ -118,9 +118,6 @@ class SimKeeper:
         self._due: deque[do.Effect] = deque()
         self._acting = False
 
-    def inventory(self) -> tuple[msg.CopyReport, ...]:
-        return self.machine.inventory()
-
     def of(self, key: Key, rank: int) -> list[SimImage]:
         """Return the copies of this image, or of a part of it."""
         return [image for image in self.held if image.image == (*key, rank) and not image.group]

@@ -68,14 +68,10 @@ class SimGroup:
     beat_at: float = 0.0
     longest_s: float = 0.0
     stepping_since: float = 0.0
-    restored: Key | None = None
     over: bool = False
     finished: bool = False
-    saved_step: int = -1
-
-    def __post_init__(self) -> None:
-        self.number = next(_serial)
-        self.history: tuple[object, ...] = ()
+    number: int = field(default_factory=partial(next, _serial))
+    history: tuple[object, ...] = ()
 
     @property
     def attempt(self) -> int:
@@ -98,7 +94,7 @@ class SimGroup:
         if len(self.members) == self.order.world:
             self.phase = "restoring"
             self.cluster.oracle.group_started(self)
-            self._restore()
+            self.cluster.world.go(None, self._restore())
 
     def leave(self, member: SimMember, *, loud: bool) -> None:
         """The node's ranks are gone; `loud`: the others learn it."""
@@ -122,38 +118,39 @@ class SimGroup:
 
     # ---- restoring
 
-    def _again(self, seconds: float, then: object) -> None:
-        self.cluster.world.after(seconds, None, then)  # type: ignore[arg-type]
-
-    def _restore(self) -> None:
-        if self.over:
-            return
-        count = range(self.cluster.ranks_per_node)
+    def _restore(self) -> Steps[None]:
+        cluster, world = self.cluster, self.cluster.world
+        count = range(cluster.ranks_per_node)
         keepers = [member.agent.keeper for member in self.members.values()]
-        status = [keeper.status[local] for keeper in keepers for local in count]
-        if any(one in (RestoreStatus.PENDING, RestoreStatus.FAILED) for one in status) or self._blocked():
-            self._again(0.03, self._restore)
-        elif all(one is RestoreStatus.READY for one in status):
-            found = [keeper.found[local] for keeper in keepers for local in count]
-            self.cluster.oracle.restores(self, [(image.key, image.token) for image in found])
-            if len({image.key for image in found}) > 1:
-                self.fail_all("memory has no one step (and attempt) for all ranks")
-            else:
+        while not self.over:
+            status = {keeper.status[local] for keeper in keepers for local in count}
+            if not status.isdisjoint((RestoreStatus.PENDING, RestoreStatus.FAILED)) or self._blocked():
+                yield world.now + 0.03
+                continue
+            if status == {RestoreStatus.ELSEWHERE}:
+                lead = self.members[0].agent
+                cluster.storage.do(lead.site.name, lead.process, self._newest_shared, self._from_shared)
+                world.go(None, self._tell_of_wait())
+                return
+            ready = status == {RestoreStatus.READY}
+            found = [keeper.found[local] for keeper in keepers for local in count] if ready else []
+            cluster.oracle.restores(self, [(image.key, image.token) for image in found])
+            if len({image.key for image in found}) == 1:
                 self._begin(found[0].key, found[0].token, MEMORY)
-        elif all(one is RestoreStatus.ELSEWHERE for one in status):
-            lead = self.members[0].agent
-            self.cluster.storage.do(lead.site.name, lead.process, self._newest_shared, self._from_shared)
-            self._again(within.RESTORE_TOLD_S, partial(self._tell_of_wait, self.cluster.world.now))
-        else:
-            self.fail_all("memory has no one step (and attempt) for all ranks")
-
-    def _tell_of_wait(self, since: float) -> None:
-        if self.over or self.phase != "restoring":
+            else:
+                self.fail_all("memory has no one step (and attempt) for all ranks")
             return
-        if not self._blocked():
-            waited_s = self.cluster.world.now - since
-            self.members[0].agent.rank_said(within.RestoreWaits(path="/checkpoints", seconds=waited_s))
-        self._again(within.RESTORE_TOLD_S, partial(self._tell_of_wait, since))
+
+    def _tell_of_wait(self) -> Steps[None]:
+        world = self.cluster.world
+        since = world.now
+        while True:
+            yield world.now + within.RESTORE_TOLD_S
+            if self.over or self.phase != "restoring":
+                return
+            if not self._blocked():
+                waits = within.RestoreWaits(path="/checkpoints", seconds=world.now - since)
+                self.members[0].agent.rank_said(waits)
 
     def _newest_shared(self) -> Key | None:
         node = self.members[0].agent.site.name
@@ -176,7 +173,6 @@ class SimGroup:
             self._begin(None, None, "")
 
     def _begin(self, key: Key | None, token: Token | None, tier: str) -> None:
-        self.restored = key
         self.step = key[0] if key is not None else 0
         self.history = (*((token.history[-1], token.step) if token is not None else ()), self.number)
         self.cluster.oracle.restored(self, key)
