@@ -272,7 +272,6 @@ class Simulation:
             )  # fmt: skip
 
     def _rank_fault(self, fault: TraceFault) -> None:
-        """Let the script fail, or a rank be killed."""
         node: str | None = self.state.placement[0]
         killed = fault.kind == WORKER_KILL
         if killed and fault.nodes:
@@ -413,7 +412,6 @@ class Simulation:
         return self._ranks.next_save(step)
 
     def _time_of(self, step: int) -> float:
-        """The time at which a step of this segment is done."""
         start, before, copying = self._segment
         return start + self._d.time_of(step - before, copying=copying)
 
@@ -462,7 +460,6 @@ class Simulation:
         self._train(at_step, True)
 
     def _halt(self) -> None:
-        """Stop all ranks of this attempt now."""
         if self.state.phase in (Phase.LAUNCHING, Phase.RUNNING):
             self._counts[ATTEMPT] += 1
         if not self._training:

@@ -266,7 +266,6 @@ class Bringing(Work):
         )  # fmt: skip
 
     def _over(self, *why: str) -> None:
-        """End the restore without success."""
         self.end()
         if self.stopped:
             return

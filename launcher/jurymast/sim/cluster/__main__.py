@@ -33,7 +33,6 @@ def several(seeds: range) -> list[Result]:
 
 
 def every(seeds: range, processes: int) -> Iterator[Result]:
-    """Yield the results in the order of the seeds."""
     parts = [seeds[first : first + AT_ONCE] for first in range(0, len(seeds), AT_ONCE)]
     if processes < 2:
         for part in parts:

@@ -43,7 +43,6 @@ class SimSite:
         return BEGINNING + self.cluster.world.now + self.clock_s
 
     def process(self) -> Process:
-        """Start a process on the node."""
         process = Process()
         process.until = self.stopped_until
         self.processes = [one for one in self.processes if one.alive]
@@ -79,7 +78,6 @@ class SimSite:
         return self.up and self.stopped_until <= self.cluster.world.now
 
     def end_job(self) -> None:
-        """Slurm kills all processes of the job here."""
         for process in self.processes:
             process.alive = False
         if self.agent is not None:
@@ -347,7 +345,6 @@ class SimAgent:
         self._carry_out(self.machine.pulse(known, self.now))
 
     def terminated(self) -> None:
-        """Handle a SIGTERM."""
         self._carry_out(self.machine.terminated(self.now))
 
     def supervisor_ended(self) -> None:

@@ -153,7 +153,6 @@ class Cluster:
             self._of_batch(self.batch.look(None, self.world.now, agents=True))
 
     def job_over(self, supervisor: SimSupervisor) -> None:
-        """The supervisor has said that the job is over."""
         self.oracle.ends(supervisor)
         state = supervisor.state
         again = not state.ended and self.ending in ("", "preempted")
@@ -192,7 +191,6 @@ class Cluster:
     # ---- faults
 
     def in_phase(self, phase: str) -> None:
-        """The supervisor says that the run is in this phase."""
         for fault in [fault for fault in self._waiting if fault.when == phase]:
             self._waiting.remove(fault)
             after_s = self.world.between(0.0, 0.5)
@@ -291,7 +289,6 @@ class Cluster:
             self.world.after(max(5.0, seconds), None, site.boot)
 
     def _terminate(self, why: str) -> None:
-        """Slurm ends the job, and kills it after a while."""
         if not self.allocated or self.ending:
             return
         self.ending = why

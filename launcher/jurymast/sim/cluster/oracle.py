@@ -4,7 +4,6 @@ nothing in the cluster sees the oracle."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jurymast.core import effects as do
@@ -52,17 +51,15 @@ class Violation(AssertionError):
         return ": ".join(self.args)
 
 
-@dataclass
 class Oracle:
-    cluster: Cluster
-    touched: dict[str, float] = field(default_factory=dict)  # node, or pair of nodes: until when
-    storage_touched: float = -1e9
-    supervisor: SimSupervisor | None = None  # the newest that listens
-    lines: int = 0
-    restores_from: list[str] = field(default_factory=list)
-    given_up: bool = False  # somebody had the run cancelled
-
-    def __post_init__(self) -> None:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.touched: dict[str, float] = {}  # node, or pair of nodes: until when
+        self.storage_touched = -1e9
+        self.supervisor: SimSupervisor | None = None  # the newest that listens
+        self.lines = 0
+        self.restores_from: list[str] = []
+        self.given_up = False  # somebody had the run cancelled
         self._shadow: dict[SimKeeper, list[SimImage]] = {}  # images that no order may rightly remove
         self._complete: set[Key] = set()
         self._planned: dict[int, int] = {}
@@ -197,7 +194,6 @@ class Oracle:
             self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {decided.reason}")
 
     def sends_home(self, supervisor: SimSupervisor) -> None:
-        """The nodes are released, and their memory with them."""
         if supervisor is self.supervisor:
             self._goes(supervisor, "the nodes go")
 
@@ -224,7 +220,6 @@ class Oracle:
             self._goes(self.supervisor, "Slurm kills the job")
 
     def allocated(self) -> None:
-        """The job has a new allocation."""
         self._word_at = self._step_at = self._supervised_at = self.cluster.world.now
         self.supervisor = None
         self._differ_since.clear()
@@ -234,7 +229,6 @@ class Oracle:
         self._planned = {attempt: min(step, back.step) for attempt, step in self._planned.items()}
 
     def ordered_back(self, back: Rollback) -> None:
-        """The supervisor was asked to roll back."""
         self._rollbacks.append(back)
 
     def _is_known(self, site: SimSite) -> bool:

@@ -83,7 +83,6 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """How long the cluster is simulated, in seconds."""
         return max((fault.at + fault.seconds for fault in self.faults), default=10.0) + AFTER_S
 
     def to_json(self) -> str:
@@ -130,7 +129,6 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
 
 
 def smaller(plan: Plan) -> list[Plan]:
-    """Return the plans with one fault less."""
     return [
         replace(plan, faults=plan.faults[:number] + plan.faults[number + 1 :])
         for number in range(len(plan.faults))

@@ -284,7 +284,6 @@ class SimWrite:
                 return machine.saw_parts(place.done)
 
     def _write(self, what: Next) -> Next:
-        """Write something there."""
         order, disk = self._order, self._agent.cluster.disk
         match what:
             case Do.OPEN:

@@ -3,6 +3,7 @@ it with files, timers and connections, in simulated time."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.messages import Endpoint
 from jurymast.core.run.state import RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import FLUSH_LIMIT_S
 from jurymast.sim.cluster.storage import Item
-from jurymast.sim.cluster.world import SimConnection
+from jurymast.sim.cluster.world import SimConnection, Steps
 from jurymast.wire.endpoint import PULSE_INTERVAL_S
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class SimSupervisor:
 
     def _claimed(self, epoch: int) -> None:
         self.epoch = epoch
-        self._hold(0)
+        self.world.go(self.process, self._hold())
         self.world.after(self.cluster.disk.reading_s, self.process, self._read)
 
     def _read(self) -> None:
@@ -183,40 +183,38 @@ class SimSupervisor:
         self._tick()
         if self.takeover is None and self.cluster.ending:
             self.signalled(terminates=True)  # the batch process has kept it
+        self.world.go(self.process, self._look_on_storage())
+
+    def _look_on_storage(self) -> Steps[None]:
         disk = self.cluster.disk
-
-        def look() -> tuple[dict[Any, int], list[Rollback]]:
-            return dict.fromkeys(disk.shared, 100), [*disk.rollbacks]
-
-        def found(result: Any) -> None:
-            if isinstance(result, OSError):
-                self._do(self.machine.note("", str(result), self.now))
-            else:
-                shared, rollbacks = result
-                self._do(self.machine.found_on_storage(shared, rollbacks, self.now))
-
-        self.cluster.storage.do(self.site.name, self.process, look, found)
+        found = yield from self.cluster.storage.work(
+            self.site.name, lambda: (dict.fromkeys(disk.shared, 100), [*disk.rollbacks])
+        )
+        if isinstance(found, OSError):
+            self._do(self.machine.note("", str(found), self.now))
+        else:
+            self._do(self.machine.found_on_storage(*found, self.now))
 
     # ---- holding the epoch
 
-    def _hold(self, count: int) -> None:
+    def _hold(self) -> Steps[None]:
         disk, name = self.cluster.disk, self.site.name
+        pulses = itertools.count()
 
         def beat() -> int:
-            newest = disk.newest_epoch(name)
+            count, newest = next(pulses), disk.newest_epoch(name)
             if newest <= self.epoch and not self._silent:
                 disk.pulse(self.epoch, count)
             return newest
 
-        def held(newest: int | OSError) -> None:
+        while True:
+            self._asked_at = self.world.now
+            newest = yield from self.cluster.storage.work(name, beat)
             self._asked_at = None
             if not isinstance(newest, OSError) and newest > self.epoch:
                 self._give_way()
                 return
-            self.world.after(PULSE_INTERVAL_S, self.process, self._hold, count + 1)
-
-        self._asked_at = self.world.now
-        self.cluster.storage.do(name, self.process, beat, held)
+            yield self.world.now + PULSE_INTERVAL_S
 
     # ---- effects
 
@@ -270,13 +268,13 @@ class SimSupervisor:
             case do.GiveWay():
                 self._give_way()
             case do.Fence():
-                self._fence(effect.attempt)
+                self.world.go(self.process, self._fence(effect.attempt))
             case do.GiveBack():
                 self._after(1.0, lambda: self.machine.given_back(effect.node, True, "", self.now))
             case do.WhyEnding():
                 self._after(0.2, lambda: self._why_ending(effect))
             case do.AskSuperseded():
-                self._ask_superseded()
+                self.world.go(self.process, self._ask_superseded())
             case _:
                 raise AssertionError(f"{effect} has left the machine")
 
@@ -296,18 +294,16 @@ class SimSupervisor:
         self._do(self.machine.tick(self.now, storage_waits_s=waits_s))
         self.world.after(self.machine.interval_s, self.process, self._tick)
 
-    def _fence(self, attempt: int) -> None:
+    def _fence(self, attempt: int) -> Steps[None]:
         disk = self.cluster.disk
 
         def write() -> None:
             disk.attempt = max(disk.attempt, attempt) if self._fenced >= attempt else attempt
 
-        def fenced(result: OSError | None) -> None:
-            why = f"cannot write the attempt: {result}" if result is not None else ""
-            self._do(self.machine.fenced(attempt, why, self.now))
-
         self._fenced = attempt
-        self.cluster.storage.do(self.site.name, self.process, write, fenced, writes=True)
+        result = yield from self.cluster.storage.work(self.site.name, write, writes=True)
+        why = f"cannot write the attempt: {result}" if result is not None else ""
+        self._do(self.machine.fenced(attempt, why, self.now))
 
     def _after(self, seconds: float, handle: Callable[[], Sequence[do.Effect]]) -> None:
         """Let the machine handle something after a while."""
@@ -317,16 +313,14 @@ class SimSupervisor:
         why = self.cluster.why_ending()
         return self.machine.why_ending(effect, why, "scancel" if why == "cancelled" else "", self.now)
 
-    def _ask_superseded(self) -> None:
+    def _ask_superseded(self) -> Steps[None]:
         disk, name = self.cluster.disk, self.site.name
-
-        def asked(newest: int | OSError) -> None:
-            if isinstance(newest, OSError) or newest < self.epoch:
-                self.world.after(ASK_AGAIN_S, self.process, self._ask_superseded)
-                return
-            self._do(self.machine.superseded(newest > self.epoch, self.now))
-
-        self.cluster.storage.do(name, self.process, lambda: disk.newest_epoch(name), asked)
+        while True:
+            newest = yield from self.cluster.storage.work(name, lambda: disk.newest_epoch(name))
+            if not isinstance(newest, OSError) and newest >= self.epoch:
+                break
+            yield self.world.now + ASK_AGAIN_S
+        self._do(self.machine.superseded(newest > self.epoch, self.now))
 
     # ---- agents
 
