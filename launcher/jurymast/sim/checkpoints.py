@@ -50,7 +50,7 @@ class SimRanks:
 
     def __init__(self, state: RunState, asked: Cadence) -> None:
         self._state, self._asked = state, asked
-        self._agreement = Agreement(state)
+        self.agreement = Agreement(state)
         self._begin()
 
     def _begin(self) -> None:
@@ -73,15 +73,12 @@ class SimRanks:
         beat = self._beat(step)
         events: list[ev.Event] = []
         for node in self._state.placement:
-            events += self._do(self._agreement.beat(node, beat, now))
-        events += self._do(self._agreement.look(now))
+            events += self._do(self.agreement.beat(node, beat, now))
+        events += self._do(self.agreement.look(now))
         if not self._is_decided:
             return events, self._state.settings.heartbeat_s
         nothing = not self._record.number and self._asked.steps is None
         return events, SAMPLE_S if nothing else None
-
-    def heard(self, save: ev.Saved) -> None:
-        self._agreement.heard(save)
 
     def next_save(self, step: int) -> int:
         """Return the first step after `step` that is to be saved; NEVER if there is none."""

@@ -392,7 +392,8 @@ class Simulation:
             return
         self._next_save = until
         self._counts[PLAN] += 1
-        self._strike_within(step, until)
+        if self._scripted and (struck := max(step, self._scripted[0].step or 0)) <= until:
+            self._at(self._time_of(struck), lambda: self._fault(self._scripted.popleft()), of=PLAN)
         incident = self.state.incident
         if incident is not None:  # it is over with the first step that was not done before
             first = max(step, incident.step_lost_from + 1)
@@ -414,11 +415,6 @@ class Simulation:
     def _time_of(self, step: int) -> float:
         start, before, copying = self._segment
         return start + self._d.time_of(step - before, copying=copying)
-
-    def _strike_within(self, step: int, until: int) -> None:
-        """The next fault that is bound to a step, if that step is one of these."""
-        if self._scripted and (struck := max(step, self._scripted[0].step or 0)) <= until:
-            self._at(self._time_of(struck), lambda: self._fault(self._scripted.popleft()), of=PLAN)
 
     def _progress(self, step: int, at: float | None = None) -> None:
         """Report that `step` was done just now, or else at that time."""
@@ -449,7 +445,7 @@ class Simulation:
             saves=saves, saved_step=at_step, saved_in=MEMORY, stall_s=stall_s,
         )  # fmt: skip
         self._feed(saved if saves == 1 else together)
-        self._ranks.heard(saved)
+        self._ranks.agreement.heard(saved)
         if PEER not in self.state.saved and d.write_s is not None and self.state.settings.replicas:
             self._feed(copied(PEER, (at_step, attempt), self.now, seconds=d.copy_s).event)
         cycle_s = d.time_of(steps, copying=True) + d.stall_s

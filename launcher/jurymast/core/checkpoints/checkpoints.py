@@ -62,7 +62,7 @@ class Securing:
         writers = [self._writes.writer(key, rank, unfit) for rank in range(self._copies.world(key))]
         ranks = [rank for rank, node in enumerate(writers) if not node or node in unfit]
         whole = all(writers)
-        late = whole and now > self._writes.failed_at(cp.SHARED) + GATHER_LIMIT_S
+        late = whole and now > self._writes.retries.failed_at(cp.SHARED) + GATHER_LIMIT_S
         if not ranks or late:
             return self._writes.write(cp.SHARED, key, now)
         effects = self._have_room_made(keys)

@@ -41,6 +41,7 @@ class Retries:
         return now >= last.at + pause_s
 
     def failed_at(self, tier: str) -> float:
+        """Return when the last try failed, if none has succeeded since."""
         last = self._failing.get(tier)
         return last.at if last is not None else -math.inf
 

@@ -80,8 +80,8 @@ class OpenWrite:
 
 
 class Writes:
-    """Decides about writes. `shared` maps the states that are complete in the shared tier to their size in
-    bytes. Times are Unix times in seconds."""
+    """Decides about writes, and when one that failed is tried again (`retries`, by tier). `shared` maps the
+    states that are complete in the shared tier to their size in bytes. Times are Unix times in seconds."""
 
     def __init__(self, state: RunState, copies: Copies) -> None:
         self._state, self._copies, self._holders = state, copies, copies.holders
@@ -89,7 +89,7 @@ class Writes:
         self._under_way: dict[str, OpenWrite] = {}  # by tier
         self._next_at: dict[str, float] = {}
         self._tried: dict[str, Key] = {}
-        self._retries = Retries()
+        self.retries = Retries()
         self._reach = Reachability(tries=1)
         self._numbers = itertools.count(1)
         self._newest_object: Key = (-1, -1)
@@ -101,7 +101,7 @@ class Writes:
 
     def free(self, tier: str, now: float, *, hurry: bool = False) -> bool:
         """Whether no write to this tier is under way, and its last failure is some time ago."""
-        return tier not in self._under_way and self._retries.due(tier, now, hurry=hurry)
+        return tier not in self._under_way and self.retries.due(tier, now, hurry=hurry)
 
     def due_at(self, tier: str) -> float:
         """Return when the next write to the tier may begin, if none is under way; 0.0: at once."""
@@ -183,10 +183,6 @@ class Writes:
         both = [node for node in self._copies.nodes_with_both(key, rank) if node in self._holders]
         return min([*(copy.node for copy in whole), *both], key=lambda node: node in unfit, default="")
 
-    def failed_at(self, tier: str) -> float:
-        """Return when the last write there failed, if none has succeeded since."""
-        return self._retries.failed_at(tier)
-
     # ---- ending
 
     def hear(self, node: str, message: msg.Written, now: float) -> list[Effect]:
@@ -256,7 +252,7 @@ class Writes:
         took_s = now - write.started_at
         if why:
             self._tried.pop(write.tier, None)
-            if not self._retries.failed(write.tier, why, now):
+            if not self.retries.failed(write.tier, why, now):
                 return effects
         else:
             self._succeeded(write, took_s, now)
@@ -264,7 +260,7 @@ class Writes:
         return [*effects, told]
 
     def _succeeded(self, write: OpenWrite, took_s: float, now: float) -> None:
-        self._retries.succeeded(write.tier)
+        self.retries.succeeded(write.tier)
         if write.tier == cp.SHARED:
             self.shared[write.key] = write.size_bytes
             self._next_at[cp.SHARED] = now + self._shared_pause_s(took_s, now)

@@ -102,25 +102,20 @@ class SimHost:
         self.attempt, self.port = 0, self.agent.cluster.new_port()
         self.agent.host_said(msg.Ready(store_port=self.port))
 
-    def start(self, order: msg.Launch) -> None:
-        self.world.after(self.world.between(*START_S), self.process, self._started, order)
-
-    def _started(self, order: msg.Launch) -> None:
+    def start(self, order: msg.Launch) -> Steps[None]:
+        cluster, world = self.agent.cluster, self.world
+        yield world.now + world.between(*START_S)
         if order.attempt <= self.stop_up_to:
             self.agent.host_said(msg.Ready(store_port=self.port))
             return
-        cluster = self.agent.cluster
         self.attempt = order.attempt
         pids = tuple(cluster.new_port() for _ in range(cluster.ranks_per_node))
         page = self.agent.page = Page()
-        self.member = SimMember(self.agent, self, order, page, follower(cluster, page), self.world.now)
-        self.group = cluster.group(order)
+        member = SimMember(self.agent, self, order, page, follower(cluster, page), world.now)
+        group = cluster.group(order)
+        self.member, self.group = member, group
         self.agent.host_said(msg.Started(attempt=order.attempt, pids=pids))
-        self.world.after(
-            self.world.between(0.02, 0.2), self.process, self._join, self.group, order, self.member
-        )
-
-    def _join(self, group: SimGroup, order: msg.Launch, member: SimMember) -> None:
+        yield world.now + world.between(0.02, 0.2)
         if not member.gone:
             group.join(order.rank, member)
 
@@ -271,7 +266,7 @@ class SimAgent:
                 self._after(seconds, lambda: self.machine.prepared(effect.order.attempt, self.now))
             case do.StartRanks():
                 if self.host is not None:
-                    self.host.start(effect.order)
+                    self.world.go(self.host.process, self.host.start(effect.order))
             case do.StopRanks():
                 if self.host is not None:
                     self.host.stop(effect.attempt)
