@@ -56,7 +56,6 @@ class Cluster:
     def __init__(self, wanted: Plan) -> None:
         self.wanted = wanted
         self.world = World(wanted.seed)
-        self.checks = True
         chance = self.world.chance
         self.ranks_per_node = wanted.ranks
         settings = Settings(

@@ -223,7 +223,7 @@ class SimSupervisor:
 
     def _do(self, effects: Sequence[do.Effect]) -> None:
         self._todo.extend(effects)
-        if effects and self.cluster.checks:  # an event without effects has hardly changed anything
+        if effects:  # an event without effects has hardly changed anything
             self.machine.check()
         if not self._blocked:
             self._carry_on()

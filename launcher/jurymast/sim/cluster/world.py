@@ -8,7 +8,10 @@ import heapq
 import random
 from collections.abc import Callable, Generator
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from jurymast.sim.cluster.agent import SimSite
 
 T = TypeVar("T")
 Then = Callable[..., object]
@@ -86,20 +89,13 @@ DELAY_S = (0.0002, 0.02)
 LATE_SHARE, LATE_S = 0.01, 0.6
 
 
-class Site(Protocol):
-    """Where a process runs."""
-
-    name: str
-    up: bool
-
-
 class SimEnd(Protocol):
     """A process that has connections."""
 
     process: Process
 
     @property
-    def site(self) -> Site: ...
+    def site(self) -> SimSite: ...
 
     def hear(self, connection: SimConnection, message: Any) -> None: ...
 
