@@ -207,13 +207,6 @@ def module_state(module: torch.nn.Module) -> dict[str, Any]:
     return get_model_state_dict(module)
 
 
-def load_module_state(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Load `state` into `module`. Raises RuntimeError or ValueError if names or shapes do not fit."""
-    if state:
-        # a copy, because torch renames the keys
-        set_model_state_dict(module, dict(state))
-
-
 # Values of these modules' types are data and are restored by value. Other objects need a state_dict.
 PLAIN_MODULES = frozenset({"builtins", "collections", "datetime", "decimal", "numpy", "pathlib", "torch"})
 
@@ -393,7 +386,8 @@ class ScriptState:
             if entries[key].get("per_rank"):
                 (tree,) = tree.values()
             if isinstance(value, torch.nn.Module):
-                load_module_state(value, decode(tree))
+                if state := decode(tree):
+                    set_model_state_dict(value, dict(state))  # a copy, because torch renames the keys
             elif isinstance(value, torch.optim.Optimizer):
                 load_optimizer_state(value, modules, tree)
             elif isinstance(value, torch.Generator):

@@ -212,7 +212,9 @@ def explain(error: OSError, path: Path | str) -> str:
     """Say what went wrong at `path` and what to do about it, on one line."""
     place = error.filename if isinstance(error.filename, str) else str(path)
     if error.errno == errno.ENOSPC:
-        return f"no space left at {place} ({_free(place)} free): make room there, or keep fewer checkpoints"
+        free = free_bytes(place)
+        room = "?" if free is None else size(free)
+        return f"no space left at {place} ({room} free): make room there, or keep fewer checkpoints"
     if error.errno == errno.EDQUOT:
         return f"the disk quota is used up at {place}: make room there, or keep fewer checkpoints"
     if error.errno == errno.EROFS:
@@ -233,8 +235,3 @@ def free_bytes(path: Path | str) -> int | None:
         except OSError:
             continue
     return None
-
-
-def _free(path: str) -> str:
-    free = free_bytes(path)
-    return "?" if free is None else size(free)

@@ -122,10 +122,6 @@ THEN = [
 # The part of it that does not load torch's compiler; a script may set the compiler's variables before its
 # first use.
 WITHOUT_COMPILER = ["torch.distributed", "torch.nn.parallel"]
-# A signal sent to the whole job must not end the server. The agent decides when it ends.
-DEAF_TO = (
-    signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
-)  # fmt: skip
 
 
 class ForkServer:
@@ -141,7 +137,8 @@ class ForkServer:
     def serve(self) -> None:
         """Serve until the host ends, then end with its exit code. Returns only in ranks."""
         die_with_parent()
-        for number in DEAF_TO:
+        # A signal sent to the whole job must not end the server. The agent decides when it ends.
+        for number in (*rank.AS_BY_DEFAULT, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         name_process("jurymast-server")
         environment = rank.users_environment(os.environ)
