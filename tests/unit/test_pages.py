@@ -195,7 +195,7 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     rows, left_out = charts.rows_of(account)
     assert left_out == 0
     assert len(rows) < 40
-    assert any(row.label.endswith("x like n11") or " x like " in row.label for row in rows)
+    assert any(" x like " in label for label, _ in rows)
     written = page(report, account, watching.state)
     assert len(written) < 300_000
     assert written.count("<rect") < 3000

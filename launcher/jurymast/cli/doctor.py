@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.options import default_runs, json_option, runs_option, show, show_json
+from jurymast.cli.options import default_runs, json_option, resolved_policy, runs_option, show, show_json
 
 
 @click.command()
@@ -19,11 +19,9 @@ def command(as_json: bool, runs: Path | None) -> int:
     Run it on a login node, then with srun on a compute node. In a batch script, run it after the script's own
     set-up: it then also checks the Python that the script will find. Exit code 1: something has to be done.
     """
-    from jurymast.policy.load import site_layers
-    from jurymast.policy.resolve import resolve
     from jurymast.report.doctor import NO, doctor_blocks, examine, examine_script
 
-    settings = resolve(site_layers(os.environ)).settings()
+    settings = resolved_policy(None).settings()
     checks = [*examine(runs or default_runs(), Path(settings.spool)), *examine_script(os.environ)]
     ready = all(check.answer != NO for check in checks)
     if as_json:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 import click
 
-from jurymast.cli.options import examples, json_option, runs_option, runs_place, show, show_json
+from jurymast.cli.options import (
+    examples,
+    json_option,
+    resolved_policy,
+    runs_option,
+    runs_place,
+    show,
+    show_json,
+)
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import RunDirectoryError, UsageError
 
@@ -28,12 +35,10 @@ def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | N
     nodes_policy.expire sets, three within 28 days exclude it for good.
     """
     from jurymast.past_runs import forgive as wipe
-    from jurymast.policy.load import site_layers
-    from jurymast.policy.resolve import resolve
     from jurymast.report.nodes import node_blocks, node_rows
 
     place = runs_place(runs)
-    exclusion_s = resolve(site_layers(os.environ)).settings().exclusion_s
+    exclusion_s = resolved_policy(None).settings().exclusion_s
     if forgive is not None:
         known = [row["node"] for row in node_rows(place, exclusion_s)]
         if forgive not in known:

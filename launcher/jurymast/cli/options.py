@@ -142,15 +142,23 @@ def size(text: str) -> float:
     return found
 
 
-def _bytes(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
-    try:
-        return None if value is None else size(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, option) from error
+def read_by(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """The callback of an option whose text `read` converts, or refuses with ValueError."""
+
+    def callback(context: click.Context, option: click.Parameter, value: str | None) -> Any:
+        try:
+            return None if value is None else read(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error), context, option) from error
+
+    return callback
 
 
 checkpoint_bytes_option: Callable[[Any], Any] = click.option(
-    "--checkpoint-bytes", callback=_bytes, metavar="B", help="Size of one checkpoint, like 5e12 or 5TB."
+    "--checkpoint-bytes",
+    callback=read_by(size),
+    metavar="B",
+    help="Size of one checkpoint, like 5e12 or 5TB.",
 )
 
 

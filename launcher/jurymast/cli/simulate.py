@@ -21,6 +21,7 @@ from jurymast.cli.options import (
     examples,
     file_option,
     json_option,
+    read_by,
     resolved_policy,
     show,
     show_json,
@@ -44,20 +45,15 @@ if TYPE_CHECKING:
 PARTS = 120
 
 
-def _seconds(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
+def _seconds(text: str) -> float:
     """Seconds of a time as policies write it: 90s, 10m, 6h, 2d; also 0."""
     from jurymast.policy.values import positive_duration
 
-    if value is None:
-        return None
-    try:
-        return 0.0 if value.strip() == "0" else positive_duration(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, option) from error
+    return 0.0 if text.strip() == "0" else positive_duration(text)
 
 
 def _time(flag: str, text: str) -> Callable[[Any], Any]:
-    return click.option(flag, callback=_seconds, metavar="TIME", help=text)
+    return click.option(flag, callback=read_by(_seconds), metavar="TIME", help=text)
 
 
 @click.command(
@@ -190,10 +186,8 @@ def _durations(measured: Measured, nodes: int, settings: Settings, options: dict
         durations = measured.durations(nodes, options["checkpoint_bytes"], storage, settings)
         if not settings.memory:  # saves go to storage in the background
             durations = replace(durations, copy_s=durations.read_s, restore_s=durations.read_s, write_s=None)
-        names = {"stall": "stall_s", "copy": "copy_s", "step": "step_s", "repair": "repair_s",
-                 "requeue": "requeue_s"}  # fmt: skip
-        said = {field: options[name] for name, field in names.items() if options[name] is not None}
-        durations = replace(durations, **said)
+        names = [name for name in ("stall", "copy", "step", "repair", "requeue") if options[name] is not None]
+        durations = replace(durations, **{f"{name}_s": options[name] for name in names})
         if options["restart"] is not None:
             rest_s = options["restart"] - (durations.restart_s - durations.warm_up_s)
             if rest_s < 0.0:  # the usual parts, shortened in proportion

@@ -80,12 +80,8 @@ def slices(categories: Mapping[str, float], total: float) -> tuple[Slice, ...]:
 # Nodes over time.
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the timeline. `label` names the node, or says how many nodes do the same."""
-
-    label: str
-    intervals: tuple[Interval, ...]
+# A row of the timeline: a label, which names the node or says how many nodes do the same, and what they do.
+Row = tuple[str, Sequence[Interval]]
 
 
 @dataclass(frozen=True)
@@ -133,8 +129,8 @@ def rows_of(account: Account, most: int = ROWS_MAX) -> tuple[list[Row], int]:
     if len(kept) > most:
         kept.sort(key=lambda names: -len(account.stays[names[0]]))
         kept = sorted(kept[:most], key=lambda names: nodes.index(names[0]))
-    rows = [Row("queue", account.waits)] if account.waits else []
-    rows += [Row(_label(names), tuple(account.intervals(names[0]))) for names in kept]
+    rows: list[Row] = [("queue", account.waits)] if account.waits else []
+    rows += [(_label(names), list(account.intervals(names[0]))) for names in kept]
     return rows, len(nodes) - sum(len(names) for names in kept)
 
 
@@ -164,10 +160,10 @@ def coarse(intervals: Iterable[Interval], start: int, end: int, columns: int) ->
 
 def _drawn(rows: Sequence[Row], start: int, end: int) -> list[list[Interval]]:
     """The rectangles of each row: exact if there are few, else by columns."""
-    exact = [list(row.intervals) for row in rows]
+    exact = [list(intervals) for _, intervals in rows]
     columns = CHART_PX
     while sum(map(len, exact)) > RECTANGLES_MAX and columns >= 8:
-        exact = [coarse(row.intervals, start, end, columns) for row in rows]
+        exact = [coarse(intervals, start, end, columns) for _, intervals in rows]
         columns //= 2
     return exact
 
@@ -184,14 +180,14 @@ def timeline(account: Account, incidents: Sequence[Incident]) -> Timeline | None
         return round(LABEL_PX + CHART_PX * (min(max(t, start), end) - start) / (end - start), 2)
 
     lanes = []
-    for number, (row, intervals) in enumerate(zip(rows, _drawn(rows, start, end), strict=True)):
+    for number, ((label, _), intervals) in enumerate(zip(rows, _drawn(rows, start, end), strict=True)):
         bars = [
             Bar(kind(i.category), place(i.start), max(0.3, round(place(i.end) - place(i.start), 2)),
                 f"{i.category.replace('_', ' ')}, {duration(i.us / 1e6)}")
             for i in intervals if i.us > 0
         ]  # fmt: skip
-        short = row.label if len(row.label) <= 22 else row.label[:21] + "…"
-        lanes.append(Lane(short, row.label, TOP_PX + ROW_PX * number, tuple(bars)))
+        short = label if len(label) <= 22 else label[:21] + "…"
+        lanes.append(Lane(short, label, TOP_PX + ROW_PX * number, tuple(bars)))
     flags: list[Flag] = []
     free = 0.0
     for incident in incidents:
