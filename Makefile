@@ -135,4 +135,4 @@ docs: install
 	@$(BIN)/mkdocs build --strict --quiet --site-dir dist/site
 
 man: install
-	@$(BIN)/python -m jurymast.cli.manual dist/man
+	@$(BIN)/python .ci/manual.py dist/man

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.cli.main import COMMANDS
-from jurymast.cli.manual import main, pages
+from manual import main, pages
 
 
 def test_each_command_has_a_page_with_its_options_and_examples() -> None:

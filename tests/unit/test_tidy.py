@@ -264,7 +264,6 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "slurm/site/jurymast_site/system.py",
             # What comes with the package, and what somebody names on the command line.
             "launcher/jurymast/cli/main.py",
-            "launcher/jurymast/cli/manual.py",
             "launcher/jurymast/cli/options.py",
             "launcher/jurymast/cli/policy.py",
             "launcher/jurymast/cluster/planning.py",

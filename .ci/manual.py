@@ -1,4 +1,4 @@
-"""Manual pages of all commands, made from their --help: `python -m jurymast.cli.manual DIRECTORY`."""
+"""Manual pages of all commands, made from their --help: `.ci/manual.py DIRECTORY`."""
 
 from __future__ import annotations
 
