@@ -16,7 +16,6 @@ from typing import Any, TextIO
 
 import click
 
-from jurymast.core.run.incident import Incident
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.demo.local_run import LocalRun, Wanted
 from jurymast.errors import RunFailedError
@@ -235,16 +234,13 @@ class Show:
             if incident.recovered_at is None:
                 return
             self._recovered += 1
-            self._tell_recovery(incident)
-
-    def _tell_recovery(self, incident: Incident) -> None:
-        seconds = incident.seconds()
-        parts = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items() if s >= 0.001)
-        self._screen.say(
-            f"training is beyond step {incident.step_lost_from} again, "
-            f"{duration(sum(seconds.values()))} after the fault ({parts})",
-            t=incident.recovered_at, style="green",
-        )  # fmt: skip
+            seconds = incident.seconds()
+            parts = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items() if s >= 0.001)
+            self._screen.say(
+                f"training is beyond step {incident.step_lost_from} again, "
+                f"{duration(sum(seconds.values()))} after the fault ({parts})",
+                t=incident.recovered_at, style="green",
+            )  # fmt: skip
 
     def _progress(self) -> str:
         state, last = self.state, self.curve.last
