@@ -161,7 +161,7 @@ def test_the_page_shows_what_happened_before_all_else(tmp_path: Path) -> None:
     assert found["summary"].startswith(
         "12.8 % of 71.1 node-s went into steps that counted. Most of the rest: "
     )
-    assert [flag.id for flag in found["timeline"].flags] == [1, 2, 3]
+    assert [flag.id for flag in found["timeline"]["flags"]] == [1, 2, 3]
 
 
 def test_flags_too_close_for_a_number_keep_their_line(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_flags_too_close_for_a_number_keep_their_line(tmp_path: Path) -> None:
     watching = watcher(story, tmp_path)
     drawn = charts.timeline(watching.account(ALIVE, story.t), watching.state.incidents)
     assert drawn is not None
-    assert [flag.number for flag in drawn.flags] == [True, False]
+    assert [flag.number for flag in drawn["flags"]] == [True, False]
 
 
 def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:

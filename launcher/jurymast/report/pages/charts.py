@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from jurymast.core.goodput import CATEGORIES, MEANINGS, Account, Interval
 from jurymast.core.run.incident import Incident
@@ -85,16 +86,6 @@ Row = tuple[str, Sequence[Interval]]
 
 
 @dataclass(frozen=True)
-class Lane:
-    """A row as it is drawn; `y` is its upper edge."""
-
-    label: str
-    whole_label: str
-    y: int
-    bars: tuple[Bar, ...]
-
-
-@dataclass(frozen=True)
 class Flag:
     """An incident on the timeline. Without `number` if the one before is too close for a number."""
 
@@ -102,19 +93,6 @@ class Flag:
     x: float
     number: bool
     tip: str
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The timeline. `top` is where the first lane begins; `left_out` nodes have no lane."""
-
-    width: int
-    height: int
-    top: int
-    ticks: tuple[AxisTick, ...]
-    lanes: tuple[Lane, ...]
-    flags: tuple[Flag, ...]
-    left_out: int
 
 
 def rows_of(account: Account, most: int = ROWS_MAX) -> tuple[list[Row], int]:
@@ -168,8 +146,9 @@ def _drawn(rows: Sequence[Row], start: int, end: int) -> list[list[Interval]]:
     return exact
 
 
-def timeline(account: Account, incidents: Sequence[Incident]) -> Timeline | None:
-    """Lay out the timeline; None if nothing is in the account yet."""
+def timeline(account: Account, incidents: Sequence[Incident]) -> dict[str, Any] | None:
+    """Lay out the timeline; None if nothing is in the account yet. `top` is where the first lane begins, a
+    lane's `y` its upper edge; `left_out` nodes have no lane."""
     booked = [*account.waits, *account.timeline]
     if not booked or account.end <= booked[0].start:
         return None
@@ -187,7 +166,8 @@ def timeline(account: Account, incidents: Sequence[Incident]) -> Timeline | None
             for i in intervals if i.us > 0
         ]  # fmt: skip
         short = label if len(label) <= 22 else label[:21] + "…"
-        lanes.append(Lane(short, label, TOP_PX + ROW_PX * number, tuple(bars)))
+        y = TOP_PX + ROW_PX * number
+        lanes.append({"label": short, "whole_label": label, "y": y, "bars": bars})
     flags: list[Flag] = []
     free = 0.0
     for incident in incidents:
@@ -195,11 +175,11 @@ def timeline(account: Account, incidents: Sequence[Incident]) -> Timeline | None
         tip = f"incident {incident.id}: {incident.cause or 'being diagnosed'}"
         flags.append(Flag(incident.id, x, x >= free, f"{tip} on {incident.node}" if incident.node else tip))
         free = x + FLAG_PX if x >= free else free
-    marks = tuple(AxisTick(place(t), label) for t, label in ticks(start, end))
-    return Timeline(
-        LABEL_PX + CHART_PX + 40, TOP_PX + ROW_PX * len(rows) + 4, TOP_PX, marks, tuple(lanes), tuple(flags),
-        left_out,
-    )  # fmt: skip
+    return {
+        "width": LABEL_PX + CHART_PX + 40, "height": TOP_PX + ROW_PX * len(rows) + 4, "top": TOP_PX,
+        "ticks": [AxisTick(place(t), label) for t, label in ticks(start, end)], "lanes": lanes,
+        "flags": flags, "left_out": left_out,
+    }  # fmt: skip
 
 
 def ticks(start: int, end: int) -> list[tuple[int, str]]:
