@@ -134,14 +134,13 @@ def wait(job: str, cluster: str = "") -> int:
     while True:
         try:
             code = exit_code(run_command(["scontrol", *where, "show", "job", job, "--oneliner"]))
+            if code is not None:
+                return code
             silent_since = None
         except ClusterUnavailableError:
             silent_since = silent_since or time.monotonic()
             if time.monotonic() > silent_since + SILENCE_LIMIT_S:
                 raise
-            code = None
-        if code is not None:
-            return code
         time.sleep(POLL_S)
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,9 +90,7 @@ def run_tasks(count: int, gpus: int, command: list[str]) -> int:
 
 def _train(folder: Path, training: Training) -> int:
     node = os.environ.get("SLURMD_NODENAME", "")
-    number = 1
-    while (folder / f"joined-{number}-{node}").exists():
-        number += 1
+    number = next(n for n in count(1) if not (folder / f"joined-{n}-{node}").exists())
     (folder / f"joined-{number}-{node}").touch()
     if not (asked := folder / ASKED.format(number)).exists():  # all nodes request the same
         note_first(asked, asdict(training))

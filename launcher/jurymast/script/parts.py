@@ -156,22 +156,19 @@ def _follow(srun: CommandLine, folder: Path, number: int) -> int | None:
 def _hand_on(folder: Path, step: Path, leader: int, output: Output, place: int) -> int:
     """Relay what this part's ranks print in the step's trainings until the step ends; returns its exit
     code."""
-    training = 1
 
     def over() -> bool:
         return (folder / ENDED).exists() or not psutil.pid_exists(leader)
 
-    while True:
-        last = over()  # before the last look, which then finds every answer
-        answer = noted(step / ANSWER.format(training))
-        if answer is not None and "run" in answer:
+    for training in itertools.count(1):
+        file = step / ANSWER.format(training)
+        while (answer := noted(file)) is None and not over():
+            time.sleep(POLL_S)
+        # Once it is over, every answer is there.
+        if answer is None and (answer := noted(file)) is None:
+            break
+        if "run" in answer:
             with relayed(RunDirectory(answer["run"]), output, answer["after"], place):
                 while not (over() or (step / ANSWER.format(training + 1)).exists()):
                     time.sleep(POLL_S)
-        if answer is not None:
-            training += 1
-        elif last:
-            break
-        else:
-            time.sleep(POLL_S)
     return int((noted(folder / ENDED) or {"code": 1})["code"])
