@@ -176,7 +176,8 @@ class StackTaker:
         """Report where these ranks are, so that the supervisor sees whether they move. No file is written."""
         ranks, attempt = self._ranks(pids), self._attempt
         await asyncio.to_thread(_ask, ranks, time.monotonic() + LIMIT_S)
-        self._activity = await asyncio.to_thread(_active, pids, self._activity)
+        before = self._activity
+        self._activity = await asyncio.to_thread(lambda: {pid: _used(pid, before.get(pid)) for pid in pids})
         stands = {rank.rank: rank.stand(self._activity[rank.pid].busy) for rank in ranks}
         self._say(msg.Looked(attempt=attempt, number=number, stands=stands))
 
@@ -330,10 +331,6 @@ class Activity:
     cpu_s: float
     size: int
     busy: int = 0
-
-
-def _active(pids: list[int], before: Mapping[int, Activity]) -> dict[int, Activity]:
-    return {pid: _used(pid, before.get(pid)) for pid in pids}
 
 
 def _used(pid: int, before: Activity | None) -> Activity:
