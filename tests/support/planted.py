@@ -28,6 +28,7 @@ from jurymast.sim.cluster.agent import SimHost
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 from jurymast.sim.cluster.storage import RunDisk
 from jurymast.sim.cluster.supervisor import SimSupervisor
+from jurymast.sim.cluster.world import Steps
 
 # (object, attribute, value)
 Patch = tuple[Any, str, Any]
@@ -90,20 +91,18 @@ _handlers = machine._HANDLERS
 
 def _silent_reader(self: SimSupervisor, epoch: int) -> None:
     def read() -> None:
-        self._hold(0)
+        self.world.go(self.process, self._hold())
         self._read()
 
     self.epoch = epoch
     self.world.after(self.cluster.disk.reading_s, self.process, read)
 
 
-def _open_fence(self: SimSupervisor) -> None:
-    def asked(newest: int | OSError) -> None:
-        superseded = not isinstance(newest, OSError) and newest > self.epoch
-        self._do(self.machine.superseded(superseded, self.now))
-
+def _open_fence(self: SimSupervisor) -> Steps[None]:
     disk, name = self.cluster.disk, self.site.name
-    self.cluster.storage.do(name, self.process, lambda: disk.newest_epoch(name), asked)
+    newest = yield from self.cluster.storage.work(name, lambda: disk.newest_epoch(name))
+    superseded = not isinstance(newest, OSError) and newest > self.epoch
+    self._do(self.machine.superseded(superseded, self.now))
 
 
 def _listed_only(self: RunDisk, node: str) -> int:
