@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jurymast.core import effects as do
@@ -43,8 +44,7 @@ class SimJournal:
         self._unwritten += items
         if not self._writing:
             self._writing = True
-            world = self._supervisor.world
-            world.after(GATHER_S, self._supervisor.thread, self._write)
+            self._supervisor.world.go(self._supervisor.thread, self._write())
 
     def flush(self, then: Callable[[], None]) -> None:
         """Call `then` once everything is on the disk, or that took too long."""
@@ -62,28 +62,24 @@ class SimJournal:
             then, self._flushed = self._flushed, None
             then()
 
-    def _write(self) -> None:
-        batch = list(self._unwritten)
-        supervisor = self._supervisor
-        supervisor.cluster.storage.do(
-            supervisor.site.name, supervisor.thread, lambda: self._items.extend(batch),
-            lambda result: self._written(batch, result), writes=True,
-        )  # fmt: skip
-
-    def _written(self, batch: list[Item], error: OSError | None) -> None:
-        supervisor = self._supervisor
-        self.error = error
-        if error is None:
+    def _write(self) -> Steps[None]:
+        supervisor, world = self._supervisor, self._supervisor.world
+        yield world.now + GATHER_S
+        while True:
+            batch = list(self._unwritten)
+            write = partial(self._items.extend, batch)
+            self.error = yield from supervisor.cluster.storage.work(supervisor.site.name, write, writes=True)
+            if self.error is not None:
+                break
             del self._unwritten[: len(batch)]
-        if self._unwritten and error is None:
-            self._write()
-        else:
-            self._writing = False
-        if self._flushed is not None and (error is not None or not self._unwritten):
+            if not self._unwritten:
+                break
+        self._writing = False
+        if self._flushed is not None:
             self._waits += 1
             then, self._flushed = self._flushed, None
             supervisor.unblock()
-            supervisor.world.at(supervisor.world.now, supervisor.process, then, first=True)
+            world.at(world.now, supervisor.process, then, first=True)
 
 
 class SimSupervisor:
