@@ -22,7 +22,7 @@ from jurymast.report.goodput import compare, compare_blocks, report_blocks, repo
 from jurymast.report.liveness import Liveness, judge
 from jurymast.report.pages.report import page
 from jurymast.report.sentences import sentence
-from jurymast.report.status import StatusWatcher, read_status, status_blocks, status_view
+from jurymast.report.status import StatusWatcher, read_status, status_blocks
 from jurymast.report.text import (
     Block,
     Line,
@@ -174,7 +174,7 @@ def test_the_supervisor_is_believed_where_the_journal_is_behind(tmp_path: Path) 
         state="succeeded", step=99, alerts=(alert,),
         waits="the checkpoint of step 99 is on its way to /runs", journal="No space left on device",
     )  # fmt: skip
-    view = status_view(watcher(story, tmp_path), ALIVE, story.t + 90.0, told)
+    view = watcher(story, tmp_path).view(ALIVE, story.t + 90.0, told)
     assert (view["state"], view["step"], view["exit_code"]) == ("succeeded", 99, None)
     assert "(No space left on device): what is shown here is 90.0 s old" in view["warnings"][0]
     shown = text(status_blocks(view, now=story.t))

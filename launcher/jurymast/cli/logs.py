@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sized
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,10 +62,8 @@ def command(
         raise RunNotFoundError(_nothing(directory, chosen, rank, job))
     if follow:
         patience.follow_on()
-    try:
+    with suppress(KeyboardInterrupt):
         _print(find, chosen, tail=tail, follow=follow, fixed=attempt is not None)
-    except KeyboardInterrupt:
-        return
 
 
 def _nothing(directory: RunDirectory, attempt: int, ranks: tuple[int, ...], job: bool) -> str:

@@ -8,6 +8,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -76,10 +77,8 @@ class ProbeWatcher:
             await self._child.kill(GONE_S)
 
     async def _pause(self, seconds: float) -> None:
-        try:
+        with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
-        except asyncio.TimeoutError:
-            pass
 
     # One child.
 

@@ -91,14 +91,54 @@ class StatusWatcher(JournalTail):
         """The run's account until `now`; if the run died without a last entry, until its last event."""
         return self.ledger.account(None if life.kind == "gone" else now)
 
-    def view(self, life: Liveness | None = None, now: float | None = None) -> dict[str, Any]:
-        """The status object. `life` is looked up if it is not given, and the supervisor is asked if
-        necessary. `now`: seconds since the epoch."""
-        now, told = time.time() if now is None else now, None
+    def view(
+        self, life: Liveness | None = None, now: float | None = None, told: Condition | None = None
+    ) -> dict[str, Any]:
+        """The status object. `life` is looked up if it is not given, and then the supervisor is asked if
+        necessary: `told` is its answer (see `report.liveness.hear`). `now`: seconds since the epoch."""
+        now = time.time() if now is None else now
         if life is None:
             life = look(self.directory, self.state)
             told = hear(self.directory, self.state, now - (self.last_t or 0.0))
-        return status_view(self, life, now, told)
+        state, plan = self.state, self.plan
+        word, why = public_state(state, life)
+        following = _next(state, life, now) if word not in ("failed", "cancelled", "succeeded") else ""
+        step, alerts = shown_step(state), state.alerts
+        if told is not None:
+            word, step, alerts = told.state, told.step, list(told.alerts)
+            following = f"{told.waits} (jurymast cancel gives it up)" if told.waits else following
+        place = None if state.ended or life.kind == "gone" else find(self.directory.epochs)
+        ended_at = state.ended_at
+        return {
+            "run": state.run or plan.run, "name": state.name or plan.name, "state": word,
+            "attempt": state.attempt, "step": step,
+            "step_seconds": round(state.step_s, 6) or None,
+            "stepped_at": iso(state.stepped_at) if state.first_step_at is not None else None,
+            "saved_step": state.saved_step, "next_save_step": next_save(state), "tiers": tiers_json(state),
+            "cadence": cadence_json(state, plan, now),
+            "next": following,
+            "slurm_jobs": [job for job, _ in slurm_jobs(self.directory, state)],
+            "cluster": plan.cluster, "active": state.active, "spares": state.spares,
+            "ranks_per_node": state.ranks_per_node, "restarts": state.restarts,
+            "nodes": [
+                {"name": node.name, "role": node.role.value, "reason": node.reason, "since": iso(node.since)}
+                for node in state.nodes.values()
+            ],
+            "excluded": {name: told.reason for name, told in state.excluded.items()},
+            "alerts": [
+                {"at": iso(a.at), "until": iso(a.until), "message": a.message, "nodes": list(a.nodes)}
+                for a in alerts
+            ],
+            "incidents": [incident_json(incident) for incident in state.incidents],
+            "directory": str(self.directory.root.absolute()),
+            "supervisor": {**asdict(place), "hosts": list(place.hosts)} if place else None,
+            "notes": [{"at": iso(t), "message": message} for t, message in state.notes],
+            "warnings": warnings(self, life, now, told),
+            "job": {"id": life.id, "kind": life.kind, "detail": life.detail},
+            "submitted_at": iso(state.submitted_at or plan.submitted_at),
+            "updated_at": iso(self.last_t), "ended_at": iso(ended_at),
+            "exit_code": exit_code_of(state, life), "end_reason": why,
+        }  # fmt: skip
 
 
 def read_status(directory: RunDirectory) -> StatusWatcher:
@@ -136,49 +176,6 @@ def _job(life: Liveness) -> str:
 def shown_step(state: RunState) -> int:
     """The newest step done; until an attempt has done a step, the newest of the earlier attempts."""
     return state.step if state.first_step_at is not None else state.best_step
-
-
-def status_view(watcher: StatusWatcher, life: Liveness, now: float, told: Condition | None) -> dict[str, Any]:
-    """The status object. `told`: see `report.liveness.hear`."""
-    state, plan = watcher.state, watcher.plan
-    word, why = public_state(state, life)
-    following = _next(state, life, now) if word not in ("failed", "cancelled", "succeeded") else ""
-    step, alerts = shown_step(state), state.alerts
-    if told is not None:
-        word, step, alerts = told.state, told.step, list(told.alerts)
-        following = f"{told.waits} (jurymast cancel gives it up)" if told.waits else following
-    place = None if state.ended or life.kind == "gone" else find(watcher.directory.epochs)
-    ended_at = state.ended_at
-    return {
-        "run": state.run or plan.run, "name": state.name or plan.name, "state": word,
-        "attempt": state.attempt, "step": step,
-        "step_seconds": round(state.step_s, 6) or None,
-        "stepped_at": iso(state.stepped_at) if state.first_step_at is not None else None,
-        "saved_step": state.saved_step, "next_save_step": next_save(state), "tiers": tiers_json(state),
-        "cadence": cadence_json(state, plan, now),
-        "next": following,
-        "slurm_jobs": [job for job, _ in slurm_jobs(watcher.directory, state)],
-        "cluster": plan.cluster, "active": state.active, "spares": state.spares,
-        "ranks_per_node": state.ranks_per_node, "restarts": state.restarts,
-        "nodes": [
-            {"name": node.name, "role": node.role.value, "reason": node.reason, "since": iso(node.since)}
-            for node in state.nodes.values()
-        ],
-        "excluded": {name: told.reason for name, told in state.excluded.items()},
-        "alerts": [
-            {"at": iso(a.at), "until": iso(a.until), "message": a.message, "nodes": list(a.nodes)}
-            for a in alerts
-        ],
-        "incidents": [incident_json(incident) for incident in state.incidents],
-        "directory": str(watcher.directory.root.absolute()),
-        "supervisor": {**asdict(place), "hosts": list(place.hosts)} if place else None,
-        "notes": [{"at": iso(t), "message": message} for t, message in state.notes],
-        "warnings": warnings(watcher, life, now, told),
-        "job": {"id": life.id, "kind": life.kind, "detail": life.detail},
-        "submitted_at": iso(state.submitted_at or plan.submitted_at),
-        "updated_at": iso(watcher.last_t), "ended_at": iso(ended_at),
-        "exit_code": exit_code_of(state, life), "end_reason": why,
-    }  # fmt: skip
 
 
 def incident_json(incident: Incident) -> dict[str, Any]:
