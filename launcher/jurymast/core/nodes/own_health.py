@@ -122,7 +122,10 @@ class ProbeLooks:
         if end.probe and end.how != "gone":
             return After(self._strike(end, now))
         if self._failures > len(PAUSES_S):
-            return After((self._leave_out("health", _no_child(end.detail, now)),), over=True)
+            why = f"the node's health is no longer observed: the probes' process ends at once ({end.detail})"
+            return After(
+                (self._leave_out("health", "no-probes", Verdict.UNKNOWN, HOST, why, now),), over=True
+            )
         return After(pause_s=0.0 if self._once else PAUSES_S[max(0, self._failures - 1)])
 
     def _strike(self, end: ChildEnd, now: float) -> tuple[Finding, ...]:
@@ -130,37 +133,21 @@ class ProbeLooks:
         self._strikes[end.probe] = self._strikes.get(end.probe, 0) + 1
         if self._strikes[end.probe] < STRIKES and not end.undead:
             return ()
-        return (self._leave_out(end.probe, _wedged(end, now) if end.how == "hung" else _crashes(end, now)),)
+        if end.how == "hung":
+            code, (verdict, kind) = "driver-wedged", WEDGED["storage" if end.on_storage else end.probe]
+            how = f"hung, {'and SIGKILL did not end it' if end.undead else 'twice, in two processes'}"
+        else:
+            code, verdict, kind, how = "probe-crashes", Verdict.UNKNOWN, HOST, "crashed its process twice"
+        why = f"the probe {end.probe} {how}: {end.detail}; it is no longer used"
+        return (self._leave_out(end.probe, code, verdict, kind, why, now),)
 
-    def _leave_out(self, probe: str, finding: Finding) -> Finding:
+    def _leave_out(self, probe: str, code: str, verdict: Verdict, kind: str, why: str, now: float) -> Finding:
         """Leave the probe out from now on, for this reason."""
+        finding = Finding(probe=probe, code=code, verdict=verdict, kind=kind, at=now, message=why)
         known = self.probes.setdefault(probe, ProbeLooked(""))
         known.state = "left out"
-        known.findings[finding.probe, finding.code, finding.device] = finding
+        known.findings[probe, code, ""] = finding
         return finding
-
-
-def _wedged(end: ChildEnd, now: float) -> Finding:
-    verdict, kind = WEDGED["storage" if end.on_storage else end.probe]
-    again = "and SIGKILL did not end it" if end.undead else "twice, in two processes"
-    return Finding(
-        probe=end.probe, code="driver-wedged", verdict=verdict, kind=kind, at=now,
-        message=f"the probe {end.probe} hung, {again}: {end.detail}; it is no longer used",
-    )  # fmt: skip
-
-
-def _crashes(end: ChildEnd, now: float) -> Finding:
-    return Finding(
-        probe=end.probe, code="probe-crashes", verdict=Verdict.UNKNOWN, kind=HOST, at=now,
-        message=f"the probe {end.probe} crashed its process twice: {end.detail}; it is no longer used",
-    )  # fmt: skip
-
-
-def _no_child(why: str, now: float) -> Finding:
-    return Finding(
-        probe="health", code="no-probes", verdict=Verdict.UNKNOWN, kind=HOST, at=now,
-        message=f"the node's health is no longer observed: the probes' process ends at once ({why})",
-    )  # fmt: skip
 
 
 def _is_same(event: Finding, known: Finding) -> bool:
