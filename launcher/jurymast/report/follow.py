@@ -170,16 +170,11 @@ def _follow(narrator: Narrator, progress: ProgressLine) -> Liveness:
 def end_lines(state: RunState, life: Liveness) -> list[str]:
     """How the run ended; for a failure, the cause with its traceback."""
     word, why = public_state(state, life)
-    lines = [
-        f"the run {word}: {one_line(why, REASON_CHARACTERS)}" if word != "succeeded" else _success(state)
-    ]
+    if word == "succeeded":
+        spent = duration((state.ended_at or state.now) - state.submitted_at)
+        incidents = count(len(state.incidents), "incident")
+        return [f"the run succeeded: step {shown_step(state)} after {spent}, {incidents}"]
+    lines = [f"the run {word}: {one_line(why, REASON_CHARACTERS)}"]
     if word == "failed" and state.incidents:
-        incident = state.incidents[-1]
-        lines += [f"  {line}" for line in incident.traceback.rstrip().splitlines()]
+        lines += [f"  {line}" for line in state.incidents[-1].traceback.rstrip().splitlines()]
     return lines
-
-
-def _success(state: RunState) -> str:
-    spent = duration((state.ended_at or state.now) - state.submitted_at)
-    incidents = count(len(state.incidents), "incident")
-    return f"the run succeeded: step {shown_step(state)} after {spent}, {incidents}"
