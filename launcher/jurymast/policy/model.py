@@ -61,25 +61,22 @@ class _Written:
         return {**self._forms[0]} if len(self._forms) == 1 else {"anyOf": self._forms}
 
 
-class _Switch:
+class _Switch(_Written):
     """A tier that may be switched as a whole: `off`, and `on` or nothing, which mean all its defaults, if
     nothing else has to be given."""
 
-    def __init__(self, *words: dict[str, Any]) -> None:
-        self._words = words
+    def __init__(self, *forms: dict[str, Any]) -> None:
+        self._forms = [*forms]
 
     def _value(self, value: object) -> object:
         if value in (False, "off"):
             return None
         return {} if value in (None, True, "on") else value
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._value, handler(source))
-
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        return {"anyOf": [handler(schema), *self._words]}
+        return {"anyOf": [handler(schema), *self._forms]}
 
 
 Duration = Annotated[float, _Written(values.positive_duration, _TIME)]
