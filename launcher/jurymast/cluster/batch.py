@@ -176,7 +176,7 @@ class BatchProcess:
                     self._agents.give_up()
                     if self._plan.cluster == "slurm":
                         outcome = effect.outcome
-                        requeue(self._plan, self._allocation, outcome.lost, outcome.exclude)
+                        requeue(self._plan, self._allocation, outcome.lost, outcome.exclude, tell_of_requeue)
                 case core.Say():
                     print(effect.text, flush=True)
                 case core.EndJob():
@@ -213,6 +213,10 @@ class BatchProcess:
             return msgspec.convert(foreign.load(self._directory.outcome_file), core.Outcome)
         except (OSError, ValueError):
             return None
+
+
+def tell_of_requeue(trouble: str) -> None:
+    print(f"requeue: {trouble}", flush=True)
 
 
 def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Allocation:

@@ -25,9 +25,15 @@ CONTROLLER_LIMIT_S = 600.0
 CONTROLLER_RETRY_S = 5.0
 
 
-def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude: Sequence[str]) -> None:
-    """Requeue this job without the nodes in `exclude`, so that it starts again within seconds. What goes
-    wrong is printed.
+def requeue(
+    plan: RunPlan,
+    allocation: Allocation,
+    lost: Sequence[str],
+    exclude: Sequence[str],
+    say: Callable[[str], None],
+) -> None:
+    """Requeue this job without the nodes in `exclude`, so that it starts again within seconds. `say` reports
+    what goes wrong.
 
     The batch process must call this after its srun has ended: an srun that is still alive cancels the step of
     the same number after the requeue. The `lost` nodes are given back first, because Slurm would wait for
@@ -36,20 +42,20 @@ def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude:
     pending. Does nothing if the job was already requeued or has ended; waits while slurmctld does not answer.
     Raises ClusterUnavailableError if the job cannot be requeued at all.
     """
-    if _patiently(lambda: _is_over(allocation)):
+    if _patiently(lambda: _is_over(allocation), say):
         return
     job = f"JobId={allocation.job}"
     nodes, told = earlier.banned(plan, exclude, os.environ.get("SLURM_JOB_PARTITION", ""), time.time())
     banned = ",".join(nodes)
     sizes = f"{plan.active}-{plan.nodes}"
     if told:
-        _say(told)
+        say(told)
 
     def attempt(arguments: list[str]) -> bool:
         try:
             run_command(arguments)
         except ClusterUnavailableError as error:
-            _say(str(error))
+            say(str(error))
             return False
         return True
 
@@ -58,7 +64,7 @@ def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude:
     kept = [node for node in allocation.nodes if node not in lost]
     if lost and kept and allocation.host in kept:
         attempt(["scontrol", "update", job, f"NodeList={','.join(kept)}"])
-    _patiently(lambda: _requeue_once(allocation))
+    _patiently(lambda: _requeue_once(allocation), say)
     if helped:
         # The helper job does the rest. An update now would block (5 s each) until the job and this process
         # have ended, and Slurm would have to kill what could have ended by itself.
@@ -66,10 +72,6 @@ def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude:
     attempt(["scontrol", "update", job, f"NumNodes={sizes}"])
     if banned:
         attempt(["scontrol", "update", job, f"ExcNodeList={banned}"])
-
-
-def _say(trouble: str) -> None:
-    print(f"requeue: {trouble}", flush=True)
 
 
 def _is_over(allocation: Allocation) -> bool:
@@ -83,7 +85,7 @@ def _requeue_once(allocation: Allocation) -> None:
         run_command(["scontrol", "requeue", allocation.job])
 
 
-def _patiently(ask: Callable[[], Answer]) -> Answer:
+def _patiently(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
     """Return what `ask` returns once slurmctld answers. Raises ClusterUnavailableError if it refuses, or does
     not answer for `CONTROLLER_LIMIT_S`."""
     end = time.monotonic() + CONTROLLER_LIMIT_S
@@ -93,7 +95,7 @@ def _patiently(ask: Callable[[], Answer]) -> Answer:
         except ControllerAwayError as error:
             if time.monotonic() > end:
                 raise
-            _say(f"{error}; trying again in {CONTROLLER_RETRY_S:g} s")
+            say(f"{error}; trying again in {CONTROLLER_RETRY_S:g} s")
         time.sleep(CONTROLLER_RETRY_S)
 
 

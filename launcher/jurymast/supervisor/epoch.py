@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import jurymast
 from jurymast.cluster.allocation import Allocation, announced_by, listen, run_command
+from jurymast.cluster.batch import tell_of_requeue
 from jurymast.cluster.control import requeue, why_ending
 from jurymast.core import events as ev
 from jurymast.core.run.state import Phase, Role, RunState
@@ -107,7 +108,7 @@ def end_job(directory: RunDirectory, allocation: Allocation, state: RunState) ->
     script_goes_on = plan.batch and plan.requeue and state.phase is not Phase.CANCELLED
     if state.phase is Phase.REQUEUED or script_goes_on:
         lost = [node.name for node in state.nodes.values() if node.role is Role.FAILED]
-        requeue(plan, allocation, lost, sorted(state.excluded))
+        requeue(plan, allocation, lost, sorted(state.excluded), tell_of_requeue)
     else:
         run_command(["scancel", allocation.job])
 
