@@ -53,7 +53,7 @@ class TorchrunLaunch:
     ignored: tuple[str, ...] = ()
 
 
-class _Parser(argparse.ArgumentParser):
+class _Options(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(add_help=False, argument_default=argparse.SUPPRESS)
         for name in (*ALONE, *WITH_VALUE):
@@ -70,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool = False) -> TorchrunLaunch:
     """What a torchrun command starts. `words` follow `torchrun`, or with `launch`, `python -m
     torch.distributed.launch`. Raises UsageError."""
-    given: dict[str, Any] = vars(_Parser().parse_args(words))  # in the order in which they are typed
+    given: dict[str, Any] = vars(_Options().parse_args(words))  # in the order in which they are typed
     script, arguments = given.pop("training_script"), given.pop("training_script_args")
     for name in VARIABLES_READ:
         variable = VARIABLES + name.upper().replace("-", "_")
