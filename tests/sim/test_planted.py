@@ -7,10 +7,10 @@ import pytest
 from jurymast.sim.cluster.cluster import run
 from support.planted import PLANTED, plan_for
 
-PLANS = 1000
+PLANS = 2000
 
 
-# Takes hundreds of plans to be found.
+# Takes a thousand plans or more to be found.
 LONG = ("7: the supervisor's pauses count",)
 
 
