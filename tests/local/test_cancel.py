@@ -134,7 +134,7 @@ def test_a_run_that_ends_on_a_full_disk_says_so_and_can_be_let_go(tmp_path: Path
             enough.touch()
             wait_until("word that it has ended", lambda: status()["state"] == "succeeded", limit_s=240.0)
             told = status()
-            assert told["exit_code"] is None
+            assert told["exit_code"] is None, (told, run.story())
             assert "is on its way to" in told["next"]
             assert told["step"] > durable
             (warned,) = [text for text in told["warnings"] if "cannot be written" in text]
