@@ -210,7 +210,6 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         {
             # Processes without a terminal: what they print is their log.
             "launcher/jurymast/cluster/batch.py",
-            "launcher/jurymast/cluster/control.py",
             "launcher/jurymast/cluster/lift.py",
             "launcher/jurymast/script/notes.py",
             "launcher/jurymast/health/once.py",  # a command, as below
