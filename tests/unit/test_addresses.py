@@ -15,7 +15,7 @@ import pytest
 
 from jurymast.cluster.allocation import announced_by, listen
 from jurymast.core.messages import Launch
-from jurymast.wire.endpoint import ADDRESS_VARIABLE, ANY, is_up, listen_at, listen_at_each
+from jurymast.wire.addresses import ADDRESS_VARIABLE, ANY, is_up, listen_at, listen_at_each
 from jurymast.worker.agent_pipe import AgentPipe
 
 HOME, ANOTHER = "127.0.0.1", "127.0.0.2"  # addresses of this machine

@@ -33,7 +33,8 @@ from jurymast.supervisor.acceptor import Acceptor
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.wire import channel, endpoint
-from jurymast.wire.channel import Channel, Connection, Strangers
+from jurymast.wire.channel import Channel, Connection
+from jurymast.wire.strangers import Strangers
 from support.reports import hello
 from support.stories import Story
 from support.wire import served

@@ -574,7 +574,7 @@ def test_a_signal_that_comes_before_the_script_waits_for_its_traps(tmp_path: Pat
     job.submission.mkdir()
     script = "#!/bin/bash\ntrap 'exec echo trapped' USR1\nwhile :; do sleep 0.01; done\n"
     users_script(job).write_text(script)
-    early = "import os, signal\nfrom jurymast.script.notes import hold\nhold()\n"
+    early = "import os, signal\nfrom jurymast.script.held import hold\nhold()\n"
     early += "os.kill(os.getpid(), signal.SIGUSR1)\n"
     done = subprocess.run(
         [sys.executable, "-c", early + RUN_SCRIPT, str(users_script(job)), ""], capture_output=True,

@@ -35,7 +35,7 @@ from jurymast.core.nodes.heartbeat import beat_every_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import never
 from jurymast.rundir import RunDirectory
-from jurymast.wire.channel import Strangers
+from jurymast.wire.strangers import Strangers
 
 log = logging.getLogger("jurymast.agent")
 

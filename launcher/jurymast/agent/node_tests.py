@@ -12,11 +12,11 @@ from typing import Any
 from msgspec.structs import asdict
 
 from jurymast.agent.driver import Driver
+from jurymast.child import Child
 from jurymast.core.agent import effects as do
 from jurymast.core.nodes.tests import Alone
 from jurymast.errors import never
-from jurymast.processes import Child
-from jurymast.wire.endpoint import ADDRESS_VARIABLE
+from jurymast.wire.addresses import ADDRESS_VARIABLE
 
 # Slurm may allocate devices that have no driver.
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")

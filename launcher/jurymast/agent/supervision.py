@@ -19,8 +19,9 @@ from jurymast.core.agent import effects as do
 from jurymast.errors import never
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
-from jurymast.wire.channel import Channel, Strangers
-from jurymast.wire.endpoint import is_up
+from jurymast.wire.addresses import is_up
+from jurymast.wire.channel import Channel
+from jurymast.wire.strangers import Strangers
 
 CONNECT_LIMIT_S = 1.5
 # A failure that comes sooner counts as a refusal.
@@ -169,8 +170,10 @@ class Succeeding:
         """Start the takeover in the standby process, or in a new one if there is none."""
         standby, self._standby = self._standby, None
         if standby is not None:
-            with suppress(OSError):  # it has ended, or could not be started
+            try:
                 await self._call(standby, start)
+            except OSError:  # it has ended, or could not be started
+                self._supervisor = None
         if self._supervisor is None or self._supervisor.returncode is not None:
             await self._call(self._stand_by(), start)
         assert self._supervisor is not None

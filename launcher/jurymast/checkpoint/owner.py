@@ -125,15 +125,18 @@ def _take(root: Path, found: Owner | None, us: Owner) -> None:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     mine = root / f".{OWNER}.after-{_NO_NAME.sub('_', found.run) if found is not None else ''}"
     try:
-        with NewFile(mine, hashing=False) as file:
-            file.write(json.dumps(asdict(us)).encode())
+        file = NewFile(mine, hashing=False)
     except FileExistsError:
         other = _half_made(mine)
         if other is None or other.run != us.run:
             return
-    except OSError:  # a full disk
-        mine.unlink(missing_ok=True)
-        raise
+    else:
+        try:
+            with file:
+                file.write(json.dumps(asdict(us)).encode())
+        except OSError:  # a full disk
+            mine.unlink(missing_ok=True)
+            raise
     if owner(root) != found:
         mine.unlink(missing_ok=True)
         return

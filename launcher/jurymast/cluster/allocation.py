@@ -16,7 +16,7 @@ import psutil
 from jurymast import foreign
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, RunDirectoryError
 from jurymast.rundir import RunDirectory, write_json
-from jurymast.wire.endpoint import ANY, listen_at_each
+from jurymast.wire.addresses import ANY, listen_at_each
 
 COMMAND_LIMIT_S = 30.0
 # What Slurm's commands print if slurmctld did not answer. Any other error means that it refused.
@@ -84,6 +84,8 @@ def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S, *, given
         )
     except FileNotFoundError as error:
         raise ClusterUnavailableError(f"{arguments[0]} is not installed here") from error
+    except OSError as error:
+        raise ClusterUnavailableError(f"{arguments[0]} cannot be started: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ControllerAwayError(f"{arguments[0]} did not answer within {limit_s:.0f} s") from error
     if done.returncode != 0:

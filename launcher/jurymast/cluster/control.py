@@ -14,7 +14,7 @@ from jurymast.cluster import earlier
 from jurymast.cluster.allocation import Allocation, job_fields, run_command
 from jurymast.cluster.sbatch_options import seconds_of, split_command_line, where_options
 from jurymast.core.settings import RunPlan
-from jurymast.errors import ClusterUnavailableError, ControllerAwayError
+from jurymast.errors import ClusterUnavailableError, ControllerAwayError, UsageError
 from jurymast.rundir import RunDirectory
 
 Answer = TypeVar("Answer")
@@ -51,27 +51,27 @@ def requeue(
     if told:
         say(told)
 
-    def attempt(arguments: list[str]) -> bool:
+    def attempt(command: Callable[[], list[str]]) -> bool:
         try:
-            run_command(arguments)
-        except ClusterUnavailableError as error:
+            run_command(command())
+        except (ClusterUnavailableError, UsageError) as error:
             say(str(error))
             return False
         return True
 
     # If there is no helper job, that costs Slurm's two minutes of delay, not the run.
-    helped = attempt(_lift_command(plan, allocation.job, sizes, banned))
+    helped = attempt(lambda: _lift_command(plan, allocation.job, sizes, banned))
     kept = [node for node in allocation.nodes if node not in lost]
     if lost and kept and allocation.host in kept:
-        attempt(["scontrol", "update", job, f"NodeList={','.join(kept)}"])
+        attempt(lambda: ["scontrol", "update", job, f"NodeList={','.join(kept)}"])
     _patiently(lambda: _requeue_once(allocation), say)
     if helped:
         # The helper job does the rest. An update now would block (5 s each) until the job and this process
         # have ended, and Slurm would have to kill what could have ended by itself.
         return
-    attempt(["scontrol", "update", job, f"NumNodes={sizes}"])
+    attempt(lambda: ["scontrol", "update", job, f"NumNodes={sizes}"])
     if banned:
-        attempt(["scontrol", "update", job, f"ExcNodeList={banned}"])
+        attempt(lambda: ["scontrol", "update", job, f"ExcNodeList={banned}"])
 
 
 def _is_over(allocation: Allocation) -> bool:

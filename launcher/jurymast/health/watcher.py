@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
+from jurymast.child import Child
 from jurymast.core.nodes.findings import Finding
 from jurymast.core.nodes.own_health import ChildEnd, ProbeLooked, ProbeLooks
 from jurymast.health.probe import Context, installed
 from jurymast.health.readings import stands_in, waits_for_storage
-from jurymast.processes import Child
 
 # How long a child may be silent at its start, or beyond the limit that it announced.
 START_LIMIT_S = 60.0

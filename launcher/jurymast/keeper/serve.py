@@ -14,7 +14,7 @@ from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.foreign import open_own
 from jurymast.keeper.copies import CopyTable, StoredCopy
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.wire import endpoint, stream
+from jurymast.wire import addresses, stream
 from jurymast.wire.handshake import keeper_of
 from jurymast.wire.shield import Access, agreed
 from jurymast.wire.stream import Stream
@@ -51,10 +51,10 @@ class ImageServer:
     def listen_at(self, address: str) -> None:
         """Listen at this address as well. Raises OSError."""
         if address in self._listeners or any(
-            one.getsockname()[0] == endpoint.ANY for one in self._listeners.values()
+            one.getsockname()[0] == addresses.ANY for one in self._listeners.values()
         ):
             return
-        listener = self._listeners[address] = endpoint.listen_at(address, self.port)
+        listener = self._listeners[address] = addresses.listen_at(address, self.port)
         self.port = listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(listener,), name="keeper-accept", daemon=True).start()
 

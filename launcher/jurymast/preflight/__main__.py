@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from jurymast.processes import die_with_parent
-from jurymast.wire.endpoint import ADDRESS_VARIABLE, listen_at
+from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at
 
 STORE_LIMIT_S = 30.0
 

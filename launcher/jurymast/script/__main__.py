@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 from jurymast.errors import JurymastError
-from jurymast.script.notes import hold, say
+from jurymast.script.held import hold
 
 
 def main(what: str, arguments: list[str]) -> int:
@@ -32,6 +32,8 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1], sys.argv[2:]))
     except JurymastError as error:
+        from jurymast.script.notes import say
+
         say(f"error: {error}")
         if error.hint:
             say(error.hint)

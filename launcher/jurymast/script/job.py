@@ -19,7 +19,7 @@ from jurymast.cluster.request import users_script
 from jurymast.core.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import shims
-from jurymast.script.notes import PASSED_ON, hold, release
+from jurymast.script.held import PASSED_ON, hold, release
 from jurymast.script.step import PROCESS_NAME, narrowed, true_variables_file
 from jurymast.script.trainings import beside
 

@@ -1,14 +1,9 @@
 """How the processes of a batch script communicate: with each other by JSON files, each whole or absent; with
-people by messages in the job's own output, next to the script's; with Slurm by signals.
-
-Slurm may send signals to the batch process before the job ends. They are blocked until the process can pass
-them on to the script: a signal that arrives while modules load would end the job.
-"""
+people by messages in the job's own output, next to the script's."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,17 +14,6 @@ from jurymast.rundir import write_json
 
 def say(text: str) -> None:
     print(f"jurymast: {text}", file=sys.stderr, flush=True)
-
-
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGALRM)
-
-
-def hold() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-
-
-def release() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
 def note(path: Path, values: Any) -> None:

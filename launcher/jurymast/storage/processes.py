@@ -7,8 +7,8 @@ import signal
 
 import msgspec
 
+from jurymast.child import Child
 from jurymast.core.message import Strange
-from jurymast.processes import Child
 from jurymast.storage.orders import Answer, AnyOrder, Cancel, StorageFailed, Told, read_answer
 
 # Seconds that an order gets after its limit to give up by itself, and a killed process to end.

@@ -29,7 +29,8 @@ from jurymast.rundir import RunDirectory, renew, write_atomically, write_json
 from jurymast.supervisor.acceptor import Acceptor
 from jurymast.supervisor.hold import Hold
 from jurymast.wire import endpoint
-from jurymast.wire.channel import Channel, Connection, ConnectionClosed, Listener, Strangers
+from jurymast.wire.channel import Channel, Connection, ConnectionClosed, Listener
+from jurymast.wire.strangers import Strangers
 
 log = logging.getLogger("jurymast.supervisor")
 

@@ -7,10 +7,6 @@ The content is not hidden: nothing secret is sent. See `wire.handshake`.
 asyncio's streams would need a future and a task's turn for each message, and its transports some more calls
 for each message and several turns of the loop for each connection. A supervisor of thousands of agents would
 spend most of its time on these.
-
-Messages that are not understood are counted, and the first is reported; nothing ends because of them. Both
-sides of a connection have the same version (see `MAGIC`), so such a message comes from a bug in jurymast, or
-from somebody who knows the run's secret: people should learn of it, and the training should go on.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import asyncio
 import errno
 import logging
 import socket
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
@@ -28,40 +23,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from jurymast.core.message import Strange
 from jurymast.core.messages import encode
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import handshake
-from jurymast.wire.endpoint import BACKLOG
+from jurymast.wire.addresses import BACKLOG
 from jurymast.wire.handshake import Frames, Handshake
-
-KINDS_TOLD = 5
-
-
-class Strangers:
-    """The unknown messages of each sender; `note` reports them to people."""
-
-    def __init__(self, note: Callable[[str, str], object]) -> None:
-        self._note = note
-        self._said: dict[str, Counter[str]] = {}
-        self._told: dict[str, int] = {}
-
-    def heard(self, sender: str, what: Strange) -> None:
-        """Count a message; the sender's first one is reported at once."""
-        kinds = self._said.setdefault(sender, Counter())
-        kinds[what.kind] += 1
-        if sender not in self._told:
-            self._told[sender] = 1
-            self._note(sender, f"an unknown message was ignored: {what}")
-
-    def left(self, sender: str) -> None:
-        """Report, once the connection has ended, how many messages there were, unless that was reported."""
-        kinds = self._said.get(sender, Counter())
-        if kinds.total() > self._told.get(sender, 0):
-            self._told[sender] = kinds.total()
-            told = ", ".join(f"{kind or 'without a kind'} {n}" for kind, n in kinds.most_common(KINDS_TOLD))
-            self._note(sender, f"{kinds.total()} unknown messages were ignored: {told}")
-
 
 BUFFER_BYTES = 256 * 1024
 # Bytes that are held until somebody takes them; few, because a stranger may have sent them.
@@ -287,9 +253,9 @@ class Channel(Generic[Hears]):
         self, connection: Connection, send_key: bytes, receive_key: bytes, read: Callable[[bytes], Hears]
     ) -> None:
         self._connection = connection
-        self._frames = Frames(send_key, receive_key)
         self._read = read
         self.peer_address = connection.peer_address
+        self._frames = Frames(send_key, receive_key, self.peer_address)
 
     @property
     def local_address(self) -> str:
@@ -396,7 +362,7 @@ async def connect_any(
     found: Channel[Hears] | None = None
     try:
         for done in asyncio.as_completed(tries):
-            with suppress(OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError):
+            with suppress(OSError, ValueError, asyncio.TimeoutError, AuthenticationError, ProtocolError):
                 found = await done
                 break
     finally:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from jurymast.errors import AuthenticationError, ProtocolError
 
-MAGIC = b"jurymast/5\n"
+MAGIC = b"jurymast/6\n"
 NONCE_BYTES = 32
 HELLO_BYTES, ANSWER_BYTES = len(MAGIC) + NONCE_BYTES, 2 * NONCE_BYTES
 SUPERVISOR = "supervisor"
@@ -107,9 +107,10 @@ FRAME_BYTES_MAX = 4 * 1024 * 1024
 
 
 class Frames:
-    """The frames of one end of a connection."""
+    """The frames of one end of a connection; errors name the other end."""
 
-    def __init__(self, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(self, send_key: bytes, receive_key: bytes, peer: str = "the other end") -> None:
+        self._peer = peer
         self._sealing = Seal(send_key)
         self._opening = Seal(receive_key)
 
@@ -124,14 +125,14 @@ class Frames:
             return None
         (length,) = _LENGTH.unpack_from(unread)
         if length > FRAME_BYTES_MAX:
-            raise ProtocolError(f"a frame of {length} bytes")
+            raise ProtocolError(f"frame of {length} bytes from {self._peer}")
         end = HEAD_BYTES + length
         if len(unread) < end:
             return None
         tag, payload = bytes(unread[_LENGTH.size : HEAD_BYTES]), bytes(unread[HEAD_BYTES:end])
         del unread[:end]
         if not self._opening.fits(payload, tag):
-            raise AuthenticationError("a frame is not sealed with the run's key")
+            raise AuthenticationError(f"a frame from {self._peer} is not sealed with the run's key")
         return payload
 
 

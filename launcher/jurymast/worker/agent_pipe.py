@@ -11,7 +11,7 @@ import threading
 from jurymast.core import messages as msg
 from jurymast.core.message import Strange, encode
 from jurymast.errors import never
-from jurymast.wire.channel import Strangers
+from jurymast.wire.strangers import Strangers
 
 FD_VARIABLE = "JURYMAST_HOST_FD"
 

@@ -110,7 +110,9 @@ class RankServer:
 
     def start(self, envs: dict[int, dict[str, str]], args: dict[int, Any], *, cold: bool) -> None:
         """Start ranks with these environments and arguments, by local rank."""
-        self._pids = [self._start(envs[i], args[i], cold) for i in range(len(envs))]
+        self._pids = []
+        for local_rank in range(len(envs)):  # `stop` ends those that were started if another cannot be
+            self._pids.append(self._start(envs[local_rank], args[local_rank], cold))
 
     def pids(self) -> dict[int, int]:
         return dict(enumerate(self._pids))

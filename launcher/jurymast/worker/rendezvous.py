@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from jurymast.core import messages as msg
-from jurymast.wire.endpoint import ADDRESS_VARIABLE, listen_at
+from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at
 from jurymast.worker.agent_pipe import AgentPipe
 
 # Rank 0's store listens before the launch is decided, so a slow connection means a lost node.

@@ -134,7 +134,8 @@ class SimGroup:
                 return
             ready = status == {RestoreStatus.READY}
             found = [keeper.found[local] for keeper in keepers for local in count] if ready else []
-            cluster.oracle.restores(self, [(image.key, image.token) for image in found])
+            if ready:
+                cluster.oracle.restores(self, [(image.key, image.token) for image in found])
             if len({image.key for image in found}) == 1:
                 self._begin(found[0].key, found[0].token, MEMORY)
             else:
