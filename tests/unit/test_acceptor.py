@@ -23,7 +23,7 @@ from jurymast.core.messages import Ask, Said, read_said
 from jurymast.errors import AuthenticationError
 from jurymast.supervisor import acceptor
 from jurymast.supervisor.acceptor import Acceptor
-from jurymast.wire import channel
+from jurymast.wire import channel, handshake
 from jurymast.wire.channel import ACCEPTED_AT_ONCE, Connection, Listener
 from jurymast.wire.handshake import MAGIC, NONCE_BYTES
 from support.wire import served
@@ -76,7 +76,7 @@ async def greet(port: int) -> Said:
 
 def test_strangers_who_say_nothing_are_few_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptor, "STRANGERS_MAX", 3)
-    monkeypatch.setattr(channel, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
+    monkeypatch.setattr(handshake, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
     most = NODES + acceptor.STRANGERS_MAX
 
     async def work() -> None:
@@ -176,7 +176,7 @@ def test_who_is_refused_leaves_nothing_for_the_garbage_collector() -> None:
 
 def test_a_crowd_from_one_machine_drives_only_itself_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptor, "STRANGERS_MAX", 3)
-    monkeypatch.setattr(channel, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
+    monkeypatch.setattr(handshake, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
     most = NODES + acceptor.STRANGERS_MAX
     writers: list[asyncio.StreamWriter] = []
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from jurymast.cli import patience
 from jurymast.cli.options import default_runs, examples, file_option, resolved_policy, runs_of, spares_option
+from jurymast.cli.patience import follow_on
 from jurymast.cluster.batch_script import (
     STANDARD_INPUT,
     BatchScript,
@@ -131,7 +131,7 @@ def command(context: click.Context, /, **options: Any) -> int:
             click.echo(test_only(request))
             return 0
     submitted = submit(request)
-    patience.follow_on()  # the job is submitted even if storage hangs now
+    follow_on()  # the job is submitted even if storage hangs now
     try:
         if not line.has("quiet"):  # sbatch ignores it in a script
             if submitted.notes:

@@ -119,7 +119,8 @@ def exit_code(told: str) -> int | None:
     codes = []
     for line in filter(None, told.splitlines()):
         fields = fields_of(line)
-        if fields.get("JobState") not in ENDED_STATES:
+        # A revoked job runs on another cluster of its federation.
+        if fields.get("JobState") not in ENDED_STATES - {"REVOKED"}:
             return None
         code, _, number = fields.get("ExitCode", "1:0").partition(":")
         codes.append(128 + int(number) if int(number or 0) else int(code))

@@ -53,6 +53,9 @@ class TorchrunLaunch:
     ignored: tuple[str, ...] = ()
 
 
+SCRIPT = "training_script"  # torch's name
+
+
 class _Options(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(add_help=False, argument_default=argparse.SUPPRESS)
@@ -60,18 +63,18 @@ class _Options(argparse.ArgumentParser):
             flags = (f"--{name}", f"--{name.replace('-', '_')}", SHORT.get(name, f"--{name}"))
             action = "store_true" if name in ALONE else "store"
             self.add_argument(*dict.fromkeys(flags), dest=name, action=action)
-        self.add_argument("training_script")
+        self.add_argument(SCRIPT)
         self.add_argument("training_script_args", nargs=argparse.REMAINDER)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"torchrun: {message}")
+        raise UsageError(f"torchrun: {'no training script given' if SCRIPT in message else message}")
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool = False) -> TorchrunLaunch:
     """What a torchrun command starts. `words` follow `torchrun`, or with `launch`, `python -m
     torch.distributed.launch`. Raises UsageError."""
     given: dict[str, Any] = vars(_Options().parse_args(words))  # in the order in which they are typed
-    script, arguments = given.pop("training_script"), given.pop("training_script_args")
+    script, arguments = given.pop(SCRIPT), given.pop("training_script_args")
     for name in VARIABLES_READ:
         variable = VARIABLES + name.upper().replace("-", "_")
         if variable in environment:

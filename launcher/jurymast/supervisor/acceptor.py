@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from jurymast.core.messages import Ask, Hello, Said, Strange, out_of_place, read_said
 from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.wire import channel
+from jurymast.wire import channel, handshake
 from jurymast.wire.channel import Channel, Connection
 
 log = logging.getLogger("jurymast.supervisor")
@@ -62,8 +62,8 @@ class Acceptor:
     async def enter(self, come: Connection) -> tuple[Channel[Said], Hello | Ask] | None:
         """Return the authenticated connection and its greeting; None if it was refused, and is closed."""
         self._wait(come)
-        late = TimeoutError(f"no greeting within {channel.HANDSHAKE_LIMIT_S:g} s")
-        timer = asyncio.get_running_loop().call_later(channel.HANDSHAKE_LIMIT_S, come.abort, late)
+        late = TimeoutError(f"no greeting within {handshake.HANDSHAKE_LIMIT_S:g} s")
+        timer = asyncio.get_running_loop().call_later(handshake.HANDSHAKE_LIMIT_S, come.abort, late)
         try:
             connection = await channel.accept(come, self._secret, read_said)
             self._waits_no_more(come)

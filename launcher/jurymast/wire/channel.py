@@ -27,7 +27,7 @@ from jurymast.core.messages import encode
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import handshake
 from jurymast.wire.addresses import BACKLOG
-from jurymast.wire.handshake import Frames, Handshake
+from jurymast.wire.handshake import HANDSHAKE_LIMIT_S, Frames, Handshake
 
 BUFFER_BYTES = 256 * 1024
 # Bytes that are held until somebody takes them; few, because a stranger may have sent them.
@@ -238,8 +238,6 @@ class Listener:
         self._loop.remove_reader(self._plug)
         self._plug.close()
 
-
-HANDSHAKE_LIMIT_S = 5.0
 
 Hears = TypeVar("Hears")
 log = logging.getLogger("jurymast.wire")

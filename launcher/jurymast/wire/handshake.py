@@ -25,6 +25,7 @@ MAGIC = b"jurymast/6\n"
 NONCE_BYTES = 32
 HELLO_BYTES, ANSWER_BYTES = len(MAGIC) + NONCE_BYTES, 2 * NONCE_BYTES
 SUPERVISOR = "supervisor"
+HANDSHAKE_LIMIT_S = 5.0
 
 
 def keeper_of(node: str) -> str:

@@ -19,8 +19,7 @@ import msgspec
 
 from jurymast.core.message import encode
 from jurymast.wire import handshake
-from jurymast.wire.channel import HANDSHAKE_LIMIT_S
-from jurymast.wire.handshake import Frames, Handshake
+from jurymast.wire.handshake import HANDSHAKE_LIMIT_S, Frames, Handshake
 from jurymast.wire.shield import TAG_BYTES as PIECE_TAG_BYTES
 from jurymast.wire.shield import Shield
 

@@ -34,8 +34,9 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from jurymast.core import messages as msg
 from jurymast.rundir import RunDirectory, make_folder
-from jurymast.worker import error_file, stack_signal
 from jurymast.worker import rank as rank_start
+from jurymast.worker import stack_signal
+from jurymast.worker.error_file import PATH_VARIABLE, read
 from jurymast.worker.rendezvous import AgentRendezvous
 
 # Variables whose value is a list with an entry for each GPU.
@@ -77,7 +78,7 @@ def as_a_task(rank: dict[str, str]) -> None:
     """Remove the variables that a rank would not have without torchrun: its script makes its own store, at a
     port of its own."""
     for name in [name for name in rank if name.startswith("TORCHELASTIC_")]:
-        if name != error_file.PATH_VARIABLE:
+        if name != PATH_VARIABLE:
             del rank[name]
     for name in ("MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         rank.pop(name, None)
@@ -212,7 +213,7 @@ class ImpatientAgent(LocalElasticAgent):
             make_folder(Path(record).parent)
         for local_rank, environment in envs.items():
             stacks = stack_signal.file_name(attempt, local_rank)
-            environment[error_file.PATH_VARIABLE] = self._error_file(local_rank)
+            environment[PATH_VARIABLE] = self._error_file(local_rank)
             environment[stack_signal.PATH_VARIABLE] = os.path.join(plan["temporary"], stacks)
             environment[rank_start.LOG_VARIABLE] = str(logs[local_rank])
             environment["JURYMAST_ATTEMPT"] = str(attempt)
@@ -244,7 +245,7 @@ class ImpatientAgent(LocalElasticAgent):
             self._rendezvous_handler.pipe.tell(
                 msg.Failed(
                     attempt=self._rendezvous_handler.launch.attempt, rank=worker.global_rank,
-                    exit_code=failed[local_rank], **error_file.read(self._error_file(local_rank)),
+                    exit_code=failed[local_rank], **read(self._error_file(local_rank)),
                 )
             )  # fmt: skip
         return bool(failed)

@@ -15,7 +15,8 @@ from typing import Any, NoReturn, TextIO
 
 from jurymast.core import within
 from jurymast.processes import die_with_parent, name_process
-from jurymast.worker import error_file, link, preload, stack_signal, startup
+from jurymast.worker import link, preload, stack_signal, startup
+from jurymast.worker.error_file import write
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
@@ -246,5 +247,5 @@ class _Rank:
             return
         error = getattr(sys, "last_value", None)
         if error is not None:
-            error_file.write(error, "".join(traceback.format_exception(error)))
+            write(error, "".join(traceback.format_exception(error)))
         self._link.enter(link.DONE)

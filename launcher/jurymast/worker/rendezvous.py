@@ -12,11 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from jurymast.core import messages as msg
 from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec.structs import replace
+import msgspec
 
 from jurymast.core import messages as msg
 from jurymast.core import within
@@ -187,7 +187,7 @@ class Ranks:
 
     def rank_failed(self, failed: msg.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
         """Report a failed rank. `evidence`: what the node knows about it, as fields of `messages.Failed`."""
-        return [self.beat(), *self._tell(replace(failed, **evidence))]
+        return [self.beat(), *self._tell(msgspec.structs.replace(failed, **evidence))]
 
     def rank_said(self, event: within.ForSupervisor, now: float) -> list[Effect]:
         self._cold = self._cold or isinstance(event, within.ColdStart)
