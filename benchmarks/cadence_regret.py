@@ -24,7 +24,7 @@ from jurymast.core import events as ev
 from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.checkpoints.copies import MEMORY
 from jurymast.core.planning.failure_rate import FailureRate, mtbf_s, prior
-from jurymast.core.planning.optimum import optimal_s
+from jurymast.core.planning.forecast import optimal_s
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.settings import Settings

@@ -21,7 +21,7 @@ from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, Copies, Copy
 from jurymast.core.checkpoints.copies import plan_restore as restore_plan
-from jurymast.core.checkpoints.parity import Order, holders, keeping, missing_replicas
+from jurymast.core.checkpoints.replicas import Order, holders, keeping, missing_replicas
 
 NODES = (256, 2048, 12500)
 ROUNDS = 3

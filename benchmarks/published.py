@@ -20,11 +20,10 @@ from benchmarks import common
 from benchmarks.common import Row, Target
 from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.planning.failure_rate import DAY_S, mtbf_s, prior
-from jurymast.core.planning.forecast import DURABLE_SHARE, Question, auto_spares, forecast
-from jurymast.core.planning.optimum import goodput, young_s
+from jurymast.core.planning.forecast import DURABLE_SHARE, Question, auto_spares, forecast, goodput, young_s
 from jurymast.report.plan import plan_view
 from jurymast.report.simulation import GOODPUT, simulate
-from jurymast.sim.durations import TRAINING_START_S, Durations, read_measured
+from jurymast.sim.checkpoints import TRAINING_START_S, Durations, read_measured
 from jurymast.sim.faults import FaultModel
 from jurymast.sim.simulation import Setup
 

@@ -34,8 +34,8 @@ from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
 from jurymast.core.messages import read_said
 from jurymast.journal import read
-from jurymast.wire import stream
-from jurymast.wire.handshake import SUPERVISOR
+from jurymast.wire import protocol
+from jurymast.wire.protocol import SUPERVISOR
 from support.fleet import HEARTBEAT_S, Fleet, Heard, Supervised, supervised
 
 SIZES = (100, 500, 2000, 5000, 12500)
@@ -217,7 +217,7 @@ def coming_in(one: Lab) -> Iterator[list[float]]:
         while not over.wait(COME_EVERY_S):
             began = time.monotonic()
             with suppress(OSError):
-                stream.connect(*place, secret, SUPERVISOR, read_said, COME_LIMIT_S).close()
+                protocol.connect(*place, secret, SUPERVISOR, read_said, COME_LIMIT_S).close()
             seconds.append(time.monotonic() - began)
 
     thread = threading.Thread(target=come)

@@ -33,10 +33,9 @@ from jurymast.core import messages as msg
 from jurymast.core.messages import CadenceReport, RankReport, beat_of, encode, read_said
 from jurymast.core.run.state import Phase
 from jurymast.journal import JournalWriter, first_events, replay
-from jurymast.supervisor.hold import Hold
-from jurymast.supervisor.supervisor import Supervisor
+from jurymast.supervisor.supervisor import Hold, Supervisor
 from jurymast.wire.channel import Channel, Connection, Listener
-from jurymast.wire.handshake import Seal
+from jurymast.wire.protocol import Seal
 from support.fleet import RANKS, run_directory
 
 NODES = (100, 500, 2000, 5000, 12500)

@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 
 from benchmarks.tiers.child import Message, first_line, say
+from jurymast.agent.keeping import StorageProcesses
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.keeper.keeper import Keeper, Loan
-from jurymast.keeper.page import PAGE_VARIABLE
+from jurymast.keeper.manifest import PAGE_VARIABLE
 from jurymast.storage.orders import ImageAt, StorageFailed, WriteLocal
-from jurymast.storage.processes import StorageProcesses
-from jurymast.wire.shield import GCM, GMAC, Access
+from jurymast.wire.protocol import GCM, GMAC, Access
 from jurymast.worker import link
 
 LOOK_EVERY_S = 0.1

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks.tiers.child import Child, ChildError, Message
-from jurymast.wire.shield import GCM, GMAC
+from jurymast.wire.protocol import GCM, GMAC
 
 HOST = "127.0.0.1"
 # How bytes between nodes are protected, and what is said of it behind a metric's name: the second is

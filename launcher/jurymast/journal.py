@@ -24,7 +24,7 @@ import msgspec
 
 from jurymast import foreign
 from jurymast.core import events as ev
-from jurymast.core.run.instructions import Instruction
+from jurymast.core.effects import Instruction
 from jurymast.core.run.machine import step, step_quietly
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan

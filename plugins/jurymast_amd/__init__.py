@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jurymast.health.probe import HARDWARE, Context, Finding, Probe, Verdict
+from jurymast.health.probe import HARDWARE, Context, Finding, Probe, Verdict, threshold
 from jurymast.health.readings import Gains, number, text
-from jurymast.health.tables import threshold
 
 NAME = "amd"
 INTERVAL_S = 15.0

@@ -13,7 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jurymast.health.probe import APPLICATION, HARDWARE, HOST, STORAGE, Context, Finding, Probe, Verdict
+from jurymast.health.probe import (
+    APPLICATION,
+    HARDWARE,
+    HOST,
+    STORAGE,
+    Context,
+    Finding,
+    Probe,
+    Verdict,
+    threshold,
+)
 from jurymast.health.readings import (
     memory_cgroups,
     oom_kills,
@@ -22,7 +32,6 @@ from jurymast.health.readings import (
     waits_for_storage,
     where_kills_count,
 )
-from jurymast.health.tables import threshold
 from jurymast_host.kernel_log import KernelLog
 from jurymast_host.memory import uncorrectable
 

@@ -18,8 +18,8 @@ from jurymast.health.probe import (
     Context,
     Finding,
     Verdict,
+    xid_finding,
 )
-from jurymast.health.tables import xid_finding
 from jurymast_host.memory import is_broken
 
 RECORD_BYTES_MAX = 8192

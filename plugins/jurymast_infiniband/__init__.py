@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jurymast.core.nodes import devices
-from jurymast.health.probe import NETWORK, NOT_OBSERVABLE, Context, Finding, Probe, Verdict
+from jurymast.health.probe import NETWORK, NOT_OBSERVABLE, Context, Finding, Probe, Verdict, threshold
 from jurymast.health.readings import Gains, number, text
-from jurymast.health.tables import threshold
 
 NAME = "infiniband"
 INTERVAL_S = 10.0

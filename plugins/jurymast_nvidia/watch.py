@@ -10,8 +10,7 @@ from typing import Any
 
 import pynvml
 
-from jurymast.health.probe import Context, Finding, Verdict
-from jurymast.health.tables import threshold, xid_finding
+from jurymast.health.probe import Context, Finding, Verdict, threshold, xid_finding
 from jurymast_nvidia import checks, nvml, visible
 from jurymast_nvidia.checks import ACTIONS, RECOVERY_ACTION, Watched
 from jurymast_nvidia.nvml import Gpu, NvmlError, Problem

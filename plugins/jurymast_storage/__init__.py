@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jurymast.health.probe import STORAGE, Context, Finding, Probe, Verdict
-from jurymast.health.tables import threshold
+from jurymast.health.probe import STORAGE, Context, Finding, Probe, Verdict, threshold
 
 INTERVAL_S = 60.0
 # A file is written at the first look and then at every tenth, which differs among the nodes: thousands of

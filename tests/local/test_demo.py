@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from jurymast.demo.show import ASCII_BLOCKS, LossCurve, blocks
+from jurymast.demo import ASCII_BLOCKS, LossCurve, blocks
 from jurymast.rundir import RunDirectory
 from support.packages import installed
 from support.waiting import wait_until

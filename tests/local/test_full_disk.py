@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.worker import startup
-from jurymast.worker.error_file import PATH_VARIABLE, read
-from jurymast.worker.rank import LOG_VARIABLE
+from jurymast import worker
+from jurymast.worker.rank import ERROR_FILE_VARIABLE, LOG_VARIABLE, read_error
 
 # More than any buffer holds, from Python and from below it.
 TALKS = """
@@ -27,11 +26,11 @@ def end_of(folder: Path, script: str, log: str) -> subprocess.CompletedProcess[s
     """Of a rank that starts by itself."""
     path = folder / "script.py"
     path.write_text(script)
-    given = {**os.environ, LOG_VARIABLE: log, PATH_VARIABLE: str(folder / "error.json")}
+    given = {**os.environ, LOG_VARIABLE: log, ERROR_FILE_VARIABLE: str(folder / "error.json")}
     cold = {"why": "", "since": 0.0, "log": -1}
     return subprocess.run(
         [sys.executable, "-u", str(path)], capture_output=True, text=True, timeout=60, check=False,
-        env=startup.variables({"cold": cold}, given),
+        env=worker.variables({"cold": cold}, given),
     )  # fmt: skip
 
 
@@ -47,7 +46,7 @@ def test_what_a_rank_prints_never_ends_it(tmp_path: Path, log: str) -> None:
 def test_an_exception_is_told_although_its_traceback_finds_no_room(tmp_path: Path) -> None:
     done = end_of(tmp_path, f"{TALKS}os.write(os.open('/dev/full', os.O_WRONLY), b'x')\n", "/dev/full")
     assert done.returncode == 1
-    told = read(str(tmp_path / "error.json"))
+    told = read_error(str(tmp_path / "error.json"))
     assert told["error"] == "OSError"
     assert "No space left on device" in told["message"]
     assert "script.py" in told["traceback"]

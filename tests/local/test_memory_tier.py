@@ -21,7 +21,7 @@ from jurymast.checkpoint import checkpointer
 from jurymast.checkpoint.directory import final_name
 from jurymast.checkpoint.image import Window
 from jurymast.errors import CheckpointError
-from jurymast.keeper.page import RestoreStatus, SlotWord, Word
+from jurymast.keeper.manifest import RestoreStatus, SlotWord, Word
 from jurymast.worker import link
 from support.checkpoints import Holder, same
 from support.keeper import Keeper

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from jurymast.agent.probing import Probing
+from jurymast.agent.health import Probing
 from jurymast.core import events as ev
 from jurymast.core.messages import HealthFound
 from jurymast.core.nodes.own_health import OFFSETS

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.cluster.local import local_process
+from jurymast.cluster.allocation import local_process
 from jurymast.core.run.state import RunState
 from support.runs import RunUnderTest, hosts, jurymast, local_run, processes_of, result, wait_gone
 from support.saves import check_restores

@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from jurymast.agent.keeping import StorageProcesses
 from jurymast.checkpoint.directory import CheckpointDirectory, remove_trees
-from jurymast.core.checkpoints import meeting
+from jurymast.core.checkpoints import writes
 from jurymast.keeper.copies import local_copies
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage import shared
@@ -35,7 +36,6 @@ from jurymast.storage.orders import (
     Warm,
     WriteShared,
 )
-from jurymast.storage.processes import StorageProcesses
 from support.checkpoints import flip
 from support.images import StorageProcess, make_image, put_image, simple_images, to_local, to_shared
 from support.ranks import run_ranks, stop_server
@@ -451,7 +451,7 @@ def test_who_only_sees_that_another_failed_lets_it_say_why_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The supervisor tells what it hears first, and cancels the others then."""
-    monkeypatch.setattr(meeting, "CAUSE_FIRST_S", 300.0)
+    monkeypatch.setattr(writes, "CAUSE_FIRST_S", 300.0)
     root = tmp_path / "checkpoints"
     order = shared_orders(root, simple_images(tmp_path / "i", world=2))[1]
     place = root / ".writing-00000010.a0001.00ab"

@@ -13,11 +13,11 @@ import threading
 import pytest
 
 from jurymast.core.checkpoints.copies import ALL, MEMORY
-from jurymast.core.keeper.messages import BytesFollow
-from jurymast.keeper import serve
+from jurymast.keeper import transfer
 from jurymast.keeper.copies import CopyTable, StoredCopy
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.memory import MappedBuffer
+from jurymast.keeper.transfer import BytesFollow
 from support.keepers import ACCESS, COMMON_BYTES, SIZE, image_bytes, use_small_blocks
 
 step, rank, world, block_bytes, stop_after = map(int, sys.argv[1:])
@@ -29,10 +29,10 @@ copies = CopyTable()
 copies.add(StoredCopy(manifest, MEMORY, ALL, buffer))
 
 sent = 0
-send_from = serve._send_from
+send_from = transfer._send_from
 
 
-def send_until_stopped(peer: serve.Peer, copy: StoredCopy, at: int, length: int, way: str) -> None:
+def send_until_stopped(peer: transfer.Peer, copy: StoredCopy, at: int, length: int, way: str) -> None:
     global sent
     if stop_after and sent >= stop_after:
         peer.send(BytesFollow(length=length, way=way))
@@ -44,8 +44,8 @@ def send_until_stopped(peer: serve.Peer, copy: StoredCopy, at: int, length: int,
     sent += 1
 
 
-serve._send_from = send_until_stopped
-server = serve.ImageServer(copies, ACCESS, "served", lambda copy: None)
+transfer._send_from = send_until_stopped
+server = transfer.ImageServer(copies, ACCESS, "served", lambda copy: None)
 server.listen_at("127.0.0.1")
 sys.stdout.write(f"{server.port}\n")
 sys.stdout.flush()

@@ -10,17 +10,15 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.checkpoints.restore import RestoreChoice
-from jurymast.core.effects import Effect
+from jurymast.core.checkpoints.checkpoints import RestoreChoice
+from jurymast.core.effects import Effect, Instruction
 from jurymast.core.keeper.effects import Serve
 from jurymast.core.run import machine
-from jurymast.core.run.instructions import Instruction
 from jurymast.core.run.state import RunState
 from jurymast.sim.cluster.__main__ import several
-from jurymast.sim.cluster.cluster import Cluster, run
+from jurymast.sim.cluster.cluster import Cluster, Fault, Plan, random_plan, run
 from jurymast.sim.cluster.keeper import SimImage
 from jurymast.sim.cluster.oracle import TOLD_S
-from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 from support.planted import (
     away_while_the_others_cannot_start,
     damaged_where_it_is_restored,

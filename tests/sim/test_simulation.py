@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.events import Event
 from jurymast.core.planning.failure_rate import mtbf_s
-from jurymast.core.planning.optimum import goodput
+from jurymast.core.planning.forecast import goodput
 from jurymast.core.settings import Settings
 from jurymast.report.simulation import GOODPUT, simulate, summary
-from jurymast.sim.checkpoints import asked_cadence
-from jurymast.sim.durations import Durations, Parts
-from jurymast.sim.faults import PATTERNS, FaultModel, TraceFault
-from jurymast.sim.names import names_needed
+from jurymast.sim.checkpoints import Durations, Parts, asked_cadence
+from jurymast.sim.faults import PATTERNS, FaultModel, TraceFault, names_needed
 from jurymast.sim.simulation import Setup, SimOutcome, Simulation
 
 DAY_S = 86_400.0

@@ -11,12 +11,11 @@ import pytest
 
 from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.checkpoints.copies import MEMORY, SHARED
-from jurymast.core.run.instructions import Launch
+from jurymast.core.effects import Launch
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import Settings
 from jurymast.errors import UsageError
-from jurymast.sim.checkpoints import SimTiers
-from jurymast.sim.durations import (
+from jurymast.sim.checkpoints import (
     HANG,
     NODE_CRASH,
     SCRIPT,
@@ -24,6 +23,7 @@ from jurymast.sim.durations import (
     WORKER_KILL,
     Durations,
     Parts,
+    SimTiers,
     read_measured,
 )
 from jurymast.sim.faults import FaultModel, TraceFault

@@ -19,8 +19,7 @@ from jurymast.core.planning.failure_rate import AFTER_REPAIR, MERGE_S
 from jurymast.core.settings import Settings
 from jurymast.errors import UsageError
 from jurymast.report.simulation import GOODPUT
-from jurymast.sim.checkpoints import asked_cadence
-from jurymast.sim.durations import Durations
+from jurymast.sim.checkpoints import Durations, asked_cadence
 from jurymast.sim.faults import BUNDLED_TRACE, read_trace
 from jurymast.sim.simulation import Setup, Simulation
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core.events import CadenceSet
-from jurymast.core.planning.optimum import Saving, optimal_interval_s
+from jurymast.core.planning.forecast import Saving, optimal_interval_s
 from jurymast.core.run.recovery import expected_mtbf_s
 from jurymast.core.run.state import RunState
 from support.saves import agreed, all_alike

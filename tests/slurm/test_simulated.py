@@ -18,7 +18,7 @@ from jurymast.core.goodput import Account, Ledger
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.state import RunState
 from jurymast.journal import initial_state
-from jurymast.sim.durations import POWER_LOSS, WORKER_KILL, Durations, Parts
+from jurymast.sim.checkpoints import POWER_LOSS, WORKER_KILL, Durations, Parts
 from jurymast.sim.faults import TraceFault
 from jurymast.sim.simulation import Setup, SimOutcome, Simulation
 from support.slurm_runs import SlurmRun, kill_rank, power_loss, submit

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import events as ev
-from jurymast.core.run.instructions import StopWorkers, TestNodes
+from jurymast.core.effects import StopWorkers, TestNodes
 from jurymast.core.run.state import Phase
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import endpoint

@@ -4,8 +4,7 @@ tests/unit/test_findings.py has them look."""
 
 from __future__ import annotations
 
-from jurymast.health.probe import Context
-from jurymast.health.tables import xid_finding
+from jurymast.health.probe import Context, xid_finding
 from jurymast_host import NAME as HOST_PROBE
 from jurymast_host.kernel_log import PATTERNS
 

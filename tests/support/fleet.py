@@ -27,11 +27,11 @@ from pathlib import Path
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import messages as msg
 from jurymast.core.messages import CadenceReport, RankReport, Room, beat_of, encode
-from jurymast.core.nodes.heartbeat import patience_s
+from jurymast.core.nodes.silence import patience_s
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
-from jurymast.wire.handshake import HEAD_BYTES, MAGIC, NONCE_BYTES, SUPERVISOR, Handshake, Seal
+from jurymast.wire.protocol import HEAD_BYTES, MAGIC, NONCE_BYTES, SUPERVISOR, Handshake, Seal
 
 RANKS = 8
 HEARTBEAT_S = 0.5

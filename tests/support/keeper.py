@@ -9,10 +9,10 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from jurymast.core.keeper.slots import SLOTS
-from jurymast.keeper.manifest import Manifest
-from jurymast.keeper.page import (
+from jurymast.core.keeper.holding import SLOTS
+from jurymast.keeper.manifest import (
     PAGE_VARIABLE,
+    Manifest,
     RankRecord,
     RestoreStatus,
     SlotRecord,

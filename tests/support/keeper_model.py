@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, age
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.copies import Image, KeptCopy
+from jurymast.core.keeper.effects import Image, KeptCopy
+from jurymast.core.keeper.holding import SLOTS
 from jurymast.core.keeper.machine import KeeperMachine
-from jurymast.core.keeper.slots import SLOTS
-from jurymast.core.keeper.work import Filled, Found
+from jurymast.core.keeper.restores import Filled, Found
 from jurymast.core.messages import Room
 
 MIB = 1 << 20

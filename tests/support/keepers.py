@@ -1,4 +1,4 @@
-"""Keepers for tests, and ranks that speak to them as `keeper.page` says, without torch."""
+"""Keepers for tests, and ranks that speak to them as `keeper.manifest` says, without torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ import msgspec
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.keeper.slots import SLOTS
+from jurymast.core.keeper.holding import SLOTS
 from jurymast.core.messages import Room
 from jurymast.keeper import manifest
 from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.manifest import Manifest
-from jurymast.keeper.page import RankRecord, RestoreStatus, SlotWord, Word
-from jurymast.wire.shield import Access
+from jurymast.keeper.manifest import Manifest, RankRecord, RestoreStatus, SlotWord, Word
+from jurymast.wire.protocol import Access
 from jurymast.worker import link
 
 SECRET = b"k" * 32

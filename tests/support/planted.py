@@ -9,26 +9,24 @@ from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.agent import link
+from jurymast.core.agent import supervision
+from jurymast.core.checkpoints import checkpoints as restoring
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints import restore as restoring
 from jurymast.core.checkpoints.checkpoints import Checkpoints, Securing
+from jurymast.core.checkpoints.copies import Reachability
 from jurymast.core.checkpoints.replicas import Replicas
-from jurymast.core.checkpoints.retries import Reachability
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Send
 from jurymast.core.messages import Endpoint
-from jurymast.core.nodes import heartbeat
-from jurymast.core.nodes.reports import Hangs
-from jurymast.core.nodes.watch import Watch
+from jurymast.core.nodes import silence
+from jurymast.core.nodes.watch import Hangs, Watch
 from jurymast.core.run import machine, recovery
 from jurymast.core.run.state import RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.sim.cluster.agent import SimHost
-from jurymast.sim.cluster.plans import Fault, Plan, random_plan
-from jurymast.sim.cluster.storage import RunDisk
+from jurymast.sim.cluster.cluster import Fault, Plan, random_plan
 from jurymast.sim.cluster.supervisor import SimSupervisor
-from jurymast.sim.cluster.world import Steps
+from jurymast.sim.cluster.world import RunDisk, Steps
 
 # (object, attribute, value)
 Patch = tuple[Any, str, Any]
@@ -63,7 +61,7 @@ def _mixed(self: restoring.RestoreChoice, node: str, ranks: range) -> msg.Restor
     return msg.Restore(step=older[0][0], attempt=older[0][1], ranks=sources)
 
 
-def _all_time_counts(self: heartbeat.WatcherClock, real_now: float) -> float:
+def _all_time_counts(self: silence.WatcherClock, real_now: float) -> float:
     self.now += max(0.0, real_now - self._real)
     self._real = real_now
     return 0.0
@@ -296,11 +294,11 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "6: hangs are not noticed": (of("hang"), [(Hangs, "tick", _nothing)]),
     "7: the supervisor's pauses count": (
         of("stall"),
-        [(heartbeat.WatcherClock, "tick", _all_time_counts)],
+        [(silence.WatcherClock, "tick", _all_time_counts)],
     ),
     "7: agents cling to a late supervisor": (
         of("power", "stall", "freeze"),
-        [(heartbeat, "patience_s", _long_patience), (link, "PEEK_EVERY_S", 60.0)],
+        [(silence, "patience_s", _long_patience), (supervision, "PEEK_EVERY_S", 60.0)],
     ),
     "7: deadlines run while no supervisor is there": (
         exactly(_alone_while_nodes_come),

@@ -24,11 +24,11 @@ import re
 from dataclasses import dataclass, field
 
 from jurymast.core import events as ev
+from jurymast.core.effects import RaiseAlert
 from jurymast.core.run.incident import Incident
-from jurymast.core.run.instructions import RaiseAlert
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings
-from jurymast.health.tables import unit_in
+from jurymast.health.probe import unit_in
 from support.findings import FINDINGS
 from support.stories import Story
 

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.run.instructions import Launch
+from jurymast.core.effects import Effect, Launch, Record, Send
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings

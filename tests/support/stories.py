@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from jurymast.core import events as ev
+from jurymast.core.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run.incident import Incident
-from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.settings import RunPlan, Settings

@@ -21,11 +21,11 @@ import pytest
 
 from jurymast.core.messages import Ask, Said, read_said
 from jurymast.errors import AuthenticationError
-from jurymast.supervisor import acceptor
-from jurymast.supervisor.acceptor import Acceptor
-from jurymast.wire import channel, handshake
+from jurymast.supervisor import supervisor
+from jurymast.supervisor.supervisor import Acceptor
+from jurymast.wire import channel, protocol
 from jurymast.wire.channel import ACCEPTED_AT_ONCE, Connection, Listener
-from jurymast.wire.handshake import MAGIC, NONCE_BYTES
+from jurymast.wire.protocol import MAGIC, NONCE_BYTES
 from support.wire import served
 
 SECRET = secrets.token_bytes(32)
@@ -75,9 +75,9 @@ async def greet(port: int) -> Said:
 
 
 def test_strangers_who_say_nothing_are_few_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor, "STRANGERS_MAX", 3)
-    monkeypatch.setattr(handshake, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
-    most = NODES + acceptor.STRANGERS_MAX
+    monkeypatch.setattr(supervisor, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(protocol, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
+    most = NODES + supervisor.STRANGERS_MAX
 
     async def work() -> None:
         async with listening() as port:
@@ -175,9 +175,9 @@ def test_who_is_refused_leaves_nothing_for_the_garbage_collector() -> None:
 
 
 def test_a_crowd_from_one_machine_drives_only_itself_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor, "STRANGERS_MAX", 3)
-    monkeypatch.setattr(handshake, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
-    most = NODES + acceptor.STRANGERS_MAX
+    monkeypatch.setattr(supervisor, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(protocol, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
+    most = NODES + supervisor.STRANGERS_MAX
     writers: list[asyncio.StreamWriter] = []
 
     async def connected(port: int, home: str) -> asyncio.StreamReader:
@@ -219,7 +219,7 @@ def test_refusals_are_told_now_and_then(
             await knock(port, 7)
             (line,) = caplog.messages
             assert line.startswith("refused a connection from 127.0.0.1: AuthenticationError: ")
-            monkeypatch.setattr(acceptor, "TOLD_EVERY_S", 0.0)
+            monkeypatch.setattr(supervisor, "TOLD_EVERY_S", 0.0)
             await knock(port, 1)
             _, line = caplog.messages
             assert line.endswith("; 6 more since the last message")
@@ -232,7 +232,7 @@ def test_files_for_all_nodes(hard: int, nodes: int, enough: bool) -> None:
     """In a process of its own: a hard limit never goes up again."""
     code = (
         "import json, resource, sys\n"
-        "from jurymast.supervisor.acceptor import allow_files\n"
+        "from jurymast.supervisor.supervisor import allow_files\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}))\n"
         f"told = allow_files({nodes})\n"
         "print(json.dumps([told, resource.getrlimit(resource.RLIMIT_NOFILE)]))\n"
@@ -240,7 +240,7 @@ def test_files_for_all_nodes(hard: int, nodes: int, enough: bool) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     told, limits = json.loads(done.stdout)
     assert limits == [hard, hard]
-    needed = 2 * nodes + acceptor.STRANGERS_MAX + acceptor.OWN_FILES
+    needed = 2 * nodes + supervisor.STRANGERS_MAX + supervisor.OWN_FILES
     assert (
         f"may open {hard} files here, and the supervisor of {nodes} nodes may need {needed}" in told
     ) != enough

@@ -8,7 +8,7 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
-from jurymast.core.agent.node_tests import ITSELF, NodeTests
+from jurymast.core.agent.ranks import ITSELF, NodeTests
 from jurymast.core.nodes.tests import Alone
 from jurymast.core.settings import Settings
 from support.node_model import plan

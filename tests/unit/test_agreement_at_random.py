@@ -24,8 +24,7 @@ from jurymast.core.messages import Beat, CadenceReport
 from jurymast.core.run.machine import step as take
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
-from jurymast.worker.link import Link, open_page
-from jurymast.worker.schedule import ScheduleFollower
+from jurymast.worker.link import Link, ScheduleFollower, open_page
 from support.reports import reported
 from support.waiting import wait_until
 
@@ -224,7 +223,7 @@ def test_what_is_withdrawn_changes_nothing_and_holds_nobody_up() -> None:
 
 
 def test_without_any_decision_a_rank_goes_on_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jurymast.worker.schedule.DOUBT_LIMIT_S", 0.05)
+    monkeypatch.setattr("jurymast.worker.link.DOUBT_LIMIT_S", 0.05)
     memory = RankMemory(1)
     ours, settled = follower(memory)
     order(memory, Schedule(1, 3, 3, 2))

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cluster.batch_script import BatchScript, find_script, parse, read_script, wrapped
 from jurymast.cluster.planning import OwnOptions, make_plan
-from jurymast.cluster.request import build_request
-from jurymast.cluster.sbatch_options import split_command_line
+from jurymast.cluster.sbatch import BatchScript, find_script, parse, read_script, split_command_line, wrapped
+from jurymast.cluster.slurm import build_request
 from jurymast.core.settings import RunPlan
 from jurymast.errors import UsageError
-from jurymast.policy.load import pairs_layer
-from jurymast.policy.resolve import resolve
+from jurymast.policy.resolve import pairs_layer, resolve
 
 OWN = {"--spares": True, "--policy": True, "--wait": False}
 TESTS = Path(__file__).parents[1]

@@ -10,8 +10,8 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core.run.machine import step
 from jurymast.journal import JournalWriter, events, initial_state, nodes_in, read, replay, single, together
+from jurymast.report.liveness import JournalTail
 from jurymast.report.sentences import sentence
-from jurymast.report.tail import JournalTail
 from jurymast.rundir import RANKS_A_FOLDER, RunDirectory
 from support.big_runs import INCIDENTS, RANKS, BigRun
 from support.commands import RUN, Place

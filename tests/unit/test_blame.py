@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
+from jurymast.core.effects import Instruction, RaiseAlert, Requeue, StopWorkers
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.run import attribution, machine, recovery
 from jurymast.core.run.attribution import exception_class
 from jurymast.core.run.blame import HOUR_S, PER_HOUR, acts, escalated
-from jurymast.core.run.causes import CAUSES, FROM_FINDINGS
-from jurymast.core.run.instructions import Instruction, RaiseAlert, Requeue, StopWorkers
+from jurymast.core.run.incident import CAUSES, FROM_FINDINGS
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings

@@ -24,8 +24,7 @@ from jurymast.core.checkpoints.cadence import (
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.writes import IDLE_SHARE, durable_every_s
 from jurymast.core.effects import Effect, Send
-from jurymast.core.planning.forecast import DURABLE_SHARE
-from jurymast.core.planning.optimum import Saving, async_goodput
+from jurymast.core.planning.forecast import DURABLE_SHARE, Saving, async_goodput
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.state import Node, Phase, RunState
 from jurymast.core.settings import Settings

@@ -9,11 +9,10 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints import replicas
-from jurymast.core.checkpoints.copies import Copy
+from jurymast.core.checkpoints.copies import RETRY_MAX_S, RETRY_S, Copy
 from jurymast.core.checkpoints.replicas import REST_SHARE
-from jurymast.core.checkpoints.retries import RETRY_MAX_S, RETRY_S
 from jurymast.core.checkpoints.writes import WRITE_LIMIT_S
-from jurymast.core.run.instructions import Launch
+from jurymast.core.effects import Launch
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.supervision.machine import Supervision
 from support.holding import without

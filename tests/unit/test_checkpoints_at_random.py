@@ -13,10 +13,8 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, Key
-from jurymast.core.checkpoints.retries import PAUSE_MAX_S
-from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.run.instructions import Launch
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PAUSE_MAX_S, PEER, Key
+from jurymast.core.effects import Effect, Launch, Record, Send
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings

@@ -171,7 +171,7 @@ def test_a_run_that_nobody_watches_any_more_goes_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("jurymast.report.follow.wait", interrupted)
-    monkeypatch.setattr("jurymast.cluster.local.submit_local", lambda directory: 7)
+    monkeypatch.setattr("jurymast.cluster.allocation.submit_local", lambda directory: 7)
     monkeypatch.chdir(place)
     runs = place / "my runs"
     assert main(["submit", "--cluster", "local", "--runs", str(runs), "--wait", "--", "train.py"]) == 130

@@ -20,7 +20,7 @@ import pytest
 from jurymast.core.messages import Accepted, Ask, Declined, Said, read_said
 from jurymast.errors import AuthenticationError
 from jurymast.journal import replay
-from jurymast.report.closing import record_cancel
+from jurymast.report.liveness import record_cancel
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Connection

@@ -18,7 +18,7 @@ from jurymast.core.checkpoints.copies import (
     Copies,
     Copy,
 )
-from jurymast.core.checkpoints.parity import holders, missing_replicas
+from jurymast.core.checkpoints.replicas import holders, missing_replicas
 from support.holding import source as source_of
 
 NODES = ("n1", "n2", "n3")

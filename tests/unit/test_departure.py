@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import GATHER_LIMIT_S
-from jurymast.core.checkpoints.retries import RETRY_S
+from jurymast.core.checkpoints.copies import RETRY_S
 from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send, WhyEnding
 from jurymast.core.messages import Endpoint
-from jurymast.core.nodes.heartbeat import LIMIT_MAX_S
+from jurymast.core.nodes.silence import LIMIT_MAX_S
 from jurymast.core.run.state import Phase
-from jurymast.core.supervision.departure import SECURE_HURRY_S, TELL_EVERY_S
+from jurymast.core.supervision.launching import SECURE_HURRY_S, TELL_EVERY_S
 from support.site import Site
 from support.stories import Story
 from support.successor import Successor

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.agent.hosting import NetworkWorkaround, interfaces, rdma_ports
+from jurymast.agent.ranks import NetworkWorkaround, interfaces, rdma_ports
 from jurymast.core.messages import HealthFound
 from jurymast.core.nodes.devices import leave_out, lets_through, names, work_around
 from jurymast.core.nodes.findings import HARDWARE, NETWORK, Finding, Verdict

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.agent.hosting import LOG_BYTES, LOG_LIMIT_S, Evidence, end_of
+from jurymast.agent.ranks import LOG_BYTES, LOG_LIMIT_S, Evidence, end_of
 from jurymast.health.readings import memory_cgroups, oom_kills, where_kills_count
 
 LIMIT_BYTES = 24 * 1024 * 1024

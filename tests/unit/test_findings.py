@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.agent.probing import Probing
+from jurymast.agent.health import Probing
 from jurymast.core import messages as msg
 from jurymast.core.nodes.findings import Finding
 from jurymast.core.nodes.own_health import OFFSETS, WEDGED

@@ -22,7 +22,7 @@ from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import ScriptState
 from jurymast.cli.main import main
 from jurymast.cli.options import find_run, run_ids
-from jurymast.past_runs import forgiven_file, forgiven_nodes, past_runs, summary_file
+from jurymast.cluster.earlier import forgiven_file, forgiven_nodes, past_runs, summary_file
 from jurymast.rundir import RunDirectory
 from jurymast.storage.export import export
 from support.commands import RUN, Place, swapped

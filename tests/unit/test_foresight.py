@@ -11,8 +11,8 @@ from jurymast.checkpoint.image import Drafter, foreseen_bytes
 from jurymast.checkpoint.state import ScriptState
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.parity import Protection, keeping
-from jurymast.core.checkpoints.shortages import Need, Shortages, needs
+from jurymast.core.checkpoints.checkpoints import Need, Shortages, needs
+from jurymast.core.checkpoints.replicas import Protection, keeping
 from jurymast.core.effects import Record
 from jurymast.core.messages import Room
 

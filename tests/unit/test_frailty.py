@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.cluster.earlier import with_earlier
+from jurymast.cluster.earlier import past_runs, with_earlier
 from jurymast.core import events as ev
+from jurymast.core.effects import Launch
 from jurymast.core.nodes.history import (
     Frail,
     NodeDeparture,
@@ -24,10 +25,8 @@ from jurymast.core.nodes.history import (
     more_exposure,
 )
 from jurymast.core.planning.failure_rate import AFTER_REPAIR, DAY_S, FailureRate, counted, prior
-from jurymast.core.run.instructions import Launch
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.journal import initial_state
-from jurymast.past_runs import past_runs
 from support.stories import START, Story
 
 NOW = START

@@ -25,13 +25,12 @@ from hypothesis import strategies as st
 from jurymast import journal
 from jurymast.agent import stacks
 from jurymast.checkpoint import group as ranks
-from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord
+from jurymast.checkpoint.directory import OWNER, BadCheckpoint, CheckpointDirectory, FileRecord, owner
 from jurymast.checkpoint.directory import CheckpointManifest as StoredManifest
-from jurymast.checkpoint.owner import OWNER, owner
+from jurymast.cluster.earlier import past_runs, summary_file
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.keeper import messages as keepers
 from jurymast.core.message import Strange
 from jurymast.core.settings import RunPlan
 from jurymast.errors import (
@@ -42,17 +41,16 @@ from jurymast.errors import (
     RunDirectoryError,
 )
 from jurymast.health.probe import Context
+from jurymast.keeper import transfer as keepers
 from jurymast.keeper.copies import trusted
 from jurymast.keeper.manifest import BadImage, Item, Manifest
-from jurymast.past_runs import past_runs, summary_file
-from jurymast.policy.load import file_layers
-from jurymast.policy.resolve import resolve
+from jurymast.policy.resolve import file_layers, resolve
 from jurymast.rundir import RunDirectory
 from jurymast.storage.object_store import BucketKey
 from jurymast.storage.orders import StorageFailure
 from jurymast.wire import endpoint
-from jurymast.wire.handshake import Frames, Seal
-from jurymast.worker import error_file
+from jurymast.wire.protocol import Frames, Seal
+from jurymast.worker import rank
 from jurymast_host.kernel_log import KernelLog
 from jurymast_site import healthcheck, verdicts
 from support.reports import hello
@@ -121,7 +119,7 @@ def of_bucket(data: bytes, _folder: Path) -> None:
 
 def of_errors(data: bytes, folder: Path) -> None:
     (folder / "error").write_bytes(data)
-    assert set(error_file.read(str(folder / "error"))) <= {"error", "message", "traceback"}
+    assert set(rank.read_error(str(folder / "error"))) <= {"error", "message", "traceback"}
 
 
 def of_owner(data: bytes, folder: Path) -> None:

@@ -14,10 +14,8 @@ from jurymast.core.effects import Effect, Record
 from jurymast.core.nodes.findings import KINDS, Finding, Verdict
 from jurymast.core.nodes.health import NodeHealth
 from jurymast.errors import PolicyError
-from jurymast.health.probe import Context
-from jurymast.health.tables import READINGS, reading, threshold, xid_finding
-from jurymast.policy.load import file_layers
-from jurymast.policy.resolve import resolve
+from jurymast.health.probe import READINGS, Context, reading, threshold, xid_finding
+from jurymast.policy.resolve import file_layers, resolve
 from jurymast.reference import recovery_actions, thresholds, xids
 
 # The classes of the public catalogue, written down apart from the data file.

@@ -16,8 +16,8 @@ import pytest
 
 from jurymast.cluster.allocation import Allocation
 from jurymast.rundir import RunDirectory
-from jurymast.supervisor import hold
-from jurymast.supervisor.hold import Hold
+from jurymast.supervisor import supervisor
+from jurymast.supervisor.supervisor import Hold
 from jurymast.wire import endpoint
 from support.stories import Story
 from support.waiting import wait_until
@@ -69,7 +69,7 @@ def away(epochs: Path) -> Path:
 def test_who_cannot_see_the_epochs_does_not_take_itself_for_the_newest(
     epochs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hold, "RETRY_S", 0.01)
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.01)
 
     async def work() -> None:
         mine = Hold(epochs, 1)
@@ -91,7 +91,7 @@ def test_who_cannot_see_the_epochs_does_not_take_itself_for_the_newest(
 def test_storage_that_does_not_come_back_ends_the_supervisor_and_nothing_else(
     epochs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hold, "ANSWER_LIMIT_S", 0.0)
+    monkeypatch.setattr(supervisor, "ANSWER_LIMIT_S", 0.0)
     away(epochs)
     with pytest.raises(FileNotFoundError):
         asyncio.run(Hold(epochs, 1).is_superseded())

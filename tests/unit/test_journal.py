@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.run.instructions import Finish
+from jurymast.core.effects import Finish
 from jurymast.core.run.state import Phase
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import VERSION, JournalFollower, JournalWriter, events, read, read_file, replay
-from jurymast.report.tail import JournalTail
+from jurymast.report.liveness import JournalTail
 from jurymast.rundir import RunDirectory
 from support.runs import ROOT
 from support.waiting import wait_until
@@ -86,7 +86,7 @@ def test_a_line_that_a_crash_cut_short_is_passed_over(directory: RunDirectory) -
 import itertools, sys
 from pathlib import Path
 from jurymast.core import events as ev
-from jurymast.report.tail import JournalTail
+from jurymast.report.liveness import JournalTail
 from jurymast.journal import JournalWriter
 writer = JournalWriter(Path(sys.argv[1]), 1)
 for n in itertools.count():
@@ -151,7 +151,7 @@ FULL_DISK = """
 import json, resource, sys
 from pathlib import Path
 from jurymast.core import events as ev
-from jurymast.report.tail import JournalTail
+from jurymast.report.liveness import JournalTail
 from jurymast.journal import JournalWriter
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 writer = JournalWriter(Path(sys.argv[1]), 1)

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jurymast.cli.main import main
+from jurymast.core import effects
 from jurymast.core import events as ev
-from jurymast.core.run import instructions
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import VERSION, together
 from support.commands import RUN, Place, swapped
@@ -59,7 +59,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     told = {entry.get("event") for entry in entries}
     kinds = sorted(ev.KINDS.keys() - told - {"AllocationEnded"})
     more: list[dict[str, Any]] = [{"event": name, **plain(ev.KINDS[name])} for name in kinds]
-    decisions = instructions.Instruction.__subclasses__()
+    decisions = effects.Instruction.__subclasses__()
     more += [{"decision": kind.__name__, **plain(kind)} for kind in decisions]
     stopped = [ev.WorkersStopped(t=at, node=f"n{number}", attempt=2, store_port=1) for number in range(10)]
     more += [*together(stopped), {"event": "AllocationEnded", **plain(ev.AllocationEnded)}]

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.keeper.memory import ROUND_BYTES
-from jurymast.core.keeper.slots import SLOTS
+from jurymast.core.keeper.holding import ROUND_BYTES, SLOTS
 from jurymast.core.messages import Room
+from jurymast.keeper import gathering
 from jurymast.keeper import keeper as keeper_module
-from jurymast.keeper import tasks
 from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.manifest import RestoreStatus, SlotWord, Word
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.keeper.page import RestoreStatus, SlotWord, Word
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,
@@ -486,10 +485,10 @@ def test_a_flipped_bit_in_memory_is_found_by_reading_again() -> None:
             rank = await ready_rank(one)
             await saved(one, rank, 10)
             (copy,) = one.copies
-            await tasks.read_again(one.copies, copy, one.distrust)
+            await gathering.read_again(one.copies, copy, one.distrust)
             assert told.of(msg.Dropped) == []
             flip(one, (10, 1, 0), SIZE - 1)
-            one.spawn(tasks.scrub(one.copies, one.distrust, every_s=0.0))
+            one.spawn(gathering.scrub(one.copies, one.distrust, every_s=0.0))
             (word,) = await until("word of it", lambda: told.of(msg.Dropped))
             assert "own part is corrupt in memory" in word.why
             assert word.copy.step == 10

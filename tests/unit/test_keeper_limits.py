@@ -9,11 +9,10 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.memory import ROUND_BYTES, Buffer, BufferPool, Claim
-from jurymast.core.keeper.slots import SLOTS
+from jurymast.core.keeper.holding import ROUND_BYTES, SLOTS, Buffer, BufferPool, Claim
 from jurymast.core.messages import Room
 from jurymast.keeper import memory as node_memory
-from jurymast.keeper.page import RestoreStatus, Word
+from jurymast.keeper.manifest import RestoreStatus, Word
 from support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
 
 GIB = 1 << 30

@@ -15,8 +15,8 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL
 from jurymast.keeper.copies import StoredCopy
 from jurymast.keeper.keeper import Keeper, Loan
+from jurymast.keeper.manifest import RestoreStatus
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.keeper.page import RestoreStatus
 from support.keepers import (
     COMMON_BYTES,
     SIZE,

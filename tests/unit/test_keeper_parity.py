@@ -11,10 +11,10 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.messages import Room
-from jurymast.keeper import gathering, tasks
+from jurymast.keeper import gathering
 from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.manifest import RestoreStatus
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.keeper.page import RestoreStatus
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,
@@ -219,7 +219,7 @@ def test_what_goes_wrong_in_making_it_is_told_and_keeps_nobody_waiting(
         async with group_of_three() as (members, spare, told):
             asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
             with monkeypatch.context() as patch:
-                patch.setattr(tasks, "build", broken)
+                patch.setattr(gathering, "build", broken)
                 for part in ("own", "all"):  # as many as are made at a time
                     spare.obey(order(members, part))
                 await until("words", lambda: len(told.of(msg.Unreplicated)) == 2)

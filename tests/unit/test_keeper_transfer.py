@@ -19,7 +19,13 @@ from typing import Any
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.keeper.messages import (
+from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.keeper import transfer
+from jurymast.keeper.copies import CopyTable
+from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.manifest import RestoreStatus, Word
+from jurymast.keeper.transfer import (
+    Filling,
     GetBytes,
     GetManifest,
     ImageName,
@@ -28,15 +34,8 @@ from jurymast.core.keeper.messages import (
     read_request,
     read_served,
 )
-from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.keeper import serve
-from jurymast.keeper.copies import CopyTable
-from jurymast.keeper.fetch import Filling
-from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.page import RestoreStatus, Word
-from jurymast.wire import stream
-from jurymast.wire.handshake import keeper_of
-from jurymast.wire.shield import GMAC, Shield
+from jurymast.wire import protocol
+from jurymast.wire.protocol import GMAC, Shield, keeper_of
 from support.keepers import (
     ACCESS,
     BLOCK,
@@ -182,7 +181,7 @@ def test_a_source_that_is_killed_half_way(other: bool) -> None:
 
 def test_a_source_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a power loss: no reset comes."""
-    monkeypatch.setattr(stream, "SILENT_LIMIT_S", 0.3)
+    monkeypatch.setattr(protocol, "SILENT_LIMIT_S", 0.3)
 
     async def work(port: int) -> None:
         async with holding("a") as (a, _), keeper("b") as (new, told):
@@ -235,7 +234,7 @@ def test_who_does_not_know_the_secret_gets_nothing() -> None:
 
 
 def test_a_handshake_has_one_deadline_however_it_drips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 0.5)
+    monkeypatch.setattr(protocol, "HANDSHAKE_LIMIT_S", 0.5)
     ours, theirs = _connected_pair()
     over = threading.Event()
 
@@ -248,7 +247,7 @@ def test_a_handshake_has_one_deadline_however_it_drips(monkeypatch: pytest.Monke
         stranger.start()
         try:
             with pytest.raises(TimeoutError):
-                stream.accept(ours, SECRET, keeper_of("a"), read_request)
+                protocol.accept(ours, SECRET, keeper_of("a"), read_request)
         finally:
             over.set()
             stranger.join()
@@ -263,9 +262,9 @@ def _connected_pair() -> tuple[socket.socket, socket.socket]:
 def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serve, "UNPROVEN_MAX", 4)
-    monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
-    server = serve.ImageServer(CopyTable(), ACCESS, "a", lambda copy: None)
+    monkeypatch.setattr(transfer, "UNPROVEN_MAX", 4)
+    monkeypatch.setattr(protocol, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
+    server = transfer.ImageServer(CopyTable(), ACCESS, "a", lambda copy: None)
     server.listen_at("127.0.0.1")
     with ExitStack() as closed:
         closed.callback(server.close)
@@ -277,7 +276,7 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
         for stranger in strangers()[:6]:
             while stranger.recv(4096):
                 pass  # until the server hangs up
-        peer = stream.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S)
+        peer = protocol.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S)
         closed.callback(peer.close)
         for _ in range(2):  # its first answer says that it has proven itself there, too
             peer.send(GetManifest(image=ImageName(step=1, attempt=1, rank=0)))
@@ -292,7 +291,7 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
 def test_a_keeper_that_may_start_no_thread_for_a_while_is_heard_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = serve.ImageServer(CopyTable(), ACCESS, "a", lambda copy: None)
+    server = transfer.ImageServer(CopyTable(), ACCESS, "a", lambda copy: None)
     server.listen_at("127.0.0.1")
     start = threading.Thread.start
     refused: list[str] = []
@@ -309,7 +308,7 @@ def test_a_keeper_that_may_start_no_thread_for_a_while_is_heard_afterwards(
         for _ in range(3):
             with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as turned_away:
                 assert turned_away.recv(1) == b""
-        stream.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S).close()
+        protocol.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S).close()
 
 
 def test_what_is_no_request_is_answered_so_and_ends_nothing() -> None:
@@ -321,7 +320,7 @@ def test_what_is_no_request_is_answered_so_and_ends_nothing() -> None:
 
 
 def ask_nonsense(port: int) -> None:
-    connection = stream.connect("127.0.0.1", port, SECRET, keeper_of("a"), read_served)
+    connection = protocol.connect("127.0.0.1", port, SECRET, keeper_of("a"), read_served)
     connection.send(msg.Dismiss())
     assert refusal(connection).startswith("not a request: dismiss: ")
     for at, length in ((0, SIZE + 1), (SIZE, 1), (-1, 5), (3, -1)):
@@ -334,7 +333,7 @@ def ask_nonsense(port: int) -> None:
     connection.close()
 
 
-def refusal(connection: stream.Stream[Served]) -> str:
+def refusal(connection: protocol.Stream[Served]) -> str:
     answer = connection.receive()
     assert isinstance(answer, NotServed)
     return answer.why
@@ -348,16 +347,16 @@ def key(way: bytes) -> bytes:
 def test_a_frame_that_was_touched_is_refused() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sender = stream.Stream(ours, b"a", b"b", key, read_served)
+        sender = protocol.Stream(ours, b"a", b"b", key, read_served)
         sender.send(NotServed(why="not here"))
         data = bytearray(theirs.recv(1000))
         data[-3] ^= 1
         ours.sendall(data)
         with pytest.raises(AuthenticationError):
-            stream.Stream(theirs, b"b", b"a", key, read_served).receive()
+            protocol.Stream(theirs, b"b", b"a", key, read_served).receive()
         ours.sendall(b"\xff" * 20)
         with pytest.raises(ProtocolError):
-            stream.Stream(theirs, b"b", b"a", key, read_served).receive()
+            protocol.Stream(theirs, b"b", b"a", key, read_served).receive()
 
 
 @pytest.mark.parametrize("size", [1, 5, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE - 1, 2 * PIECE, 3 * PIECE + 7])
@@ -365,7 +364,7 @@ def test_a_frame_that_was_touched_is_refused() -> None:
 def test_the_last_bytes_do_not_wait_for_more_to_come(
     size: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(protocol, "PIECE_BYTES", PIECE)
     data, first = os.urandom(size), min(first, size - 1)
     covering = Shield(GMAC, key(GMAC.encode()))
     covered = [covering.cover(memoryview(data)[at : at + PIECE]) for at in range(0, size, PIECE)]
@@ -377,7 +376,7 @@ def test_the_last_bytes_do_not_wait_for_more_to_come(
     pieces: list[int] = []
 
     def receive() -> None:
-        receiver = stream.Stream(theirs, b"", b"", key, read_served)
+        receiver = protocol.Stream(theirs, b"", b"", key, read_served)
         pieces.extend(map(len, receiver.receive_pieces(memoryview(got), GMAC)))
 
     with ours, theirs:
@@ -387,7 +386,7 @@ def test_the_last_bytes_do_not_wait_for_more_to_come(
         receiving.start()
         wait_until("first bytes taken", lambda: not waiting_bytes(theirs))
         ours.sendall(sent[first:])
-        receiving.join(stream.SILENT_LIMIT_S / 2)
+        receiving.join(protocol.SILENT_LIMIT_S / 2)
         assert not receiving.is_alive()
     assert bytes(got) == data
     assert pieces == [min(PIECE, size - at) for at in range(0, size, PIECE)]
@@ -545,14 +544,14 @@ def test_an_image_stays_for_the_node_that_has_its_rank_now() -> None:
 def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot is given up while somebody reads it: the rank gets it back only afterwards."""
     gate, begun = threading.Event(), threading.Event()
-    send_from = serve._send_from
+    send_from = transfer._send_from
 
     def wait_and_send(*what: Any) -> None:
         begun.set()
         assert gate.wait(20.0)
         send_from(*what)
 
-    monkeypatch.setattr(serve, "_send_from", wait_and_send)
+    monkeypatch.setattr(transfer, "_send_from", wait_and_send)
 
     async def work() -> None:
         async with keeper("a") as (a, _), keeper("s") as (spare, told):

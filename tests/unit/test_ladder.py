@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch
+from jurymast.core.effects import Dismiss, Finish, Instruction, Launch
 from jurymast.core.run.machine import HANG_PATIENCE
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Budget, Settings

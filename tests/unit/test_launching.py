@@ -9,16 +9,14 @@ from typing import Any
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, MEMORY, Copies, Copy
-from jurymast.core.effects import Fence, Send
-from jurymast.core.nodes.heartbeat import rejoin_limit_s
-from jurymast.core.run.instructions import Launch
+from jurymast.core.effects import Fence, Launch, Send
+from jurymast.core.nodes.silence import rejoin_limit_s
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.supervision import launching
 from jurymast.core.supervision.launching import Launching
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory
-from jurymast.supervisor.hold import Hold
-from jurymast.supervisor.supervisor import Supervisor
+from jurymast.supervisor.supervisor import Hold, Supervisor
 from support.stories import Story
 from support.successor import Successor, launches
 

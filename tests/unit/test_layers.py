@@ -54,7 +54,7 @@ SAID_BETWEEN = (
     "core/within.py",
     "core/events.py",
     "effects.py",
-    "core/run/instructions.py",
+    "core/effects.py",
 )
 
 

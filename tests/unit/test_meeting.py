@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jurymast.core.checkpoints.meeting import (
+from jurymast.core.checkpoints.writes import (  # fmt: skip
     CAUSE_FIRST_S,
     THERE,
     Announced,
@@ -20,7 +20,7 @@ from jurymast.core.checkpoints.meeting import (
     ReadWhy,
     TellOthers,
     Wait,
-)  # fmt: skip
+)
 
 KEY = 10, 1
 SEEDS = 2000

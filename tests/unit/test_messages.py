@@ -21,6 +21,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.cadence import Schedule
+from jurymast.core.message import Strangers
 from jurymast.core.messages import Endpoint, Room
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.nodes.stacks import Entered, Stand
@@ -29,12 +30,9 @@ from jurymast.core.run.incident import Alert
 from jurymast.core.settings import RunPlan
 from jurymast.journal import JournalWriter, events, read
 from jurymast.rundir import RunDirectory
-from jurymast.supervisor.acceptor import Acceptor
-from jurymast.supervisor.hold import Hold
-from jurymast.supervisor.supervisor import Supervisor
+from jurymast.supervisor.supervisor import Acceptor, Hold, Supervisor
 from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Channel, Connection
-from jurymast.wire.strangers import Strangers
 from support.reports import hello
 from support.stories import Story
 from support.wire import served

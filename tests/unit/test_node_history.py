@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jurymast.cluster.earlier import forgive, forgiven_nodes, past_runs, summary_file
 from jurymast.core import events as ev
 from jurymast.core.nodes.history import (
     BURST_NODES,
@@ -24,7 +25,6 @@ from jurymast.core.nodes.history import (
     history,
 )
 from jurymast.core.planning.failure_rate import DAY_S
-from jurymast.past_runs import forgive, forgiven_nodes, past_runs, summary_file
 from support.stories import START, Story
 
 NOW = 1_800_000_000.0

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from jurymast.core import effects as ins
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.nodes.preflight import ALL_SHARE, ALONE_SHARE, REPEAT_S, Preflight
 from jurymast.core.nodes.tests import ROUNDS_MAX, Alone
-from jurymast.core.run import instructions as ins
 from jurymast.core.run.state import Role
 from support.stories import Story
 

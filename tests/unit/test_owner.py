@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.checkpoint.owner import OWNER, Owner, claim, is_foreign, owner
+from jurymast.checkpoint.directory import OWNER, Owner, claim, is_foreign, owner
 from jurymast.errors import CheckpointError
-from jurymast.report.closing import record_cancel
+from jurymast.report.liveness import record_cancel
 from jurymast.storage import shared
 from jurymast.storage.orders import Job, StorageFailure, WriteShared
 from support.stories import Story

@@ -16,10 +16,9 @@ import pytest
 
 from jurymast.core.goodput import CATEGORIES, Interval
 from jurymast.core.run.state import TierState
-from jurymast.report.goodput import report_view
+from jurymast.report import pages
+from jurymast.report.goodput import page, report_page, report_view
 from jurymast.report.liveness import Liveness
-from jurymast.report.pages import charts
-from jurymast.report.pages.report import page, report_page
 from jurymast.report.status import StatusWatcher, read_status
 from support.commands import crash_loop, swapped
 from support.stories import Story
@@ -142,7 +141,7 @@ def test_every_category_has_a_colour(tmp_path: Path) -> None:
     watching = watcher(story, tmp_path)
     written = page(report_view(watching, ALIVE, story.t), watching.account(ALIVE, story.t), watching.state)
     coloured = set(re.findall(r"\.(c-\w+)\{--c:", written))
-    assert coloured == {charts.kind(category.name) for category in CATEGORIES} | {charts.kind("of tomorrow")}
+    assert coloured == {pages.kind(category.name) for category in CATEGORIES} | {pages.kind("of tomorrow")}
 
 
 def test_the_page_shows_what_happened_before_all_else(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_flags_too_close_for_a_number_keep_their_line(tmp_path: Path) -> None:
         story.recovered(0, story.state.best_step + 1)
     story.stepped(100_000)
     watching = watcher(story, tmp_path)
-    drawn = charts.timeline(watching.account(ALIVE, story.t), watching.state.incidents)
+    drawn = pages.timeline(watching.account(ALIVE, story.t), watching.state.incidents)
     assert drawn is not None
     assert [flag.number for flag in drawn["flags"]] == [True, False]
 
@@ -192,7 +191,7 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     watching = watcher(story, tmp_path)
     report = report_view(watching, ALIVE, story.t)
     account = watching.account(ALIVE, story.t)
-    rows, left_out = charts.rows_of(account)
+    rows, left_out = pages.rows_of(account)
     assert left_out == 0
     assert len(rows) < 40
     assert any(" x like " in label for label, _ in rows)
@@ -204,5 +203,5 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
 def test_coarse_intervals_keep_order_and_gaps() -> None:
     marks = [(0, 10, "step"), (10, 11, "rework"), (11, 30, "step"), (60, 99, "hang")]
     fine = [Interval(*mark) for mark in marks]
-    merged = charts.coarse(fine, 0, 100, 10)
+    merged = pages.coarse(fine, 0, 100, 10)
     assert [(i.start, i.end, i.category) for i in merged] == [(0, 30, "step"), (60, 100, "hang")]

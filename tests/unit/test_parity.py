@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints import parity
+from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Copies, Copy, Member, Source
-from jurymast.core.checkpoints.parity import Protection, keeping
+from jurymast.core.checkpoints.replicas import Protection, keeping
 from support.holding import source as source_of
 from support.holding import without
 
@@ -32,13 +32,13 @@ def saved(placement: tuple[str, ...], per_node: int, common: str = "same") -> Co
 
 def missing(
     held: Copies, key: cp.Key, placement: tuple[str, ...], per_node: int, kept: Protection
-) -> list[parity.Order]:
+) -> list[replicas.Order]:
     """What must be copied, or made, so that everything is held as `kept` says."""
-    orders = parity.missing_replicas(held, key, placement, per_node, kept.whole)
-    return orders + parity.missing_parity(held, key, placement, per_node, kept.parity)
+    orders = replicas.missing_replicas(held, key, placement, per_node, kept.whole)
+    return orders + replicas.missing_parity(held, key, placement, per_node, kept.parity)
 
 
-def obey(held: Copies, placement: tuple[str, ...], per_node: int, kept: Protection) -> list[parity.Order]:
+def obey(held: Copies, placement: tuple[str, ...], per_node: int, kept: Protection) -> list[replicas.Order]:
     """All agents do as they are told."""
     orders = missing(held, KEY, placement, per_node, kept)
     for holder, order in orders:

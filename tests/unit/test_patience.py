@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from jurymast import foreign
-from jurymast.report.closing import record_cancel
+from jurymast.report.liveness import record_cancel
 from support.commands import RUN, Place, swapped
 from support.hanging import hanging
 
 # As `jurymast`, but that nobody has to wait for half a minute.
 IMPATIENT = """
 import sys
-from jurymast.cli import main, patience
-patience.LIMIT_S = 3.0
+from jurymast.cli import main, options
+options.LIMIT_S = 3.0
 sys.exit(main.main())
 """
 NO_ANSWER = "its storage has not responded for 3 s"

@@ -17,10 +17,9 @@ from jurymast.cli.main import main
 from jurymast.cli.plan import command
 from jurymast.core.planning.failure_rate import prior
 from jurymast.core.planning.forecast import Question, forecast, goodput_at
-from jurymast.report.pages.plan import page
-from jurymast.report.plan import plan_blocks, plan_view
+from jurymast.report.plan import page, plan_blocks, plan_view
 from jurymast.report.text import minutes, render
-from jurymast.sim.durations import TRAINING_START_S, read_measured
+from jurymast.sim.checkpoints import TRAINING_START_S, read_measured
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,8 @@ import pytest
 from jurymast.core.planning.forecast import auto_spares
 from jurymast.core.settings import Budget, Settings
 from jurymast.errors import PolicyError
-from jurymast.policy import values
-from jurymast.policy.load import file_layers, pairs_layer, site_layers
-from jurymast.policy.resolve import Resolved, resolve
+from jurymast.policy import model
+from jurymast.policy.resolve import Resolved, file_layers, pairs_layer, resolve, site_layers
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -296,24 +295,24 @@ def test_a_named_site_file_must_exist(tmp_path: Path) -> None:
     ],
 )
 def test_durations(text: str, seconds: float) -> None:
-    assert values.duration(text) == pytest.approx(seconds)
+    assert model.read_duration(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["10", 10, "m", "-1s", "1 hour", "", True, None, "1e3s", "10m 5"])
 def test_bad_durations(text: object) -> None:
     with pytest.raises(ValueError, match="not a duration"):
-        values.duration(text)
+        model.read_duration(text)
 
 
 @pytest.mark.parametrize(("text", "share"), [("2%", 0.02), (0.5, 0.5), ("100%", 1.0), (0, 0.0)])
 def test_fractions(text: object, share: float) -> None:
-    assert values.fraction(text) == pytest.approx(share)
+    assert model.read_fraction(text) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "3", None])
 def test_what_is_no_whole_number(value: object) -> None:
     with pytest.raises(ValueError, match="not a whole number"):
-        values.whole_number(value)
+        model.read_whole_number(value)
 
 
 @pytest.mark.parametrize(("active", "spares"), [(1, 0), (32, 1), (128, 2), (12_500, 54)])

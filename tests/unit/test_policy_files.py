@@ -12,11 +12,10 @@ import pytest
 import yaml
 
 from jurymast.cli.main import main
-from jurymast.core.run.instructions import Launch
+from jurymast.core.effects import Launch
 from jurymast.core.settings import RunPlan, Settings
-from jurymast.policy.load import file_layers
 from jurymast.policy.model import schema
-from jurymast.policy.resolve import Resolved, resolve
+from jurymast.policy.resolve import Resolved, file_layers, resolve
 from support.stories import Story
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jurymast.core import effects as ins
 from jurymast.core import events as ev
 from jurymast.core.nodes.findings import Verdict
 from jurymast.core.nodes.tests import (
@@ -20,7 +21,6 @@ from jurymast.core.nodes.tests import (
     limit_s,
     next_round,
 )
-from jurymast.core.run import instructions as ins
 from jurymast.core.run.machine import resume
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings

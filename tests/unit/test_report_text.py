@@ -18,9 +18,8 @@ from jurymast.core.settings import Settings
 from jurymast.journal import VERSION, FileTail
 from jurymast.report import follow
 from jurymast.report.follow import Narrator, ProgressLine, end_lines, wait
-from jurymast.report.goodput import compare, compare_blocks, report_blocks, report_view
+from jurymast.report.goodput import compare, compare_blocks, page, report_blocks, report_view
 from jurymast.report.liveness import Liveness, judge
-from jurymast.report.pages.report import page
 from jurymast.report.sentences import sentence
 from jurymast.report.status import StatusWatcher, read_status, status_blocks
 from jurymast.report.text import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.copies import MEMORY, SHARED
-from jurymast.core.run.instructions import Launch, StopWorkers
+from jurymast.core.effects import Launch, StopWorkers
 from jurymast.core.run.machine import WAIT_LIMIT_S
 from jurymast.core.run.state import Phase
 from support.stories import START, Story

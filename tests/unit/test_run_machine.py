@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from jurymast.core import events as ev
-from jurymast.core.run.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.effects import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.recovery import not_stopped
 from jurymast.core.run.state import Phase, Role, RunState

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.cluster.batch_script import merged
-from jurymast.cluster.sbatch_options import (
+from jurymast.cluster.sbatch import (
     NONE,
     OPTIONAL,
     REQUIRED,
     SBATCH,
     SHORT,
+    merged,
     ranks_per_node,
     split_command_line,
 )

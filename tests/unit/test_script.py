@@ -13,30 +13,29 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.cluster.request import users_script
-from jurymast.cluster.sbatch_options import words_of
+from jurymast.cluster.sbatch import words_of
+from jurymast.cluster.slurm import users_script
 from jurymast.core import events as ev
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunCancelledError, UsageError
 from jurymast.journal import JournalWriter, first_events
 from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, write_atomically
-from jurymast.script import shims, torchrun
+from jurymast.script import recognise, shims
 from jurymast.script.job import interpreter
-from jurymast.script.output import Output, expanded, relayed
+from jurymast.script.notes import Training, Trainings
 from jurymast.script.recognise import (
     gpus_a_task,
     in_container,
     names_python,
     python_command,
+    rank_count,
     starts_launcher,
     starts_ranks,
     tasks_a_node,
 )
 from jurymast.script.srun import parse
-from jurymast.script.step import container_command, narrowed, node_command
-from jurymast.script.torchrun import rank_count
-from jurymast.script.trainings import Training, Trainings
+from jurymast.script.step import Output, container_command, expanded, narrowed, node_command, relayed
 from jurymast.worker.elastic import as_a_task, own_gpus, task_variables
 from support.waiting import wait_until
 
@@ -182,7 +181,7 @@ def test_python_is_named_by_commands_that_are_not_known_to_start_it() -> None:
 def test_torchruns_options(
     typed: str, ranks: str, script: str, arguments: tuple[str, ...], ignored: tuple[str, ...]
 ) -> None:
-    launch = torchrun.parse(typed.split(), {})
+    launch = recognise.parse(typed.split(), {})
     assert (launch.ranks, launch.script, launch.arguments) == (ranks, script, arguments)
     assert launch.ignored == ignored
     assert launch.module is ("-m" in typed.split())
@@ -196,7 +195,7 @@ def test_torchruns_options(
     ],
 )  # fmt: skip
 def test_how_many_nodes_a_launcher_is_told_of(typed: str, nodes: str) -> None:
-    assert torchrun.parse(typed.split(), {}).nodes == nodes
+    assert recognise.parse(typed.split(), {}).nodes == nodes
 
 
 @pytest.mark.parametrize(
@@ -206,20 +205,20 @@ def test_how_many_nodes_a_launcher_is_told_of(typed: str, nodes: str) -> None:
         ("--nproc-per-node", "expected one argument"),
         ("--r 3 train.py", "ambiguous"),
         ("--gpus 3 train.py", "unrecognized arguments: --gpus"),
-        ("--nnodes 2", "required: training_script"),
+        ("--nnodes 2", "no training script given"),
     ],
 )
 def test_what_torchrun_would_not_run_is_refused(typed: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        torchrun.parse(typed.split(), {})
+        recognise.parse(typed.split(), {})
 
 
 def test_torchrun_reads_variables_and_launch_adds_the_local_rank() -> None:
-    assert torchrun.parse(["--no-python", "./run.sh", "x"], {}).program
-    assert torchrun.parse(["t.py"], {"PET_NPROC_PER_NODE": "4"}).ranks == "4"
-    assert torchrun.parse(["--nproc-per-node=2", "t.py"], {"PET_NPROC_PER_NODE": "4"}).ranks == "2"
-    assert torchrun.parse(["t.py", "a"], {}, launch=True).arguments == ("--local-rank=${local_rank}", "a")
-    assert torchrun.parse(["--use_env", "t.py", "a"], {}, launch=True).arguments == ("a",)
+    assert recognise.parse(["--no-python", "./run.sh", "x"], {}).program
+    assert recognise.parse(["t.py"], {"PET_NPROC_PER_NODE": "4"}).ranks == "4"
+    assert recognise.parse(["--nproc-per-node=2", "t.py"], {"PET_NPROC_PER_NODE": "4"}).ranks == "2"
+    assert recognise.parse(["t.py", "a"], {}, launch=True).arguments == ("--local-rank=${local_rank}", "a")
+    assert recognise.parse(["--use_env", "t.py", "a"], {}, launch=True).arguments == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -574,7 +573,7 @@ def test_a_signal_that_comes_before_the_script_waits_for_its_traps(tmp_path: Pat
     job.submission.mkdir()
     script = "#!/bin/bash\ntrap 'exec echo trapped' USR1\nwhile :; do sleep 0.01; done\n"
     users_script(job).write_text(script)
-    early = "import os, signal\nfrom jurymast.script.held import hold\nhold()\n"
+    early = "import os, signal\nfrom jurymast.script import hold\nhold()\n"
     early += "os.kill(os.getpid(), signal.SIGUSR1)\n"
     done = subprocess.run(
         [sys.executable, "-c", early + RUN_SCRIPT, str(users_script(job)), ""], capture_output=True,

@@ -14,8 +14,7 @@ import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.core.agent.effects import ReadPulse
-from jurymast.core.agent.link import Hearing
-from jurymast.core.agent.succession import Succession
+from jurymast.core.agent.supervision import Hearing, Succession
 from jurymast.health.probe import Context
 from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared
 from jurymast.storage.shared import write

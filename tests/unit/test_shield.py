@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.keeper.messages import ManifestFollows, read_request, read_served
 from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.keeper.fetch import manifest_of
-from jurymast.keeper.page import RestoreStatus
-from jurymast.wire import channel, stream
-from jurymast.wire.handshake import NONCE_BYTES, Handshake, keeper_of
-from jurymast.wire.shield import GCM, GMAC, TAG_BYTES, Access
-from jurymast.wire.stream import Stream
+from jurymast.keeper.manifest import RestoreStatus
+from jurymast.keeper.transfer import ManifestFollows, manifest_of, read_request, read_served
+from jurymast.wire import channel, protocol
+from jurymast.wire.protocol import GCM, GMAC, NONCE_BYTES, TAG_BYTES, Access, Handshake, Stream, keeper_of
 from support.keepers import SECRET, FakeRank, holding, image_bytes, keeper, plan, source, until
 
 PIECE = 1000
@@ -61,7 +58,7 @@ def received(sent: bytes, way: str) -> bytes:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(protocol, "PIECE_BYTES", PIECE)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -134,7 +131,7 @@ def test_bytes_that_come_in_another_way_than_was_offered_are_not_taken() -> None
 
     def serve(listener: socket.socket) -> None:
         with listener.accept()[0] as connection:
-            peer = stream.accept(connection, SECRET, keeper_of("a"), read_request)
+            peer = protocol.accept(connection, SECRET, keeper_of("a"), read_request)
             peer.receive()
             peer.send(ManifestFollows(length=2, way=GMAC, capacity=0))
 
@@ -153,7 +150,7 @@ def test_a_connection_leads_to_whom_it_was_meant_for() -> None:
 
     def elsewhere(port: int) -> None:
         with pytest.raises((AuthenticationError, ConnectionError)):
-            stream.connect("127.0.0.1", port, SECRET, keeper_of("b"), read_served)
+            protocol.connect("127.0.0.1", port, SECRET, keeper_of("b"), read_served)
 
     async def work() -> None:
         async with keeper("a") as (a, _):

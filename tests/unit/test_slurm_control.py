@@ -6,7 +6,7 @@ import pytest
 
 from jurymast.cluster.control import reason_of
 from jurymast.cluster.lift import start_time
-from jurymast.cluster.sbatch_options import seconds_of, split_command_line, where_options
+from jurymast.cluster.sbatch import seconds_of, split_command_line, where_options
 
 
 @pytest.mark.parametrize(

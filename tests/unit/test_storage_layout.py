@@ -19,12 +19,12 @@ from jurymast.checkpoint.directory import (
     FileRecord,
     hash_file,
 )
-from jurymast.core.checkpoints.commit import superfluous
+from jurymast.core.checkpoints.replicas import superfluous
 from jurymast.keeper import manifest as keeper
 from jurymast.keeper.manifest import BLOCK_BYTES, Item
-from jurymast.storage.layout import Layout, decide, ranges
+from jurymast.storage.local import ImageSource, merged
 from jurymast.storage.orders import StorageFailure, explain
-from jurymast.storage.source import ImageSource, merged
+from jurymast.storage.shared import Layout, decide, ranges
 
 
 def tensor(name: str, length: int, *, at: int = 0, **more: Any) -> Item:

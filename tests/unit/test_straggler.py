@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.core import events as ev
-from jurymast.core.effects import Effect, Journal, Record, SaveFirst
+from jurymast.core.effects import Effect, Journal, RaiseAlert, Record, SaveFirst
 from jurymast.core.messages import Times, beat_of
 from jurymast.core.nodes import stragglers
 from jurymast.core.nodes.stragglers import Mean, Slow, Stragglers, Windows, slowest
-from jurymast.core.run.instructions import RaiseAlert
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings
 from jurymast.core.supervision.machine import Supervision

@@ -12,22 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cluster.batch_script import BatchScript
-from jurymast.cluster.local import local_process, submit_local
+from jurymast.cluster.allocation import local_process, submit_local
 from jurymast.cluster.planning import OwnOptions, make_plan, new_run_id, time_limit_s
-from jurymast.cluster.request import (
+from jurymast.cluster.sbatch import BatchScript, split_command_line
+from jurymast.cluster.slurm import (
     Request,
+    accepted,
     build_request,
+    check_fits,
     check_runs_directory,
+    parse_partitions,
     remove_run_directory,
+    submit_slurm,
     write_run_directory,
 )
-from jurymast.cluster.sbatch_options import split_command_line
-from jurymast.cluster.slurm import accepted, check_fits, parse_partitions, submit_slurm
 from jurymast.core.settings import RunPlan
 from jurymast.errors import JurymastError, RunDirectoryError, ScriptError, SubmissionError, UsageError
-from jurymast.policy.load import pairs_layer
-from jurymast.policy.resolve import resolve
+from jurymast.policy.resolve import pairs_layer, resolve
 from jurymast.rundir import RunDirectory
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"

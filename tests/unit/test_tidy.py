@@ -162,7 +162,7 @@ def _opens_by_path(call: ast.Call) -> bool:
 
 
 # What commands reach.
-LOOKING = ("cli/", "report/", "past_runs.py", "journal.py", "rundir.py", "checkpoint/directory.py")
+LOOKING = ("cli/", "report/", "cluster/earlier.py", "journal.py", "rundir.py", "checkpoint/directory.py")
 
 
 def looks(source: Source) -> Iterator[str]:
@@ -245,17 +245,16 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "slurm/site/jurymast_site/sweep.py",
             # Memory of this user's processes, by a link below /proc that only they may follow.
             "launcher/jurymast/checkpoint/memory_tier.py",
-            "launcher/jurymast/keeper/fetch.py",
-            "launcher/jurymast/storage/source.py",
+            "launcher/jurymast/keeper/transfer.py",
+            "launcher/jurymast/storage/local.py",
             "launcher/jurymast/worker/link.py",
             # In a directory that was made for this user alone, or found to be.
-            "launcher/jurymast/agent/node.py",
-            "launcher/jurymast/cluster/local.py",
+            "launcher/jurymast/agent/agent.py",
+            "launcher/jurymast/cluster/allocation.py",
             "launcher/jurymast/script/node.py",
             "launcher/jurymast/script/step.py",
             "launcher/jurymast/storage/export.py",
             "launcher/jurymast/wire/endpoint.py",
-            "launcher/jurymast/worker/error_file.py",
             "launcher/jurymast/worker/rank.py",
             "launcher/jurymast/worker/stack_signal.py",
             "plugins/jurymast_storage/__init__.py",
@@ -269,11 +268,10 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/demo/train_gpt.py",
             "launcher/jurymast/reference.py",
             "launcher/jurymast/report/doctor.py",
-            "launcher/jurymast/script/output.py",
             "slurm/site/jurymast_site/config.py",
             "launcher/jurymast/rundir.py",  # a directory, to have renames in it on disk
             "launcher/jurymast/sim/faults.py",
-            "launcher/jurymast/sim/durations.py",
+            "launcher/jurymast/sim/checkpoints.py",
             "launcher/jurymast/worker/server.py",
         },
     ),

@@ -20,7 +20,7 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core.effects import Answer, Disconnect, Effect, Record
 from jurymast.core.messages import beat_of
-from jurymast.core.nodes.heartbeat import LIMIT_MAX_S, UNKNOWN_BEATS, patience_s, rejoin_limit_s
+from jurymast.core.nodes.silence import LIMIT_MAX_S, UNKNOWN_BEATS, patience_s, rejoin_limit_s
 from jurymast.core.nodes.watch import (
     MANY_LIMIT_S,
     RECONNECT_GRACE_S,

@@ -24,10 +24,9 @@ from jurymast.core.settings import RunPlan
 from jurymast.errors import AuthenticationError, ProtocolError, RunCancelledError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel
-from jurymast.wire.ask import ask
-from jurymast.wire.channel import Channel, Connection, ConnectionClosed
+from jurymast.wire.channel import Channel, Connection, ConnectionClosed, ask
 from jurymast.wire.endpoint import NEWEST, Endpoint, announce, claim, claim_epoch, find, newest_epoch
-from jurymast.wire.handshake import FRAME_BYTES_MAX, MAGIC, NONCE_BYTES, TAG_BYTES
+from jurymast.wire.protocol import FRAME_BYTES_MAX, MAGIC, NONCE_BYTES, TAG_BYTES
 from support.reports import STEPPING
 from support.wire import served
 

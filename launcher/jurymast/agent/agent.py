@@ -1,41 +1,140 @@
 """The agent: a small process, one per node, that outlives the ranks. `core.agent` decides; this module turns
-what happens on the node into events, and carries out effects."""
+what happens on the node into events, and carries out effects. It first finds what it needs on its node, and
+makes its ranks' environment."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import random
 import secrets
 import shutil
 import signal
+import socket
+import subprocess
+import tempfile
 import threading
 import time
+from pathlib import Path
+from subprocess import DEVNULL
 
 from msgspec.structs import replace
 
-from jurymast.agent import node as here
-from jurymast.agent.driver import Driver
-from jurymast.agent.hosting import Evidence, HostProcess, NetworkWorkaround, end_ranks, signal_ranks
+from jurymast.agent.health import NodeTestRunner, Probing, driver_here, leave_verdict
 from jurymast.agent.keeping import Keeping, own_domain
-from jurymast.agent.node_tests import NodeTestRunner, driver_here
-from jurymast.agent.probing import Probing, leave_verdict
-from jurymast.agent.ranks import RankMemory, RankWatch
+from jurymast.agent.ranks import (
+    Evidence,
+    HostProcess,
+    NetworkWorkaround,
+    RankMemory,
+    RankWatch,
+    end_ranks,
+    signal_ranks,
+)
 from jurymast.agent.stacks import StackTaker
-from jurymast.agent.supervision import Connecting, Succeeding
+from jurymast.agent.supervision import Connecting, Driver, Succeeding
 from jurymast.cluster.allocation import Allocation
-from jurymast.cluster.sbatch_options import visible_gpus
+from jurymast.cluster.sbatch import visible_gpus
 from jurymast.cluster.verdicts import boot_id
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
-from jurymast.core.nodes.heartbeat import beat_every_s
+from jurymast.core.message import Strangers
+from jurymast.core.nodes.silence import beat_every_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import never
+from jurymast.foreign import check_private
 from jurymast.rundir import RunDirectory
-from jurymast.wire.strangers import Strangers
+from jurymast.wire.endpoint import ADDRESS_VARIABLE, interface_of
+
+# The nodes of an attempt, for ranks of a batch script: some scripts take the first for rank 0's node.
+SLURM_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
+TEMPORARY_PREFIX = "jurymast-agent-"
+
+
+def own_temporary_directory() -> tuple[Path, int]:
+    """Create a directory for this agent. Return it with the descriptor of the lock that shows that the agent
+    lives."""
+    while True:
+        own = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
+        lock = os.open(own / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            return own, lock
+        os.close(lock)  # another agent that is just starting took it for an abandoned one and removed it
+
+
+def remove_abandoned() -> None:
+    """Remove temporary directories of this user's killed agents. Best effort: it may take long, and what
+    cannot be removed stays."""
+    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
+        try:
+            check_private(path)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another user's, or not an agent's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not in Python, whose recursion limit deeply nested directories exceed.
+            subprocess.run(["rm", "-rf", "--", path], stdin=DEVNULL, stderr=DEVNULL, check=False)
+        except OSError:
+            pass  # its agent is alive
+        finally:
+            os.close(lock)
+
+
+def host_plan(plan: RunPlan, run_directory: Path, temporary: Path) -> dict[str, object]:
+    """Return the torchrun host's plan: see `worker.elastic.serve`."""
+    return {
+        "run": plan.run, "nodes": plan.nodes, "ranks": plan.ranks_per_node,
+        "script": plan.script, "arguments": plan.arguments, "module": plan.module,
+        "directory": plan.working_directory, "run_directory": str(run_directory),
+        "temporary": str(temporary), "grace_s": plan.settings.stop_grace_s,
+        "warm": plan.settings.warm_start, "batch": plan.batch, "tasks": plan.tasks,
+        "program": plan.program, "gpus": plan.gpus_per_task,
+    }  # fmt: skip
+
+
+def rank_environment(
+    plan: RunPlan, run_directory: Path, node: str, temporary: Path, address: str
+) -> dict[str, str]:
+    """Return variables for the ranks of this node, which other nodes reach at `address`."""
+    settings = plan.settings
+    values = {
+        "JURYMAST_RUN": plan.run,
+        "JURYMAST_RUN_DIR": str(run_directory),
+        "JURYMAST_NODE": node,
+        ADDRESS_VARIABLE: address,
+        "JURYMAST_KEEP": str(settings.keep),
+        "JURYMAST_USER_TMPDIR": os.environ.get("TMPDIR", ""),
+        "TMPDIR": str(temporary),
+    }
+    # The Checkpointer's cadence, if the policy gives one; otherwise it follows from the attempt's MTBF.
+    if settings.cadence_steps is not None:
+        values["JURYMAST_CADENCE_STEPS"] = str(settings.cadence_steps)
+    if settings.cadence_s is not None:
+        values["JURYMAST_CADENCE_S"] = str(settings.cadence_s)
+    if plan.ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+        values["OMP_NUM_THREADS"] = "1"  # as torchrun does
+    interface = interface_of(address)
+    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # gloo resolves the host's name, which may not lead to the address that other nodes reach.
+        values["GLOO_SOCKET_IFNAME"] = interface
+    return values
+
+
+def local_address(host: str, port: int) -> str:
+    """Return this machine's address on the way to `host`, or "" if there is none. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
 
 log = logging.getLogger("jurymast.agent")
 
@@ -61,7 +160,7 @@ class Agent:
             gpus=visible_gpus(os.environ), driver=driver_here(),
         )  # fmt: skip
         self._driver = Driver(self._machine, self._carry_out)
-        self._temporary, self._lock = here.own_temporary_directory()
+        self._temporary, self._lock = own_temporary_directory()
         self._strangers = Strangers(_note)
         self._memory = RankMemory(plan.ranks_per_node)
         self._watch = RankWatch(self._memory, plan.settings.heartbeat_s, plan.program)
@@ -87,10 +186,10 @@ class Agent:
         for warning in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # from --signal
             loop.add_signal_handler(warning, lambda: None)
         loop.add_reader(self._memory.events_fd, self._ranks_said)
-        threading.Thread(target=here.remove_abandoned, name="remove-abandoned", daemon=True).start()
+        threading.Thread(target=remove_abandoned, name="remove-abandoned", daemon=True).start()
         await self._keeping.keeper.start()
         if self._hint is not None:
-            self._connecting.address = here.local_address(*self._hint)
+            self._connecting.address = local_address(*self._hint)
         driver.act(self._machine.start(driver.now, reachable=bool(self._connecting.address)))
         try:
             await driver.over.wait()
@@ -223,7 +322,7 @@ class Agent:
     # The ranks and their host.
 
     async def _start_host(self) -> None:
-        plan = here.host_plan(self._plan, self._directory.root, self._temporary)
+        plan = host_plan(self._plan, self._directory.root, self._temporary)
         self._host = await HostProcess.start(plan, self._environment(), self._host_said, self._host_ended)
 
     async def _prepare(self, attempt: int) -> None:
@@ -234,7 +333,7 @@ class Agent:
     def _start_ranks(self, order: msg.Launch, *, cold: bool) -> None:
         environment = {**self._workaround.environment(order.attempt), **self._stacks.launch(order)}
         if self._plan.batch:
-            environment |= dict.fromkeys(here.SLURM_LISTS, order.nodes)
+            environment |= dict.fromkeys(SLURM_LISTS, order.nodes)
         self._tell(replace(order, cold=cold, restore=None, environment=environment))
 
     def _tell(self, order: msg.Launch | msg.Stop) -> None:
@@ -267,7 +366,7 @@ class Agent:
         return {
             **self._keeping.environment(),
             **self._memory.environment(),
-            **here.rank_environment(
+            **rank_environment(
                 self._plan, self._directory.root, self._node, self._temporary, self._connecting.address
             ),
         }

@@ -1,6 +1,6 @@
-"""The agent's side of supervision. It connects to a supervisor and receives its messages, as
-`core.agent.link` decides. When the supervisor's node has died, it runs the next one, as
-`core.agent.succession` decides."""
+"""The agent's side of supervision. It drives the agent's machine (its timer, the tasks whose results become
+events, and the agent's end), and connects to a supervisor as `core.agent.supervision` decides. When the
+supervisor's node has died, it runs the next supervisor."""
 
 from __future__ import annotations
 
@@ -8,20 +8,86 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from jurymast.agent.driver import Driver
 from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
+from jurymast.core.agent.effects import NEVER, Effect, WakeAt
+from jurymast.core.agent.machine import AgentMachine
+from jurymast.core.message import Strangers
 from jurymast.errors import never
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
-from jurymast.wire.addresses import is_up
 from jurymast.wire.channel import Channel
-from jurymast.wire.strangers import Strangers
+from jurymast.wire.endpoint import is_up
+
+
+class Driver:
+    """Drives `machine`. `act` passes the effects of an event to `carry_out`, in order; that may call back at
+    once only to send messages. `over` is set when the agent is to end; `failure` is the error that broke
+    it."""
+
+    def __init__(self, machine: AgentMachine, carry_out: Callable[[Effect], None]) -> None:
+        self.machine = machine
+        self.over = asyncio.Event()
+        self.failure: BaseException | None = None
+        self._carry_out = carry_out
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def now(self) -> float:
+        """The time on the machine's clock, in seconds."""
+        return time.monotonic()
+
+    def act(self, effects: list[Effect]) -> None:
+        if self.over.is_set():
+            return
+        for effect in effects:
+            if isinstance(effect, WakeAt):
+                self._wake_at(effect.at)
+            else:
+                self._carry_out(effect)
+
+    def say(self, message: msg.ToSupervisor) -> None:
+        self.act(self.machine.say(message, self.now))
+
+    def spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = True) -> asyncio.Task[None]:
+        """Run a task. An error in a `vital` task ends the agent: giving its node up is better than an agent
+        that half works. Errors of other tasks are logged."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._vital_ended if vital else self._tasks.discard)
+        return task
+
+    def _vital_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.failure = self.failure or task.exception()
+            self.over.set()
+
+    def _wake_at(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(at - self.now, self._wake, at) if at < NEVER else None
+
+    def _wake(self, at: float) -> None:
+        self.act(self.machine.tick(max(at, self.now)))
+
+    async def close(self) -> None:
+        """Stop carrying out effects, and cancel all tasks."""
+        self.over.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
 
 CONNECT_LIMIT_S = 1.5
 # A failure that comes sooner counts as a refusal.

@@ -23,8 +23,7 @@ from jurymast.core.planning.failure_rate import default_mtbf_s
 from jurymast.errors import CheckpointError, RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.worker import link
-from jurymast.worker.link import Link
-from jurymast.worker.schedule import ScheduleFollower
+from jurymast.worker.link import Link, ScheduleFollower
 
 log = logging.getLogger("jurymast.checkpoint")
 

@@ -26,11 +26,13 @@ from jurymast.checkpoint.directory import (
     CheckpointManifest,
     FileRecord,
     NewFile,
+    Owner,
+    claim,
+    is_foreign,
     one_line,
     remove_trees,
 )
 from jurymast.checkpoint.group import Candidate, Group, SaveResult
-from jurymast.checkpoint.owner import Owner, claim, is_foreign
 from jurymast.checkpoint.state import Captured, ScriptState
 from jurymast.checkpoint.tree import reader
 from jurymast.errors import CheckpointError

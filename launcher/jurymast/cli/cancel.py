@@ -34,7 +34,7 @@ def command(run: str, runs: Path | None) -> None:
     name = directory.root.name
     watcher = read_status(directory)
     from jurymast.core.messages import Accepted
-    from jurymast.wire.ask import ask
+    from jurymast.wire.channel import ask
 
     # Until there is an outcome, a supervisor may still be there, waiting until the last checkpoint can be
     # written.
@@ -53,7 +53,7 @@ def command(run: str, runs: Path | None) -> None:
     local = foreign.exists(directory.submission / "local.json")
     how = _end_local(directory) if local else _end_slurm(directory)
     if not _await_end(watcher, LAST_WORD_S if how else 0.0):
-        from jurymast.report.closing import record_cancel
+        from jurymast.report.liveness import record_cancel
 
         record_cancel(directory, by=user())
     click.echo(f"{name} is cancelled" + (f" ({how})" if how else ""))
@@ -71,7 +71,7 @@ def _end_local(directory: RunDirectory) -> str:
     time, kill it with its children. Returns what was ended, or "" if nothing was left."""
     import psutil
 
-    from jurymast.cluster.local import local_process
+    from jurymast.cluster.allocation import local_process
 
     process = local_process(directory)
     if process is None:

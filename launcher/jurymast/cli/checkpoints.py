@@ -328,7 +328,7 @@ class _Call:
     def rollback(self, step: int, delete: bool) -> int:
         from jurymast.checkpoint.directory import remove_trees
         from jurymast.core.messages import Accepted
-        from jurymast.wire.ask import ask
+        from jurymast.wire.channel import ask
 
         self._present(step)
         self._insist(step, ", so the run was not rolled back")

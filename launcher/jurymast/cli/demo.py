@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from jurymast.cli import patience
+from jurymast.cli import options
 from jurymast.cli.options import default_runs, show_json
 from jurymast.errors import JurymastError, RunFailedError
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
-    from jurymast.demo.local_run import LocalRun, Wanted
-    from jurymast.demo.show import Screen
+    from jurymast.demo import LocalRun, Screen, Wanted
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -42,8 +41,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
 
     The nodes are groups of processes; everything else works as on a cluster. Takes one to two minutes.
     """
-    from jurymast.demo.local_run import LocalRun, Wanted, request_for
-    from jurymast.demo.show import Screen, Show
+    from jurymast.demo import LocalRun, Screen, Show, Wanted, request_for
 
     if importlib.util.find_spec("torch") is None:
         raise RunFailedError(
@@ -51,7 +49,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
         )
     wanted = Wanted(nodes, spares, steps)
     screen = Screen(sys.stderr if as_json else sys.stdout)
-    patience.follow_on()  # the processes that it starts must be ended
+    options.follow_on()  # the processes that it starts must be ended
     with _folder(keep) as folder:
         local = LocalRun(request_for(wanted, folder.runs, Path.cwd()), folder.temporary)
         directory = local.directory
@@ -132,7 +130,7 @@ def _ended_with_us(local: LocalRun, screen: Screen) -> Iterator[None]:
 
 
 def _introduce(screen: Screen, wanted: Wanted, *, with_fault: bool) -> None:
-    from jurymast.demo.local_run import SCRIPT
+    from jurymast.demo import SCRIPT
     from jurymast.report.text import count
 
     spare = f" and {wanted.spares} spare" if wanted.spares else ""
@@ -159,7 +157,7 @@ def _report(directory: RunDirectory, page: Path, *, quiet: bool) -> None:
 
 
 def _point_to(screen: Screen, directory: RunDirectory, page: Path, *, kept: bool) -> None:
-    from jurymast.demo.show import can_open_a_browser
+    from jurymast.demo import can_open_a_browser
 
     screen.write(f"\nreport as an HTML page: {page}")
     if kept:

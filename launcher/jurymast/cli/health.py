@@ -96,8 +96,7 @@ def _show(view: dict[str, Any]) -> None:
 
 def _explain(code: int, resolved: Resolved, as_json: bool) -> None:
     """The packaged reading of an Xid code, and the policy's. Raises UsageError for an unknown code."""
-    from jurymast.health.probe import Context
-    from jurymast.health.tables import reading
+    from jurymast.health.probe import Context, reading
     from jurymast.reference import recovery_actions, xids
     from jurymast.report.text import Line
 

@@ -34,8 +34,8 @@ def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | N
     returned from a failure it is multiplied by 25. One strike excludes a node for the time that the policy's
     nodes_policy.expire sets, three within 28 days exclude it for good.
     """
-    from jurymast.past_runs import forgive as wipe
-    from jurymast.report.nodes import node_blocks, node_rows
+    from jurymast.cluster.earlier import forgive as wipe
+    from jurymast.report.runs import node_blocks, node_rows
 
     place = runs_place(runs)
     exclusion_s = resolved_policy(None).settings().exclusion_s

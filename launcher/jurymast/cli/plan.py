@@ -71,7 +71,7 @@ def command(
     remains."""
     from jurymast.core.planning.forecast import forecast
     from jurymast.report.plan import plan_view, restart_lines
-    from jurymast.sim.durations import read_measured
+    from jurymast.sim.checkpoints import read_measured
 
     resolved = resolved_policy(policy)
     measured = read_measured(figures)
@@ -83,7 +83,7 @@ def command(
     found = forecast(_question(resolved, given))
     view = plan_view(found, lines)
     if html is not None:
-        from jurymast.report.pages.plan import page
+        from jurymast.report.plan import page
 
         write_page(page(view, found), html)
     if as_json:

@@ -37,7 +37,7 @@ def show(file: Path | None, origin: bool, as_json: bool) -> None:
     if not as_json:
         click.echo(resolved.yaml(origins=origin), nl=False)
         return
-    from jurymast.policy.load import spelled
+    from jurymast.policy.resolve import spelled
 
     values: dict[str, object] = {"values": resolved.values}
     if origin:

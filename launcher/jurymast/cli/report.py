@@ -48,7 +48,7 @@ def command(run: str, html: Path | None, compare: str | None, as_json: bool, run
     life, now = look(watcher.directory, watcher.state), time.time()
     report = report_view(watcher, life, now)
     if html is not None:
-        from jurymast.report.pages.report import page
+        from jurymast.report.goodput import page
 
         write_page(page(report, watcher.account(life, now), watcher.state), html)
     if as_json:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from jurymast.core.settings import Settings
     from jurymast.policy.resolve import Resolved
-    from jurymast.sim.durations import Durations, Measured
+    from jurymast.sim.checkpoints import Durations, Measured
     from jurymast.sim.faults import TraceFault
 
     Draw = Callable[[int, Random], list[TraceFault]]
@@ -47,9 +47,9 @@ PARTS = 120
 
 def _seconds(text: str) -> float:
     """Seconds of a time as policies write it: 90s, 10m, 6h, 2d; also 0."""
-    from jurymast.policy.values import positive_duration
+    from jurymast.policy.model import read_positive_duration
 
-    return 0.0 if text.strip() == "0" else positive_duration(text)
+    return 0.0 if text.strip() == "0" else read_positive_duration(text)
 
 
 def _time(flag: str, text: str) -> Callable[[Any], Any]:
@@ -123,8 +123,7 @@ def command(
     """Simulate runs with failures, with the decisions, the cadence and the accounting of real runs."""
     from jurymast.core.planning.forecast import auto_spares
     from jurymast.report.simulation import simulate, simulate_blocks, simulated_lines, summary
-    from jurymast.sim.checkpoints import asked_cadence
-    from jurymast.sim.durations import read_measured
+    from jurymast.sim.checkpoints import asked_cadence, read_measured
     from jurymast.sim.simulation import Setup
 
     began = time.perf_counter()
@@ -164,7 +163,7 @@ def command(
         "wall_seconds": round(time.perf_counter() - began, 3),
     }  # fmt: skip
     if html is not None:
-        from jurymast.report.pages.simulation import page
+        from jurymast.report.simulation import page
 
         write_page(page(found, outcomes), html)
     if as_json:

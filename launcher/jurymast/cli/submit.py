@@ -12,22 +12,30 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from jurymast.cli.options import default_runs, examples, file_option, resolved_policy, runs_of, spares_option
-from jurymast.cli.patience import follow_on
-from jurymast.cluster.batch_script import (
+from jurymast.cli.options import (
+    default_runs,
+    examples,
+    file_option,
+    follow_on,
+    resolved_policy,
+    runs_of,
+    spares_option,
+)
+from jurymast.cluster.sbatch import (
     STANDARD_INPUT,
     BatchScript,
+    CommandLine,
     find_script,
     merged,
     parse,
     read_script,
+    split_command_line,
     wrapped,
 )
-from jurymast.cluster.sbatch_options import CommandLine, split_command_line
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
-    from jurymast.cluster.request import Request, Submitted
+    from jurymast.cluster.slurm import Request, Submitted
     from jurymast.policy.resolve import Resolved
 
 
@@ -114,7 +122,7 @@ def command(context: click.Context, /, **options: Any) -> int:
     told = merged(script, os.environ, line)
     request = _request(line, script, policy, options, runs, told.last("partition") or "")
     _note_unused(line, options["cluster"])
-    from jurymast.cluster.request import submit
+    from jurymast.cluster.slurm import submit
 
     if options["dry_run"]:
         click.echo(json.dumps(request.to_json(), indent=1) if options["as_json"] else _shown(request))
@@ -161,7 +169,7 @@ def _request(
     """Build the request; finds every mistake that can be found without asking Slurm."""
     from jurymast.cluster.earlier import with_earlier
     from jurymast.cluster.planning import OwnOptions, make_plan
-    from jurymast.cluster.request import build_request, check_runs_directory
+    from jurymast.cluster.slurm import build_request, check_runs_directory
     from jurymast.report.text import clean
 
     asked = OwnOptions(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
@@ -186,7 +194,7 @@ def _note_unused(line: CommandLine, cluster: str) -> None:
 
 def _shown(request: Request) -> str:
     """A dry run for people: the command line, the batch script and the policy."""
-    from jurymast.cluster.request import script_file
+    from jurymast.cluster.slurm import script_file
 
     parts = [f"# {request.plan.directory}", shlex.join(request.argv)]
     if request.script:

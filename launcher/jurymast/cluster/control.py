@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from jurymast.cluster import earlier
 from jurymast.cluster.allocation import Allocation, job_fields, run_command
-from jurymast.cluster.sbatch_options import seconds_of, split_command_line, where_options
+from jurymast.cluster.sbatch import seconds_of, split_command_line, where_options
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, UsageError
 from jurymast.rundir import RunDirectory

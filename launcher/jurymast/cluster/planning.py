@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.cluster.batch_script import DONE_HERE, BatchScript, merged
-from jurymast.cluster.sbatch_options import (
+from jurymast.cluster.sbatch import (
+    DONE_HERE,
+    BatchScript,
     CommandLine,
     Given,
+    merged,
     ranks_per_node,
     seconds_of,
     where_options,

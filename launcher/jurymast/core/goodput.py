@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jurymast.core import events as ev
-from jurymast.core.run.instructions import Instruction
+from jurymast.core.effects import Instruction
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.run.telling import pause_s

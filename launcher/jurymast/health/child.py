@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.health.probe import Context, Probe, failed, installed, open_probe
-from jurymast.health.tables import threshold
+from jurymast.health.probe import Context, Probe, failed, installed, open_probe, threshold
 
 # Drivers that are not in use may take seconds per GPU to open.
 OPEN_LOOKS = 3

@@ -18,8 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jurymast.core.nodes.findings import Verdict
-from jurymast.health.probe import Context, granted_gpus, installed
-from jurymast.health.tables import READINGS
+from jurymast.health.probe import READINGS, Context, granted_gpus, installed
 from jurymast.health.watcher import ProbeWatcher, names_to_ask
 from jurymast.reference import thresholds, xids
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, OWN
-from jurymast.core.keeper import copies as core
-from jurymast.core.keeper.copies import Image as Key
+from jurymast.core.keeper import effects as core
+from jurymast.core.keeper.effects import Image as Key
 from jurymast.foreign import NotOurs, check_private, open_own, read_own
 from jurymast.keeper.manifest import BadImage, Manifest, blocks_of
 from jurymast.keeper.memory import MappedBuffer

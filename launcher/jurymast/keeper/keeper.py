@@ -23,22 +23,28 @@ from typing import Any
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, MEMORY
 from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.holding import SlotState
 from jurymast.core.keeper.machine import KeeperMachine
-from jurymast.core.keeper.slots import SlotState
-from jurymast.core.keeper.work import Filled, Found
+from jurymast.core.keeper.restores import Filled, Found
 from jurymast.core.messages import Room
 from jurymast.core.texts import memory_size
 from jurymast.errors import never
 from jurymast.keeper import memory
 from jurymast.keeper.copies import CopyTable, StoredCopy, local_copies
-from jurymast.keeper.gathering import Gatherer
-from jurymast.keeper.manifest import BadImage, Manifest
+from jurymast.keeper.gathering import Gatherer, Going, fetch, find, in_thread, mix, read_again, scrub, verify
+from jurymast.keeper.manifest import (
+    BadImage,
+    Manifest,
+    RankRecord,
+    RestoreStatus,
+    SlotRecord,
+    SlotWord,
+    Word,
+    create_page,
+)
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.keeper.page import RankRecord, RestoreStatus, SlotRecord, SlotWord, Word, create_page
-from jurymast.keeper.serve import ImageServer
-from jurymast.keeper.tasks import Going, fetch, find, mix, read_again, scrub, verify
-from jurymast.keeper.threads import in_thread
-from jurymast.wire.shield import Access
+from jurymast.keeper.transfer import ImageServer
+from jurymast.wire.protocol import Access
 
 
 @dataclass(frozen=True)

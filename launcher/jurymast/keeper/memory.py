@@ -16,10 +16,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from jurymast.core.keeper.memory import round_up
+from jurymast.core.keeper.holding import round_up
 from jurymast.core.messages import Room
 from jurymast.health.readings import MOUNT, memory_cgroups, number, text
-from jurymast.keeper.page import SlotRecord, SlotWord
+from jurymast.keeper.manifest import SlotRecord, SlotWord
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 512 << 20

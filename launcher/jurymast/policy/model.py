@@ -1,6 +1,7 @@
 """The policy's keys, their meaning and their defaults, in one place.
 
-A default is given as one would write it in the YAML file, and is read like any value.
+A default is given as one would write it in the YAML file, and is read like any value. Readers of values raise
+ValueError with what is wrong and what to write.
 
 The JSON Schema is made from the model, for editors and for checks without jurymast. It has the names, forms
 and ranges of values. `policy check` finds more mistakes, such as durations that must not be 0 and circles of
@@ -10,6 +11,7 @@ and ranges of values. `policy check` finds more mistakes, such as durations that
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
@@ -26,9 +28,141 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from jurymast.core.checkpoints.cadence import Cadence, parse_cadence
 from jurymast.core.settings import Budget
-from jurymast.core.texts import DURATION
-from jurymast.policy import values
+from jurymast.core.texts import DURATION, did_you_mean, seconds_in
+from jurymast.reference import thresholds, xids
+
+# Far below what the clocks of Python and of the system can count.
+LONGEST_S = 100 * 365 * 86400.0
+_NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+")
+
+
+def read_duration(value: object) -> float:
+    """The seconds of "0.5s", "10m", "1h30m" or "24h"."""
+    seconds = seconds_in(value) if isinstance(value, str) else None
+    if seconds is not None and seconds > LONGEST_S:
+        raise ValueError(f"{written(value)} is longer than a hundred years")
+    if seconds is None:
+        raise ValueError(
+            f"{written(value)} is not a duration; write a number with a unit, like 0.5s, 10m, 1h30m or 2d"
+        )
+    return seconds
+
+
+def read_positive_duration(value: object) -> float:
+    seconds = read_duration(value)
+    if seconds <= 0:
+        raise ValueError("must be longer than 0")
+    return seconds
+
+
+def read_whole_number(value: object, *, least: int = 0) -> int:
+    """A whole number of at least `least`; YAML's true and false are not numbers."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{written(value)} is not a whole number")
+    if value < least:
+        raise ValueError(f"must be at least {least}")
+    return value
+
+
+def read_one_or_more(value: object) -> int:
+    return read_whole_number(value, least=1)
+
+
+def read_none_or_one_or_more(value: object) -> int | None:
+    return None if value is None else read_one_or_more(value)
+
+
+def read_budget(value: object) -> Budget:
+    """A restart budget, like "3 per 1h"."""
+    match = re.fullmatch(r"\s*(\d+)\s+(?:per|in)\s+(\S.*)", value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(
+            f"{written(value)} is not a restart budget; write unlimited, or a number per time, like 3 per 1h"
+        )
+    return Budget(count=int(match[1]), window_s=read_positive_duration(match[2]))
+
+
+def read_cadence(value: object) -> Cadence:
+    """A cadence: "auto", "200 steps" or "10m"."""
+    try:
+        if isinstance(value, str) and not value.strip().isdigit():  # a writer may mean 200 seconds by 200
+            return parse_cadence(value)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"{written(value)} is not a cadence; write auto, a number of steps (200 steps) or a time (10m)"
+    )
+
+
+def read_fraction(value: object) -> float:
+    """A share between 0 and 1: "2%" or 0.02."""
+    text = value.strip() if isinstance(value, str) else ""
+    if re.fullmatch(r"\d+(?:\.\d+)?%", text):
+        share = float(text[:-1]) / 100
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        share = float(value)
+    else:
+        raise ValueError(f"{written(value)} is not a share; write a percentage, like 2%")
+    if not 0 <= share <= 1:
+        raise ValueError("must be between 0% and 100%")
+    return share
+
+
+def read_on_or_off(value: object) -> bool:
+    """Whether a switch is on; YAML reads both words as true and false."""
+    if isinstance(value, bool):
+        return value
+    if value in ("on", "off"):
+        return value == "on"
+    raise ValueError(f"{written(value)} is neither on nor off")
+
+
+def read_factor(value: object) -> float:
+    """A factor above 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < math.inf:
+        raise ValueError(f"{written(value)} is not a factor; write off, or a number above 1, like 1.5")
+    return float(value)
+
+
+def read_rate(value: object) -> float:
+    """Failures per 1,000 node-days."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(
+            f"{written(value)} is not a failure rate; write auto, or failures per 1,000 node-days, like 6.5"
+        )
+    return float(value)
+
+
+def read_xid_code(value: str) -> str:
+    """A code of the packaged Xid table, as text."""
+    codes = [str(code) for code in xids()]
+    if value not in codes:
+        raise ValueError(
+            f"{written(value)} is not an Xid code that this version knows{did_you_mean(value, codes)}; "
+            f"known codes: {', '.join(codes)}"
+        )
+    return value
+
+
+def read_threshold_name(value: str) -> str:
+    if value not in thresholds():
+        raise ValueError(
+            f"there is no threshold {written(value)}{did_you_mean(value, thresholds())}; "
+            "jurymast health --thresholds lists them"
+        )
+    return value
+
+
+def written(value: object) -> str:
+    """`value` as written in a YAML file, cut short; text that would be read as something else has quotes."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, str) and (not value.strip() or _NUMBER.fullmatch(value)):
+        return f'"{value[:60]}"'
+    return (str(value).lower() if isinstance(value, bool) else str(value))[:60]
+
 
 # How each kind of value is written, for the JSON Schema: what its reader in `values` accepts.
 _TIME: dict[str, Any] = {"type": "string", "pattern": DURATION}
@@ -79,18 +213,18 @@ class _Switch(_Written):
         return {"anyOf": [handler(schema), *self._forms]}
 
 
-Duration = Annotated[float, _Written(values.positive_duration, _TIME)]
-AutoDuration = Annotated[float | None, _Written(values.positive_duration, _TIME, auto=None)]
-AutoOffDuration = Annotated[float | None, _Written(values.positive_duration, _TIME, auto=None, off=0.0)]
-Count = Annotated[int, _Written(values.whole_number, _COUNT)]
-OneOrMore = Annotated[int, _Written(values.one_or_more, _ONE_OR_MORE)]
-OnOff = Annotated[bool, _Written(values.on_or_off, _ON, _OFF)]
-XidCode = Annotated[str, AfterValidator(values.xid_code)]
-ThresholdName = Annotated[str, AfterValidator(values.threshold_name)]
+Duration = Annotated[float, _Written(read_positive_duration, _TIME)]
+AutoDuration = Annotated[float | None, _Written(read_positive_duration, _TIME, auto=None)]
+AutoOffDuration = Annotated[float | None, _Written(read_positive_duration, _TIME, auto=None, off=0.0)]
+Count = Annotated[int, _Written(read_whole_number, _COUNT)]
+OneOrMore = Annotated[int, _Written(read_one_or_more, _ONE_OR_MORE)]
+OnOff = Annotated[bool, _Written(read_on_or_off, _ON, _OFF)]
+XidCode = Annotated[str, AfterValidator(read_xid_code)]
+ThresholdName = Annotated[str, AfterValidator(read_threshold_name)]
 Restarts = Annotated[
     Budget,
     _Written(
-        values.budget,
+        read_budget,
         {"type": "string", "pattern": r"^\s*\d+\s+(per|in)\s+\S.*$", "examples": ["3 per 1h"]},
         unlimited=Budget(),
     ),
@@ -109,7 +243,7 @@ class Section(BaseModel):
 
 
 class Nodes(Section):
-    min: Annotated[int | None, _Written(values.none_or_one_or_more, {"type": "null"}, _ONE_OR_MORE)] = _key(
+    min: Annotated[int | None, _Written(read_none_or_one_or_more, {"type": "null"}, _ONE_OR_MORE)] = _key(
         None, "smallest number of active nodes; refused, not supported yet"
     )
 
@@ -164,7 +298,7 @@ class Checkpoint(Section):
     cadence: Annotated[
         Any,
         _Written(
-            values.cadence,
+            read_cadence,
             _AUTO,
             _TIME,
             {"type": "string", "pattern": r"^\s*\d+\s*steps?\s*$", "examples": ["200 steps"]},
@@ -181,12 +315,12 @@ class RestartBudgets(Section):
 
 class Failures(Section):
     rate: Annotated[
-        float | None, _Written(values.rate, {"type": "number", "exclusiveMinimum": 0}, auto=None)
+        float | None, _Written(read_rate, {"type": "number", "exclusiveMinimum": 0}, auto=None)
     ] = _key("auto", "failures per 1,000 node-days, if known")
     half_life: Duration = _key("14d", "age at which a past failure counts half in the failure rate")
     burst: Duration = _key("10m", "failures this close together count as one")
     restarts: RestartBudgets = _key({}, "restart budgets: how many restarts in how much time")
-    requeues: Annotated[int | None, _Written(values.whole_number, _COUNT, unlimited=None)] = _key(
+    requeues: Annotated[int | None, _Written(read_whole_number, _COUNT, unlimited=None)] = _key(
         "unlimited", "how often the Slurm job may be requeued"
     )
     stop_grace: Duration = _key(
@@ -206,9 +340,9 @@ class Health(Section):
     preflight: AutoOffDuration = _key(
         "auto", "time for tests of nodes before their first attempt: auto (with GPUs only), off, or how long"
     )
-    straggler: Annotated[
-        float, _Written(values.factor, {"type": "number", "exclusiveMinimum": 1}, off=0.0)
-    ] = _key(1.5, "swap out a rank that stays this many times slower than the others, or off")
+    straggler: Annotated[float, _Written(read_factor, {"type": "number", "exclusiveMinimum": 1}, off=0.0)] = (
+        _key(1.5, "swap out a rank that stays this many times slower than the others, or off")
+    )
     workaround: OnOff = _key(True, "on: ranks avoid a failing network device if the node has another one")
 
 
@@ -217,7 +351,7 @@ class NodesPolicy(Section):
     max_fraction: Annotated[
         float,
         _Written(
-            values.fraction,
+            read_fraction,
             {"type": "number", "minimum": 0, "maximum": 1},
             {"type": "string", "pattern": r"^\d+(?:\.\d+)?%$", "examples": ["2%"]},
         ),
@@ -245,7 +379,7 @@ class Notification(Section):
 
 
 class Policy(Section):
-    spares: Annotated[int | None, _Written(values.whole_number, _COUNT, auto=None)] = _key(
+    spares: Annotated[int | None, _Written(read_whole_number, _COUNT, auto=None)] = _key(
         "auto", "spare nodes kept warm: auto, or a number"
     )
     start: Literal["warm", "cold"] = _key(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from jurymast.core import events as ev
-from jurymast.core.run.instructions import Launch, RaiseAlert, Requeue
+from jurymast.core.effects import Launch, RaiseAlert, Requeue
 from jurymast.core.run.state import RunState
 from jurymast.journal import Entry
 from jurymast.report.liveness import Liveness, look

@@ -1,5 +1,6 @@
-"""Whether a run's job is alive, and what its supervisor answers. The journal does not show that its writer
-died or cannot write."""
+"""Whether a run's job is alive, and what its supervisor answers: the journal does not show that its writer
+died or cannot write. Reads a journal while it is being written, and closes the journal of a run that no
+supervisor serves any more, after a cancel by hand."""
 
 from __future__ import annotations
 
@@ -7,19 +8,143 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jurymast
 from jurymast import foreign
 from jurymast.cluster.allocation import ENDED_STATES, run_command
+from jurymast.core import events as ev
+from jurymast.core.events import Event
+from jurymast.core.goodput import Ledger
+from jurymast.core.run.machine import step
 from jurymast.core.run.state import RunState
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
-from jurymast.rundir import RunDirectory
-from jurymast.wire.endpoint import PULSE, find
+from jurymast.journal import (
+    Entry,
+    EpochBegin,
+    FileTail,
+    JournalWriter,
+    begin_of,
+    entry_of,
+    first_events,
+    initial_state,
+    read_file,
+    replay,
+    take,
+)
+from jurymast.report.text import some
+from jurymast.rundir import RunDirectory, write_json
+from jurymast.wire.endpoint import PULSE, claim_epoch, find
 
 if TYPE_CHECKING:
     from jurymast.core.messages import Condition
+
+
+class _EpochTail:
+    """Reads one epoch's file. Entries are numbered from 1, so missing ones are noticed."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = FileTail(path)
+        self.line = 0  # number of the newest entry's line, from 1
+        self._number = 0
+        self._bad: list[int] = []
+        self._missing = 0
+
+    def entries(self, *, over: bool) -> Iterator[Entry]:
+        """The new entries. `over`: a later epoch has begun, so an unfinished line will not be completed."""
+        while lines := self._tail.lines(partial=over):
+            for line in lines:
+                self.line += 1
+                entry = entry_of(line, self._tail.path)
+                if entry is None:
+                    self._bad.append(self.line)
+                    continue
+                self._missing += max(0, entry.get("n", 0) - self._number - 1)
+                self._number = entry.get("n", 0)
+                yield entry
+
+    def unread(self) -> Iterator[str]:
+        name = self._tail.path.name
+        if self._bad:
+            lines = some([str(number) for number in self._bad])
+            yield f"{name}: {'line' if len(self._bad) == 1 else 'lines'} {lines} could not be read"
+        if self._missing > len(self._bad):
+            entries = "1 entry" if self._missing == 1 else f"{self._missing} entries"
+            yield f"{name}: {entries} missing"
+
+
+class JournalTail:
+    """New entries of a run's journal, and the state and account to which they lead.
+
+    Epochs are read in order. As in `journal.read`, entries that a supervisor wrote after the next epoch had
+    begun do not count.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.plan = directory.plan()
+        self.ledger = Ledger(initial_state(self.plan))
+        self.last_t: float | None = None
+        self._epochs: dict[str, _EpochTail] = {}
+        self._begins: dict[str, EpochBegin] = {}
+
+    @property
+    def state(self) -> RunState:
+        return self.ledger.state
+
+    @property
+    def unread(self) -> list[str]:
+        """What is missing from the journal or could not be read, in words."""
+        found = [text for epoch in self._epochs.values() for text in epoch.unread()]
+        if self._epochs and not any(name.endswith("-000001.jsonl") for name in self._epochs):
+            found.insert(0, f"the journal begins with {min(self._epochs)}: what came before is not shown")
+        elif not self._epochs and foreign.found(self.directory.epochs, "*.claim"):
+            found.append(f"there is no journal in {self.directory.journal}: what the run did is not known")
+        return found
+
+    def poll(self) -> list[Entry]:
+        """The entries since the last call, oldest first. Entries that report the same of several nodes stay
+        together (see `journal.single`). `state` includes them."""
+        return list(self.new())
+
+    def new(self) -> Iterator[Entry]:
+        """Like `poll`, but yields one entry at a time; `state` includes the yielded ones. Raises
+        RunDirectoryError, which names the line, for an entry that contradicts earlier lines."""
+        files = list(self.directory.journal_files())
+        for number, path in enumerate(files, 1):
+            epoch = self._epochs.setdefault(path.name, _EpochTail(path))
+            later = [self._begin(other) for other in files[number:]]
+            for entry in epoch.entries(over=path != files[-1]):
+                if all(begin.counts(entry) for begin in later):
+                    self._take(entry, f"{path}, line {epoch.line}")
+                    yield entry
+
+    def _take(self, entry: Entry, where: str) -> None:
+        """Accept any content: a colleague's journal may not have been written by jurymast."""
+        try:
+            take(self.state, entry, self._feed)
+        except Exception as error:
+            what = entry.get("event", "this")
+            raise RunDirectoryError(
+                f"{where}: {what} contradicts the lines before it ({type(error).__name__}: {error})"
+            ) from error
+
+    def _begin(self, path: Path) -> EpochBegin:
+        """The beginning of that epoch, kept as soon as it is known."""
+        if path.name not in self._begins:
+            begin = begin_of(read_file(path))
+            if begin == EpochBegin():
+                return begin
+            self._begins[path.name] = begin
+        return self._begins[path.name]
+
+    def _feed(self, event: Event) -> None:
+        self.last_t = max(event.t, self.last_t or 0.0)
+        self.ledger.feed(event)
+
 
 ANSWER_LIMIT_S = 10.0
 # A supervisor that wrote this recently is alive; Slurm need not be asked.
@@ -112,7 +237,7 @@ def _local(directory: RunDirectory) -> Liveness:
         return Liveness("unknown", "slurm/local.json cannot be read")
     if host != socket.gethostname():
         return Liveness("unknown", f"it runs on {host}", pid=pid)
-    from jurymast.cluster.local import local_process
+    from jurymast.cluster.allocation import local_process
 
     if local_process(directory) is None:
         return Liveness("gone", "its process has ended", pid=pid)
@@ -152,10 +277,36 @@ def hear(directory: RunDirectory, state: RunState, silent_s: float) -> Condition
     if find(directory.epochs) is None:
         return None
     from jurymast.core.messages import Condition
-    from jurymast.wire.ask import ask  # imports asyncio, which is seldom needed
+    from jurymast.wire.channel import ask  # imports asyncio, which is seldom needed
 
     try:
         answer = ask(directory, "how", by="")
     except RunDirectoryError:
         return None
     return answer if isinstance(answer, Condition) else None
+
+
+def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
+    """Record in the journal, as a new epoch, that `by` cancelled the run; then write the outcome, for which
+    other runs may wait that want to use the checkpoint directory. The run's job must have ended. Claiming the
+    epoch fences a supervisor that could not be reached. Raises RunDirectoryError, OSError."""
+    epoch = claim_epoch(directory.epochs)
+    state = replay(directory)
+    if state.ended:
+        return state
+    journal = JournalWriter(directory.journal, epoch)
+    t = max(time.time(), state.now)
+    events = first_events(directory, t, jurymast.__version__) if state.epoch == 0 else []
+    events += [
+        ev.SupervisorStarted(t=t, epoch=epoch, node=socket.gethostname(), read=dict(state.lines_read)),
+        ev.Asked(t=t, what="cancel", by=by),
+    ]
+    for event in events:
+        instructions = step(state, event)
+        journal.event(event)
+        for instruction in instructions:
+            journal.decision(state.now, instruction)
+    journal.close()
+    outcome = {"state": state.public_state, "exit_code": state.exit_code, "exclude": [], "lost": []}
+    write_json(directory.outcome_file, outcome)
+    return state

@@ -14,18 +14,16 @@ from jurymast.core.checkpoints.copies import MEMORY, PEER, SHARED
 from jurymast.core.checkpoints.writes import IDLE_SHARE, durable_every_s
 from jurymast.core.goodput import Account
 from jurymast.core.planning.failure_rate import failure_times
-from jurymast.core.planning.optimum import Saving
-from jurymast.core.run.causes import CAUSES, meaning
-from jurymast.core.run.incident import Incident
+from jurymast.core.planning.forecast import Saving
+from jurymast.core.run.incident import CAUSES, Incident, meaning
 from jurymast.core.run.recovery import failure_rate
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.run.telling import pause_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
-from jurymast.report.liveness import Liveness, hear, look, slurm_jobs
+from jurymast.report.liveness import JournalTail, Liveness, hear, look, slurm_jobs
 from jurymast.report.sentences import decision, short_reason
-from jurymast.report.tail import JournalTail
 from jurymast.report.text import STYLES, Block, Line, Table, count, duration, iso, one_line, some
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 from jurymast.errors import JurymastError
-from jurymast.script.held import hold
+from jurymast.script import hold
 
 
 def main(what: str, arguments: list[str]) -> int:

@@ -15,13 +15,12 @@ import psutil
 from jurymast import foreign
 from jurymast.cluster.allocation import from_slurm_environment
 from jurymast.cluster.planning import WARN_SIGNAL
-from jurymast.cluster.request import users_script
+from jurymast.cluster.slurm import users_script
 from jurymast.core.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
-from jurymast.script import shims
-from jurymast.script.held import PASSED_ON, hold, release
+from jurymast.script import PASSED_ON, hold, release, shims
+from jurymast.script.notes import beside
 from jurymast.script.step import PROCESS_NAME, narrowed, true_variables_file
-from jurymast.script.trainings import beside
 
 WARNING = signal.SIGUSR2
 TRAPS_S = 1.0

@@ -11,15 +11,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jurymast.cluster.sbatch_options import CommandLine, visible_gpus
+from jurymast.cluster.sbatch import CommandLine, visible_gpus
 from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, renew
-from jurymast.script import shims, torchrun
-from jurymast.script.notes import note_first, noted, say
+from jurymast.script import recognise, shims
+from jurymast.script.notes import Training, note_first, noted, say
 from jurymast.script.recognise import python_command
 from jurymast.script.step import ANSWER, ASKED, Step
-from jurymast.script.trainings import Training
 
 POLL_S = 0.05
 # The step's front end runs on the batch host; if it is silent for this long, the job has ended.
@@ -38,7 +37,7 @@ def run(launcher: str, arguments: list[str]) -> int:
         _really(launcher, arguments)
     # Called by the script itself, on the batch host: run as if srun had started it.
     job = RunDirectory(os.environ[shims.RUN_VARIABLE])
-    if _on_each_node(torchrun.parse(arguments, os.environ, launch=launcher == "launch"), job):
+    if _on_each_node(recognise.parse(arguments, os.environ, launch=launcher == "launch"), job):
         say(f"{launcher} uses one node of {job.plan().active} and runs there without failure handling")
         _really(launcher, arguments)
     command = run_module(sys.executable, "jurymast.script", launcher, *arguments)
@@ -53,7 +52,7 @@ def _really(launcher: str, arguments: list[str]) -> NoReturn:
 
 def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
     """Request the training, wait for its run, and become its agent on this node."""
-    launch = torchrun.parse(arguments, os.environ, launch=launcher == "launch")
+    launch = recognise.parse(arguments, os.environ, launch=launcher == "launch")
     if _on_each_node(launch, job := RunDirectory(os.environ[shims.RUN_VARIABLE])):
         node, active = int(os.environ["SLURM_NODEID"]), job.plan().active
         if node >= active:
@@ -63,13 +62,13 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
         _really(launcher, arguments)
     training = Training(
         script=launch.script, arguments=launch.arguments, module=launch.module, program=launch.program,
-        ranks=torchrun.rank_count(launch.ranks, visible_gpus(os.environ), len(os.sched_getaffinity(0))),
+        ranks=recognise.rank_count(launch.ranks, visible_gpus(os.environ), len(os.sched_getaffinity(0))),
         directory=os.getcwd(), python=sys.executable, ignored=launch.ignored,
     )  # fmt: skip
     return _train(folder, training)
 
 
-def _on_each_node(launch: torchrun.TorchrunLaunch, job: RunDirectory) -> bool:
+def _on_each_node(launch: recognise.TorchrunLaunch, job: RunDirectory) -> bool:
     """Whether each node of the job has a training of its own."""
     return launch.nodes == "1" and job.plan().active > 1
 

@@ -19,18 +19,26 @@ import msgspec
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.cadence import NEVER, Cadence
 from jurymast.core.checkpoints.copies import MEMORY, PEER
+from jurymast.core.effects import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.goodput import Account, Ledger, ordered, to_us
 from jurymast.core.nodes.silence import WAITING_S, HangLimits, RankView, judge
 from jurymast.core.run.incident import Incident
-from jurymast.core.run.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run.recovery import SPARE_GRACE_S
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.run.telling import copied
 from jurymast.core.settings import Settings
-from jurymast.sim.checkpoints import Restoring, SimRanks, SimTiers
-from jurymast.sim.durations import HANG, NODE_CRASH, POWER_LOSS, START, WORKER_KILL, Durations
-from jurymast.sim.faults import TraceFault
-from jurymast.sim.names import OTHERS, Names, names_needed
+from jurymast.sim.checkpoints import (
+    HANG,
+    NODE_CRASH,
+    POWER_LOSS,
+    START,
+    WORKER_KILL,
+    Durations,
+    Restoring,
+    SimRanks,
+    SimTiers,
+)
+from jurymast.sim.faults import OTHERS, Names, TraceFault, names_needed
 
 # A fault for which no name is left is detected this much later.
 LATER_S = 10.0

@@ -18,7 +18,7 @@ from jurymast.checkpoint.directory import one_line
 from jurymast.core.message import Strange
 from jurymast.errors import never
 from jurymast.processes import become_helper
-from jurymast.storage import layout, local, object_store, orders, shared
+from jurymast.storage import local, object_store, orders, shared
 from jurymast.storage.orders import Answer, AnyOrder, Done, Job
 
 # How much nicer than the ranks this process is while it writes. Not while it imports torch: on a busy node
@@ -60,7 +60,7 @@ def _carry_out(order: AnyOrder, job: Job) -> Done:
         case orders.WriteShared():
             done = shared.write(order, job)
         case orders.Warm():
-            layout.preload()
+            shared.preload()
             done = Done()
         case orders.Upload():
             done = object_store.upload(order, job)

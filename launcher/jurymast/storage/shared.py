@@ -1,7 +1,7 @@
 """Writes images to shared storage as a stock DCP directory, by all nodes together.
 
 The nodes exchange files in the directory that they write, `.writing-STEP.aATTEMPT.NONCE`, at the times that
-`core.checkpoints.meeting` decides.
+`core.checkpoints.writes` decides.
 
     layout-r00008.json   the manifests of all images of a node; 8 is the first one's rank
     writes.json          from the lead (rank 0's node) once all manifests are there: who writes which items
@@ -11,17 +11,25 @@ The nodes exchange files in the directory that they write, `.writing-STEP.aATTEM
 
 Then the lead has torch write `.metadata`, removes the messages, writes our manifest and renames the
 directory. A lead that dies leaves a name that nobody reads, and the next lead removes it.
+
+The layout decides which rank writes which items of its image, so that all files together are one checkpoint.
+Functions that need torch import it, because only the process of one node calls them.
 """
 
 from __future__ import annotations
 
+import gc
+import heapq
 import json
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jurymast import foreign
 from jurymast.checkpoint.directory import (
@@ -30,17 +38,206 @@ from jurymast.checkpoint.directory import (
     CheckpointManifest,
     FileRecord,
     NewFile,
+    Owner,
+    claim,
+    hash_file,
     remove_trees,
 )
-from jurymast.checkpoint.owner import Owner, claim
-from jurymast.core.checkpoints import meeting
-from jurymast.core.checkpoints.meeting import Do, Next
+from jurymast.core.checkpoints import writes
+from jurymast.core.checkpoints.writes import Do, Next
 from jurymast.errors import CheckpointError
 from jurymast.keeper import manifest as keeper
+from jurymast.keeper.manifest import Item, Manifest
 from jurymast.rundir import write_atomically, write_json
-from jurymast.storage.layout import Layout, decide, file_name, ranges, write_metadata
+from jurymast.storage.local import ImageSource, Range, merged
 from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared, explain
-from jurymast.storage.source import ImageSource
+
+Holder = tuple[int, int]  # a rank, and the number of the item in its manifest
+Holders = dict[tuple[str, tuple[int, ...]], list[Holder]]  # of each item, by name and offsets
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One item, as the checkpoint names it, and its place [offset, offset + length) in `file`."""
+
+    item: Item
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who writes what. `writes` has for each rank the numbers of its items, in the order of its image."""
+
+    manifests: dict[int, Manifest]
+    writes: dict[int, list[int]]
+    entries: dict[str, dict[str, Any]]
+
+    def stored(self) -> Iterator[Stored]:
+        for rank, numbers in self.writes.items():
+            offset = 0
+            extents = _extents(self.manifests[rank])
+            for number in numbers:
+                item = self.manifests[rank].items[number]
+                if self.entries.get(str(item.path[0]), {}).get("per_rank"):
+                    path = (item.path[0], f"rank-{rank:05d}", *item.path[1:])
+                    item = replace(item, name=".".join(map(str, path)), path=path)
+                yield Stored(item, file_name(rank), offset)
+                offset += extents[number][1] - extents[number][0]
+
+
+def file_name(rank: int) -> str:
+    """Return the name that torch's writer gives to a rank's first file."""
+    return f"__{rank}_0.distcp"
+
+
+def ranges(manifest: Manifest, numbers: Sequence[int]) -> list[Range]:
+    """Return the ranges of the image that a rank writes, ascending."""
+    extents = _extents(manifest)
+    return merged(sorted(extents[number] for number in numbers))
+
+
+def _extents(manifest: Manifest) -> list[Range]:
+    """Return (start, end) of each item with the padding after it, so that alignment is kept."""
+    order = sorted(range(len(manifest.items)), key=lambda number: manifest.items[number].at)
+    ends = [manifest.items[number].at for number in order[1:]] + [manifest.size_bytes]
+    found: list[Range] = [(0, 0)] * len(order)
+    for number, end in zip(order, ends, strict=True):
+        found[number] = (manifest.items[number].at, end)
+    return found
+
+
+def decide(manifests: dict[int, Manifest]) -> Layout:
+    """Decide from all ranks' manifests who writes what. Raises StorageFailure if they do not fit together.
+
+    Every rank writes entries that differ between ranks; everything else is written once. Items of equal
+    common parts are spread over the ranks that have them; the lowest rank writes other items.
+    """
+    entries = _entries(manifests)
+    writes: dict[int, list[int]] = {rank: [] for rank in sorted(manifests)}
+    holders: Holders = defaultdict(list)
+    for rank in sorted(manifests):
+        for number, item in enumerate(manifests[rank].items):
+            if entries.get(str(item.path[0]), {}).get("per_rank"):
+                if item.sizes != item.shape:
+                    raise StorageFailure(
+                        f"the entry {item.path[0]!r} differs between ranks and has sharded tensors: "
+                        "make what differs an entry of its own"
+                    )
+                writes[rank].append(number)
+            elif not item.is_tensor or 0 not in item.sizes or 0 in item.shape:
+                holders[item.name, item.offsets].append((rank, number))
+    _check(manifests, holders)
+    _assign(manifests, holders, writes)
+    ordered = {
+        rank: sorted(numbers, key=lambda number, rank=rank: manifests[rank].items[number].at)  # type: ignore[misc]
+        for rank, numbers in writes.items()
+    }
+    return Layout(manifests, ordered, entries)
+
+
+def _entries(manifests: dict[int, Manifest]) -> dict[str, dict[str, Any]]:
+    """Return how each entry is saved: once per rank if digests differ, or if some ranks lack the entry."""
+    keys = {key: None for rank in sorted(manifests) for key in manifests[rank].entries}
+    found = {}
+    for key in keys:
+        first = next(manifest.entries[key] for manifest in manifests.values() if key in manifest.entries)
+        digests = {manifest.entries.get(key, {}).get("digest") for manifest in manifests.values()}
+        plain = {name: value for name, value in first.items() if name != "digest"}
+        found[key] = {**plain, "per_rank": len(digests) > 1}
+    return found
+
+
+def _assign(manifests: dict[int, Manifest], holders: Holders, writes: dict[int, list[int]]) -> None:
+    # Ranks whose common parts have equal bytes: each has every item of the common part, at the same place.
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(manifests):
+        groups[manifests[rank].common_id].append(rank)
+    common: list[Holder] = []
+    load: Counter[int] = Counter()
+    for theirs in holders.values():
+        rank, number = theirs[0]
+        item = manifests[rank].items[number]
+        if item.at + item.length <= manifests[rank].common_bytes:
+            common.append((rank, number))
+        else:
+            writes[rank].append(number)
+            load[rank] += item.length
+    queues = {name: [(load[rank], rank) for rank in ranks] for name, ranks in groups.items()}
+    for queue in queues.values():
+        heapq.heapify(queue)
+    for first, number in sorted(common, key=lambda one: -manifests[one[0]].items[one[1]].length):
+        queue = queues[manifests[first].common_id]
+        size, rank = queue[0]
+        heapq.heapreplace(queue, (size + manifests[first].items[number].length, rank))
+        writes[rank].append(number)
+
+
+def _check(manifests: dict[int, Manifest], holders: Holders) -> None:
+    """Check that a name means the same on all ranks, and that the chunks of each tensor cover it."""
+    kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    covered: Counter[str] = Counter()
+    for (name, _), theirs in holders.items():
+        sizes = manifests[theirs[0][0]].items[theirs[0][1]].sizes
+        for rank, number in theirs:
+            item = manifests[rank].items[number]
+            dtype, shape, other = kinds.setdefault(name, (item.dtype, item.shape, rank))
+            if (dtype, shape) != (item.dtype, item.shape) or sizes != item.sizes:
+                raise StorageFailure(
+                    f"ranks {other} and {rank} do not agree on {name}: it is {_kind(dtype, shape)} "
+                    f"and {_kind(item.dtype, item.shape)}"
+                )
+        if any(
+            at + size > whole for at, size, whole in zip(item.offsets, item.sizes, item.shape, strict=True)
+        ):
+            raise StorageFailure(f"rank {theirs[0][0]} has a part of {name} outside its shape")
+        covered[name] += math.prod(sizes)
+    for name, (dtype, shape, rank) in kinds.items():
+        if dtype and covered[name] != math.prod(shape):
+            raise StorageFailure(
+                f"{name}, of which rank {rank} has a part, has {covered[name]} of {math.prod(shape)} elements"
+                ": its parts overlap, or some are missing"
+            )
+
+
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}" if dtype else "not a tensor"
+
+
+METADATA = ".metadata"
+
+
+def preload() -> None:
+    """Import torch, which takes seconds, once in a process. Without garbage collection it is a fifth
+    faster."""
+    gc.disable()
+    import torch.distributed.checkpoint  # noqa: F401
+
+    gc.enable()
+
+
+def write_metadata(directory: Path, stored: Iterable[Stored]) -> FileRecord:
+    """Write DCP's metadata for the items `stored` in the files of `directory`. Raises OSError.
+
+    It is what DefaultSavePlanner and FileSystemWriter would have written for the same state.
+    """
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from jurymast.checkpoint.tree import add_metadata
+
+    metadata = Metadata({}, planner_data={})
+    results: list[Any] = []
+    for one in stored:
+        place = _StorageInfo(one.file, one.offset, one.item.length)
+        index = add_metadata(metadata, one.item)
+        results.append(WriteResult(index=index, size_in_bytes=one.item.length, storage_data=place))
+    FileSystemWriter(directory, sync_files=True).finish(metadata, [results])
+    size, digest = hash_file(directory / METADATA)
+    return FileRecord(METADATA, size, digest)
+
 
 WRITES, FAILED = "writes.json", "failed"
 
@@ -58,7 +255,7 @@ class _Part:
         self._order, self._job, self._stack = order, job, stack
         self._directory = CheckpointDirectory(order.root)
         self._step, self._attempt, self._world = order.step, order.attempt, order.world
-        self._machine = meeting.Meeting((order.step, order.attempt), order.world, leads=order.lead)
+        self._machine = writes.Meeting((order.step, order.attempt), order.world, leads=order.lead)
         self._place = self._directory.writing(self._step, self._attempt, order.nonce)
         self._sources: list[ImageSource] = []
         self._manifests: dict[int, keeper.Manifest] = {}  # by rank, as they come
@@ -69,10 +266,10 @@ class _Part:
     def take(self) -> Done:
         try:
             following = self._begin()
-            while not isinstance(following, meeting.Complete | meeting.Fail):
+            while not isinstance(following, writes.Complete | writes.Fail):
                 following = self._one(following)
                 self._machine.check()
-            if isinstance(following, meeting.Fail):
+            if isinstance(following, writes.Fail):
                 raise StorageFailure(following.why)
             if self._order.lead and not following.existing:
                 self._directory.check_sizes(self._step, self._directory.manifest(self._step))
@@ -127,7 +324,7 @@ class _Part:
             case Do.SEAL:
                 self._seal()
                 return machine.sealed(rolled_back=self._directory.void(self._step, self._attempt))
-            case meeting.ReadWhy(rank):
+            case writes.ReadWhy(rank):
                 return machine.others_failed(rank, self._why_failed(f"failed-r{rank:05d}.txt"))
             case Do.OPEN:
                 self._open()
@@ -141,9 +338,9 @@ class _Part:
                 self._directory.publish(self._place, self._step)
             case Do.CLEAN_UP:
                 remove_trees([self._place])
-            case meeting.TellOthers(why):
+            case writes.TellOthers(why):
                 self._tell(why)
-            case meeting.Pause(seconds):
+            case writes.Pause(seconds):
                 self._job.cancelled.wait(seconds)
             case _:
                 raise AssertionError(f"{what} cannot be carried out")
@@ -152,7 +349,7 @@ class _Part:
     def _wait(self, what: str, look: Callable[[], Next], place: Path) -> Next:
         def found() -> tuple[Next] | None:
             following = look()
-            return None if isinstance(following, meeting.Wait) else (following,)
+            return None if isinstance(following, writes.Wait) else (following,)
 
         return self._job.wait(what, found, place, ranks=self._world)[0]
 
@@ -186,7 +383,7 @@ class _Part:
                 self._heard.add(name)
                 self._manifests.update((one.rank, one) for one in manifests)
                 found[name] = [
-                    meeting.Announced(one.rank, (one.step, one.attempt), one.world) for one in manifests
+                    writes.Announced(one.rank, (one.step, one.attempt), one.world) for one in manifests
                 ]
         return self._machine.saw_layouts(found)
 

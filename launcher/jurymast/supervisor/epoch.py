@@ -22,9 +22,7 @@ from jurymast.errors import JurymastError
 from jurymast.journal import JournalWriter, first_events
 from jurymast.processes import log_as
 from jurymast.rundir import RunDirectory
-from jurymast.supervisor.acceptor import allow_files
-from jurymast.supervisor.hold import Hold
-from jurymast.supervisor.supervisor import Supervisor
+from jurymast.supervisor.supervisor import Hold, Supervisor, allow_files
 from jurymast.wire.endpoint import claim, claim_epoch
 
 log = logging.getLogger("jurymast.supervisor")

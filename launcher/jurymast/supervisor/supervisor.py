@@ -1,18 +1,29 @@
 """The supervisor: `core.supervision` decides; this module turns connections, files, threads and signals into
-events, and carries out effects."""
+events, and carries out effects. It holds its epoch: it shows by a pulse that it lives, and checks whether
+another supervisor has taken over.
+
+It accepts connections of agents and operators, who prove that they know the run's secret. Everybody on the
+cluster's network can reach the port. So only a few unproven connections may wait at a time: they must neither
+use up the supervisor's open files, of which it needs one per node, nor fill its log.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+import math
+import resource
 import signal
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
@@ -21,18 +32,182 @@ from jurymast.cluster.control import give_back
 from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.message import Strangers
+from jurymast.core.messages import Ask, Hello, Said, Strange, out_of_place, read_said
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.machine import Supervision
-from jurymast.errors import ClusterUnavailableError, SubmissionError, never
+from jurymast.errors import (
+    AuthenticationError,
+    ClusterUnavailableError,
+    ProtocolError,
+    SubmissionError,
+    never,
+)
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, renew, write_atomically, write_json
-from jurymast.supervisor.acceptor import Acceptor
-from jurymast.supervisor.hold import Hold
-from jurymast.wire import endpoint
+from jurymast.wire import channel, endpoint, protocol
 from jurymast.wire.channel import Channel, Connection, ConnectionClosed, Listener
-from jurymast.wire.strangers import Strangers
 
 log = logging.getLogger("jurymast.supervisor")
+
+RETRY_S = 0.5
+ANSWER_LIMIT_S = 600.0
+
+
+class Hold:
+    """Holds `epoch`, whose file is in `epochs`. While `silent`, there is no pulse and another supervisor may
+    take over."""
+
+    def __init__(self, epochs: Path, epoch: int) -> None:
+        self.epoch = epoch
+        self.silent = False
+        self._asked_at: float | None = None
+        self._epochs = epochs
+        self._keeping: asyncio.Future[None] | None = None
+
+    def begin(self) -> None:
+        self._keeping = asyncio.ensure_future(self._keep())
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds for which the run directory has not answered; 0.0 if nothing was asked."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+
+    async def taken_over(self) -> None:
+        """Wait until another supervisor has taken over."""
+        assert self._keeping is not None
+        await asyncio.shield(self._keeping)
+
+    async def _keep(self) -> None:
+        """Keep the pulse until another supervisor has taken over. Threads do this, because a shared file
+        system that hangs must not stop a recovery. Nor does one that fails: decisions of a superseded
+        supervisor reach nobody, because agents listen to the newest that they find."""
+        for count in itertools.count():
+            self._asked_at = time.monotonic()
+            try:
+                if await self._newest() > self.epoch:  # checked first, so as not to overwrite a newer pulse
+                    log.info("epoch %d: a newer supervisor has taken over", self.epoch)
+                    return
+                if not self.silent:
+                    await asyncio.to_thread(endpoint.pulse, self._epochs, self.epoch, count)
+            except OSError as error:
+                log.warning("epoch %d: %s", self.epoch, error)
+            self._asked_at = None
+            await asyncio.sleep(endpoint.PULSE_INTERVAL_S)
+
+    async def is_superseded(self) -> bool:
+        """Return whether a newer supervisor exists. Asked before the job is ended, which only the newest may
+        do: one that was stopped for a while may have a successor. Waits for the file system, to which the
+        outcome is written as well. Raises OSError if it does not answer: then this supervisor ends without
+        ending the job, which is left to the process that started it."""
+        end = time.monotonic() + ANSWER_LIMIT_S
+        while True:
+            try:
+                return await self._newest() > self.epoch
+            except OSError as error:
+                log.warning("epoch %d: cannot find out whether it is the newest: %s", self.epoch, error)
+                if time.monotonic() > end:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    async def _newest(self) -> int:
+        """Return the newest epoch. Raises OSError, also if not even our own epoch is visible: then this is
+        another directory, or an outdated view of it."""
+        newest = await asyncio.to_thread(endpoint.newest_epoch, self._epochs)
+        if newest < self.epoch:
+            raise OSError(f"{self._epochs} does not show epoch {self.epoch}")
+        return newest
+
+
+# Unproven connections that may wait besides one per node; all nodes connect at once after a takeover.
+STRANGERS_MAX = 256
+# The first refusal is logged at once; then their number, at intervals of this many seconds.
+TOLD_EVERY_S = 60.0
+# Open files besides connections: the journal, the run's files, commands.
+OWN_FILES = 128
+
+
+def allow_files(nodes: int) -> str:
+    """Raise this process's limit of open files as far as allowed. Return what to report if that is too low
+    for so many nodes, or "".
+
+    Slurm passes on the soft limit of the shell that submitted the job, often 1024.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a hard limit above fs.nr_open cannot be set, not even unchanged
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * nodes + STRANGERS_MAX + OWN_FILES
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
+        return ""
+    return (
+        f"a process may open {allowed} files here, and the supervisor of {nodes} nodes may need {needed}: "
+        "raise the hard limit of open files (LimitNOFILE of slurmd, or limits.conf)"
+    )
+
+
+class Acceptor:
+    """Accepts connections of the agents of `nodes` nodes, and of operators."""
+
+    def __init__(self, secret: bytes, nodes: int) -> None:
+        self._secret = secret
+        self._waiting_max = nodes + STRANGERS_MAX
+        self._waiting: dict[Connection, None] = {}  # oldest first
+        self._waiting_at: defaultdict[str, dict[Connection, None]] = defaultdict(dict)  # by address
+        self._told_at = -math.inf
+        self._untold = 0
+
+    async def enter(self, come: Connection) -> tuple[Channel[Said], Hello | Ask] | None:
+        """Return the authenticated connection and its greeting; None if it was refused, and is closed."""
+        self._wait(come)
+        late = TimeoutError(f"no greeting within {protocol.HANDSHAKE_LIMIT_S:g} s")
+        timer = asyncio.get_running_loop().call_later(protocol.HANDSHAKE_LIMIT_S, come.abort, late)
+        try:
+            connection = await channel.accept(come, self._secret, read_said)
+            self._waits_no_more(come)
+            first = await connection.receive()
+            if isinstance(first, Hello | Ask):
+                return connection, first
+            what = first if isinstance(first, Strange) else out_of_place(first)
+            raise ProtocolError(f"no greeting: {what}")
+        except (OSError, AuthenticationError, ProtocolError) as error:
+            if not isinstance(error, ConnectionError):  # an agent that connected faster elsewhere hangs up
+                self._tell(come, error)
+            come.close()
+            return None
+        finally:
+            timer.cancel()
+            self._waits_no_more(come)
+
+    def _wait(self, come: Connection) -> None:
+        self._waiting[come] = None
+        neighbours = self._waiting_at[come.peer_address]
+        neighbours[come] = None
+        if len(self._waiting) > self._waiting_max:
+            # The oldest, probably a stranger: agents prove themselves within milliseconds. One of the same
+            # address, if there is one, so that a crowd from one machine displaces only itself.
+            oldest = next(iter(neighbours if len(neighbours) > 1 else self._waiting))
+            self._waits_no_more(oldest)
+            oldest.abort()
+
+    def _waits_no_more(self, come: Connection) -> None:
+        if come in self._waiting:
+            del self._waiting[come]
+            neighbours = self._waiting_at[come.peer_address]
+            del neighbours[come]
+            if not neighbours:
+                del self._waiting_at[come.peer_address]
+
+    def _tell(self, come: Connection, error: BaseException) -> None:
+        now = time.monotonic()
+        if now - self._told_at < TOLD_EVERY_S:
+            self._untold += 1
+            return
+        others = f"; {self._untold} more since the last message" if self._untold else ""
+        what = f"{type(error).__name__}: {error}{others}"
+        log.warning("refused a connection from %s: %s", come.peer_address, what)
+        self._told_at, self._untold = now, 0
+
 
 HOW = "how"  # asks for the run's condition; nothing is done
 

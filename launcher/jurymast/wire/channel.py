@@ -2,11 +2,13 @@
 
 Both sides prove that they know the run's secret before anything is parsed, and every frame carries an
 HMAC over its sequence number, so nothing can be forged, replayed or reordered on a shared network.
-The content is not hidden: nothing secret is sent. See `wire.handshake`.
+The content is not hidden: nothing secret is sent. See `wire.protocol`.
 
 asyncio's streams would need a future and a task's turn for each message, and its transports some more calls
 for each message and several turns of the loop for each connection. A supervisor of thousands of agents would
 spend most of its time on these.
+
+`ask` sends a person's request to a run's supervisor: cancel, restart, replace a node, rollback, save.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from jurymast.core.messages import encode
-from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.wire import handshake
-from jurymast.wire.addresses import BACKLOG
-from jurymast.wire.handshake import HANDSHAKE_LIMIT_S, Frames, Handshake
+from jurymast.core.messages import Accepted, Ask, Condition, Declined, Strange, encode, read_answer
+from jurymast.errors import AuthenticationError, JurymastError, ProtocolError
+from jurymast.rundir import RunDirectory
+from jurymast.wire import channel, protocol
+from jurymast.wire.endpoint import BACKLOG, Endpoint, find
+from jurymast.wire.protocol import HANDSHAKE_LIMIT_S, Frames, Handshake
 
 BUFFER_BYTES = 256 * 1024
 # Bytes that are held until somebody takes them; few, because a stranger may have sent them.
@@ -307,10 +310,10 @@ class Channel(Generic[Hears]):
 
 async def accept(come: Connection, secret: bytes, read: Callable[[bytes], Hears]) -> Channel[Hears]:
     """Do the server's side of the handshake. Raises AuthenticationError, ConnectionError or TimeoutError."""
-    first = handshake.hello()
+    first = protocol.hello()
     come.write(first)
-    answer = await come.exactly(handshake.ANSWER_BYTES)
-    shaking = Handshake.with_client(secret, handshake.SUPERVISOR, first, answer)
+    answer = await come.exactly(protocol.ANSWER_BYTES)
+    shaking = Handshake.with_client(secret, protocol.SUPERVISOR, first, answer)
     come.write(shaking.made(b"server"))
     return Channel(come, shaking.made(b"to-client"), shaking.made(b"to-server"), read)
 
@@ -322,10 +325,10 @@ async def connect(
     made = Connection(await asyncio.wait_for(_plugged(host, port), limit_s))
     place = f"{host}:{port}"
     try:
-        first = await asyncio.wait_for(made.exactly(handshake.HELLO_BYTES), limit_s)
-        shaking, answer = Handshake.with_server(secret, handshake.SUPERVISOR, first, place)
+        first = await asyncio.wait_for(made.exactly(protocol.HELLO_BYTES), limit_s)
+        shaking, answer = Handshake.with_server(secret, protocol.SUPERVISOR, first, place)
         made.write(answer)
-        shaking.check_server(await asyncio.wait_for(made.exactly(handshake.NONCE_BYTES), limit_s), place)
+        shaking.check_server(await asyncio.wait_for(made.exactly(protocol.NONCE_BYTES), limit_s), place)
     except BaseException:
         made.close()
         raise
@@ -336,8 +339,8 @@ async def _plugged(host: str, port: int) -> socket.socket:
     """Return a socket connected to one of the host's addresses. Raises OSError."""
     loop = asyncio.get_running_loop()
     failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, place in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        plug = socket.socket(family, kind, protocol)
+    for family, kind, number, _, place in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        plug = socket.socket(family, kind, number)
         plug.setblocking(False)
         try:
             await loop.sock_connect(plug, place)
@@ -374,3 +377,34 @@ async def connect_any(
 def _close_others(found: Channel[Hears] | None, task: asyncio.Future[Channel[Hears]]) -> None:
     if not task.cancelled() and task.exception() is None and task.result() is not found:
         task.result().close()
+
+
+ASK_LIMIT_S = 5.0
+Answered = Accepted | Declined | Condition
+
+
+def ask(
+    directory: RunDirectory, what: str, *, by: str, node: str = "", step: int | None = None
+) -> Answered | None:
+    """Return the supervisor's answer; None if no supervisor answers, or none that this version understands.
+    Raises RunDirectoryError if the run's secret cannot be read."""
+    place = find(directory.epochs)
+    secret = directory.secret()
+    if place is None:
+        return None
+    return asyncio.run(_ask(place, secret, Ask(what=what, by=by, node=node, step=step)))
+
+
+async def _ask(place: Endpoint, secret: bytes, request: Ask) -> Answered | None:
+    targets = [(host, place.port) for host in place.hosts]
+    connection = await channel.connect_any(targets, secret, read_answer, ASK_LIMIT_S)
+    if connection is None:
+        return None
+    try:
+        connection.send(request)
+        answer = await asyncio.wait_for(connection.receive(), ASK_LIMIT_S)
+        return None if isinstance(answer, Strange) else answer
+    except (OSError, asyncio.TimeoutError, JurymastError):
+        return None
+    finally:
+        connection.close()

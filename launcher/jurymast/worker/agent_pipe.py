@@ -9,9 +9,8 @@ import sys
 import threading
 
 from jurymast.core import messages as msg
-from jurymast.core.message import Strange, encode
+from jurymast.core.message import Strange, Strangers, encode
 from jurymast.errors import never
-from jurymast.wire.strangers import Strangers
 
 FD_VARIABLE = "JURYMAST_HOST_FD"
 

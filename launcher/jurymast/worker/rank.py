@@ -1,9 +1,11 @@
-"""Prepares a rank before its script begins: like a rank of torchrun's, with a link to its agent."""
+"""Prepares a rank before its script begins: like a rank of torchrun's, with a link to its agent. It passes
+the rank's exception to its node's torchrun host through torch's error file, in torch's format."""
 
 from __future__ import annotations
 
 import atexit
 import io
+import json
 import os
 import signal
 import sys
@@ -13,10 +15,40 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
+from jurymast import worker
 from jurymast.core import within
 from jurymast.processes import die_with_parent, name_process
-from jurymast.worker import link, preload, stack_signal, startup
-from jurymast.worker.error_file import write
+from jurymast.worker import link, preload, stack_signal
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+TRACEBACK_CHARACTERS = 16_000
+
+
+def write_error(error: BaseException, text: str) -> None:
+    """Write the exception with its traceback `text`, unless torch's @record did so already."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path or os.path.exists(path):
+        return
+    extra = {"py_callstack": text[-TRACEBACK_CHARACTERS:], "timestamp": str(int(time.time()))}
+    with open(path, "w") as file:
+        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+
+
+def read_error(path: str) -> dict[str, Any]:
+    """Return {"error": exception class, "message", "traceback"}; {} if the file is missing or has other
+    contents, because scripts may write it as well."""
+    from jurymast import foreign  # imported here, because ranks only write
+
+    try:
+        message: Any = foreign.load(path)["message"]
+        if isinstance(message, str):
+            return {"error": "", "message": message[:1000], "traceback": ""}
+        name, _, rest = str(message.get("message", "")).partition(": ")
+        callstack = str(message.get("extraInfo", {}).get("py_callstack", ""))[-TRACEBACK_CHARACTERS:]
+    except (AttributeError, OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {"error": name[:200], "message": rest[:1000], "traceback": callstack}
+
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
@@ -72,7 +104,7 @@ def _become(program: str, arguments: Sequence[str], variables: dict[str, str]) -
     """Replace this process by a program. The Python that it starts to train is the rank: see
     `begin_below`."""
     try:
-        os.execvpe(program, [program, *arguments], startup.variables({"below": {}}, variables))
+        os.execvpe(program, [program, *arguments], worker.variables({"below": {}}, variables))
     except OSError as error:
         sys.stderr.write(f"{program}: {error.strerror}\n")
         os._exit(127)
@@ -233,7 +265,7 @@ class _Rank:
         if self._log >= 0:
             os.ftruncate(1, self._log)
         command = [sys.executable, *sys.orig_argv[1:]]
-        os.execve(sys.executable, command, startup.variables(what, self._variables))
+        os.execve(sys.executable, command, worker.variables(what, self._variables))
 
     def _script_ends(self) -> None:
         """Report that the script's last line is done; its threads and exit handlers may still run."""
@@ -247,5 +279,5 @@ class _Rank:
             return
         error = getattr(sys, "last_value", None)
         if error is not None:
-            write(error, "".join(traceback.format_exception(error)))
+            write_error(error, "".join(traceback.format_exception(error)))
         self._link.enter(link.DONE)

@@ -19,7 +19,7 @@ from typing import Any
 
 FUNCTIONS = {
     "jurymast.checkpoint.image": "Window.stage",
-    "jurymast.keeper.fetch": "_receive",
+    "jurymast.keeper.transfer": "_receive",
     "jurymast.keeper.keeper": "_read_image",
     "jurymast.storage.shared": "_Part._write_rank",
 }

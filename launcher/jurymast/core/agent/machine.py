@@ -10,11 +10,9 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.effects import NEVER, Effect
-from jurymast.core.agent.link import Hearing, SupervisorLink
-from jurymast.core.agent.node_tests import NodeTests
-from jurymast.core.agent.ranks import Ranks
-from jurymast.core.agent.succession import Succession, epoch_of
-from jurymast.core.nodes.heartbeat import answer_every_s, patience_s
+from jurymast.core.agent.ranks import NodeTests, Ranks
+from jurymast.core.agent.supervision import Hearing, Succession, SupervisorLink, epoch_of
+from jurymast.core.nodes.silence import answer_every_s, patience_s
 from jurymast.core.nodes.tests import Alone
 from jurymast.core.settings import RunPlan
 

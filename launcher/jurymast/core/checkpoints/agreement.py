@@ -1,6 +1,6 @@
 """Decides when all ranks save, and brings them to agree on it.
 
-`worker.schedule` describes how ranks agree; this is the proposing side. Everything here is learned anew from
+`worker.link` describes how ranks agree; this is the proposing side. Everything here is learned anew from
 heartbeats, so a supervisor that takes over continues; an agreed schedule is journalled before ranks are told.
 """
 
@@ -18,8 +18,7 @@ from jurymast.core.checkpoints.cadence import Schedule, best_interval_s, first_i
 from jurymast.core.checkpoints.copies import PEER
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.messages import Beat, CadenceReport, RankReport
-from jurymast.core.planning.forecast import SLOWDOWN
-from jurymast.core.planning.optimum import Saving
+from jurymast.core.planning.forecast import SLOWDOWN, Saving
 from jurymast.core.run.recovery import expected_mtbf_s
 from jurymast.core.run.state import Phase, RunState
 

@@ -1,7 +1,7 @@
 """When to save: the interval that loses least, and how all ranks come to save at the same steps.
 
 In a run of jurymast the supervisor decides, from the cost of all ranks' saves and the failure rate, and sends
-ranks a `Schedule` (`worker.schedule` describes how they agree on it). Under plain torchrun, rank 0's clock
+ranks a `Schedule` (`worker.link` describes how they agree on it). Under plain torchrun, rank 0's clock
 decides, and the others learn its decision at steps on which all have agreed before (meetings). A script may
 also name the steps itself.
 
@@ -17,8 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from jurymast.core.planning.forecast import DURABLE_SHARE
-from jurymast.core.planning.optimum import Saving, async_goodput, optimal_interval_s, two_levels, young_s
+from jurymast.core.planning.forecast import (
+    DURABLE_SHARE,
+    Saving,
+    async_goodput,
+    optimal_interval_s,
+    two_levels,
+    young_s,
+)
 from jurymast.core.texts import seconds_in
 
 # Stalls may take at most a tenth of the time, however short the time between failures.

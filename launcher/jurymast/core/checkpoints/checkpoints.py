@@ -4,6 +4,9 @@ Agents report which images they hold; this decides what to do. Only outcomes are
 what they hold again to a supervisor that takes over. Methods return what is to be done; times are Unix times
 in seconds. Before the nodes are released, the newest state is written to the shared tier, because their
 memory is lost with them.
+
+Before the first step it reports which nodes will be short of memory, and what to do about it. A state that a
+user's rollback covers is void.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 from msgspec.structs import asdict
@@ -18,18 +22,171 @@ from msgspec.structs import asdict
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.commit import Commit, Rollback
-from jurymast.core.checkpoints.copies import Copies, Holder, Key
-from jurymast.core.checkpoints.replicas import Replicas
-from jurymast.core.checkpoints.restore import RestoreChoice
-from jurymast.core.checkpoints.retries import RETRY_S
-from jurymast.core.checkpoints.shortages import Shortages
+from jurymast.core.checkpoints.copies import RETRY_S, Copies, Holder, Key, RestorePlan, Source
+from jurymast.core.checkpoints.replicas import Commit, Protection, Replicas, Rollback
 from jurymast.core.checkpoints.writes import Writes
-from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.run.instructions import Launch
+from jurymast.core.effects import Effect, Launch, Record, Send
 from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.texts import memory_size
 from jurymast.core.within import Skip
 from jurymast.errors import never
+
+# An image or replica stays until a newer one is whole and safe.
+AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Need:
+    """What checkpoints will take on one node: its own ranks' slots, and replicas of other nodes' states."""
+
+    slots_bytes: int = 0
+    replicas_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.slots_bytes + self.replicas_bytes
+
+
+def needs(
+    foreseen: Mapping[str, msg.Foreseen], placement: Sequence[str], ranks_per_node: int, kept: Protection
+) -> dict[str, Need]:
+    """Return the needs by node. `foreseen` has every node of the placement. What ranks share counts as
+    replicated."""
+    held: dict[str, int] = {}
+    for node, holders in kept.whole.items():
+        for holder in holders:
+            held[holder] = held.get(holder, 0) + foreseen[node].own_bytes
+    for group, holder in kept.parity.items():
+        longest = max(foreseen[placement[rank // ranks_per_node]].own_bytes for rank in group)
+        held[holder] = held.get(holder, 0) + longest // ranks_per_node
+    return {
+        node: Need(
+            AT_ONCE * foreseen[node].image_bytes if node in foreseen else 0, AT_ONCE * held.get(node, 0)
+        )
+        for node in dict.fromkeys([*placement, *held])
+    }
+
+
+class Shortages:
+    """Reports shortages. What a node can give includes what checkpoints already use there."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, msg.Room] = {}
+        self._foreseen: dict[str, msg.Foreseen] = {}
+        self._told: dict[str, Need] = {}
+
+    def joined(self, node: str, room: msg.Room | None) -> None:
+        self._foreseen.pop(node, None)
+        if room is not None:
+            self._rooms[node] = room
+
+    def lost(self, node: str) -> None:
+        self._foreseen.pop(node, None)
+        self._rooms.pop(node, None)
+
+    def hear(self, node: str, message: msg.Foreseen) -> None:
+        """All ranks of a node have reported how large their states will be."""
+        self.joined(node, message.room)
+        self._foreseen[node] = message
+
+    def complete(self, placement: Sequence[str]) -> bool:
+        """Whether every node of the placement has reported."""
+        return len(self._foreseen) >= len(placement) and all(node in self._foreseen for node in placement)
+
+    def look(
+        self, placement: Sequence[str], ranks_per_node: int, kept: Protection, now: float
+    ) -> list[Effect]:
+        """Report each shortage once, when the reports are complete."""
+        theirs = {node: self._foreseen[node] for node in placement}
+        effects: list[Effect] = []
+        for node, need in needs(theirs, placement, ranks_per_node, kept).items():
+            room = self._rooms.get(node)
+            if room is not None and need.total_bytes > room.free and self._told.get(node) != need:
+                self._told[node] = need
+                effects.append(Record(ev.Noted(t=now, node=node, message=_shortage(need, room))))
+        self._foreseen.clear()
+        return effects
+
+
+def _shortage(need: Need, room: msg.Room) -> str:
+    parts = {"two images of each rank": need.slots_bytes, "replicas of other nodes": need.replicas_bytes}
+    told = ", ".join(f"{what} {memory_size(count)}" for what, count in parts.items() if count)
+    consequence = (
+        "all ranks will save to shared storage"
+        if need.slots_bytes > room.free
+        else "replicas will be kept elsewhere, or as parity"
+    )
+    return (
+        f"checkpoints will take {memory_size(need.total_bytes)} of memory here ({told}), but only "
+        f"{memory_size(room.free)} available (limit: {room.limit}); "
+        f"ask Slurm for more --mem, or {consequence}"
+    )
+
+
+class RestoreChoice:
+    """`chosen` is what the newest launched attempt restores."""
+
+    def __init__(self, state: RunState, copies: Copies) -> None:
+        self._state, self._copies = state, copies
+        self.rollbacks: list[Rollback] = []
+        self.chosen: RestorePlan | None = None
+
+    def is_void(self, key: Key) -> bool:
+        return bool(self.rollbacks) and any(back.voids(*key) for back in self.rollbacks)
+
+    def go_back(self, step: int, now: float) -> None:
+        self.rollbacks.append(Rollback(step, self._state.attempt, now))
+
+    def found_rollbacks(self, rollbacks: Iterable[Rollback]) -> None:
+        """Take in the rollbacks found on storage."""
+        self.rollbacks += [back for back in rollbacks if back not in self.rollbacks]
+
+    def missed_rollback(self) -> int | None:
+        """The step that the newest attempt should have gone back to: the rollback was written to storage
+        while no supervisor could be asked, or this one did not know of it yet when it chose."""
+        begun, chosen = self._state.attempt, self.chosen
+        missed = [back.step for back in self.rollbacks if begun <= back.attempt]
+        if chosen is not None:
+            missed += [back.step for back in self.rollbacks if back.voids(chosen.step, chosen.attempt)]
+        return min(missed, default=None)
+
+    def choose(self, launch: Launch, shared: Mapping[Key, int], now: float) -> list[Effect]:
+        """Choose the state of an attempt. Called once per attempt, because all its nodes must continue from
+        one state."""
+        on_shared = {one: shared[one, attempt] for one, attempt in sorted(shared, key=cp.age)}
+        failed, count = self._state.failed_to_restore(), self._state.ranks_per_node
+        chosen = self.chosen = cp.plan_restore(self._copies, on_shared, launch.placement, count, failed)
+        return [
+            Record(
+                ev.RestorePlanned(
+                    t=now, attempt=launch.attempt, step=chosen.step, tier=chosen.tier,
+                    expected_s=round(chosen.expected_s, 6), tiers=dict(chosen.tiers), reason=chosen.reason,
+                )
+            )
+        ]  # fmt: skip
+
+    def message(self, node: str, ranks: range) -> msg.Restore | None:
+        """Return what one node's ranks restore; None: they look in the shared tier themselves. Nearly all
+        nodes have nearly all images in their own memory. To name other sources for these, too, would take
+        most of the time of a launch of thousands of nodes."""
+        chosen = self.chosen
+        if chosen is None or chosen.tier != cp.MEMORY:
+            return None
+        key = chosen.step, chosen.attempt
+        sources = {rank: self._sources(key, rank, node) for rank in ranks}
+        return msg.Restore(step=chosen.step, attempt=chosen.attempt, ranks=sources)
+
+    def _sources(self, key: Key, rank: int, node: str) -> tuple[Source, ...]:
+        if self._copies.has_whole(key, rank, node) is not None:
+            return ()
+        return self._copies.sources(key, rank, node)
+
+    def sources(self, node: str, ask: msg.AskSources) -> Effect:
+        """Return the sources for a node that cannot use the image in its own memory."""
+        found = self._copies.sources((ask.step, ask.attempt), ask.rank, node)
+        sources = tuple(one for one in found if (one.node, one.tier) != (node, cp.MEMORY))
+        return Send(node, msg.Sources(step=ask.step, attempt=ask.attempt, rank=ask.rank, sources=sources))
+
 
 # How long others are tried after one node could not write: its storage may recover meanwhile.
 GATHER_LIMIT_S = 15.0

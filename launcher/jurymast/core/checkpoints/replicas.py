@@ -1,24 +1,364 @@
 """Has other nodes hold what the loss of a node would destroy, and lets older states go once that is done.
 
+A state is committed when every rank's whole image is in its own node's memory. Each image then gets a replica
+on another node or, where memory is short, the XOR of a group of images is kept: the XOR of N ranks' parts, on
+a node that has none of them, takes 1/N of the memory. Like a replica it survives the loss of any one node,
+but not the loss of two nodes of one group.
+
 Going through the copies of a hundred thousand ranks takes a while, so it is done a few nodes at a time. In
 between, the caller handles messages and measures the time this takes.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
+from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints import parity
-from jurymast.core.checkpoints.commit import Commit
-from jurymast.core.checkpoints.copies import Copies, Copy, Key
-from jurymast.core.checkpoints.retries import RETRY_S, Reachability
-from jurymast.core.effects import Effect, Send
+from jurymast.core.checkpoints.copies import (
+    ALL,
+    COMMON,
+    NODES_PER_SPARE,
+    OWN,
+    RETRY_S,
+    Copies,
+    Copy,
+    Key,
+    Pair,
+    Reachability,
+)
+from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.run.telling import copied
+
+
+def superfluous(complete: Sequence[int], keep: int, pinned: Set[int], bad: Set[int]) -> list[int]:
+    """Return, from the steps of complete checkpoints, newest first, those that may be removed: all but the
+    newest `keep`. Steps in `bad` neither count nor are removed, because they are evidence; `pinned` ones
+    count and stay."""
+    good = [step for step in complete if step not in bad]
+    return [step for step in good[max(1, keep) :] if step not in pinned]
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Every state newer than `step` that attempts up to `attempt` saved is void. `at`: Unix time."""
+
+    step: int
+    attempt: int
+    at: float
+
+    def voids(self, step: int, attempt: int) -> bool:
+        return step > self.step and attempt <= self.attempt
+
+
+class Commit:
+    """`key` is the committed state, since `at` (Unix time, seconds). `broken`: part of it is lost, as
+    announced. `damaged`: why an image in its own node's memory is unusable and cannot be restored there; else
+    ""."""
+
+    def __init__(self, state: RunState, copies: Copies) -> None:
+        self._state, self._copies = state, copies
+        self.key: Key | None = None
+        self.at = 0.0
+        self.broken, self.damaged = False, ""
+        self._stalls: dict[Key, float] = {}  # by state that may yet be committed
+
+    def held(self, key: Key, stall_s: float) -> None:
+        """The training stood still this long for one of the state's images."""
+        if self.is_newer(key):
+            self._stalls[key] = max(self._stalls.get(key, 0.0), stall_s)
+
+    def look(self, now: float) -> list[Effect]:
+        """Commit the state that has just become complete, if any."""
+        for key in self._copies.newest_first():
+            if not self.is_newer(key):
+                break
+            if self._counts(key) and self._copies.in_memory(key):
+                return [self._commit(key, now)]
+        return []
+
+    def _commit(self, key: Key, now: float) -> Record:
+        saved = ev.Saved(
+            t=now, attempt=key[1], step=key[0], tier=cp.MEMORY, ok=True, stall_s=self._stalls.get(key, 0.0),
+            size_bytes=self._copies.size_bytes(key),
+        )  # fmt: skip
+        self.go_on_from(key)
+        self.at, self.broken = now, False
+        return Record(saved)
+
+    def go_on_from(self, key: Key | None) -> None:
+        """Let this state count from now on (None: none). It is whole once all ranks hold it again."""
+        self.key, self.broken, self.damaged = key, True, ""
+        held = {one for one in self._copies.newest_first() if self.is_newer(one)}
+        self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if one in held}
+
+    def corrupt(self, copy: Copy, why: str) -> None:
+        if copy.key == self.key and copy.tier == cp.MEMORY:
+            self.damaged = self.damaged or why
+
+    def whole(self) -> bool:
+        """Whether the state is complete in memory, or as complete as it will be."""
+        if self.key is None or self.useless():
+            return False
+        return bool(self.damaged) or self._copies.in_memory(self.key)
+
+    def useless(self) -> bool:
+        """Whether it blocks newer states and is no reason to drop older ones."""
+        return self.key is not None and bool(self.damaged) and not self._copies.restorable(self.key)
+
+    def void(self, key: Key) -> None:
+        self._stalls.pop(key, None)
+
+    def _counts(self, key: Key) -> bool:
+        """Whether a state may be committed. A state of an earlier attempt may not if this attempt continued
+        from another one: agents would then give up what the ranks restore."""
+        restore, attempt = self._state.restore, self._state.attempt
+        if key[1] == attempt or restore is None or restore.attempt != attempt:
+            return True
+        return restore.tier == cp.MEMORY and key[0] == restore.step
+
+    def is_newer(self, key: Key) -> bool:
+        return self.key is None or cp.age(key) > cp.age(self.key)
+
+    def check(self) -> None:
+        """Check the invariants; AssertionError names the broken one."""
+        if self.key is not None and not self.broken:
+            assert self._copies.in_memory(self.key), f"{self.key} is committed, and some of it is nowhere"
+        assert all(map(self.is_newer, self._stalls)), "times are kept of saves that are over"
+
+
+# Nodes in a group when nodes turn out to have no memory for whole replicas.
+AUTO_NODES = 4
+NODES_MIN = 3
+
+Group = tuple[int, ...]
+Order = tuple[str, msg.Replicate]  # the node that gets it
+_Load = tuple[bool, int, str]  # whether it is no spare with room, what it holds, node
+
+
+def holders(
+    placement: Sequence[str],
+    spares: Sequence[str],
+    domains: Mapping[str, str],
+    copies: int,
+    full: Iterable[str],
+    apart: Collection[Pair] = (),
+) -> dict[str, tuple[str, ...]]:
+    """Return, for each active node, the nodes that hold its replicas: spares while they have room, then
+    partners.
+
+    A partner is in another failure domain (`domains`: node -> switch or similar) where possible, and half the
+    placement away, so that neighbors that fail together are not each other's partners. Nodes in `full` have
+    no memory left, and pairs (holder, node) in `apart` cannot copy.
+    """
+    no_room = set(full)
+    far: dict[str, set[str]] = {}
+    for holder, node in apart:
+        far.setdefault(node, set(no_room)).add(holder)
+    load: dict[str, int] = {}
+    result: dict[str, tuple[str, ...]] = {}
+    roomy = [spare for spare in spares if spare not in no_room]  # soon none, where there are many nodes
+    for index, node in enumerate(placement):
+        out = far.get(node, no_room)
+        free = [spare for spare in roomy if spare not in out]
+        free.sort(key=lambda name: (_together(domains, name, node), load.get(name, 0)))
+        partners = _partners(placement, index, domains, out, copies - len(free[:copies]))
+        result[node] = (*free[:copies], *partners)
+        for name in result[node]:
+            load[name] = load.get(name, 0) + 1
+        for name in free[:copies]:
+            if load[name] == NODES_PER_SPARE:
+                roomy.remove(name)
+    return result
+
+
+def _partners(
+    placement: Sequence[str], index: int, domains: Mapping[str, str], no_room: Set[str], count: int
+) -> list[str]:
+    """Return up to `count` active nodes, from half the placement away on, those of other domains first."""
+    node, many = placement[index], len(placement)
+    apart: list[str] = []
+    together: list[str] = []
+    for k in range(many):
+        if len(apart) >= count:
+            break
+        name = placement[(index + many // 2 + k) % many]
+        if name != node and name not in no_room:
+            (together if _together(domains, name, node) else apart).append(name)
+    return [*apart, *together][: max(0, count)]
+
+
+def _together(domains: Mapping[str, str], one: str, other: str) -> bool:
+    return one in domains and domains.get(one) == domains.get(other)
+
+
+def missing_replicas(
+    copies: Copies,
+    key: Key,
+    placement: Sequence[str],
+    ranks_per_node: int,
+    holding: Mapping[str, tuple[str, ...]],
+    places: range | None = None,
+) -> list[Order]:
+    """Return what must be copied so that every part of the ranks of these `places` (group ranks; None: all)
+    is on one more node for each holder.
+
+    A common part that as many other nodes have, as data-parallel ranks do, needs no replica.
+    """
+    orders: list[Order] = []
+    for index in places if places is not None else range(len(placement)):
+        wanted = holding.get(placement[index], ())
+        for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
+            have_common, have_own = copies.nodes_with(key, rank, COMMON), copies.nodes_with(key, rank, OWN)
+            part = OWN if len(have_common) > len(wanted) else ALL
+            for holder in wanted:
+                lacks_common = part == ALL and holder not in have_common
+                if lacks_common or not (holder in have_own or len(have_own) > len(wanted)):
+                    sources = copies.sources(key, rank, holder, part)
+                    orders.append((holder, _replicate(key, rank, part, sources=sources)))
+    return orders
+
+
+@dataclass(frozen=True)
+class Protection:
+    """`whole`: for each active node the nodes that hold its replicas; `parity`: for each group of ranks the
+    node that holds their XOR; `bare`: the nodes for whose images no node has memory."""
+
+    whole: Mapping[str, tuple[str, ...]]
+    parity: Mapping[Group, str]
+    bare: frozenset[str] = frozenset()
+
+
+def keeping(
+    placement: Sequence[str],
+    ranks_per_node: int,
+    spares: Sequence[str],
+    domains: Mapping[str, str],
+    *,
+    copies: int,
+    parity: int,
+    full: Collection[str] = (),
+    packed: Collection[str] = (),
+    apart: Collection[Pair] = (),
+) -> Protection:
+    """Return who holds what: whole replicas, unless groups of `parity` nodes are requested. Nodes in `full`
+    have refused memory, and what finds no holder among the others is kept in groups; nodes in `packed` have
+    refused that, too. Pairs (holder, node) in `apart` cannot copy; with node "" the holder cannot make
+    XORs."""
+    whole = holders(placement, spares, domains, copies, full, apart)
+    packed = {*packed, *(holder for holder, node in apart if not node)}
+    if not copies:
+        return Protection(whole, {})
+    grouped = [node for node in placement if parity > 1 or not whole[node]]
+    if parity < 2 and (len(grouped) < 2 or len({*placement, *spares}) < NODES_MIN):
+        return Protection(whole, {}, frozenset(grouped))
+    no_room = {*full, *packed} if parity > 1 else set(packed)
+    nodes = [node for node in dict.fromkeys([*spares, *placement]) if node not in no_room]
+    count = -(-len(grouped) // (parity if parity > 1 else AUTO_NODES))
+    if set(nodes) <= set(grouped):
+        count = max(2, count)  # somebody must be left outside of each group
+    groups = [group for group in parity_groups(grouped, count, domains) if len(group) > 1]
+    held = _parity_holders(groups, placement, ranks_per_node, nodes, spares, domains)
+    in_groups = {node for group in groups for node in group}
+    whole = {node: () if node in in_groups else whole[node] for node in placement}
+    held_ranks = {rank for group in held for rank in group}
+    bare = [
+        node
+        for index, node in enumerate(placement)
+        if not whole[node] and index * ranks_per_node not in held_ranks
+    ]
+    return Protection(whole, held, frozenset(bare))
+
+
+def parity_groups(nodes: Sequence[str], count: int, domains: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Return `count` groups of nodes of nearly equal size. Where possible no group has two nodes of one
+    failure domain, or neighbors, which may fail together as well."""
+    spread = sorted(nodes, key=lambda node: domains.get(node, ""))  # stable: neighbours stay neighbours
+    return [tuple(spread[first::count]) for first in range(min(count, len(spread)))]
+
+
+def _parity_holders(
+    groups: Iterable[tuple[str, ...]],
+    placement: Sequence[str],
+    ranks_per_node: int,
+    nodes: Sequence[str],
+    spares: Sequence[str],
+    domains: Mapping[str, str],
+) -> dict[Group, str]:
+    """Choose for each group of ranks, one per node, a node outside: spares first, while they have room, then
+    a node in another failure domain than all members, then the node that has least to hold."""
+    first_rank = {node: index * ranks_per_node for index, node in enumerate(placement)}
+    room = dict.fromkeys(spares, NODES_PER_SPARE * ranks_per_node)
+    queue = [(room.get(node, 0) <= 0, 0, node) for node in nodes]
+    heapq.heapify(queue)
+    found: dict[Group, str] = {}
+    for members in groups:
+        for local in range(ranks_per_node):
+            chosen = _take(queue, set(members), domains)
+            if chosen is None:
+                break
+            _, load, holder = chosen
+            heapq.heappush(queue, (room.get(holder, 0) <= load + 1, load + 1, holder))
+            found[tuple(sorted(first_rank[node] + local for node in members))] = holder
+    return found
+
+
+def _take(queue: list[_Load], members: Set[str], domains: Mapping[str, str]) -> _Load | None:
+    """Take the first node out of the queue that is not a member; prefer one outside all members' domains if
+    it has as much room."""
+    theirs = {domains[node] for node in members if node in domains}
+    passed: list[_Load] = []
+    chosen: _Load | None = None
+    while queue and (chosen is None or queue[0][0] == chosen[0]):
+        one = heapq.heappop(queue)
+        apart = domains.get(one[2]) not in theirs
+        if one[2] in members or (chosen is not None and not apart):
+            passed.append(one)
+            continue
+        if chosen is not None:
+            passed.append(chosen)
+        chosen = one
+        if apart:
+            break
+    for one in passed:
+        heapq.heappush(queue, one)
+    return chosen
+
+
+def missing_parity(
+    copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, holding: Mapping[Group, str]
+) -> list[Order]:
+    """Return the XORs that must be made."""
+    orders: list[Order] = []
+
+    def elsewhere(rank: int, part: str) -> bool:
+        return len(copies.nodes_with(key, rank, part)) > 1
+
+    for group, holder in holding.items():
+        have_common = all(elsewhere(rank, COMMON) for rank in group)
+        if have_common and all(elsewhere(rank, OWN) for rank in group):
+            continue
+        part = OWN if have_common else ALL
+        own_nodes = {placement[rank // ranks_per_node] for rank in group}
+        made = any(
+            copy.group == group and copy.part in (ALL, part) and copy.node not in own_nodes
+            for copy in copies.of(key, group[0])
+        )
+        if not made:
+            members = copies.members(key, group, part, holder)
+            orders.append((holder, _replicate(key, group[0], part, group=group, members=members)))
+    return orders
+
+
+def _replicate(key: Key, rank: int, part: str, **more: Any) -> msg.Replicate:
+    return msg.Replicate(step=key[0], attempt=key[1], rank=rank, part=part, **more)
+
 
 SLICE_NODES = 32
 # At most a tenth of the time is spent on looking.
@@ -31,7 +371,7 @@ class _Pass:
     group rank. It counts what was ordered. `kept`: who is to hold what, once the first node was handled."""
 
     key: Key
-    kept: parity.Protection | None = None
+    kept: Protection | None = None
     place: int = 0
     ordered: int = 0
 
@@ -153,13 +493,13 @@ class Replicas:
         if self._pass is None:
             self._rest_until = now + REST_SHARE * self._took_s
 
-    def _missing(self, under_way: _Pass, kept: parity.Protection) -> list[parity.Order]:
+    def _missing(self, under_way: _Pass, kept: Protection) -> list[Order]:
         placement, count = self._state.placement, self._state.ranks_per_node
         places = range(under_way.place, min(under_way.place + SLICE_NODES, len(placement)))
         under_way.place = places.stop
-        found = parity.missing_replicas(self._copies, under_way.key, placement, count, kept.whole, places)
+        found = missing_replicas(self._copies, under_way.key, placement, count, kept.whole, places)
         if under_way.place >= len(placement):
-            found += parity.missing_parity(self._copies, under_way.key, placement, count, kept.parity)
+            found += missing_parity(self._copies, under_way.key, placement, count, kept.parity)
         return found
 
     def _give_pass_up(self, now: float) -> None:
@@ -168,10 +508,10 @@ class Replicas:
             self._dirty, self._rest_until = True, now + REST_SHARE * self._took_s
             self._pass = None
 
-    def kept(self, now: float) -> parity.Protection:
+    def kept(self, now: float) -> Protection:
         """Return which nodes are to hold whose replicas."""
         state, settings = self._state, self._state.settings
-        return parity.keeping(
+        return keeping(
             state.placement, state.ranks_per_node, self._spares(), self._domains,
             copies=settings.replicas, parity=settings.parity,
             full={name for name, node in self._holders.items() if node.full},

@@ -1,20 +1,272 @@
-"""What a node holds of checkpoints, in which buffers, and what is removed when; and where memory comes from
-for slots, when ranks ask for it, and for copies that are read for long.
-"""
+"""What a node holds of checkpoints, in which buffers, and what is removed when; the slots of its ranks; and
+the memory for all of it, which is kept within limits and reused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
 
 import msgspec
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.copies import Entry, Image, KeptCopy, best_first
-from jurymast.core.keeper.memory import Buffer, BufferPool, Claim, Do
-from jurymast.core.keeper.slots import RankSlots, Slot, SlotState
+from jurymast.core.keeper.effects import (
+    Effect,
+    Entry,
+    Image,
+    KeptCopy,
+    Make,
+    Measure,
+    Reserve,
+    Unmake,
+    best_first,
+)
+from jurymast.core.messages import Room
 from jurymast.core.texts import memory_size
+
+SLOTS = 2
+
+
+class SlotState(Enum):
+    """In the order in which slots are given up when a restore needs one."""
+
+    FILLING = auto()  # no buffer yet: a restore is to come into it
+    EMPTY = auto()  # no buffer
+    FREE = auto()  # the rank's: it may be writing
+    LEAVING = auto()  # dropped, but somebody still uses it
+    TAKING = auto()  # published; its hashes are being made
+    HELD = auto()  # an image that counts
+
+
+@dataclass(eq=False)
+class Slot:
+    """`following`: a larger buffer that replaces the present one as soon as it is free. `stall_s`: how long
+    training stood still for what was published last."""
+
+    local: int
+    number: int
+    state: SlotState = SlotState.EMPTY
+    buffer: Buffer | None = None
+    copy: KeptCopy | None = None
+    following: Buffer | None = None
+    stall_s: float = 0.0
+
+    @property
+    def capacity(self) -> int:
+        """The capacity of the buffer that is here, or about to be."""
+        return max((one.capacity for one in (self.buffer, self.following) if one is not None), default=0)
+
+    def check(self) -> None:
+        where = f"slot {self.number} of local rank {self.local} is {self.state.name}"
+        without = self.state in (SlotState.EMPTY, SlotState.FILLING)
+        assert (self.buffer is None) == without, f"{where}, and its buffer is {self.buffer}"
+        assert (self.copy is not None) == (self.state is SlotState.HELD), f"{where}, with {self.copy}"
+        if self.copy is not None and self.buffer is not None:
+            assert self.copy.buffer == self.buffer.number, f"{where} by a copy that is elsewhere"
+
+
+@dataclass(eq=False)
+class RankSlots:
+    """The slots of one local rank. `rank` is its present number in the run, -1 while it has none."""
+
+    local: int
+    rank: int = -1
+    slots: list[Slot] = field(default_factory=list)
+    growing: bool = False
+    refused: int = 0  # the wish that this node could not fulfil
+    restored: KeptCopy | None = None  # of this attempt
+
+    def __post_init__(self) -> None:
+        self.slots = [Slot(self.local, number) for number in range(SLOTS)]
+
+    def lacking(self, want: int) -> list[Slot]:
+        return [one for one in self.slots if one.state is not SlotState.FILLING and one.capacity < want]
+
+
+ROUND_BYTES = 2 << 20
+EVERYWHERE = (0, -1)
+Do = Callable[[Effect], None]
+
+
+def round_up(count: int) -> int:
+    return max(1, -(-count // ROUND_BYTES)) * ROUND_BYTES
+
+
+@dataclass(eq=False)
+class Buffer:
+    """`capacity` is its maximum in bytes; `allocated` the memory that it used when last measured."""
+
+    number: int
+    capacity: int
+    allocated: int = 0
+
+
+class Claimant(Protocol):
+    """Asks for memory, and receives one of these calls, possibly at once."""
+
+    def granted(self, buffers: list[Buffer]) -> None: ...
+
+    def refused(self, why: str) -> None: ...
+
+
+@dataclass(eq=False)
+class Claim:
+    """A request for `count` buffers. `extent`: [start, end) in each where memory will be reserved; `also`:
+    bytes that must be free in addition; `asked` describes the request in a refusal."""
+
+    who: Claimant
+    asked: str
+    count: int
+    capacity: int
+    extent: tuple[int, int] = EVERYWHERE
+    also: int = 0
+    taken: list[Buffer] = field(default_factory=list)  # buffers that waited unused
+    made: list[Buffer] = field(default_factory=list)
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        self.capacity = round_up(self.capacity)
+        if self.extent == EVERYWHERE:
+            self.extent = (0, self.capacity)
+
+    @property
+    def need(self) -> int:
+        length = self.extent[1] - self.extent[0]
+        return self.also + self.count * length - sum(min(one.allocated, length) for one in self.taken)
+
+
+class BufferPool:
+    """The buffers. Those in use belong to whoever took them; those given back wait here for the next claim,
+    because the first use of new memory is ten times slower than a copy into used memory. Claims are served
+    one after the other."""
+
+    def __init__(self, do: Do) -> None:
+        self._do = do
+        self.buffers: dict[int, Buffer] = {}
+        self.idle: list[Buffer] = []  # oldest first
+        self.claims: deque[Claim] = deque()
+        self._promised: dict[Buffer, tuple[int, int]] = {}  # granted, and maybe not seen by the limits yet
+        self._reserving: dict[Buffer, Callable[[Buffer, str], None]] = {}
+        self._numbers = 0
+
+    def check(self) -> None:
+        assert set(self._promised) <= set(self.buffers.values()), "memory of no buffer is promised"
+        assert len(self.idle) == len(set(self.idle)), "a buffer waits twice"
+
+    def claim(self, claim: Claim) -> None:
+        self.claims.append(claim)
+        if len(self.claims) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        claim = self.claims[0]
+        # A much larger one would be wasted here.
+        fitting = [one for one in self.idle if claim.capacity <= one.capacity <= 2 * claim.capacity]
+        claim.taken = sorted(fitting, key=lambda one: one.capacity)[: claim.count]
+        for buffer in claim.taken:
+            self.idle.remove(buffer)
+        if claim.need <= 0:
+            self._make(claim)
+        else:
+            self._do(Measure())
+
+    def measured(self, room: Room, allocated: Mapping[int, int]) -> None:
+        """Take in measurements. `allocated`: the memory that each buffer uses now."""
+        for number, count in allocated.items():
+            if number in self.buffers:
+                self.buffers[number].allocated = count
+        claim = self.claims[0]
+        lacking = (max(0, end - start - one.allocated) for one, (start, end) in self._promised.items())
+        free = room.free - sum(lacking)
+        if claim.need <= free:
+            self._make(claim)
+        elif claim.again or not self.idle:
+            self._refuse(claim, Room(max(0, free), room.limit))
+        else:
+            claim.again = True
+            while self.idle:  # unused buffers are given up first
+                self._unmake(self.idle.pop())
+            self._do(Measure())
+
+    def _make(self, claim: Claim) -> None:
+        count = claim.count - len(claim.taken)
+        if not count:
+            self._grant(claim)
+            return
+        claim.made = [Buffer(self._numbers + one, claim.capacity) for one in range(1, count + 1)]
+        self._numbers += count
+        self._do(Make(tuple(one.number for one in claim.made), claim.capacity))
+
+    def made(self, why: str) -> None:
+        """The buffers were made, or (`why`) were not."""
+        claim = self.claims[0]
+        if why:
+            claim.made = []
+            self._refuse(claim, Room(0, f"the kernel: {why}"))
+        else:
+            self.buffers.update({one.number: one for one in claim.made})
+            self._grant(claim)
+
+    def _grant(self, claim: Claim) -> None:
+        buffers = claim.taken + claim.made
+        for one in buffers:
+            self._promised[one] = claim.extent
+        claim.who.granted(buffers)
+        self._next()
+
+    def _refuse(self, claim: Claim, room: Room) -> None:
+        self.idle += claim.taken
+        claim.who.refused(refusal(claim.asked, room))
+        self._next()
+
+    def _next(self) -> None:
+        self.claims.popleft()
+        if self.claims:
+            self._begin()
+
+    def reserve(self, buffer: Buffer, then: Callable[[Buffer, str], None]) -> None:
+        """Take and touch the memory itself; `then` is called with the reason if there is none."""
+        self._reserving[buffer] = then
+        self._do(Reserve(buffer.number))
+
+    def reserved(self, number: int, allocated: int, why: str) -> None:
+        buffer = self.buffers[number]
+        self.touched(buffer, allocated)
+        self._reserving.pop(buffer)(buffer, kernel_refusal(why))
+
+    def touched(self, buffer: Buffer, allocated: int) -> None:
+        """The memory promised to a buffer has been taken, or never will be."""
+        buffer.allocated = allocated
+        self._promised.pop(buffer, None)
+
+    def give_back(self, buffer: Buffer, keep: int) -> None:
+        """Take back a buffer that is no longer used. At most `keep` buffers, the newest ones, wait for the
+        next claim."""
+        self._promised.pop(buffer, None)
+        self.idle.append(buffer)
+        while len(self.idle) > keep:
+            self._unmake(self.idle.pop(0))
+
+    def _unmake(self, buffer: Buffer) -> None:
+        del self.buffers[buffer.number]
+        self._do(Unmake(buffer.number))
+
+
+def refusal(asked: str, room: Room) -> str:
+    """Return one line with the reason and what to do."""
+    return (
+        f"no memory for {asked}: {memory_size(room.free)} available (limit: {room.limit}); "
+        "ask Slurm for more --mem, or set checkpoint.tiers.memory: off"
+    )
+
+
+def kernel_refusal(why: str) -> str:
+    """Describe memory that was granted but that the kernel does not give. "" for ""."""
+    return refusal("a buffer that was granted", Room(0, f"the kernel: {why}")) if why else ""
 
 
 class Growth:

@@ -15,7 +15,7 @@ the others hang, a collective that timed out, one that failed, a hang.
 A node that was chosen to leave for its slowness is the cause, unless ranks failed for a reason of their own.
 
 Tables of exception texts and signals interpret what ranks report when they end; the classes are those of
-`core.run.causes`. Rows are tried in order; the first match counts. Sources of the texts: strerror(3) for
+`core.run.incident`. Rows are tried in order; the first match counts. Sources of the texts: strerror(3) for
 errno names, `cudaGetErrorString` in NVIDIA's CUDA runtime documentation, `ncclGetErrorString` and torch's own
 messages.
 """
@@ -30,12 +30,11 @@ from functools import lru_cache
 from jurymast.core.events import NodeLost, RanksHung, StacksTaken, WorkerFailed
 from jurymast.core.nodes import findings, stacks
 from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.run import causes
+from jurymast.core.run import incident
 from jurymast.core.run.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
-from jurymast.core.run.causes import APPLICATION, CAUSES
+from jurymast.core.run.incident import APPLICATION, CAUSES
 from jurymast.core.run.state import Findings
-from jurymast.core.signatures import Signature, error_signature
-from jurymast.core.texts import NODES_TOLD, count, request, some
+from jurymast.core.texts import NODES_TOLD, Signature, count, error_signature, request, some
 
 # Messages of torch, gloo, NCCL and the socket layer when the *other* side has failed.
 COMMUNICATION = re.compile(
@@ -135,7 +134,7 @@ _OF_MANY = {
 _KILLED = ("out_of_memory", "worker_killed", "bus_error", "shm_full")
 _CASCADES = ("communication", "collective_timeout", "worker_terminated")
 # Ends of ranks by precedence; all other kinds have the place that is empty here.
-_PRECEDENCE = (causes.FROM_FINDINGS, _KILLED, (), ("host_died",), ("worker_crash",), _CASCADES)
+_PRECEDENCE = (incident.FROM_FINDINGS, _KILLED, (), ("host_died",), ("worker_crash",), _CASCADES)
 _OTHERS, _LAST = _PRECEDENCE.index(()), _PRECEDENCE.index(_CASCADES)
 
 
@@ -251,7 +250,7 @@ def _collective_cause(
 def _class_of(failure: WorkerFailed, around: Surroundings) -> str:
     kind = _own_class(failure, around)
     finding = around.against(failure.node, _EXPLAINED_BY.get(kind, ()))
-    return kind if finding is None else causes.of_finding(finding)
+    return kind if finding is None else incident.of_finding(finding)
 
 
 def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
@@ -290,7 +289,7 @@ def cause_of(
 ) -> Cause:  # fmt: skip
     """Return the cause of this class. `node` is at fault, or each of `nodes` shows it. `charged` and
     `signature` are those of the class if not given."""
-    charged = charged or (CAUSES[kind].charged if kind in CAUSES else causes.NOBODY)
+    charged = charged or (CAUSES[kind].charged if kind in CAUSES else incident.NOBODY)
     nodes = nodes or ((node,) if node else ())
     return Cause(kind, charged, node, nodes, rank, exit_code, evidence, signature or Signature(kind))
 
@@ -314,7 +313,7 @@ def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
 def _found_cause(found: Sequence[tuple[str, Finding]]) -> Cause:
     """The finding that counts: bad before suspect, then the earliest."""
     (node, finding), *more = sorted(found, key=lambda pair: pair[1].verdict is not Verdict.BAD)
-    kind = causes.of_finding(finding)
+    kind = incident.of_finding(finding)
     evidence = some([f"{n}: {describe(f)}" for n, f in ((node, finding), *more)], NODES_TOLD, "; ")
     nodes = tuple(dict.fromkeys(n for n, _ in ((node, finding), *more)))
     return cause_of(kind, evidence, node, nodes, signature=Signature(kind, node, finding.code))
@@ -332,7 +331,7 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     named = len(nodes) == 1 and (not kind.startswith("storage_") or first.error == STORAGE_HANGS)
     also = f" (and {len(same) - 1} more ranks)" if len(same) > 1 else ""
     evidence = f"rank {first.rank} on {first.node}: {_told(first)}{also}"
-    finding = around.against(first.node) if kind in causes.FROM_FINDINGS else None
+    finding = around.against(first.node) if kind in incident.FROM_FINDINGS else None
     evidence += f"; {describe(finding)}" if finding else ""
     evidence += "".join(
         f"; {describe(f)}" for n, f in around.near if n == first.node and f.kind == findings.APPLICATION

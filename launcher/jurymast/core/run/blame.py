@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from jurymast.core.effects import Dismiss, Instruction, RaiseAlert
 from jurymast.core.events import HealthFound
 from jurymast.core.nodes import findings
 from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.run import causes
+from jurymast.core.run import incident
 from jurymast.core.run.incident import Alert
-from jurymast.core.run.instructions import Dismiss, Instruction, RaiseAlert
 from jurymast.core.run.state import Blame, Exclusion, Node, Phase, Role, RunState, Sighting
 
 FEW_NODES = 2
@@ -303,7 +303,7 @@ def put_out(state: RunState, blame: Blame) -> list[Instruction]:
 
 def blame_for(state: RunState, name: str, finding: Finding) -> Blame:
     bad = finding.verdict is Verdict.BAD
-    return Blame(name, state.now, causes.of_finding(finding), describe(finding), bad, _group(finding))
+    return Blame(name, state.now, incident.of_finding(finding), describe(finding), bad, _group(finding))
 
 
 def raise_alert(state: RunState, subject: str, message: str, nodes: Collection[str]) -> list[Instruction]:

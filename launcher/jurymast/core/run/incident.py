@@ -1,11 +1,122 @@
-"""A failure and its recovery with the duration of each phase, and warnings that wait for people."""
+"""A failure and its recovery, with the duration of each phase; warnings that wait for people; and every class
+of cause that an incident can have: what happened, whose restart budget pays, what to do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from jurymast.core.signatures import Signature
+from jurymast.core.nodes import findings
+from jurymast.core.texts import Signature
+
+INFRASTRUCTURE = "infrastructure"
+APPLICATION = "application"
+NOBODY = "nobody"  # it was a choice: somebody asked for it, or a swap pays
+
+
+@dataclass(frozen=True)
+class CauseClass:
+    """`charged`: infrastructure, application or nobody. `todo`: for whoever is on call, after what jurymast
+    has already done."""
+
+    name: str
+    charged: str
+    meaning: str
+    todo: str
+
+
+_CLASSES = (
+    CauseClass("node_lost", INFRASTRUCTURE, "a node went silent: power, kernel or network",
+               "have the node checked before it is used again"),
+    CauseClass("node_crash", INFRASTRUCTURE, "the agent of a node ended or restarted",
+               "read the node's log to find what ended the agent"),
+    CauseClass("fabric_fault", INFRASTRUCTURE, "many nodes lost their network at once",
+               "check the switch, the fabric manager and the power supply; no node is blamed"),
+    CauseClass("common_fault", INFRASTRUCTURE, "many nodes reported the same fault at once",
+               "find what these nodes have in common; no node is blamed"),
+    CauseClass("allocation_lost", INFRASTRUCTURE, "the whole allocation ended without notice",
+               "use sacct to find why the job ended"),
+    CauseClass("gpu_bad", INFRASTRUCTURE, "a GPU, its memory or its links are broken",
+               "drain the node; it needs a reset, a reboot or a repair"),
+    CauseClass("gpu_suspect", INFRASTRUCTURE, "a GPU shows signs that it is about to fail",
+               "nothing; the node is tested before it is used again"),
+    CauseClass("network_bad", INFRASTRUCTURE, "a node's network device is broken",
+               "check the cable, the port and the device of that node"),
+    CauseClass("network_suspect", INFRASTRUCTURE, "a node's network device is down or flaps",
+               "check the cable and the port; the ranks work without the device for now"),
+    CauseClass("host_bad", INFRASTRUCTURE, "a node's host is broken: driver, memory, disk or clock",
+               "drain the node and have it checked"),
+    CauseClass("host_suspect", INFRASTRUCTURE, "a node's host shows signs of a fault",
+               "nothing; the node is tested before it is used again"),
+    CauseClass("gpu_unavailable", INFRASTRUCTURE, "a rank could not use its GPU",
+               "check the driver and the fabric manager of that node"),
+    CauseClass("worker_killed", INFRASTRUCTURE, "a rank was killed from outside",
+               "read the node's kernel log to find what killed it"),
+    CauseClass("worker_terminated", INFRASTRUCTURE, "a rank got a SIGTERM that jurymast did not send",
+               "find who sent the SIGTERM: an epilog, a user, a preemption"),
+    CauseClass("bus_error", INFRASTRUCTURE, "a rank accessed mapped memory that has no backing",
+               "check the file system whose files the rank maps"),
+    CauseClass("shm_full", INFRASTRUCTURE, "/dev/shm of a node was full",
+               "remove files that others left in /dev/shm, or reduce what data loaders use"),
+    CauseClass("host_died", INFRASTRUCTURE, "a node's torchrun host died with its ranks",
+               "read the log of the node's agent"),
+    CauseClass("rank_frozen", INFRASTRUCTURE, "the process of a rank was stopped",
+               "find who stopped the process, or what it waits for in the kernel"),
+    CauseClass("hang", INFRASTRUCTURE, "no rank made progress",
+               "compare where the ranks waited: a rank that differs is the lead"),
+    CauseClass("restore_failed", INFRASTRUCTURE, "the image of a rank did not reach its node",
+               "check the network between the named nodes"),
+    CauseClass("collective_timeout", INFRASTRUCTURE, "the watchdog aborted a collective",
+               "compare where the ranks waited: a rank that differs is the lead"),
+    CauseClass("communication", INFRASTRUCTURE, "ranks lost connections; nothing else was found",
+               "if it recurs, check the network between the named ranks"),
+    CauseClass("storage_full", INFRASTRUCTURE, "shared storage is full or over quota",
+               "free space; no node is blamed"),
+    CauseClass("storage_failed", INFRASTRUCTURE, "shared storage failed or was too slow",
+               "check the file system; no node is blamed"),
+    CauseClass("disk_full", INFRASTRUCTURE, "a node's own disk is full",
+               "free space on that node"),
+    CauseClass("disk_failed", INFRASTRUCTURE, "a node's own disk failed",
+               "drain the node and replace the disk"),
+    CauseClass("out_of_memory", APPLICATION, "a rank used more memory than the job has",
+               "request more memory (--mem), or reduce what data loaders use"),
+    CauseClass("gpu_out_of_memory", APPLICATION, "a rank used more memory than the GPU has",
+               "use a smaller batch, or more sharding"),
+    CauseClass("gpu_exception", APPLICATION, "GPU code of the training accessed an illegal address",
+               "run once with CUDA_LAUNCH_BLOCKING=1 to see where"),
+    CauseClass("import_failed", APPLICATION, "a module or library failed to load",
+               "repair the environment of the script"),
+    CauseClass("worker_exception", APPLICATION, "the training's code raised an exception",
+               "read the traceback"),
+    CauseClass("worker_exit", APPLICATION, "the training's code exited with an error code",
+               "read the log of that rank"),
+    CauseClass("worker_crash", APPLICATION, "the training's code crashed a rank",
+               "read the log of that rank; a core dump has more"),
+    CauseClass("straggler", NOBODY, "a node slowed down all others",
+               "nothing; the node is tested before it is used again"),
+    CauseClass("restart_asked", NOBODY, "a user requested a restart", ""),
+    CauseClass("drain_asked", NOBODY, "a user removed a node", ""),
+    CauseClass("rollback_asked", NOBODY, "a user rolled back to an older checkpoint", ""),
+)  # fmt: skip
+CAUSES = {cause.name: cause for cause in _CLASSES}
+
+# The cause that a finding leads to, by its kind.
+_OF_KIND = {findings.HARDWARE: "gpu", findings.NETWORK: "network", findings.HOST: "host"}
+FROM_FINDINGS = frozenset(f"{name}_{verdict}" for name in _OF_KIND.values() for verdict in ("bad", "suspect"))
+
+
+def of_finding(finding: findings.Finding) -> str:
+    """Return the class of an incident that this finding, bad or suspect, caused. KeyError: it is of a kind
+    for which no node is responsible."""
+    part = _OF_KIND[finding.kind]
+    if part == "gpu" and not (finding.code.startswith(("xid-", "gpu-")) or finding.device.startswith("gpu")):
+        part = "host"  # broken memory of the machine is hardware, too
+    return f"{part}_{finding.verdict.value}"
+
+
+def meaning(name: str) -> str:
+    """Return one sentence without its full stop; "" for a class of another version."""
+    return CAUSES[name].meaning if name in CAUSES else ""
 
 
 @dataclass

@@ -13,13 +13,13 @@ from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, SHARED
-from jurymast.core.nodes import stragglers
+from jurymast.core.effects import Dismiss, Instruction, Requeue, StopWorkers
+from jurymast.core.nodes import preflight, stragglers
 from jurymast.core.nodes.findings import Verdict
-from jurymast.core.nodes.heartbeat import rejoin_limit_s
+from jurymast.core.nodes.silence import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
-from jurymast.core.run import blame, node_tests, recovery
+from jurymast.core.run import blame, recovery
 from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS, cause_of
-from jurymast.core.run.instructions import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.run.state import (
     RESTORE_TRIES,
     WITH_RANKS,
@@ -55,7 +55,7 @@ def step(state: RunState, event: ev.Event) -> list[Instruction]:
     if not state.ended:
         instructions += recovery.advance(state, one_came=isinstance(event, ev.NodeJoined | ev.NodeReady))
     if state.phase is not before or isinstance(event, _LETS_TEST) or _of_suspect(state, event):
-        instructions += node_tests.suspects(state)
+        instructions += preflight.suspects(state)
     return instructions
 
 
@@ -105,7 +105,7 @@ def resume(state: RunState) -> list[Instruction]:
         return [StopWorkers(attempt=state.attempt, nodes=recovery.not_stopped(state), reason=why)]
     if state.phase is Phase.REQUEUED:
         return [Requeue(exclude=tuple(state.excluded), reason=why)]
-    return node_tests.again(state, why)
+    return preflight.again(state, why)
 
 
 def _allocation_started(state: RunState, event: ev.AllocationStarted) -> None:
@@ -461,7 +461,7 @@ def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
 
 
 def _node_tested(state: RunState, event: ev.NodeTested) -> list[Instruction]:
-    found = node_tests.result(state, event)
+    found = preflight.result(state, event)
     return _health_found(state, found) if found is not None else []
 
 

@@ -20,29 +20,33 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.agreement import Agreement
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.checkpoints.copies import SHARED, Key
-from jurymast.core.effects import Effect, GiveWay, Journal, Record, SaveFirst, Send, WhyEnding
+from jurymast.core.checkpoints.replicas import Rollback
+from jurymast.core.effects import (
+    Dismiss,
+    Effect,
+    Finish,
+    GiveWay,
+    Instruction,
+    Journal,
+    Launch,
+    Record,
+    Requeue,
+    SaveFirst,
+    Send,
+    StopWorkers,
+    TestNodes,
+    WhyEnding,
+)
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.health import NodeHealth, SickNodes
 from jurymast.core.nodes.preflight import Preflight
-from jurymast.core.nodes.reports import Hangs
 from jurymast.core.nodes.stragglers import Stragglers
-from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
-from jurymast.core.run.instructions import (
-    Dismiss,
-    Finish,
-    Instruction,
-    Launch,
-    Requeue,
-    StopWorkers,
-    TestNodes,
-)
+from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Hangs, Watch
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.run.telling import Teller
-from jurymast.core.supervision.departure import Departure
-from jurymast.core.supervision.launching import Launching
+from jurymast.core.supervision.launching import Departure, Launching
 from jurymast.errors import never
 
 # Repeated reports of agents are among this many last saves.

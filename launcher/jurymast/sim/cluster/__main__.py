@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from jurymast.sim.cluster.cluster import Result, run, smallest
-from jurymast.sim.cluster.plans import Plan, random_plan
+from jurymast.sim.cluster.cluster import Plan, Result, random_plan, run, smallest
 
 AT_ONCE = 20
 TOLD_EVERY_S = 10.0

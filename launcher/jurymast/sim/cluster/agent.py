@@ -11,12 +11,11 @@ from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.messages import CadenceReport, Endpoint, RankReport, beat_of
-from jurymast.core.nodes.heartbeat import beat_every_s
+from jurymast.core.nodes.silence import beat_every_s
 from jurymast.core.nodes.stacks import COLLECTIVE, Stand
 from jurymast.sim.cluster.keeper import SimKeeper
-from jurymast.sim.cluster.storage import SimWrite
 from jurymast.sim.cluster.training import Page, SimGroup, SimMember, follower
-from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection, Steps
+from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection, SimWrite, Steps
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.cluster import Cluster

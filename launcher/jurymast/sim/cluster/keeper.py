@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Key, parts_of
-from jurymast.core.keeper import copies as core
+from jurymast.core.keeper import effects as core
 from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.holding import SLOTS, SlotState, round_up
 from jurymast.core.keeper.machine import KeeperMachine
-from jurymast.core.keeper.memory import round_up
 from jurymast.core.keeper.restores import (
+    Filled,
+    Found,
     Ingredient,
     ingredients,
     members,
     usable,
     whom_to_ask,
 )
-from jurymast.core.keeper.slots import SLOTS, SlotState
-from jurymast.core.keeper.work import Filled, Found
 from jurymast.core.messages import Room
-from jurymast.keeper.page import RestoreStatus
-from jurymast.sim.cluster.storage import Token
-from jurymast.sim.cluster.world import Steps
+from jurymast.keeper.manifest import RestoreStatus
+from jurymast.sim.cluster.world import Steps, Token
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 from jurymast.core import effects as do
 from jurymast.core import events as ev
-from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.checkpoints.copies import MEMORY, Key, age
-from jurymast.core.run.instructions import Finish, Requeue, StopWorkers
+from jurymast.core.checkpoints.replicas import Rollback
+from jurymast.core.effects import Finish, Requeue, StopWorkers
 from jurymast.core.run.state import Phase
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimSite
     from jurymast.sim.cluster.cluster import Cluster
-    from jurymast.sim.cluster.storage import Token
     from jurymast.sim.cluster.supervisor import SimSupervisor
     from jurymast.sim.cluster.training import SimGroup
+    from jurymast.sim.cluster.world import Token
 
 NOTHING_LOST = "1: no committed step is lost while it can be reached"
 ONE_STATE = "2: all ranks of an attempt restore the same state"

@@ -16,8 +16,7 @@ from jurymast.core.messages import Endpoint
 from jurymast.core.run.state import RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import FLUSH_LIMIT_S
-from jurymast.sim.cluster.storage import Item
-from jurymast.sim.cluster.world import SimConnection, Steps
+from jurymast.sim.cluster.world import Item, SimConnection, Steps
 from jurymast.wire.endpoint import PULSE_INTERVAL_S
 
 if TYPE_CHECKING:

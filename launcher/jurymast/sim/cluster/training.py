@@ -12,11 +12,10 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.copies import MEMORY, SHARED, Key
 from jurymast.core.messages import RankReport
-from jurymast.keeper.page import RestoreStatus
+from jurymast.keeper.manifest import RestoreStatus
 from jurymast.sim.cluster.keeper import SIZE_BYTES
-from jurymast.sim.cluster.storage import Token
-from jurymast.sim.cluster.world import Steps
-from jurymast.worker.schedule import DOUBT_LIMIT_S, SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
+from jurymast.sim.cluster.world import Steps, Token
+from jurymast.worker.link import DOUBT_LIMIT_S, SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent, SimHost

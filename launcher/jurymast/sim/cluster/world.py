@@ -1,17 +1,45 @@
-"""Time and network of the simulated cluster: one queue of events, one source of randomness, and processes
-that pause and end. Messages take time, and those of one connection arrive in order; links and connections
-break."""
+"""Time, network and shared storage of the simulated cluster: one queue of events, one source of randomness,
+and processes that pause and end. Messages take time, and those of one connection arrive in order; links and
+connections break. Storage is slow, hangs, is full or shows a stale view; it knows what was really written."""
 
 from __future__ import annotations
 
+import errno
 import heapq
+import json
+import os
 import random
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import Key
+from jurymast.core.checkpoints.replicas import Rollback
+from jurymast.core.checkpoints.writes import (
+    Announced,
+    Complete,
+    Do,
+    Fail,
+    Meeting,
+    Next,
+    Pause,
+    ReadWhy,
+    TellOthers,
+    Wait,
+)
+from jurymast.core.effects import Instruction
+from jurymast.core.events import Event
+from jurymast.core.messages import Endpoint
+from jurymast.core.run.machine import step
+from jurymast.core.run.state import RunState
+from jurymast.core.settings import RunPlan
+from jurymast.journal import EpochBegin, begin_of, counting, initial_state, take, together
+
 if TYPE_CHECKING:
-    from jurymast.sim.cluster.agent import SimSite
+    from jurymast.sim.cluster.agent import SimAgent, SimSite
 
 T = TypeVar("T")
 Then = Callable[..., object]
@@ -196,3 +224,278 @@ class SimConnection:
             if end != deaf:
                 at = self.network.world.now + self.network.world.between(0.0, 0.4)
                 self.network.world.at(at, self.ends[end].process, self._learn, end)
+
+
+Item = Event | tuple[float, Instruction]
+LATENCY_S = (0.001, 0.008)
+SLOW_TIMES = 60.0
+
+
+@dataclass
+class Token:
+    """The result of the training so far: two states are the same only if their tokens are equal."""
+
+    step: int
+    history: tuple[Any, ...]
+
+
+@dataclass
+class MeetingPlace:
+    """Where nodes write a checkpoint together: what they have announced, who is done, and why some failed, by
+    rank."""
+
+    layouts: dict[str, list[Announced]] = field(default_factory=dict)
+    shared_out: bool = False
+    done: set[str] = field(default_factory=set)
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class Storage:
+    """`faults`: until when each kind of fault lasts, by node, or "" for all; `old_s`: how old a node's view
+    is."""
+
+    world: World
+    faults: dict[tuple[str, str], float] = field(default_factory=dict)
+    old_s: dict[str, float] = field(default_factory=dict)
+
+    def _is(self, fault: str, node: str = "") -> bool:
+        return self.faults.get((fault, node), 0.0) > self.world.now
+
+    def hangs_until(self, node: str) -> float:
+        hangs = ("storage hangs", ""), ("storage hangs here", node)
+        return max(self.faults.get(one, 0.0) for one in hangs)
+
+    def takes_s(self) -> float:
+        return self.world.between(*LATENCY_S) * (SLOW_TIMES if self._is("storage slow") else 1.0)
+
+    def view_at(self, node: str) -> float:
+        return self.world.now - (self.old_s[node] if self._is("old view", node) else 0.0)
+
+    def sees_all(self, node: str) -> bool:
+        """Whether this node sees everything that is there now."""
+        return self.view_at(node) >= self.world.now
+
+    def sees_checkpoints(self, node: str) -> bool:
+        return not self._is("unmounted", node)
+
+    def work(self, node: str, work: Callable[[], T], *, writes: bool = False) -> Steps[T | OSError]:
+        """Do `work`; returns its result, or the OSError."""
+        while True:
+            yield max(self.world.now, self.hangs_until(node)) + self.takes_s()
+            if self.hangs_until(node) <= self.world.now:
+                break
+        if self._is("stale handles", node):
+            return OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        if writes and self._is("storage full"):
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        try:
+            return work()
+        except OSError as error:
+            return error
+
+    def do(
+        self, node: str, process: Process, work: Callable[[], T], then: Callable[[T | OSError], None],
+        *, writes: bool = False,
+    ) -> None:  # fmt: skip
+        """Do `work`; `then` gets its result, or the OSError."""
+
+        def steps() -> Steps[None]:
+            then((yield from self.work(node, work, writes=writes)))
+
+        self.world.go(process, steps())
+
+
+@dataclass
+class RunDisk:
+    """The run directory. Times are when something was written: a stale view is one of a directory's list, not
+    of the content of a file with a known name."""
+
+    storage: Storage
+    plan: RunPlan
+    claims: dict[int, tuple[float, str]] = field(default_factory=dict)  # epoch: when, by which node
+    endpoints: dict[int, tuple[float, Endpoint]] = field(default_factory=dict)
+    beat: tuple[int, int] = (0, 0)  # content of the pulse file: an epoch, and its count
+    newest: Endpoint | None = None  # content of the newest address file
+    attempt: int = 0
+    reading_s: float = 0.0  # the journal
+    shared: dict[Key, tuple[float, Token]] = field(default_factory=dict)
+    places: dict[str, MeetingPlace] = field(default_factory=dict)  # where nodes write a checkpoint together
+    journal: dict[int, list[Item]] = field(default_factory=dict)
+    rollbacks: list[Rollback] = field(default_factory=list)
+
+    def publish(self, key: Key, token: Token) -> None:
+        """Add a checkpoint, unless it was rolled back meanwhile."""
+        if not self.is_void(key):
+            self.shared[key] = self.storage.world.now, token
+
+    def is_void(self, key: Key) -> bool:
+        return any(back.voids(*key) for back in self.rollbacks)
+
+    def roll_back(self, step: int) -> Rollback:
+        """Roll back as `jurymast checkpoints RUN rollback` does before it asks the supervisor."""
+        back = Rollback(step, self.attempt, self.storage.world.now)
+        self.rollbacks.append(back)
+        self.shared = {key: what for key, what in self.shared.items() if key[0] <= step}
+        return back
+
+    def newest_epoch(self, node: str) -> int:
+        seen_at = self.storage.view_at(node)
+        listed = (e for e, (t, by) in self.claims.items() if t <= seen_at or by == node)
+        return max([*listed, self.beat[0]])
+
+    def claim(self, node: str) -> int:
+        epoch = self.newest_epoch(node) + 1
+        while epoch in self.claims:
+            epoch += 1
+        self.claims[epoch] = self.storage.world.now, node
+        self.journal[epoch] = []
+        return epoch
+
+    def announce(self, place: Endpoint) -> None:
+        self.endpoints[place.epoch] = self.storage.world.now, place
+        self.newest = place
+
+    def find(self, node: str) -> Endpoint | None:
+        seen_at = self.storage.view_at(node)
+        known = [place for t, place in self.endpoints.values() if t <= seen_at or place.node == node]
+        known += [self.newest] if self.newest is not None else []
+        return max(known, key=lambda place: place.epoch, default=None)
+
+    def pulse(self, epoch: int, count: int) -> None:
+        self.beat = epoch, count
+
+    def read_pulse(self, node: str) -> str:
+        return f"{self.newest_epoch(node)}:{self.beat}"
+
+    def replay(self) -> RunState:
+        """Replay what was really written, as `journal.replay` does."""
+        files = [self._file(epoch) for epoch in sorted(self.journal)]
+        state = initial_state(self.plan)
+        for entry in counting([*files, []], [*map(begin_of, files), EpochBegin()]):
+            take(state, entry, lambda event: step(state, event))
+        return state
+
+    def _file(self, epoch: int) -> list[dict[str, Any]]:
+        entries = together(self.journal[epoch])
+        lines = [{**entry, "epoch": epoch, "n": number} for number, entry in enumerate(entries, 1)]
+        return [json.loads(json.dumps(line)) for line in lines]
+
+
+LOOK_S, COPY_S = 0.05, (0.05, 0.4)
+
+
+class SimWrite:
+    """A write. `over` gets the reason if it failed, or ""; it is not called once the write is `cancelled`."""
+
+    def __init__(self, agent: SimAgent, order: msg.Write, token: Token, over: Callable[[str], None]) -> None:
+        self._agent, self._order, self._token, self._over = agent, order, token, over
+        self._key = order.step, order.attempt
+        self._machine = Meeting(self._key, order.world, leads=order.lead)
+        self._layout = f"layout-r{order.ranks[0]:05d}"
+        self.cancelled = False
+        agent.world.go(agent.process, self._steps())
+
+    @property
+    def _places(self) -> dict[str, MeetingPlace]:
+        return self._agent.cluster.disk.places
+
+    def _exists(self) -> bool:
+        return any(step == self._key[0] for step, _ in self._agent.cluster.disk.shared)
+
+    def _steps(self) -> Steps[None]:
+        looking = Do.FIND_PLACE
+        what = yield from self._on_storage(self._begin)
+        while not self.cancelled:
+            match what:
+                case Complete():
+                    return self._over("")
+                case Fail(why):
+                    return self._over(why)
+                case Wait():
+                    following = self._on_storage(partial(self._look, looking), after_s=LOOK_S)
+                case Pause(seconds):
+                    following = self._on_storage(self._machine.done, after_s=seconds)
+                case Do.FIND_PLACE | Do.READ_LAYOUTS | Do.FIND_SHARES | Do.READ_PARTS:
+                    looking = what
+                    following = self._on_storage(partial(self._look, looking))
+                case Do.WRITE:
+                    copy_s = self._agent.world.between(*COPY_S)
+                    following = self._on_storage(partial(self._write, what), writes=True, after_s=copy_s)
+                case _:
+                    following = self._on_storage(partial(self._write, what), writes=what is not Do.CLEAN_UP)
+            what = yield from following
+
+    def _on_storage(
+        self, work: Callable[[], Next], *, writes: bool = False, after_s: float = 0.0
+    ) -> Steps[Next]:
+        storage, name = self._agent.cluster.storage, self._agent.site.name
+
+        def checked() -> Next:
+            if not storage.sees_checkpoints(name):
+                raise OSError(f"{name} does not see the storage")
+            return work()
+
+        yield self._agent.world.now + after_s
+        following = yield from storage.work(name, checked, writes=writes)
+        if isinstance(following, OSError):
+            gone = isinstance(following, FileNotFoundError)
+            following = self._machine.failed(str(following), gone=gone, existing=self._exists())
+        self._machine.check()
+        return following
+
+    def _begin(self) -> Next:
+        void = self._agent.cluster.disk.is_void(self._key)
+        return self._machine.begin(unseen="", rolled_back=void, existing=self._exists())
+
+    @property
+    def _place(self) -> MeetingPlace:
+        if self._order.id not in self._places:
+            raise FileNotFoundError("the place is gone")
+        return self._places[self._order.id]
+
+    def _look(self, what: Do) -> Next:
+        machine = self._machine
+        if what is Do.FIND_PLACE:
+            there = self._order.id in self._places
+            return machine.saw_place(there=there, existing=not there and self._exists())
+        place = self._place
+        for rank, why in place.failed.items():
+            return machine.others_failed(rank, why)
+        match what:
+            case Do.READ_LAYOUTS:
+                return machine.saw_layouts(place.layouts)
+            case Do.FIND_SHARES:
+                return machine.saw_shares(there=place.shared_out)
+            case _:
+                return machine.saw_parts(place.done)
+
+    def _write(self, what: Next) -> Next:
+        order, disk = self._order, self._agent.cluster.disk
+        match what:
+            case Do.OPEN:
+                self._places.clear()
+                self._places[order.id] = MeetingPlace()
+            case Do.CLEAN_UP:
+                self._places.pop(order.id, None)
+            case Do.ANNOUNCE:
+                images = [Announced(rank, self._key, order.world) for rank in order.ranks]
+                self._place.layouts[self._layout] = images
+            case Do.SHARE_OUT:
+                self._place.shared_out = True
+            case Do.WRITE:
+                self._place.done.add(self._layout)
+            case Do.SEAL:
+                assert len(self._place.done) == len(self._place.layouts), "a part is missing"
+                return self._machine.sealed(rolled_back=disk.is_void(self._key))
+            case Do.PUBLISH:
+                assert self._place.shared_out, "published before it was written"
+                del self._places[order.id]
+                disk.publish(self._key, self._token)
+            case TellOthers(why):
+                self._place.failed[order.ranks[0]] = why
+            case ReadWhy(rank):
+                return self._machine.others_failed(rank, self._place.failed.get(rank, ""))
+            case _:
+                raise AssertionError(f"{what} is nothing to do")
+        return self._machine.done()

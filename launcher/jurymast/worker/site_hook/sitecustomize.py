@@ -1,4 +1,4 @@
-"""Runs in a new interpreter before the training script: see `worker.startup`.
+"""Runs in a new interpreter before the training script: see `worker`.
 
 The agent starts `python -u SCRIPT ARGUMENTS` with this directory first in PYTHONPATH, and site imports this
 file before Python reads the script. The script finds no trace of it.
@@ -46,7 +46,7 @@ def _begin() -> None:
     """Become what the environment says. Returns only in ranks."""
     import json
 
-    from jurymast.worker.startup import VARIABLE
+    from jurymast.worker import VARIABLE
 
     what = json.loads(os.environ.pop(VARIABLE))
     if "server" in what:

@@ -1,17 +1,28 @@
-"""The geometry of the pages' charts. Templates turn it into inline SVG."""
+"""Pages for a browser: how they are rendered, and the geometry of their charts, which templates turn into
+inline SVG. Each page is one file that loads nothing, can be read without scripts, and prints.
+
+A template lays out the JSON object from which a page is made, and what the page's module computes from it.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from jurymast.core.goodput import CATEGORIES, MEANINGS, Account, Interval
 from jurymast.core.run.incident import Incident
-from jurymast.report.text import duration
+from jurymast.report import text
+from jurymast.report.text import clean, duration
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 GROUPS = {category.name: category.group for category in CATEGORIES}
 OTHER = "other"
@@ -269,3 +280,45 @@ def day_ticks(frame: PlotArea, days: float) -> tuple[AxisTick, ...]:
     return tuple(
         AxisTick(frame.x(i * step / days), f"day {i * step:g}") for i in range(int(days / step + 1e-9) + 1)
     )
+
+
+def render(template: str, data: Mapping[str, Any], computed: Mapping[str, Any]) -> str:
+    """Render the page. `data` is the JSON object from which it is made, and is part of the page; `computed`
+    are further names of the template."""
+    return _environment().get_template(template).render(computed, data=data)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # only pages need it
+    from markupsafe import Markup
+
+    def shown(value: object) -> object:
+        """The value without control characters, whatever a run's texts contain; autoescape follows. None
+        means not known."""
+        if value is None:
+            return "-"
+        return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    loader = PackageLoader("jurymast.report")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, finalize=shown, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.policies["json.dumps_kwargs"] = {}
+    for own in (
+        text.amounts, text.count, text.duration, text.minutes, text.node_time, text.percent,
+        text.percent_fine, text.plain_seconds, text.size,
+    ):  # fmt: skip
+        environment.filters[own.__name__] = own
+    for name in ("style", "script"):
+        source, _, _ = loader.get_source(environment, f"page.{'css' if name == 'style' else 'js'}")
+        # The only style and script that a browser accepts, whatever a run's texts contain.
+        environment.globals[name] = Markup(source)
+        environment.globals[f"{name}_hash"] = _hash(source)
+    return environment
+
+
+def _hash(source: str) -> str:
+    """The hash by which a Content-Security-Policy allows a source."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"

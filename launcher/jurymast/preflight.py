@@ -1,9 +1,19 @@
-"""Tests of a device: whether it calculates correctly, and how fast. And the time of a small and of a larger
-all-reduce among the test processes of one or two nodes."""
+"""A node's test process, the only part of pre-flight that imports torch: `python -m jurymast.preflight
+LOCAL_RANK` tests one device of this node on the agent's request: whether it calculates correctly, and how
+fast; and the time of a small and of a larger all-reduce among the test processes of one or two nodes.
+
+JSON lines. In: {"do": "alone"} or {"do": "group", "name", "host", "port", "rank", "world", "limit_s"}. Out:
+{"said": "ready", "port"} once torch is imported, then for each order {"said": "done", "times", "wrong",
+"error"}; `core.nodes.tests.Alone` explains the last three. It ends when its standard input ends.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from jurymast.processes import die_with_parent
+from jurymast.wire.endpoint import ADDRESS_VARIABLE, listen_at
 
 SEED = 20
 # Seconds for all products, and for all copies. Each kind is done at least twice, however long that takes.
@@ -154,7 +167,7 @@ REPEATS_MAX = 50
 def test_group(order: dict[str, Any], device: torch.device) -> dict[str, float]:
     """Seconds of a small all-reduce ("gloo latency", the median) and of a larger one ("gloo transfer").
 
-    `order`: see `jurymast.preflight.__main__`.
+    `order`: see `jurymast.preflight`.
 
     Raises RuntimeError if the others do not come, or do not all answer within `limit_s`.
     """
@@ -190,3 +203,51 @@ def _all_reduce(data: torch.Tensor) -> float:
     began = time.perf_counter()
     dist.all_reduce(data)
     return _now(data.device) - began
+
+
+STORE_LIMIT_S = 30.0
+
+
+def main() -> int:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning signal reaches every process of a step
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides
+    die_with_parent()
+    # What a library prints must not be mixed with the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    local_rank = int(sys.argv[1])
+    # NCCL would end this process if a partner does not answer; this makes the wait raise instead.
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+
+    import torch.distributed as dist
+
+    # MERGE
+
+    listener = listen_at(os.environ.get(ADDRESS_VARIABLE, ""))
+    port = listener.getsockname()[1]
+    store = None
+    answers.write(json.dumps({"said": "ready", "port": port}) + "\n")
+    for line in sys.stdin:
+        order: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] = {"said": "done", "times": {}, "wrong": "", "error": ""}
+        try:
+            if order["do"] == "alone":
+                answer["times"], answer["wrong"] = test_device(choose(local_rank))
+            else:
+                if order["rank"] == 0 and store is None:
+                    # All pairings that this node leads meet here, each under a name of its own.
+                    store = dist.TCPStore(
+                        order["host"], port, is_master=True, master_listen_fd=listener.detach(),
+                        wait_for_workers=False, timeout=timedelta(seconds=STORE_LIMIT_S),
+                    )  # fmt: skip
+                answer["times"] = test_group(order, choose(local_rank))
+        except (RuntimeError, OSError, ValueError) as error:  # torch's and CUDA's errors are RuntimeErrors
+            answer["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        answers.write(json.dumps(answer) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    main()
+    sys.stderr.flush()
+    os._exit(0)  # unloading torch takes a second, and nothing has to be released

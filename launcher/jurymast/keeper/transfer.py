@@ -1,0 +1,476 @@
+"""Images from one node to another: the agent's data server, which sends manifests and byte ranges of the
+images that its node holds, and the client, which assembles an image or a part of one, block by block.
+
+A block counts if its hash is right, no matter who sent it. So if a source dies or sends wrong bytes, the next
+source has to send only the blocks that are still missing. `wire.protocol` has the connections.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import xxhash
+
+from jurymast.core.checkpoints.copies import ALL, LOCAL, parts_of
+from jurymast.core.keeper.effects import Image as Key
+from jurymast.core.message import Strange, kind_of, reader
+from jurymast.core.messages import Source
+from jurymast.errors import AuthenticationError, ProtocolError, never
+from jurymast.foreign import open_own
+from jurymast.keeper.copies import CopyTable, Group, StoredCopy, trusted
+from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, hash_block
+from jurymast.keeper.memory import MappedBuffer
+from jurymast.wire import endpoint, protocol
+from jurymast.wire.protocol import Access, Stream, agreed, keeper_of
+
+
+class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One rank's image of a state; with a `group` the XOR of these ranks' images, of which `rank` is the
+    lowest."""
+
+    step: int
+    attempt: int
+    rank: int
+    group: tuple[int, ...] = ()
+
+
+class ToKeeper(msgspec.Struct, frozen=True, kw_only=True, tag_field="get", tag=kind_of):
+    """A keeper's request for an image; `ways`: how the bytes may be protected, see `wire.protocol`."""
+
+    image: ImageName
+    ways: tuple[str, ...] = ()
+
+
+class GetManifest(ToKeeper, frozen=True, kw_only=True):
+    """Request the image's manifest; answered by ManifestFollows and the manifest."""
+
+
+class GetBytes(ToKeeper, frozen=True, kw_only=True):
+    """Request `length` bytes of the image from `at` on; answered by BytesFollow and these bytes."""
+
+    at: int
+    length: int
+
+
+class Check(ToKeeper, frozen=True, kw_only=True):
+    """Wrong bytes of the image arrived: verify it there. Answered by Doubted."""
+
+
+class FromKeeper(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer", tag=kind_of):
+    """A keeper's answer."""
+
+
+class ManifestFollows(FromKeeper, frozen=True, kw_only=True):
+    """This many bytes follow, protected in this way. `capacity`: bytes of the buffer that contains the image,
+    or 0."""
+
+    length: int
+    way: str
+    capacity: int
+
+
+class BytesFollow(FromKeeper, frozen=True, kw_only=True):
+    """This many bytes follow, protected in this way."""
+
+    length: int
+    way: str
+
+
+class Doubted(FromKeeper, frozen=True, kw_only=True):
+    """The image will be verified again."""
+
+
+class NotServed(FromKeeper, frozen=True, kw_only=True):
+    """Nothing follows."""
+
+    why: str
+
+
+Request = GetManifest | GetBytes | Check | Strange
+Served = ManifestFollows | BytesFollow | Doubted | NotServed | Strange
+
+read_request: Callable[[bytes], Request] = reader(GetManifest | GetBytes | Check)
+read_served: Callable[[bytes], Served] = reader(ManifestFollows | BytesFollow | Doubted | NotServed)
+
+
+STREAMS = 2
+# Requests under way on one connection: the other side sends the next block while this one is hashed.
+AHEAD = 2
+MANIFEST_BYTES_MAX = 1 << 30
+Answer = TypeVar("Answer", bound=FromKeeper)
+_BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
+
+
+def connect(source: Source, access: Access) -> Stream[Served]:
+    """Connect to the data server of the source's node. Raises OSError, AuthenticationError or
+    ProtocolError."""
+    whom = keeper_of(source.node)
+    failure: Exception = ConnectionError("it has no address")
+    for host in source.hosts:
+        try:
+            return protocol.connect(host, source.port, access.secret, whom, read_served)
+        except (OSError, AuthenticationError, ProtocolError) as error:
+            failure = error
+    raise failure
+
+
+def manifest_of(source: Source, access: Access, key: Key, group: Group = ()) -> tuple[Manifest, int]:
+    """Return (the image's manifest, the capacity of its buffer there or 0); with a `group`, those of the
+    group's XOR. Raises what `connect` raises, and BadImage."""
+    with closing(connect(source, access)) as connection:
+        connection.send(GetManifest(image=_named(key, group), ways=access.ways))
+        answer = _answer(connection, ManifestFollows, access)
+        if not 0 < answer.length <= MANIFEST_BYTES_MAX:
+            raise ProtocolError(f"a manifest of {answer.length} bytes")
+        data = bytearray(answer.length)
+        for _ in connection.receive_pieces(memoryview(data), answer.way):
+            pass
+        return trusted(bytes(data), key), answer.capacity
+
+
+@dataclass
+class Filling:
+    """An image that is being assembled in `buffer`, by one thread at a time; `stop` makes it give up soon.
+
+    `origin` is the offset in the image at which the buffer begins, `group` that of the XOR if this is one.
+    `got` counts bytes by tier; `passed_over` says why sources did not serve, one line for each.
+    """
+
+    manifest: Manifest
+    buffer: MappedBuffer
+    part: str = ALL
+    missing: list[Block] = field(default_factory=list)
+    got: dict[str, int] = field(default_factory=dict)
+    passed_over: list[str] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+    origin: int = 0
+    group: Group = ()
+
+    def __post_init__(self) -> None:
+        self.missing = self.missing or blocks_of(self.manifest, self.part)
+
+    @property
+    def complete(self) -> bool:
+        return not self.missing
+
+    @property
+    def lacking(self) -> set[str]:
+        """Return the parts that are not complete."""
+        return {block.part for block in self.missing}
+
+    def keep(self, part: str, tier: str, among: Sequence[Block] | None = None) -> bool:
+        """Count blocks of `part`, or the blocks `among` it, that are in the buffer already. Return False if
+        one is corrupt."""
+        wanted = self.wanted(part) if among is None else among
+        good = [block for block in wanted if hash_block(self.view(block)) == block.hash]
+        return self._take(good, tier) == len(wanted)
+
+    def view(self, block: Block) -> memoryview:
+        """Return the block's place in the buffer."""
+        return self.buffer.view(block.at - self.origin, block.at - self.origin + block.length)
+
+    def from_file(self, name: str, path: Path | str, part: str, tier: str) -> str:
+        """Take missing blocks from a file. Return why it did not serve, calling it `name`, or ""."""
+        wanted = self.wanted(part)
+        good: list[Block] = []
+        why = ""
+        try:
+            # memory's path is a link that only this user's processes may follow
+            descriptor = open_own(path) if tier == LOCAL else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for block in wanted:
+                    if self.stop.is_set():
+                        break
+                    view = self.view(block)
+                    _read(descriptor, block.at, view)
+                    if hash_block(view) == block.hash:
+                        good.append(block)
+            finally:
+                os.close(descriptor)
+        except (OSError, EOFError) as error:
+            why = _text(error)
+        if self._take(good, tier) == len(wanted) or self.stop.is_set():
+            return ""
+        why = why or f"{len(wanted) - len(good)} of {len(wanted)} blocks are corrupt"
+        self.passed_over.append(f"{name}: {why}")
+        return why
+
+    def from_peer(self, source: Source, access: Access, key: Key, part: str, tier: str) -> None:
+        """Fetch missing blocks of `part` from the image `key` on the source's node, which for a common part
+        may be another rank's. Returns once all are fetched or the connections have failed."""
+        wanted = self.wanted(part)
+        queue, good, reasons = deque(wanted), list[Block](), list[str]()
+
+        def work() -> None:
+            try:
+                with closing(connect(source, access)) as connection:
+                    reasons.extend(self._pull(connection, access, _named(key, self.group), queue, good))
+            except _BROKEN as error:
+                reasons.append(_text(error))
+
+        threads = [
+            threading.Thread(target=work, name="keeper-pull", daemon=True)
+            for _ in range(min(STREAMS, len(wanted)) - 1)
+        ]
+        for thread in threads:
+            thread.start()
+        work()
+        for thread in threads:
+            thread.join()
+        if self._take(good, tier) < len(wanted):
+            self.passed_over.append(f"{source.node}: {reasons[0] if reasons else 'interrupted'}")
+
+    def _pull(
+        self, connection: Stream[Served], access: Access, image: ImageName,
+        queue: deque[Block], good: list[Block],
+    ) -> list[str]:  # fmt: skip
+        """Fetch blocks from the queue until it is empty. Return why some are corrupt."""
+        asked: deque[Block] = deque()
+        reasons = []
+        ways = access.ways
+        while not self.stop.is_set():
+            while len(asked) < AHEAD and queue:
+                try:
+                    block = queue.popleft()
+                except IndexError:
+                    break  # the other stream was faster
+                connection.send(GetBytes(image=image, at=block.at, length=block.length, ways=ways))
+                asked.append(block)
+            if not asked:
+                break
+            block = asked.popleft()
+            answer = _answer(connection, BytesFollow, access)
+            if answer.length != block.length:
+                raise ProtocolError("an answer of another length than asked for")
+            if _receive(connection, self.view(block), answer.way) == block.hash:
+                good.append(block)
+            else:
+                reasons.append(f"the block at {block.at} of the {block.part} part is corrupt")
+        if reasons and not asked:
+            connection.send(Check(image=image))  # is it corrupt there, or only in transit?
+            _answer(connection, Doubted, access)
+        return reasons
+
+    def wanted(self, part: str) -> list[Block]:
+        return [block for block in self.missing if block.part in parts_of(part)]
+
+    def _take(self, good: Sequence[Block], tier: str) -> int:
+        taken = set(good)
+        self.missing = [block for block in self.missing if block not in taken]
+        if good:
+            self.got[tier] = self.got.get(tier, 0) + sum(block.length for block in good)
+        return len(good)
+
+
+def _receive(connection: Stream[Served], target: memoryview, way: str) -> str:
+    """Fill `target`. Return its hash, made piece by piece while the bytes are in the processor's cache."""
+    hasher = xxhash.xxh3_64()
+    for piece in connection.receive_pieces(target, way):
+        hasher.update(piece)
+    return str(hasher.hexdigest())
+
+
+def _answer(connection: Stream[Served], kind: type[Answer], access: Access) -> Answer:
+    """Receive an answer of this kind. Raises ProtocolError for any other."""
+    answer = connection.receive()
+    if isinstance(answer, ManifestFollows | BytesFollow) and answer.way not in access.ways:
+        raise ProtocolError(f"an answer protected by {answer.way}, which was not offered")
+    if isinstance(answer, kind):
+        return answer
+    if isinstance(answer, NotServed):
+        raise ProtocolError(answer.why)
+    what = answer if isinstance(answer, Strange) else type(answer).__name__
+    raise ProtocolError(f"an answer to another request: {what}")
+
+
+def _named(key: Key, group: Group) -> ImageName:
+    step, attempt, rank = key
+    return ImageName(step=step, attempt=attempt, rank=rank, group=group)
+
+
+def _read(descriptor: int, at: int, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        got = os.preadv(descriptor, [view[done:]], at + done)
+        if not got:
+            raise EOFError("the file is shorter than its image")
+        done += got
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+Peer = Stream[Request]
+
+# Connections that have not yet proved that they know the run's secret; each takes a thread.
+UNPROVEN_MAX = 128
+# Pause after a connection could not be accepted.
+REST_S = 0.05
+NOT_HELD = NotServed(why="not held (any more)")
+
+
+class ImageServer:
+    """Serves each connection in its own thread; `port` is the same at all addresses.
+
+    `doubt` is called, in such a thread, with a copy from which a peer received wrong bytes.
+    """
+
+    def __init__(
+        self, copies: CopyTable, access: Access, node: str, doubt: Callable[[StoredCopy], None]
+    ) -> None:
+        self._copies = copies
+        self._doubt = doubt
+        self._access = access
+        self._who = keeper_of(node)
+        self.port = 0
+        self._listeners: dict[str, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._unproven: dict[socket.socket, None] = {}  # oldest first
+        self._closed = threading.Event()
+
+    def listen_at(self, address: str) -> None:
+        """Listen at this address as well. Raises OSError."""
+        if address in self._listeners or any(
+            one.getsockname()[0] == endpoint.ANY for one in self._listeners.values()
+        ):
+            return
+        listener = self._listeners[address] = endpoint.listen_at(address, self.port)
+        self.port = listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(listener,), name="keeper-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop at once; transfers under way fail for the other side."""
+        with self._lock:
+            self._closed.set()
+            for connection in [*self._listeners.values(), *self._connections]:
+                _shut(connection)
+        for listener in self._listeners.values():
+            listener.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                if self._closed.wait(REST_S):
+                    return
+                continue  # the connection is gone already, or no descriptor is left for it
+            with self._lock:
+                if self._closed.is_set():
+                    connection.close()
+                    return
+                self._connections.add(connection)
+                self._unproven[connection] = None
+                if len(self._unproven) > UNPROVEN_MAX:
+                    # The oldest, probably a stranger: agents prove themselves within milliseconds.
+                    oldest = next(iter(self._unproven))
+                    del self._unproven[oldest]
+                    _shut(oldest)
+            try:
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="keeper-serve", daemon=True
+                ).start()
+            except RuntimeError:  # no more threads can be started now
+                self._gone(connection)
+                self._closed.wait(REST_S)
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            peer = protocol.accept(connection, self._access.secret, self._who, read_request)
+            with self._lock:
+                self._unproven.pop(connection, None)
+            while True:
+                self._answer(peer, peer.receive())
+        except (OSError, EOFError, AuthenticationError, ProtocolError):
+            pass  # the other side is done, or notices: only blocks received whole and verified count there
+        finally:
+            self._gone(connection)
+
+    def _gone(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+            self._unproven.pop(connection, None)
+        connection.close()
+
+    def _answer(self, peer: Peer, request: Request) -> None:
+        match request:
+            case GetManifest() | GetBytes():
+                here = self._access.ways
+                if (way := agreed(request.ways, here)) is None:
+                    asked = ", ".join(request.ways) or "nothing"
+                    why = f"there is no common way to protect bytes: {asked} there, {', '.join(here)} here"
+                    peer.send(NotServed(why=why))
+                elif isinstance(request, GetManifest):
+                    self._send_manifest(peer, request.image, way)
+                else:
+                    self._send_bytes(peer, request, way)
+            case Check():
+                for copy in self._copies.find(_key(request.image), group=request.image.group):
+                    self._doubt(copy)
+                peer.send(Doubted())
+            case Strange():
+                peer.send(NotServed(why=f"not a request: {request}"))
+            case _:
+                never(request)
+
+    def _send_bytes(self, peer: Peer, request: GetBytes, way: str) -> None:
+        image, at, length = request.image, request.at, request.length
+        held = self._copies.acquire(_key(image), at, length, image.group)
+        if held is None:
+            peer.send(NOT_HELD)
+            return
+        try:
+            _send_from(peer, held, at, length, way)
+        finally:
+            self._copies.release(held)
+
+    def _send_manifest(self, peer: Peer, image: ImageName, way: str) -> None:
+        key, group = _key(image), image.group
+        known, held = self._copies.manifest(key, group), self._copies.find(key, group=group)
+        if known is None:
+            peer.send(NOT_HELD)
+            return
+        manifest, capacity = known
+        data = held[0].manifest_bytes if held else manifest.to_bytes()
+        peer.send(ManifestFollows(length=len(data), way=way, capacity=capacity))
+        peer.send_bytes(data, way)  # too large for a message
+
+
+def _key(image: ImageName) -> Key:
+    return image.step, image.attempt, image.rank
+
+
+def _send_from(peer: Peer, copy: StoredCopy, at: int, length: int, way: str) -> None:
+    if isinstance(copy.place, MappedBuffer):
+        peer.send(BytesFollow(length=length, way=way))
+        with copy.place.view(at, at + length) as view:
+            peer.send_bytes(view, way)
+        return
+    try:
+        descriptor = open_own(copy.place)
+    except OSError as error:
+        peer.send(NotServed(why=f"{copy.place}: {error.strerror or error}"))
+        return
+    try:
+        peer.send(BytesFollow(length=length, way=way))
+        peer.send_file(descriptor, at, length, way)
+    finally:
+        os.close(descriptor)
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits on it
+    except OSError:
+        pass  # not connected any more
