@@ -3,7 +3,7 @@
 Files that decide anything or are unpickled must be this user's own: unpickling another user's file would run
 that user's code. Files of a colleague's run that are only shown must at least be ordinary files of bounded
 size. No call waits for another process: a pipe opens at once, and is refused. Every call waits for storage
-that hangs; code with a deadline (`cli/options.py`) finds the path and the time in `unanswered`.
+that hangs; code with a deadline (`cli/patience.py`) finds the path and the time in `unanswered`.
 """
 
 from __future__ import annotations

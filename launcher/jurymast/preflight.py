@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from jurymast.processes import die_with_parent
-from jurymast.wire.endpoint import ADDRESS_VARIABLE, listen_at
+from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at
 
 SEED = 20
 # Seconds for all products, and for all copies. Each kind is done at least twice, however long that takes.

@@ -15,7 +15,7 @@ import pytest
 
 from jurymast.cluster.allocation import announced_by, listen
 from jurymast.core.messages import Launch
-from jurymast.wire.endpoint import ADDRESS_VARIABLE, ANY, is_up, listen_at, listen_at_each
+from jurymast.wire.addresses import ADDRESS_VARIABLE, ANY, is_up, listen_at, listen_at_each
 from jurymast.worker.agent_pipe import AgentPipe
 
 HOME, ANOTHER = "127.0.0.1", "127.0.0.2"  # addresses of this machine
@@ -123,7 +123,7 @@ def test_a_store_is_made_only_where_rank_0_is(rank: int, monkeypatch: pytest.Mon
     """And nobody who comes before is answered."""
     from torch.distributed import TCPStore
 
-    from jurymast.worker.elastic import AgentRendezvous
+    from jurymast.worker.rendezvous import AgentRendezvous
 
     monkeypatch.setenv(ADDRESS_VARIABLE, HOME)
     elsewhere = TCPStore(HOME, 0, is_master=True, wait_for_workers=False)

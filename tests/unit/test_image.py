@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from jurymast.checkpoint import RandomState, image
+from jurymast.checkpoint.gpu_copies import owned_by_optimizers
 from jurymast.checkpoint.image import Draft, Drafter, Window
-from jurymast.checkpoint.memory_tier import owned_by_optimizers
 from jurymast.checkpoint.state import ScriptState
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Manifest

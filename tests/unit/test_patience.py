@@ -19,8 +19,8 @@ from support.hanging import hanging
 # As `jurymast`, but that nobody has to wait for half a minute.
 IMPATIENT = """
 import sys
-from jurymast.cli import main, options
-options.LIMIT_S = 3.0
+from jurymast.cli import main, patience
+patience.LIMIT_S = 3.0
 sys.exit(main.main())
 """
 NO_ANSWER = "its storage has not responded for 3 s"

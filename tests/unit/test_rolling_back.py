@@ -6,7 +6,7 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.replicas import Rollback
+from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.effects import Journal
 from jurymast.core.run.state import Phase
 from jurymast.core.supervision.machine import Supervision

@@ -147,7 +147,7 @@ def test_a_write_that_cannot_take_its_place_leaves_nothing(directory: RunDirecto
 
 
 def test_who_waits_for_a_write_is_known(directory: RunDirectory) -> None:
-    """As for what is read: `cli.options` and a restore's watch tell of it."""
+    """As for what is read: `cli.patience` and a restore's watch tell of it."""
     writer = threading.Thread(target=write_atomically, args=(directory.root / "a", b"1"), daemon=True)
     with hanging(directory.root):  # the name in it would be on disk
         writer.start()

@@ -23,7 +23,6 @@ from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import recognise, shims
 from jurymast.script.job import interpreter
-from jurymast.script.notes import Training, Trainings
 from jurymast.script.recognise import (
     gpus_a_task,
     in_container,
@@ -36,6 +35,7 @@ from jurymast.script.recognise import (
 )
 from jurymast.script.srun import parse
 from jurymast.script.step import Output, container_command, expanded, narrowed, node_command, relayed
+from jurymast.script.trainings import Training, Trainings
 from jurymast.worker.elastic import as_a_task, own_gpus, task_variables
 from support.waiting import wait_until
 

@@ -14,8 +14,9 @@ import pytest
 
 from jurymast.cluster.sbatch import CommandLine, words_of
 from jurymast.rundir import RunDirectory
+from jurymast.script.parts import Part, for_all, gather, join, places, shell_text
 from jurymast.script.recognise import part_of
-from jurymast.script.srun import Part, for_all, gather, join, parse, places, shell_text
+from jurymast.script.srun import parse
 from jurymast.script.step import Output, node_command, relayed
 
 NODES = ("n1", "n2", "n3")

@@ -19,7 +19,7 @@ from jurymast.checkpoint.directory import (
     FileRecord,
     hash_file,
 )
-from jurymast.core.checkpoints.replicas import superfluous
+from jurymast.core.checkpoints.commit import superfluous
 from jurymast.keeper import manifest as keeper
 from jurymast.keeper.manifest import BLOCK_BYTES, Item
 from jurymast.storage.local import ImageSource, merged

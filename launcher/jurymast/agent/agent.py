@@ -48,7 +48,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.errors import never
 from jurymast.foreign import check_private
 from jurymast.rundir import RunDirectory
-from jurymast.wire.endpoint import ADDRESS_VARIABLE, interface_of
+from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of
 
 # The nodes of an attempt, for ranks of a batch script: some scripts take the first for rank 0's node.
 SLURM_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")

@@ -27,7 +27,7 @@ from jurymast.errors import ClusterUnavailableError, never
 from jurymast.health.probe import Context, granted_gpus
 from jurymast.health.watcher import ProbeWatcher, names_to_ask
 from jurymast.rundir import RunDirectory
-from jurymast.wire.endpoint import ADDRESS_VARIABLE
+from jurymast.wire.addresses import ADDRESS_VARIABLE
 
 CLOSE_LIMIT_S = 5.0
 

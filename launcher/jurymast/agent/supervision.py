@@ -21,8 +21,8 @@ from jurymast.core.message import Strangers
 from jurymast.errors import never
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
+from jurymast.wire.addresses import is_up
 from jurymast.wire.channel import Channel
-from jurymast.wire.endpoint import is_up
 
 
 class Driver:

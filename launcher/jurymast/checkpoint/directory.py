@@ -43,7 +43,7 @@ import msgspec
 import xxhash
 
 from jurymast import foreign
-from jurymast.core.checkpoints.replicas import Rollback, superfluous
+from jurymast.core.checkpoints.commit import Rollback, superfluous
 from jurymast.errors import CheckpointError
 from jurymast.rundir import RunDirectory, sync_directory, write_atomically
 

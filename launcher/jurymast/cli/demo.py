@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from jurymast.cli import options
+from jurymast.cli import patience
 from jurymast.cli.options import default_runs, show_json
 from jurymast.errors import JurymastError, RunFailedError
 from jurymast.rundir import RunDirectory
@@ -49,7 +49,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
         )
     wanted = Wanted(nodes, spares, steps)
     screen = Screen(sys.stderr if as_json else sys.stdout)
-    options.follow_on()  # the processes that it starts must be ended
+    patience.follow_on()  # the processes that it starts must be ended
     with _folder(keep) as folder:
         local = LocalRun(request_for(wanted, folder.runs, Path.cwd()), folder.temporary)
         directory = local.directory

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli import options
+from jurymast.cli import patience
 from jurymast.cli.options import examples, run_argument, runs_option, the_run
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path 
 def _entries(watcher: StatusWatcher, follow: bool) -> Iterator[Entry]:
     yield from watcher.new()
     if follow:
-        options.follow_on()
+        patience.follow_on()
     while follow and not watcher.state.ended:
         follow = not watcher.gone()
         time.sleep(FOLLOW_EVERY_S)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jurymast import foreign
-from jurymast.cli import options
+from jurymast.cli import patience
 from jurymast.cli.options import examples, run_argument, runs_option, the_run
 from jurymast.errors import RunDirectoryError, RunNotFoundError, UsageError
 from jurymast.rundir import RunDirectory
@@ -61,7 +61,7 @@ def command(
     if not find(chosen) and not follow:
         raise RunNotFoundError(_nothing(directory, chosen, rank, job))
     if follow:
-        options.follow_on()
+        patience.follow_on()
     with suppress(KeyboardInterrupt):
         _print(find, chosen, tail=tail, follow=follow, fixed=attempt is not None)
 

@@ -9,7 +9,7 @@ import sys
 import click
 from click.shell_completion import CompletionItem
 
-from jurymast.cli import options
+from jurymast.cli import patience
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import JurymastError, RunDirectoryError, UsageError
 
@@ -80,7 +80,7 @@ def cli() -> None:
 def main(words: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. Errors are printed only here."""
     _open_what_is_closed()
-    over = options.begin()
+    over = patience.begin()
     try:
         words = sys.argv[1:] if words is None else words
         result = cli.main(args=words or ["--help"], prog_name="jurymast", standalone_mode=False)

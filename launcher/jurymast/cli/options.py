@@ -1,6 +1,5 @@
-"""What several commands share: RUN (a run id, a Slurm job id or a run directory), --runs, --json, output,
-requests to a run's supervisor, and how long a command waits for storage that hangs. Such a wait cannot be
-interrupted, so the command ends."""
+"""What several commands share: RUN (a run id, a Slurm job id or a run directory), --runs, --json, output, and
+requests to a run's supervisor."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,46 +24,6 @@ from jurymast.rundir import RunDirectory, check_readable
 if TYPE_CHECKING:
     from jurymast.policy.resolve import Resolved
     from jurymast.report.text import Block
-
-# Longer than a busy file server takes, and short enough that a user at the terminal waits for it.
-LIMIT_S = 30.0
-LOOK_EVERY_S = 0.5
-
-_follows = threading.Event()
-
-
-def follow_on() -> None:
-    """Declare that this command follows a run: from now on it reports storage that hangs, and waits for
-    it."""
-    _follows.set()
-
-
-def begin() -> threading.Event:
-    """Watch this process's calls until the returned event is set."""
-    over = threading.Event()
-    _follows.clear()
-    threading.Thread(target=_watch, args=(over, LIMIT_S), name="patience", daemon=True).start()
-    return over
-
-
-def _watch(over: threading.Event, limit_s: float) -> None:
-    told = ""
-    while not over.wait(min(LOOK_EVERY_S, limit_s)):
-        path, waited_s = foreign.unanswered()
-        if waited_s < limit_s:
-            told = ""
-        elif not _follows.is_set():
-            _say(f"error: {path}: its storage has not responded for {limit_s:g} s")
-            os._exit(RunDirectoryError.exit_code)  # a normal exit would wait for the thread that hangs
-        elif not told:
-            told = path
-            _say(f"note: {path}: its storage has not responded for {limit_s:g} s; waiting for it")
-
-
-def _say(text: str) -> None:
-    """Print on stderr without Python's buffers, whose locks the thread that hangs may hold."""
-    plain = "".join(letter if letter.isprintable() else "?" for letter in text)
-    os.write(2, f"jurymast: {plain}\n".encode(errors="replace"))
 
 
 def default_runs() -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli import options
+from jurymast.cli import patience
 from jurymast.cli.options import (
     examples,
     json_option,
@@ -34,7 +34,7 @@ def command(run: str, watch: bool, everything: bool, as_json: bool, runs: Path |
 
     watcher = read_status(the_run(run, runs, only_look=True))
     if watch:
-        options.follow_on()
+        patience.follow_on()
     while True:
         view = watcher.view()
         if as_json:

@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from jurymast.cli.options import (
-    default_runs,
-    examples,
-    file_option,
-    follow_on,
-    resolved_policy,
-    runs_of,
-    spares_option,
-)
+from jurymast.cli.options import default_runs, examples, file_option, resolved_policy, runs_of, spares_option
+from jurymast.cli.patience import follow_on
 from jurymast.cluster.sbatch import (
     STANDARD_INPUT,
     BatchScript,

@@ -19,7 +19,7 @@ from jurymast import foreign
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, RunDirectoryError, SubmissionError
 from jurymast.rundir import RunDirectory, write_atomically, write_json
-from jurymast.wire.endpoint import ANY, listen_at_each
+from jurymast.wire.addresses import ANY, listen_at_each
 
 COMMAND_LIMIT_S = 30.0
 # What Slurm's commands print if slurmctld did not answer. Any other error means that it refused.

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from submitit.slurm.slurm import _make_sbatch_string
-
 from jurymast import foreign
 from jurymast.cluster.allocation import ENDED_STATES, batch_process, fields_of, run_command, submit_local
 from jurymast.cluster.planning import WARN_SIGNAL
@@ -302,6 +300,8 @@ def script_around(plan: RunPlan, script: BatchScript) -> str:
 
 def render_script(plan: RunPlan) -> str:
     """The batch script's text."""
+    from submitit.slurm.slurm import _make_sbatch_string  # not needed for a user's batch script
+
     folder = RunDirectory(plan.directory).submission
     extra: dict[str, Any] = {
         "no-kill": True,

@@ -29,7 +29,7 @@ from jurymast.foreign import open_own
 from jurymast.keeper.copies import CopyTable, Group, StoredCopy, trusted
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, hash_block
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.wire import endpoint, protocol
+from jurymast.wire import addresses, protocol
 from jurymast.wire.protocol import Access, Stream, agreed, keeper_of
 
 
@@ -342,10 +342,10 @@ class ImageServer:
     def listen_at(self, address: str) -> None:
         """Listen at this address as well. Raises OSError."""
         if address in self._listeners or any(
-            one.getsockname()[0] == endpoint.ANY for one in self._listeners.values()
+            one.getsockname()[0] == addresses.ANY for one in self._listeners.values()
         ):
             return
-        listener = self._listeners[address] = endpoint.listen_at(address, self.port)
+        listener = self._listeners[address] = addresses.listen_at(address, self.port)
         self.port = listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(listener,), name="keeper-accept", daemon=True).start()
 

@@ -19,8 +19,8 @@ from jurymast.cluster.slurm import users_script
 from jurymast.core.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import PASSED_ON, hold, release, shims
-from jurymast.script.notes import beside
 from jurymast.script.step import PROCESS_NAME, narrowed, true_variables_file
+from jurymast.script.trainings import beside
 
 WARNING = signal.SIGUSR2
 TRAPS_S = 1.0

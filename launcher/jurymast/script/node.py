@@ -16,9 +16,10 @@ from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, renew
 from jurymast.script import recognise, shims
-from jurymast.script.notes import Training, note_first, noted, say
+from jurymast.script.notes import note_first, noted, say
 from jurymast.script.recognise import python_command
 from jurymast.script.step import ANSWER, ASKED, Step
+from jurymast.script.trainings import Training
 
 POLL_S = 0.05
 # The step's front end runs on the batch host; if it is silent for this long, the job has ended.

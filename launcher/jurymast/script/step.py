@@ -42,8 +42,9 @@ from jurymast.journal import FileTail
 from jurymast.processes import name_process, run_module
 from jurymast.rundir import RunDirectory, make_folder, write_json
 from jurymast.script import shims
-from jurymast.script.notes import Training, Trainings, note, noted, say
+from jurymast.script.notes import note, noted, say
 from jurymast.script.recognise import gpus_a_task, in_container, python_command, read_shell_script
+from jurymast.script.trainings import Training, Trainings
 
 # %n and %t are equal if a node has one task; people look for the rank's number.
 TASK_FIELDS = "tnN"

@@ -5,7 +5,7 @@ to the size of the run. What is assumed instead is listed as such.
 All ranks step together, and all agents receive messages at once, so one page stands for all. Ranks are looked
 at about once per save, so the measured step time includes a save's share; a real run looks every two seconds.
 
-The decisions are made as in a run. `core.checkpoints.replicas` and `writes` decide when storage gets a save,
+The decisions are made as in a run. `core.checkpoints.commit` and `writes` decide when storage gets a save,
 and `core.checkpoints.checkpoints` what is written before the nodes are released; one image stands for those
 of all ranks, because all are saved and written alike. `core.checkpoints.replicas` decides for all nodes who
 copies whose images. `core.checkpoints.checkpoints` decides what an attempt restores, from the copies of only
@@ -34,8 +34,9 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.agreement import SAMPLE_S, Agreement
 from jurymast.core.checkpoints.cadence import NEVER, Cadence, next_save_step, parse_cadence
 from jurymast.core.checkpoints.checkpoints import RestoreChoice, Securing
+from jurymast.core.checkpoints.commit import Commit
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Holder, Key
-from jurymast.core.checkpoints.replicas import Commit, Protection, Replicas, keeping
+from jurymast.core.checkpoints.replicas import Protection, Replicas, keeping
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Launch, Record, Send
 from jurymast.core.nodes.silence import steady_limit_s

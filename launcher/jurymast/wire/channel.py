@@ -29,7 +29,8 @@ from jurymast.core.messages import Accepted, Ask, Condition, Declined, Strange, 
 from jurymast.errors import AuthenticationError, JurymastError, ProtocolError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, protocol
-from jurymast.wire.endpoint import BACKLOG, Endpoint, find
+from jurymast.wire.addresses import BACKLOG
+from jurymast.wire.endpoint import Endpoint, find
 from jurymast.wire.protocol import HANDSHAKE_LIMIT_S, Frames, Handshake
 
 BUFFER_BYTES = 256 * 1024

@@ -22,8 +22,9 @@ from msgspec.structs import asdict
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints.commit import Commit, Rollback
 from jurymast.core.checkpoints.copies import RETRY_S, Copies, Holder, Key, RestorePlan, Source
-from jurymast.core.checkpoints.replicas import Commit, Protection, Replicas, Rollback
+from jurymast.core.checkpoints.replicas import Protection, Replicas
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Launch, Record, Send
 from jurymast.core.run.state import Phase, Role, RunState

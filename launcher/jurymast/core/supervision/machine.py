@@ -20,8 +20,8 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.agreement import Agreement
 from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.checkpoints.copies import SHARED, Key
-from jurymast.core.checkpoints.replicas import Rollback
 from jurymast.core.effects import (
     Dismiss,
     Effect,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 import msgspec
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.replicas import Rollback
+from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.settings import Budget, RunPlan, Settings
 from jurymast.core.supervision import batch
 from jurymast.core.supervision.batch import SUPERSEDED

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from jurymast.core import effects as do
 from jurymast.core import events as ev
+from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.checkpoints.copies import MEMORY, Key, age
-from jurymast.core.checkpoints.replicas import Rollback
 from jurymast.core.effects import Finish, Requeue, StopWorkers
 from jurymast.core.run.state import Phase
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole

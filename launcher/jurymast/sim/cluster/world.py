@@ -16,8 +16,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.checkpoints.copies import Key
-from jurymast.core.checkpoints.replicas import Rollback
 from jurymast.core.checkpoints.writes import (
     Announced,
     Complete,

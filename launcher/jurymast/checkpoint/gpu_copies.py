@@ -1,0 +1,129 @@
+"""Copies from a GPU into a slot that run alongside the training; imported only where CUDA is in use.
+
+They run on a stream of their own. What an optimizer owns cannot change before its next step, so only that
+step waits for its copies. Whatever the training does next on its stream waits for all other copies (buffers,
+which a forward pass changes, and tensors of unknown use). The CPU waits for none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+log = logging.getLogger("jurymast.checkpoint")
+
+
+class GpuCopies:
+    """Makes copies from the GPU that is current when it is created, one image at a time."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._stream = torch.cuda.Stream(self._device)
+        self._pinned: dict[int, bool] = {}  # by address; False: CUDA refused
+        self._owned_done: Any = None
+        self._publisher: threading.Thread | None = None
+        register_optimizer_step_pre_hook(self._before_step)
+
+    def register(self, buffer: torch.Tensor) -> None:
+        """Pin `buffer`, which makes copies faster and asynchronous; they are correct without it."""
+        address = buffer.data_ptr()
+        if address in self._pinned:
+            return
+        torch.cuda.set_device(self._device)  # each thread has its own setting, and this may be another thread
+        code = int(torch.cuda.cudart().cudaHostRegister(address, buffer.numel(), 0))
+        if code:
+            log.warning("cannot pin memory for checkpoints (CUDA error %d): saves take longer", code)
+        self._pinned[address] = not code
+
+    def unregister(self, buffer: torch.Tensor) -> None:
+        """Undo `register`; must be called before `buffer` is unmapped."""
+        self.wait()
+        address = buffer.data_ptr()
+        if self._pinned.pop(address, False):
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+    def start(
+        self,
+        places: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        objects: Iterable[Any],
+        done: Callable[[BaseException | None], None],
+    ) -> None:
+        """Copy each tensor to its place, and call `done` from another thread when all are copied.
+
+        `objects` are the user's: what the optimizers among them own changes only in their steps. Tensors that
+        are not on this GPU are copied before this returns. `done` gets the error, or None.
+        """
+        self.wait()
+        pairs = list(zip(places, tensors, strict=True))
+        owned = owned_by_optimizers(objects)
+        training = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(training)
+        later = [pair for pair in pairs if self._is_here(pair[1]) and pair[1].data_ptr() in owned]
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                for place, tensor in pairs:
+                    if not self._is_here(tensor):
+                        place.copy_(tensor)
+                    elif tensor.data_ptr() not in owned:
+                        place.copy_(tensor, non_blocking=True)
+                training.wait_event(self._stream.record_event())
+                for place, tensor in later:
+                    place.copy_(tensor, non_blocking=True)
+                self._owned_done = self._stream.record_event()
+        except BaseException:
+            self._stream.synchronize()  # no copy may continue, because its place will be written again
+            raise
+        # The thread keeps references to the tensors, so that their memory is not reused meanwhile.
+        self._publisher = threading.Thread(
+            target=self._publish, args=(self._owned_done, pairs, done), name="jurymast-publish"
+        )
+        self._publisher.start()
+
+    def wait(self) -> None:
+        """Wait until no copy is under way and what was copied is published."""
+        if self._publisher is not None:
+            self._publisher.join()
+            self._publisher = None
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda and tensor.get_device() == self._device
+
+    def _publish(self, event: Any, _held: Any, done: Callable[[BaseException | None], None]) -> None:
+        try:
+            event.synchronize()
+        except Exception as error:
+            log.warning("copies from the GPU failed", exc_info=error)
+            done(error)
+        else:
+            done(None)
+
+    def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        event, self._owned_done = self._owned_done, None
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def owned_by_optimizers(objects: Iterable[Any]) -> set[int]:
+    """Return the addresses of the optimizers' parameters and state. Optimizers that may run inside a CUDA
+    graph are left out, because their steps call no hook."""
+    owned: set[int] = set()
+    for optimizer in objects:
+        if not isinstance(optimizer, Optimizer):
+            continue
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            continue
+        tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        tensors += [value for state in optimizer.state.values() for value in state.values()]
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                owned.add(local.data_ptr())
+    return owned - {0}

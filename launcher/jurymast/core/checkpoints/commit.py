@@ -1,0 +1,109 @@
+"""Which state is committed: the newest of which every rank's whole image is in its own node's memory. Also
+which checkpoints of a directory may be removed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from jurymast.core import events as ev
+from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints.copies import Copies, Copy, Key
+from jurymast.core.effects import Effect, Record
+from jurymast.core.run.state import RunState
+
+
+def superfluous(complete: Sequence[int], keep: int, pinned: Set[int], bad: Set[int]) -> list[int]:
+    """Return, from the steps of complete checkpoints, newest first, those that may be removed: all but the
+    newest `keep`. Steps in `bad` neither count nor are removed, because they are evidence; `pinned` ones
+    count and stay."""
+    good = [step for step in complete if step not in bad]
+    return [step for step in good[max(1, keep) :] if step not in pinned]
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Every state newer than `step` that attempts up to `attempt` saved is void. `at`: Unix time."""
+
+    step: int
+    attempt: int
+    at: float
+
+    def voids(self, step: int, attempt: int) -> bool:
+        return step > self.step and attempt <= self.attempt
+
+
+class Commit:
+    """`key` is the committed state, since `at` (Unix time, seconds). `broken`: part of it is lost, as
+    announced. `damaged`: why an image in its own node's memory is unusable and cannot be restored there; else
+    ""."""
+
+    def __init__(self, state: RunState, copies: Copies) -> None:
+        self._state, self._copies = state, copies
+        self.key: Key | None = None
+        self.at = 0.0
+        self.broken, self.damaged = False, ""
+        self._stalls: dict[Key, float] = {}  # by state that may yet be committed
+
+    def held(self, key: Key, stall_s: float) -> None:
+        """The training stood still this long for one of the state's images."""
+        if self.is_newer(key):
+            self._stalls[key] = max(self._stalls.get(key, 0.0), stall_s)
+
+    def look(self, now: float) -> list[Effect]:
+        """Commit the state that has just become complete, if any."""
+        for key in self._copies.newest_first():
+            if not self.is_newer(key):
+                break
+            if self._counts(key) and self._copies.in_memory(key):
+                return [self._commit(key, now)]
+        return []
+
+    def _commit(self, key: Key, now: float) -> Record:
+        saved = ev.Saved(
+            t=now, attempt=key[1], step=key[0], tier=cp.MEMORY, ok=True, stall_s=self._stalls.get(key, 0.0),
+            size_bytes=self._copies.size_bytes(key),
+        )  # fmt: skip
+        self.go_on_from(key)
+        self.at, self.broken = now, False
+        return Record(saved)
+
+    def go_on_from(self, key: Key | None) -> None:
+        """Let this state count from now on (None: none). It is whole once all ranks hold it again."""
+        self.key, self.broken, self.damaged = key, True, ""
+        held = {one for one in self._copies.newest_first() if self.is_newer(one)}
+        self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if one in held}
+
+    def corrupt(self, copy: Copy, why: str) -> None:
+        if copy.key == self.key and copy.tier == cp.MEMORY:
+            self.damaged = self.damaged or why
+
+    def whole(self) -> bool:
+        """Whether the state is complete in memory, or as complete as it will be."""
+        if self.key is None or self.useless():
+            return False
+        return bool(self.damaged) or self._copies.in_memory(self.key)
+
+    def useless(self) -> bool:
+        """Whether it blocks newer states and is no reason to drop older ones."""
+        return self.key is not None and bool(self.damaged) and not self._copies.restorable(self.key)
+
+    def void(self, key: Key) -> None:
+        self._stalls.pop(key, None)
+
+    def _counts(self, key: Key) -> bool:
+        """Whether a state may be committed. A state of an earlier attempt may not if this attempt continued
+        from another one: agents would then give up what the ranks restore."""
+        restore, attempt = self._state.restore, self._state.attempt
+        if key[1] == attempt or restore is None or restore.attempt != attempt:
+            return True
+        return restore.tier == cp.MEMORY and key[0] == restore.step
+
+    def is_newer(self, key: Key) -> bool:
+        return self.key is None or cp.age(key) > cp.age(self.key)
+
+    def check(self) -> None:
+        """Check the invariants; AssertionError names the broken one."""
+        if self.key is not None and not self.broken:
+            assert self._copies.in_memory(self.key), f"{self.key} is committed, and some of it is nowhere"
+        assert all(map(self.is_newer, self._stalls)), "times are kept of saves that are over"

@@ -1,0 +1,117 @@
+"""Which run belongs to which training of a batch script, over all lives of its job.
+
+The first training is the run that was submitted; each further training is a run of its own beside it. After a
+requeue the script starts again: a training of the same command continues where it was, unless the script
+already received its exit code. If a training ended while nobody could tell the script, the script receives
+the exit code now, and the training is not run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jurymast import foreign
+from jurymast.core.settings import RunPlan
+from jurymast.journal import replay
+from jurymast.rundir import RunDirectory, make_folder, write_atomically, write_json
+from jurymast.script import shims
+from jurymast.script.notes import noted
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a launcher starts, and where; see `RunPlan`. `ignored` options have no effect."""
+
+    script: str
+    arguments: tuple[str, ...]
+    module: bool
+    ranks: int
+    directory: str
+    python: str
+    ignored: tuple[str, ...] = ()
+    tasks: bool = False
+    gpus: int = 0
+    program: bool = False
+
+    @property
+    def key(self) -> str:
+        """Equal for trainings that share their checkpoints: the same command in the same directory."""
+        same = (self.script, self.arguments, self.module, self.ranks, self.directory)
+        return hashlib.sha256(json.dumps(same).encode()).hexdigest()[:16]
+
+    def plan(self, job: RunPlan, run: RunDirectory) -> RunPlan:
+        """The plan of `run`, one training of the batch script whose plan is `job`."""
+        return replace(
+            job, run=run.root.name, directory=str(run.root), script=self.script, arguments=self.arguments,
+            module=self.module, program=self.program, tasks=self.tasks, gpus_per_task=self.gpus,
+            ranks_per_node=self.ranks, working_directory=self.directory, python=self.python,
+        )  # fmt: skip
+
+
+class Trainings:
+    """The trainings of a batch script. `job`: its run directory; `life`: names the job's present life."""
+
+    def __init__(self, job: RunDirectory, life: str) -> None:
+        self._job, self._life = job, life
+        self._folder = shims.trainings(job)
+        make_folder(self._folder)
+
+    def claim(self, training: Training) -> tuple[RunDirectory, int | None]:
+        """Return the run of this training, and its exit code if it ended before the script received it."""
+        number = 1
+        while True:
+            file = self._folder / f"{training.key}-{number}.json"
+            entry = noted(file)
+            if entry is None:
+                run = self._new_run()
+            elif entry["told"] or entry["life"] == self._life:  # finished, or running at the same time
+                number += 1
+                continue
+            else:
+                run = RunDirectory(entry["run"])
+            self._write(file, run, {"told": False})
+            state = replay(run) if entry is not None else None
+            return run, state.exit_code if state is not None and state.ended else None
+
+    def told(self, run: RunDirectory, lost: Sequence[str] = ()) -> None:
+        """Note that the script has received this run's exit code, and which nodes were `lost` meanwhile."""
+        for file, entry in self._entries():
+            if entry["run"] == str(run.root):
+                self._write(file, run, {"told": True, "lost": list(lost)})
+
+    def lost(self) -> set[str]:
+        """Nodes that earlier trainings lost in this life of the job."""
+        here = [entry for _, entry in self._entries() if entry["life"] == self._life]
+        return {node for entry in here for node in entry.get("lost", ())}
+
+    def _entries(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        for file in sorted(self._folder.glob("*.json")):
+            if (entry := noted(file)) is not None:
+                yield file, entry
+
+    def _write(self, file: Path, run: RunDirectory, what: Mapping[str, Any]) -> None:
+        entry = {"run": str(run.root), "life": self._life, **what}
+        write_json(file, entry)
+
+    def _new_run(self) -> RunDirectory:
+        number = 1 + sum(1 for _ in self._folder.glob("*.json"))
+        if number == 1:
+            return self._job
+        run = RunDirectory(self._job.root.with_name(f"{self._job.root.name}-{number}"))
+        beside(self._job, run, self._life.rpartition(".")[0])
+        return run
+
+
+def beside(submitted: RunDirectory, run: RunDirectory, job: str) -> None:
+    """Make another run of the same submission, for this Slurm job. Raises RunDirectoryError."""
+    plan = replace(submitted.plan(), run=run.root.name, directory=str(run.root))
+    run.create()
+    (run.submission / "jobs").mkdir(mode=0o700)
+    write_atomically(run.submission / "jobs" / job, b"")
+    write_atomically(run.policy_file, foreign.read_own(submitted.policy_file))
+    run.save_plan(plan)
