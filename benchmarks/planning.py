@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from jurymast.core.checkpoints.copies import StateId
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
@@ -29,7 +31,7 @@ RANKS_PER_NODE = 8
 SPARE_SHARE = 64  # nodes for each spare
 IMAGE_BYTES = 10**10
 COMMON_BYTES = 10**6
-KEY = (10, 1)  # step, attempt
+KEY = StateId(10, 1)
 # A restart takes seconds: thinking about it must be a small part of that, at 100,000 GPUs too.
 WANTED_S = {256: 0.2, 2048: 1.0, 12500: 10.0}
 Result = TypeVar("Result")

@@ -34,7 +34,7 @@ from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
 from jurymast.core.messages import read_said
 from jurymast.journal import read
-from jurymast.wire import protocol
+from jurymast.wire import stream
 from jurymast.wire.protocol import SUPERVISOR
 from support.fleet import HEARTBEAT_S, Fleet, Heard, Supervised, supervised
 
@@ -217,7 +217,7 @@ def coming_in(one: Lab) -> Iterator[list[float]]:
         while not over.wait(COME_EVERY_S):
             began = time.monotonic()
             with suppress(OSError):
-                protocol.connect(*place, secret, SUPERVISOR, read_said, COME_LIMIT_S).close()
+                stream.connect(*place, secret, SUPERVISOR, read_said, COME_LIMIT_S).close()
             seconds.append(time.monotonic() - began)
 
     thread = threading.Thread(target=come)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core.checkpoints.cadence import Cadence
-from jurymast.core.checkpoints.copies import MEMORY, SHARED
+from jurymast.core.checkpoints.copies import MEMORY, SHARED, StateId
 from jurymast.core.effects import Launch
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import Settings
@@ -168,7 +168,7 @@ def test_writes_never_overlap() -> None:
     state = RunState(Settings(prefer_spares=False, cadence_s=100.0), attempt=1)
     tiers = SimTiers(state, Durations(copy_s=0, write_s=240), 4, 0)
     for i in range(1, 11):
-        tiers.saved((i, 1), 100.0 * i, 100.0 * (i + 1) if i < 10 else math.inf)
+        tiers.saved(StateId(i, 1), 100.0 * i, 100.0 * (i + 1) if i < 10 else math.inf)
     # Steps 1, 3, 5 and 8 from 100, 340, 580 and 820 s on; the last one is cut short.
     tiers.lost(0, 1010.0)
     tiers.lost(2, 1010.0)

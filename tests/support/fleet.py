@@ -26,6 +26,7 @@ from pathlib import Path
 
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import ImageId
 from jurymast.core.messages import CadenceReport, RankReport, Room, beat_of, encode
 from jurymast.core.nodes.silence import patience_s
 from jurymast.core.settings import RunPlan, Settings
@@ -432,7 +433,7 @@ class Fleet:
                 agent.attempt, agent.stop = order.attempt, heard
                 self._after(STOPS_S, lambda: self._stopped(agent, order.attempt))
             case msg.Replicate():
-                image = order.step, order.attempt, order.rank
+                image = ImageId(order.step, order.attempt, order.rank)
                 copy = self._copy(image, self._world, "peer", order.part)
                 self._after(COPIES_S, lambda: self._copied(agent, copy))
             case msg.Committed():

@@ -9,13 +9,13 @@ from random import Random
 from typing import Any
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, OWN, PEER, Copies, Key, Source, age
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, OWN, PEER, Copies, Source, StateId, age
 from support.reports import hello
 
 SLOTS = 2
 
 
-def report(tier: str, key: Key, rank: int, world: int, part: str = "all") -> msg.CopyReport:
+def report(tier: str, key: StateId, rank: int, world: int, part: str = "all") -> msg.CopyReport:
     return msg.CopyReport(
         tier=tier, step=key[0], attempt=key[1], rank=rank, world=world, part=part, size_bytes=100,
         common_bytes=60, common_id=f"alike at {key}",
@@ -36,8 +36,8 @@ def source(tier: str, node: str, part: str, rank: int, **more: Any) -> Source:
     return Source(tier=tier, node=node, hosts=(), port=0, part=part, rank=rank, **more)
 
 
-def key_of(copy: msg.CopyReport) -> Key:
-    return copy.step, copy.attempt
+def key_of(copy: msg.CopyReport) -> StateId:
+    return StateId(copy.step, copy.attempt)
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Nodes:
                 newest = order.attempt, order.step
                 agent.give_up([copy for copy in agent.in_memory() if age(key_of(copy)) < newest])
             case msg.Void():
-                key = order.step, order.attempt
+                key = StateId(order.step, order.attempt)
                 agent.give_up([copy for copy in agent.in_memory() if key_of(copy) == key])
             case msg.Forget():
                 agent.give_up(
@@ -116,7 +116,7 @@ class Nodes:
                 pass  # what is cancelled has ended already
 
     def _replicate(self, agent: Agent, order: msg.Replicate) -> None:
-        key = order.step, order.attempt
+        key = StateId(order.step, order.attempt)
         why = self._why_not(agent, order)
         if why:
             agent.words.append(
@@ -144,11 +144,11 @@ class Nodes:
         if self.chance.random() < self.fails:
             return "timed out"
         wanted = {one.rank: one.sources for one in order.members} or {order.rank: order.sources}
-        key = order.step, order.attempt
+        key = StateId(order.step, order.attempt)
         gone = [rank for rank, sources in wanted.items() if not self.serves(key, rank, order.part, sources)]
         return f"nobody has the images of {gone}" if gone else ""
 
-    def serves(self, key: Key, rank: int, part: str, sources: Iterable[msg.Source]) -> bool:
+    def serves(self, key: StateId, rank: int, part: str, sources: Iterable[msg.Source]) -> bool:
         """Whether one of the sources that were named still has this rank's own part at least."""
         return any(
             key_of(copy) == key and (copy.rank == rank and not copy.members or copy.members)
@@ -161,7 +161,7 @@ class Nodes:
         if order.id in agent.written:
             return
         agent.written.add(order.id)
-        key = order.step, order.attempt
+        key = StateId(order.step, order.attempt)
         mine = {copy.rank for copy in agent.held if key_of(copy) == key and copy.part == "all"}
         why = "" if set(order.ranks) <= mine else "an image is no longer here"
         why = "no space left" if self.chance.random() < self.fails else why

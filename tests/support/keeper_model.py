@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, age
+from jurymast.core.checkpoints.copies import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, ImageId, StateId, age
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.effects import Image, KeptCopy
+from jurymast.core.keeper.effects import KeptCopy
 from jurymast.core.keeper.holding import SLOTS
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.restores import Filled, Found
@@ -25,7 +25,7 @@ PLENTY = 1 << 40
 Content = dict[str, object]  # by part, what lies there
 
 
-def report(image: Image, tier: str, part: str, world: int, members: tuple[int, ...] = ()) -> msg.CopyReport:
+def report(image: ImageId, tier: str, part: str, world: int, members: tuple[int, ...] = ()) -> msg.CopyReport:
     step, attempt, rank = image
     return msg.CopyReport(
         tier=tier, step=step, attempt=attempt, rank=rank, world=world, part=part, size_bytes=SIZE,
@@ -47,7 +47,7 @@ class View:
     buffer: int = 0
     mine: bool = False
     writing: bool = False
-    published: Image | None = None
+    published: ImageId | None = None
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Rank:
     number: int = -1
     restore: str = "pending"
     refused: bool = False
-    found: Image | None = None
+    found: ImageId | None = None
     slots: list[View] = field(default_factory=lambda: [View() for _ in range(SLOTS)])
 
 
@@ -79,7 +79,7 @@ class KeeperNode:
         self.waiting: list[Waiting] = []
         self.hurried: set[int] = set()
         self.works: dict[int, Content] = {}  # what was verified, by number
-        self.finding: dict[int, tuple[int, int]] = {}  # the states that are asked for, by number
+        self.finding: dict[int, StateId] = {}  # the states that are asked for, by number
         self.readers: list[tuple[int, Content]] = []
         self.awaited: set[int] = set()
         self.lent: list[int] = []
@@ -88,8 +88,8 @@ class KeeperNode:
         self.training = False
         self.safe = (0, -1)  # what the keeper was told of
         self.kept = {self.safe}  # what the newest attempt may need
-        self.states: list[tuple[int, int]] = []
-        self.asked: set[tuple[Image, str, tuple[int, ...]]] = set()
+        self.states: list[StateId] = []
+        self.asked: set[tuple[ImageId, str, tuple[int, ...]]] = set()
         self.may_go: Callable[[KeptCopy], bool] = lambda copy: False
         self.gone: list[KeptCopy] = []
         self.restored = self.replicated = self.failed = 0
@@ -125,7 +125,7 @@ class KeeperNode:
             for local in range(self.count):
                 assert self.save(local, self.step), f"no slot comes free for local rank {local}"
             self.quiet()
-            self.commit((self.step, self.attempt))
+            self.commit(StateId(self.step, self.attempt))
         held = self.machine.holding
         kept = [one for one in held.copies.values() if one.tier != LOCAL]
         assert len(kept) == self.count, "what is passed is not given up"
@@ -159,9 +159,9 @@ class KeeperNode:
                 self.hash(effect, fails)
             case do.FindImages(number, step, attempt, wanted):
                 count = self.chance.randrange(len(wanted)) if fails else len(wanted)
-                images = [(step, attempt, one.rank) for one in wanted[:count]]
+                images = [ImageId(step, attempt, one.rank) for one in wanted[:count]]
                 reports = tuple(report(image, PEER, ALL, self.world) for image in images)
-                self.finding[number] = step, attempt
+                self.finding[number] = StateId(step, attempt)
                 self.act(self.machine.found(number, Found(reports, WANTS[0], ("a line",) if fails else ())))
             case do.Verify():
                 self.verify(effect, fails)
@@ -176,9 +176,9 @@ class KeeperNode:
 
     def hash(self, effect: do.Hash, fails: bool) -> None:
         image = self.content[effect.buffer].get(OWN)
-        assert isinstance(image, tuple)
+        assert isinstance(image, ImageId)
         where = effect.local, effect.slot, effect.buffer
-        if fails or image[2] != effect.rank:
+        if fails or image.rank != effect.rank:
             self.act(self.machine.unhashed(*where, effect.rank, image[0], SIZE, "it is damaged"))
         else:
             copy = KeptCopy(report(image, MEMORY, ALL, self.world), effect.buffer)
@@ -228,7 +228,7 @@ class KeeperNode:
         assert effect.size <= self.buffers[effect.buffer][0]
         self.take(effect.buffer, 0, effect.size)
         members = tuple(one.rank for one in effect.members)
-        image = (*self.finding[effect.number], members[0])
+        image = ImageId(*self.finding[effect.number], members[0])
         self.content[effect.buffer].update(
             dict.fromkeys(parts(effect.part), "half" if fails else (image, members))
         )
@@ -265,7 +265,7 @@ class KeeperNode:
         rank = self.ranks[local]
         there = enumerate(rank.slots)
         views = [(number, one) for number, one in there if one.buffer and one.mine and not one.writing]
-        image = (step, self.attempt, rank.number)
+        image = ImageId(step, self.attempt, rank.number)
         if any(one.published == image for one in rank.slots) or rank.number < 0 or not step:
             return False
         if not views:
@@ -280,7 +280,7 @@ class KeeperNode:
         self.content[view.buffer] = {COMMON: image, OWN: image}
         view.writing = view.mine = False
         view.published = image
-        self.states.append((step, self.attempt))
+        self.states.append(StateId(step, self.attempt))
         self.act(self.machine.published(local, number, 0.1))
         return True
 
@@ -291,11 +291,11 @@ class KeeperNode:
             self.launch(None)
             return
         step, attempt = self.chance.choice(known)
-        self.launch((step, attempt))
+        self.launch(StateId(step, attempt))
         if self.chance.random() < 0.2:  # once more, before that is done
-            self.launch((step, attempt))
+            self.launch(StateId(step, attempt))
 
-    def launch(self, state: tuple[int, int] | None, numbers: list[int] | None = None) -> None:
+    def launch(self, state: StateId | None, numbers: list[int] | None = None) -> None:
         self.attempt += 1
         self.training = False
         numbers = numbers or self.chance.sample(range(self.world), self.count)
@@ -359,23 +359,23 @@ class KeeperNode:
         else:
             self.replicate(state)
 
-    def commit(self, state: tuple[int, int]) -> None:
+    def commit(self, state: StateId) -> None:
         self.safe = safe = max(self.safe, age(state))
         self.may_go = lambda copy: copy.tier != LOCAL and copy.age < safe
-        self.given_up(lambda image, group: age(image[:2]) < safe)
+        self.given_up(lambda image, group: age(image.state) < safe)
         self.act(self.machine.ordered(msg.Committed(step=state[0], attempt=state[1])))
 
-    def given_up(self, which: Callable[[Image, tuple[int, ...]], bool]) -> None:
+    def given_up(self, which: Callable[[ImageId, tuple[int, ...]], bool]) -> None:
         self.asked = {one for one in self.asked if not which(one[0], one[2])}
 
-    def replicate(self, state: tuple[int, int]) -> None:
+    def replicate(self, state: StateId) -> None:
         group: tuple[int, ...] = ()
         if self.chance.random() < 0.4:
             group = tuple(sorted(self.chance.sample(range(self.world), 3)))
         rank = group[0] if group else self.chance.randrange(self.world)
         part = self.chance.choice([ALL, OWN, OWN])
         members = tuple(msg.Member(rank=one, sources=self.sources(one)) for one in group)
-        self.asked.add(((*state, rank), part, group))
+        self.asked.add((ImageId(*state, rank), part, group))
         self.act(
             self.machine.ordered(
                 msg.Replicate(
@@ -427,7 +427,7 @@ class KeeperNode:
         known = [copy for copy in self.served if copy.tier == LOCAL]
         found = [copy for copy in known if self.chance.random() < 0.7]
         if self.states:
-            image = (*self.chance.choice(self.states), self.chance.randrange(self.world))
+            image = ImageId(*self.chance.choice(self.states), self.chance.randrange(self.world))
             if image not in {copy.image for copy in known}:
                 found.append(KeptCopy(report(image, LOCAL, ALL, self.world), 0))
         self.may_go = lambda copy: copy.tier == LOCAL
@@ -516,7 +516,7 @@ class KeeperNode:
                 assert rank.restore == "pending", "restored twice"
                 view = rank.slots[effect.slot]
                 content = self.content[view.buffer]
-                image = (effect.report.step, effect.report.attempt, rank.number)
+                image = ImageId(effect.report.step, effect.report.attempt, rank.number)
                 assert not view.mine, "what is restored can be written over"
                 assert content[COMMON] == content[OWN] == image, "another image is restored"
                 rank.restore, rank.found = "ready", image
@@ -546,13 +546,13 @@ class KeeperNode:
             case msg.Held():
                 for copy in message.copies:
                     group = tuple(one.rank for one in copy.members)
-                    image = (copy.step, copy.attempt, copy.rank)
+                    image = ImageId(copy.step, copy.attempt, copy.rank)
                     for part in {copy.part, *parts(copy.part)}:
                         self.asked.discard((image, part, group))
                     self.replicated += copy.tier == PEER
             case msg.Unreplicated():
                 assert message.why
-                image = (message.step, message.attempt, message.rank)
+                image = ImageId(message.step, message.attempt, message.rank)
                 self.asked.discard((image, message.part, message.group))
             case msg.AskSources():
                 self.waiting.append(message)

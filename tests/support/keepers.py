@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import ImageId
 from jurymast.core.keeper.holding import SLOTS
 from jurymast.core.messages import Room
 from jurymast.keeper import manifest
@@ -187,7 +188,7 @@ async def saved(one: Keeper, rank: FakeRank, step: int, number: int = 0, **more:
     """Save, and wait until the keeper holds it; the slot."""
     slot = rank.save(step, number, **more)
     one.look()
-    key = (step, more.get("attempt", 1), number)
+    key = ImageId(step, more.get("attempt", 1), number)
     await until(f"image of step {step}", lambda: one.copies.find(key, ("memory",)))
     return slot
 
@@ -218,7 +219,7 @@ def plan(step: int, attempt: int, sources: dict[int, list[msg.Source]]) -> msg.R
     return msg.Restore(step=step, attempt=attempt, ranks=ranks)
 
 
-def flip(one: Keeper, key: tuple[int, int, int], at: int, tier: str = "memory") -> None:
+def flip(one: Keeper, key: ImageId, at: int, tier: str = "memory") -> None:
     """A bit of a held image turns."""
     place = one.copies.find(key, (tier,))[0].place
     assert not isinstance(place, Path)

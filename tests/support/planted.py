@@ -73,7 +73,7 @@ def _leave_nobody(self: SimHost, *, loud: bool) -> None:
     self.attempt = 0
 
 
-def _no_books(self: Replicas, key: cp.Key, nodes: Any) -> list[Any]:
+def _no_books(self: Replicas, key: cp.StateId, nodes: Any) -> list[Any]:
     return [Send(node, msg.Committed(step=key[0], attempt=key[1])) for node in nodes]
 
 

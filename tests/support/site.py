@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.checkpoints.copies import StateId
 from jurymast.core.effects import Effect, Launch, Record, Send
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
@@ -84,7 +85,7 @@ class Site:
         return planned
 
     @property
-    def shared(self) -> dict[tuple[int, int], int]:
+    def shared(self) -> dict[StateId, int]:
         return self.checkpoints.writes.shared
 
     def secured(self) -> bool:

@@ -9,7 +9,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints import replicas
-from jurymast.core.checkpoints.copies import RETRY_MAX_S, RETRY_S, Copy
+from jurymast.core.checkpoints.copies import RETRY_MAX_S, RETRY_S, Copy, StateId
 from jurymast.core.checkpoints.replicas import REST_SHARE
 from jurymast.core.checkpoints.writes import WRITE_LIMIT_S
 from jurymast.core.effects import Launch
@@ -97,8 +97,8 @@ def test_older_images_stay_while_the_newer_ones_live_on_one_node_only() -> None:
     site.replicas_made()
     site.save(20)
     site.lost("n2")
-    assert not site.checkpoints.copies.restorable((20, 1))
-    assert site.checkpoints.copies.restorable((10, 1))
+    assert not site.checkpoints.copies.restorable(StateId(20, 1))
+    assert site.checkpoints.copies.restorable(StateId(10, 1))
 
 
 def test_a_replica_that_could_not_be_made_is_ordered_again_later() -> None:
@@ -225,7 +225,7 @@ def test_where_whole_replicas_find_no_memory_parity_is_kept_instead() -> None:
     made(site, orders)
     assert site.saved("peer") == [(10, True)]
     copies = site.checkpoints.copies
-    assert all(without(copies, node).restorable((10, 1)) for node in (*ACTIVE, "s1"))
+    assert all(without(copies, node).restorable(StateId(10, 1)) for node in (*ACTIVE, "s1"))
 
 
 def test_a_node_that_has_given_older_replicas_up_is_asked_once_more() -> None:
@@ -359,7 +359,7 @@ def test_one_node_copies_what_is_on_shared_storage_to_the_object_store() -> None
     site = Site(object_url="s3://bucket", object_every_s=60.0)
     site.save()
     assert {order.tier for _, order in site.ordered(msg.Write)} == {"shared"}
-    site.checkpoints.found_on_storage({(5, 1): 900}, [], site.time)
+    site.checkpoints.found_on_storage({StateId(5, 1): 900}, [], site.time)
     site.look()
     ((node, order),) = site.ordered(msg.Write)
     assert (node, order.tier, order.step, order.ranks) == ("n1", "object", 5, ())
@@ -478,7 +478,7 @@ def test_without_images_for_all_the_ranks_look_in_shared_storage() -> None:
     assert chosen.tier == ""
     assert site.checkpoints.restore.message("n1", range(1)) is None
     # what agents still hold of the old step is not what the ranks will save under it
-    assert not site.checkpoints.copies.in_memory((10, 1))
+    assert not site.checkpoints.copies.in_memory(StateId(10, 1))
 
 
 def test_going_back_drops_what_is_newer_wherever_it_comes_from() -> None:
@@ -595,7 +595,7 @@ def test_a_node_s_failure_domain_is_what_slurm_tells_of_its_switches(
 def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have() -> None:
     story = Story(active=2, spares=1).running()
     supervision = Supervision(story.state, "/runs/a", story.t)
-    supervision.found_on_storage({(10, 1): 9, (20, 1): 9}, [], story.t)
+    supervision.found_on_storage({StateId(10, 1): 9, StateId(20, 1): 9}, [], story.t)
     said = within.Restored(step=10, tier="shared", seconds=1.0, skipped=("step 20",))
     supervision.heard("n1", 1, msg.RankEvent(attempt=2, event=said), story.t)
     assert set(supervision.checkpoints.writes.shared) == {(10, 1)}

@@ -13,7 +13,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PAUSE_MAX_S, PEER, Key
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PAUSE_MAX_S, PEER, StateId
 from jurymast.core.effects import Effect, Launch, Record, Send
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
@@ -44,8 +44,8 @@ class Walk:
         self.checkpoints = Checkpoints(self.state)
         self.nodes = Nodes(chance, ACTIVE)
         self.away: list[Agent] = []  # cut off, with all they hold
-        self.committed: set[Key] = set()
-        self.spoilt: set[Key] = set()  # of these an image was found corrupt
+        self.committed: set[StateId] = set()
+        self.spoilt: set[StateId] = set()  # of these an image was found corrupt
         self.place(names[:ACTIVE])
         for name in names:
             self.join(Agent(name))
@@ -64,7 +64,7 @@ class Walk:
             event = effect.event
             step(self.state, event)
             if isinstance(event, ev.Saved) and event.tier == MEMORY and event.ok:
-                self.committed.add((event.step, event.attempt))
+                self.committed.add(StateId(event.step, event.attempt))
         self.checkpoints.check()
         self.check_size()
 
@@ -85,10 +85,10 @@ class Walk:
         for committed in (one for one in told if isinstance(one, msg.Committed)):
             assert under_way is not None
             assert under_way.kept is not None
-            self.check_safe((committed.step, committed.attempt), bare=bool(under_way.kept.bare))
+            self.check_safe(StateId(committed.step, committed.attempt), bare=bool(under_way.kept.bare))
         self.do(effects)
 
-    def check_safe(self, key: Key, *, bare: bool) -> None:
+    def check_safe(self, key: StateId, *, bare: bool) -> None:
         """Older states may go: then this one outlives any node, where anybody has memory for that."""
         copies = self.checkpoints.copies
         assert copies.restorable(key)
@@ -160,7 +160,7 @@ class Walk:
         if not self.running() or not (room or self.chance.random() < SKIPS):
             return
         self.done += 1
-        key = self.done, self.state.attempt
+        key = StateId(self.done, self.state.attempt)
         for rank, name in enumerate(self.state.placement):
             agent = self.nodes.agents[name]
             if not agent.has_slot():
@@ -178,7 +178,7 @@ class Walk:
             copy = self.chance.choice(sorted(agent.held, key=repr))
             agent.held.discard(copy)
             agent.words.append(msg.Dropped(copy=copy, why="its hash does not match"))
-            self.spoilt.add((copy.step, copy.attempt))
+            self.spoilt.add(StateId(copy.step, copy.attempt))
 
     def join(self, agent: Agent) -> None:
         agent.orders.clear()  # what was on its way is lost with the connection
@@ -257,12 +257,12 @@ class Walk:
         """All ranks go on from the state that was chosen, and can have it."""
         assert (order is not None) == (chosen.tier == MEMORY)
         if order is not None:
-            key = order.step, order.attempt
+            key = StateId(order.step, order.attempt)
             assert order.step == chosen.step
             sources = order.ranks[rank] or self.sources(self.state.placement[rank], key, rank)
             assert self.nodes.serves(key, rank, "own", sources), f"nobody has rank {rank}'s image"
 
-    def sources(self, node: str, key: Key, rank: int) -> tuple[msg.Source, ...]:
+    def sources(self, node: str, key: StateId, rank: int) -> tuple[msg.Source, ...]:
         """Of an image that is to be in the node's own memory: it, or those that the node is told of if it is
         not there any more."""
         image = report(MEMORY, key, rank, ACTIVE)
@@ -280,7 +280,7 @@ class Walk:
         if order is None:
             agent.give_up([copy for copy in agent.held if copy.tier == PEER])
         else:
-            image = report(MEMORY, (order.step, order.attempt), rank, ACTIVE)
+            image = report(MEMORY, StateId(order.step, order.attempt), rank, ACTIVE)
         for other in [copy for copy in agent.held if copy.tier == MEMORY and copy != image]:
             agent.held.discard(other)
             agent.words.append(msg.Dropped(copy=other))

@@ -17,6 +17,7 @@ from jurymast.core.checkpoints.copies import (
     SHARED,
     Copies,
     Copy,
+    StateId,
 )
 from jurymast.core.checkpoints.replicas import holders, missing_replicas
 from support.holding import source as source_of
@@ -44,12 +45,12 @@ def test_a_step_is_in_memory_once_every_rank_of_one_attempt_has_it() -> None:
     held.hold(copy_of(0, "n1"))
     held.hold(copy_of(1, "n2"))
     held.hold(copy_of(2, "n3", attempt=2))
-    assert not held.in_memory((10, 1))
-    assert not held.in_memory((10, 2))
+    assert not held.in_memory(StateId(10, 1))
+    assert not held.in_memory(StateId(10, 2))
     held.hold(copy_of(2, "n3"))
-    assert held.in_memory((10, 1))
+    assert held.in_memory(StateId(10, 1))
     held.drop(copy_of(1, "n2"))
-    assert not held.in_memory((10, 1))
+    assert not held.in_memory(StateId(10, 1))
 
 
 def test_a_lost_node_takes_its_memory_and_its_disk_along() -> None:
@@ -57,9 +58,9 @@ def test_a_lost_node_takes_its_memory_and_its_disk_along() -> None:
     held.hold(copy_of(0, "n2", tier=PEER))
     held.hold(copy_of(1, "n2", tier=LOCAL))
     held.drop_where(node="n1")
-    assert held.restorable((10, 1))
+    assert held.restorable(StateId(10, 1))
     held.drop_where(node="n2")
-    assert not held.restorable((10, 1))
+    assert not held.restorable(StateId(10, 1))
 
 
 def test_sources_come_in_the_order_of_their_speed() -> None:
@@ -67,7 +68,7 @@ def test_sources_come_in_the_order_of_their_speed() -> None:
     held.hold(copy_of(0, "n2", tier=PEER))
     held.hold(copy_of(0, "n1", tier=LOCAL))
     held.hold(copy_of(0, "n3", tier=LOCAL))
-    assert held.sources((10, 1), 0, "n1") == (
+    assert held.sources(StateId(10, 1), 0, "n1") == (
         source_of(MEMORY, "n1", ALL, 0), source_of(PEER, "n2", ALL, 0), source_of(LOCAL, "n1", ALL, 0),
         source_of(LOCAL, "n3", ALL, 0),
     )  # fmt: skip
@@ -79,22 +80,22 @@ def test_a_large_world_names_only_some_that_have_the_common_part_and_not_all_the
         held.hold(copy_of(rank, f"n{rank}", common="same", world=count))
     held.drop_where(node="n7")
     held.hold(copy_of(7, "n9", tier=PEER, part=OWN, common="same", world=count))
-    assert len(held.sources((10, 1), 7, "n7")) == 1 + COMMON_SOURCES
-    assert len(held.sources((10, 1), 5, "n5")) == 2, "its own, and one more"
-    asked = [held.sources((10, 1), rank, "fresh")[1].node for rank in (5, 6, 7, 998, 999)]
+    assert len(held.sources(StateId(10, 1), 7, "n7")) == 1 + COMMON_SOURCES
+    assert len(held.sources(StateId(10, 1), 5, "n5")) == 2, "its own, and one more"
+    asked = [held.sources(StateId(10, 1), rank, "fresh")[1].node for rank in (5, 6, 7, 998, 999)]
     assert asked == ["n6", "n8", "n8", "n999", "n0"]
-    assert held.restorable((10, 1))
+    assert held.restorable(StateId(10, 1))
 
 
 def test_another_rank_s_common_part_counts_when_its_hash_is_the_same() -> None:
     held = all_of(common="same")
     held.hold(copy_of(2, "n2", tier=PEER, part=OWN, common="same"))
     held.drop_where(node="n3")
-    assert held.restorable((10, 1))
+    assert held.restorable(StateId(10, 1))
     plan = cp.plan_restore(held, {}, ("n1", "n2", "n4"), 1)
     assert (plan.step, plan.attempt, plan.tier) == (10, 1, MEMORY)
     assert plan.tiers == {MEMORY: 2000, PEER: 1000}
-    sources = held.sources((10, 1), 2, "n4")
+    sources = held.sources(StateId(10, 1), 2, "n4")
     assert source_of(PEER, "n2", OWN, 2) in sources
     assert {s.node for s in sources if s.part == ALL or s.part == COMMON} == {"n1", "n2"}
 
@@ -105,20 +106,20 @@ def test_a_common_part_with_another_hash_is_no_source() -> None:
         held.hold(copy_of(rank, node, common=f"of rank {rank}"))
     held.hold(copy_of(2, "n2", tier=PEER, part=OWN, common="of rank 2"))
     held.drop_where(node="n3")
-    assert not held.restorable((10, 1))
+    assert not held.restorable(StateId(10, 1))
 
 
 def test_replicas_go_to_spares_first_and_skip_what_data_parallel_ranks_have() -> None:
     holding = holders(NODES, ["s1"], {}, 1, ())
     assert holding == {"n1": ("s1",), "n2": ("s1",), "n3": ("s1",)}
-    alone = missing_replicas(all_of(), (10, 1), NODES, 1, holding)
+    alone = missing_replicas(all_of(), StateId(10, 1), NODES, 1, holding)
     assert [(holder, o.rank, o.part) for holder, o in alone] == [("s1", rank, ALL) for rank in range(3)]
-    alike = missing_replicas(all_of(common="same"), (10, 1), NODES, 1, holding)
+    alike = missing_replicas(all_of(common="same"), StateId(10, 1), NODES, 1, holding)
     assert [(holder, o.rank, o.part) for holder, o in alike] == [("s1", rank, OWN) for rank in range(3)]
     held = all_of(common="same")
     for rank in range(3):
         held.hold(copy_of(rank, "s1", tier=PEER, part=OWN, common="same"))
-    assert missing_replicas(held, (10, 1), NODES, 1, holding) == []
+    assert missing_replicas(held, StateId(10, 1), NODES, 1, holding) == []
 
 
 def test_partners_are_in_another_failure_domain_where_there_is_one() -> None:
@@ -152,9 +153,9 @@ def test_what_could_not_be_restored_is_passed_over_but_not_for_nothing() -> None
     held = all_of(step=20)
     for rank, node in enumerate(NODES):
         held.hold(copy_of(rank, node, step=10))
-    assert cp.plan_restore(held, {}, NODES, 1, {(20, 1)}).step == 10
-    assert cp.plan_restore(held, {15: 1}, NODES, 1, {(20, 1)}).step == 15
-    assert cp.plan_restore(all_of(step=20), {}, NODES, 1, {(20, 1)}).step == 20
+    assert cp.plan_restore(held, {}, NODES, 1, {StateId(20, 1)}).step == 10
+    assert cp.plan_restore(held, {15: 1}, NODES, 1, {StateId(20, 1)}).step == 15
+    assert cp.plan_restore(all_of(step=20), {}, NODES, 1, {StateId(20, 1)}).step == 20
 
 
 def test_nothing_saved_is_a_fresh_start_and_another_world_uses_the_shared_tier() -> None:
@@ -189,7 +190,7 @@ def test_a_plan_never_mixes_sets_and_covers_every_part(
         return
     everything = {(c.node, c.part, c.rank) for c in held.every() if c.key == (plan.step, plan.attempt)}
     for rank in range(3):
-        sources = held.sources((plan.step, plan.attempt), rank, NODES[rank])
+        sources = held.sources(StateId(plan.step, plan.attempt), rank, NODES[rank])
         for part in (COMMON, OWN):
             assert any(source.has(part) for source in sources)
         for source in sources:

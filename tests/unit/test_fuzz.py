@@ -31,6 +31,7 @@ from jurymast.cluster.earlier import past_runs, summary_file
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
+from jurymast.core.checkpoints.copies import ImageId
 from jurymast.core.message import Strange
 from jurymast.core.settings import RunPlan
 from jurymast.errors import (
@@ -56,7 +57,7 @@ from jurymast_site import healthcheck, verdicts
 from support.reports import hello
 
 EXAMPLES = int(os.environ.get("JURYMAST_FUZZ", "40"))
-IMAGE = (10, 1, 0)
+IMAGE = ImageId(10, 1, 0)
 STEP = 10
 Check = Callable[[bytes, Path], None]
 
@@ -338,7 +339,7 @@ def test_the_manifest_of_another_image_is_not_taken(image: tuple[int, int, int])
     """Of an earlier attempt that saved the same step, say."""
     assert trusted(image_manifest(), IMAGE).image == IMAGE
     with pytest.raises(BadImage):
-        trusted(image_manifest(), image)
+        trusted(image_manifest(), ImageId(*image))
 
 
 @pytest.mark.parametrize("length", [1, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import ImageId
 from jurymast.core.keeper.restores import Ingredient, ingredients, of_rank, usable, whom_to_ask
 
 BOTH = {"common", "own"}
@@ -35,7 +36,7 @@ def test_an_image_is_made_of_the_xor_and_all_others_in_it_and_never_of_other_xor
         tier="peer", node="n9", hosts=("n9",), port=7, part="own", rank=3, group=(3, 1, 2),
         members=(nested, *xor.members),
     )  # fmt: skip
-    first, *others = ingredients((10, 1, 3), told)
-    assert first == Ingredient((10, 1, 1), (of_rank(told, 1),), (1, 2, 3))
-    assert others[0] == Ingredient((10, 1, 2), (source("n2", rank=2),))
+    first, *others = ingredients(ImageId(10, 1, 3), told)
+    assert first == Ingredient(ImageId(10, 1, 1), (of_rank(told, 1),), (1, 2, 3))
+    assert others[0] == Ingredient(ImageId(10, 1, 2), (source("n2", rank=2),))
     assert 3 not in [one.image[2] for one in others], "it is what is missing"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import ImageId
 from jurymast.core.keeper.holding import ROUND_BYTES, SLOTS
 from jurymast.core.messages import Room
 from jurymast.keeper import gathering
@@ -112,13 +113,13 @@ def test_a_freed_slot_waits_for_its_readers() -> None:
             one.launch(1, [0], 1, None)
             rank = await ready_rank(one)
             first = await saved(one, rank, 10)
-            lent = one.copies.acquire((10, 1, 0))
+            lent = one.copies.acquire(ImageId(10, 1, 0))
             assert lent is not None
-            assert one.copies.acquire((10, 1, 0)) is lent
-            assert one.copies.acquire((10, 2, 0)) is None
+            assert one.copies.acquire(ImageId(10, 1, 0)) is lent
+            assert one.copies.acquire(ImageId(10, 2, 0)) is None
             await saved(one, rank, 20)
             one.obey(msg.Committed(step=20, attempt=1))
-            assert one.copies.acquire((10, 1, 0)) is None  # nobody new
+            assert one.copies.acquire(ImageId(10, 1, 0)) is None  # nobody new
             one.copies.release(lent)
             await settled(one)
             assert rank.writable() == []
@@ -466,7 +467,7 @@ def test_a_flipped_bit_in_memory_is_found_at_restore() -> None:
             one.launch(1, [0], 1, None)
             rank = await ready_rank(one)
             await saved(one, rank, 10)
-            flip(one, (10, 1, 0), 3 * BLOCK + 5)
+            flip(one, ImageId(10, 1, 0), 3 * BLOCK + 5)
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
             await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
             assert rank.answer is RestoreStatus.FAILED
@@ -487,7 +488,7 @@ def test_a_flipped_bit_in_memory_is_found_by_reading_again() -> None:
             (copy,) = one.copies
             await gathering.read_again(one.copies, copy, one.distrust)
             assert told.of(msg.Dropped) == []
-            flip(one, (10, 1, 0), SIZE - 1)
+            flip(one, ImageId(10, 1, 0), SIZE - 1)
             one.spawn(gathering.scrub(one.copies, one.distrust, every_s=0.0))
             (word,) = await until("word of it", lambda: told.of(msg.Dropped))
             assert "own part is corrupt in memory" in word.why
@@ -497,7 +498,7 @@ def test_a_flipped_bit_in_memory_is_found_by_reading_again() -> None:
     run(work())
 
 
-def put_local(root: Path, data: bytes, one: Keeper, key: tuple[int, int, int]) -> Path:
+def put_local(root: Path, data: bytes, one: Keeper, key: ImageId) -> Path:
     """As a storage process lays it out."""
     step, attempt, rank = key
     folder = root / f"step-{step:08d}.a{attempt:04d}"
@@ -514,8 +515,11 @@ def test_images_on_the_local_disk(tmp_path: Path) -> None:
             one.launch(1, [0], 1, None)
             rank = await ready_rank(one)
             await saved(one, rank, 10)
-            image = put_local(tmp_path, image_bytes(10, 0), one, (10, 1, 0))
-            half = put_local(tmp_path, image_bytes(10, 0)[:-1], one, (10, 1, 0)).parent / "rank-00001.image"
+            image = put_local(tmp_path, image_bytes(10, 0), one, ImageId(10, 1, 0))
+            half = (
+                put_local(tmp_path, image_bytes(10, 0)[:-1], one, ImageId(10, 1, 0)).parent
+                / "rank-00001.image"
+            )
             half.write_bytes(b"an image without a manifest")
             one.scan_local(tmp_path)
             await settled(one)
@@ -555,7 +559,7 @@ def test_going_back_forgets_what_is_newer(tmp_path: Path) -> None:
             one.obey(msg.Committed(step=10, attempt=1))
             await saved(one, rank, 20)
             one.obey(msg.Committed(step=20, attempt=1))
-            put_local(tmp_path, image_bytes(20, 0), one, (20, 1, 0))
+            put_local(tmp_path, image_bytes(20, 0), one, ImageId(20, 1, 0))
             one.scan_local(tmp_path)
             await until("two copies", lambda: len(one.inventory()) == 2)
             one.obey(msg.ForgetNewer(step=10))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import PEER
+from jurymast.core.checkpoints.copies import PEER, ImageId, StateId
 from jurymast.core.keeper import effects as do
 from support.keeper_model import WANTS, KeeperNode, Waiting
 
@@ -42,14 +42,14 @@ def steps_held(node: KeeperNode) -> list[int]:
 
 def test_an_older_safe_image_stays_until_all_ranks_have_restored_the_newer() -> None:
     node = trained()
-    node.commit((1, 1))
+    node.commit(StateId(1, 1))
     assert node.save(0, 2)
     node.quiet()
-    node.launch((2, 1), [0])
+    node.launch(StateId(2, 1), [0])
     node.quiet()
     assert node.ranks[0].restore == "ready"
     assert steps_held(node) == [1, 2], "another node may fail to bring step 2"
-    node.launch((1, 1), [0])
+    node.launch(StateId(1, 1), [0])
     node.quiet()
     assert node.ranks[0].found == (1, 1, 0)
     node.want(0, WANTS[0])  # only a rank that goes on asks, and no rank goes on before all can
@@ -61,7 +61,7 @@ def test_an_older_safe_image_stays_until_all_ranks_have_restored_the_newer() -> 
 def test_a_base_that_is_given_up_while_it_is_made_ready_is_nobody_elses() -> None:
     """Its slot is the rank's again only when nobody writes the manifest there any more."""
     node = trained()
-    node.launch((1, 1), [0])
+    node.launch(StateId(1, 1), [0])
     answer_one(node, do.Verify)
     while do.Measure in kinds(node):
         answer_one(node, do.Measure)
@@ -80,12 +80,12 @@ def test_a_replica_that_is_given_up_while_it_is_verified_for_a_restore_is_not_lo
     node = KeeperNode(0, count=1)
     node.free = 1 << 40
     node.launch(None, [0])
-    node.states = [(5, 1)]
+    node.states = [StateId(5, 1)]
     order = msg.Replicate(step=5, attempt=1, rank=0, part="own", sources=node.sources(0))
     node.act(node.machine.ordered(order))
     node.quiet()
     assert [copy.tier for copy in node.served] == [PEER]
-    node.launch((5, 1), [0])
+    node.launch(StateId(5, 1), [0])
     assert kinds(node) == [do.Verify]
     node.may_go = lambda copy: True
     node.act(node.machine.ordered(msg.Void(step=5, attempt=1)))
@@ -95,7 +95,7 @@ def test_a_replica_that_is_given_up_while_it_is_verified_for_a_restore_is_not_lo
 
 def replicate(node: KeeperNode, step: int) -> None:
     order = msg.Replicate(step=step, attempt=1, rank=2, part="own", sources=node.sources(2))
-    node.asked.add(((step, 1, 2), "own", ()))
+    node.asked.add((ImageId(step, 1, 2), "own", ()))
     node.act(node.machine.ordered(order))
 
 
@@ -135,13 +135,13 @@ def test_older_replicas_make_room_for_what_a_rank_restores() -> None:
     node = KeeperNode(0, count=1)
     node.free = 1 << 40
     older = [*range(1, 9)]
-    node.states = [(step, 1) for step in (*older, 9)]
+    node.states = [StateId(step, 1) for step in (*older, 9)]
     for step in (*older, 9):
         replicate(node, step)
         node.quiet()
     assert steps_held(node) == [*older, 9]
     node.free = sum(taken for _, taken in node.buffers.values())
-    node.launch((9, 1), [0])
+    node.launch(StateId(9, 1), [0])
     node.quiet()
     assert node.ranks[0].restore == "ready"
     assert steps_held(node) == [9, 9], "the newest is for others to restore"
@@ -178,13 +178,13 @@ def test_an_image_that_is_not_whole_in_its_own_memory_is_had_from_another_node()
 
 def test_a_restore_that_waits_to_hear_who_else_has_it_ends_with_its_attempt() -> None:
     node = trained()
-    node.launch((7, 1), [0])  # nobody here has it
+    node.launch(StateId(7, 1), [0])  # nobody here has it
     node.waiting.clear()
     node.attempt += 1
     restore = msg.Restore(step=7, attempt=1, ranks={0: ()})
     node.act(node.machine.launch(node.attempt, [0], node.world, restore, 0.0))
     assert msg.AskSources in kinds(node)
-    node.launch((1, 1), [0])
+    node.launch(StateId(1, 1), [0])
     late = msg.Sources(step=7, attempt=1, rank=0, sources=node.sources(0))
     node.act(node.machine.ordered(late))
     node.waiting = [one for one in node.waiting if not isinstance(one, msg.AskSources)]

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import ImageId
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import transfer
 from jurymast.keeper.copies import CopyTable
@@ -34,7 +35,7 @@ from jurymast.keeper.transfer import (
     read_request,
     read_served,
 )
-from jurymast.wire import protocol
+from jurymast.wire import stream
 from jurymast.wire.protocol import GMAC, Shield, keeper_of
 from support.keepers import (
     ACCESS,
@@ -59,7 +60,7 @@ from support.keepers import (
 from support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY = (10, 1, 0)
+KEY = ImageId(10, 1, 0)
 PIECE = 1 << 16
 LIMIT_S = 90.0
 
@@ -181,7 +182,7 @@ def test_a_source_that_is_killed_half_way(other: bool) -> None:
 
 def test_a_source_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a power loss: no reset comes."""
-    monkeypatch.setattr(protocol, "SILENT_LIMIT_S", 0.3)
+    monkeypatch.setattr(stream, "SILENT_LIMIT_S", 0.3)
 
     async def work(port: int) -> None:
         async with holding("a") as (a, _), keeper("b") as (new, told):
@@ -234,7 +235,7 @@ def test_who_does_not_know_the_secret_gets_nothing() -> None:
 
 
 def test_a_handshake_has_one_deadline_however_it_drips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HANDSHAKE_LIMIT_S", 0.5)
+    monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 0.5)
     ours, theirs = _connected_pair()
     over = threading.Event()
 
@@ -247,7 +248,7 @@ def test_a_handshake_has_one_deadline_however_it_drips(monkeypatch: pytest.Monke
         stranger.start()
         try:
             with pytest.raises(TimeoutError):
-                protocol.accept(ours, SECRET, keeper_of("a"), read_request)
+                stream.accept(ours, SECRET, keeper_of("a"), read_request)
         finally:
             over.set()
             stranger.join()
@@ -263,7 +264,7 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfer, "UNPROVEN_MAX", 4)
-    monkeypatch.setattr(protocol, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
+    monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
     server = transfer.ImageServer(CopyTable(), ACCESS, "a", lambda copy: None)
     server.listen_at("127.0.0.1")
     with ExitStack() as closed:
@@ -276,7 +277,7 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
         for stranger in strangers()[:6]:
             while stranger.recv(4096):
                 pass  # until the server hangs up
-        peer = protocol.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S)
+        peer = stream.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S)
         closed.callback(peer.close)
         for _ in range(2):  # its first answer says that it has proven itself there, too
             peer.send(GetManifest(image=ImageName(step=1, attempt=1, rank=0)))
@@ -308,7 +309,7 @@ def test_a_keeper_that_may_start_no_thread_for_a_while_is_heard_afterwards(
         for _ in range(3):
             with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as turned_away:
                 assert turned_away.recv(1) == b""
-        protocol.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S).close()
+        stream.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S).close()
 
 
 def test_what_is_no_request_is_answered_so_and_ends_nothing() -> None:
@@ -320,7 +321,7 @@ def test_what_is_no_request_is_answered_so_and_ends_nothing() -> None:
 
 
 def ask_nonsense(port: int) -> None:
-    connection = protocol.connect("127.0.0.1", port, SECRET, keeper_of("a"), read_served)
+    connection = stream.connect("127.0.0.1", port, SECRET, keeper_of("a"), read_served)
     connection.send(msg.Dismiss())
     assert refusal(connection).startswith("not a request: dismiss: ")
     for at, length in ((0, SIZE + 1), (SIZE, 1), (-1, 5), (3, -1)):
@@ -333,7 +334,7 @@ def ask_nonsense(port: int) -> None:
     connection.close()
 
 
-def refusal(connection: protocol.Stream[Served]) -> str:
+def refusal(connection: stream.Stream[Served]) -> str:
     answer = connection.receive()
     assert isinstance(answer, NotServed)
     return answer.why
@@ -347,16 +348,16 @@ def key(way: bytes) -> bytes:
 def test_a_frame_that_was_touched_is_refused() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sender = protocol.Stream(ours, b"a", b"b", key, read_served)
+        sender = stream.Stream(ours, b"a", b"b", key, read_served)
         sender.send(NotServed(why="not here"))
         data = bytearray(theirs.recv(1000))
         data[-3] ^= 1
         ours.sendall(data)
         with pytest.raises(AuthenticationError):
-            protocol.Stream(theirs, b"b", b"a", key, read_served).receive()
+            stream.Stream(theirs, b"b", b"a", key, read_served).receive()
         ours.sendall(b"\xff" * 20)
         with pytest.raises(ProtocolError):
-            protocol.Stream(theirs, b"b", b"a", key, read_served).receive()
+            stream.Stream(theirs, b"b", b"a", key, read_served).receive()
 
 
 @pytest.mark.parametrize("size", [1, 5, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE - 1, 2 * PIECE, 3 * PIECE + 7])
@@ -364,7 +365,7 @@ def test_a_frame_that_was_touched_is_refused() -> None:
 def test_the_last_bytes_do_not_wait_for_more_to_come(
     size: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(stream, "PIECE_BYTES", PIECE)
     data, first = os.urandom(size), min(first, size - 1)
     covering = Shield(GMAC, key(GMAC.encode()))
     covered = [covering.cover(memoryview(data)[at : at + PIECE]) for at in range(0, size, PIECE)]
@@ -376,7 +377,7 @@ def test_the_last_bytes_do_not_wait_for_more_to_come(
     pieces: list[int] = []
 
     def receive() -> None:
-        receiver = protocol.Stream(theirs, b"", b"", key, read_served)
+        receiver = stream.Stream(theirs, b"", b"", key, read_served)
         pieces.extend(map(len, receiver.receive_pieces(memoryview(got), GMAC)))
 
     with ours, theirs:
@@ -386,7 +387,7 @@ def test_the_last_bytes_do_not_wait_for_more_to_come(
         receiving.start()
         wait_until("first bytes taken", lambda: not waiting_bytes(theirs))
         ours.sendall(sent[first:])
-        receiving.join(protocol.SILENT_LIMIT_S / 2)
+        receiving.join(stream.SILENT_LIMIT_S / 2)
         assert not receiving.is_alive()
     assert bytes(got) == data
     assert pieces == [min(PIECE, size - at) for at in range(0, size, PIECE)]
@@ -469,8 +470,8 @@ def test_an_older_replica_stays_until_the_newer_is_whole_and_safe() -> None:
             assert [copy.step for copy in spare.inventory()] == [20]
             await saved(a, await freed(a, rank), 30)
             spare.obey(order("all", source(a, 0), step=30))
-            await until("third", lambda: spare.copies.find((30, 1, 0)))
-            assert spare.copies.find((30, 1, 0))[0].place is first  # its memory is used again
+            await until("third", lambda: spare.copies.find(ImageId(30, 1, 0)))
+            assert spare.copies.find(ImageId(30, 1, 0))[0].place is first  # its memory is used again
             spare.obey(msg.Forget(step=30, attempt=1, ranks=(0,)))
             assert [copy.step for copy in spare.inventory()] == [20]
 
@@ -583,7 +584,7 @@ def test_a_block_counts_only_when_it_is_whole() -> None:
             assert buffer is not None
             filling = Filling(manifest, buffer)
             there = source(a, 1)
-            await asyncio.to_thread(filling.from_peer, there, ACCESS, (10, 1, 1), "all", "peer")
+            await asyncio.to_thread(filling.from_peer, there, ACCESS, ImageId(10, 1, 1), "all", "peer")
             assert not filling.complete
             assert filling.got == {}
             assert "not held" in filling.passed_over[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, MEMORY, Copies, Copy
+from jurymast.core.checkpoints.copies import ALL, MEMORY, Copies, Copy, StateId
 from jurymast.core.effects import Fence, Launch, Send
 from jurymast.core.nodes.silence import rejoin_limit_s
 from jurymast.core.run.state import Phase, Role
@@ -131,7 +131,7 @@ def test_ranks_are_told_of_a_checkpoint_that_only_storage_knows_of() -> None:
     left, out = story.state.placement
     story.lost(out)
     after = Successor(story)
-    after.machine.found_on_storage({(5, 1): 100}, [], story.t)
+    after.machine.found_on_storage({StateId(5, 1): 100}, [], story.t)
     after.joins(next(name for name in story.state.nodes if name not in (left, out)))
     after.joins(left, attempt=1)
     told = after.fenced(2)

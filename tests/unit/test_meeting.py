@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from jurymast.core.checkpoints.copies import StateId
 from jurymast.core.checkpoints.writes import (  # fmt: skip
     CAUSE_FIRST_S,
     THERE,
@@ -22,7 +23,7 @@ from jurymast.core.checkpoints.writes import (  # fmt: skip
     Wait,
 )
 
-KEY = 10, 1
+KEY = StateId(10, 1)
 SEEDS = 2000
 STEPS_MAX = 3000
 
@@ -31,7 +32,7 @@ def meeting(world: int = 2, *, leads: bool = True) -> Meeting:
     return Meeting(KEY, world, leads=leads)
 
 
-def announced(rank: int, key: tuple[int, int] = KEY, world: int = 2) -> Announced:
+def announced(rank: int, key: StateId = KEY, world: int = 2) -> Announced:
     return Announced(rank, key, world)
 
 
@@ -63,8 +64,8 @@ def test_what_need_not_or_must_not_be_written_is_not() -> None:
 @pytest.mark.parametrize(
     ("image", "why"),
     [
-        (announced(1, key=(11, 1)), "rank 1 has an image of another state, step 11"),
-        (announced(1, key=(10, 2)), "rank 1 has an image of another state, step 10"),
+        (announced(1, key=StateId(11, 1)), "rank 1 has an image of another state, step 11"),
+        (announced(1, key=StateId(10, 2)), "rank 1 has an image of another state, step 10"),
         (announced(1, world=3), "rank 1 has an image of another state, step 10"),
         (announced(2), "layout-r00001.json names rank 2, and there are 2 ranks"),
     ],

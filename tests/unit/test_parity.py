@@ -7,12 +7,23 @@ from hypothesis import strategies as st
 
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import replicas
-from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Copies, Copy, Member, Source
+from jurymast.core.checkpoints.copies import (
+    ALL,
+    COMMON,
+    MEMORY,
+    OWN,
+    PEER,
+    Copies,
+    Copy,
+    Member,
+    Source,
+    StateId,
+)
 from jurymast.core.checkpoints.replicas import Protection, keeping
 from support.holding import source as source_of
 from support.holding import without
 
-KEY = (10, 1)
+KEY = StateId(10, 1)
 SIZE, COMMON_SIZE = 1000, 600
 
 
@@ -31,7 +42,7 @@ def saved(placement: tuple[str, ...], per_node: int, common: str = "same") -> Co
 
 
 def missing(
-    held: Copies, key: cp.Key, placement: tuple[str, ...], per_node: int, kept: Protection
+    held: Copies, key: StateId, placement: tuple[str, ...], per_node: int, kept: Protection
 ) -> list[replicas.Order]:
     """What must be copied, or made, so that everything is held as `kept` says."""
     orders = replicas.missing_replicas(held, key, placement, per_node, kept.whole)

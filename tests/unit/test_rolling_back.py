@@ -7,6 +7,7 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.commit import Rollback
+from jurymast.core.checkpoints.copies import StateId
 from jurymast.core.effects import Journal
 from jurymast.core.run.state import Phase
 from jurymast.core.supervision.machine import Supervision
@@ -20,7 +21,7 @@ def test_a_rollback_that_no_supervisor_was_asked_for_is_made_up_for(attempt: int
     story = Story(active=2, spares=1).running()
     story.state.attempt = attempt
     supervision = Supervision(story.state, "/runs/a", story.t)
-    effects = supervision.found_on_storage({(5, 1): 9}, [Rollback(5, 1, story.t)], story.t)
+    effects = supervision.found_on_storage({StateId(5, 1): 9}, [Rollback(5, 1, story.t)], story.t)
     events = [one.event for one in effects if isinstance(one, Journal)]
     asked = [event.what for event in events if isinstance(event, ev.Asked)]
     assert asked == (["rollback"] if attempt == 1 else [])

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import ImageId
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.keeper.transfer import ManifestFollows, manifest_of, read_request, read_served
-from jurymast.wire import channel, protocol
-from jurymast.wire.protocol import GCM, GMAC, NONCE_BYTES, TAG_BYTES, Access, Handshake, Stream, keeper_of
+from jurymast.wire import channel, stream
+from jurymast.wire.protocol import GCM, GMAC, NONCE_BYTES, TAG_BYTES, Access, Handshake, keeper_of
+from jurymast.wire.stream import Stream
 from support.keepers import SECRET, FakeRank, holding, image_bytes, keeper, plan, source, until
 
 PIECE = 1000
@@ -58,7 +60,7 @@ def received(sent: bytes, way: str) -> bytes:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(stream, "PIECE_BYTES", PIECE)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -131,7 +133,7 @@ def test_bytes_that_come_in_another_way_than_was_offered_are_not_taken() -> None
 
     def serve(listener: socket.socket) -> None:
         with listener.accept()[0] as connection:
-            peer = protocol.accept(connection, SECRET, keeper_of("a"), read_request)
+            peer = stream.accept(connection, SECRET, keeper_of("a"), read_request)
             peer.receive()
             peer.send(ManifestFollows(length=2, way=GMAC, capacity=0))
 
@@ -141,7 +143,7 @@ def test_bytes_that_come_in_another_way_than_was_offered_are_not_taken() -> None
         port = listener.getsockname()[1]
         there = msg.Source(tier="peer", node="a", hosts=("127.0.0.1",), port=port, part="all", rank=0)
         with pytest.raises(ProtocolError, match=f"protected by {GMAC}, which was not offered"):
-            manifest_of(there, Access(SECRET, encrypt=True), (10, 1, 0))
+            manifest_of(there, Access(SECRET, encrypt=True), ImageId(10, 1, 0))
         serving.join(60)
 
 
@@ -150,7 +152,7 @@ def test_a_connection_leads_to_whom_it_was_meant_for() -> None:
 
     def elsewhere(port: int) -> None:
         with pytest.raises((AuthenticationError, ConnectionError)):
-            protocol.connect("127.0.0.1", port, SECRET, keeper_of("b"), read_served)
+            stream.connect("127.0.0.1", port, SECRET, keeper_of("b"), read_served)
 
     async def work() -> None:
         async with keeper("a") as (a, _):

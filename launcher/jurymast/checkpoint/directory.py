@@ -44,6 +44,7 @@ import xxhash
 
 from jurymast import foreign
 from jurymast.core.checkpoints.commit import Rollback, superfluous
+from jurymast.core.checkpoints.copies import StateId
 from jurymast.errors import CheckpointError
 from jurymast.rundir import RunDirectory, sync_directory, write_atomically
 
@@ -271,11 +272,11 @@ class CheckpointDirectory:
             return None
         return manifest
 
-    def sizes(self) -> dict[tuple[int, int], int]:
+    def sizes(self) -> dict[StateId, int]:
         """Return the bytes of each complete checkpoint, by (step, attempt). Raises OSError or
         BadCheckpoint."""
         found = (self.whole(step) for step in self.steps())
-        return {(one.step, one.attempt): one.size_bytes for one in found if one is not None}
+        return {StateId(one.step, one.attempt): one.size_bytes for one in found if one is not None}
 
     def mark(self, step: int, damage: str = "") -> None:
         """Record that all files of the step were just found good, or the `damage` found, on one line; best

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, LOCAL, OWN
+from jurymast.core.checkpoints.copies import ALL, LOCAL, OWN, ImageId
 from jurymast.core.keeper import effects as core
-from jurymast.core.keeper.effects import Image as Key
 from jurymast.foreign import NotOurs, check_private, open_own, read_own
 from jurymast.keeper.manifest import BadImage, Manifest, blocks_of
 from jurymast.keeper.memory import MappedBuffer
@@ -23,7 +22,7 @@ _MANIFEST_NAME = re.compile(r"step-(\d+)\.a(\d+)/rank-(\d+)\.manifest")
 Group = tuple[int, ...]
 
 
-def trusted(data: bytes, key: Key) -> Manifest:
+def trusted(data: bytes, key: ImageId) -> Manifest:
     """Parse the manifest in `data`. Raises BadImage if it is not of this image or lacks hashes."""
     manifest = Manifest.from_bytes(data)
     if manifest.image != key:
@@ -118,22 +117,22 @@ class CopyTable:
             if self._copies.get(copy.entry) is copy:
                 del self._copies[copy.entry]
 
-    def find(self, key: Key, tiers: tuple[str, ...] = core.TIERS, group: Group = ()) -> list[StoredCopy]:
+    def find(self, key: ImageId, tiers: tuple[str, ...] = core.TIERS, group: Group = ()) -> list[StoredCopy]:
         """List copies of this image or its parts, best first; with a `group`, copies of that group's XOR."""
         with self._lock:
             return core.best_first(self._copies.values(), key, tiers, group)
 
-    def manifest(self, key: Key, group: Group = ()) -> tuple[Manifest, int] | None:
+    def manifest(self, key: ImageId, group: Group = ()) -> tuple[Manifest, int] | None:
         """Return (the image's manifest, the capacity of its largest buffer here or 0), or None. An image that
         is only in an XOR here has a manifest as well."""
         found = self.find(key, group=group)
         if found:
             return found[0].manifest, max(copy.capacity for copy in found)
         members = [one for copy in self if copy.image[:2] == key[:2] for one in copy.members]
-        return next(((one, 0) for one in members if one.rank == key[2]), None) if not group else None
+        return next(((one, 0) for one in members if one.rank == key.rank), None) if not group else None
 
     def acquire(
-        self, key: Key, at: int = 0, length: int | None = None, group: Group = ()
+        self, key: ImageId, at: int = 0, length: int | None = None, group: Group = ()
     ) -> StoredCopy | None:
         """Return a copy with these bytes (by default all), which do not change until `release`, or None."""
         for copy in self.find(key, group=group):
@@ -141,7 +140,7 @@ class CopyTable:
                 return copy
         return None
 
-    def acquire_image(self, key: Key) -> list[StoredCopy]:
+    def acquire_image(self, key: ImageId) -> list[StoredCopy]:
         """Return the copies that together have the whole image: one, or that of the common part, which may be
         another rank's, and that of the own part. They do not change until each is released. [] if the image
         is not here."""
@@ -203,7 +202,7 @@ def local_copies(root: Path) -> list[StoredCopy]:
         image = path.with_suffix(".image")
         try:
             data = read_own(path)
-            manifest = trusted(data, (int(name[1]), int(name[2]), int(name[3])))
+            manifest = trusted(data, ImageId(int(name[1]), int(name[2]), int(name[3])))
             with open(open_own(image), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
             if size == manifest.size_bytes:

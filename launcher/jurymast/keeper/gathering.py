@@ -21,9 +21,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
+from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER, ImageId
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.effects import Image as Key
 from jurymast.core.keeper.restores import Filled, Found, Ingredient, ingredients, members, usable, whom_to_ask
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.copies import CopyTable, Group, StoredCopy, report_of
@@ -152,7 +151,7 @@ async def build(
     return await in_thread(manifest.with_blocks, buffer.view(0, manifest.size_bytes))
 
 
-async def rebuild(gathering: Gatherer, filling: Filling, key: Key, source: msg.Source) -> None:
+async def rebuild(gathering: Gatherer, filling: Filling, key: ImageId, source: msg.Source) -> None:
     """Rebuild the blocks that `filling` lacks from the XOR at `source` and the same part of its other
     members."""
     wanted = {place_of(filling.manifest, block): block for block in filling.wanted(source.part)}
@@ -234,27 +233,27 @@ class Gatherer:
     distrust: Callable[[StoredCopy, str], None]
 
     async def manifest(
-        self, key: Key, sources: Sequence[msg.Source], passed_over: list[str], group: Group = ()
+        self, key: ImageId, sources: Sequence[msg.Source], passed_over: list[str], group: Group = ()
     ) -> tuple[Manifest, int] | None:
         """Return (the image's manifest, the capacity of its buffer or 0) from this node or any source, or
         None; with a `group`, those of the group's XOR."""
         here = self.copies.manifest(key, group)
         if here is not None:
             return here
-        for source in whom_to_ask(self.node, key[2], sources):
+        for source in whom_to_ask(self.node, key.rank, sources):
             try:
                 return await in_thread(manifest_of, source, self.access, key, group)
             except (OSError, AuthenticationError, ProtocolError, BadImage) as error:
                 passed_over.append(f"{source.node}: {error or type(error).__name__}")
         return None
 
-    async def fill(self, filling: Filling, key: Key, sources: Sequence[msg.Source]) -> None:
+    async def fill(self, filling: Filling, key: ImageId, sources: Sequence[msg.Source]) -> None:
         """Fill until nothing is missing or no source is left. A common part may come from another rank's
         image: its hashes show whether it is the same."""
         for source in usable(sources, lambda: filling.lacking):
             if filling.stop.is_set():
                 return
-            theirs = (key[0], key[1], source.rank)
+            theirs = ImageId(key.step, key.attempt, source.rank)
             if source.group and not filling.group:
                 await rebuild(self, filling, key, source)
             elif source.node == self.node:
@@ -262,7 +261,7 @@ class Gatherer:
             else:
                 await in_thread(filling.from_peer, source, self.access, theirs, source.part, PEER)
 
-    async def _from_here(self, filling: Filling, key: Key, part: str) -> None:
+    async def _from_here(self, filling: Filling, key: ImageId, part: str) -> None:
         found = [copy for copy in self.copies.find(key, group=filling.group) if copy.part in (ALL, part)]
         if not found:
             filling.passed_over.append(f"{self.node}: not held here (any more)")
@@ -336,7 +335,7 @@ class Going:
 async def find(gathering: Gatherer, going: Going, effect: do.FindImages) -> Found:
     why, slot = list[str](), 0
     for one in effect.wanted:
-        key = (effect.step, effect.attempt, one.rank)
+        key = ImageId(effect.step, effect.attempt, one.rank)
         found = await gathering.manifest(key, one.sources, why)
         if found is None or going.stop.is_set():
             break

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, MEMORY
+from jurymast.core.checkpoints.copies import ALL, MEMORY, ImageId
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.holding import SlotState
 from jurymast.core.keeper.machine import KeeperMachine
@@ -207,7 +207,7 @@ class Keeper:
 
     async def lend(self, step: int, attempt: int, rank: int) -> Loan | None:
         """Lend an image to a storage process; None if this node does not have all of it."""
-        copies = self.copies.acquire_image((step, attempt, rank))
+        copies = self.copies.acquire_image(ImageId(step, attempt, rank))
         if not copies:
             return None
         manifest, files = copies[-1].manifest, list[_File]()
@@ -237,7 +237,7 @@ class Keeper:
         in_slot = self.machine.holding.slot_of(copy) is not None
         if not in_slot or not isinstance(place, MappedBuffer):
             return copy.path, release
-        asked = f"a copy for storage of rank {copy.image[2]}, {memory_size(size)}"
+        asked = f"a copy for storage of rank {copy.image.rank}, {memory_size(size)}"
         making = asyncio.ensure_future(self._copied(place, size, asked))
 
         def give_up(_: object) -> None:

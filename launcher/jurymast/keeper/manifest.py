@@ -29,8 +29,7 @@ import msgspec
 import xxhash
 
 from jurymast import foreign
-from jurymast.core.checkpoints.copies import ALL, COMMON, OWN, parts_of
-from jurymast.core.keeper.effects import Image
+from jurymast.core.checkpoints.copies import ALL, COMMON, OWN, ImageId, parts_of
 from jurymast.worker.link import fence
 
 FORMAT = 1
@@ -87,8 +86,8 @@ class Manifest:
     format: int = FORMAT
 
     @property
-    def image(self) -> Image:
-        return self.step, self.attempt, self.rank
+    def image(self) -> ImageId:
+        return ImageId(self.step, self.attempt, self.rank)
 
     @property
     def hashed(self) -> bool:

@@ -2,7 +2,7 @@
 images that its node holds, and the client, which assembles an image or a part of one, block by block.
 
 A block counts if its hash is right, no matter who sent it. So if a source dies or sends wrong bytes, the next
-source has to send only the blocks that are still missing. `wire.protocol` has the connections.
+source has to send only the blocks that are still missing. `wire.stream` has the connections.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from jurymast.core.checkpoints.copies import ALL, LOCAL, parts_of
-from jurymast.core.keeper.effects import Image as Key
+from jurymast.core.checkpoints.copies import ALL, LOCAL, ImageId, parts_of
 from jurymast.core.message import Strange, kind_of, reader
 from jurymast.core.messages import Source
 from jurymast.errors import AuthenticationError, ProtocolError, never
@@ -29,8 +28,9 @@ from jurymast.foreign import open_own
 from jurymast.keeper.copies import CopyTable, Group, StoredCopy, trusted
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, hash_block
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.wire import addresses, protocol
-from jurymast.wire.protocol import Access, Stream, agreed, keeper_of
+from jurymast.wire import addresses, stream
+from jurymast.wire.protocol import Access, agreed, keeper_of
+from jurymast.wire.stream import Stream
 
 
 class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -117,13 +117,13 @@ def connect(source: Source, access: Access) -> Stream[Served]:
     failure: Exception = ConnectionError("it has no address")
     for host in source.hosts:
         try:
-            return protocol.connect(host, source.port, access.secret, whom, read_served)
+            return stream.connect(host, source.port, access.secret, whom, read_served)
         except (OSError, AuthenticationError, ProtocolError) as error:
             failure = error
     raise failure
 
 
-def manifest_of(source: Source, access: Access, key: Key, group: Group = ()) -> tuple[Manifest, int]:
+def manifest_of(source: Source, access: Access, key: ImageId, group: Group = ()) -> tuple[Manifest, int]:
     """Return (the image's manifest, the capacity of its buffer there or 0); with a `group`, those of the
     group's XOR. Raises what `connect` raises, and BadImage."""
     with closing(connect(source, access)) as connection:
@@ -204,7 +204,7 @@ class Filling:
         self.passed_over.append(f"{name}: {why}")
         return why
 
-    def from_peer(self, source: Source, access: Access, key: Key, part: str, tier: str) -> None:
+    def from_peer(self, source: Source, access: Access, key: ImageId, part: str, tier: str) -> None:
         """Fetch missing blocks of `part` from the image `key` on the source's node, which for a common part
         may be another rank's. Returns once all are fetched or the connections have failed."""
         wanted = self.wanted(part)
@@ -292,7 +292,7 @@ def _answer(connection: Stream[Served], kind: type[Answer], access: Access) -> A
     raise ProtocolError(f"an answer to another request: {what}")
 
 
-def _named(key: Key, group: Group) -> ImageName:
+def _named(key: ImageId, group: Group) -> ImageName:
     step, attempt, rank = key
     return ImageName(step=step, attempt=attempt, rank=rank, group=group)
 
@@ -387,7 +387,7 @@ class ImageServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            peer = protocol.accept(connection, self._access.secret, self._who, read_request)
+            peer = stream.accept(connection, self._access.secret, self._who, read_request)
             with self._lock:
                 self._unproven.pop(connection, None)
             while True:
@@ -447,8 +447,8 @@ class ImageServer:
         peer.send_bytes(data, way)  # too large for a message
 
 
-def _key(image: ImageName) -> Key:
-    return image.step, image.attempt, image.rank
+def _key(image: ImageName) -> ImageId:
+    return ImageId(image.step, image.attempt, image.rank)
 
 
 def _send_from(peer: Peer, copy: StoredCopy, at: int, length: int, way: str) -> None:

@@ -35,7 +35,7 @@ from jurymast.core.checkpoints.agreement import SAMPLE_S, Agreement
 from jurymast.core.checkpoints.cadence import NEVER, Cadence, next_save_step, parse_cadence
 from jurymast.core.checkpoints.checkpoints import RestoreChoice, Securing
 from jurymast.core.checkpoints.commit import Commit
-from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Holder, Key
+from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Holder, StateId
 from jurymast.core.checkpoints.replicas import Protection, Replicas, keeping
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Launch, Record, Send
@@ -351,7 +351,7 @@ ALL_NODES = "all"
 class Restoring:
     """What an attempt restores, and the seconds that this takes. `record` goes into the journal."""
 
-    key: Key
+    key: StateId
     tier: str
     seconds: float
     record: Record
@@ -368,9 +368,9 @@ class SimTiers:
         preferred = spares if wanted.prefer_spares else 0
         self._kept = _kept(nodes, preferred, wanted.replicas, wanted.parity)
         self._storage = None if durations.write_s is None else _Storage(state, durations.write_s)
-        self._direct: dict[Key, int] = {}  # in storage, where ranks save to that
+        self._direct: dict[StateId, int] = {}  # in storage, where ranks save to that
         # The two newest, as the newest may not be complete: which, and when that is or was.
-        self._recent: list[tuple[Key, float]] = []
+        self._recent: list[tuple[StateId, float]] = []
         self._places: dict[int, int] = {}  # by number, for nodes that have left their first place
         self._losses: list[tuple[float, int]] = []
         self._halted_at = 0.0
@@ -384,7 +384,7 @@ class SimTiers:
         """Note that all nodes have been replaced."""
         self._places.clear()
 
-    def saved(self, key: Key, at: float, next_at: float) -> None:
+    def saved(self, key: StateId, at: float, next_at: float) -> None:
         """Note that the stall of a save has ended. The stall of the next one ends at `next_at`, if that is
         certain."""
         self._recent = [*self._recent[-1:], (key, at + self._d.copy_s)]
@@ -417,7 +417,7 @@ class SimTiers:
 
     def choose(self, launch: Launch, now: float) -> Restoring:
         """Return what an attempt restores whose nodes are about to be told."""
-        shared: Mapping[Key, int] = self._direct
+        shared: Mapping[StateId, int] = self._direct
         if self._storage is not None:
             self._storage.pass_until(now)
             shared = self._storage.shared
@@ -429,7 +429,7 @@ class SimTiers:
         assert isinstance(record, Record)
         from_storage = chosen.tier == SHARED and self._storage is not None
         seconds = self._d.read_s if from_storage else self._d.restore_s
-        return Restoring((chosen.step, chosen.attempt), chosen.tier, seconds, record)
+        return Restoring(StateId(chosen.step, chosen.attempt), chosen.tier, seconds, record)
 
     def restored(self, what: Restoring, now: float) -> None:
         """Note that the ranks continue from this. All nodes have copies again of what is in memory."""
@@ -466,7 +466,7 @@ class _Storage:
         self._now = self._ends_at = 0.0
 
     @property
-    def shared(self) -> Mapping[Key, int]:
+    def shared(self) -> Mapping[StateId, int]:
         return self._writes.shared
 
     def wants(self, at: float, next_at: float) -> bool:
@@ -483,7 +483,7 @@ class _Storage:
         """When a write ends, or another may begin."""
         return self._ends_at if self._order is not None else self._writes.due_at(SHARED)
 
-    def saved(self, key: Key, at: float) -> None:
+    def saved(self, key: StateId, at: float) -> None:
         self.pass_until(at)
         self._hold(key)
         self._commit.look(at)
@@ -498,16 +498,16 @@ class _Storage:
         self._carry_out(self._writes.lost(ALL_NODES, "a node was lost", now))
         self._order = None
 
-    def restored(self, key: Key, attempt: int, *, in_memory: bool) -> None:
+    def restored(self, key: StateId, attempt: int, *, in_memory: bool) -> None:
         self._copies.drop_where()
         if in_memory:
             self._hold(key)
             self._commit.go_on_from(key)
         else:
             self._commit.go_on_from(None)
-            self._writes.restored(attempt, key[0])
+            self._writes.restored(attempt, key.step)
 
-    def secure(self, key: Key | None, now: float) -> float:
+    def secure(self, key: StateId | None, now: float) -> float:
         """Write the state `key`, which all nodes together still have, before they are released. Returns the
         seconds this took."""
         self.pass_until(now)
@@ -534,7 +534,7 @@ class _Storage:
                 break
         self._now = max(self._now, now)
 
-    def _hold(self, key: Key) -> None:
+    def _hold(self, key: StateId) -> None:
         self._copies.hold(Copy(ALL_NODES, MEMORY, *key, 0, 1, ALL, size_bytes=1))
 
     def _look(self) -> bool:
@@ -572,7 +572,7 @@ class _World:
         self.placement = tuple(f"n{place}" for place in self._ranks)
         self.copies = Copies()
 
-    def hold(self, key: Key, *, replicated: bool) -> None:
+    def hold(self, key: StateId, *, replicated: bool) -> None:
         """Let all nodes hold this save in memory and, if `replicated`, the copies of others' that they were
         to make."""
         for place, rank in self._ranks.items():

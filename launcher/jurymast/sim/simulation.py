@@ -18,7 +18,7 @@ import msgspec
 
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.cadence import NEVER, Cadence
-from jurymast.core.checkpoints.copies import MEMORY, PEER
+from jurymast.core.checkpoints.copies import MEMORY, PEER, StateId
 from jurymast.core.effects import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.goodput import Account, Ledger, ordered, to_us
 from jurymast.core.nodes.silence import WAITING_S, HangLimits, RankView, judge
@@ -353,7 +353,7 @@ class Simulation:
     def _restored(self, what: Restoring) -> None:
         if self.state.phase is not Phase.RUNNING:
             return
-        step, tier = what.key[0], what.tier
+        step, tier = what.key.step, what.tier
         self._tiers.restored(what, self.now)
         if self.state.incident is not None and tier:
             self._restores[tier] += 1
@@ -455,11 +455,13 @@ class Simulation:
         self._feed(saved if saves == 1 else together)
         self._ranks.agreement.heard(saved)
         if PEER not in self.state.saved and d.write_s is not None and self.state.settings.replicas:
-            self._feed(copied(PEER, (at_step, attempt), self.now, seconds=d.copy_s).event)
+            self._feed(copied(PEER, StateId(at_step, attempt), self.now, seconds=d.copy_s).event)
         cycle_s = d.time_of(steps, copying=True) + d.stall_s
         for more in reversed(range(saves)):
             at = self.now - more * cycle_s
-            self._tiers.saved((at_step - more * steps, attempt), at, at + cycle_s if more else math.inf)
+            self._tiers.saved(
+                StateId(at_step - more * steps, attempt), at, at + cycle_s if more else math.inf
+            )
         self._saves += saves
         self._train(at_step, True)
 

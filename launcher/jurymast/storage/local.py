@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from jurymast.checkpoint.directory import NewFile, names_in
-from jurymast.core.checkpoints.copies import COMMON, OWN
+from jurymast.core.checkpoints.copies import COMMON, OWN, StateId, age
 from jurymast.core.texts import size
 from jurymast.foreign import NotOurs, check_private, make_private
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, is_intact
@@ -138,8 +138,6 @@ KEEP = 2
 _STATE = re.compile(r"step-(\d{8,})\.a(\d{4,})")
 _IMAGE = re.compile(r"rank-(\d{5,})\.manifest")
 
-State = tuple[int, int]  # step, attempt
-
 
 class LocalDirectory:
     """One run's images on one node's disk, for the process that writes them; `keeper.copies` reads them."""
@@ -150,18 +148,18 @@ class LocalDirectory:
     def path(self, step: int, attempt: int) -> Path:
         return self.root / f"step-{step:08d}.a{attempt:04d}"
 
-    def states(self) -> list[State]:
-        """List (step, attempt) of the states here, whole or not, by attempt and step, newest first."""
+    def states(self) -> list[StateId]:
+        """List the states here, whole or not, by attempt and step, newest first."""
         matches = map(_STATE.fullmatch, names_in(self.root))
-        found = [(int(match[1]), int(match[2])) for match in matches if match]
-        return sorted(found, key=lambda state: (state[1], state[0]), reverse=True)
+        found = [StateId(int(match[1]), int(match[2])) for match in matches if match]
+        return sorted(found, key=age, reverse=True)
 
     def ranks(self, step: int, attempt: int) -> set[int]:
         """Return the ranks whose images of a state are complete. Raises OSError."""
         matches = map(_IMAGE.fullmatch, names_in(self.path(step, attempt)))
         return {int(match[1]) for match in matches if match}
 
-    def prune(self, keep: int, protect: Collection[State] = ()) -> list[State]:
+    def prune(self, keep: int, protect: Collection[StateId] = ()) -> list[StateId]:
         """Remove all but the newest `keep` states and those in `protect`; return the removed states."""
         gone = [state for state in self.states()[max(0, keep) :] if state not in protect]
         for step, attempt in gone:
@@ -206,7 +204,7 @@ def remove(root: Path) -> None:
 
 
 def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:
-    state = order.step, order.attempt
+    state = StateId(order.step, order.attempt)
     place = directory.path(*state)
     with ExitStack() as stack:
         opened = (closing(ImageSource.of_order(image, *state)) for image in order.images)
@@ -233,7 +231,7 @@ def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:
     return Done(bytes=job.bytes)
 
 
-def _make_room(directory: LocalDirectory, needed: int, state: State) -> None:
+def _make_room(directory: LocalDirectory, needed: int, state: StateId) -> None:
     """Remove the oldest states until the new images fit; the newest state stays."""
     for fewer in range(KEEP - 1, 0, -1):
         free = free_bytes(directory.root)

@@ -44,6 +44,7 @@ from jurymast.checkpoint.directory import (
     remove_trees,
 )
 from jurymast.core.checkpoints import writes
+from jurymast.core.checkpoints.copies import StateId
 from jurymast.core.checkpoints.writes import Do, Next
 from jurymast.errors import CheckpointError
 from jurymast.keeper import manifest as keeper
@@ -255,7 +256,7 @@ class _Part:
         self._order, self._job, self._stack = order, job, stack
         self._directory = CheckpointDirectory(order.root)
         self._step, self._attempt, self._world = order.step, order.attempt, order.world
-        self._machine = writes.Meeting((order.step, order.attempt), order.world, leads=order.lead)
+        self._machine = writes.Meeting(StateId(order.step, order.attempt), order.world, leads=order.lead)
         self._place = self._directory.writing(self._step, self._attempt, order.nonce)
         self._sources: list[ImageSource] = []
         self._manifests: dict[int, keeper.Manifest] = {}  # by rank, as they come
@@ -383,7 +384,7 @@ class _Part:
                 self._heard.add(name)
                 self._manifests.update((one.rank, one) for one in manifests)
                 found[name] = [
-                    writes.Announced(one.rank, (one.step, one.attempt), one.world) for one in manifests
+                    writes.Announced(one.rank, StateId(one.step, one.attempt), one.world) for one in manifests
                 ]
         return self._machine.saw_layouts(found)
 

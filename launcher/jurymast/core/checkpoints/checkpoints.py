@@ -23,7 +23,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.commit import Commit, Rollback
-from jurymast.core.checkpoints.copies import RETRY_S, Copies, Holder, Key, RestorePlan, Source
+from jurymast.core.checkpoints.copies import RETRY_S, Copies, Holder, RestorePlan, Source, StateId
 from jurymast.core.checkpoints.replicas import Protection, Replicas
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Launch, Record, Send
@@ -132,7 +132,7 @@ class RestoreChoice:
         self.rollbacks: list[Rollback] = []
         self.chosen: RestorePlan | None = None
 
-    def is_void(self, key: Key) -> bool:
+    def is_void(self, key: StateId) -> bool:
         return bool(self.rollbacks) and any(back.voids(*key) for back in self.rollbacks)
 
     def go_back(self, step: int, now: float) -> None:
@@ -151,10 +151,10 @@ class RestoreChoice:
             missed += [back.step for back in self.rollbacks if back.voids(chosen.step, chosen.attempt)]
         return min(missed, default=None)
 
-    def choose(self, launch: Launch, shared: Mapping[Key, int], now: float) -> list[Effect]:
+    def choose(self, launch: Launch, shared: Mapping[StateId, int], now: float) -> list[Effect]:
         """Choose the state of an attempt. Called once per attempt, because all its nodes must continue from
         one state."""
-        on_shared = {one: shared[one, attempt] for one, attempt in sorted(shared, key=cp.age)}
+        on_shared = {key.step: shared[key] for key in sorted(shared, key=cp.age)}
         failed, count = self._state.failed_to_restore(), self._state.ranks_per_node
         chosen = self.chosen = cp.plan_restore(self._copies, on_shared, launch.placement, count, failed)
         return [
@@ -173,18 +173,18 @@ class RestoreChoice:
         chosen = self.chosen
         if chosen is None or chosen.tier != cp.MEMORY:
             return None
-        key = chosen.step, chosen.attempt
+        key = StateId(chosen.step, chosen.attempt)
         sources = {rank: self._sources(key, rank, node) for rank in ranks}
         return msg.Restore(step=chosen.step, attempt=chosen.attempt, ranks=sources)
 
-    def _sources(self, key: Key, rank: int, node: str) -> tuple[Source, ...]:
+    def _sources(self, key: StateId, rank: int, node: str) -> tuple[Source, ...]:
         if self._copies.has_whole(key, rank, node) is not None:
             return ()
         return self._copies.sources(key, rank, node)
 
     def sources(self, node: str, ask: msg.AskSources) -> Effect:
         """Return the sources for a node that cannot use the image in its own memory."""
-        found = self._copies.sources((ask.step, ask.attempt), ask.rank, node)
+        found = self._copies.sources(StateId(ask.step, ask.attempt), ask.rank, node)
         sources = tuple(one for one in found if (one.node, one.tier) != (node, cp.MEMORY))
         return Send(node, msg.Sources(step=ask.step, attempt=ask.attempt, rank=ask.rank, sources=sources))
 
@@ -200,7 +200,7 @@ class Securing:
         self._copies, self._holders = copies, copies.holders
         self._commit, self._replicas, self._writes = commit, replicas, writes
         self._gather_at, self._not_gathered = -math.inf, 0
-        self._hopeless: set[Key] = set()  # no node has memory to put these together
+        self._hopeless: set[StateId] = set()  # no node has memory to put these together
         self._kept_older = False  # older states stayed when room was made, in case the newest has none
         self.secured = False
 
@@ -231,7 +231,7 @@ class Securing:
             return effects + self._gather(key, ranks, takers)
         return effects + self._writes.write(cp.SHARED, key, now)  # nothing, unless it is whole
 
-    def _press(self) -> list[Key]:
+    def _press(self) -> list[StateId]:
         """Try again to write the newest state that had no room to be gathered. Older states are in the shared
         tier by now, or had no room either, and are dropped."""
         if not self._kept_older:
@@ -246,18 +246,18 @@ class Securing:
     def _with_room(self, without: Collection[str]) -> list[str]:
         return [name for name, node in self._holders.items() if not node.full and name not in without]
 
-    def _gather(self, key: Key, ranks: Iterable[int], takers: Sequence[str]) -> list[Effect]:
+    def _gather(self, key: StateId, ranks: Iterable[int], takers: Sequence[str]) -> list[Effect]:
         """Have these images put together on nodes that can write them: they exist only in parts, or on nodes
         that could not write just now."""
         effects: list[Effect] = []
         for number, rank in enumerate(ranks):
             holder = takers[(number + self._not_gathered) % len(takers)]
             sources = self._copies.sources(key, rank, holder)
-            order = msg.Replicate(step=key[0], attempt=key[1], rank=rank, part=cp.ALL, sources=sources)
+            order = msg.Replicate(step=key.step, attempt=key.attempt, rank=rank, part=cp.ALL, sources=sources)
             effects += self._replicas.order(holder, order)
         return effects
 
-    def _have_room_made(self, keys: list[Key]) -> list[Effect]:
+    def _have_room_made(self, keys: list[StateId]) -> list[Effect]:
         """Ask each node once to make room. It may have memory now although it had refused some: ranks save no
         more, and everything older is in the shared tier unless it is one of these."""
         fresh = {name: node for name, node in self._holders.items() if not node.slotless}
@@ -294,7 +294,7 @@ class Checkpoints:
         self.writes = Writes(state, self.copies)
         self.restore = RestoreChoice(state, self.copies)
         self._shortages = Shortages()
-        self._void: deque[Key] = deque(maxlen=VOIDS_KEPT)
+        self._void: deque[StateId] = deque(maxlen=VOIDS_KEPT)
         self._told: dict[int, int] = {}  # by rank, the newest step of this attempt that it saved or skipped
         self.securing = Securing(self.copies, self._commit, self.replicas, self.writes)
 
@@ -360,12 +360,12 @@ class Checkpoints:
     def _held(self, node: str, reports: Iterable[msg.CopyReport], now: float) -> list[Effect]:
         effects: list[Effect] = []
         for report in reports:
-            key = report.step, report.attempt
+            key = StateId(report.step, report.attempt)
             if report.tier == cp.MEMORY:
                 self._tells(report.rank, key)
             # It was away when this was sent, and has no room until it knows.
             if key in self._void or self.restore.is_void(key):
-                effects.append(Send(node, msg.Void(step=key[0], attempt=key[1])))
+                effects.append(Send(node, msg.Void(step=key.step, attempt=key.attempt)))
                 continue
             copies = report.on(node)
             for copy in copies:
@@ -418,7 +418,7 @@ class Checkpoints:
 
     def skipped(self, attempt: int, step: int, rank: int, why: Skip, now: float) -> list[Effect]:
         """A rank could not save, so the step will never be complete."""
-        key = step, attempt
+        key = StateId(step, attempt)
         self._tells(rank, key)
         if key in self._void or attempt != self._state.attempt:
             return []
@@ -438,20 +438,20 @@ class Checkpoints:
         late = [
             key
             for key in takewhile(self._commit.is_newer, self.copies.newest_first())
-            if key[1] == attempt and sum(step > key[0] for step in voids) >= VOIDS_AFTER
+            if key.attempt == attempt and sum(step > key.step for step in voids) >= VOIDS_AFTER
         ]
         why = "some of its images are lost"
         lost = [key for key in late if not self.copies.restorable(key) and self._all_told(key)]
         return [effect for key in lost for effect in self._make_void(key, why, now)]
 
-    def _tells(self, rank: int, key: Key) -> None:
-        if key[1] == self._state.attempt:
-            self._told[rank] = max(key[0], self._told.get(rank, 0))
+    def _tells(self, rank: int, key: StateId) -> None:
+        if key.attempt == self._state.attempt:
+            self._told[rank] = max(key.step, self._told.get(rank, 0))
 
-    def _all_told(self, key: Key) -> bool:
+    def _all_told(self, key: StateId) -> bool:
         """Whether every rank whose image seems to be missing has reported a later one, so that nothing is on
         its way."""
-        return all(self._told.get(rank, 0) > key[0] for rank in self.copies.not_in_memory(key))
+        return all(self._told.get(rank, 0) > key.step for rank in self.copies.not_in_memory(key))
 
     def _all_heard(self) -> bool:
         """Whether all nodes that an earlier supervisor knew have reported. A node that has not may hold what
@@ -462,13 +462,15 @@ class Checkpoints:
             if node.name not in self._holders
         )
 
-    def _make_void(self, key: Key, why: str, now: float) -> list[Effect]:
+    def _make_void(self, key: StateId, why: str, now: float) -> list[Effect]:
         """Have agents give up what they hold of a state that is of no use."""
         self._void.append(key)
         self._commit.void(key)
         self.copies.drop_where(key, tiers=(cp.MEMORY, cp.PEER))
-        void = msg.Void(step=key[0], attempt=key[1])
-        saved = ev.Saved(t=now, attempt=key[1], step=key[0], tier=cp.MEMORY, ok=False, stall_s=0.0, error=why)
+        void = msg.Void(step=key.step, attempt=key.attempt)
+        saved = ev.Saved(
+            t=now, attempt=key.attempt, step=key.step, tier=cp.MEMORY, ok=False, stall_s=0.0, error=why
+        )
         return [*(Send(node, void) for node in self._holders), Record(saved)]
 
     def restored(self, attempt: int, step: int, tier: str) -> None:
@@ -504,7 +506,7 @@ class Checkpoints:
         forget = msg.ForgetNewer(step=step)
         effects: list[Effect] = [Send(node, forget) for node in self._holders]
         for key in self.copies.newest_first():
-            if key[0] > step:
+            if key.step > step:
                 self.copies.drop_where(key)
         self._commit.go_on_from(None)
         self._gone(now)
@@ -517,7 +519,7 @@ class Checkpoints:
         chosen = self.restore.chosen
         assert chosen is not None
         if chosen.tier == cp.MEMORY:
-            self._commit.go_on_from((chosen.step, chosen.attempt))
+            self._commit.go_on_from(StateId(chosen.step, chosen.attempt))
         else:  # agents drop their replicas without a word
             self.copies.drop_where(tiers=(cp.PEER,))
             self._commit.go_on_from(None)
@@ -532,7 +534,7 @@ class Checkpoints:
         return max(found, self._state.saved_on(cp.SHARED))
 
     def found_on_storage(
-        self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback], now: float
+        self, shared: Mapping[StateId, int], rollbacks: Iterable[Rollback], now: float
     ) -> list[Effect]:
         """Take in what earlier supervisors, attempts and runs left there: states, and their sizes in
         bytes."""

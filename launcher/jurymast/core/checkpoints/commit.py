@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jurymast.core import events as ev
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.copies import Copies, Copy, Key
+from jurymast.core.checkpoints.copies import Copies, Copy, StateId
 from jurymast.core.effects import Effect, Record
 from jurymast.core.run.state import RunState
 
@@ -40,12 +40,12 @@ class Commit:
 
     def __init__(self, state: RunState, copies: Copies) -> None:
         self._state, self._copies = state, copies
-        self.key: Key | None = None
+        self.key: StateId | None = None
         self.at = 0.0
         self.broken, self.damaged = False, ""
-        self._stalls: dict[Key, float] = {}  # by state that may yet be committed
+        self._stalls: dict[StateId, float] = {}  # by state that may yet be committed
 
-    def held(self, key: Key, stall_s: float) -> None:
+    def held(self, key: StateId, stall_s: float) -> None:
         """The training stood still this long for one of the state's images."""
         if self.is_newer(key):
             self._stalls[key] = max(self._stalls.get(key, 0.0), stall_s)
@@ -59,16 +59,16 @@ class Commit:
                 return [self._commit(key, now)]
         return []
 
-    def _commit(self, key: Key, now: float) -> Record:
+    def _commit(self, key: StateId, now: float) -> Record:
         saved = ev.Saved(
-            t=now, attempt=key[1], step=key[0], tier=cp.MEMORY, ok=True, stall_s=self._stalls.get(key, 0.0),
-            size_bytes=self._copies.size_bytes(key),
+            t=now, attempt=key.attempt, step=key.step, tier=cp.MEMORY, ok=True,
+            stall_s=self._stalls.get(key, 0.0), size_bytes=self._copies.size_bytes(key),
         )  # fmt: skip
         self.go_on_from(key)
         self.at, self.broken = now, False
         return Record(saved)
 
-    def go_on_from(self, key: Key | None) -> None:
+    def go_on_from(self, key: StateId | None) -> None:
         """Let this state count from now on (None: none). It is whole once all ranks hold it again."""
         self.key, self.broken, self.damaged = key, True, ""
         held = {one for one in self._copies.newest_first() if self.is_newer(one)}
@@ -88,18 +88,18 @@ class Commit:
         """Whether it blocks newer states and is no reason to drop older ones."""
         return self.key is not None and bool(self.damaged) and not self._copies.restorable(self.key)
 
-    def void(self, key: Key) -> None:
+    def void(self, key: StateId) -> None:
         self._stalls.pop(key, None)
 
-    def _counts(self, key: Key) -> bool:
+    def _counts(self, key: StateId) -> bool:
         """Whether a state may be committed. A state of an earlier attempt may not if this attempt continued
         from another one: agents would then give up what the ranks restore."""
         restore, attempt = self._state.restore, self._state.attempt
-        if key[1] == attempt or restore is None or restore.attempt != attempt:
+        if key.attempt == attempt or restore is None or restore.attempt != attempt:
             return True
-        return restore.tier == cp.MEMORY and key[0] == restore.step
+        return restore.tier == cp.MEMORY and key.step == restore.step
 
-    def is_newer(self, key: Key) -> bool:
+    def is_newer(self, key: StateId) -> bool:
         return self.key is None or cp.age(key) > cp.age(self.key)
 
     def check(self) -> None:

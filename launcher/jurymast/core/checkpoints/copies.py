@@ -1,7 +1,7 @@
 """Who holds which part of which rank's state, and what follows: commit, replicas, the restore plan.
 
-An image is one rank's state at one step of one attempt; `Key` names the set of all ranks' images. A set is
-committed when agents hold every rank's image, hashed; it is restorable while every part of every rank's image
+An image is one rank's bytes of a state, that is, of one step of one attempt. A state is committed when agents
+hold every rank's image, hashed; it is restorable while every part of every rank's image
 has a copy somewhere. The common part, which is the same on data-parallel ranks, may come from any rank whose
 common part has the same hash. Where memory is short, a node keeps the XOR of several ranks' parts instead of
 the parts; any one rank's part of such a group can be computed from the others' and the XOR.
@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -29,7 +29,28 @@ MEMORY, PEER, LOCAL, SHARED, OBJECT = "memory", "peer", "local", "shared", "obje
 ALL, COMMON, OWN = "all", "common", "own"
 
 Part = Annotated[str, msgspec.Meta(pattern=f"^({ALL}|{COMMON}|{OWN})$")]
-Key = tuple[int, int]  # step, attempt
+
+
+class StateId(NamedTuple):
+    """What all ranks hold at one step of one attempt. The same step of another attempt is another state."""
+
+    step: int
+    attempt: int
+
+
+class ImageId(NamedTuple):
+    """One rank's bytes of a state."""
+
+    step: int
+    attempt: int
+    rank: int
+
+    @property
+    def state(self) -> StateId:
+        return StateId(self.step, self.attempt)
+
+
+Key = StateId  # LATER
 Place = tuple[str, str, str, tuple[int, ...]]  # node, tier, part, group
 
 # Bytes per second and node, until a restore has been measured.
@@ -41,9 +62,9 @@ NODES_PER_SPARE = 4
 COMMON_SOURCES = 4
 
 
-def age(key: Key) -> tuple[int, int]:
+def age(key: StateId) -> tuple[int, int]:
     """Return (attempt, step): of two states of a run, the one reached later compares greater."""
-    return key[1], key[0]
+    return key.attempt, key.step
 
 
 def parts_of(part: str) -> tuple[str, ...]:
@@ -75,8 +96,8 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
         return (self.node, self.tier, self.part, self.group)
 
     @property
-    def key(self) -> Key:
-        return (self.step, self.attempt)
+    def key(self) -> StateId:
+        return StateId(self.step, self.attempt)
 
     def has(self, part: str) -> bool:
         return not self.group and self.part in (ALL, part)
@@ -249,7 +270,7 @@ class Copies:
 
     def __init__(self) -> None:
         self.holders: dict[str, Holder] = {}
-        self._sets: defaultdict[Key, _Set] = defaultdict(_Set)
+        self._sets: defaultdict[StateId, _Set] = defaultdict(_Set)
 
     def hold(self, copy: Copy) -> None:
         self._sets[copy.key].hold(copy)
@@ -264,7 +285,7 @@ class Copies:
         if not known.held:
             del self._sets[copy.key]
 
-    def drop_where(self, key: Key | None = None, node: str = "", tiers: Iterable[str] = ()) -> None:
+    def drop_where(self, key: StateId | None = None, node: str = "", tiers: Iterable[str] = ()) -> None:
         """Forget the copies that match everything that is given."""
         wanted = frozenset(tiers)
         for one in [key] if key is not None else list(self._sets):
@@ -276,14 +297,14 @@ class Copies:
             if not (node or wanted) or not any(known.held.values()):
                 del self._sets[one]
 
-    def _of(self, key: Key) -> _Set:
+    def _of(self, key: StateId) -> _Set:
         return self._sets.get(key, _NONE)
 
-    def newest_first(self) -> list[Key]:
+    def newest_first(self) -> list[StateId]:
         """Return the states, latest first: what a later attempt saved is newer, whatever its step."""
         return sorted(self._sets, key=age, reverse=True)
 
-    def of(self, key: Key, rank: int) -> list[Copy]:
+    def of(self, key: StateId, rank: int) -> list[Copy]:
         return list(self._of(key).held.get(rank, {}).values())
 
     def on(self, node: str) -> Iterator[Copy]:
@@ -297,23 +318,23 @@ class Copies:
             for held in known.held.values():
                 yield from held.values()
 
-    def world(self, key: Key) -> int:
+    def world(self, key: StateId) -> int:
         return next((copy.world for held in self._of(key).held.values() for copy in held.values()), 0)
 
-    def in_memory(self, key: Key) -> bool:
+    def in_memory(self, key: StateId) -> bool:
         """Whether every rank's whole image is held by the agent of its own node."""
         world = self.world(key)
         return world > 0 and len(self._of(key).whole) == world
 
-    def not_in_memory(self, key: Key) -> list[int]:
+    def not_in_memory(self, key: StateId) -> list[int]:
         """Return the ranks whose whole image is not held by the agent of their own node."""
         whole = self._of(key).whole
         return [rank for rank in range(self.world(key)) if rank not in whole]
 
-    def size_bytes(self, key: Key) -> int:
+    def size_bytes(self, key: StateId) -> int:
         return sum(next(iter(held.values())).size_bytes for held in self._of(key).held.values() if held)
 
-    def replica_bytes(self, key: Key) -> int:
+    def replica_bytes(self, key: StateId) -> int:
         """Return the memory that replicas of this set take on all nodes together."""
         sizes: dict[Place, int] = {}
         for rank, held in self._of(key).held.items():
@@ -323,7 +344,7 @@ class Copies:
                     sizes[place] = max(sizes.get(place, 0), copy.part_bytes)
         return sum(sizes.values())
 
-    def nodes_with(self, key: Key, rank: int, part: str) -> Set[str]:
+    def nodes_with(self, key: StateId, rank: int, part: str) -> Set[str]:
         """Return the nodes that have a copy of this part of the rank's image, in any tier."""
         known = self._of(key)
         copies = known.held.get(rank, {}).values()
@@ -341,7 +362,7 @@ class Copies:
         key = next(iter(self.newest_first()), None)
         return key is not None and self.restorable(key)
 
-    def restorable(self, key: Key) -> bool:
+    def restorable(self, key: StateId) -> bool:
         """Return True while every part of every rank's image has a copy."""
         world, whole = self.world(key), self._of(key).whole
         return world > 0 and all(
@@ -353,7 +374,7 @@ class Copies:
             for rank in range(world)
         )
 
-    def parities(self, key: Key, rank: int) -> list[Copy]:
+    def parities(self, key: StateId, rank: int) -> list[Copy]:
         """Return the XORs that give the rank's part, because all others of their groups have copies."""
         return [
             copy
@@ -367,7 +388,7 @@ class Copies:
             )
         ]
 
-    def sources(self, key: Key, rank: int, node: str, part: str = ALL) -> tuple[Source, ...]:
+    def sources(self, key: StateId, rank: int, node: str, part: str = ALL) -> tuple[Source, ...]:
         """Return where `node` can get the rank's image, or its own `part`, fastest first: its own memory,
         others' memory, disks."""
         found = self._plain_sources(key, rank, node, part)
@@ -376,7 +397,7 @@ class Copies:
             found.append(self._source(PEER, copy.node, copy.part, rank, copy.group, members))
         return tuple(found)
 
-    def members(self, key: Key, ranks: Iterable[int], part: str, node: str) -> tuple[Member, ...]:
+    def members(self, key: StateId, ranks: Iterable[int], part: str, node: str) -> tuple[Member, ...]:
         """Return where `node` gets this part of the images that an XOR is made of or that are computed from
         it."""
         found = {rank: self._plain_sources(key, rank, node) for rank in ranks}
@@ -385,16 +406,16 @@ class Copies:
             for rank, sources in found.items()
         )
 
-    def has_whole(self, key: Key, rank: int, node: str) -> Copy | None:
+    def has_whole(self, key: StateId, rank: int, node: str) -> Copy | None:
         """Return the rank's whole image in this node's memory, if it is there."""
         return self._of(key).held.get(rank, {}).get((node, MEMORY, ALL, ()))
 
-    def nodes_with_both(self, key: Key, rank: int) -> list[str]:
+    def nodes_with_both(self, key: StateId, rank: int) -> list[str]:
         """Return the nodes that have both parts of the rank's image, though not in one piece."""
         common = self.nodes_with(key, rank, COMMON)
         return sorted(node for node in self.nodes_with(key, rank, OWN) if node in common)
 
-    def _plain_sources(self, key: Key, rank: int, node: str, part: str = ALL) -> list[Source]:
+    def _plain_sources(self, key: StateId, rank: int, node: str, part: str = ALL) -> list[Source]:
         known = self._of(key)
         held = known.held.get(rank)
         if not held:
@@ -438,7 +459,7 @@ def plan_restore(
     shared: Mapping[int, int],
     placement: Sequence[str],
     ranks_per_node: int,
-    failed: Collection[Key] = (),
+    failed: Collection[StateId] = (),
 ) -> RestorePlan:
     """Return the newest complete step, from the images that hold it or the shared checkpoint.
 
@@ -453,7 +474,7 @@ def plan_restore(
     step = max(shared, default=None)
     if key is None and step is None:
         key = max(keys, default=None)
-    if key is not None and (step is None or key[0] >= step):
+    if key is not None and (step is None or key.step >= step):
         return _from_images(copies, key, placement, ranks_per_node)
     if step is None:
         return RestorePlan(0, 0, "", "nothing was saved yet")
@@ -465,7 +486,7 @@ def _newest(step: int, seconds: float) -> str:
     return f"step {step} is the newest complete step, {seconds:.2f} s expected"
 
 
-def _from_images(copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int) -> RestorePlan:
+def _from_images(copies: Copies, key: StateId, placement: Sequence[str], ranks_per_node: int) -> RestorePlan:
     tiers: dict[str, int] = {}
     slowest_s = 0.0
     for index, node in enumerate(placement):
@@ -480,10 +501,10 @@ def _from_images(copies: Copies, key: Key, placement: Sequence[str], ranks_per_n
                 tiers[source.tier] = tiers.get(source.tier, 0) + size
                 node_s += max(1, len(source.group)) * size / RATES[source.tier]
         slowest_s = max(slowest_s, node_s)
-    return RestorePlan(key[0], key[1], MEMORY, _newest(key[0], slowest_s), slowest_s, tiers)
+    return RestorePlan(key.step, key.attempt, MEMORY, _newest(key.step, slowest_s), slowest_s, tiers)
 
 
-def _cheapest(copies: Copies, key: Key, rank: int, node: str) -> Iterator[tuple[Source, int]]:
+def _cheapest(copies: Copies, key: StateId, rank: int, node: str) -> Iterator[tuple[Source, int]]:
     """Return where each missing part of an image comes from, and its size in bytes."""
     sources = copies.sources(key, rank, node)
     image = copies.of(key, rank)[0]

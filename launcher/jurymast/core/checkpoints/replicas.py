@@ -27,9 +27,9 @@ from jurymast.core.checkpoints.copies import (
     RETRY_S,
     Copies,
     Copy,
-    Key,
     Pair,
     Reachability,
+    StateId,
 )
 from jurymast.core.effects import Effect, Send
 from jurymast.core.run.state import Phase, Role, RunState
@@ -102,7 +102,7 @@ def _together(domains: Mapping[str, str], one: str, other: str) -> bool:
 
 def missing_replicas(
     copies: Copies,
-    key: Key,
+    key: StateId,
     placement: Sequence[str],
     ranks_per_node: int,
     holding: Mapping[str, tuple[str, ...]],
@@ -234,7 +234,7 @@ def _take(queue: list[_Load], members: Set[str], domains: Mapping[str, str]) -> 
 
 
 def missing_parity(
-    copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, holding: Mapping[Group, str]
+    copies: Copies, key: StateId, placement: Sequence[str], ranks_per_node: int, holding: Mapping[Group, str]
 ) -> list[Order]:
     """Return the XORs that must be made."""
     orders: list[Order] = []
@@ -258,8 +258,8 @@ def missing_parity(
     return orders
 
 
-def _replicate(key: Key, rank: int, part: str, **more: Any) -> msg.Replicate:
-    return msg.Replicate(step=key[0], attempt=key[1], rank=rank, part=part, **more)
+def _replicate(key: StateId, rank: int, part: str, **more: Any) -> msg.Replicate:
+    return msg.Replicate(step=key.step, attempt=key.attempt, rank=rank, part=part, **more)
 
 
 SLICE_NODES = 32
@@ -272,7 +272,7 @@ class _Pass:
     """A pass over the missing replicas of the state `key`, some nodes at a time. `place` is the next node's
     group rank. It counts what was ordered. `kept`: who is to hold what, once the first node was handled."""
 
-    key: Key
+    key: StateId
     kept: Protection | None = None
     place: int = 0
     ordered: int = 0
@@ -286,11 +286,11 @@ class Replicas:
         self._holders = copies.holders
         self._domains: dict[str, str] = {}
         self._reach = Reachability()
-        self._ordered: dict[str, set[tuple[Key, str, int, tuple[int, ...]]]] = {}  # by holder
+        self._ordered: dict[str, set[tuple[StateId, str, int, tuple[int, ...]]]] = {}  # by holder
         self._pass: _Pass | None = None
-        self._safe: Key | None = None
+        self._safe: StateId | None = None
         self._bare = False  # no node had memory for some of its replicas
-        self._told_safe: Key | None = None
+        self._told_safe: StateId | None = None
         self._dirty = False
         self._retry_at = math.inf
         self._took_s = 0.0  # the pass that is under way, or was the last
@@ -329,7 +329,7 @@ class Replicas:
     def failed(self, node: str, message: msg.Unreplicated, now: float) -> bool:
         """An order could not be carried out. Returns True if that is news. It is tried again, or by other
         nodes."""
-        key = message.step, message.attempt
+        key = StateId(message.step, message.attempt)
         self._ordered.get(node, set()).discard((key, message.part, message.rank, message.group))
         self._retry_at = now + RETRY_S
         pair = self._pair(node, message.rank, message.group)
@@ -354,7 +354,7 @@ class Replicas:
         """Whether to call `slice` again as soon as other work had its turn."""
         return self._pass is not None
 
-    def look(self, key: Key, now: float) -> None:
+    def look(self, key: StateId, now: float) -> None:
         """Start a pass over the committed state, if one is due."""
         if self._pass is not None and self._pass.key != key:
             self._give_pass_up(now)
@@ -366,7 +366,7 @@ class Replicas:
             self._forget_orders_before(key)
             self._pass, self._took_s = _Pass(key), 0.0
 
-    def _forget_orders_before(self, key: Key) -> None:
+    def _forget_orders_before(self, key: StateId) -> None:
         for node, names in list(self._ordered.items()):
             self._ordered[node] = {name for name in names if cp.age(name[0]) >= cp.age(key)}
 
@@ -433,7 +433,8 @@ class Replicas:
         """Send an order once, to a node that is here."""
         if holder not in self._holders:
             return []
-        key, ordered = (order.step, order.attempt), self._ordered.setdefault(holder, set())
+        key = StateId(order.step, order.attempt)
+        ordered = self._ordered.setdefault(holder, set())
         name = key, order.part, order.rank, order.group
         if name in ordered:
             return []
@@ -441,7 +442,7 @@ class Replicas:
         room = self._make_room(key, holder, order.group) if order.group else []
         return [*room, Send(holder, order)]
 
-    def _make_room(self, key: Key, holder: str, group: tuple[int, ...]) -> list[Effect]:
+    def _make_room(self, key: StateId, holder: str, group: tuple[int, ...]) -> list[Effect]:
         """Drop whole replicas that a full node has of some ranks of a group, to make room for the XOR of the
         group."""
         if not self._holders[holder].full or not self._copies.in_memory(key):
@@ -455,11 +456,11 @@ class Replicas:
         for copy in useless:
             self._copies.drop(copy)
         ranks = tuple(copy.rank for copy in useless)
-        return [Send(holder, msg.Forget(step=key[0], attempt=key[1], ranks=ranks))] if ranks else []
+        return [Send(holder, msg.Forget(step=key.step, attempt=key.attempt, ranks=ranks))] if ranks else []
 
     # ---- what may go
 
-    def _settle(self, key: Key, now: float, *, safe: bool) -> list[Effect]:
+    def _settle(self, key: StateId, now: float, *, safe: bool) -> list[Effect]:
         """Finish: every part is on as many nodes as wanted, or (not `safe`) as have memory for it. Agents may
         now give up older images."""
         self._safe, self._bare = key, not safe
@@ -473,8 +474,8 @@ class Replicas:
         self._ordered.clear()
         return effects
 
-    def give_up_older(self, key: Key, nodes: Collection[str]) -> list[Effect]:
-        committed = msg.Committed(step=key[0], attempt=key[1])
+    def give_up_older(self, key: StateId, nodes: Collection[str]) -> list[Effect]:
+        committed = msg.Committed(step=key.step, attempt=key.attempt)
         older = [one for one in self._copies.newest_first() if cp.age(one) < cp.age(key)]
         for one in older:
             self._ask_again(one)
@@ -482,7 +483,7 @@ class Replicas:
                 self._copies.drop_where(one, node=node, tiers=(cp.MEMORY, cp.PEER))
         return [Send(node, committed) for node in nodes]
 
-    def _ask_again(self, key: Key) -> None:
+    def _ask_again(self, key: StateId) -> None:
         """Ask nodes again that give up their replicas of these images: they may have room for parity now."""
         packed = {name for name, node in self._holders.items() if node.packed and not node.retried}
         held = self._copies.every() if packed else ()

@@ -22,7 +22,7 @@ from itertools import takewhile
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.cadence import durable_interval_s, durable_share
-from jurymast.core.checkpoints.copies import RATES, Copies, Key, Reachability, Retries
+from jurymast.core.checkpoints.copies import RATES, Copies, Key, Reachability, Retries, StateId
 from jurymast.core.effects import Effect, Send
 from jurymast.core.planning.forecast import Saving
 from jurymast.core.run.state import RunState
@@ -97,7 +97,7 @@ class Writes:
         self.retries = Retries()
         self._reach = Reachability(tries=1)
         self._numbers = itertools.count(1)
-        self._newest_object: Key = (-1, -1)
+        self._newest_object: Key = StateId(-1, -1)
         self._wrote_before = False
 
     @property

@@ -13,14 +13,12 @@ from typing import TypeVar
 from msgspec import Struct
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER, age
+from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER, ImageId, age
 
 # The order in which a reader is served.
 TIERS = (MEMORY, PEER, LOCAL)
 
-# (step, attempt, rank): the same step of another attempt is another state.
-Image = tuple[int, int, int]
-Entry = tuple[Image, str, str, tuple[int, ...]]
+Entry = tuple[ImageId, str, str, tuple[int, ...]]
 
 
 class KeptCopy:
@@ -31,7 +29,7 @@ class KeptCopy:
     def __init__(self, report: msg.CopyReport, buffer: int) -> None:
         self.report = report
         self.buffer = buffer
-        self.image: Image = report.step, report.attempt, report.rank
+        self.image = ImageId(report.step, report.attempt, report.rank)
         self.tier, self.part = report.tier, report.part
         self.group = tuple(one.rank for one in report.members)
 
@@ -43,14 +41,14 @@ class KeptCopy:
     @property
     def age(self) -> tuple[int, int]:
         """Of two states the newer one's age is greater."""
-        return age(self.image[:2])
+        return age(self.image.state)
 
 
 Kept = TypeVar("Kept", bound=KeptCopy)
 
 
 def best_first(
-    copies: Iterable[Kept], image: Image, tiers: Collection[str] = TIERS, group: tuple[int, ...] = ()
+    copies: Iterable[Kept], image: ImageId, tiers: Collection[str] = TIERS, group: tuple[int, ...] = ()
 ) -> list[Kept]:
     """Return the copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
     found = [one for one in copies if one.image == image and one.tier in tiers and one.group == group]
@@ -213,7 +211,7 @@ class Fetch(ForWork, frozen=True):
     """Take the memory for [start, end) of the buffer, and fetch what it lacks of this part of the image,
     which was found or verified; with `behind` its manifest, too. Answered by `fetched`."""
 
-    image: tuple[int, int, int]
+    image: ImageId
     tier: str
     part: str
     buffer: int

@@ -12,12 +12,11 @@ from typing import Protocol
 import msgspec
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, ImageId, StateId
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.effects import (
     Effect,
     Entry,
-    Image,
     KeptCopy,
     Make,
     Measure,
@@ -364,8 +363,8 @@ class Holding:
         # States that this attempt may need: what it restores, and the newest safe one.
         self._wanted = {NOTHING}
         self._slots_go = False
-        self._void: set[tuple[int, int]] = set()  # (step, attempt)
-        self._unwanted: set[Image] = set()  # rolled back: what the disk has of them is not looked at
+        self._void: set[StateId] = set()
+        self._unwanted: set[ImageId] = set()  # rolled back: what the disk has of them is not looked at
 
     def tell(self, message: msg.FromKeeper) -> None:
         self.do(do.Tell(message))
@@ -390,7 +389,7 @@ class Holding:
     def has(self, copy: KeptCopy) -> bool:
         return self.copies.get(copy.entry) is copy
 
-    def find(self, image: Image, tiers: Sequence[str], group: tuple[int, ...] = ()) -> list[KeptCopy]:
+    def find(self, image: ImageId, tiers: Sequence[str], group: tuple[int, ...] = ()) -> list[KeptCopy]:
         """Return copies as `best_first` does."""
         return best_first(self.copies.values(), image, tiers, group)
 
@@ -407,7 +406,7 @@ class Holding:
         """Return False for an image of dead ranks, of a step that cannot be complete, or of one that has been
         passed."""
         step, attempt, _ = copy.image
-        if attempt != self.attempt or (step, attempt) in self._void:
+        if attempt != self.attempt or StateId(step, attempt) in self._void:
             return False
         return copy.age >= self.committed
 
@@ -571,7 +570,7 @@ class Holding:
                 self.do(do.Mend(slot.local, slot.number))
             elif slot.state is SlotState.FILLING:
                 slot.state = SlotState.EMPTY
-            elif slot.copy is not None and slot.copy.image[2] != rank:
+            elif slot.copy is not None and slot.copy.image.rank != rank:
                 if self._is_wanted(slot):
                     self.detach(slot)  # another rank's now; it is held all the same, for that rank's node
                 else:
@@ -582,7 +581,7 @@ class Holding:
         """All ranks have restored. From now on no other image is needed, except a safe one."""
         for slot in mine.slots:
             copy = slot.copy
-            kept = copy is None or copy is mine.restored or copy.image[1] == self.attempt
+            kept = copy is None or copy is mine.restored or copy.image.attempt == self.attempt
             if copy is not None and not kept and copy.age != self.committed:
                 self.drop(copy)
 
@@ -593,7 +592,7 @@ class Holding:
 
     def void(self, step: int, attempt: int) -> None:
         """Some rank could not save this step, so it will never be complete."""
-        self._void.add((step, attempt))
+        self._void.add(StateId(step, attempt))
         self._drop_where(lambda copy: copy.tier != LOCAL and copy.image[:2] == (step, attempt))
 
     def drop_replicas_before(self, step: int, attempt: int) -> bool:
@@ -611,8 +610,8 @@ class Holding:
 
     def forget_newer(self, step: int) -> None:
         """The run goes back to `step`: drop everything newer, so that nothing newer is restored."""
-        self._unwanted |= {copy.image for copy in self.copies.values() if copy.image[0] > step}
-        self._drop_where(lambda copy: copy.image[0] > step)
+        self._unwanted |= {copy.image for copy in self.copies.values() if copy.image.step > step}
+        self._drop_where(lambda copy: copy.image.step > step)
         if self.committed[1] > step:
             self.committed = NOTHING
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, PEER, age
+from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, PEER, ImageId, StateId, age
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.effects import Image, KeptCopy
+from jurymast.core.keeper.effects import KeptCopy
 from jurymast.core.keeper.holding import (
     Buffer,
     BufferPool,
@@ -31,7 +31,7 @@ from jurymast.core.texts import memory_size
 from jurymast.errors import never
 
 AT_ONCE = 2
-Name = tuple[Image, str, tuple[int, ...]]
+Name = tuple[ImageId, str, tuple[int, ...]]
 
 
 class Replica(Work):
@@ -41,7 +41,7 @@ class Replica(Work):
         super().__init__(replicas.works)
         self._replicas = replicas
         self.order = order
-        self.image: Image = (order.step, order.attempt, order.rank)
+        self.image: ImageId = ImageId(order.step, order.attempt, order.rank)
         self.group = tuple(sorted(order.group))
         self.name: Name = (self.image, order.part, self.group)
         members = {one.rank: one for one in order.members}
@@ -68,7 +68,7 @@ class Replica(Work):
         else:
             # It may become a slot, but for now memory is taken only for this part.
             start, end = extent(found.reports[0], self.order.part)
-            asked = f"a replica of rank {self.image[2]}, {memory_size(end - start)}"
+            asked = f"a replica of rank {self.image.rank}, {memory_size(end - start)}"
             self._claim(asked, found.slot_bytes, (start, end))
 
     def _claim(self, asked: str, capacity: int, extent: tuple[int, int]) -> None:
@@ -140,7 +140,7 @@ class OwnReplicas:
         return [copy for copy in found if copy.part in (ALL, part)]
 
     def order(self, order: msg.Replicate) -> None:
-        name = ((order.step, order.attempt, order.rank), order.part, tuple(sorted(order.group)))
+        name = (ImageId(order.step, order.attempt, order.rank), order.part, tuple(sorted(order.group)))
         here = self.here(name)
         if here:
             self._holding.tell(msg.Held(copies=tuple(copy.report for copy in here)))
@@ -344,10 +344,10 @@ class KeeperMachine:
         match order:
             case msg.Committed():
                 self.holding.commit(order.step, order.attempt)
-                self.replicas.stop(lambda one: age(one.image[:2]) < self.holding.committed)
+                self.replicas.stop(lambda one: age(one.image.state) < self.holding.committed)
             case msg.Void():
                 self.holding.void(order.step, order.attempt)
-                state = order.step, order.attempt
+                state = StateId(order.step, order.attempt)
                 self.replicas.stop(lambda one: one.image[:2] == state)
             case msg.Replicate():
                 self.replicas.order(order)
@@ -359,7 +359,7 @@ class KeeperMachine:
                 self.replicas.stop(lambda one: not one.group and one.image in images)
             case msg.ForgetNewer():
                 self.holding.forget_newer(order.step)
-                self.replicas.stop(lambda one: one.image[0] > order.step)
+                self.replicas.stop(lambda one: one.image.step > order.step)
             case msg.GiveSlotsUp():
                 self.holding.give_slots_up()
             case _:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, parts_of
+from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, ImageId, parts_of
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.effects import Image, KeptCopy
+from jurymast.core.keeper.effects import KeptCopy
 from jurymast.core.keeper.holding import Buffer, Claim, Holding, RankSlots, Slot, SlotState, kernel_refusal
 from jurymast.core.texts import memory_size
 
@@ -125,19 +125,19 @@ def whom_to_ask(node: str, rank: int, sources: Sequence[msg.Source]) -> Iterator
 class Ingredient:
     """An image that goes into an XOR or is removed from it; with a `group` the XOR itself."""
 
-    image: Image
+    image: ImageId
     sources: tuple[msg.Source, ...]
     group: tuple[int, ...] = ()
 
 
-def ingredients(image: Image, source: msg.Source) -> Iterator[Ingredient]:
+def ingredients(image: ImageId, source: msg.Source) -> Iterator[Ingredient]:
     """Return what this image's part is computed from: the XOR at `source`, then each other member. If one is
     not available, all others are useless."""
     step, attempt, rank = image
     group = tuple(sorted(source.group))
-    xor = (step, attempt, group[0])
+    xor = ImageId(step, attempt, group[0])
     yield Ingredient(xor, (of_rank(source, group[0]),), group)
-    yield from (one for one in members(step, attempt, source.members) if one.image[2] != rank)
+    yield from (one for one in members(step, attempt, source.members) if one.image.rank != rank)
 
 
 def members(step: int, attempt: int, told: Sequence[msg.Member]) -> Iterator[Ingredient]:
@@ -145,7 +145,7 @@ def members(step: int, attempt: int, told: Sequence[msg.Member]) -> Iterator[Ing
     one."""
     for member in told:
         plain = tuple(one for one in member.sources if not one.group)
-        yield Ingredient((step, attempt, member.rank), plain)
+        yield Ingredient(ImageId(step, attempt, member.rank), plain)
 
 
 def of_rank(source: msg.Source, rank: int) -> msg.Source:
@@ -163,7 +163,7 @@ class Bringing(Work):
         super().__init__(works)
         self._node, self._mine, self._world, self._began_at = node, mine, world, now
         self.attempt = self.holding.attempt
-        self.image: Image = (restore.step, restore.attempt, mine.rank)
+        self.image: ImageId = ImageId(restore.step, restore.attempt, mine.rank)
         self._sources = restore.ranks[mine.rank]
         self._then: Callable[[], None] | None = None  # once it is known where else the image is
         self._start = self._slot_bytes = 0
@@ -259,7 +259,7 @@ class Bringing(Work):
 
     def _claim(self) -> None:
         """Claim a buffer, or the memory that the present one lacks."""
-        asked = f"what rank {self.image[2]} restores"
+        asked = f"what rank {self.image.rank} restores"
         if self.buffer is None:
             asked = f"{asked}, {memory_size(self._slot_bytes)}"
             self.memory.claim(Claim(self, asked, 1, self._slot_bytes))
@@ -382,7 +382,7 @@ class Restores:
         Bringing(self._works, self._node, mine, restore, world, now).begin()
 
     def sources(self, answer: msg.Sources) -> None:
-        image = answer.step, answer.attempt, answer.rank
+        image = ImageId(answer.step, answer.attempt, answer.rank)
         for work in self._going:
             if work.image == image and not work.stopped:
                 work.sources(answer.sources)

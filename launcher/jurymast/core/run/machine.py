@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import structs
 
 from jurymast.core import events as ev
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, SHARED
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, SHARED, StateId
 from jurymast.core.effects import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.nodes import preflight, stragglers
 from jurymast.core.nodes.findings import Verdict
@@ -378,7 +378,7 @@ def _restore_failed(state: RunState, event: ev.RestoreFailed) -> list[Instructio
     """Try another attempt, and if necessary another node. An older state is the last resort."""
     if state.phase not in WITH_RANKS:
         return []
-    key, instructions = (event.step, event.of), []
+    key, instructions = StateId(event.step, event.of), []
     if not any(error == RESTORE_FAILED for *_, error in state.findings.failures):
         state.unrestored[key] = state.unrestored.get(key, 0) + 1
         if state.unrestored[key] == RESTORE_TRIES:
@@ -417,7 +417,7 @@ def _cannot_restore(
 
 def _restored(state: RunState, event: ev.Restored) -> None:
     state.unanswered = {}
-    for key in [key for key in state.unrestored if key[0] == event.step]:
+    for key in [key for key in state.unrestored if key.step == event.step]:
         del state.unrestored[key]  # it can be had after all
     if event.tier == SHARED and event.step:
         # It is complete, although a lost node may not have reported its part.

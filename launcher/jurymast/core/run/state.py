@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jurymast.core import events as ev
-from jurymast.core.checkpoints.copies import SHARED
+from jurymast.core.checkpoints.copies import SHARED, StateId
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.nodes.history import Frail
 from jurymast.core.nodes.tests import MATTERS
@@ -216,7 +216,7 @@ class RunState:
     saved: dict[str, TierState] = field(default_factory=dict)
     restore: ev.RestorePlanned | None = None  # what this attempt was told to restore
     unanswered: dict[int, ev.RestoreWaits] = field(default_factory=dict)  # by rank of this attempt
-    unrestored: dict[tuple[int, int], int] = field(default_factory=dict)  # states: attempts that could not
+    unrestored: dict[StateId, int] = field(default_factory=dict)  # states: attempts that could not
     cold: str = ""  # why ranks load everything by themselves, once one of them had to
     cadence: ev.CadenceSet | None = None  # what this attempt's ranks agreed on last
 
@@ -311,7 +311,7 @@ class RunState:
         known = self.saved.get(tier)
         return known.step or 0 if known is not None else 0
 
-    def failed_to_restore(self) -> set[tuple[int, int]]:
+    def failed_to_restore(self) -> set[StateId]:
         """States (step, attempt) that were tried often enough."""
         return {key for key, times in self.unrestored.items() if times >= RESTORE_TRIES}
 

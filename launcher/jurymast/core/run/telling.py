@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from jurymast.core import events as ev
-from jurymast.core.checkpoints.copies import Key
+from jurymast.core.checkpoints.copies import StateId
 from jurymast.core.effects import Record
 from jurymast.core.nodes.watch import Reach, Reports
 from jurymast.core.run.state import Phase, RunState
@@ -47,13 +47,13 @@ def is_news(state: RunState, save: ev.Saved, last: ev.Saved | None) -> bool:
 
 
 def copied(
-    tier: str, key: Key, now: float, *, size_bytes: int = 0, why: str = "", seconds: float = 0.0
+    tier: str, key: StateId, now: float, *, size_bytes: int = 0, why: str = "", seconds: float = 0.0
 ) -> Record:
     """Agents have copied a state to a tier, or (`why`) could not."""
     return Record(
         ev.Saved(
-            t=now, attempt=key[1], step=key[0], tier=tier, ok=not why, stall_s=0.0, size_bytes=size_bytes,
-            error=why, copied=True, seconds=seconds,
+            t=now, attempt=key.attempt, step=key.step, tier=tier, ok=not why, stall_s=0.0,
+            size_bytes=size_bytes, error=why, copied=True, seconds=seconds,
         )
     )  # fmt: skip
 

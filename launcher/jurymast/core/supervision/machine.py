@@ -21,7 +21,7 @@ from jurymast.core import within
 from jurymast.core.checkpoints.agreement import Agreement
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.commit import Rollback
-from jurymast.core.checkpoints.copies import SHARED, Key
+from jurymast.core.checkpoints.copies import SHARED, StateId
 from jurymast.core.effects import (
     Dismiss,
     Effect,
@@ -408,7 +408,7 @@ class Supervision:
         return self._do(self.departure.superseded(by_another, now), now)
 
     def found_on_storage(
-        self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback], now: float
+        self, shared: Mapping[StateId, int], rollbacks: Iterable[Rollback], now: float
     ) -> list[Effect]:
         """Take in what earlier supervisors, attempts and runs left on storage: states and their sizes in
         bytes."""

@@ -10,6 +10,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
+from jurymast.core.checkpoints.copies import StateId
 from jurymast.core.messages import CadenceReport, Endpoint, RankReport, beat_of
 from jurymast.core.nodes.silence import beat_every_s
 from jurymast.core.nodes.stacks import COLLECTIVE, Stand
@@ -437,7 +438,7 @@ class SimAgent:
     # ---- writes to storage
 
     def _write(self, order: msg.Write) -> None:
-        key = (order.step, order.attempt)
+        key = StateId(order.step, order.attempt)
         lent = [image for rank in order.ranks if (image := self.keeper.lend(key, rank)) is not None]
         if len(lent) < len(order.ranks):
             for image in [image for image in self.keeper.held if image.key == key and image.corrupt]:

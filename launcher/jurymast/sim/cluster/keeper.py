@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Key, parts_of
+from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, ImageId, StateId, parts_of
 from jurymast.core.keeper import effects as core
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.holding import SLOTS, SlotState, round_up
@@ -41,21 +41,21 @@ class SimImage(core.KeptCopy):
     """What a keeper holds. `tokens`: its content by rank; more than one for an XOR."""
 
     def __init__(
-        self, image: core.Image, world: int, tier: str, part: str, buffer: int, tokens: Mapping[int, Token]
+        self, image: ImageId, world: int, tier: str, part: str, buffer: int, tokens: Mapping[int, Token]
     ) -> None:
         group = tuple(tokens) if len(tokens) > 1 else ()
-        super().__init__(report(image, world, tier, part, tokens[image[2]], group), buffer)
+        super().__init__(report(image, world, tier, part, tokens[image.rank], group), buffer)
         self.tokens = dict(tokens)
         self.corrupt = False
         self.held_at = 0.0
 
     @property
-    def key(self) -> Key:
-        return self.image[:2]
+    def key(self) -> StateId:
+        return self.image.state
 
     @property
     def rank(self) -> int:
-        return self.image[2]
+        return self.image.rank
 
     @property
     def world(self) -> int:
@@ -71,11 +71,11 @@ class SimImage(core.KeptCopy):
 
 
 def report(
-    image: core.Image, world: int, tier: str, part: str, token: Token, group: Sequence[int] = ()
+    image: ImageId, world: int, tier: str, part: str, token: Token, group: Sequence[int] = ()
 ) -> msg.CopyReport:
     common_id = "-".join(map(str, token.history))
     return msg.CopyReport(
-        tier=tier, step=image[0], attempt=image[1], rank=image[2], world=world, part=part,
+        tier=tier, step=image.step, attempt=image.attempt, rank=image.rank, world=world, part=part,
         size_bytes=SIZE_BYTES, common_bytes=COMMON_BYTES, common_id=common_id,
         members=tuple(
             msg.MemberReport(
@@ -91,7 +91,7 @@ class _SimWork:
     """Work. `tokens`: the content of the images that were found, by rank; `base`: what the buffer already
     contains."""
 
-    key: Key = (0, 0)
+    key: StateId = StateId(0, 0)
     world: int = 0
     tokens: dict[int, Token] = field(default_factory=dict)
     base: SimImage | None = None
@@ -117,11 +117,11 @@ class SimKeeper:
         self._due: deque[do.Effect] = deque()
         self._acting = False
 
-    def of(self, key: Key, rank: int) -> list[SimImage]:
+    def of(self, key: StateId, rank: int) -> list[SimImage]:
         """Return the copies of this image, or of a part of it."""
         return [image for image in self.held if image.image == (*key, rank) and not image.group]
 
-    def lend(self, key: Key, rank: int) -> SimImage | None:
+    def lend(self, key: StateId, rank: int) -> SimImage | None:
         """Return what storage gets: the image, or its own part if its common part is here as well."""
         mine = [one for one in self.of(key, rank) if not one.corrupt]
         for one in sorted(mine, key=lambda one: one.part != ALL):
@@ -147,12 +147,12 @@ class SimKeeper:
     def free(self, local: int) -> bool:
         return any(slot.state is SlotState.FREE for slot in self.machine.ranks[local].slots)
 
-    def save(self, local: int, key: Key, token: Token, world: int, stall_s: float) -> None:
+    def save(self, local: int, key: StateId, token: Token, world: int, stall_s: float) -> None:
         mine = self.machine.ranks[local]
         slot = next(slot for slot in mine.slots if slot.state is SlotState.FREE)
         assert slot.buffer is not None
         number, rank = slot.buffer.number, mine.rank
-        self._written[number] = SimImage((*key, rank), world, MEMORY, ALL, number, {rank: token})
+        self._written[number] = SimImage(ImageId(*key, rank), world, MEMORY, ALL, number, {rank: token})
         self.act(self.machine.published(local, slot.number, stall_s))
 
     def obey(self, order: msg.KeeperOrder) -> None:
@@ -161,7 +161,7 @@ class SimKeeper:
         if isinstance(order, msg.Committed):
             oracle.may_go(self, self.machine.holding.committed)
         elif isinstance(order, msg.Forget):
-            oracle.forgotten(self, (order.step, order.attempt), order.ranks)
+            oracle.forgotten(self, StateId(order.step, order.attempt), order.ranks)
         self.act(effects)
 
     def doubt(self, image: SimImage) -> None:
@@ -258,7 +258,7 @@ class SimKeeper:
 
     # ---- work
 
-    def known(self, key: Key, rank: int) -> tuple[Token, int] | None:
+    def known(self, key: StateId, rank: int) -> tuple[Token, int] | None:
         """Return an image's token and world, also for one that is only part of an XOR."""
         there = (one for one in self.held if one.key == key and rank in one.tokens)
         return next(((one.tokens[rank], one.world) for one in there), None)
@@ -266,7 +266,7 @@ class SimKeeper:
     def _find(self, effect: do.FindImages) -> Steps[None]:
         """Look for each rank's image, on this node or the first source that knows it."""
         going, why = self._of(effect.number), list[str]()
-        going.key = effect.step, effect.attempt
+        going.key = StateId(effect.step, effect.attempt)
         for member in effect.wanted:
             if going.stop:
                 break
@@ -281,7 +281,8 @@ class SimKeeper:
                 break
             going.tokens[member.rank], going.world = known
         reports = tuple(
-            report((*going.key, rank), going.world, PEER, ALL, token) for rank, token in going.tokens.items()
+            report(ImageId(*going.key, rank), going.world, PEER, ALL, token)
+            for rank, token in going.tokens.items()
         )
         self.act(self.machine.found(effect.number, Found(reports, SLOT_BYTES, tuple(why))))
 
@@ -295,7 +296,7 @@ class SimKeeper:
         self.act(self.machine.verified(effect.number, intact))
 
     def _fetch(self, effect: do.Fetch) -> Steps[None]:
-        going, rank = self._of(effect.number), effect.image[2]
+        going, rank = self._of(effect.number), effect.image.rank
         base, copy = going.base, None
         here = {part for part in (OWN, COMMON) if base is not None and base.has(part)}
         self._take(effect.buffer, effect.start, effect.end)
@@ -310,7 +311,7 @@ class SimKeeper:
         self._take(effect.buffer, 0, effect.size)
         if (yield from self._gather_all(going, members(*going.key, effect.members), effect.part)):
             tokens = {one.rank: going.tokens[one.rank] for one in effect.members}
-            image = (*going.key, effect.members[0].rank)
+            image = ImageId(*going.key, effect.members[0].rank)
             copy = SimImage(image, going.world, PEER, effect.part, effect.buffer, tokens)
         self._fetched(effect, going, copy, 0)
 
@@ -383,7 +384,7 @@ class SimKeeper:
     ) -> Steps[tuple[set[str], str]]:
         """Compute a part from the XOR at `source` and the same part of its other members; returns as
         `_read`."""
-        xor, *others = ingredients((*going.key, rank), source)
+        xor, *others = ingredients(ImageId(*going.key, rank), source)
         other, trouble = yield from self._ask(source)
         held = other.held if other is not None else []
         found = next((one for one in held if one.key == going.key and one.group == xor.group), None)
@@ -400,13 +401,13 @@ class SimKeeper:
     def _gather_all(self, going: _SimWork, wanted: Iterable[Ingredient], part: str) -> Steps[bool]:
         """Fetch this part of all these images; returns whether all are here."""
         for one in wanted:
-            here = yield from self._gather(going, one.image[2], set(parts_of(part)), one.sources)
+            here = yield from self._gather(going, one.image.rank, set(parts_of(part)), one.sources)
             if not here:
                 return False
         return True
 
 
-def whole(images: Iterable[SimImage], key: Key, world: int) -> bool:
+def whole(images: Iterable[SimImage], key: StateId, world: int) -> bool:
     """Return whether these images give every rank's image of a state, directly or from the others of its
     group and their XOR."""
     good = [image for image in images if image.key == key and not image.corrupt]

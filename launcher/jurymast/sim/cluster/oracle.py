@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.commit import Rollback
-from jurymast.core.checkpoints.copies import MEMORY, Key, age
+from jurymast.core.checkpoints.copies import MEMORY, StateId, age
 from jurymast.core.effects import Finish, Requeue, StopWorkers
 from jurymast.core.run.state import Phase
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
@@ -61,7 +61,7 @@ class Oracle:
         self.restores_from: list[str] = []
         self.given_up = False  # somebody had the run cancelled
         self._shadow: dict[SimKeeper, list[SimImage]] = {}  # images that no order may rightly remove
-        self._complete: set[Key] = set()
+        self._complete: set[StateId] = set()
         self._planned: dict[int, int] = {}
         self._newest: SimGroup | None = None
         self._unfound: set[int] = set()  # attempts whose ranks saw no checkpoint, and knew of one
@@ -111,12 +111,12 @@ class Oracle:
         mine = self._shadow.get(keeper, [])
         self._shadow[keeper] = [image for image in mine if age(image.key) >= committed]
 
-    def forgotten(self, keeper: SimKeeper, key: Key, ranks: Iterable[int]) -> None:
+    def forgotten(self, keeper: SimKeeper, key: StateId, ranks: Iterable[int]) -> None:
         """Replicas were dropped to make room for parity."""
         mine, gone = self._shadow.get(keeper, []), set(ranks)
         self._shadow[keeper] = [i for i in mine if i.key != key or i.rank not in gone or i.tier == MEMORY]
 
-    def best(self, seen_from: str, failed: Iterable[Key] = ()) -> Key | None:
+    def best(self, seen_from: str, failed: Iterable[StateId] = ()) -> StateId | None:
         """Return the newest complete state that can certainly be reached, of which agents have told."""
         told_by = self.cluster.world.now - TOLD_S
         images = [
@@ -245,12 +245,12 @@ class Oracle:
     def unfound(self, group: SimGroup) -> None:
         self._unfound.add(group.attempt)
 
-    def restores(self, group: SimGroup, found: list[tuple[Key, Token]]) -> None:
+    def restores(self, group: SimGroup, found: list[tuple[StateId, Token]]) -> None:
         if len({key for key, _ in found}) > 1 or len({token.history for _, token in found}) > 1:
             self.fail(ONE_STATE, f"attempt {group.attempt} restores {found}")
 
-    def restored(self, group: SimGroup, key: Key | None) -> None:
-        step, planned = key[0] if key is not None else 0, self._planned.get(group.attempt, 0)
+    def restored(self, group: SimGroup, key: StateId | None) -> None:
+        step, planned = key.step if key is not None else 0, self._planned.get(group.attempt, 0)
         self.restores_from.append(f"{group.attempt}:{key}")
         if step < planned:
             self.fail(NOTHING_LOST, f"attempt {group.attempt} restores {step}, {planned} was chosen")
@@ -263,7 +263,9 @@ class Oracle:
             )
         for keeper, images in self._shadow.items():
             self._shadow[keeper] = [
-                one for one in images if one.key == key or one.key[0] <= step or one.key[1] >= group.attempt
+                one
+                for one in images
+                if one.key == key or one.key.step <= step or one.key.attempt >= group.attempt
             ]
 
     def stepped(self, group: SimGroup) -> None:

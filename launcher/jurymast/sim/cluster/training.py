@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.checkpoints.copies import MEMORY, SHARED, Key
+from jurymast.core.checkpoints.copies import MEMORY, SHARED, StateId
 from jurymast.core.messages import RankReport
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.sim.cluster.keeper import SIZE_BYTES
@@ -152,12 +152,12 @@ class SimGroup:
                 waits = within.RestoreWaits(path="/checkpoints", seconds=world.now - since)
                 self.members[0].agent.rank_said(waits)
 
-    def _newest_shared(self) -> Key | None:
+    def _newest_shared(self) -> StateId | None:
         node = self.members[0].agent.site.name
         seen = self.cluster.disk.shared if self.cluster.storage.sees_checkpoints(node) else ()
         return max(seen, default=None)
 
-    def _from_shared(self, key: Key | None | OSError) -> None:
+    def _from_shared(self, key: StateId | None | OSError) -> None:
         if self.over:
             return
         if isinstance(key, OSError):
@@ -172,8 +172,8 @@ class SimGroup:
         else:
             self._begin(None, None, "")
 
-    def _begin(self, key: Key | None, token: Token | None, tier: str) -> None:
-        self.step = key[0] if key is not None else 0
+    def _begin(self, key: StateId | None, token: Token | None, tier: str) -> None:
+        self.step = key.step if key is not None else 0
         self.history = (*((token.history[-1], token.step) if token is not None else ()), self.number)
         self.cluster.oracle.restored(self, key)
         lead = self.members[0].agent
@@ -248,7 +248,7 @@ class SimGroup:
         return any(mine.refused for keeper in keepers for mine in keeper.machine.ranks)
 
     def _save(self, member: SimMember) -> None:
-        keeper, key = member.agent.keeper, (self.step, self.attempt)
+        keeper, key = member.agent.keeper, StateId(self.step, self.attempt)
         token = Token(self.step, self.history)
         stall_s = self.cluster.world.between(*STALL_S)
         for local in range(self.cluster.ranks_per_node):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.commit import Rollback
-from jurymast.core.checkpoints.copies import Key
+from jurymast.core.checkpoints.copies import Key, StateId
 from jurymast.core.checkpoints.writes import (
     Announced,
     Complete,
@@ -390,7 +390,7 @@ class SimWrite:
 
     def __init__(self, agent: SimAgent, order: msg.Write, token: Token, over: Callable[[str], None]) -> None:
         self._agent, self._order, self._token, self._over = agent, order, token, over
-        self._key = order.step, order.attempt
+        self._key = StateId(order.step, order.attempt)
         self._machine = Meeting(self._key, order.world, leads=order.lead)
         self._layout = f"layout-r{order.ranks[0]:05d}"
         self.cancelled = False
