@@ -209,8 +209,6 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         Source("launcher/jurymast/core/a.py", "print(1)\n"),
         {
             # Processes without a terminal: what they print is their log.
-            "launcher/jurymast/cluster/batch.py",
-            "launcher/jurymast/cluster/lift.py",
             "launcher/jurymast/script/notes.py",
             "launcher/jurymast/health/once.py",  # a command, as below
             "launcher/jurymast/sim/cluster/__main__.py",

@@ -8,6 +8,7 @@ started again while the agents and the ranks continue; `core.supervision.batch` 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -27,10 +28,11 @@ from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision import batch as core
 from jurymast.errors import JurymastError, never
-from jurymast.processes import die_with_parent
+from jurymast.processes import die_with_parent, log_as
 from jurymast.rundir import RunDirectory
 
 # One node's end must not end the others' tasks.
+log = logging.getLogger("jurymast.batch")
 SURVIVE = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 
 
@@ -178,7 +180,7 @@ class BatchProcess:
                         outcome = effect.outcome
                         requeue(self._plan, self._allocation, outcome.lost, outcome.exclude, tell_of_requeue)
                 case core.Say():
-                    print(effect.text, flush=True)
+                    log.info("%s", effect.text)
                 case core.EndJob():
                     self._outcome = effect.outcome
                 case _:
@@ -216,7 +218,8 @@ class BatchProcess:
 
 
 def tell_of_requeue(trouble: str) -> None:
-    print(f"requeue: {trouble}", flush=True)
+    """Log what went wrong while the job was requeued."""
+    log.warning("requeue: %s", trouble)
 
 
 def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Allocation:
@@ -247,8 +250,9 @@ def main(run_directory: str) -> int:
 
 
 if __name__ == "__main__":
+    log_as("batch process")
     try:
         sys.exit(main(sys.argv[1]))
     except JurymastError as failure:
-        print(f"jurymast: error: {failure}", file=sys.stderr)
+        log.error("%s", failure)
         sys.exit(failure.exit_code)

@@ -7,16 +7,19 @@ Slurm overwrites the update. No process inside the job lives that long.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from datetime import datetime, timedelta
 
 from jurymast.cluster.allocation import job_fields, run_command
 from jurymast.errors import ClusterUnavailableError
+from jurymast.processes import log_as
 
 POLL_S = 0.1
 REVOKED_S = 2
 LIMIT_S = 240.0
+log = logging.getLogger("jurymast.requeue")
 
 
 def start_time(fields: dict[str, str]) -> str:
@@ -48,18 +51,19 @@ def lift(job: str, nodes: str, exclude: str) -> bool:
                 try:
                     run_command(["scontrol", "update", f"JobId={job}", change])
                 except ClusterUnavailableError as error:
-                    print(f"{change}: {error}", flush=True)
+                    log.warning("%s: %s", change, error)
             return True
         time.sleep(POLL_S)
     return False
 
 
 def main() -> int:
+    log_as("requeue")
     job, nodes, *exclude = sys.argv[1:]
     try:
         return 0 if lift(job, nodes, exclude[0] if exclude else "") else 1
     except ClusterUnavailableError as error:
-        print(error, file=sys.stderr)
+        log.error("%s", error)
         return error.exit_code
 
 
