@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +127,25 @@ def test_a_run_that_ends_on_a_full_disk_says_so_and_can_be_let_go(tmp_path: Path
             told: dict[str, Any] = json.loads(jurymast("status", str(root), "--json").stdout)
             return told
 
+        def status_with(what: str, shown: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+            (told,) = wait_until(what, lambda: [*filter(shown, [status()])], limit_s=240.0)
+            return told
+
+        def journal_warnings(told: dict[str, Any]) -> list[str]:
+            return [text for text in told["warnings"] if "cannot be written" in text]
+
         with kept_full(small_disk):
             durable = run.state().saved["shared"].step or 0
             # By then copies to storage have failed more than once, and the next try is not at once.
-            wait_until("some failures", lambda: status()["step"] > durable + 200, limit_s=240.0)
+            status_with("some failures", lambda told: told["step"] > durable + 200)
+            # Before that, the run's end might still fit into the rest of the journal's last page.
+            status_with("word that the journal is full", lambda told: bool(journal_warnings(told)))
             enough.touch()
-            wait_until("word that it has ended", lambda: status()["state"] == "succeeded", limit_s=240.0)
-            told = status()
+            told = status_with("word that it has ended", lambda told: told["state"] == "succeeded")
             assert told["exit_code"] is None, (told, run.story())
             assert "is on its way to" in told["next"]
             assert told["step"] > durable
-            (warned,) = [text for text in told["warnings"] if "cannot be written" in text]
+            (warned,) = journal_warnings(told)
             assert "No space left on device" in warned
         done = jurymast("cancel", str(root))
         assert "no longer waits for" in done.stdout, (done, run.story())

@@ -182,6 +182,18 @@ def test_the_supervisor_is_believed_where_the_journal_is_behind(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("waits", "exit_code"), [("the checkpoint of step 60 is on its way to /runs", None), ("", 0)]
+)
+def test_a_run_that_waits_for_its_last_checkpoint_has_no_exit_code_yet(
+    tmp_path: Path, waits: str, exit_code: int | None
+) -> None:
+    story = Story().running(60).finished()
+    told = Condition(state="succeeded", step=60, waits=waits, journal="")
+    view = watcher(story, tmp_path).view(ENDED, story.t, told)
+    assert (view["state"], view["exit_code"]) == ("succeeded", exit_code)
+
+
+@pytest.mark.parametrize(
     ("story", "words"),
     [
         (Story().submitted(), "waits for its nodes to start"),

@@ -101,10 +101,11 @@ class StatusWatcher(JournalTail):
         state, plan = self.state, self.plan
         word, why = public_state(state, life)
         following = _next(state, life, now) if word not in ("failed", "cancelled", "succeeded") else ""
-        step, alerts = shown_step(state), state.alerts
+        step, alerts, exit_code = shown_step(state), state.alerts, exit_code_of(state, life)
         if told is not None:
             word, step, alerts = told.state, told.step, list(told.alerts)
-            following = f"{told.waits} (jurymast cancel gives it up)" if told.waits else following
+            if told.waits:  # the journal may show the run's end already
+                following, exit_code = f"{told.waits} (jurymast cancel gives it up)", None
         place = None if state.ended or life.kind == "gone" else find(self.directory.epochs)
         ended_at = state.ended_at
         return {
@@ -135,7 +136,7 @@ class StatusWatcher(JournalTail):
             "job": {"id": life.id, "kind": life.kind, "detail": life.detail},
             "submitted_at": iso(state.submitted_at or plan.submitted_at),
             "updated_at": iso(self.last_t), "ended_at": iso(ended_at),
-            "exit_code": exit_code_of(state, life), "end_reason": why,
+            "exit_code": exit_code, "end_reason": why,
         }  # fmt: skip
 
 
