@@ -191,6 +191,8 @@ def test_a_run_that_waits_for_its_last_checkpoint_has_no_exit_code_yet(
     told = Condition(state="succeeded", step=60, waits=waits, journal="")
     view = watcher(story, tmp_path).view(ENDED, story.t, told)
     assert (view["state"], view["exit_code"]) == ("succeeded", exit_code)
+    lost = any("are in no checkpoint" in text for text in view["warnings"])
+    assert lost is not bool(waits), "steps whose checkpoint is on its way are not lost yet"
 
 
 @pytest.mark.parametrize(

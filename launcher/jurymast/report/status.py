@@ -220,14 +220,15 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
     return f"saves after step {save}" if save else ""
 
 
-def data_gaps(watcher: StatusWatcher) -> list[str]:
+def data_gaps(watcher: StatusWatcher, *, waits: bool = False) -> list[str]:
     """The gaps that a report must not leave out: missing parts of the journal, and steps that no checkpoint
-    has."""
+    has. `waits`: the run waits for its last checkpoint, so its steps are not lost yet."""
     state, found = watcher.state, list(watcher.unread)
     kept = [t.step for name, t in state.saved.items() if name not in (MEMORY, PEER) and t.step is not None]
     unsaved = state.step - max(kept, default=0)
     # Only a Checkpointer reports a restore, and counts steps as the training does.
-    if state.phase is Phase.SUCCEEDED and watcher.restored and state.absolute and unsaved > 0:
+    ended = state.phase is Phase.SUCCEEDED and not waits
+    if ended and watcher.restored and state.absolute and unsaved > 0:
         newest = f"the newest is step {max(kept)}" if kept else "there is none"
         found.append(
             f"the last {count(unsaved, 'step')} are in no checkpoint ({newest}): "
@@ -238,7 +239,7 @@ def data_gaps(watcher: StatusWatcher) -> list[str]:
 
 def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition | None) -> list[str]:
     """What needs attention, most urgent first. `told`: see `report.liveness.hear`."""
-    state, found = watcher.state, data_gaps(watcher)
+    state, found = watcher.state, data_gaps(watcher, waits=told is not None and bool(told.waits))
     unwritten = told.journal if told is not None else ""
     if life.kind == "gone" and not state.ended:
         found.append(public_state(state, life)[1])
