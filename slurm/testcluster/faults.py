@@ -9,16 +9,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from testcluster import freezer, processes
 from testcluster.errors import ClusterError
 from testcluster.machines import Machine
 from testcluster.processes import Process
 from testcluster.settings import CONTROLLER, SCRATCH
-
-if TYPE_CHECKING:
-    from testcluster.cluster import Cluster
+from testcluster.state import Running
 
 _SIGNALS = {
     "KILL": signal.SIGKILL,
@@ -55,7 +53,7 @@ class Fault:
 class Faults:
     """The faults of one cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Running) -> None:
         self._cluster = cluster
         self._kinds: Mapping[str, Callable[..., tuple[int, ...]]] = {
             "kill": self._kill,

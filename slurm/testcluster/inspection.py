@@ -8,14 +8,12 @@ import pwd
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from testcluster import freezer, processes
 from testcluster.machines import Machine
 from testcluster.settings import LOGIN, SCRATCH, USER
-
-if TYPE_CHECKING:
-    from testcluster.cluster import Cluster
+from testcluster.state import Running
 
 _DISKS = ("/dev/shm", "/tmp", SCRATCH)
 _END_DEADLINE_S = 30.0
@@ -24,7 +22,7 @@ _END_DEADLINE_S = 30.0
 class Inspector:
     """Everything that looks at a cluster from the host."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Running) -> None:
         self._cluster = cluster
 
     def status(self) -> list[dict[str, Any]]:

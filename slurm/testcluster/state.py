@@ -6,13 +6,16 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from testcluster.control import Job
 from testcluster.errors import ClusterError
 from testcluster.machines import Machine
+from testcluster.network import Network
 from testcluster.settings import HOST_LOCK, Layout, Options
 
 _VERSION = 1
@@ -101,3 +104,31 @@ class Lock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+class Running(Protocol):
+    """What faults and inspections need of a cluster that is up. ``cluster.Cluster`` explains its parts."""
+
+    layout: Layout
+    prefix: str
+    network: Network
+
+    @property
+    def saved(self) -> Saved: ...
+
+    @property
+    def nodes(self) -> list[str]: ...
+
+    def machine(self, name: str) -> Machine: ...
+
+    def disk_bytes(self, path: str) -> int: ...
+
+    def exec(
+        self, name: str, argv: Sequence[str], *, check: bool = True, root: bool = False
+    ) -> subprocess.CompletedProcess[str]: ...
+
+    def restart_slurmctld(self, *, crash: bool = False) -> None: ...
+
+    def node_states(self) -> dict[str, str]: ...
+
+    def squeue(self) -> list[Job]: ...
