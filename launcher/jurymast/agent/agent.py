@@ -164,7 +164,9 @@ class Agent:
         self._strangers = Strangers(_note)
         self._memory = RankMemory(plan.ranks_per_node)
         self._watch = RankWatch(self._memory, plan.settings.heartbeat_s, plan.program)
-        self._keeping = Keeping(directory, plan, node, self._driver.say, self._write_ended)
+        self._keeping = Keeping(
+            directory, plan, node, self._driver.say, self._write_reached, self._write_ended
+        )
         self._probing = Probing(directory, plan, node, self._driver.say)
         self._connecting = Connecting(directory, self._driver, self._strangers)
         self._evidence = Evidence()
@@ -275,6 +277,8 @@ class Agent:
                 self._memory.order(order)
             case msg.Write():
                 self._keeping.write(order)
+            case msg.ContinueWrite():
+                self._keeping.continue_write(order)
             case msg.CancelWrite():
                 self._keeping.cancel_write(order.id)
             case msg.LeaveVerdict():
@@ -384,6 +388,9 @@ class Agent:
                     if isinstance(event, within.CheckpointsKept):
                         self._keeping.checkpoints_at(event)
                     self._driver.act(self._machine.rank_said(event, self._driver.now))
+
+    def _write_reached(self, id: str, stage: msg.WriteStage) -> None:
+        self._driver.act(self._machine.write_reached(id, stage, self._driver.now))
 
     def _write_ended(self, id: str) -> None:
         self._driver.act(self._machine.write_ended(id, self._driver.now))

@@ -17,17 +17,37 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.message import Strange
+from jurymast.core.messages import WriteStage
 from jurymast.core.settings import RunPlan
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
 from jurymast.storage import local, orders
-from jurymast.storage.orders import Answer, AnyOrder, Cancel, StorageFailed, Told, read_answer
+from jurymast.storage.orders import (
+    WAIT_LIMITS,
+    Answer,
+    AnyOrder,
+    Cancel,
+    Continue,
+    Reached,
+    StorageFailed,
+    Told,
+    read_answer,
+)
 from jurymast.wire.protocol import Access
 
 # Seconds that an order gets after its limit to give up by itself, and a killed process to end.
 GRACE_S = 10.0
 GONE_S = 2.0
+
+
+class Stages:
+    """Those of an order. `reached` is called with each that is done. `turns` are the orders to go on, which
+    may come before the process has the order itself."""
+
+    def __init__(self, reached: Callable[[WriteStage], None]) -> None:
+        self.reached = reached
+        self.turns: asyncio.Queue[msg.ContinueWrite] = asyncio.Queue()
 
 
 class StorageProcesses:
@@ -40,16 +60,17 @@ class StorageProcesses:
         self._tiers: dict[str, _Tier] = {}
         self._next_id = 0
 
-    async def carry_out(self, order: AnyOrder) -> Answer:
-        """Have `order` carried out, under a new number. Storage errors are answers, and never raised.
+    async def carry_out(self, order: AnyOrder, stages: Stages | None = None) -> Answer:
+        """Have `order` carried out, under a new number, stage by stage if it has `stages`. Storage errors are
+        answers, and never raised.
 
         Cancelling the task that awaits this cancels the order, and waits until nothing is written any more.
         """
-        tier = self._tiers.setdefault(order.tier, _Tier(order.tier))
+        tier = self._tiers.setdefault(order.tier, _Tier(order.tier, self._grace_s))
         self._next_id += 1
         async with tier.lock:
             numbered = msgspec.structs.replace(order, id=self._next_id)
-            return await tier.carry_out(numbered, self._grace_s)
+            return await tier.carry_out(numbered, stages or Stages(lambda stage: None))
 
     async def close(self) -> None:
         """End all processes."""
@@ -58,12 +79,13 @@ class StorageProcesses:
 
 
 class _Tier:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, grace_s: float) -> None:
         self.lock = asyncio.Lock()
-        self._name = name
+        self._name, self._grace_s = name, grace_s
         self._child: Child | None = None
+        self._late_at = 0.0  # when a process that says nothing hangs
 
-    async def carry_out(self, order: AnyOrder, grace_s: float) -> Answer:
+    async def carry_out(self, order: AnyOrder, stages: Stages) -> Answer:
         """Carry out an order, with the lock held. A process that remains is idle."""
         try:
             child = await self._ready()
@@ -73,10 +95,13 @@ class _Tier:
             return StorageFailed(
                 why=f"{self._name} storage still hangs: its killed process has not ended yet"
             )
-        work = asyncio.ensure_future(self._talk(child, order))
+        self._give(order.limit_s)
+        work = asyncio.ensure_future(self._talk(child, order, stages))
+        going_on = asyncio.ensure_future(self._go_on(child, order, stages))
         try:
-            done, _ = await asyncio.wait([work], timeout=order.limit_s + grace_s)
-            if not done:
+            while not work.done() and (left_s := self._late_at - asyncio.get_running_loop().time()) > 0:
+                await asyncio.wait([work], timeout=left_s)
+            if not work.done():
                 await self.kill()
                 place = getattr(order, "root", "")
                 return StorageFailed(
@@ -86,12 +111,22 @@ class _Tier:
             return work.result() or StorageFailed(why=await self._why_ended())
         except asyncio.CancelledError:
             self._tell(child, Cancel(id=order.id))
-            done, _ = await asyncio.wait([work], timeout=grace_s)
+            done, _ = await asyncio.wait([work], timeout=self._grace_s)
             if not done:
                 await self.kill()
             raise
         finally:
             work.cancel()
+            going_on.cancel()
+
+    def _give(self, limit_s: float) -> None:
+        self._late_at = asyncio.get_running_loop().time() + limit_s + self._grace_s
+
+    async def _go_on(self, child: Child, order: AnyOrder, stages: Stages) -> None:
+        while True:
+            turn = await stages.turns.get()
+            self._give(order.limit_s)
+            self._tell(child, Continue(id=order.id, stage=turn.stage, parts=turn.parts))
 
     async def _ready(self) -> Child | None:
         """Return a process that takes orders; None while a killed one has not ended."""
@@ -100,15 +135,19 @@ class _Tier:
         self._child = await Child.start("jurymast.storage")
         return self._child
 
-    async def _talk(self, child: Child, order: AnyOrder) -> Answer | None:
+    async def _talk(self, child: Child, order: AnyOrder, stages: Stages) -> Answer | None:
         """Return the order's answer; None if the process ended before it answered."""
         try:
             self._tell(child, order)
             await child.told()
             while line := await child.hear():
                 answer = read_answer(line)
-                if not isinstance(answer, Strange) and answer.id == order.id:
+                if isinstance(answer, Strange) or answer.id != order.id:
+                    continue
+                if not isinstance(answer, Reached):
                     return answer
+                self._give(WAIT_LIMITS * order.limit_s)
+                stages.reached(answer.stage)
         except (ConnectionError, ValueError):
             pass
         return None
@@ -134,8 +173,9 @@ class _Tier:
 
 
 class Keeping:
-    """Carries out the supervisor's orders about checkpoints. `tell` sends it a message; `write_ended` is
-    called at the end of each write, with its id."""
+    """Carries out the supervisor's orders about checkpoints. `tell` sends it a message; `write_reached` is
+    called with a write's id and the stage whose end it has reached, `write_ended` at the end of each write,
+    with its id."""
 
     def __init__(
         self,
@@ -143,12 +183,13 @@ class Keeping:
         plan: RunPlan,
         node: str,
         tell: Callable[[msg.AboutCheckpoints], None],
+        write_reached: Callable[[str, WriteStage], None],
         write_ended: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._run_directory = directory.root
         self._tell = tell
-        self._write_ended = write_ended
+        self._write_reached, self._write_ended = write_reached, write_ended
         settings = plan.settings
         self._local = local_root(settings.local_path, plan.run) if settings.local_path else None
         # A script may write its checkpoints elsewhere, and keep another number of them.
@@ -157,6 +198,7 @@ class Keeping:
         self.keeper = Keeper(access, node, plan.ranks_per_node, tell, local_root=self._local)
         self._storage = StorageProcesses()
         self._writes: dict[str, asyncio.Task[None]] = {}
+        self._stages: dict[str, Stages] = {}  # of these
         self._warming: asyncio.Future[orders.Answer] | None = None
         self.run_is_over = False  # if true, nobody restores from this node's disk any more
 
@@ -179,17 +221,21 @@ class Keeping:
         self.keeper.launch(order.attempt, here, order.world * count, order.restore)
 
     def write(self, order: msg.Write) -> None:
-        task = self._writes[order.id] = asyncio.ensure_future(self._write(order))
+        stages = self._stages[order.id] = Stages(lambda stage: self._write_reached(order.id, stage))
+        task = self._writes[order.id] = asyncio.ensure_future(self._write(order, stages))
         task.add_done_callback(lambda _: self._ended(order.id))
+
+    def continue_write(self, order: msg.ContinueWrite) -> None:
+        self._stages[order.id].turns.put_nowait(order)
 
     def cancel_write(self, id: str) -> None:
         self._writes[id].cancel()
 
     def _ended(self, id: str) -> None:
-        del self._writes[id]
+        del self._writes[id], self._stages[id]
         self._write_ended(id)
 
-    async def _write(self, order: msg.Write) -> None:
+    async def _write(self, order: msg.Write, stages: Stages) -> None:
         """Write images of this node to a tier, and report the result."""
         loans: list[Loan] = []
         try:
@@ -201,7 +247,7 @@ class Keeping:
                     break
                 loans.append(loan)
             else:
-                answer = await self._storage.carry_out(self._order(order, loans))
+                answer = await self._storage.carry_out(self._order(order, loans), stages)
         finally:
             for loan in loans:
                 loan.give_back()

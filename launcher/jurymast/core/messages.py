@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -176,6 +177,26 @@ class Written(ToSupervisor, frozen=True, kw_only=True):
     why: str = ""
 
 
+class WriteStage(IntEnum):
+    """What nodes that write one checkpoint do, one stage after another: the next one is ordered when all that
+    take part in this one have reached its end."""
+
+    HOLD = 0  # each node holds its images; begun by the order to write
+    OPEN = 1  # the lead makes a directory, and removes those that others left half-done; begun by it as well
+    ANNOUNCE = 2  # each node describes its images there
+    SHARE_OUT = 3  # the lead decides who writes what, and puts that there
+    WRITE = 4  # each node writes its share
+    SEAL = 5  # the lead makes one checkpoint of all shares, and gives it its name
+
+
+class WriteReached(ToSupervisor, frozen=True, kw_only=True):
+    """The node has done its part in this stage of a write, and waits for the next. It says so again to each
+    supervisor that it connects to."""
+
+    id: str
+    stage: WriteStage
+
+
 class Replicate(ToAgent, frozen=True, kw_only=True):
     """Hold this part of another node's image, from one of `sources`; with a `group` the XOR of that part of
     all `members`."""
@@ -248,6 +269,15 @@ class Write(ToAgent, frozen=True, kw_only=True):
     lead: bool = False
 
 
+class ContinueWrite(ToAgent, frozen=True, kw_only=True):
+    """Go on with this stage of a write to shared storage. `parts` is for the lead that shares out: the first
+    rank of each node, by which its files are named."""
+
+    id: str
+    stage: WriteStage
+    parts: tuple[int, ...] = ()
+
+
 class CancelWrite(ToAgent, frozen=True, kw_only=True):
     """Stop writing."""
 
@@ -255,9 +285,9 @@ class CancelWrite(ToAgent, frozen=True, kw_only=True):
 
 
 FromKeeper = Held | Dropped | Refused | Prefetched | AskSources | Unrestorable | Unreplicated
-AboutCheckpoints = FromKeeper | Foreseen | Written
+AboutCheckpoints = FromKeeper | Foreseen | WriteReached | Written
 KeeperOrder = Replicate | Sources | Committed | Void | Forget | ForgetNewer | GiveSlotsUp
-CheckpointOrder = KeeperOrder | Write | CancelWrite
+CheckpointOrder = KeeperOrder | Write | ContinueWrite | CancelWrite
 
 
 # Attempts: agents join and leave; ranks are started, stopped, fail and end.

@@ -16,10 +16,11 @@ import psutil
 
 from jurymast.checkpoint.directory import one_line
 from jurymast.core.message import Strange
+from jurymast.core.messages import WriteStage
 from jurymast.errors import never
 from jurymast.processes import become_helper
 from jurymast.storage import local, object_store, orders, shared
-from jurymast.storage.orders import Answer, AnyOrder, Done, Job
+from jurymast.storage.orders import Answer, AnyOrder, Done, Job, Reached
 
 # How much nicer than the ranks this process is while it writes. Not while it imports torch: on a busy node
 # that took minutes, during which no checkpoint got to storage.
@@ -31,11 +32,21 @@ def serve(waiting: queue.SimpleQueue[AnyOrder], jobs: dict[int, Job], output: in
     """Carry out orders; this runs in a thread of its own, so that they can be cancelled meanwhile."""
     while True:
         order = waiting.get()
-        answer = msgspec.structs.replace(_carried_out(order, jobs[order.id]), id=order.id)
-        data = msgspec.json.encode(answer) + b"\n"
-        while data:
-            data = data[os.write(output, data) :]
+        _say(output, msgspec.structs.replace(_carried_out(order, jobs[order.id]), id=order.id))
         del jobs[order.id]
+
+
+def _say(output: int, answer: Answer | Reached) -> None:
+    data = msgspec.json.encode(answer) + b"\n"
+    while data:
+        data = data[os.write(output, data) :]
+
+
+def _job(order: AnyOrder, output: int) -> Job:
+    def reached(stage: WriteStage) -> None:
+        _say(output, Reached(id=order.id, stage=stage))
+
+    return Job(order.limit_s, reached=reached)
 
 
 def _carried_out(order: AnyOrder, job: Job) -> Answer:
@@ -79,11 +90,11 @@ def main() -> None:
         told = orders.read_told(line)
         if isinstance(told, Strange):
             sys.stderr.write(f"no order: {told}\n")
-        elif not isinstance(told, orders.Cancel):
-            jobs[told.id] = Job(told.limit_s)
+        elif not isinstance(told, orders.Cancel | orders.Continue):
+            jobs[told.id] = _job(told, output)
             waiting.put(told)
         elif job := jobs.get(told.id):
-            job.cancelled.set()
+            job.cancel() if isinstance(told, orders.Cancel) else job.go_on(told)
     os._exit(0)
 
 

@@ -4,6 +4,7 @@ within its limits and report progress."""
 from __future__ import annotations
 
 import errno
+import queue
 import shutil
 import threading
 import time
@@ -17,8 +18,8 @@ import msgspec
 
 from jurymast.core.checkpoints.copies import LOCAL, OBJECT, SHARED
 from jurymast.core.message import Strange, kind_of, reader
+from jurymast.core.messages import WriteStage
 from jurymast.core.texts import size
-from jurymast.rundir import renew
 
 LIMIT_S = 1800.0
 
@@ -52,9 +53,10 @@ class WriteLocal(_Order, frozen=True, kw_only=True):
 
 
 class WriteShared(_Order, frozen=True, kw_only=True):
-    """Write this node's images of a state of `world` ranks to the shared checkpoint in `root`. All nodes get
-    the same `nonce`. The lead completes the checkpoint, for the run `run` with its directory, and then keeps
-    only the newest `keep` checkpoints, if given."""
+    """Write this node's images of a state of `world` ranks to the shared checkpoint in `root`, stage by
+    stage: each but the lead's first is begun by a Continue, and has `limit_s`. All nodes get the same
+    `nonce`. The lead completes the checkpoint, for the run `run` with its directory, and then keeps only the
+    newest `keep` checkpoints, if given."""
 
     tier: ClassVar[str] = SHARED
     root: str
@@ -86,6 +88,14 @@ class Upload(_Order, frozen=True, kw_only=True):
     run_directory: str
 
 
+class Continue(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of):
+    """Go on with this stage of the order with this number. `parts`: see `messages.ContinueWrite`."""
+
+    id: int
+    stage: WriteStage
+    parts: tuple[int, ...] = ()
+
+
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of):
     """Cancel the order with this number."""
 
@@ -113,12 +123,18 @@ class StorageFailed(_Answer, frozen=True, kw_only=True):
     why: str
 
 
+class Reached(_Answer, frozen=True, kw_only=True):
+    """This stage of the order is done, and the next one is waited for. It is not the last answer."""
+
+    stage: WriteStage
+
+
 AnyOrder = WriteLocal | WriteShared | Warm | Upload
-Told = AnyOrder | Cancel
+Told = AnyOrder | Continue | Cancel
 Answer = Done | StorageFailed
 
 read_told: Callable[[bytes], Told | Strange] = reader(Told)
-read_answer: Callable[[bytes], Answer | Strange] = reader(Answer)
+read_answer: Callable[[bytes], Answer | Reached | Strange] = reader(Answer | Reached)
 
 
 Item = TypeVar("Item")
@@ -127,12 +143,8 @@ Result = TypeVar("Result")
 # The number of files written or sent at the same time.
 STREAMS = 4
 
-POLL_S = 0.05
-POLL_S_MAX = 0.5
-# All nodes together look for the files of this many ranks in a second.
-RANKS_A_SECOND = 20_000.0
-# How often the view of a directory is renewed while something is awaited there.
-RENEW_EVERY_S = 2.0
+# A node waits for the others as long as two stages may take: who hangs is found, and tells, before that.
+WAIT_LIMITS = 2
 
 
 class StorageFailure(Exception):
@@ -140,20 +152,49 @@ class StorageFailure(Exception):
 
 
 class Job:
-    """An order while one thread (with helpers that it waits for) carries it out, in at most `limit_s`.
-    `advance` gets the number of bytes of each write."""
+    """An order while one thread (with helpers that it waits for) carries it out, in at most `limit_s` for
+    each stage. `advance` gets the number of bytes of each write, `reached` each stage that is done."""
 
-    def __init__(self, limit_s: float, advance: Callable[[int], None] = lambda count: None) -> None:
+    def __init__(
+        self,
+        limit_s: float,
+        advance: Callable[[int], None] = lambda count: None,
+        reached: Callable[[WriteStage], None] = lambda stage: None,
+    ) -> None:
         self.cancelled = threading.Event()
         self.bytes = 0
         self._stopped = False
-        self._advance = advance
+        self._advance, self._reached = advance, reached
+        self._turns: queue.SimpleQueue[Continue | None] = queue.SimpleQueue()
         self._limit_s = limit_s
         self._started = time.monotonic()
         self._lock = threading.Lock()
 
+    def cancel(self) -> None:
+        self.cancelled.set()
+        self._turns.put(None)
+
+    def go_on(self, turn: Continue) -> None:
+        self._turns.put(turn)
+
+    def turn(self, reached: WriteStage, following: WriteStage) -> Continue:
+        """Tell that this stage is done, and return the order to go on with the `following` one. Raises
+        StorageFailure if the order was cancelled meanwhile, or the other nodes took too long."""
+        if reached > WriteStage.HOLD:
+            self._reached(reached)
+        limit_s = WAIT_LIMITS * self._limit_s
+        turn = None
+        while turn is None or turn.stage is not following:
+            try:
+                turn = self._turns.get(timeout=limit_s)
+            except queue.Empty:
+                raise StorageFailure(f"waited {limit_s:.0f} s for the other nodes") from None
+            self.begin()
+            self.check()
+        return turn
+
     def begin(self) -> None:
-        """Start the order's time, which does not count while it waits for its turn."""
+        """Start the time of a stage, which does not count while the order waits for its turn."""
         self._started = time.monotonic()
 
     @property
@@ -187,25 +228,6 @@ class Job:
                     task.cancel()
                 raise failures[0]
         return [task.result() for task in tasks]
-
-    def wait(
-        self, what: str, look: Callable[[], Result | None], place: Path | None = None, *, ranks: int = 1
-    ) -> Result:
-        """Return the first result of `look` that is not None. It is called seldom enough for storage to bear
-        it from the nodes of so many `ranks`. Raises StorageFailure if `what` did not happen in time."""
-        seldom = ranks / RANKS_A_SECOND
-        pause = max(POLL_S, 0.1 * seldom)
-        renewed = time.monotonic()
-        while (result := look()) is None:
-            if self._late:
-                raise StorageFailure(f"{what} did not come within {self._limit_s:.0f} s")
-            self.check()
-            self.cancelled.wait(pause)
-            pause = min(max(POLL_S_MAX, seldom), pause * 1.2)
-            if place is not None and time.monotonic() - renewed > max(RENEW_EVERY_S, seldom):
-                renewed = time.monotonic()
-                renew(place)
-        return result
 
 
 def explain(error: OSError, path: Path | str) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from jurymast.errors import AuthenticationError, ProtocolError
 
-MAGIC = b"jurymast/6\n"
+MAGIC = b"jurymast/7\n"
 NONCE_BYTES = 32
 HELLO_BYTES, ANSWER_BYTES = len(MAGIC) + NONCE_BYTES, 2 * NONCE_BYTES
 SUPERVISOR = "supervisor"

@@ -9,7 +9,10 @@ from msgspec import Struct
 from jurymast.core import messages as msg
 
 NEVER = math.inf
-Obeyed = msg.GoOn | msg.CadenceSet | msg.LeaveVerdict | msg.KeeperOrder | msg.Write | msg.CancelWrite
+Obeyed = (
+    msg.GoOn | msg.CadenceSet | msg.LeaveVerdict | msg.KeeperOrder | msg.Write | msg.ContinueWrite
+    | msg.CancelWrite
+)  # fmt: skip
 
 
 class WakeAt(Struct, frozen=True):
@@ -33,8 +36,8 @@ class Beat(Struct, frozen=True):
 
 
 class Obey(Struct, frozen=True):
-    """Carry out this order; nothing about it is left to decide. The end of a write is an event, unless it was
-    cancelled."""
+    """Carry out this order; nothing about it is left to decide. The stages that a write reaches, and its end,
+    are events, unless it was cancelled."""
 
     order: Obeyed
 

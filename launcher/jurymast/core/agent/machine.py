@@ -4,6 +4,7 @@ replaces which, and what has to be ready for it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jurymast.core import messages as msg
@@ -12,28 +13,43 @@ from jurymast.core.agent import effects as do
 from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.agent.ranks import NodeTests, Ranks
 from jurymast.core.agent.supervision import Hearing, Succession, SupervisorLink, epoch_of
+from jurymast.core.checkpoints.copies import SHARED
+from jurymast.core.messages import WriteStage
 from jurymast.core.nodes.silence import answer_every_s, patience_s
 from jurymast.core.nodes.tests import Alone
 from jurymast.core.settings import RunPlan
 
 
+@dataclass
+class NodeWrite:
+    """A write until it has ended. `ordered`: the stage that it is to go on with, `reached`: whose end it has
+    reached."""
+
+    tier: str
+    cancelled: bool = False
+    ordered: WriteStage = WriteStage.OPEN
+    reached: WriteStage = WriteStage.HOLD
+
+
 class NodeWrites:
-    """Decides about the node's writes, at most one to each tier."""
+    """Decides about the node's writes, at most one to each tier. Those to shared storage go on in stages, as
+    the supervisor orders. Each supervisor is told of them, and cancels those that it does not know: they
+    would wait for ever, and keep their images in memory."""
 
     def __init__(self, ranks_per_node: int) -> None:
         self._ranks_per_node = ranks_per_node
-        self._running: dict[str, str] = {}  # the tier by id, until the write has ended
+        self._running: dict[str, NodeWrite] = {}  # by id
         self._newest: dict[str, str] = {}  # by tier, its id
-        self._cancelled: set[str] = set()
         self._foreseen: dict[int, within.Foreseen] = {}  # by local rank
         self._leads = False  # rank 0 is here: this node brings shared checkpoints together
         self._warm = False
 
     def check(self) -> None:
         """Check the invariants. Raises AssertionError."""
-        going = [tier for id, tier in self._running.items() if id not in self._cancelled]
+        going = [write.tier for write in self._running.values() if not write.cancelled]
         assert len(going) == len(set(going)), "two writes to a tier"
-        assert self._cancelled <= self._running.keys(), "a write that is not there is remembered"
+        ahead = any(write.reached > write.ordered for write in self._running.values())
+        assert not ahead, "a write went on by itself"
 
     def launch(self, order: msg.Launch) -> None:
         """Prepare for the ranks of this attempt, which are about to start."""
@@ -47,20 +63,49 @@ class NodeWrites:
         if self._newest.get(order.tier) == order.id:
             return []
         self._newest[order.tier] = order.id
-        void = [id for id, tier in self._running.items() if tier == order.tier]
+        void = [id for id, write in self._running.items() if write.tier == order.tier]
         effects = [effect for id in void for effect in self.cancel(id)]
-        self._running[order.id] = order.tier
+        self._running[order.id] = NodeWrite(order.tier)
         return [*effects, do.Obey(order)]
 
-    def cancel(self, id: str) -> list[Effect]:
-        if id not in self._running or id in self._cancelled:
+    def go_on(self, order: msg.ContinueWrite) -> list[Effect]:
+        """Go on with a write. The order may have come before: those that may be lost are repeated."""
+        write = self._going(order.id)
+        if write is None or order.stage <= write.ordered:
             return []
-        self._cancelled.add(id)
+        write.ordered = order.stage
+        return [do.Obey(order)]
+
+    def reached(self, id: str, stage: WriteStage) -> list[Effect]:
+        """A write has reached the end of a stage, and waits."""
+        write = self._going(id)
+        if write is None:
+            return []
+        write.reached = stage
+        return [do.Send(msg.WriteReached(id=id, stage=stage))]
+
+    def connected(self) -> list[Effect]:
+        """Tell a supervisor, which may be another one, how far the writes are."""
+        return [do.Send(msg.WriteReached(id=id, stage=stage)) for id, stage in self.staged().items()]
+
+    def staged(self) -> dict[str, WriteStage]:
+        """Return the writes that go on in stages, by id, and the stage whose end each has reached."""
+        going = {id: one for id, one in self._running.items() if one.tier == SHARED and not one.cancelled}
+        return {id: write.reached for id, write in going.items()}
+
+    def cancel(self, id: str) -> list[Effect]:
+        write = self._going(id)
+        if write is None:
+            return []
+        write.cancelled = True
         return [do.Obey(msg.CancelWrite(id=id))]
+
+    def _going(self, id: str) -> NodeWrite | None:
+        write = self._running.get(id)
+        return None if write is None or write.cancelled else write
 
     def ended(self, id: str) -> None:
         self._running.pop(id, None)
-        self._cancelled.discard(id)
 
     def rank_said(self, event: within.CheckpointsKept | within.Foreseen) -> list[Effect]:
         if isinstance(event, within.CheckpointsKept):
@@ -189,7 +234,8 @@ class AgentMachine:
 
     def connected(self, now: float) -> list[Effect]:
         begun = self.ranks.begin(now)
-        return self._out([*self.link.connected_to(now), self.ranks.beat(), *begun], now)
+        greeted = [*self.link.connected_to(now), self.ranks.beat()]
+        return self._out([*greeted, *self._said(self.writes.connected()), *begun], now)
 
     def lost(self, now: float) -> list[Effect]:
         """The connection was closed."""
@@ -223,6 +269,8 @@ class AgentMachine:
                 return self.tests.test(order, now) if idle else self.tests.end()
             case msg.Write():
                 return self.writes.begin(order)
+            case msg.ContinueWrite():
+                return self.writes.go_on(order)
             case msg.CancelWrite():
                 return self.writes.cancel(order.id)
             case msg.Leave() | msg.Moved() | msg.Strange():
@@ -273,6 +321,9 @@ class AgentMachine:
 
     def supervisor_ended(self, now: float) -> list[Effect]:
         return self._out(self.succession.supervisor_ended(now), now)
+
+    def write_reached(self, id: str, stage: WriteStage, now: float) -> list[Effect]:
+        return self._out(self._said(self.writes.reached(id, stage)), now)
 
     def write_ended(self, id: str, now: float) -> list[Effect]:
         self.writes.ended(id)

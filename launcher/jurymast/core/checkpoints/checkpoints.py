@@ -352,6 +352,8 @@ class Checkpoints:
                 return [self.restore.sources(node, message)]
             case msg.Unrestorable():
                 return [Record(ev.RestoreFailed(t=now, node=node, **asdict(message)))]
+            case msg.WriteReached():
+                return self.writes.reached(node, message)
             case msg.Written():
                 return self.writes.hear(node, message, now)
             case _:

@@ -3,20 +3,19 @@
 A write is ordered by `messages.Write`. There is one per tier at a time. It fails with the first node that
 fails or is lost, and is tried later with the state that is newest by then. If other nodes have the same whole
 images, they then write what the failed node has not written.
- How the nodes that have images of a state write it to shared storage together, as one checkpoint.
 
-They send no messages but leave files at a meeting place on that storage. The leading node opens the place;
-each node announces its images there; the leader says who writes what of them; each node writes its share and
-says so; then the leader seals and publishes the whole. A node that fails tells the others.
+To shared storage, the nodes that have images of a state write it together, as one checkpoint. They do so in
+stages (`messages.WriteStage`). Each node says when it has reached the end of a stage, and the next one is
+ordered when all have. What they tell each other lies in files, whose names are known and which are there by
+then; so nobody looks for anything there before it has come.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Set
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Set
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from jurymast.core import messages as msg
@@ -24,6 +23,7 @@ from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.cadence import durable_interval_s, durable_share
 from jurymast.core.checkpoints.copies import RATES, Copies, Key, Reachability, Retries, StateId
 from jurymast.core.effects import Effect, Send
+from jurymast.core.messages import WriteStage
 from jurymast.core.planning.forecast import Saving
 from jurymast.core.run.state import RunState
 from jurymast.core.run.telling import copied
@@ -66,13 +66,18 @@ def late_after_s(state: RunState, tier: str, size_bytes: int, nodes: int) -> flo
 SHARED_PAUSE_MIN_S = 1.0
 # Agents that have not reported on a write for this long have lost it; hanging storage they notice earlier.
 WRITE_LIMIT_S = 3600.0
+# A lead that fails removes what is there, and then reports why. That is the reason for people to see, so who
+# follows and finds nothing there waits this long to be cancelled, and reports nothing.
+GIVEN_UP_S = 60.0
+# Stages in which only the lead has something to do.
+ALONE = (WriteStage.OPEN, WriteStage.SHARE_OUT, WriteStage.SEAL)
 
 
 @dataclass
 class OpenWrite:
     """One state on its way to a tier. `waiting`: nodes that have not reported the end, and their orders; from
-    `late_at` on the write takes longer than it should. `published`: the leader has brought all parts
-    together."""
+    `late_at` on the write takes longer than it should. `lead` brings the parts of all nodes together; "":
+    nobody does. `behind`: the nodes that have not reached the end of this `stage`."""
 
     id: str
     tier: str
@@ -80,8 +85,23 @@ class OpenWrite:
     started_at: float
     waiting: dict[str, msg.Write]
     late_at: float
+    lead: str
     size_bytes: int = 0
-    published: bool = False
+    stage: WriteStage = WriteStage.OPEN
+    behind: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.begin(WriteStage.OPEN)
+
+    def begin(self, stage: WriteStage) -> None:
+        self.stage = stage
+        self.behind = {self.lead} if self.lead and stage in ALONE else set(self.waiting)
+
+    def order(self) -> msg.ContinueWrite:
+        """Return the order to go on with this stage."""
+        shares_out = self.stage is WriteStage.SHARE_OUT
+        parts = tuple(order.ranks[0] for order in self.waiting.values()) if shares_out else ()
+        return msg.ContinueWrite(id=self.id, stage=self.stage, parts=parts)
 
 
 class Writes:
@@ -103,6 +123,9 @@ class Writes:
     @property
     def any_under_way(self) -> bool:
         return bool(self._under_way)
+
+    def knows(self, id: str) -> bool:
+        return any(write.id == id for write in self._under_way.values())
 
     def free(self, tier: str, now: float, *, hurry: bool = False) -> bool:
         """Whether no write to this tier is under way, and its last failure is some time ago."""
@@ -150,7 +173,8 @@ class Writes:
             )
             for node, ranks in writers.items()
         }  # fmt: skip
-        self._under_way[tier] = OpenWrite(name, tier, key, now, orders, late_at)
+        lead = next((node for node, order in orders.items() if order.lead and tier != cp.LOCAL), "")
+        self._under_way[tier] = OpenWrite(name, tier, key, now, orders, late_at, lead)
         return [Send(node, order) for node, order in orders.items()]
 
     def _writers(self, tier: str, key: Key, now: float) -> dict[str, list[int]]:
@@ -188,33 +212,58 @@ class Writes:
         both = [node for node in self._copies.nodes_with_both(key, rank) if node in self._holders]
         return min([*(copy.node for copy in whole), *both], key=lambda node: node in unfit, default="")
 
+    # ---- going on
+
+    def reached(self, node: str, message: msg.WriteReached) -> list[Effect]:
+        """A node has reached the end of a stage; it may have said so before."""
+        write = self._under_way.get(cp.SHARED)
+        if write is None or write.id != message.id:
+            # It has ended, or is an earlier supervisor's: nobody would ever have the node go on.
+            return [Send(node, msg.CancelWrite(id=message.id))]
+        return self._passed(write, node) if message.stage is write.stage else []
+
+    def _passed(self, write: OpenWrite, node: str) -> list[Effect]:
+        """A node has nothing left to do in this stage. Order the next one after the last node."""
+        write.behind.discard(node)
+        if write.behind or write.stage is WriteStage.SEAL:
+            return []
+        write.begin(WriteStage(write.stage + 1))
+        order = write.order()
+        return [Send(one, order) for one in write.waiting if one in write.behind]
+
     # ---- ending
 
     def hear(self, node: str, message: msg.Written, now: float) -> list[Effect]:
         write = self._under_way.get(message.tier)
-        if write is None or write.id != message.id:
+        if write is None or write.id != message.id or node not in write.waiting:
             return []
-        write.size_bytes += message.size_bytes
         pair = node, message.tier
-        if message.ok:
-            self._reach.worked(pair)
-            order = write.waiting.get(node)
-            leads = order is not None and order.lead and write.tier != cp.LOCAL
-            write.published = write.published or leads
-        else:
+        if not message.ok:
             self._reach.failed(pair, now)
-        return self._done(write, node, "" if message.ok else f"{node}: {message.why}", now)
+            return self._failed(write, node, f"{node}: {message.why}", now)
+        self._reach.worked(pair)
+        write.size_bytes += message.size_bytes
+        del write.waiting[node]
+        # The lead reports after all others, unless a complete checkpoint of this step existed already.
+        if node == write.lead or not write.waiting:
+            return self._end(write, "", now)
+        return self._passed(write, node)
 
     def joined(self, node: str) -> list[Effect]:
         """A node's agent is here again: repeat its orders, which it may have missed."""
-        orders = [write.waiting.get(node) for write in self._under_way.values()]
-        return [Send(node, order) for order in orders if order is not None]
+        effects: list[Effect] = []
+        for write in self._under_way.values():
+            if node in write.waiting:
+                effects.append(Send(node, write.waiting[node]))
+                if write.stage > WriteStage.OPEN and node in write.behind:
+                    effects.append(Send(node, write.order()))
+        return effects
 
     def lost(self, node: str, why: str, now: float) -> list[Effect]:
         """The node is lost and will not report on its orders."""
         self._reach.forget(node)
         theirs = [write for write in self._under_way.values() if node in write.waiting]
-        return [effect for write in theirs for effect in self._done(write, node, why, now)]
+        return [effect for write in theirs for effect in self._failed(write, node, why, now)]
 
     def go_back(self, step: int, now: float) -> list[Effect]:
         """The run goes back: nothing newer is written or counts."""
@@ -234,7 +283,7 @@ class Writes:
         effects: list[Effect] = []
         for write in list(self._under_way.values()):
             if now > write.started_at + WRITE_LIMIT_S:
-                why = f"{min(write.waiting)} said nothing for {WRITE_LIMIT_S:.0f} s"
+                why = f"{min(write.behind)} said nothing for {WRITE_LIMIT_S:.0f} s"
                 effects += self._end(write, why, now)
             elif now > write.late_at:
                 write.late_at = math.inf
@@ -242,12 +291,10 @@ class Writes:
                 effects.append(copied(write.tier, write.key, now, why=why))
         return effects
 
-    def _done(self, write: OpenWrite, node: str, why: str, now: float) -> list[Effect]:
-        """Note that a node has finished its part, or never will."""
-        write.waiting.pop(node, None)
-        if write.published:  # all parts were done by then, also that of a node lost before it reported
-            why = ""
-        return self._end(write, why, now) if why or not write.waiting else []
+    def _failed(self, write: OpenWrite, node: str, why: str, now: float) -> list[Effect]:
+        """A node will never finish its part."""
+        del write.waiting[node]
+        return self._end(write, why, now)
 
     def _end(self, write: OpenWrite, why: str, now: float) -> list[Effect]:
         """End a write: it is complete, or (`why`) will not be, and then no node continues."""
@@ -295,201 +342,7 @@ class Writes:
         """Check the invariants; AssertionError names the broken one."""
         for tier, write in self._under_way.items():
             assert write.tier == tier, f"a write to {write.tier} is counted as one to {tier}"
-            assert write.waiting, f"the write to {tier} waits for nobody"
+            assert write.behind, f"the write to {tier} waits for nobody"
+            assert write.behind <= write.waiting.keys(), f"the write to {tier} waits for nodes that are done"
             gone = write.waiting.keys() - self._holders.keys()
             assert not gone, f"the write to {tier} waits for {', '.join(sorted(gone))}, not here"
-
-
-# The first node to fail tells the supervisor why, which then cancels the others: they wait this long for it.
-CAUSE_FIRST_S = 3.0
-
-
-class Do(Enum):
-    """What a node does next. The event that answers is `done`, unless the action names another, or
-    `failed`."""
-
-    OPEN = "make the place, and sweep what others left half-done; the lead"
-    FIND_PLACE = "look for it; `saw_place`"
-    ANNOUNCE = "put what this node's images are like there"
-    READ_LAYOUTS = "look what others have announced; `saw_layouts`"
-    SHARE_OUT = "decide who writes what, and put that there; the lead"
-    FIND_SHARES = "look for that; `saw_shares`"
-    WRITE = "this node's share, and then that it is there"
-    READ_PARTS = "look who is done; `saw_parts`"
-    SEAL = "make one checkpoint of all parts; `sealed`; the lead"
-    PUBLISH = "give it its name; the lead"
-    CLEAN_UP = "remove the place; the lead"
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Look again after a while; `failed` if that takes too long."""
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Wait this many seconds, or until cancelled; answered by `done`."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class ReadWhy:
-    """Read once more why this rank's node failed; answered by `others_failed`."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class TellOthers:
-    """Tell the other nodes why this one fails, if possible; answered by `done`."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Complete:
-    """The write succeeded. `published`: the checkpoint has its final name, or had it already (`existing`)."""
-
-    existing: bool = False
-    published: bool = False
-
-
-@dataclass(frozen=True)
-class Fail:
-    """Tell the supervisor why this node fails."""
-
-    why: str
-
-
-# All parts were there already.
-THERE = Complete(existing=True, published=True)
-Next = Do | Wait | Pause | ReadWhy | TellOthers | Complete | Fail
-
-
-@dataclass(frozen=True)
-class Announced:
-    """An image that some node has announced."""
-
-    rank: int
-    key: Key
-    world: int
-
-
-class Meeting:
-    """One node's part in writing a checkpoint. Every event returns what to do next."""
-
-    def __init__(self, key: Key, world: int, *, leads: bool) -> None:
-        self._key, self._world, self._leads = key, world, leads
-        self._doing: Do = Do.OPEN if leads else Do.FIND_PLACE
-        self._ranks: set[int] = set()  # the ranks whose images were announced
-        self._messages: set[str] = set()  # in which that was
-        self._asked_why = False
-        self._closing: list[Next] = []  # remaining actions, the end last
-
-    def check(self) -> None:
-        """Check the invariants. Raises AssertionError."""
-        assert len(self._ranks) <= self._world, "more images than ranks"
-        assert self._leads or not self._ranks, "who follows reads no layouts"
-        assert not self._closing or isinstance(self._closing[-1], Complete | Fail | ReadWhy), (
-            "no end is in sight"
-        )
-
-    def begin(self, *, unseen: str, rolled_back: bool, existing: bool) -> Next:
-        """Start. `unseen`: what this node cannot see of the storage, or ""; `existing`: a complete checkpoint
-        of this step exists."""
-        step, attempt = self._key
-        if unseen:
-            return Fail(f"{unseen} is not visible on this node: is the shared storage mounted?")
-        if rolled_back:
-            return Fail(f"step {step} of attempt {attempt} was rolled back, so it is not written")
-        return THERE if existing else self._doing
-
-    # ---- one after the other
-
-    def done(self) -> Next:
-        """The last action is done and needs no other answer."""
-        if self._closing:
-            return self._closing.pop(0)
-        match self._doing:
-            case Do.OPEN | Do.FIND_PLACE:
-                return self._do(Do.ANNOUNCE)
-            case Do.ANNOUNCE:
-                return self._do(Do.READ_LAYOUTS if self._leads else Do.FIND_SHARES)
-            case Do.SHARE_OUT | Do.FIND_SHARES:
-                return self._do(Do.WRITE)
-            case Do.WRITE:
-                return self._do(Do.READ_PARTS) if self._leads else Complete()
-            case Do.SEAL:
-                return self._do(Do.PUBLISH)
-            case Do.PUBLISH:
-                return Complete(published=True)
-            case _:
-                raise AssertionError(f"to {self._doing.value}: that has another answer")
-
-    def _do(self, what: Do) -> Next:
-        self._doing = what
-        return what
-
-    def saw_place(self, *, there: bool, existing: bool) -> Next:
-        """Handle a look at the place. `existing` as in `begin`: then the place is no longer needed."""
-        if existing:
-            return THERE
-        return self.done() if there else Wait()
-
-    def saw_layouts(self, found: Mapping[str, Iterable[Announced]]) -> Next:
-        """Take in images that were not seen before, by the message that announced them."""
-        for message, images in found.items():
-            self._messages.add(message)
-            for image in images:
-                if (image.key, image.world) != (self._key, self._world):
-                    why = f"rank {image.rank} has an image of another state, step {image.key[0]}"
-                    return self.failed(why)
-                if not 0 <= image.rank < self._world:
-                    return self.failed(
-                        f"{message} names rank {image.rank}, and there are {self._world} ranks"
-                    )
-                self._ranks.add(image.rank)
-        return self._do(Do.SHARE_OUT) if len(self._ranks) == self._world else Wait()
-
-    def saw_shares(self, *, there: bool) -> Next:
-        return self.done() if there else Wait()
-
-    def saw_parts(self, of: Collection[str]) -> Next:
-        """Take in finished images. `of`: the messages in which their nodes had announced them."""
-        return self._do(Do.SEAL) if self._messages.issubset(of) else Wait()
-
-    def sealed(self, *, rolled_back: bool) -> Next:
-        if rolled_back:
-            return self.failed(f"step {self._key[0]} was rolled back meanwhile")
-        return self.done()
-
-    # ---- when it does not go well
-
-    def others_failed(self, rank: int, why: str) -> Next:
-        """The node of this rank says that it failed. `why` is "" while the reason is not yet there, or had no
-        room."""
-        if why or self._asked_why:
-            return self._close([Fail(f"rank {rank}: {why or 'its node has failed'}")])
-        self._asked_why = True
-        self._closing = [ReadWhy(rank)]
-        return Pause(CAUSE_FIRST_S)
-
-    def failed(self, why: str, *, gone: bool = False, existing: bool = False) -> Next:
-        """The last action failed. `gone`: the place no longer exists; `existing`: but a complete checkpoint
-        of this step does, because the ranks have saved it themselves meanwhile."""
-        if self._closing:
-            return self.done()  # the end does not depend on it
-        if self._doing in (Do.OPEN, Do.FIND_PLACE):
-            return Fail(why)  # there is no place, and nobody to be told
-        if existing and self._leads:
-            return self._close([THERE])
-        if gone:
-            given_up = Fail("rank 0's node gave up: its directory is gone")
-            return self._close([Pause(CAUSE_FIRST_S), given_up])
-        return self._close([TellOthers(why), Fail(why)])
-
-    def _close(self, steps: list[Next]) -> Next:
-        *before, end = steps
-        self._closing = [*before, *([Do.CLEAN_UP] if self._leads else []), end]
-        return self._closing.pop(0)

@@ -391,9 +391,11 @@ class SimAgent:
                 self.page.record.take(order.schedule, order.decided)
             case msg.Write():
                 self._write(order)
+            case msg.ContinueWrite():
+                self._writes[order.id].go_on(order)
             case msg.CancelWrite():
                 if order.id in self._writes:
-                    self._writes[order.id].cancelled = True
+                    self._writes[order.id].cancel()
                     self.world.after(0.005, self.process, self._write_ended, order.id)
             case msg.GoOn() | msg.LeaveVerdict():
                 pass
@@ -445,7 +447,14 @@ class SimAgent:
                 self.keeper.doubt(image)  # the writer reads it
             self._written(order, "an image is no longer here")
             return
-        self._writes[order.id] = SimWrite(self, order, lent[0].token, lambda why: self._written(order, why))
+
+        def reached(stage: msg.WriteStage) -> None:
+            self._carry_out(self.machine.write_reached(order.id, stage, self.now))
+
+        def over(why: str) -> None:
+            self._written(order, why)
+
+        self._writes[order.id] = SimWrite(self, order, lent[0].token, reached, over)
 
     def _written(self, order: msg.Write, why: str) -> None:
         size = 0 if why else 100

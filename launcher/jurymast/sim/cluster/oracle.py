@@ -344,7 +344,10 @@ class Oracle:
         runs = state.phase is Phase.RUNNING and site.name in state.places
         if runs and (ranks.attempt != state.attempt or ranks.state in ("waiting", "warming")):
             return f"{ranks.state} in attempt {ranks.attempt}, running is {state.attempt}"
-        return ""
+        unknown = [
+            id for id in agent.machine.writes.staged() if not supervisor.machine.checkpoints.writes.knows(id)
+        ]
+        return f"keeps {unknown} for a write that nobody waits for" if unknown else ""
 
     def at_the_end(self) -> None:
         supervisor, now = self.supervisor, self.cluster.world.now

@@ -11,28 +11,16 @@ import os
 import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.checkpoints.copies import Key, StateId
-from jurymast.core.checkpoints.writes import (
-    Announced,
-    Complete,
-    Do,
-    Fail,
-    Meeting,
-    Next,
-    Pause,
-    ReadWhy,
-    TellOthers,
-    Wait,
-)
+from jurymast.core.checkpoints.writes import GIVEN_UP_S
 from jurymast.core.effects import Instruction
 from jurymast.core.events import Event
-from jurymast.core.messages import Endpoint
+from jurymast.core.messages import Endpoint, WriteStage
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
@@ -240,14 +228,13 @@ class Token:
 
 
 @dataclass
-class MeetingPlace:
-    """Where nodes write a checkpoint together: what they have announced, who is done, and why some failed, by
-    rank."""
+class WritePlace:
+    """Where nodes write a checkpoint together: the images that they have announced, and who has written its
+    share, by the first rank of each node."""
 
-    layouts: dict[str, list[Announced]] = field(default_factory=dict)
+    announced: dict[int, tuple[int, ...]] = field(default_factory=dict)
     shared_out: bool = False
-    done: set[str] = field(default_factory=set)
-    failed: dict[int, str] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -320,7 +307,7 @@ class RunDisk:
     attempt: int = 0
     reading_s: float = 0.0  # the journal
     shared: dict[Key, tuple[float, Token]] = field(default_factory=dict)
-    places: dict[str, MeetingPlace] = field(default_factory=dict)  # where nodes write a checkpoint together
+    places: dict[str, WritePlace] = field(default_factory=dict)  # where nodes write a checkpoint together
     journal: dict[int, list[Item]] = field(default_factory=dict)
     rollbacks: list[Rollback] = field(default_factory=list)
 
@@ -382,120 +369,101 @@ class RunDisk:
         return [json.loads(json.dumps(line)) for line in lines]
 
 
-LOOK_S, COPY_S = 0.05, (0.05, 0.4)
+COPY_S = 0.05, 0.4
 
 
 class SimWrite:
-    """A write. `over` gets the reason if it failed, or ""; it is not called once the write is `cancelled`."""
+    """A node's part of a write. `reached` gets each stage that is done, and `over` the reason if it failed, or
+    "". Neither is called once the write is cancelled."""
 
-    def __init__(self, agent: SimAgent, order: msg.Write, token: Token, over: Callable[[str], None]) -> None:
-        self._agent, self._order, self._token, self._over = agent, order, token, over
+    def __init__(
+        self,
+        agent: SimAgent,
+        order: msg.Write,
+        token: Token,
+        reached: Callable[[WriteStage], None],
+        over: Callable[[str], None],
+    ) -> None:
+        self._agent, self._order, self._token = agent, order, token
+        self._reached, self._over = reached, over
         self._key = StateId(order.step, order.attempt)
-        self._machine = Meeting(self._key, order.world, leads=order.lead)
-        self._layout = f"layout-r{order.ranks[0]:05d}"
-        self.cancelled = False
-        agent.world.go(agent.process, self._steps())
+        self._last = WriteStage.SEAL if order.lead else WriteStage.WRITE
+        self._cancelled = False
+        if order.lead:
+            self.go_on(msg.ContinueWrite(id=order.id, stage=WriteStage.OPEN))
 
-    @property
-    def _places(self) -> dict[str, MeetingPlace]:
-        return self._agent.cluster.disk.places
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._give_up()
 
-    def _exists(self) -> bool:
-        return any(step == self._key[0] for step, _ in self._agent.cluster.disk.shared)
+    def _give_up(self) -> None:
+        if self._order.lead:
+            self._places.pop(self._order.id, None)
 
-    def _steps(self) -> Steps[None]:
-        looking = Do.FIND_PLACE
-        what = yield from self._on_storage(self._begin)
-        while not self.cancelled:
-            match what:
-                case Complete():
-                    return self._over("")
-                case Fail(why):
-                    return self._over(why)
-                case Wait():
-                    following = self._on_storage(partial(self._look, looking), after_s=LOOK_S)
-                case Pause(seconds):
-                    following = self._on_storage(self._machine.done, after_s=seconds)
-                case Do.FIND_PLACE | Do.READ_LAYOUTS | Do.FIND_SHARES | Do.READ_PARTS:
-                    looking = what
-                    following = self._on_storage(partial(self._look, looking))
-                case Do.WRITE:
-                    copy_s = self._agent.world.between(*COPY_S)
-                    following = self._on_storage(partial(self._write, what), writes=True, after_s=copy_s)
-                case _:
-                    following = self._on_storage(partial(self._write, what), writes=what is not Do.CLEAN_UP)
-            what = yield from following
+    def go_on(self, turn: msg.ContinueWrite) -> None:
+        self._agent.world.go(self._agent.process, self._steps(turn))
 
-    def _on_storage(
-        self, work: Callable[[], Next], *, writes: bool = False, after_s: float = 0.0
-    ) -> Steps[Next]:
+    def _steps(self, turn: msg.ContinueWrite) -> Steps[None]:
         storage, name = self._agent.cluster.storage, self._agent.site.name
 
-        def checked() -> Next:
+        def work() -> bool:
             if not storage.sees_checkpoints(name):
                 raise OSError(f"{name} does not see the storage")
-            return work()
+            return self._work(turn)
 
-        yield self._agent.world.now + after_s
-        following = yield from storage.work(name, checked, writes=writes)
-        if isinstance(following, OSError):
-            gone = isinstance(following, FileNotFoundError)
-            following = self._machine.failed(str(following), gone=gone, existing=self._exists())
-        self._machine.check()
-        return following
-
-    def _begin(self) -> Next:
-        void = self._agent.cluster.disk.is_void(self._key)
-        return self._machine.begin(unseen="", rolled_back=void, existing=self._exists())
+        if turn.stage is WriteStage.WRITE:
+            yield self._agent.world.now + self._agent.world.between(*COPY_S)
+        complete = yield from storage.work(name, work, writes=True)
+        if isinstance(complete, FileNotFoundError) and not self._order.lead:
+            yield self._agent.world.now + GIVEN_UP_S
+        if self._cancelled:
+            return
+        if isinstance(complete, OSError):
+            self._give_up()
+            self._over("" if self._order.lead and self._exists() else str(complete))
+        elif complete or turn.stage is self._last:
+            self._over("")
+        else:
+            self._reached(turn.stage)
 
     @property
-    def _place(self) -> MeetingPlace:
+    def _places(self) -> dict[str, WritePlace]:
+        return self._agent.cluster.disk.places
+
+    @property
+    def _place(self) -> WritePlace:
         if self._order.id not in self._places:
             raise FileNotFoundError("the place is gone")
         return self._places[self._order.id]
 
-    def _look(self, what: Do) -> Next:
-        machine = self._machine
-        if what is Do.FIND_PLACE:
-            there = self._order.id in self._places
-            return machine.saw_place(there=there, existing=not there and self._exists())
-        place = self._place
-        for rank, why in place.failed.items():
-            return machine.others_failed(rank, why)
-        match what:
-            case Do.READ_LAYOUTS:
-                return machine.saw_layouts(place.layouts)
-            case Do.FIND_SHARES:
-                return machine.saw_shares(there=place.shared_out)
-            case _:
-                return machine.saw_parts(place.done)
+    def _exists(self) -> bool:
+        return any(step == self._key.step for step, _ in self._agent.cluster.disk.shared)
 
-    def _write(self, what: Next) -> Next:
+    def _work(self, turn: msg.ContinueWrite) -> bool:
+        """Do what this stage is; returns whether the checkpoint was there before."""
         order, disk = self._order, self._agent.cluster.disk
-        match what:
-            case Do.OPEN:
+        void = disk.is_void(self._key)
+        match turn.stage:
+            case WriteStage.OPEN:
+                if void:
+                    raise OSError("it was rolled back")
+                if self._exists():
+                    return True
                 self._places.clear()
-                self._places[order.id] = MeetingPlace()
-            case Do.CLEAN_UP:
-                self._places.pop(order.id, None)
-            case Do.ANNOUNCE:
-                images = [Announced(rank, self._key, order.world) for rank in order.ranks]
-                self._place.layouts[self._layout] = images
-            case Do.SHARE_OUT:
+                self._places[order.id] = WritePlace()
+            case WriteStage.ANNOUNCE:
+                self._place.announced[order.ranks[0]] = order.ranks
+            case WriteStage.SHARE_OUT:
+                announced = sorted(rank for part in turn.parts for rank in self._place.announced[part])
+                assert announced == [*range(order.world)], f"the images of {announced} are announced"
                 self._place.shared_out = True
-            case Do.WRITE:
-                self._place.done.add(self._layout)
-            case Do.SEAL:
-                assert len(self._place.done) == len(self._place.layouts), "a part is missing"
-                return self._machine.sealed(rolled_back=disk.is_void(self._key))
-            case Do.PUBLISH:
-                assert self._place.shared_out, "published before it was written"
+            case WriteStage.WRITE:
+                assert self._place.shared_out, "written before it was known what"
+                self._place.written.add(order.ranks[0])
+            case _:
+                assert self._place.written == self._place.announced.keys(), "a part is missing"
+                if void:
+                    raise OSError("it was rolled back meanwhile")
                 del self._places[order.id]
                 disk.publish(self._key, self._token)
-            case TellOthers(why):
-                self._place.failed[order.ranks[0]] = why
-            case ReadWhy(rank):
-                return self._machine.others_failed(rank, self._place.failed.get(rank, ""))
-            case _:
-                raise AssertionError(f"{what} is nothing to do")
-        return self._machine.done()
+        return False
