@@ -18,16 +18,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from jurymast.agent.keeping import StorageProcesses
+from jurymast.agent.keeping import Stages, StorageProcesses
 from jurymast.checkpoint.directory import CheckpointDirectory, remove_trees
-from jurymast.core.checkpoints import writes
+from jurymast.core import messages as msg
+from jurymast.core.messages import WriteStage
 from jurymast.keeper.copies import local_copies
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage import shared
 from jurymast.storage.local import LocalDirectory, remove
 from jurymast.storage.orders import (
     Answer,
-    Cancel,
+    Continue,
     Done,
     ImageAt,
     Job,
@@ -37,7 +38,15 @@ from jurymast.storage.orders import (
     WriteShared,
 )
 from support.checkpoints import flip
-from support.images import StorageProcess, make_image, put_image, simple_images, to_local, to_shared
+from support.images import (
+    StorageProcess,
+    WriteTogether,
+    make_image,
+    put_image,
+    simple_images,
+    to_local,
+    to_shared,
+)
 from support.ranks import run_ranks, stop_server
 from support.waiting import wait_until
 
@@ -86,9 +95,7 @@ def shared_orders(root: Path, images: Sequence[ImageAt], **more: Any) -> list[Wr
 
 
 def together(processes: list[StorageProcess], orders: Sequence[WriteShared]) -> list[Answer]:
-    for process, order in zip(processes, orders, strict=True):
-        process.give(order)
-    return [process.answer() for process in processes]
+    return WriteTogether(processes, orders).carry_out()
 
 
 def done_together(processes: list[StorageProcess], orders: Sequence[WriteShared]) -> list[Done]:
@@ -98,7 +105,11 @@ def done_together(processes: list[StorageProcess], orders: Sequence[WriteShared]
     return done
 
 
+CANCELLED = "it was cancelled"
+
+
 def failed_together(processes: list[StorageProcess], orders: Sequence[WriteShared]) -> list[str]:
+    """Why each failed; who did not is cancelled."""
     answers = together(processes, orders)
     whys = [answer.why for answer in answers if isinstance(answer, StorageFailed)]
     assert len(whys) == len(orders), answers
@@ -187,8 +198,9 @@ def test_a_step_that_is_there_stays_as_it_is(tmp_path: Path, processes: list[Sto
     images = simple_images(tmp_path / "i", world=2)
     together(processes, shared_orders(root, images))
     inode = (root / "step-00000010").stat().st_ino
-    answers = done_together(processes, shared_orders(root, images, nonce="00ac"))
-    assert [answer.existing for answer in answers] == [True, True]
+    lead, follower = together(processes, shared_orders(root, images, nonce="00ac"))
+    assert lead == Done(id=lead.id, existing=True, published=True)
+    assert follower == StorageFailed(id=follower.id, why=CANCELLED), "nothing is left to do"
     assert (root / "step-00000010").stat().st_ino == inode
     # a damaged one is set aside, and replaced
     (root / "step-00000010" / "__1_0.distcp").unlink()
@@ -235,9 +247,10 @@ def test_corrupt_memory_is_never_stored(tmp_path: Path, processes: list[StorageP
     images = simple_images(tmp_path / "i", world=2)
     flip(Path(images[1].path))
     root = tmp_path / "checkpoints"
-    for why in failed_together(processes, shared_orders(root, images)):
-        assert "image of rank 1 in " in why
-        assert "is corrupt: block 0 of its " in why
+    lead, follower = failed_together(processes, shared_orders(root, images))
+    assert lead == CANCELLED
+    assert "image of rank 1 in " in follower
+    assert "is corrupt: block 0 of its " in follower
     assert names(root) == set()
     assert "is corrupt" in processes[0].failure(to_local(tmp_path / "local", images))
     assert names(tmp_path / "local") == set()
@@ -246,11 +259,25 @@ def test_corrupt_memory_is_never_stored(tmp_path: Path, processes: list[StorageP
 def test_states_are_never_mixed(tmp_path: Path, processes: list[StorageProcess]) -> None:
     first = simple_images(tmp_path / "i", world=2)
     other = simple_images(tmp_path / "i", world=2, attempt=2)
-    lead, follower = failed_together(
-        processes, shared_orders(tmp_path / "checkpoints", [first[0], other[1]], limit_s=1.0)
-    )
+    lead, follower = failed_together(processes, shared_orders(tmp_path / "checkpoints", [first[0], other[1]]))
     assert "attempt 2, rank 1, not of step 10, attempt 1" in follower
-    assert lead == "the image of some rank did not come within 1 s"
+    assert lead == CANCELLED
+    assert names(tmp_path / "checkpoints") == set()
+    # nor if a node takes another state for this one
+    orders = shared_orders(tmp_path / "checkpoints", [first[0], other[1]])
+    orders[1] = msgspec.structs.replace(orders[1], attempt=2)
+    place, theirs = (CheckpointDirectory(tmp_path / "checkpoints").writing(10, n, "00ab") for n in (1, 2))
+    work = WriteTogether(processes, orders)
+    assert work.end(WriteStage.OPEN)
+    theirs.symlink_to(place)
+    work.begin(WriteStage.ANNOUNCE)
+    assert work.end(WriteStage.ANNOUNCE)
+    work.begin(WriteStage.SHARE_OUT)
+    assert not work.end(WriteStage.SHARE_OUT)
+    theirs.unlink()
+    lead_says, _ = work.cancel()
+    assert isinstance(lead_says, StorageFailed)
+    assert lead_says.why == "rank 1 has an image of another state, step 10"
     assert names(tmp_path / "checkpoints") == set()
 
 
@@ -269,8 +296,8 @@ def test_a_rolled_back_state_is_not_stored_again(tmp_path: Path, processes: list
     together(processes, shared_orders(root, simple_images(tmp_path / "i", step=10, world=2)))
     CheckpointDirectory(root).rollback(10, 1)
     orders = shared_orders(root, simple_images(tmp_path / "i", step=20, world=2))
-    for why in failed_together(processes, orders):
-        assert why == "step 20 of attempt 1 was rolled back, so it is not written"
+    why = "step 20 of attempt 1 was rolled back, so it is not written"
+    assert failed_together(processes, orders) == [why, CANCELLED]
 
 
 # ---- local disk
@@ -397,84 +424,112 @@ def test_a_read_only_disk(tmp_path: Path, small_disk: Path, processes: list[Stor
 # ---- killed
 
 
-@pytest.mark.parametrize("point", ["layout", "writing", "sealing"])
+POINTS = {
+    "opening": (WriteStage.OPEN, set()),
+    "announcing": (WriteStage.ANNOUNCE, {"layout-r0000{victim}.json"}),
+    "writing": (WriteStage.WRITE, {"__{victim}_0.distcp"}),
+    "written": (WriteStage.WRITE, {"done-r00000.json", "done-r00001.json"}),
+    "sealing": (WriteStage.SEAL, {"done-r00000.json"}),  # it imports torch
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_leaves_nothing_that_looks_complete(
     tmp_path: Path, processes: list[StorageProcess], point: str, victim: int
 ) -> None:
     root = tmp_path / "checkpoints"
     images = simple_images(tmp_path / "i", world=2, size=2_000_000)
-    orders = shared_orders(root, images, limit_s=4.0)
     place = root / ".writing-00000010.a0001.00ab"
-    seen = {
-        "layout": {f"layout-r0000{victim}.json"},
-        "writing": {f"__{victim}_0.distcp"},
-        "sealing": {"done-r00000.json", "done-r00001.json"},  # and the lead goes on to import torch
-    }
-    if point == "layout":
-        two_of_three = simple_images(tmp_path / "j", world=3)[:2]  # the third one is waited for
-        orders = shared_orders(root, two_of_three, world=3, limit_s=4.0)
-
-    def reached() -> bool:
-        return seen[point] <= names(place)
-
+    stage, files = POINTS[point]
+    seen = {name.format(victim=victim) for name in files}
     with StorageProcess() as lead, StorageProcess() as follower:
         both = [lead, follower]
-        for process, order in zip(both, orders, strict=True):
-            process.give(order)
-        wait_until(f"{point} of the write", lambda: reached() or "step-00000010" in names(root))
-        both[victim].kill()
-        survivor = both[1 - victim].answer()
+        work = WriteTogether(both, shared_orders(root, images))
+        work.go(stage)
+        wait_until(f"{point} of the write", lambda: seen <= names(place) or "step-00000010" in names(root))
+        work.kill(victim)
+        answers = work.cancel()
     if CheckpointDirectory(root).complete():
-        assert (point, victim) in (("writing", 0), ("writing", 1), ("sealing", 1))
+        assert point == "sealing"
         assert CheckpointDirectory(root).check_files(10, CheckpointDirectory(root).manifest(10).files) == []
         return
     assert not any(name.startswith("step-") for name in names(root))
     if victim == 1:
-        assert isinstance(survivor, StorageFailed)
+        assert isinstance(answers[0], StorageFailed)
         assert names(root) == set()
     done_together(processes, shared_orders(root, images, nonce="00ac"))
     assert names(root) == {"step-00000010"}
 
 
-def test_a_cancelled_write_leaves_nothing(tmp_path: Path, processes: list[StorageProcess]) -> None:
-    root = tmp_path / "checkpoints"
-    order = shared_orders(root, simple_images(tmp_path / "i", world=2))[0]
-    number = processes[0].give(order)
-    wait_until("directory", lambda: any(names(path) for path in root.glob(".writing-*")))
-    processes[0].tell(Cancel(id=number))
-    assert processes[0].answer() == StorageFailed(id=number, why="it was cancelled")
-    assert names(root) == set()
-
-
-def test_who_only_sees_that_another_failed_lets_it_say_why_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stage", [stage for stage in WriteStage if stage > WriteStage.HOLD])
+def test_a_cancelled_write_leaves_nothing(
+    tmp_path: Path, processes: list[StorageProcess], stage: WriteStage
 ) -> None:
+    """While a node waits for its turn, or does what is to be done."""
+    root = tmp_path / "checkpoints"
+    orders = shared_orders(root, simple_images(tmp_path / "i", world=2))
+    work = WriteTogether(processes, orders)
+    work.go(stage)
+    if stage < WriteStage.SEAL:
+        assert work.end(stage)
+    for answer in work.cancel():
+        assert isinstance(answer, Done) or answer.why == CANCELLED
+    assert names(root) in (set(), {"step-00000010"} if stage is WriteStage.SEAL else set())
+    done_together(processes, shared_orders(root, simple_images(tmp_path / "i", world=2), nonce="00ac"))
+
+
+def test_an_order_that_is_late_or_out_of_turn_is_passed_over(
+    tmp_path: Path, processes: list[StorageProcess]
+) -> None:
+    orders = shared_orders(tmp_path / "checkpoints", simple_images(tmp_path / "i", world=2))
+    work = WriteTogether(processes, orders)
+    for stage in (WriteStage.ANNOUNCE, WriteStage.SHARE_OUT, WriteStage.WRITE):
+        work.go(stage) if stage is WriteStage.ANNOUNCE else work.begin(stage)
+        work.begin(WriteStage.ANNOUNCE)
+        work.begin(WriteStage.OPEN)
+        assert work.end(stage)
+    work.begin(WriteStage.SEAL)
+    assert not work.end(WriteStage.SEAL)
+    assert isinstance(work.answers[0], Done)
+    assert names(tmp_path / "checkpoints") == {"step-00000010"}
+
+
+def test_who_finds_nothing_any_more_lets_the_lead_say_why_first(tmp_path: Path) -> None:
     """The supervisor tells what it hears first, and cancels the others then."""
-    monkeypatch.setattr(writes, "CAUSE_FIRST_S", 300.0)
     root = tmp_path / "checkpoints"
     order = shared_orders(root, simple_images(tmp_path / "i", world=2))[1]
     place = root / ".writing-00000010.a0001.00ab"
     place.mkdir(parents=True)
-    job = Job(order.limit_s)
-    waits = threading.Event()
+    announced, waits = threading.Event(), threading.Event()
+    job = Job(order.limit_s, reached=lambda stage: announced.set())
 
-    def wait(timeout: float) -> bool:
-        if timeout == 300.0:
+    class Waited(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
             waits.set()
-            return threading.Event.wait(job.cancelled, timeout)
-        return threading.Event.wait(job.cancelled, 0.01)
+            return super().wait(60.0)
 
-    monkeypatch.setattr(job.cancelled, "wait", wait)
+    job.cancelled = Waited()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(shared.write, order, job)
-        wait_until("its layout", (place / "layout-r00001.json").exists)
+        job.go_on(Continue(id=0, stage=WriteStage.ANNOUNCE))
+        assert announced.wait(60.0)
+        assert names(place) == {"layout-r00001.json"}
         remove_trees([place])
-        assert waits.wait(30.0)
+        job.go_on(Continue(id=0, stage=WriteStage.WRITE))
+        assert waits.wait(60.0)
         assert not answer.done()
-        job.cancelled.set()
+        job.cancel()
         with pytest.raises(StorageFailure, match="gave up"):
-            answer.result(30.0)
+            answer.result(60.0)
+
+
+def test_storage_that_one_node_does_not_see_is_told_by_that_node(tmp_path: Path) -> None:
+    order = shared_orders(tmp_path / "nowhere", simple_images(tmp_path / "i", world=2))[1]
+    job = Job(order.limit_s)
+    job.go_on(Continue(id=0, stage=WriteStage.ANNOUNCE))
+    with pytest.raises(StorageFailure, match="nowhere is not visible on this node"):
+        shared.write(order, job)
 
 
 def test_it_ends_with_its_stdin() -> None:
@@ -485,6 +540,17 @@ def test_it_ends_with_its_stdin() -> None:
 
 
 # ---- the agent's side
+
+
+def alone() -> Stages:
+    """Of a node that has nobody to wait for."""
+
+    def reached(stage: WriteStage) -> None:
+        following = WriteStage(stage + 1)
+        stages.turns.put_nowait(msg.ContinueWrite(id="", stage=following, parts=(0,)))
+
+    stages = Stages(reached)
+    return stages
 
 
 def test_the_agents_side(tmp_path: Path) -> None:
@@ -507,25 +573,28 @@ def test_the_agents_side(tmp_path: Path) -> None:
             # cancelled, and the process is there for the next order
             half = simple_images(tmp_path / "two", world=2)[:1]
             waiting = to_shared(tmp_path / "c", half, world=2, lead=True)
-            task = asyncio.ensure_future(storage.carry_out(waiting))
-            while not list((tmp_path / "c").glob(".writing-*")):
-                assert not task.done(), task.result()
-                await asyncio.wait([task], timeout=0.05)
+            opened = asyncio.Event()
+            task = asyncio.ensure_future(storage.carry_out(waiting, Stages(lambda stage: opened.set())))
+            await asyncio.wait_for(opened.wait(), 60.0)
+            assert len(names(tmp_path / "c")) == 1
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert names(tmp_path / "c") == set()
             # killed by somebody
-            task = asyncio.ensure_future(storage.carry_out(waiting))
-            while not list((tmp_path / "c").glob(".writing-*")):
-                assert not task.done(), task.result()
-                await asyncio.wait([task], timeout=0.05)
+            opened.clear()
+            task = asyncio.ensure_future(storage.carry_out(waiting, Stages(lambda stage: opened.set())))
+            await asyncio.wait_for(opened.wait(), 60.0)
             child = storage._tiers["shared"]._child
             assert child is not None
             os.kill(child.pid, signal.SIGKILL)
             assert await task == StorageFailed(why="the storage process was killed by SIGKILL")
-            done = await storage.carry_out(to_shared(tmp_path / "c", images, world=1, lead=True))
+            stages = alone()
+            done = await storage.carry_out(to_shared(tmp_path / "c", images, world=1, lead=True), stages)
             assert isinstance(done, Done), done
+            # nobody says how to go on
+            late = to_shared(tmp_path / "d", images, world=1, lead=True, limit_s=0.2)
+            assert await storage.carry_out(late) == StorageFailed(id=7, why="waited 0 s for the other nodes")
         finally:
             await storage.close()
 

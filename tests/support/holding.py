@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, OWN, PEER, Copies, Source, StateId, age
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, OWN, PEER, SHARED, Copies, Source, StateId, age
 from support.reports import hello
 
 SLOTS = 2
@@ -50,6 +50,8 @@ class Agent:
     orders: deque[msg.ToAgent] = field(default_factory=deque)
     words: deque[msg.AboutCheckpoints] = field(default_factory=deque)
     written: set[str] = field(default_factory=set)  # by the order's id
+    writes: msg.Write | None = None  # to shared storage
+    reached: msg.WriteStage = msg.WriteStage.HOLD
 
     def hello(self) -> msg.Hello:
         return hello(self.name, incarnation=str(self.incarnation), copies=tuple(self.held))
@@ -60,6 +62,19 @@ class Agent:
 
     def has_slot(self) -> bool:
         return len({key_of(copy) for copy in self.held if copy.tier == MEMORY}) < SLOTS
+
+    def say_again(self) -> None:
+        """What was on its way is lost with the connection, but for this."""
+        self.orders.clear()
+        self.words = deque(word for word in self.words if isinstance(word, msg.Kept))
+        if self.writes is not None:
+            self.words.append(msg.WriteReached(id=self.writes.id, stage=self.reached))
+
+    def start_again(self) -> None:
+        self.incarnation += 1
+        self.words.clear()
+        self.writes = None
+        self.held = {copy for copy in self.held if copy.tier == LOCAL}
 
     def give_up(self, gone: Iterable[msg.CopyReport]) -> None:
         """As ordered, so that nothing is said."""
@@ -112,8 +127,12 @@ class Nodes:
                 agent.give_up([copy for copy in agent.held if copy.step > order.step])
             case msg.Write():
                 self._write(agent, order)
+            case msg.ContinueWrite():
+                self._go_on(agent, order)
+            case msg.CancelWrite() if agent.writes is not None and agent.writes.id == order.id:
+                agent.writes = None
             case _:
-                pass  # what is cancelled has ended already
+                pass
 
     def _replicate(self, agent: Agent, order: msg.Replicate) -> None:
         key = StateId(order.step, order.attempt)
@@ -163,8 +182,33 @@ class Nodes:
         agent.written.add(order.id)
         key = StateId(order.step, order.attempt)
         mine = {copy.rank for copy in agent.held if key_of(copy) == key and copy.part == "all"}
-        why = "" if set(order.ranks) <= mine else "an image is no longer here"
-        why = "no space left" if self.chance.random() < self.fails else why
+        if not set(order.ranks) <= mine:
+            self._end(agent, order, "an image is no longer here")
+        elif order.tier != SHARED:
+            self._end(agent, order, self._error())
+        else:
+            agent.writes, agent.reached = order, msg.WriteStage.HOLD
+            if order.lead:
+                self._reach(agent, order, msg.WriteStage.OPEN)
+
+    def _go_on(self, agent: Agent, turn: msg.ContinueWrite) -> None:
+        order = agent.writes
+        if order is not None and order.id == turn.id and turn.stage > agent.reached:
+            self._reach(agent, order, turn.stage)
+
+    def _reach(self, agent: Agent, order: msg.Write, stage: msg.WriteStage) -> None:
+        why = self._error()
+        if why or stage is (msg.WriteStage.SEAL if order.lead else msg.WriteStage.WRITE):
+            self._end(agent, order, why)
+        else:
+            agent.reached = stage
+            agent.words.append(msg.WriteReached(id=order.id, stage=stage))
+
+    def _error(self) -> str:
+        return "no space left" if self.chance.random() < self.fails else ""
+
+    def _end(self, agent: Agent, order: msg.Write, why: str) -> None:
+        agent.writes = None if order.tier == SHARED else agent.writes
         agent.words.append(
             msg.Written(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=100 if not why else 0)
         )

@@ -14,13 +14,18 @@ from typing import Any
 import msgspec
 import torch
 
+from jurymast.core.checkpoints.writes import ALONE
 from jurymast.core.message import Strange
+from jurymast.core.messages import WriteStage
 from jurymast.keeper.manifest import Item, Manifest
 from jurymast.storage.orders import (
     Answer,
     AnyOrder,
+    Cancel,
+    Continue,
     Done,
     ImageAt,
+    Reached,
     StorageFailed,
     Told,
     WriteLocal,
@@ -166,13 +171,18 @@ class StorageProcess:
         self.process.stdin.write(msgspec.json.encode(told) + b"\n")
         self.process.stdin.flush()
 
-    def answer(self) -> Answer:
-        """The next one; what it has not done or said before its end has failed."""
+    def hear(self) -> Answer | Reached:
+        """What it says next; what it has not done or said before its end has failed."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = read_answer(line) if line else StorageFailed(why="the process has ended")
         assert not isinstance(found, Strange), found
         return found
+
+    def answer(self) -> Answer:
+        said = self.hear()
+        assert not isinstance(said, Reached), said
+        return said
 
     def carry_out(self, order: AnyOrder) -> Answer:
         self.give(order)
@@ -197,3 +207,64 @@ class StorageProcess:
                     pipe.close()
                 except BrokenPipeError:
                     continue
+
+
+class WriteTogether:
+    """Storage processes, the first of which leads, that are led through the stages of a write as by a
+    supervisor."""
+
+    def __init__(self, processes: Sequence[StorageProcess], orders: Sequence[WriteShared]) -> None:
+        self.processes = processes
+        self._parts = tuple(order.images[0].rank for order in orders)
+        self._ids = [process.give(order) for process, order in zip(processes, orders, strict=True)]
+        self.answers: dict[int, Answer] = {}  # by the process's number
+
+    def _of(self, stage: WriteStage) -> Sequence[int]:
+        return range(1 if stage in ALONE else len(self.processes))
+
+    def begin(self, stage: WriteStage) -> None:
+        """Have this stage begun by all that take part in it."""
+        parts = self._parts if stage is WriteStage.SHARE_OUT else ()
+        for number in self._of(stage) if stage > WriteStage.OPEN else ():
+            self.processes[number].tell(Continue(id=self._ids[number], stage=stage, parts=parts))
+
+    def end(self, stage: WriteStage) -> bool:
+        """Wait for its end; whether there is another stage."""
+        for number in self._of(stage):
+            said = self.processes[number].hear()
+            if not isinstance(said, Reached):
+                self.answers[number] = said
+            else:
+                assert said == Reached(id=self._ids[number], stage=stage)
+        failed = any(isinstance(answer, StorageFailed) for answer in self.answers.values())
+        return not failed and 0 not in self.answers
+
+    def go(self, until: WriteStage) -> None:
+        """Up to where this stage begins."""
+        for stage in WriteStage:
+            if WriteStage.HOLD < stage < until:
+                self.begin(stage)
+                assert self.end(stage), self.answers
+        self.begin(until)
+
+    def kill(self, number: int) -> None:
+        self.processes[number].kill()
+        self.answers[number] = StorageFailed(why="it was killed")
+
+    def carry_out(self) -> list[Answer]:
+        """The answers of all. Who has not answered when one fails is cancelled."""
+        for stage in list(WriteStage)[1:]:
+            self.begin(stage)
+            if not self.end(stage):
+                break
+        return self.cancel()
+
+    def cancel(self) -> list[Answer]:
+        """The answers of all; who has not given one yet is cancelled."""
+        for number, process in enumerate(self.processes):
+            if number not in self.answers:
+                process.tell(Cancel(id=self._ids[number]))
+                while isinstance(said := process.hear(), Reached):
+                    continue
+                self.answers[number] = said
+        return [answer for _, answer in sorted(self.answers.items())]

@@ -10,12 +10,13 @@ from typing import Any
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.agent import supervision
+from jurymast.core.agent.machine import NodeWrites
 from jurymast.core.checkpoints import checkpoints as restoring
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.checkpoints import Checkpoints, Securing
 from jurymast.core.checkpoints.copies import Reachability
 from jurymast.core.checkpoints.replicas import Replicas
-from jurymast.core.checkpoints.writes import Writes
+from jurymast.core.checkpoints.writes import OpenWrite, Writes
 from jurymast.core.effects import Send
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes import silence
@@ -84,7 +85,7 @@ def _long_patience(heartbeat_s: float, nodes: int, late_s: float = 0.0) -> float
 _plan_restore, _launch, _message, _leave = (
     cp.plan_restore, recovery._launch, restoring.RestoreChoice.message, SimHost._leave
 )  # fmt: skip
-_handlers = machine._HANDLERS
+_handlers, _passed = machine._HANDLERS, Writes._passed
 
 
 def _silent_reader(self: SimSupervisor, epoch: int) -> None:
@@ -110,6 +111,12 @@ def _listed_only(self: RunDisk, node: str) -> int:
 
 def _place_listed_only(self: RunDisk, node: str) -> Endpoint | None:
     return {e: place for e, (_, place) in self.endpoints.items()}.get(_listed_only(self, node))
+
+
+def _seal_with_the_lead(self: Writes, write: OpenWrite, node: str) -> list[Any]:
+    if write.stage is msg.WriteStage.WRITE and node == write.lead:
+        write.behind = {node}
+    return _passed(self, write, node)
 
 
 def _nothing(*_: Any, **__: Any) -> list[Any]:
@@ -229,6 +236,14 @@ def rolled_back_at_a_takeover(chance: Random) -> tuple[Fault, ...]:
     return (*sorted((ends, back), key=lambda fault: fault.at), Fault(20.0, "snap", node=1))
 
 
+def _taken_over_while_a_checkpoint_is_written(chance: Random) -> tuple[Fault, ...]:
+    """The lead loses its connection, too, while storage hangs there; then nobody needs another write."""
+    return (
+        Fault(chance.uniform(6.0, 12.0), "storage slow", seconds=30.0),
+        Fault(chance.uniform(6.0, 12.0), "supervisor"),
+    )
+
+
 def last_spare_while_clocks_differ(chance: Random) -> tuple[Fault, ...]:
     """The supervisor that takes over is minutes ahead, or behind, and the only node that may yet fill a
     place is warming up."""
@@ -323,6 +338,14 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "S1: epochs are only found in the directory's list": (
         exactly(stalled_while_views_are_old),
         [(RunDisk, "newest_epoch", _listed_only), (RunDisk, "find", _place_listed_only)],
+    ),
+    "W1: the lead seals before all have written their shares": (
+        of(),
+        [(Writes, "_passed", _seal_with_the_lead)],
+    ),
+    "8: agents keep the writes of an earlier supervisor": (
+        exactly(_taken_over_while_a_checkpoint_is_written),
+        [(NodeWrites, "connected", _nothing)],
     ),
     "9: what was given up stays in mind": (of(), [(Replicas, "give_up_older", _no_books)]),
     "10: a rollback that no supervisor was asked for is only noted": (

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.copies import StateId
+from jurymast.core.checkpoints.copies import SHARED, StateId
 from jurymast.core.effects import Effect, Launch, Record, Send
+from jurymast.core.messages import WriteStage
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
@@ -27,6 +28,7 @@ class Site:
     def __init__(self, *, by_hand: bool = False, **settings: Any) -> None:
         self.time, self.by_hand = 100.0, by_hand  # whether replicas are looked for by `slice` only
         self.orders: list[tuple[str, msg.ToAgent]] = []
+        self.leads: dict[str, str] = {}  # by the write's id
         self.events: list[ev.Event] = []
         self.state = RunState(Settings(cadence_steps=10, **settings), active=3, spares=1)
         self.state.nodes = {name: Node(name, i, incarnation=name) for i, name in enumerate([*ACTIVE, "s1"])}
@@ -43,6 +45,8 @@ class Site:
             if isinstance(effect, Send):
                 assert effect.node in self.here
                 self.orders.append((effect.node, effect.message))
+                if isinstance(effect.message, msg.Write) and effect.message.lead:
+                    self.leads[effect.message.id] = effect.node
             else:
                 assert isinstance(effect, Record)
                 self.events.append(effect.event)
@@ -117,10 +121,39 @@ class Site:
         self.orders = [order for order in self.orders if not isinstance(order[1], what)]
         return found
 
+    def reach(self, node: str, id: str, stage: WriteStage) -> None:
+        self.hear(node, msg.WriteReached(id=id, stage=stage))
+
+    def go_on(self, id: str, until: WriteStage = WriteStage.WRITE) -> None:
+        """All nodes do as they are told, up to where this stage of a write begins."""
+        self.reach(self.leads[id], id, WriteStage.OPEN)
+        while orders := [(node, order) for node, order in self.orders if self._is_before(order, until)]:
+            for one in orders:
+                self.orders.remove(one)
+                assert isinstance(one[1], msg.ContinueWrite)
+                self.reach(one[0], id, one[1].stage)
+
+    @staticmethod
+    def _is_before(order: msg.ToAgent, stage: WriteStage) -> bool:
+        return isinstance(order, msg.ContinueWrite) and order.stage < stage
+
     def answer(self, writes: list[tuple[str, msg.Write]], why: str = "") -> None:
+        """These nodes do all that they can, or fail."""
         for node, order in writes:
-            written = msg.Written(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=50)
-            self.hear(node, written)
+            leads = order.tier == SHARED and order.lead
+            if order.tier == SHARED and not why:
+                self.go_on(order.id)
+            if leads and not why:
+                self.reach(node, order.id, WriteStage.WRITE)
+            else:
+                self._written(node, order, why)
+        for node, order in writes:
+            seal = msg.ContinueWrite(id=order.id, stage=WriteStage.SEAL)
+            if (node, seal) in self.orders:
+                self._written(node, order)
+
+    def _written(self, node: str, order: msg.Write, why: str = "") -> None:
+        self.hear(node, msg.Written(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=50))
 
     def saved(self, tier: str) -> list[tuple[int, bool]]:
         return [(e.step, e.ok) for e in self.events if isinstance(e, ev.Saved) and e.tier == tier]

@@ -3,7 +3,6 @@ is given up too early. Random walks over a few nodes; a failing test's name has 
 
 from __future__ import annotations
 
-from collections import deque
 from random import Random
 from typing import Any
 
@@ -13,7 +12,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PAUSE_MAX_S, PEER, StateId
+from jurymast.core.checkpoints.copies import MEMORY, PAUSE_MAX_S, PEER, StateId
 from jurymast.core.effects import Effect, Launch, Record, Send
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
@@ -104,6 +103,8 @@ class Walk:
         stale = [copy for copy in self.checkpoints.copies.every() if copy not in truth]
         assert not stale
         assert not self.checkpoints.writes.any_under_way, "what nobody writes is waited for"
+        kept = [one.name for one in self.nodes.agents.values() if one.writes is not None]
+        assert not kept, f"{kept} wait for a write that has ended"
 
     def settle(self) -> None:
         """Nothing fails any more: in the end every state that is committed outlives any node."""
@@ -181,8 +182,7 @@ class Walk:
             self.spoilt.add(StateId(copy.step, copy.attempt))
 
     def join(self, agent: Agent) -> None:
-        agent.orders.clear()  # what was on its way is lost with the connection
-        agent.words = deque(word for word in agent.words if isinstance(word, msg.Kept))  # said again
+        agent.say_again()
         self.nodes.agents[agent.name] = agent
         self.give_role(agent.name)
         self.do(self.checkpoints.joined(agent.name, agent.hello(), self.time))
@@ -203,14 +203,9 @@ class Walk:
         agent = self.chance.choice(list(self.nodes.agents.values()))
         if self.chance.random() < 0.3:
             if self.chance.random() < 0.5:
-                self.start_again(agent)
+                agent.start_again()
                 self.interrupt(agent.name)
             self.join(agent)
-
-    def start_again(self, agent: Agent) -> None:
-        agent.incarnation += 1
-        agent.words.clear()
-        agent.held = {copy for copy in agent.held if copy.tier == LOCAL}
 
     def interrupt(self, name: str) -> None:
         if name in self.state.placement and self.state.phase is Phase.RUNNING:
@@ -220,7 +215,7 @@ class Walk:
         if self.away:
             agent = self.away.pop(self.chance.randrange(len(self.away)))
             if self.chance.random() < 0.6:
-                self.start_again(agent)
+                agent.start_again()
             self.join(agent)
 
     def launch(self) -> None:

@@ -47,6 +47,7 @@ from jurymast.keeper.copies import trusted
 from jurymast.keeper.manifest import BadImage, Item, Manifest
 from jurymast.policy.resolve import file_layers, resolve
 from jurymast.rundir import RunDirectory
+from jurymast.storage import orders
 from jurymast.storage.object_store import BucketKey
 from jurymast.storage.orders import StorageFailure
 from jurymast.wire import endpoint
@@ -230,6 +231,12 @@ XID = b"6,2,2,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, x\n"
 GET = keepers.GetBytes(image=keepers.ImageName(step=1, attempt=1, rank=0), at=0, length=1)
 
 
+REACHED = msg.WriteReached(id="7", stage=msg.WriteStage.ANNOUNCE)
+TURN = msg.ContinueWrite(id="7", stage=msg.WriteStage.SHARE_OUT, parts=(0, 8))
+GO_ON = orders.Continue(id=1, stage=msg.WriteStage.SHARE_OUT, parts=(0, 8))
+DONE = orders.Reached(id=1, stage=msg.WriteStage.ANNOUNCE)
+
+
 def right(*values: Any) -> tuple[bytes, ...]:
     return tuple(
         value if isinstance(value, bytes)
@@ -241,8 +248,12 @@ def right(*values: Any) -> tuple[bytes, ...]:
 
 PARSERS = {
     "frames": Parser(frames, right(b"\0\0\0\2" + Seal(b"x" * 32).tag(b"{}") + b"{}", b"\xff" * 64)),
-    "what agents say": Parser(messages(msg.read_said), right(hello("n1"), msg.Ask(what="how", by="x"))),
-    "orders": Parser(messages(msg.read_order), right(msg.Committed(step=1, attempt=1), msg.Leave())),
+    "what agents say": Parser(
+        messages(msg.read_said), right(hello("n1"), REACHED, msg.Ask(what="how", by="x"))
+    ),
+    "orders": Parser(messages(msg.read_order), right(msg.Committed(step=1, attempt=1), TURN, msg.Leave())),
+    "orders to storage": Parser(messages(orders.read_told), right(orders.Warm(id=1), GO_ON)),
+    "what storage answers": Parser(messages(orders.read_answer), right(orders.Done(id=1, bytes=9), DONE)),
     "answers": Parser(messages(msg.read_answer), right(msg.Accepted())),
     "what keepers ask": Parser(messages(keepers.read_request), right(GET)),
     "what keepers answer": Parser(messages(keepers.read_served), right(FOLLOW)),

@@ -116,13 +116,14 @@ def test_a_write_whose_order_was_lost_is_ordered_again() -> None:
     write = orders[first].message
     assert isinstance(write, msg.Write)
     done = msg.Written(id=write.id, tier=write.tier, ok=True)
-    checkpoints.hear(first, done, story.t)
-    again = checkpoints.joined(first, hello(first, copies=(images[first],)), story.t)
-    assert orders[first] not in again, "it has said how that ended"
+    checkpoints.hear(second, done, story.t)
+    again = checkpoints.joined(second, hello(second, copies=(images[second],)), story.t)
+    assert orders[second] not in again, "it has said how that ended"
     of_an_earlier_try = msg.Written(id=f"{write.id}0", tier=write.tier, ok=True)
-    assert checkpoints.hear(second, of_an_earlier_try, story.t) == []
+    assert checkpoints.hear(first, of_an_earlier_try, story.t) == []
+    assert checkpoints.hear(second, msg.Written(id=write.id, tier=write.tier, ok=False), story.t) == []
     assert checkpoints.writes.any_under_way
-    ended = checkpoints.hear(second, done, story.t)
+    ended = checkpoints.hear(first, done, story.t)
     assert [
         one.event.tier for one in ended if isinstance(one, Record) and isinstance(one.event, ev.Saved)
     ] == [cp.SHARED]

@@ -1,23 +1,29 @@
-"""Thousands of nodes and one shared file system: who looks there how often, and by name, not in a list."""
+"""Thousands of nodes and one shared file system: who looks there how often, and who does not."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import json
 import os
-import threading
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jurymast.checkpoint.directory import CheckpointDirectory
+from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord
 from jurymast.core.agent.effects import ReadPulse
 from jurymast.core.agent.supervision import Hearing, Succession
+from jurymast.core.messages import WriteStage
 from jurymast.health.probe import Context
-from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared
-from jurymast.storage.shared import write
+from jurymast.keeper.manifest import Item, Manifest
+from jurymast.storage import orders, shared
+from jurymast.storage.orders import Continue, Done, ImageAt, Job, StorageFailure, WriteShared
+from jurymast.storage.shared import METADATA, Stored, write
 from jurymast_storage import WRITE_EVERY, StorageProbe
 
 NAMES = tuple(f"n{number}" for number in range(200))
@@ -64,72 +70,137 @@ def test_the_storage_probe_writes_at_first_and_then_in_turn_with_other_nodes(tmp
     assert [len(numbers) for numbers in later] == [1] * 8, "one in each ten minutes"
 
 
-class WaitingJob(Job):
-    """Tells when it has looked for the plan and not found it."""
-
-    looked: threading.Event
-
-    def wait(self, what: str, look: Callable[[], Any], place: Path | None = None, *, ranks: int = 1) -> Any:
-        def told() -> Any:
-            found = look()
-            if what == "the lead's plan":
-                self.looked.set()
-            return found
-
-        return super().wait(what, told, place, ranks=ranks)
-
-
-def follower(looked: threading.Event) -> Job:
-    job = WaitingJob(LIMIT_S)
-    job.looked = looked
-    return job
-
-
-def followed(root: Path, job: Job) -> tuple[threading.Thread, list[object]]:
-    results: list[object] = []
-    order = WriteShared(root=str(root), step=10, attempt=1, world=2, nonce="abc", images=())
-
-    def work() -> None:
-        try:
-            results.append(write(order, job))
-        except StorageFailure as failure:
-            results.append(str(failure))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread, results
+def image(folder: Path, rank: int) -> ImageAt:
+    """An image of one entry, which no other rank has."""
+    name, data = f"of-{rank}", bytes([rank]) * 128
+    made = Manifest(
+        10,
+        1,
+        rank,
+        2,
+        "2.13.0",
+        128,
+        0,
+        (Item(name, (name,), 0, 128),),
+        {name: {"kind": "value", "digest": "1"}},
+    )
+    path = folder / name
+    path.write_bytes(data)
+    manifest = made.with_blocks(memoryview(data)).to_bytes().decode()
+    return ImageAt(rank=rank, path=str(path), manifest=manifest)
 
 
-def left(place: Path, how: str) -> object:
-    """What the others leave in the directory of a write; the answer that this is to lead to."""
-    if how == "plan":
-        (place / "writes.json").write_text(json.dumps({}))
-        return Done()
-    if how == "failure":
-        (place / "failed-r00001.txt").write_text("no space left")
-        (place / "failed").touch()
-        return "rank 1: no space left"
-    place.rmdir()
-    return "rank 0's node gave up: its directory is gone"
+class Writing:
+    """Two nodes that write a checkpoint, the first as the lead; each in a thread."""
+
+    def __init__(self, folder: Path, pool: Executor) -> None:
+        self.said: queue.SimpleQueue[tuple[int, WriteStage]] = queue.SimpleQueue()
+        self.jobs = [Job(LIMIT_S, reached=partial(self._reached, rank)) for rank in range(2)]
+        orders = [
+            WriteShared(
+                root=str(folder / "checkpoints"), step=10, attempt=1, world=2, nonce="abc",
+                images=(image(folder, rank),), lead=rank == 0,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        pairs = zip(orders, self.jobs, strict=True)
+        self.results = [pool.submit(write, order, job) for order, job in pairs]
+
+    def _reached(self, rank: int, stage: WriteStage) -> None:
+        self.said.put((rank, stage))
+
+    def end(self, stage: WriteStage, ranks: Sequence[int]) -> None:
+        reached = sorted(self.said.get(timeout=LIMIT_S) for _ in ranks)
+        assert reached == [(rank, stage) for rank in ranks]
+
+    def begin(self, stage: WriteStage, ranks: Sequence[int]) -> None:
+        parts = (0, 1) if stage is WriteStage.SHARE_OUT else ()
+        for rank in ranks:
+            self.jobs[rank].go_on(Continue(id=0, stage=stage, parts=parts))
 
 
-@pytest.mark.parametrize("how", ["plan", "failure", "lead gone"])
-def test_a_node_that_waits_for_the_plan_finds_by_name_what_came(tmp_path: Path, how: str) -> None:
-    place = CheckpointDirectory(tmp_path).writing(10, 1, "abc")
-    place.mkdir(mode=0o700)
-    looked = threading.Event()
-    thread, results = followed(tmp_path, follower(looked))
-    assert looked.wait(LIMIT_S), "it waits for the plan"
-    expected = left(place, how)
-    thread.join(LIMIT_S)
-    assert results == [expected]
+def test_nodes_that_write_together_look_for_nothing_and_list_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[str] = []
+
+    def recorded(original: Callable[[Any], Any]) -> Callable[..., Any]:
+        def listing(path: Any = ".") -> Any:
+            listed.append(str(path))
+            return original(path)
+
+        return listing
+
+    def metadata(directory: Path, stored: Iterable[Stored]) -> FileRecord:
+        """As torch would write it."""
+        text = "".join(sorted(one.item.name for one in stored)).encode()
+        (directory / METADATA).write_bytes(text)
+        return FileRecord(METADATA, len(text), hashlib.sha256(text).hexdigest())
+
+    monkeypatch.setattr(os, "listdir", recorded(os.listdir))
+    monkeypatch.setattr(os, "scandir", recorded(os.scandir))
+    monkeypatch.setattr(shared, "write_metadata", metadata)
+    with ThreadPoolExecutor(2) as pool:
+        made = Writing(tmp_path, pool)
+        made.end(WriteStage.OPEN, [0])
+        made.begin(WriteStage.ANNOUNCE, [0, 1])
+        made.end(WriteStage.ANNOUNCE, [0, 1])
+        made.begin(WriteStage.SHARE_OUT, [0])
+        made.end(WriteStage.SHARE_OUT, [0])
+        made.begin(WriteStage.WRITE, [0, 1])
+        made.end(WriteStage.WRITE, [0])
+        assert made.results[1].result(LIMIT_S) == Done(bytes=128)
+        made.begin(WriteStage.SEAL, [0])
+        assert made.results[0].result(LIMIT_S) == Done(bytes=128, published=True)
+    assert [path for path in listed if ".writing-" in path] == []
+    assert CheckpointDirectory(tmp_path / "checkpoints").complete() == [10]
+    (files,) = (tmp_path / "checkpoints").glob("step-*")
+    assert {path.name for path in files.iterdir()} == {
+        "__0_0.distcp",
+        "__1_0.distcp",
+        METADATA,
+        "jurymast.json",
+    }
 
 
-def test_the_more_ranks_wait_the_less_often_each_node_looks() -> None:
-    def looks(ranks: int) -> int:
-        count = itertools.count()
-        with pytest.raises(StorageFailure, match="did not come within"):
-            Job(3.0).wait("it", lambda: (next(count), None)[1], ranks=ranks)
-        return next(count)
+def turned(job: Job, after: WriteStage = WriteStage.ANNOUNCE) -> Continue:
+    return job.turn(after, WriteStage(after + 1))
 
-    assert looks(100_000) < 0.6 * looks(8)
+
+def test_who_waits_in_vain_says_for_whom() -> None:
+    with pytest.raises(StorageFailure, match="waited 0 s for the other nodes"):
+        turned(Job(0.01))
+
+
+def test_who_waits_is_cancelled_at_once() -> None:
+    job = Job(LIMIT_S)
+    with ThreadPoolExecutor(1) as pool:
+        turn = pool.submit(turned, job)
+        job.cancel()
+        with pytest.raises(StorageFailure, match="it was cancelled"):
+            turn.result(LIMIT_S)
+    with pytest.raises(StorageFailure, match="it was cancelled"):
+        turned(job)
+
+
+def test_an_order_to_go_on_that_is_not_the_next_is_passed_over() -> None:
+    job = Job(LIMIT_S)
+    for stage in WriteStage:
+        job.go_on(Continue(id=1, stage=stage, parts=(stage,)))
+    assert turned(job) == Continue(id=1, stage=WriteStage.SHARE_OUT, parts=(WriteStage.SHARE_OUT,))
+
+
+def test_each_stage_has_the_time_of_an_order_and_the_wait_for_others_counts_for_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(orders, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    job = Job(10.0, reached=lambda stage: now.__setitem__(0, now[0] + 15.0))
+    for stage in (WriteStage.OPEN, WriteStage.ANNOUNCE, WriteStage.SHARE_OUT):
+        now[0] += 9.0
+        job.check()
+        job.go_on(Continue(id=1, stage=WriteStage(stage + 1)))
+        turned(job, stage)
+    now[0] += 11.0
+    with pytest.raises(StorageFailure, match="it took longer than its limit of 10 s"):
+        job.check()

@@ -180,6 +180,7 @@ class Job:
     def turn(self, reached: WriteStage, following: WriteStage) -> Continue:
         """Tell that this stage is done, and return the order to go on with the `following` one. Raises
         StorageFailure if the order was cancelled meanwhile, or the other nodes took too long."""
+        self.check()
         if reached > WriteStage.HOLD:
             self._reached(reached)
         limit_s = WAIT_LIMITS * self._limit_s
