@@ -237,10 +237,15 @@ def rolled_back_at_a_takeover(chance: Random) -> tuple[Fault, ...]:
 
 
 def _taken_over_while_a_checkpoint_is_written(chance: Random) -> tuple[Fault, ...]:
-    """The lead loses its connection, too, while storage hangs there; then nobody needs another write."""
+    """By another node in place of n2, which did not see the storage. The next supervisor, which does not know
+    this, has n2 write again, so that nobody orders anything new from the other one. Watched for so long that
+    its write is seen to wait."""
+    at = chance.uniform(9.0, 14.0)
     return (
-        Fault(chance.uniform(6.0, 12.0), "storage slow", seconds=30.0),
-        Fault(chance.uniform(6.0, 12.0), "supervisor"),
+        Fault(at - 7.0, "unmounted", node=1, seconds=7.0),
+        Fault(at - 1.5, "storage slow", seconds=3.0),
+        Fault(at, "supervisor"),
+        Fault(40.0, "snap", node=1),
     )
 
 

@@ -373,8 +373,8 @@ COPY_S = 0.05, 0.4
 
 
 class SimWrite:
-    """A node's part of a write. `reached` gets each stage that is done, `over` the reason if it failed, or "".
-    Neither is called once the write is cancelled."""
+    """A node's part of a write. `reached` gets each stage that is done, `over` why it failed, or "". Neither
+    is called once the write is cancelled."""
 
     def __init__(
         self,
