@@ -502,7 +502,7 @@ def test_who_finds_nothing_any_more_lets_the_lead_say_why_first(tmp_path: Path) 
     place = root / ".writing-00000010.a0001.00ab"
     place.mkdir(parents=True)
     announced, waits = threading.Event(), threading.Event()
-    job = Job(order.limit_s, reached=lambda stage: announced.set())
+    job = Job(order.limit_s, reached=lambda stage: announced.set() if stage is WriteStage.ANNOUNCE else None)
 
     class Waited(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:

@@ -232,6 +232,8 @@ class WriteTogether:
         """Wait for its end; whether there is another stage."""
         for number in self._of(stage):
             said = self.processes[number].hear()
+            if isinstance(said, Reached) and said.stage is WriteStage.HOLD:
+                said = self.processes[number].hear()
             if not isinstance(said, Reached):
                 self.answers[number] = said
             else:

@@ -107,7 +107,8 @@ class Writing:
         self.results = [pool.submit(write, order, job) for order, job in pairs]
 
     def _reached(self, rank: int, stage: WriteStage) -> None:
-        self.said.put((rank, stage))
+        if stage > WriteStage.HOLD:
+            self.said.put((rank, stage))
 
     def end(self, stage: WriteStage, ranks: Sequence[int]) -> None:
         reached = sorted(self.said.get(timeout=LIMIT_S) for _ in ranks)

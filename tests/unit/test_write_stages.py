@@ -195,6 +195,7 @@ def test_a_node_goes_on_once_with_each_stage_that_is_ordered() -> None:
     writes = NodeWrites(1)
     assert writes.go_on(turn("a", WriteStage.ANNOUNCE)) == [], "it knows no such write"
     writes.begin(order("a"))
+    assert writes.reached("a", WriteStage.HOLD) == [], "nobody waits for that"
     assert writes.go_on(turn("a", WriteStage.OPEN)) == [], "the order to write was for that"
     for stage in (WriteStage.ANNOUNCE, WriteStage.WRITE):
         assert writes.go_on(turn("a", stage)) == [do.Obey(turn("a", stage))]

@@ -181,8 +181,7 @@ class Job:
         """Tell that this stage is done, and return the order to go on with the `following` one. Raises
         StorageFailure if the order was cancelled meanwhile, or the other nodes took too long."""
         self.check()
-        if reached > WriteStage.HOLD:
-            self._reached(reached)
+        self._reached(reached)
         limit_s = WAIT_LIMITS * self._limit_s
         turn = None
         while turn is None or turn.stage is not following:

@@ -289,10 +289,10 @@ class _Part:
             self._job.turn(WriteStage.ANNOUNCE, WriteStage.WRITE)
             shares = foreign.load(self._place / WRITES)
             self._write({int(rank): numbers for rank, numbers in shares.items()})
-        except FileNotFoundError:
-            self._see(self._directory.root)
+        except OSError:
             if self._place.exists():
                 raise
+            self._see(self._directory.root)
             self._job.cancelled.wait(GIVEN_UP_S)
             raise StorageFailure("rank 0's node gave up: its directory is gone") from None
         return Done(bytes=self._job.bytes)

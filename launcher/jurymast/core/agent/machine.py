@@ -77,9 +77,10 @@ class NodeWrites:
         return [do.Obey(order)]
 
     def reached(self, id: str, stage: WriteStage) -> list[Effect]:
-        """A write has reached the end of a stage, and waits."""
+        """A write has reached the end of a stage, and waits. All nodes hold their images at once, and nobody
+        waits for that."""
         write = self._going(id)
-        if write is None:
+        if write is None or stage is WriteStage.HOLD:
             return []
         write.reached = stage
         return [do.Send(msg.WriteReached(id=id, stage=stage))]

@@ -67,7 +67,7 @@ SHARED_PAUSE_MIN_S = 1.0
 # Agents that have not reported on a write for this long have lost it; hanging storage they notice earlier.
 WRITE_LIMIT_S = 3600.0
 # A lead that fails removes what is there, and then reports why. That is the reason for people to see, so who
-# follows and finds nothing there waits this long to be cancelled, and reports nothing.
+# follows and finds nothing there waits this long to be cancelled before it reports that.
 GIVEN_UP_S = 60.0
 # Stages in which only the lead has something to do.
 ALONE = (WriteStage.OPEN, WriteStage.SHARE_OUT, WriteStage.SEAL)
