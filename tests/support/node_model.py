@@ -100,6 +100,11 @@ class Node:
         self.stands_by = self.supervises = False
         self.tests = 0  # the number of the processes that test the node
         self.tests_told = 0
+        self.written = 0  # the newest write that was ordered
+        self.writes: dict[
+            str, msg.WriteStage
+        ] = {}  # that go on, and the stage that each is told to go on with
+        self.turns = 0
 
     def live(self, events: int) -> None:
         self.carry_out(self.machine.start(self.now, reachable=True))
@@ -113,8 +118,17 @@ class Node:
         self.now += self.chance.expovariate(10.0)
         self.tick()
         happens = self.chance.choices(
-            [self.order, self.deliver, self.host_works, self.answer, self.cut, self.host_dies, self.sleep],
-            [2, 6, 9, 9, 0.3, 0.1, 0.3],
+            [
+                self.order,
+                self.deliver,
+                self.host_works,
+                self.answer,
+                self.write,
+                self.cut,
+                self.host_dies,
+                self.sleep,
+            ],
+            [2, 6, 9, 9, 1, 0.3, 0.1, 0.3],
         )[0]
         happens()
 
@@ -144,7 +158,9 @@ class Node:
             self.attempt += self.chance.choice([1, 1, 1, 2])
             port = self.host.port if self.host is not None and self.chance.random() < 0.9 else 7
             new: msg.Order = launch(self.attempt, rank=self.chance.randrange(2), port=port)
-        elif kind < 0.8:
+        elif kind < 0.55:
+            return self.order_to_write()
+        elif kind < 0.85:
             attempt = max(1, self.attempt - self.chance.choice([0, 0, 0, 1]))
             new = msg.Stop(attempt=attempt, stacks=self.chance.random() < 0.5)
         else:
@@ -154,6 +170,28 @@ class Node:
             ]  # fmt: skip
             new = self.chance.choice(others)
         self.orders += [new] * self.chance.choice([0, 1, 1, 1, 2])  # lost, or doubled
+
+    def order_to_write(self) -> None:
+        """Stage after stage; some orders are lost, doubled, or late."""
+        self.written += self.chance.random() < 0.8
+        tier = self.chance.choice(["shared", "shared", "local"])
+        id = f"{tier} {self.written}"
+        stages = [msg.WriteStage.ANNOUNCE, msg.WriteStage.SHARE_OUT, msg.WriteStage.WRITE]
+        begin = msg.Write(id=id, tier=tier, step=1, attempt=1, ranks=(0,), world=2)
+        turns = [msg.ContinueWrite(id=id, stage=stage) for stage in stages if tier == "shared"]
+        orders: list[msg.Order] = [begin, *turns, msg.CancelWrite(id=id)]
+        for order in orders:
+            self.orders += [order] * self.chance.choice([0, 1, 1, 1, 2])
+
+    def write(self) -> None:
+        """A write reaches the end of what it was told to do."""
+        if self.writes:
+            id, stage = self.chance.choice(list(self.writes.items()))
+            if id.startswith("local") or self.chance.random() < 0.3:
+                del self.writes[id]
+                self.carry_out(self.machine.write_ended(id, self.now))
+            else:
+                self.carry_out(self.machine.write_reached(id, stage, self.now))
 
     def deliver(self) -> None:
         if self.connected and self.orders:
@@ -307,6 +345,17 @@ class Node:
             case do.EndTests(number):
                 assert number == self.tests, "what is not there is ended"
                 self.tests = 0
+            case do.Obey(msg.Write() as order):
+                tiers = {id.partition(" ")[0] for id in self.writes}
+                assert order.tier not in tiers, "two writes to a tier"
+                self.writes[order.id] = msg.WriteStage.OPEN
+            case do.Obey(msg.ContinueWrite() as turn):
+                assert self.writes[turn.id] < turn.stage, "a stage twice, or after a later one"
+                self.writes[turn.id] = turn.stage
+                self.turns += 1
+            case do.Obey(msg.CancelWrite(id=id)):
+                del self.writes[id]
+                self.carry_out(self.machine.write_ended(id, self.now))
             case do.Prepare():
                 assert not self.tests, "what tests the node holds what the ranks need"
                 assert self.host is None or not self.host.running, "room is made while ranks run"
@@ -349,6 +398,9 @@ class Node:
                 self.told_stopped = max(self.told_stopped, message.attempt)
             case msg.TestedAlone() | msg.TestedPair():
                 self.tests_told += 1
+            case msg.WriteReached():
+                assert message.stage <= self.writes[message.id], "a stage is reached that was not ordered"
+                assert message.id.startswith("shared"), "one that has no stages"
             case msg.Failed() | msg.RankEvent() | msg.Unrestorable() | msg.Written():
                 self.line.append(message)
                 if self.chance.random() < 0.7:

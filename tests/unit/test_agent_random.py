@@ -23,4 +23,5 @@ def test_what_must_hold_holds_whatever_happens_in_whatever_order() -> None:
     assert len(lived) > SEEDS / 2, "most of them do not end early"
     assert sum(len(node.started) for node in lived) > 2 * len(lived), "attempts are started"
     assert sum(len(node.told) for node in lived) > len(lived), "and fail"
+    assert sum(node.turns for node in nodes) > SEEDS, "writes go on"
     assert sum(node.tests_told for node in nodes) > SEEDS, "nodes are tested"
