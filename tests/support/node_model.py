@@ -119,17 +119,11 @@ class Node:
         self.tick()
         happens = self.chance.choices(
             [
-                self.order,
-                self.deliver,
-                self.host_works,
-                self.answer,
-                self.write,
-                self.cut,
-                self.host_dies,
-                self.sleep,
+                self.order, self.deliver, self.host_works, self.answer, self.cut, self.host_dies, self.sleep,
+                self.order_to_write, self.write,
             ],
-            [2, 6, 9, 9, 1, 0.3, 0.1, 0.3],
-        )[0]
+            [2, 6, 9, 9, 0.3, 0.1, 0.3, 0.2, 1],
+        )[0]  # fmt: skip
         happens()
 
     def settle(self) -> None:
@@ -158,9 +152,7 @@ class Node:
             self.attempt += self.chance.choice([1, 1, 1, 2])
             port = self.host.port if self.host is not None and self.chance.random() < 0.9 else 7
             new: msg.Order = launch(self.attempt, rank=self.chance.randrange(2), port=port)
-        elif kind < 0.55:
-            return self.order_to_write()
-        elif kind < 0.85:
+        elif kind < 0.8:
             attempt = max(1, self.attempt - self.chance.choice([0, 0, 0, 1]))
             new = msg.Stop(attempt=attempt, stacks=self.chance.random() < 0.5)
         else:
