@@ -113,6 +113,8 @@ async def leave_verdict(
     say(msg.VerdictLeft(why=why))
 
 
+# ---- tests of this node
+
 # Slurm may allocate devices that have no driver.
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 GONE_S = 5.0

@@ -32,6 +32,8 @@ from jurymast.health.readings import memory_cgroups, oom_kills, where_kills_coun
 from jurymast.worker.agent_pipe import FD_VARIABLE
 from jurymast.worker.link import SCHEDULE_BYTES, SLOT_BYTES, RankBeat, ScheduleRecord, read_slot
 
+# ---- heartbeats and processes
+
 # Seconds between reports of the parts of steps, which are less urgent than heartbeats.
 TIMED_INTERVAL_S = 2.0
 # If a look comes more than so many intervals after the last one, the whole machine stood still.
@@ -201,6 +203,8 @@ def process_state(pid: int) -> tuple[str, float]:
     return fields[0].decode(), (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
+# ---- the evidence of a failure
+
 SHM = "/dev/shm"
 # Logs are on shared storage, which may hang; the failure must be reported anyway.
 LOG_LIMIT_S = 0.2
@@ -281,6 +285,8 @@ def _last_lines(log: Path) -> list[str]:
     return [line.strip() for line in "".join(read).splitlines() if line.strip()]
 
 
+# ---- network devices that fail
+
 WORKED_AROUND = "worked-around"
 
 
@@ -333,6 +339,8 @@ def interfaces(sys: Path = Path("/sys")) -> list[str]:
     """List the names of this machine's network interfaces."""
     return sorted(interface.name for interface in (sys / "class/net").glob("*"))
 
+
+# ---- the torchrun host's process
 
 LINE_BYTES_MAX = 4 * 1024 * 1024
 

@@ -38,6 +38,8 @@ from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder, write_atomically
 from jurymast.worker import stack_signal
 
+# ---- torch's flight records
+
 RECORD_BYTES_MAX = 64 << 20
 
 
@@ -62,6 +64,8 @@ def read(path: Path, rank: int) -> list[Entered]:
     except (LookupError, TypeError, ValueError, AttributeError):
         return []
 
+
+# ---- stacks
 
 LIMIT_S = 2.0
 POLL_S = 0.02

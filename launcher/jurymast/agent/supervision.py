@@ -24,6 +24,8 @@ from jurymast.wire import channel, endpoint
 from jurymast.wire.addresses import is_up
 from jurymast.wire.channel import Channel
 
+# ---- the machine
+
 
 class Driver:
     """Drives `machine`. `act` passes the effects of an event to `carry_out`, in order; that may call back at
@@ -88,6 +90,8 @@ class Driver:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+
+# ---- the connection
 
 CONNECT_LIMIT_S = 1.5
 # A failure that comes sooner counts as a refusal.
@@ -173,6 +177,8 @@ class Connecting:
             self._strangers.heard(sender, order)
         self._driver.act(self._machine.heard(order, self._driver.now))
 
+
+# ---- the next supervisor
 
 log = logging.getLogger("jurymast.agent")
 

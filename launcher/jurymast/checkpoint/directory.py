@@ -486,6 +486,8 @@ def taken_away(directory: Path) -> Path | None:
     return gone
 
 
+# ---- the owner
+
 OWNER = "owner.json"
 ENDED = frozenset({"succeeded", "failed", "cancelled"})
 # Another run may claim the directory between our look and our claim.

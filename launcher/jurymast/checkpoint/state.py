@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 Modules = Mapping[str, torch.nn.Module]
 
 
+# ---- optimizers and modules
+
+
 class _Joined(torch.nn.Module):
     """Several modules as one module, for an optimizer with parameters of more than one."""
 
@@ -206,6 +209,8 @@ def module_state(module: torch.nn.Module) -> dict[str, Any]:
         return {}  # torch's function raises an error for a module without state
     return get_model_state_dict(module)
 
+
+# ---- what the script passes
 
 # Values of these modules' types are data and are restored by value. Other objects need a state_dict.
 PLAIN_MODULES = frozenset({"builtins", "collections", "datetime", "decimal", "numpy", "pathlib", "torch"})

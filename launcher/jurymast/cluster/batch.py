@@ -117,6 +117,8 @@ def end_with_us() -> None:
     die_with_parent(signal.SIGTERM)
 
 
+# ---- the batch process
+
 LOOK_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 

@@ -36,6 +36,8 @@ from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.journal import initial_state, read, take
 from jurymast.rundir import RunDirectory, write_json
 
+# ---- earlier runs
+
 VERSION = 1
 
 Stamp = list[list[int]]
@@ -229,6 +231,8 @@ def _cause(incidents: Sequence[Incident], left: NodeDeparture) -> str:
     return "drain_asked" if left.by_hand else "lost as a spare"
 
 
+# ---- how often nodes failed
+
 # Two half-lives: older failures hardly count.
 ACCOUNTING_DAYS = 28
 ACCOUNTING_LIMIT_S = 10.0
@@ -311,6 +315,9 @@ def _told(watched: list[Watched], where: str) -> str:
     days = sum(one.nodes * max(0.0, one.end_s - one.start_s) for one in watched) / DAY_S
     failures = sum(len(one.failures_s) for one in watched)
     return f"{failures} in {days:.3g} node-days of {where}"
+
+
+# ---- which nodes to exclude
 
 
 def avoided(records: Collection[NodeRecord]) -> list[Avoided]:

@@ -23,6 +23,8 @@ from jurymast import foreign
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import ScriptError, UsageError
 
+# ---- options
+
 # Long options, by whether they take a value.
 REQUIRED = frozenset({
     "account", "acctg-freq", "array", "batch", "bb", "bbf", "begin", "chdir", "cluster",
@@ -284,6 +286,8 @@ def seconds_of(text: str) -> int | None:
         return 60 * (first or 0) + (second or 0)
     return 86_400 * (days or 0) + 3600 * (first or 0) + 60 * (second or 0) + (third or 0)
 
+
+# ---- batch scripts
 
 STANDARD_INPUT = "standard input"
 HEAD_BYTES_MAX = 1 << 16

@@ -156,6 +156,8 @@ def submit(request: Request) -> Submitted:
         raise
 
 
+# ---- how large a partition is
+
 ANSWER_LIMIT_S = 60.0
 # Nodes in these states run no job until an administrator acts; sinfo marks a node that does not answer with
 # *.
@@ -236,6 +238,8 @@ def check_fits(found: dict[str, Partition], asked: str, active: int, spares: int
     )
 
 
+# ---- how a job ended
+
 POLL_S = 2.0
 # Slurm forgets a job five minutes after its end, so it makes no sense to wait longer for an answer.
 SILENCE_LIMIT_S = 240.0
@@ -271,6 +275,9 @@ def wait(job: str, cluster: str = "") -> int:
             if time.monotonic() > silent_since + SILENCE_LIMIT_S:
                 raise
         time.sleep(POLL_S)
+
+
+# ---- sbatch
 
 
 def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -196,6 +196,8 @@ def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole > 0 else None
 
 
+# ---- the ledger
+
 # If a running run reports nothing for longer than this (or three steps, or two lines of the journal), what it
 # does is unknown.
 NEWS_LIMIT_US = 10_000_000

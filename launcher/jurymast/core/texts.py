@@ -97,6 +97,8 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     return f" (did you mean {name}?)" if name else ""
 
 
+# ---- the same failure
+
 # Ports, addresses, process ids, steps, sizes, names of temporary files: they differ each time. Matches begin
 # at a word's start only: tried at every character, a long word takes a supervisor seconds.
 _VARYING = re.compile(r"\b\w*\d\w*")

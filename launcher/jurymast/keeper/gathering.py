@@ -59,6 +59,8 @@ def _work(future: Future[Result], function: Callable[..., Result], arguments: tu
         future.set_result(result)
 
 
+# ---- parity
+
 # Blocks under way at a time; they take memory from the reserve that `memory` keeps.
 WINDOW_BLOCKS = 2
 # Without numpy, the GIL is held for the time of one piece.
@@ -222,6 +224,9 @@ def _clear(buffer: MappedBuffer, at: int, length: int) -> None:
         ctypes.memset(ctypes.addressof(first), 0, length)
 
 
+# ---- images from other nodes
+
+
 @dataclass(frozen=True)
 class Gatherer:
     """Fetches images for the agent's loop; threads do the work. `distrust` is called with bad copies of this
@@ -278,6 +283,8 @@ class Gatherer:
                 self.distrust(copy, why)
 
 
+# ---- verifying again
+
 SCRUB_EVERY_S = 600.0
 SCRUB_LOOK_S = 1.0
 # Share of one core.
@@ -321,6 +328,9 @@ async def read_again(copies: CopyTable, copy: StoredCopy, distrust: Distrust, sh
             return
         await asyncio.sleep((time.monotonic() - started) * (1 / share - 1))
     copy.verified_at = time.monotonic()
+
+
+# ---- what the machine asks for
 
 
 @dataclass

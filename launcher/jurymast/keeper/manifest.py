@@ -32,6 +32,8 @@ from jurymast import foreign
 from jurymast.core.checkpoints.copies import ALL, COMMON, OWN, ImageId, parts_of
 from jurymast.worker.link import fence
 
+# ---- images
+
 FORMAT = 1
 BLOCK_BYTES = 16 << 20
 PARTS = (COMMON, OWN)
@@ -170,6 +172,8 @@ def is_intact(view: memoryview, block: Block) -> bool:
     """Return whether this block of the image at the start of `view` has its hash; releases the GIL."""
     return hash_block(view[block.at : block.at + block.length]) == block.hash
 
+
+# ---- the page of words
 
 PAGE_VARIABLE = "JURYMAST_KEEPER"
 

@@ -32,6 +32,8 @@ from jurymast.wire import addresses, stream
 from jurymast.wire.protocol import Access, agreed, keeper_of
 from jurymast.wire.stream import Stream
 
+# ---- messages
+
 
 class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's image of a state; with a `group` the XOR of these ranks' images, of which `rank` is the
@@ -101,6 +103,8 @@ Served = ManifestFollows | BytesFollow | Doubted | NotServed | Strange
 read_request: Callable[[bytes], Request] = reader(GetManifest | GetBytes | Check)
 read_served: Callable[[bytes], Served] = reader(ManifestFollows | BytesFollow | Doubted | NotServed)
 
+
+# ---- the client
 
 STREAMS = 2
 # Requests under way on one connection: the other side sends the next block while this one is hashed.
@@ -311,6 +315,9 @@ def _text(error: Exception) -> str:
 
 
 Peer = Stream[Request]
+
+
+# ---- the server
 
 # Connections that have not yet proved that they know the run's secret; each takes a thread.
 UNPROVEN_MAX = 128

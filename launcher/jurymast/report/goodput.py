@@ -283,6 +283,8 @@ def points(change: float | None) -> str:
     return "-" if change is None else f"{100 * change:+.1f}"
 
 
+# ---- the page
+
 RATIO_NAMES = {
     "ettr": "ETTR", "runtime_goodput": "Runtime goodput", "allocation_goodput": "Allocation goodput",
 }  # fmt: skip

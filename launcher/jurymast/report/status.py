@@ -374,6 +374,9 @@ def _saves(found: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+# ---- as text
+
+
 def status_blocks(view: View, *, now: float, everything: bool = False) -> list[Block]:
     """The output of `jurymast status`. `now`: seconds since the epoch."""
     word = view["state"]

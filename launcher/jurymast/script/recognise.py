@@ -20,6 +20,8 @@ from jurymast import foreign
 from jurymast.cluster.sbatch import CommandLine
 from jurymast.errors import UsageError
 
+# ---- what a step starts
+
 # Programs that start ranks through torch's elastic agent. Our hook in Python finds that agent however it is
 # started.
 LAUNCHER = re.compile(
@@ -190,6 +192,8 @@ def read_shell_script(word: str) -> str:
     except (OSError, ValueError):
         return ""
 
+
+# ---- torchrun's command line
 
 ALONE = ("standalone", "module", "no-python", "run-path", "use-env", "virtual-local-rank", "help")
 WITH_VALUE = (

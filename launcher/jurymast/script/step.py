@@ -46,6 +46,8 @@ from jurymast.script.notes import note, noted, say
 from jurymast.script.recognise import gpus_a_task, in_container, python_command, read_shell_script
 from jurymast.script.trainings import Training, Trainings
 
+# ---- the output
+
 # %n and %t are equal if a node has one task; people look for the rank's number.
 TASK_FIELDS = "tnN"
 FIELDS = {
@@ -177,6 +179,8 @@ def newest_attempt(run: RunDirectory) -> int:
         return 0
 
 
+# ---- what a node sees
+
 COUNTS = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 TOTALS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_GPUS")
@@ -282,6 +286,8 @@ def container_command(job: RunDirectory, step: Path) -> str:
     """The text of the program that runs first in a container, for a `step` of `job` (both folders)."""
     return CONTAINER_COMMAND.format(ours=shims.exports(job, step))
 
+
+# ---- the step
 
 PROCESS_NAME = "jurymast-step"
 ASKED, ANSWER = "asked-{}.json", "answer-{}.json"

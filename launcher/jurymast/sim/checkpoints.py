@@ -251,6 +251,9 @@ def _number(path: Path, name: str, value: object, least: float) -> float:
     return float(value)
 
 
+# ---- when ranks save
+
+
 class SimRanks:
     """All ranks of a simulated run. `asked` is the cadence that the script requests. Times are the
     simulation's; steps count from the start of the run."""
@@ -343,6 +346,8 @@ def asked_cadence(text: str, nodes: int, rate: float, durations: Durations) -> C
         raise ValueError(f"{text!r} is not a cadence; write 'fixed:60m', 'young' or 'adaptive'")
     return asked
 
+
+# ---- where saves are
 
 ALL_NODES = "all"
 

@@ -133,6 +133,8 @@ def merged(ranges: list[Range]) -> list[Range]:
     return found
 
 
+# ---- a node's disk
+
 KEEP = 2
 
 _STATE = re.compile(r"step-(\d{8,})\.a(\d{4,})")

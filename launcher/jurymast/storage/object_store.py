@@ -37,6 +37,8 @@ from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.storage.orders import Done, Job, StorageFailure, Upload, explain
 
+# ---- the seal
+
 SEAL = "jurymast.seal"
 HASH_BYTES = 32
 
@@ -76,6 +78,8 @@ class BucketKey:
         state.update(data)
         return str(state.hexdigest())
 
+
+# ---- the store
 
 log = logging.getLogger("jurymast.storage")
 

@@ -50,6 +50,9 @@ from jurymast.wire.channel import Channel, Connection, ConnectionClosed, Listene
 
 log = logging.getLogger("jurymast.supervisor")
 
+
+# ---- the epoch
+
 RETRY_S = 0.5
 ANSWER_LIMIT_S = 600.0
 
@@ -118,6 +121,8 @@ class Hold:
             raise OSError(f"{self._epochs} does not show epoch {self.epoch}")
         return newest
 
+
+# ---- who may connect
 
 # Unproven connections that may wait besides one per node; all nodes connect at once after a takeover.
 STRANGERS_MAX = 256
@@ -208,6 +213,8 @@ class Acceptor:
         log.warning("refused a connection from %s: %s", come.peer_address, what)
         self._told_at, self._untold = now, 0
 
+
+# ---- the supervisor
 
 HOW = "how"  # asks for the run's condition; nothing is done
 

@@ -58,6 +58,8 @@ def fence() -> None:
         pass
 
 
+# ---- schedules
+
 SCHEDULE_BYTES = 64
 # In native byte order: such a word is read and written in one piece.
 WORD = struct.Struct("q")
@@ -188,6 +190,8 @@ class ScheduleFollower:
         self._pending = None
         self._settled(schedule.number)
 
+
+# ---- heartbeats and events
 
 SLOT_BYTES = 128
 # step, beats, pid, phase, time of the last beat, longest time between beats, time of the last phase change

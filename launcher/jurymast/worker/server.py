@@ -30,6 +30,8 @@ from jurymast.processes import die_with_parent, name_process
 from jurymast.worker import preload, rank
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
+# ---- variables that the script sets
+
 # Prefixes of variables that torch's compiler reads when the script first uses it, or an optimizer: a script
 # that names one may set it after it has imported torch.
 COMPILER = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCH_LOGS", "AOTINDUCTOR_", "AOT_INDUCTOR_")
@@ -109,6 +111,8 @@ def _imports_torch(node: ast.stmt) -> bool:
         return any(alias.name.partition(".")[0] == "torch" for alias in node.names)
     return isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch"
 
+
+# ---- the server
 
 # What ranks import anyway; only modules after which a fork is safe, because they touch no device.
 FIRST = ["torch"]

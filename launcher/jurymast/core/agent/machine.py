@@ -19,6 +19,8 @@ from jurymast.core.nodes.silence import answer_every_s, patience_s
 from jurymast.core.nodes.tests import Alone
 from jurymast.core.settings import RunPlan
 
+# ---- what the node writes
+
 
 @dataclass
 class NodeWrite:
@@ -118,6 +120,8 @@ class NodeWrites:
         known = self._foreseen.values()
         return [do.SayForeseen(sum(one.image_bytes for one in known), sum(one.own_bytes for one in known))]
 
+
+# ---- the agent
 
 # Probes wait for the torchrun host. If that does not get warm, the probes may find the reason.
 PROBE_ANYWAY_S = 60.0

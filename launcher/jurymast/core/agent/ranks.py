@@ -18,6 +18,8 @@ from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.nodes.tests import LOCAL, Alone, limit_s, slowest
 from jurymast.core.settings import RunPlan
 
+# ---- ranks
+
 # A host that has not stopped its ranks by then hangs itself.
 STOP_MARGIN_S = 2.5
 # Stacks are recorded within 2 s. The ranks are stopped even if the recording does not return.
@@ -248,6 +250,8 @@ class Ranks:
         asked = isinstance(message, msg.Stopped) and self._stopping >= self.attempt
         return [] if self._terminating and not asked else [do.Send(message)]
 
+
+# ---- tests of this node
 
 # A node's processes meet under this name, and in pairs under the pair's.
 ITSELF, ITSELF_LIMIT_S = "local", 20.0

@@ -14,6 +14,8 @@ from jurymast.core.agent.ranks import Ranks
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.silence import BEATS, Arrivals
 
+# ---- whether the supervisor is heard
+
 # Gaps remembered: half a minute. While everything starts, all is slow.
 MEMORY = 60
 
@@ -52,6 +54,8 @@ class Hearing:
         self.heard_at, self.suspect_at = now, now + self._answers.limit_s()
         self.late_at = now + BEATS * self._answer_every_s
 
+
+# ---- the connection
 
 RECONNECT_S = 0.1
 # All nodes of a run that lose their supervisor look into the run directory, together this often per second.
@@ -291,6 +295,8 @@ class SupervisorLink:
         self._leave_at = min(self._leave_at, now + TERMINATED_LIMIT_S)
         return [do.Send(msg.Terminated())]
 
+
+# ---- succession
 
 # So many nodes are named by the supervisor as those that take over first.
 HEIRS = 3

@@ -32,6 +32,8 @@ from jurymast.core.texts import memory_size
 from jurymast.core.within import Skip
 from jurymast.errors import never
 
+# ---- whether checkpoints fit into memory
+
 # An image or replica stays until a newer one is whole and safe.
 AT_ONCE = 2
 
@@ -124,6 +126,9 @@ def _shortage(need: Need, room: msg.Room) -> str:
     )
 
 
+# ---- what is restored
+
+
 class RestoreChoice:
     """`chosen` is what the newest launched attempt restores."""
 
@@ -188,6 +193,8 @@ class RestoreChoice:
         sources = tuple(one for one in found if (one.node, one.tier) != (node, cp.MEMORY))
         return Send(node, msg.Sources(step=ask.step, attempt=ask.attempt, rank=ask.rank, sources=sources))
 
+
+# ---- before the nodes go
 
 # How long others are tried after one node could not write: its storage may recover meanwhile.
 GATHER_LIMIT_S = 15.0
@@ -270,6 +277,8 @@ class Securing:
             older = self._replicas.give_up_older(keys[0], fresh)
         return [*older, *(Send(name, msg.GiveSlotsUp()) for name in fresh)]
 
+
+# ---- all of it
 
 # Steps that some rank could not save; other ranks' images of them may still be reported.
 VOIDS_KEPT = 16

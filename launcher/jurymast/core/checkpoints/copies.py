@@ -513,6 +513,8 @@ def _cheapest(copies: Copies, key: StateId, rank: int, node: str) -> Iterator[tu
             yield next(source for source in sources if source.has(part)), size
 
 
+# ---- copies that fail
+
 # A failed copy is tried again after this long, with the newest step by then, and after twice as long each
 # further time, because storage may hang for hours.
 RETRY_S = 5.0

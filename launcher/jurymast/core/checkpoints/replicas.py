@@ -35,6 +35,8 @@ from jurymast.core.effects import Effect, Send
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.run.telling import copied
 
+# ---- who holds what
+
 # Nodes in a group when nodes turn out to have no memory for whole replicas.
 AUTO_NODES = 4
 NODES_MIN = 3
@@ -261,6 +263,8 @@ def missing_parity(
 def _replicate(key: StateId, rank: int, part: str, **more: Any) -> msg.Replicate:
     return msg.Replicate(step=key.step, attempt=key.attempt, rank=rank, part=part, **more)
 
+
+# ---- a few nodes at a time
 
 SLICE_NODES = 32
 # At most a tenth of the time is spent on looking.

@@ -27,6 +27,8 @@ from jurymast.core.keeper.effects import (
 from jurymast.core.messages import Room
 from jurymast.core.texts import memory_size
 
+# ---- slots
+
 SLOTS = 2
 
 
@@ -85,6 +87,8 @@ class RankSlots:
     def lacking(self, want: int) -> list[Slot]:
         return [one for one in self.slots if one.state is not SlotState.FILLING and one.capacity < want]
 
+
+# ---- memory
 
 ROUND_BYTES = 2 << 20
 EVERYWHERE = (0, -1)
@@ -344,6 +348,8 @@ class LoanGrowth:
     def refused(self, why: str) -> None:
         self._holding.do(do.Lend(self._number, 0, why))
 
+
+# ---- what is held
 
 NOTHING = (0, -1)
 

@@ -290,6 +290,8 @@ def _signals(counts: _Counts, out_s: float) -> list[Signal]:
     ]  # fmt: skip
 
 
+# ---- nodes that are likely to fail
+
 # A smaller difference may be chance, and does not justify an order other than Slurm's.
 MATTERS = 2.0
 

@@ -19,6 +19,8 @@ from jurymast.core.nodes.tests import ROUNDS_MAX, Alone, Pairing, judge, limit_s
 from jurymast.core.run import blame
 from jurymast.core.run.state import Node, Phase, Role, RunState
 
+# ---- carrying tests out
+
 # Shares of the time allowed: for tests alone, and for all of it, so that the verdicts come before its end.
 ALONE_SHARE = 0.5
 ALL_SHARE = 0.9
@@ -179,6 +181,8 @@ def _verdicts(tests: Tests, now: float) -> list[Effect]:
         if found.node in tests.order.nodes
     ]  # fmt: skip
 
+
+# ---- when tests are due, and what follows
 
 # With two partners that are known to work, a test can show whose fault a slow connection is.
 PARTNERS = 2

@@ -41,6 +41,8 @@ from dataclasses import dataclass, field
 from jurymast.core.messages import RankReport
 from jurymast.core.nodes.stacks import BLOCKED, CODE, WAITING, Stand
 
+# ---- whether a node is lost
+
 BEATS = 3.0
 UNKNOWN_BEATS = 6.0
 KNOWN_AFTER = 6  # gaps
@@ -168,6 +170,8 @@ class Lateness:
             return ""
         return f"the supervisor paused for {seconds:.1f} s: no node is blamed for that time"
 
+
+# ---- whether ranks hang
 
 FROZEN_S = 1.0
 WAITING_S = 1.0

@@ -50,6 +50,8 @@ from jurymast.core.nodes.stacks import UNKNOWN, Stand
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.texts import NODES_TOLD, some
 
+# ---- the ranks
+
 NOTHING = msg.Beat(0, [])
 
 
@@ -226,6 +228,8 @@ class Hangs:
             silent_s=verdict.silent_s, limit_s=verdict.limit_s, evidence=evidence,
         )  # fmt: skip
 
+
+# ---- the nodes
 
 # Between two ticks, at most and at least.
 WATCH_INTERVAL_S, SOON_S = 0.05, 0.01

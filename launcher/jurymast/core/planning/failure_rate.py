@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 from jurymast.core.run.incident import Incident
 
+# ---- the mean time between failures
+
 LEVEL = 0.90
 
 
@@ -103,6 +105,8 @@ def mtbf(failures: int, observed_s: float) -> Mtbf:
         return Mtbf(0, observed_s, None, low, None)
     return Mtbf(failures, observed_s, observed_s / failures, low, observed_s / gamma_quantile(failures, tail))
 
+
+# ---- the rate
 
 DAY_S = 86_400.0
 PER = 1000.0

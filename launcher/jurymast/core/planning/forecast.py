@@ -27,6 +27,8 @@ from dataclasses import dataclass, replace
 
 from jurymast.core.planning.failure_rate import DAY_S, PRIOR_RATE, Posterior, mtbf_s, prior
 
+# ---- how often to save
+
 # A rate that is known to a factor of four is what a prior alone gives.
 RATE_FACTOR = 4.0
 
@@ -158,6 +160,8 @@ def sensitivity(saving: Saving, mtbf_s: float) -> float:
     return max(0.0, *(best - async_goodput(interval_s, saving, mtbf_s) for interval_s in wrong))
 
 
+# ---- how many spares
+
 KAPPA = 2.0
 EPSILON = 0.01
 # How long a place stays empty. A repair takes most of a day (median 20 h in the trace above), but on a
@@ -231,6 +235,8 @@ def auto_spares(
     fleets. 0 for a few nodes, which fail so rarely that a spare would idle for more than it saves."""
     return size_spares(active, PRIOR_RATE if rate is None else rate, replace_s, run_s).count
 
+
+# ---- the forecast
 
 # From a node's death to new steps, when nothing was measured. jurymast's own part takes seconds;
 # communicators, compilation and data loaders of a real training take the rest.

@@ -36,6 +36,8 @@ from jurymast.core.run.incident import APPLICATION, CAUSES
 from jurymast.core.run.state import Findings
 from jurymast.core.texts import NODES_TOLD, Signature, count, error_signature, request, some
 
+# ---- what the end of a rank says
+
 # Messages of torch, gloo, NCCL and the socket layer when the *other* side has failed.
 COMMUNICATION = re.compile(
     r"connection (closed|reset|refused)|broken pipe|peer closed|socket (closed|timeout)|"
@@ -101,6 +103,8 @@ def exception_class(text: str, local_paths: tuple[str, ...]) -> str:
             return _ON_THE_NODE.get(kind, kind) if here else kind
     return ""
 
+
+# ---- the cause
 
 # A finding this close to an end of ranks, before or after it, is related to it (seconds).
 NEAR_S = 180.0

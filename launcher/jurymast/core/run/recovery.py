@@ -25,6 +25,8 @@ from jurymast.core.run.state import WITH_RANKS, Blame, Exclusion, Findings, Node
 from jurymast.core.texts import NODES_TOLD, count, request, some
 from jurymast.errors import RunFailedError
 
+# ---- the restart ladder
+
 # A cause that comes back without one new step between is not going away by itself.
 SAME_APPLICATION_ERROR = 3
 SAME_INFRASTRUCTURE_ERROR = 5
@@ -228,6 +230,8 @@ def _set_aside(state: RunState, cause: Cause, bad: tuple[str, ...], spares: Sequ
             aside.append(blame.blame_for(state, name, finding))
     return aside
 
+
+# ---- from the finding to the launch
 
 # Once enough nodes are ready, wait this long for the rest, so that the slowest become the spares.
 SPARE_GRACE_S = 2.0

@@ -16,6 +16,8 @@ from jurymast.core.nodes.watch import Watch
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.texts import compressed, some
 
+# ---- a launch
+
 # A launch that has waited this long is reported, and again each time this much more has passed.
 WAIT_TOLD_S = 15.0
 NAMED_MAX = 5
@@ -116,6 +118,8 @@ class Launching:
         if launch is not None and self._told and self._is_due(launch):
             assert self._fenced, "nodes are told of a launch, and earlier attempts are not fenced off"
 
+
+# ---- the end of the run
 
 # Agents have this long to leave.
 LEAVE_LIMIT_S = 4.0
