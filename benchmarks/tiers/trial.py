@@ -24,8 +24,8 @@ HOST = "127.0.0.1"
 # How bytes between nodes are protected, and what is said of it behind a metric's name: the second is
 # what happens where the policy has them hidden.
 PROTECTED = {GMAC: "", GCM: ", encrypted"}
-STREAMS = 2  # of one replica, as in keeper.fetch
-AT_ONCE = 2  # replicas, as in core.keeper.replicas
+STREAMS = 2  # of one replica, as in keeper.transfer
+AT_ONCE = 2  # replicas, as in core.keeper.machine
 SAMPLE_S = 0.02
 GIB = 1 << 30
 WINDOW_BYTES = 2 * GIB

@@ -1,6 +1,7 @@
 """The agent: a small process, one per node, that outlives the ranks. `core.agent` decides; this module turns
-what happens on the node into events, and carries out effects. It first finds what it needs on its node, and
-makes its ranks' environment."""
+what happens on the node into events, and carries out effects. It also makes the node's temporary directory
+and the environment of its ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`Checkpointer`, the interface to checkpoints for training scripts."""
+"""`Checkpointer`, the interface to checkpoints for training scripts. It also reports that a restore waits for
+storage that hangs."""
 
 from __future__ import annotations
 

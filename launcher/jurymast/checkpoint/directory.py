@@ -1,6 +1,6 @@
 """The shared directory of checkpoints: names, manifests, completeness, retention. No torch here.
 
-    checkpoints/owner.json                the run that writes here, see `checkpoint.directory`
+    checkpoints/owner.json                the run that writes here, see below
     checkpoints/step-00000100/            complete: a stock torch.distributed.checkpoint directory ...
     checkpoints/step-00000100/jurymast.json   ... with our manifest, written last
     checkpoints/.saving-00000200.a0003.<nonce>/   being written by attempt 3

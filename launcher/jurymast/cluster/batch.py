@@ -31,8 +31,8 @@ from jurymast.errors import JurymastError, never
 from jurymast.processes import die_with_parent, log_as
 from jurymast.rundir import RunDirectory
 
-# One node's end must not end the others' tasks.
 log = logging.getLogger("jurymast.batch")
+# One node's end must not end the others' tasks.
 SURVIVE = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 
 

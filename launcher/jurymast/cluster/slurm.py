@@ -1,6 +1,6 @@
-"""A submission: the exact request, which a dry run shows and submit sends unchanged; and what jurymast asks
-of Slurm for it: whether Slurm answers, how large a partition is, the submission itself (submitit writes the
-batch script, sbatch gets the user's options), and how the job ended."""
+"""A submission. Its request is exact: a dry run shows what submit sends unchanged. jurymast asks Slurm
+whether it answers and how large a partition is, submits the job (submitit writes the batch script, sbatch
+gets the user's options), and asks how the job ended."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Messages between agents, the supervisor and commands: every kind of message is a class here.
+"""Messages between agents, the supervisor, commands and torchrun hosts: every kind of message is a class
+here.
 
-`read_said`, `read_order` and `read_answer` parse them from bytes where they arrive; anything else becomes a
-Strange. Code that distinguishes them uses `match` and ends with `errors.never`, so that mypy reports kinds
-that were forgotten.
+`read_said`, `read_order`, `read_answer` and their like parse them from bytes where they arrive; anything else
+becomes a Strange. Code that distinguishes them uses `match` and ends with `errors.never`, so that mypy
+reports kinds that were forgotten.
 
 In messages about images, a state is named by `step` and `attempt`, an image by these and a `rank`. Sizes are
 bytes.

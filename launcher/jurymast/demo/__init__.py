@@ -1,5 +1,5 @@
-"""The demo's run: starts it, breaks a node in the middle, follows the journal and the losses, says what
-happened, when, why, and how long it took, and ends all of its processes, each by its id.
+"""The demo: starts a run, breaks a node in the middle, and follows the journal and the losses. It says what
+happened, when, why, and how long it took. At the end it ends all of its processes, each by its id.
 
 The output is lines with the time since the start, and on a terminal one line that is overwritten.
 """

@@ -197,7 +197,7 @@ SLOT_BYTES = 128
 # step, beats, pid, phase, time of the last beat, longest time between beats, time of the last phase change
 # (times: seconds on the machine's CLOCK_MONOTONIC)
 SLOT = struct.Struct("<qqqqddd")
-# After them: the number of the newest schedule of saves that the rank has settled (see `worker.link`).
+# After them: the number of the newest schedule of saves that the rank has settled.
 SETTLED = struct.Struct("q")
 # In the second cache line: the number of timed optimizer steps and the total seconds of their parts (see
 # `worker.hooks`): forward, backward, update. In native byte order, so that each word is read in one piece.

@@ -1,5 +1,5 @@
-"""Everything that an agent decides, as one machine; also what a node writes of its images: which order
-replaces which, and what has to be ready for it."""
+"""Everything that an agent decides, as one machine. Also which of its images a node writes: which order to
+write replaces which, and what has to be ready for it."""
 
 from __future__ import annotations
 

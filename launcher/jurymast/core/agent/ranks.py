@@ -1,6 +1,6 @@
 """The ranks of one node: when they start and stop, when they are killed, and what the supervisor is told of
-them. And tests of this node, alone and with another one: which processes run them, what these are asked, and
-what the supervisor learns."""
+them. Also tests of this node, alone or with another one: which processes run them, what these are asked, and
+what the supervisor is told."""
 
 from __future__ import annotations
 

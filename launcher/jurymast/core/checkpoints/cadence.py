@@ -1,4 +1,5 @@
-"""When to save: the interval that loses least, and how all ranks come to save at the same steps.
+"""When to save: the interval that loses least, and how a rank follows it, so that all ranks save at the same
+steps. Also whether an attempt saves to memory.
 
 In a run of jurymast the supervisor decides, from the cost of all ranks' saves and the failure rate, and sends
 ranks a `Schedule` (`worker.link` describes how they agree on it). Under plain torchrun, rank 0's clock

@@ -1,10 +1,10 @@
 """Who holds which part of which rank's state, and what follows: commit, replicas, the restore plan.
 
 An image is one rank's bytes of a state, that is, of one step of one attempt. A state is committed when agents
-hold every rank's image, hashed; it is restorable while every part of every rank's image
-has a copy somewhere. The common part, which is the same on data-parallel ranks, may come from any rank whose
-common part has the same hash. Where memory is short, a node keeps the XOR of several ranks' parts instead of
-the parts; any one rank's part of such a group can be computed from the others' and the XOR.
+hold every rank's image, hashed; it is restorable while every part of every rank's image has a copy somewhere.
+The common part, which is the same on data-parallel ranks, may come from any rank whose common part has the
+same hash. Where memory is short, a node keeps the XOR of several ranks' parts instead of the parts; any one
+rank's part of such a group can be computed from the others' and the XOR.
 
 A failed copy is tried again after a while. Several failures in a row mean that the two of a pair (a node and
 a tier, or two nodes) cannot reach each other, for whatever reason: then a third node takes over. After a

@@ -1,5 +1,5 @@
-"""Has nodes tested: when tests are due, orders to their agents in rounds of pairs, the verdict on each node,
-and what it means for the node.
+"""Has nodes tested: decides when tests are due, orders them from agents in rounds of pairs, gives the verdict
+on each node, and decides what follows for the node.
 
 One test runs at a time, and none while the node's own ranks run. Whatever goes wrong with a test, its time is
 up at `RunState.test_until`, and the run continues.

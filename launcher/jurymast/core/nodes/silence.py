@@ -1,6 +1,6 @@
 """Two questions about silence: is a silent node lost, and do silent ranks hang?
 
-When a silent node is a lost node is computed from the arrival times of its heartbeats:
+Whether a silent node is lost follows from the arrival times of its heartbeats:
 
     limit = clamp(max(BEATS x heartbeat, FACTOR x longest recent gap), at most LIMIT_MAX_S)
 
@@ -9,7 +9,7 @@ own limit. Until some gaps were seen, the limit has twice as many beats. Times a
 own clock, which stands still while the watcher does (see `WatcherClock`), so that a busy supervisor blames no
 node.
 
-Whether the run hangs is decided from what every rank reported last and the run's own step times.
+Whether the ranks hang follows from what each of them reported last, and from the run's own step times.
 
 Training is synchronous: one stuck rank stops all within a step, so the run hangs only if *no* rank steps. How
 long is too long follows from the longest gap between steps seen so far (`longest`):

@@ -1,6 +1,6 @@
 """Which nodes are there, by their connections and heartbeats, and which of them are lost; how far the ranks
-of every node are, and whether they hang. The silence of ranks raises that question; looks at their stacks on
-all nodes answer it.
+of every node are, and whether they hang. If ranks are silent, their stacks on all nodes show whether they
+hang.
 
 A node is lost if it is silent for longer than its own limit (see `core.nodes.silence`), if its connection
 closed and it does not return soon, or if it says so. But a late supervisor is no evidence against a node:

@@ -1,7 +1,7 @@
 """The run's state machine: `step(state, event)` returns the instructions that follow from an event.
 
-No clock, no I/O: time comes with the events. All decisions about the run are made here, so a journal replays
-to the same state, and the simulator runs the same code.
+No clock, no I/O: time comes with the events. All decisions about the run are made here and in
+`core.run.recovery`, so a journal replays to the same state, and the simulator runs the same code.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""From a finding to the next attempt: open an incident, stop the ranks, name the cause, choose, launch. The
-second half of the run's state machine; `core.run.machine` feeds it.
+"""The second half of the run's state machine, from a failure to the next attempt: open an incident, stop the
+ranks, name the cause, choose an action, launch. `core.run.machine` calls it.
 
 The restart ladder chooses the cheapest safe action for a known cause, and gives the reason: 1. restart in
 place, 2. swap a spare in, 4. requeue without the bad nodes; or stop, if another attempt cannot help. (Rung 3,

@@ -1,8 +1,10 @@
-"""Carries out a decided launch: its nodes are told to start, but only after earlier attempts are fenced off,
-and after all nodes that may hold a part of what it restores have reported. Unknown is not no.
+"""The beginning of an attempt, and the end of the run.
 
-At the end of the run the supervisor leaves: the newest checkpoint is written to storage, the agents leave,
-then the process ends.
+A launch that was decided is carried out: its nodes are told to start, but only after earlier attempts are
+fenced off, and after all nodes that may hold a part of what it restores have reported. Unknown is not no.
+
+When the run ends or is requeued, the newest checkpoint is written to storage first; then the agents leave,
+and the supervisor ends.
 """
 
 from __future__ import annotations
@@ -132,7 +134,7 @@ TELL_EVERY_S = 30.0
 
 
 class Departure:
-    """Carries this out. `now` is the supervisor's clock. The newest checkpoint may exist only in memory,
+    """Leaves the nodes. `now` is the supervisor's clock. The newest checkpoint may exist only in memory,
     which is lost with the nodes. While it is being written they are watched as usual, because others may hold
     what a lost node did not write."""
 
