@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from jurymast.agent.keeping import Stages, StorageProcesses
+from jurymast.agent.keeping import Phases, StorageProcesses
 from jurymast.checkpoint.directory import CheckpointDirectory, remove_trees
 from jurymast.core import messages as msg
-from jurymast.core.messages import WriteStage
+from jurymast.core.messages import WritePhase
 from jurymast.keeper.copies import local_copies
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage import shared
@@ -268,12 +268,12 @@ def test_states_are_never_mixed(tmp_path: Path, processes: list[StorageProcess])
     orders[1] = msgspec.structs.replace(orders[1], attempt=2)
     place, theirs = (CheckpointDirectory(tmp_path / "checkpoints").writing(10, n, "00ab") for n in (1, 2))
     work = WriteTogether(processes, orders)
-    assert work.end(WriteStage.OPEN)
+    assert work.end(WritePhase.OPEN)
     theirs.symlink_to(place)
-    work.begin(WriteStage.ANNOUNCE)
-    assert work.end(WriteStage.ANNOUNCE)
-    work.begin(WriteStage.SHARE_OUT)
-    assert not work.end(WriteStage.SHARE_OUT)
+    work.begin(WritePhase.ANNOUNCE)
+    assert work.end(WritePhase.ANNOUNCE)
+    work.begin(WritePhase.SHARE_OUT)
+    assert not work.end(WritePhase.SHARE_OUT)
     theirs.unlink()
     lead_says, _ = work.cancel()
     assert isinstance(lead_says, StorageFailed)
@@ -425,11 +425,11 @@ def test_a_read_only_disk(tmp_path: Path, small_disk: Path, processes: list[Stor
 
 
 POINTS = {
-    "opening": (WriteStage.OPEN, set()),
-    "announcing": (WriteStage.ANNOUNCE, {"layout-r0000{victim}.json"}),
-    "writing": (WriteStage.WRITE, {"__{victim}_0.distcp"}),
-    "written": (WriteStage.WRITE, {"done-r00000.json", "done-r00001.json"}),
-    "sealing": (WriteStage.SEAL, {"done-r00000.json"}),  # it imports torch
+    "opening": (WritePhase.OPEN, set()),
+    "announcing": (WritePhase.ANNOUNCE, {"layout-r0000{victim}.json"}),
+    "writing": (WritePhase.WRITE, {"__{victim}_0.distcp"}),
+    "written": (WritePhase.WRITE, {"done-r00000.json", "done-r00001.json"}),
+    "sealing": (WritePhase.SEAL, {"done-r00000.json"}),  # it imports torch
 }
 
 
@@ -441,12 +441,12 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_complete(
     root = tmp_path / "checkpoints"
     images = simple_images(tmp_path / "i", world=2, size=2_000_000)
     place = root / ".writing-00000010.a0001.00ab"
-    stage, files = POINTS[point]
+    phase, files = POINTS[point]
     seen = {name.format(victim=victim) for name in files}
     with StorageProcess() as lead, StorageProcess() as follower:
         both = [lead, follower]
         work = WriteTogether(both, shared_orders(root, images))
-        work.go(stage)
+        work.go(phase)
         wait_until(f"{point} of the write", lambda: seen <= names(place) or "step-00000010" in names(root))
         work.kill(victim)
         answers = work.cancel()
@@ -462,20 +462,20 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_complete(
     assert names(root) == {"step-00000010"}
 
 
-@pytest.mark.parametrize("stage", [stage for stage in WriteStage if stage > WriteStage.HOLD])
+@pytest.mark.parametrize("phase", [phase for phase in WritePhase if phase > WritePhase.HOLD])
 def test_a_cancelled_write_leaves_nothing(
-    tmp_path: Path, processes: list[StorageProcess], stage: WriteStage
+    tmp_path: Path, processes: list[StorageProcess], phase: WritePhase
 ) -> None:
     """While a node waits for its turn, or does what is to be done."""
     root = tmp_path / "checkpoints"
     orders = shared_orders(root, simple_images(tmp_path / "i", world=2))
     work = WriteTogether(processes, orders)
-    work.go(stage)
-    if stage < WriteStage.SEAL:
-        assert work.end(stage)
+    work.go(phase)
+    if phase < WritePhase.SEAL:
+        assert work.end(phase)
     for answer in work.cancel():
         assert isinstance(answer, Done) or answer.why == CANCELLED
-    assert names(root) in (set(), {"step-00000010"} if stage is WriteStage.SEAL else set())
+    assert names(root) in (set(), {"step-00000010"} if phase is WritePhase.SEAL else set())
     done_together(processes, shared_orders(root, simple_images(tmp_path / "i", world=2), nonce="00ac"))
 
 
@@ -484,13 +484,13 @@ def test_an_order_that_is_late_or_out_of_turn_is_passed_over(
 ) -> None:
     orders = shared_orders(tmp_path / "checkpoints", simple_images(tmp_path / "i", world=2))
     work = WriteTogether(processes, orders)
-    for stage in (WriteStage.ANNOUNCE, WriteStage.SHARE_OUT, WriteStage.WRITE):
-        work.go(stage) if stage is WriteStage.ANNOUNCE else work.begin(stage)
-        work.begin(WriteStage.ANNOUNCE)
-        work.begin(WriteStage.OPEN)
-        assert work.end(stage)
-    work.begin(WriteStage.SEAL)
-    assert not work.end(WriteStage.SEAL)
+    for phase in (WritePhase.ANNOUNCE, WritePhase.SHARE_OUT, WritePhase.WRITE):
+        work.go(phase) if phase is WritePhase.ANNOUNCE else work.begin(phase)
+        work.begin(WritePhase.ANNOUNCE)
+        work.begin(WritePhase.OPEN)
+        assert work.end(phase)
+    work.begin(WritePhase.SEAL)
+    assert not work.end(WritePhase.SEAL)
     assert isinstance(work.answers[0], Done)
     assert names(tmp_path / "checkpoints") == {"step-00000010"}
 
@@ -502,7 +502,7 @@ def test_who_finds_nothing_any_more_lets_the_lead_say_why_first(tmp_path: Path) 
     place = root / ".writing-00000010.a0001.00ab"
     place.mkdir(parents=True)
     announced, waits = threading.Event(), threading.Event()
-    job = Job(order.limit_s, reached=lambda stage: announced.set() if stage is WriteStage.ANNOUNCE else None)
+    job = Job(order.limit_s, reached=lambda phase: announced.set() if phase is WritePhase.ANNOUNCE else None)
 
     class Waited(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
@@ -512,11 +512,11 @@ def test_who_finds_nothing_any_more_lets_the_lead_say_why_first(tmp_path: Path) 
     job.cancelled = Waited()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(shared.write, order, job)
-        job.go_on(Continue(id=0, stage=WriteStage.ANNOUNCE))
+        job.go_on(Continue(id=0, phase=WritePhase.ANNOUNCE))
         assert announced.wait(60.0)
         assert names(place) == {"layout-r00001.json"}
         remove_trees([place])
-        job.go_on(Continue(id=0, stage=WriteStage.WRITE))
+        job.go_on(Continue(id=0, phase=WritePhase.WRITE))
         assert waits.wait(60.0)
         assert not answer.done()
         job.cancel()
@@ -527,7 +527,7 @@ def test_who_finds_nothing_any_more_lets_the_lead_say_why_first(tmp_path: Path) 
 def test_storage_that_one_node_does_not_see_is_told_by_that_node(tmp_path: Path) -> None:
     order = shared_orders(tmp_path / "nowhere", simple_images(tmp_path / "i", world=2))[1]
     job = Job(order.limit_s)
-    job.go_on(Continue(id=0, stage=WriteStage.ANNOUNCE))
+    job.go_on(Continue(id=0, phase=WritePhase.ANNOUNCE))
     with pytest.raises(StorageFailure, match="nowhere is not visible on this node"):
         shared.write(order, job)
 
@@ -542,15 +542,15 @@ def test_it_ends_with_its_stdin() -> None:
 # ---- the agent's side
 
 
-def alone() -> Stages:
+def alone() -> Phases:
     """Of a node that has nobody to wait for."""
 
-    def reached(stage: WriteStage) -> None:
-        following = WriteStage(stage + 1)
-        stages.turns.put_nowait(msg.ContinueWrite(id="", stage=following, parts=(0,)))
+    def reached(phase: WritePhase) -> None:
+        following = WritePhase(phase + 1)
+        phases.turns.put_nowait(msg.ContinueWrite(id="", phase=following, parts=(0,)))
 
-    stages = Stages(reached)
-    return stages
+    phases = Phases(reached)
+    return phases
 
 
 def test_the_agents_side(tmp_path: Path) -> None:
@@ -574,7 +574,7 @@ def test_the_agents_side(tmp_path: Path) -> None:
             half = simple_images(tmp_path / "two", world=2)[:1]
             waiting = to_shared(tmp_path / "c", half, world=2, lead=True)
             opened = asyncio.Event()
-            task = asyncio.ensure_future(storage.carry_out(waiting, Stages(lambda stage: opened.set())))
+            task = asyncio.ensure_future(storage.carry_out(waiting, Phases(lambda phase: opened.set())))
             await asyncio.wait_for(opened.wait(), 60.0)
             assert len(names(tmp_path / "c")) == 1
             task.cancel()
@@ -583,14 +583,14 @@ def test_the_agents_side(tmp_path: Path) -> None:
             assert names(tmp_path / "c") == set()
             # killed by somebody
             opened.clear()
-            task = asyncio.ensure_future(storage.carry_out(waiting, Stages(lambda stage: opened.set())))
+            task = asyncio.ensure_future(storage.carry_out(waiting, Phases(lambda phase: opened.set())))
             await asyncio.wait_for(opened.wait(), 60.0)
             child = storage._tiers["shared"]._child
             assert child is not None
             os.kill(child.pid, signal.SIGKILL)
             assert await task == StorageFailed(why="the storage process was killed by SIGKILL")
-            stages = alone()
-            done = await storage.carry_out(to_shared(tmp_path / "c", images, world=1, lead=True), stages)
+            phases = alone()
+            done = await storage.carry_out(to_shared(tmp_path / "c", images, world=1, lead=True), phases)
             assert isinstance(done, Done), done
             # nobody says how to go on: that is no hang of the storage
             late = to_shared(tmp_path / "d", images, world=1, lead=True, limit_s=1.0)

@@ -51,7 +51,7 @@ class Agent:
     words: deque[msg.AboutCheckpoints] = field(default_factory=deque)
     written: set[str] = field(default_factory=set)  # by the order's id
     writes: msg.Write | None = None  # to shared storage
-    reached: msg.WriteStage = msg.WriteStage.HOLD
+    reached: msg.WritePhase = msg.WritePhase.HOLD
 
     def hello(self) -> msg.Hello:
         return hello(self.name, incarnation=str(self.incarnation), copies=tuple(self.held))
@@ -68,7 +68,7 @@ class Agent:
         self.orders.clear()
         self.words = deque(word for word in self.words if isinstance(word, msg.Kept))
         if self.writes is not None:
-            self.words.append(msg.WriteReached(id=self.writes.id, stage=self.reached))
+            self.words.append(msg.WriteReached(id=self.writes.id, phase=self.reached))
 
     def start_again(self) -> None:
         self.incarnation += 1
@@ -187,22 +187,22 @@ class Nodes:
         elif order.tier != SHARED:
             self._end(agent, order, self._error())
         else:
-            agent.writes, agent.reached = order, msg.WriteStage.HOLD
+            agent.writes, agent.reached = order, msg.WritePhase.HOLD
             if order.lead:
-                self._reach(agent, order, msg.WriteStage.OPEN)
+                self._reach(agent, order, msg.WritePhase.OPEN)
 
     def _go_on(self, agent: Agent, turn: msg.ContinueWrite) -> None:
         order = agent.writes
-        if order is not None and order.id == turn.id and turn.stage > agent.reached:
-            self._reach(agent, order, turn.stage)
+        if order is not None and order.id == turn.id and turn.phase > agent.reached:
+            self._reach(agent, order, turn.phase)
 
-    def _reach(self, agent: Agent, order: msg.Write, stage: msg.WriteStage) -> None:
+    def _reach(self, agent: Agent, order: msg.Write, phase: msg.WritePhase) -> None:
         why = self._error()
-        if why or stage is (msg.WriteStage.SEAL if order.lead else msg.WriteStage.WRITE):
+        if why or phase is (msg.WritePhase.SEAL if order.lead else msg.WritePhase.WRITE):
             self._end(agent, order, why)
         else:
-            agent.reached = stage
-            agent.words.append(msg.WriteReached(id=order.id, stage=stage))
+            agent.reached = phase
+            agent.words.append(msg.WriteReached(id=order.id, phase=phase))
 
     def _error(self) -> str:
         return "no space left" if self.chance.random() < self.fails else ""

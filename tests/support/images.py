@@ -16,7 +16,7 @@ import torch
 
 from jurymast.core.checkpoints.writes import ALONE
 from jurymast.core.message import Strange
-from jurymast.core.messages import WriteStage
+from jurymast.core.messages import WritePhase
 from jurymast.keeper.manifest import Item, Manifest
 from jurymast.storage.orders import (
     Answer,
@@ -210,7 +210,7 @@ class StorageProcess:
 
 
 class WriteTogether:
-    """Storage processes, the first of which leads, that are led through the stages of a write as by a
+    """Storage processes, the first of which leads, that are led through the phases of a write as by a
     supervisor."""
 
     def __init__(self, processes: Sequence[StorageProcess], orders: Sequence[WriteShared]) -> None:
@@ -219,34 +219,34 @@ class WriteTogether:
         self._ids = [process.give(order) for process, order in zip(processes, orders, strict=True)]
         self.answers: dict[int, Answer] = {}  # by the process's number
 
-    def _of(self, stage: WriteStage) -> Sequence[int]:
-        return range(1 if stage in ALONE else len(self.processes))
+    def _of(self, phase: WritePhase) -> Sequence[int]:
+        return range(1 if phase in ALONE else len(self.processes))
 
-    def begin(self, stage: WriteStage) -> None:
-        """Have this stage begun by all that take part in it."""
-        parts = self._parts if stage is WriteStage.SHARE_OUT else ()
-        for number in self._of(stage) if stage > WriteStage.OPEN else ():
-            self.processes[number].tell(Continue(id=self._ids[number], stage=stage, parts=parts))
+    def begin(self, phase: WritePhase) -> None:
+        """Have this phase begun by all that take part in it."""
+        parts = self._parts if phase is WritePhase.SHARE_OUT else ()
+        for number in self._of(phase) if phase > WritePhase.OPEN else ():
+            self.processes[number].tell(Continue(id=self._ids[number], phase=phase, parts=parts))
 
-    def end(self, stage: WriteStage) -> bool:
-        """Wait for its end; whether there is another stage."""
-        for number in self._of(stage):
+    def end(self, phase: WritePhase) -> bool:
+        """Wait for its end; whether there is another phase."""
+        for number in self._of(phase):
             said = self.processes[number].hear()
-            if isinstance(said, Reached) and said.stage is WriteStage.HOLD:
+            if isinstance(said, Reached) and said.phase is WritePhase.HOLD:
                 said = self.processes[number].hear()
             if not isinstance(said, Reached):
                 self.answers[number] = said
             else:
-                assert said == Reached(id=self._ids[number], stage=stage)
+                assert said == Reached(id=self._ids[number], phase=phase)
         failed = any(isinstance(answer, StorageFailed) for answer in self.answers.values())
         return not failed and 0 not in self.answers
 
-    def go(self, until: WriteStage) -> None:
-        """Up to where this stage begins."""
-        for stage in WriteStage:
-            if WriteStage.HOLD < stage < until:
-                self.begin(stage)
-                assert self.end(stage), self.answers
+    def go(self, until: WritePhase) -> None:
+        """Up to where this phase begins."""
+        for phase in WritePhase:
+            if WritePhase.HOLD < phase < until:
+                self.begin(phase)
+                assert self.end(phase), self.answers
         self.begin(until)
 
     def kill(self, number: int) -> None:
@@ -255,9 +255,9 @@ class WriteTogether:
 
     def carry_out(self) -> list[Answer]:
         """The answers of all. Who has not answered when one fails is cancelled."""
-        for stage in list(WriteStage)[1:]:
-            self.begin(stage)
-            if not self.end(stage):
+        for phase in list(WritePhase)[1:]:
+            self.begin(phase)
+            if not self.end(phase):
                 break
         return self.cancel()
 

@@ -102,8 +102,8 @@ class Node:
         self.tests_told = 0
         self.written = 0  # the newest write that was ordered
         self.writes: dict[
-            str, msg.WriteStage
-        ] = {}  # that go on, and the stage that each is told to go on with
+            str, msg.WritePhase
+        ] = {}  # that go on, and the phase that each is told to go on with
         self.turns = 0
 
     def live(self, events: int) -> None:
@@ -164,13 +164,13 @@ class Node:
         self.orders += [new] * self.chance.choice([0, 1, 1, 1, 2])  # lost, or doubled
 
     def order_to_write(self) -> None:
-        """Stage after stage; some orders are lost, doubled, or late."""
+        """Phase after phase; some orders are lost, doubled, or late."""
         self.written += self.chance.random() < 0.8
         tier = self.chance.choice(["shared", "shared", "local"])
         id = f"{tier} {self.written}"
-        stages = [msg.WriteStage.ANNOUNCE, msg.WriteStage.SHARE_OUT, msg.WriteStage.WRITE]
+        phases = [msg.WritePhase.ANNOUNCE, msg.WritePhase.SHARE_OUT, msg.WritePhase.WRITE]
         begin = msg.Write(id=id, tier=tier, step=1, attempt=1, ranks=(0,), world=2)
-        turns = [msg.ContinueWrite(id=id, stage=stage) for stage in stages if tier == "shared"]
+        turns = [msg.ContinueWrite(id=id, phase=phase) for phase in phases if tier == "shared"]
         orders: list[msg.Order] = [begin, *turns, msg.CancelWrite(id=id)]
         for order in orders:
             self.orders += [order] * self.chance.choice([0, 1, 1, 1, 2])
@@ -178,12 +178,12 @@ class Node:
     def write(self) -> None:
         """A write reaches the end of what it was told to do."""
         if self.writes:
-            id, stage = self.chance.choice(list(self.writes.items()))
+            id, phase = self.chance.choice(list(self.writes.items()))
             if id.startswith("local") or self.chance.random() < 0.3:
                 del self.writes[id]
                 self.carry_out(self.machine.write_ended(id, self.now))
             else:
-                self.carry_out(self.machine.write_reached(id, stage, self.now))
+                self.carry_out(self.machine.write_reached(id, phase, self.now))
 
     def deliver(self) -> None:
         if self.connected and self.orders:
@@ -340,10 +340,10 @@ class Node:
             case do.Obey(msg.Write() as order):
                 tiers = {id.partition(" ")[0] for id in self.writes}
                 assert order.tier not in tiers, "two writes to a tier"
-                self.writes[order.id] = msg.WriteStage.OPEN
+                self.writes[order.id] = msg.WritePhase.OPEN
             case do.Obey(msg.ContinueWrite() as turn):
-                assert self.writes[turn.id] < turn.stage, "a stage twice, or after a later one"
-                self.writes[turn.id] = turn.stage
+                assert self.writes[turn.id] < turn.phase, "a phase twice, or after a later one"
+                self.writes[turn.id] = turn.phase
                 self.turns += 1
             case do.Obey(msg.CancelWrite(id=id)):
                 del self.writes[id]
@@ -391,8 +391,8 @@ class Node:
             case msg.TestedAlone() | msg.TestedPair():
                 self.tests_told += 1
             case msg.WriteReached():
-                assert message.stage <= self.writes[message.id], "a stage is reached that was not ordered"
-                assert message.id.startswith("shared"), "one that has no stages"
+                assert message.phase <= self.writes[message.id], "a phase is reached that was not ordered"
+                assert message.id.startswith("shared"), "one that has no phases"
             case msg.Failed() | msg.RankEvent() | msg.Unrestorable() | msg.Written():
                 self.line.append(message)
                 if self.chance.random() < 0.7:

@@ -114,7 +114,7 @@ def _place_listed_only(self: RunDisk, node: str) -> Endpoint | None:
 
 
 def _seal_with_the_lead(self: Writes, write: OpenWrite, node: str) -> list[Any]:
-    if write.stage is msg.WriteStage.WRITE and node == write.lead:
+    if write.phase is msg.WritePhase.WRITE and node == write.lead:
         write.behind = {node}
     return _passed(self, write, node)
 

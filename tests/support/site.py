@@ -9,7 +9,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.copies import SHARED, StateId
 from jurymast.core.effects import Effect, Launch, Record, Send
-from jurymast.core.messages import WriteStage
+from jurymast.core.messages import WritePhase
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
@@ -121,21 +121,21 @@ class Site:
         self.orders = [order for order in self.orders if not isinstance(order[1], what)]
         return found
 
-    def reach(self, node: str, id: str, stage: WriteStage) -> None:
-        self.hear(node, msg.WriteReached(id=id, stage=stage))
+    def reach(self, node: str, id: str, phase: WritePhase) -> None:
+        self.hear(node, msg.WriteReached(id=id, phase=phase))
 
-    def go_on(self, id: str, until: WriteStage = WriteStage.WRITE) -> None:
-        """All nodes do as they are told, up to where this stage of a write begins."""
-        self.reach(self.leads[id], id, WriteStage.OPEN)
+    def go_on(self, id: str, until: WritePhase = WritePhase.WRITE) -> None:
+        """All nodes do as they are told, up to where this phase of a write begins."""
+        self.reach(self.leads[id], id, WritePhase.OPEN)
         while orders := [(node, order) for node, order in self.orders if self._is_before(order, until)]:
             for one in orders:
                 self.orders.remove(one)
                 assert isinstance(one[1], msg.ContinueWrite)
-                self.reach(one[0], id, one[1].stage)
+                self.reach(one[0], id, one[1].phase)
 
     @staticmethod
-    def _is_before(order: msg.ToAgent, stage: WriteStage) -> bool:
-        return isinstance(order, msg.ContinueWrite) and order.stage < stage
+    def _is_before(order: msg.ToAgent, phase: WritePhase) -> bool:
+        return isinstance(order, msg.ContinueWrite) and order.phase < phase
 
     def answer(self, writes: list[tuple[str, msg.Write]], why: str = "") -> None:
         """These nodes do all that they can, or fail."""
@@ -144,11 +144,11 @@ class Site:
             if order.tier == SHARED and not why:
                 self.go_on(order.id)
             if leads and not why:
-                self.reach(node, order.id, WriteStage.WRITE)
+                self.reach(node, order.id, WritePhase.WRITE)
             else:
                 self._written(node, order, why)
         for node, order in writes:
-            seal = msg.ContinueWrite(id=order.id, stage=WriteStage.SEAL)
+            seal = msg.ContinueWrite(id=order.id, phase=WritePhase.SEAL)
             if (node, seal) in self.orders:
                 self._written(node, order)
 

@@ -51,11 +51,11 @@ def test_a_successor_waits_for_what_agents_hold_before_it_lets_them_go() -> None
     orders = written([*after.joins(other, copies=(image(1),)), *after.waits(0.5)])
     assert {node: order.ranks for node, order in orders.items()} == {one: (0,), other: (1,)}
     id = orders[one].id
-    for stage in list(msg.WriteStage)[1:-1]:
+    for phase in list(msg.WritePhase)[1:-1]:
         assert not sent_home(after.waits(0.5))
-        after.hears(one, msg.WriteReached(id=id, stage=stage))
-        if stage is msg.WriteStage.ANNOUNCE:
-            after.hears(other, msg.WriteReached(id=id, stage=stage))
+        after.hears(one, msg.WriteReached(id=id, phase=phase))
+        if phase is msg.WritePhase.ANNOUNCE:
+            after.hears(other, msg.WriteReached(id=id, phase=phase))
     for node in (other, one):
         assert not sent_home(after.waits(0.5))
         after.hears(node, msg.Written(id=id, tier="shared", ok=True, size_bytes=9, why=""))

@@ -231,10 +231,10 @@ XID = b"6,2,2,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, x\n"
 GET = keepers.GetBytes(image=keepers.ImageName(step=1, attempt=1, rank=0), at=0, length=1)
 
 
-REACHED = msg.WriteReached(id="7", stage=msg.WriteStage.ANNOUNCE)
-TURN = msg.ContinueWrite(id="7", stage=msg.WriteStage.SHARE_OUT, parts=(0, 8))
-GO_ON = orders.Continue(id=1, stage=msg.WriteStage.SHARE_OUT, parts=(0, 8))
-DONE = orders.Reached(id=1, stage=msg.WriteStage.ANNOUNCE)
+REACHED = msg.WriteReached(id="7", phase=msg.WritePhase.ANNOUNCE)
+TURN = msg.ContinueWrite(id="7", phase=msg.WritePhase.SHARE_OUT, parts=(0, 8))
+GO_ON = orders.Continue(id=1, phase=msg.WritePhase.SHARE_OUT, parts=(0, 8))
+DONE = orders.Reached(id=1, phase=msg.WritePhase.ANNOUNCE)
 
 
 def right(*values: Any) -> tuple[bytes, ...]:

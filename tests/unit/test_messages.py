@@ -79,7 +79,7 @@ SAID: list[msg.ToSupervisor] = [
     msg.Unrestorable(attempt=2, rank=0, step=1, of=1, why="gone"),
     msg.AskSources(step=1, attempt=1, rank=0),
     msg.Unreplicated(step=1, attempt=1, rank=0, part="all", why="gone", group=(0, 1)),
-    msg.WriteReached(id="7", stage=msg.WriteStage.ANNOUNCE),
+    msg.WriteReached(id="7", phase=msg.WritePhase.ANNOUNCE),
     msg.Written(id="7", tier="shared", ok=False, why="full"),
     msg.Ask(what="rollback", by="ada", step=7),
 ]
@@ -107,7 +107,7 @@ ORDERS: list[msg.ToAgent] = [
     msg.ForgetNewer(step=1),
     msg.GiveSlotsUp(),
     msg.Write(id="7", tier="shared", step=1, attempt=1, ranks=(0,), world=2, lead=True),
-    msg.ContinueWrite(id="7", stage=msg.WriteStage.SHARE_OUT, parts=(0, 8)),
+    msg.ContinueWrite(id="7", phase=msg.WritePhase.SHARE_OUT, parts=(0, 8)),
     msg.CancelWrite(id="7"),
 ]  # fmt: skip
 ANSWERS: list[msg.Accepted | msg.Declined | msg.Condition] = [

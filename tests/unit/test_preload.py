@@ -33,12 +33,12 @@ loaded = frozenset(sys.modules)
 import concurrent, os, warnings
 from jurymast.worker import preload
 filters = list(warnings.filters)
-own = preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in loaded})
+own = preload.Bundle(modules={n: m for n, m in sys.modules.items() if n not in loaded})
 import multiprocessing
-stages = [own, preload.load(["torch"], native=True), preload.load(["torch.late", "torch.gone"])]
+bundles = [own, preload.load(["torch"], native=True), preload.load(["torch.late", "torch.gone"])]
 stale, told = [], []
-hidden = preload.Hidden(stages, loaded, dict(os.environ), stale.append, lambda: told.append("torch"))
-ahead = stages[1].modules["torch"]
+hidden = preload.Hidden(bundles, loaded, dict(os.environ), stale.append, lambda: told.append("torch"))
+ahead = bundles[1].modules["torch"]
 hidden.hide()
 """
 
@@ -85,10 +85,10 @@ assert torch.nn is sys.modules["torch.nn"]
 assert warnings.filters[0][1].pattern == "of torch" and os.environ["SET_BY_TORCH"] == "1"
 assert "torch.late" not in sys.modules and not hasattr(torch, "late")
 from torch import late
-assert late is stages[2].modules["torch.late"] and torch.late is late
+assert late is bundles[2].modules["torch.late"] and torch.late is late
 assert "colorsys" not in sys.modules
 import colorsys
-assert colorsys is stages[1].modules["colorsys"]
+assert colorsys is bundles[1].modules["colorsys"]
 """,
     )
 
@@ -120,7 +120,7 @@ assert not torch.LOG.disabled
 
 
 def test_the_script_is_nobodys_to_keep(run: Path) -> None:
-    check(run, "assert all(m is not sys.modules['__main__'] for s in stages for m in s.modules.values())\n")
+    check(run, "assert all(m is not sys.modules['__main__'] for s in bundles for m in s.modules.values())\n")
 
 
 def test_asking_whether_there_is_a_torch_loads_nothing(run: Path) -> None:
@@ -192,8 +192,8 @@ def test_another_torch_than_the_one_loaded_ahead(run: Path) -> None:
 
 
 def test_without_torch_ahead_its_import_is_told(run: Path) -> None:
-    begin = BEGIN.replace("stages = [own, preload.load", "stages = [own] or [own, preload.load").replace(
-        'ahead = stages[1].modules["torch"]\n', ""
+    begin = BEGIN.replace("bundles = [own, preload.load", "bundles = [own] or [own, preload.load").replace(
+        'ahead = bundles[1].modules["torch"]\n', ""
     )
     path = os.pathsep.join([str(run), *sys.path])
     program = "import torch.nn\nassert told == ['torch']\n"

@@ -18,7 +18,7 @@ import pytest
 from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord
 from jurymast.core.agent.effects import ReadPulse
 from jurymast.core.agent.supervision import Hearing, Succession
-from jurymast.core.messages import WriteStage
+from jurymast.core.messages import WritePhase
 from jurymast.health.probe import Context
 from jurymast.keeper.manifest import Item, Manifest
 from jurymast.storage import orders, shared
@@ -94,7 +94,7 @@ class Writing:
     """Two nodes that write a checkpoint, the first as the lead; each in a thread."""
 
     def __init__(self, folder: Path, pool: Executor) -> None:
-        self.said: queue.SimpleQueue[tuple[int, WriteStage]] = queue.SimpleQueue()
+        self.said: queue.SimpleQueue[tuple[int, WritePhase]] = queue.SimpleQueue()
         self.jobs = [Job(LIMIT_S, reached=partial(self._reached, rank)) for rank in range(2)]
         orders = [
             WriteShared(
@@ -106,18 +106,18 @@ class Writing:
         pairs = zip(orders, self.jobs, strict=True)
         self.results = [pool.submit(write, order, job) for order, job in pairs]
 
-    def _reached(self, rank: int, stage: WriteStage) -> None:
-        if stage > WriteStage.HOLD:
-            self.said.put((rank, stage))
+    def _reached(self, rank: int, phase: WritePhase) -> None:
+        if phase > WritePhase.HOLD:
+            self.said.put((rank, phase))
 
-    def end(self, stage: WriteStage, ranks: Sequence[int]) -> None:
+    def end(self, phase: WritePhase, ranks: Sequence[int]) -> None:
         reached = sorted(self.said.get(timeout=LIMIT_S) for _ in ranks)
-        assert reached == [(rank, stage) for rank in ranks]
+        assert reached == [(rank, phase) for rank in ranks]
 
-    def begin(self, stage: WriteStage, ranks: Sequence[int]) -> None:
-        parts = (0, 1) if stage is WriteStage.SHARE_OUT else ()
+    def begin(self, phase: WritePhase, ranks: Sequence[int]) -> None:
+        parts = (0, 1) if phase is WritePhase.SHARE_OUT else ()
         for rank in ranks:
-            self.jobs[rank].go_on(Continue(id=0, stage=stage, parts=parts))
+            self.jobs[rank].go_on(Continue(id=0, phase=phase, parts=parts))
 
 
 def test_nodes_that_write_together_look_for_nothing_and_list_nothing(
@@ -143,15 +143,15 @@ def test_nodes_that_write_together_look_for_nothing_and_list_nothing(
     monkeypatch.setattr(shared, "write_metadata", metadata)
     with ThreadPoolExecutor(2) as pool:
         made = Writing(tmp_path, pool)
-        made.end(WriteStage.OPEN, [0])
-        made.begin(WriteStage.ANNOUNCE, [0, 1])
-        made.end(WriteStage.ANNOUNCE, [0, 1])
-        made.begin(WriteStage.SHARE_OUT, [0])
-        made.end(WriteStage.SHARE_OUT, [0])
-        made.begin(WriteStage.WRITE, [0, 1])
-        made.end(WriteStage.WRITE, [0])
+        made.end(WritePhase.OPEN, [0])
+        made.begin(WritePhase.ANNOUNCE, [0, 1])
+        made.end(WritePhase.ANNOUNCE, [0, 1])
+        made.begin(WritePhase.SHARE_OUT, [0])
+        made.end(WritePhase.SHARE_OUT, [0])
+        made.begin(WritePhase.WRITE, [0, 1])
+        made.end(WritePhase.WRITE, [0])
         assert made.results[1].result(LIMIT_S) == Done(bytes=128)
-        made.begin(WriteStage.SEAL, [0])
+        made.begin(WritePhase.SEAL, [0])
         assert made.results[0].result(LIMIT_S) == Done(bytes=128, published=True)
     assert [path for path in listed if ".writing-" in path] == []
     assert CheckpointDirectory(tmp_path / "checkpoints").complete() == [10]
@@ -164,8 +164,8 @@ def test_nodes_that_write_together_look_for_nothing_and_list_nothing(
     }
 
 
-def turned(job: Job, after: WriteStage = WriteStage.ANNOUNCE) -> Continue:
-    return job.turn(after, WriteStage(after + 1))
+def turned(job: Job, after: WritePhase = WritePhase.ANNOUNCE) -> Continue:
+    return job.turn(after, WritePhase(after + 1))
 
 
 def test_who_waits_in_vain_says_for_whom() -> None:
@@ -186,22 +186,22 @@ def test_who_waits_is_cancelled_at_once() -> None:
 
 def test_an_order_to_go_on_that_is_not_the_next_is_passed_over() -> None:
     job = Job(LIMIT_S)
-    for stage in WriteStage:
-        job.go_on(Continue(id=1, stage=stage, parts=(stage,)))
-    assert turned(job) == Continue(id=1, stage=WriteStage.SHARE_OUT, parts=(WriteStage.SHARE_OUT,))
+    for phase in WritePhase:
+        job.go_on(Continue(id=1, phase=phase, parts=(phase,)))
+    assert turned(job) == Continue(id=1, phase=WritePhase.SHARE_OUT, parts=(WritePhase.SHARE_OUT,))
 
 
-def test_each_stage_has_the_time_of_an_order_and_the_wait_for_others_counts_for_none(
+def test_each_phase_has_the_time_of_an_order_and_the_wait_for_others_counts_for_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(orders, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    job = Job(10.0, reached=lambda stage: now.__setitem__(0, now[0] + 15.0))
-    for stage in (WriteStage.OPEN, WriteStage.ANNOUNCE, WriteStage.SHARE_OUT):
+    job = Job(10.0, reached=lambda phase: now.__setitem__(0, now[0] + 15.0))
+    for phase in (WritePhase.OPEN, WritePhase.ANNOUNCE, WritePhase.SHARE_OUT):
         now[0] += 9.0
         job.check()
-        job.go_on(Continue(id=1, stage=WriteStage(stage + 1)))
-        turned(job, stage)
+        job.go_on(Continue(id=1, phase=WritePhase(phase + 1)))
+        turned(job, phase)
     now[0] += 11.0
     with pytest.raises(StorageFailure, match="it took longer than its limit of 10 s"):
         job.check()

@@ -390,8 +390,8 @@ class Agent:
                         self._keeping.checkpoints_at(event)
                     self._driver.act(self._machine.rank_said(event, self._driver.now))
 
-    def _write_reached(self, id: str, stage: msg.WriteStage) -> None:
-        self._driver.act(self._machine.write_reached(id, stage, self._driver.now))
+    def _write_reached(self, id: str, phase: msg.WritePhase) -> None:
+        self._driver.act(self._machine.write_reached(id, phase, self._driver.now))
 
     def _write_ended(self, id: str) -> None:
         self._driver.act(self._machine.write_ended(id, self._driver.now))

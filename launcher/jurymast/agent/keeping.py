@@ -17,7 +17,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.message import Strange
-from jurymast.core.messages import WriteStage
+from jurymast.core.messages import WritePhase
 from jurymast.core.settings import RunPlan
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import PAGE_VARIABLE
@@ -41,11 +41,11 @@ GRACE_S = 10.0
 GONE_S = 2.0
 
 
-class Stages:
+class Phases:
     """Those of an order. `reached` is called with each that is done. `turns` are the orders to go on, which
     may come before the process has the order itself."""
 
-    def __init__(self, reached: Callable[[WriteStage], None]) -> None:
+    def __init__(self, reached: Callable[[WritePhase], None]) -> None:
         self.reached = reached
         self.turns: asyncio.Queue[msg.ContinueWrite] = asyncio.Queue()
 
@@ -60,8 +60,8 @@ class StorageProcesses:
         self._tiers: dict[str, _Tier] = {}
         self._next_id = 0
 
-    async def carry_out(self, order: AnyOrder, stages: Stages | None = None) -> Answer:
-        """Have `order` carried out, under a new number, stage by stage if it has `stages`. Storage errors are
+    async def carry_out(self, order: AnyOrder, phases: Phases | None = None) -> Answer:
+        """Have `order` carried out, under a new number, phase by phase if it has `phases`. Storage errors are
         answers, and never raised.
 
         Cancelling the task that awaits this cancels the order, and waits until nothing is written any more.
@@ -70,7 +70,7 @@ class StorageProcesses:
         self._next_id += 1
         async with tier.lock:
             numbered = msgspec.structs.replace(order, id=self._next_id)
-            return await tier.carry_out(numbered, stages or Stages(lambda stage: None))
+            return await tier.carry_out(numbered, phases or Phases(lambda phase: None))
 
     async def close(self) -> None:
         """End all processes."""
@@ -85,7 +85,7 @@ class _Tier:
         self._child: Child | None = None
         self._late_at = 0.0  # when a process that says nothing hangs
 
-    async def carry_out(self, order: AnyOrder, stages: Stages) -> Answer:
+    async def carry_out(self, order: AnyOrder, phases: Phases) -> Answer:
         """Carry out an order, with the lock held. A process that remains is idle."""
         try:
             child = await self._ready()
@@ -96,8 +96,8 @@ class _Tier:
                 why=f"{self._name} storage still hangs: its killed process has not ended yet"
             )
         self._give(order.limit_s)
-        work = asyncio.ensure_future(self._talk(child, order, stages))
-        going_on = asyncio.ensure_future(self._go_on(child, order, stages))
+        work = asyncio.ensure_future(self._talk(child, order, phases))
+        going_on = asyncio.ensure_future(self._go_on(child, order, phases))
         try:
             while not work.done() and (left_s := self._late_at - asyncio.get_running_loop().time()) > 0:
                 await asyncio.wait([work], timeout=left_s)
@@ -122,11 +122,11 @@ class _Tier:
     def _give(self, limit_s: float) -> None:
         self._late_at = asyncio.get_running_loop().time() + limit_s + self._grace_s
 
-    async def _go_on(self, child: Child, order: AnyOrder, stages: Stages) -> None:
+    async def _go_on(self, child: Child, order: AnyOrder, phases: Phases) -> None:
         while True:
-            turn = await stages.turns.get()
+            turn = await phases.turns.get()
             self._give(order.limit_s)
-            self._tell(child, Continue(id=order.id, stage=turn.stage, parts=turn.parts))
+            self._tell(child, Continue(id=order.id, phase=turn.phase, parts=turn.parts))
 
     async def _ready(self) -> Child | None:
         """Return a process that takes orders; None while a killed one has not ended."""
@@ -135,7 +135,7 @@ class _Tier:
         self._child = await Child.start("jurymast.storage")
         return self._child
 
-    async def _talk(self, child: Child, order: AnyOrder, stages: Stages) -> Answer | None:
+    async def _talk(self, child: Child, order: AnyOrder, phases: Phases) -> Answer | None:
         """Return the order's answer; None if the process ended before it answered."""
         try:
             self._tell(child, order)
@@ -147,7 +147,7 @@ class _Tier:
                 if not isinstance(answer, Reached):
                     return answer
                 self._give(WAIT_LIMITS * order.limit_s)
-                stages.reached(answer.stage)
+                phases.reached(answer.phase)
         except (ConnectionError, ValueError):
             pass
         return None
@@ -174,7 +174,7 @@ class _Tier:
 
 class Keeping:
     """Carries out the supervisor's orders about checkpoints. `tell` sends it a message; `write_reached` is
-    called with a write's id and the stage whose end it has reached, `write_ended` at the end of each write,
+    called with a write's id and the phase whose end it has reached, `write_ended` at the end of each write,
     with its id."""
 
     def __init__(
@@ -183,7 +183,7 @@ class Keeping:
         plan: RunPlan,
         node: str,
         tell: Callable[[msg.AboutCheckpoints], None],
-        write_reached: Callable[[str, WriteStage], None],
+        write_reached: Callable[[str, WritePhase], None],
         write_ended: Callable[[str], None],
     ) -> None:
         self._plan = plan
@@ -198,7 +198,7 @@ class Keeping:
         self.keeper = Keeper(access, node, plan.ranks_per_node, tell, local_root=self._local)
         self._storage = StorageProcesses()
         self._writes: dict[str, asyncio.Task[None]] = {}
-        self._stages: dict[str, Stages] = {}  # of these
+        self._phases: dict[str, Phases] = {}  # of these
         self._warming: asyncio.Future[orders.Answer] | None = None
         self.run_is_over = False  # if true, nobody restores from this node's disk any more
 
@@ -221,21 +221,21 @@ class Keeping:
         self.keeper.launch(order.attempt, here, order.world * count, order.restore)
 
     def write(self, order: msg.Write) -> None:
-        stages = self._stages[order.id] = Stages(lambda stage: self._write_reached(order.id, stage))
-        task = self._writes[order.id] = asyncio.ensure_future(self._write(order, stages))
+        phases = self._phases[order.id] = Phases(lambda phase: self._write_reached(order.id, phase))
+        task = self._writes[order.id] = asyncio.ensure_future(self._write(order, phases))
         task.add_done_callback(lambda _: self._ended(order.id))
 
     def continue_write(self, order: msg.ContinueWrite) -> None:
-        self._stages[order.id].turns.put_nowait(order)
+        self._phases[order.id].turns.put_nowait(order)
 
     def cancel_write(self, id: str) -> None:
         self._writes[id].cancel()
 
     def _ended(self, id: str) -> None:
-        del self._writes[id], self._stages[id]
+        del self._writes[id], self._phases[id]
         self._write_ended(id)
 
-    async def _write(self, order: msg.Write, stages: Stages) -> None:
+    async def _write(self, order: msg.Write, phases: Phases) -> None:
         """Write images of this node to a tier, and report the result."""
         loans: list[Loan] = []
         try:
@@ -247,7 +247,7 @@ class Keeping:
                     break
                 loans.append(loan)
             else:
-                answer = await self._storage.carry_out(self._order(order, loans), stages)
+                answer = await self._storage.carry_out(self._order(order, loans), phases)
         finally:
             for loan in loans:
                 loan.give_back()

@@ -256,7 +256,7 @@ class Ledger:
         self.saves = SaveCounts()
         self.first_launch: int | None = None
         self._frontier = to_us(state.submitted_at)  # all before is booked
-        self._stage = ""  # what the placed nodes have done since then
+        self._activity = ""  # what the placed nodes have done since then
         self._never = True  # no allocation came yet
         self._open = False  # an allocation is there
         self._heard_at = 0  # last word from it
@@ -306,21 +306,21 @@ class Ledger:
     def _allocation_started(self, event: ev.AllocationStarted) -> None:
         now = self._now()
         if self._open:  # its end was not reported: the last event is the best guess
-            self._book(self._heard_at, self._stage)
+            self._book(self._heard_at, self._activity)
             self._release(self._heard_at)
         if self._never:
             self._frontier = min(now, max(self._frontier, to_us(event.eligible_at)))
         self._wait_until(now)
         self._never = False
-        self._open, self._stage, self._held = True, "launch", []
+        self._open, self._activity, self._held = True, "launch", []
         if self.state.incident is not None:
-            self._stage = "replacement"
+            self._activity = "replacement"
 
     def _allocation_ended(self) -> None:
         """Close an allocation: its nodes were held until now, after the decision to end."""
         now = self._now()
         if self._open:
-            self._book(now, self._stage)
+            self._book(now, self._activity)
             self._release(now)
         elif self._held and now > self._frontier:
             for name in self._held:
@@ -348,14 +348,14 @@ class Ledger:
 
     # The placed nodes.
 
-    def _book(self, until: int, stage: str, incident: int | None = None) -> None:
-        """Enter `stage` from the frontier to `until`, but not beyond now; the past is not changed."""
+    def _book(self, until: int, activity: str, incident: int | None = None) -> None:
+        """Enter `activity` from the frontier to `until`, but not beyond now; the past is not changed."""
         until = min(until, self._now())
         if until <= self._frontier:
             return
         if incident is None:
             incident = self.state.incident.id if self.state.incident is not None else 0
-        category = "warm_up" if stage == RANKS_UP else stage
+        category = "warm_up" if activity == RANKS_UP else activity
         last = self.timeline[-1] if self.timeline else None
         if last is not None and (last.end, last.category, last.incident, last.attempt) == (
             self._frontier, category, incident, self._attempt,
@@ -370,11 +370,11 @@ class Ledger:
             return
         if self.state.phase is Phase.STARTING:
             return
-        if isinstance(event, ev.Restored) and self._stage in BEFORE_FIRST_STEP:
-            before = self._stage if self._stage == "warm_up" else self._launching()
+        if isinstance(event, ev.Restored) and self._activity in BEFORE_FIRST_STEP:
+            before = self._activity if self._activity == "warm_up" else self._launching()
             self._book(to_us(event.t) - to_us(event.seconds), before)
             self._book(to_us(event.t), "restore")
-            self._stage, self._step, self._numbered = "warm_up", event.step, True
+            self._activity, self._step, self._numbered = "warm_up", event.step, True
         elif isinstance(event, ev.Progress):
             if event.saves:
                 self.saves.take_usual(event)
@@ -391,9 +391,9 @@ class Ledger:
             return  # told twice
         self._stall = (event.attempt, event.step)
         told, stall = to_us(event.t), to_us(event.stall_s)
-        began = self._frontier if self._stage == "step" and self._step >= event.step else told - stall
+        began = self._frontier if self._activity == "step" and self._step >= event.step else told - stall
         self._steps_done(began, event.step, numbered=True)
-        if self._stage == "step":
+        if self._activity == "step":
             self._book(min(told, max(began, self._frontier) + stall), "checkpoint_stall", 0)
 
     def _newest(self) -> int:
@@ -409,16 +409,16 @@ class Ledger:
         number = done - self._step
         if self._cut is not None and number > 0:
             self._cut_later(until, again, number)
-        elif self._stage in BEFORE_FIRST_STEP:
+        elif self._activity in BEFORE_FIRST_STEP:
             self._book(until, "warm_up")
-            self._stage = "step"
-        elif self._stage == "step" and number > 0:
+            self._activity = "step"
+        elif self._activity == "step" and number > 0:
             stood_still = max(self._frontier, min(until, self._now()))
             until = max(self._frontier, stood_still - stall)
             self._book(self._frontier + (until - self._frontier) * again // number, "rework", self._newest())
             self._book(until, "step", 0)
             self._book(stood_still, "checkpoint_stall", 0)
-        elif self._stage == "step":
+        elif self._activity == "step":
             self._book(self._frontier + stall, "checkpoint_stall", 0)
         self._step = max(self._step, done)
         if numbered:
@@ -437,36 +437,38 @@ class Ledger:
         self._cut = rest if rest.us else None
 
     def _incident_opened(self, fault: int, detected: int, incident: int, event: ev.Event) -> None:
-        if self._stage == "step":
+        if self._activity == "step":
             self._book(fault, "rework", 0)
             last = self.timeline[-1]
             self._cut = last if last.category == "rework" and last.end == fault else None
         else:
-            self._book(fault, self._stage)
+            self._book(fault, self._activity)
         hung = isinstance(event, (ev.RanksHung, ev.Tick))
         self._book(detected, "hang" if hung else "detection", incident)
-        self._stage = "diagnosis"
+        self._activity = "diagnosis"
 
     def _follow(self, phase: Phase, attempt: int) -> None:
         """Enter what ended with a change from `phase` and `attempt` to the present ones."""
         state, now = self.state, self._now()
-        if self._stage == "diagnosis" and state.phase is not Phase.STOPPING:
+        if self._activity == "diagnosis" and state.phase is not Phase.STOPPING:
             self._book(now, "diagnosis", self._newest())
-            self._stage, self._cut = "replacement", None
+            self._activity, self._cut = "replacement", None
         if state.attempt != attempt:
-            self._book(now, self._stage)
+            self._book(now, self._activity)
             self._attempt = state.attempt
-            self._stage, self._step, self._numbered = self._launching(), 0, False
+            self._activity, self._step, self._numbered = self._launching(), 0, False
             self.first_launch = now if self.first_launch is None else self.first_launch
-        elif phase is Phase.LAUNCHING and state.phase is Phase.RUNNING and self._stage == self._launching():
-            self._book(now, self._stage)
-            self._stage = RANKS_UP
-        if state.phase is Phase.SUCCEEDED and self._stage == RANKS_UP:
+        elif (
+            phase is Phase.LAUNCHING and state.phase is Phase.RUNNING and self._activity == self._launching()
+        ):
+            self._book(now, self._activity)
+            self._activity = RANKS_UP
+        if state.phase is Phase.SUCCEEDED and self._activity == RANKS_UP:
             self._book(now, "unknown")  # ranks that never reported a step did something
-        elif state.ended and self._stage == "step":
+        elif state.ended and self._activity == "step":
             self._book(now, "shutdown", 0)
         elif state.ended or state.phase is Phase.REQUEUED:
-            self._book(now, self._stage, self._newest())
+            self._book(now, self._activity, self._newest())
 
     # Nodes.
 
@@ -515,10 +517,10 @@ class Ledger:
         )
 
     def _guess(self, end: int) -> str:
-        if self._stage == RANKS_UP:
+        if self._activity == RANKS_UP:
             return "warm_up"
-        if self._stage != "step":
-            return self._stage
+        if self._activity != "step":
+            return self._activity
         news_s = max(3 * self.state.step_s, 2 * pause_s(self.state, end / 1e6))
         if end - self._frontier > max(NEWS_LIMIT_US, to_us(news_s)):
             return "unknown"

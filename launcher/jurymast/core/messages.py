@@ -178,8 +178,8 @@ class Written(ToSupervisor, frozen=True, kw_only=True):
     why: str = ""
 
 
-class WriteStage(IntEnum):
-    """What nodes that write one checkpoint do, one stage after another: the next one is ordered when all that
+class WritePhase(IntEnum):
+    """What nodes that write one checkpoint do, one phase after another: the next one is ordered when all that
     take part in this one have reached its end."""
 
     HOLD = 0  # each node holds its images; begun by the order to write
@@ -191,11 +191,11 @@ class WriteStage(IntEnum):
 
 
 class WriteReached(ToSupervisor, frozen=True, kw_only=True):
-    """The node has done its part in this stage of a write, and waits for the next. It says so again to each
+    """The node has done its part in this phase of a write, and waits for the next. It says so again to each
     supervisor that it connects to."""
 
     id: str
-    stage: WriteStage
+    phase: WritePhase
 
 
 class Replicate(ToAgent, frozen=True, kw_only=True):
@@ -271,11 +271,11 @@ class Write(ToAgent, frozen=True, kw_only=True):
 
 
 class ContinueWrite(ToAgent, frozen=True, kw_only=True):
-    """Go on with this stage of a write to shared storage. `parts` is for the lead that shares out: the first
+    """Go on with this phase of a write to shared storage. `parts` is for the lead that shares out: the first
     rank of each node, by which its files are named."""
 
     id: str
-    stage: WriteStage
+    phase: WritePhase
     parts: tuple[int, ...] = ()
 
 

@@ -16,7 +16,7 @@ import psutil
 
 from jurymast.checkpoint.directory import one_line
 from jurymast.core.message import Strange
-from jurymast.core.messages import WriteStage
+from jurymast.core.messages import WritePhase
 from jurymast.errors import never
 from jurymast.processes import become_helper
 from jurymast.storage import local, object_store, orders, shared
@@ -43,8 +43,8 @@ def _say(output: int, answer: Answer | Reached) -> None:
 
 
 def _job(order: AnyOrder, output: int) -> Job:
-    def reached(stage: WriteStage) -> None:
-        _say(output, Reached(id=order.id, stage=stage))
+    def reached(phase: WritePhase) -> None:
+        _say(output, Reached(id=order.id, phase=phase))
 
     return Job(order.limit_s, reached=reached)
 

@@ -18,7 +18,7 @@ import msgspec
 
 from jurymast.core.checkpoints.copies import LOCAL, OBJECT, SHARED
 from jurymast.core.message import Strange, kind_of, reader
-from jurymast.core.messages import WriteStage
+from jurymast.core.messages import WritePhase
 from jurymast.core.texts import size
 
 LIMIT_S = 1800.0
@@ -53,8 +53,8 @@ class WriteLocal(_Order, frozen=True, kw_only=True):
 
 
 class WriteShared(_Order, frozen=True, kw_only=True):
-    """Write this node's images of a state of `world` ranks to the shared checkpoint in `root`, stage by
-    stage: each but the lead's first is begun by a Continue, and has `limit_s`. All nodes get the same
+    """Write this node's images of a state of `world` ranks to the shared checkpoint in `root`, phase by
+    phase: each but the lead's first is begun by a Continue, and has `limit_s`. All nodes get the same
     `nonce`. The lead completes the checkpoint, for the run `run` with its directory, and then keeps only the
     newest `keep` checkpoints, if given."""
 
@@ -89,10 +89,10 @@ class Upload(_Order, frozen=True, kw_only=True):
 
 
 class Continue(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of):
-    """Go on with this stage of the order with this number. `parts`: see `messages.ContinueWrite`."""
+    """Go on with this phase of the order with this number. `parts`: see `messages.ContinueWrite`."""
 
     id: int
-    stage: WriteStage
+    phase: WritePhase
     parts: tuple[int, ...] = ()
 
 
@@ -124,9 +124,9 @@ class StorageFailed(_Answer, frozen=True, kw_only=True):
 
 
 class Reached(_Answer, frozen=True, kw_only=True):
-    """This stage of the order is done, and the next one is waited for. It is not the last answer."""
+    """This phase of the order is done, and the next one is waited for. It is not the last answer."""
 
-    stage: WriteStage
+    phase: WritePhase
 
 
 AnyOrder = WriteLocal | WriteShared | Warm | Upload
@@ -143,7 +143,7 @@ Result = TypeVar("Result")
 # The number of files written or sent at the same time.
 STREAMS = 4
 
-# A node waits for the others as long as two stages may take: who hangs is found, and tells, before that.
+# A node waits for the others as long as two phases may take: who hangs is found, and tells, before that.
 WAIT_LIMITS = 2
 
 
@@ -153,13 +153,13 @@ class StorageFailure(Exception):
 
 class Job:
     """An order while one thread (with helpers that it waits for) carries it out, in at most `limit_s` for
-    each stage. `advance` gets the number of bytes of each write, `reached` each stage that is done."""
+    each phase. `advance` gets the number of bytes of each write, `reached` each phase that is done."""
 
     def __init__(
         self,
         limit_s: float,
         advance: Callable[[int], None] = lambda count: None,
-        reached: Callable[[WriteStage], None] = lambda stage: None,
+        reached: Callable[[WritePhase], None] = lambda phase: None,
     ) -> None:
         self.cancelled = threading.Event()
         self.bytes = 0
@@ -177,14 +177,14 @@ class Job:
     def go_on(self, turn: Continue) -> None:
         self._turns.put(turn)
 
-    def turn(self, reached: WriteStage, following: WriteStage) -> Continue:
-        """Tell that this stage is done, and return the order to go on with the `following` one. Raises
+    def turn(self, reached: WritePhase, following: WritePhase) -> Continue:
+        """Tell that this phase is done, and return the order to go on with the `following` one. Raises
         StorageFailure if the order was cancelled meanwhile, or the other nodes took too long."""
         self.check()
         self._reached(reached)
         limit_s = WAIT_LIMITS * self._limit_s
         turn = None
-        while turn is None or turn.stage is not following:
+        while turn is None or turn.phase is not following:
             try:
                 turn = self._turns.get(timeout=limit_s)
             except queue.Empty:
@@ -194,7 +194,7 @@ class Job:
         return turn
 
     def begin(self) -> None:
-        """Start the time of a stage, which does not count while the order waits for its turn."""
+        """Start the time of a phase, which does not count while the order waits for its turn."""
         self._started = time.monotonic()
 
     @property

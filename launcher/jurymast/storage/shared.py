@@ -1,6 +1,6 @@
 """Writes images to shared storage as a stock DCP directory, by all nodes together.
 
-The nodes exchange files in the directory that they write, `.writing-STEP.aATTEMPT.NONCE`, in the stages that
+The nodes exchange files in the directory that they write, `.writing-STEP.aATTEMPT.NONCE`, in the phases that
 `core.checkpoints.writes` orders: a file is read only after all who write such files have said that theirs is
 there.
 
@@ -43,7 +43,7 @@ from jurymast.checkpoint.directory import (
     remove_trees,
 )
 from jurymast.core.checkpoints.writes import GIVEN_UP_S
-from jurymast.core.messages import WriteStage
+from jurymast.core.messages import WritePhase
 from jurymast.errors import CheckpointError
 from jurymast.keeper import manifest as keeper
 from jurymast.keeper.manifest import Item, Manifest
@@ -284,9 +284,9 @@ class _Part:
     def _follow(self) -> Done:
         self._hold()
         try:
-            self._job.turn(WriteStage.HOLD, WriteStage.ANNOUNCE)
+            self._job.turn(WritePhase.HOLD, WritePhase.ANNOUNCE)
             self._announce()
-            self._job.turn(WriteStage.ANNOUNCE, WriteStage.WRITE)
+            self._job.turn(WritePhase.ANNOUNCE, WritePhase.WRITE)
             shares = foreign.load(self._place / WRITES)
             self._write({int(rank): numbers for rank, numbers in shares.items()})
         except OSError:
@@ -344,13 +344,13 @@ class _Part:
 
     def _write_all(self) -> None:
         self._open()
-        self._job.turn(WriteStage.OPEN, WriteStage.ANNOUNCE)
+        self._job.turn(WritePhase.OPEN, WritePhase.ANNOUNCE)
         self._announce()
-        parts = self._job.turn(WriteStage.ANNOUNCE, WriteStage.SHARE_OUT).parts
+        parts = self._job.turn(WritePhase.ANNOUNCE, WritePhase.SHARE_OUT).parts
         layout = self._share_out(parts)
-        self._job.turn(WriteStage.SHARE_OUT, WriteStage.WRITE)
+        self._job.turn(WritePhase.SHARE_OUT, WritePhase.WRITE)
         self._write(layout.writes)
-        self._job.turn(WriteStage.WRITE, WriteStage.SEAL)
+        self._job.turn(WritePhase.WRITE, WritePhase.SEAL)
         self._seal(parts, layout)
         self._directory.publish(self._place, self._step)
 

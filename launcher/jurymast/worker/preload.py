@@ -5,9 +5,9 @@ interpreter. A hidden module is revealed when the script imports it, if the scri
 given the same: the same file is found under that name, and no variable that the import reads has changed. If
 one has, the rank must start with nothing preloaded.
 
-A stage is everything that the import of one list of modules loaded and changed. Its changes outside modules
+A bundle is everything that the import of one list of modules loaded and changed. Its changes outside modules
 (warning filters, entries of `sys.path`, variables) take effect when the script imports the first of torch's
-modules in the stage.
+modules in the bundle.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_", "TORCH_UCC_", "TORCH_ELASTIC
 
 
 @dataclass
-class Stage:
+class Bundle:
     """What one list of imports loaded and changed. `native`: its native libraries read variables. `read` has
     the variables that Python code looked up meanwhile, found or not; `written` those that it changed."""
 
@@ -47,7 +47,7 @@ class Stage:
     loggers: list[Any] = field(default_factory=list)
 
     def reads(self, name: str) -> bool:
-        """Return whether this stage's imports depend on this variable."""
+        """Return whether this bundle's imports depend on this variable."""
         return name in self.read or (self.native and is_native(name))
 
 
@@ -56,33 +56,33 @@ def is_native(name: str) -> bool:
     return name.startswith(NATIVE) and not name.startswith(LATER)
 
 
-def load(names: Sequence[str], *, native: bool = False) -> Stage:
+def load(names: Sequence[str], *, native: bool = False) -> Bundle:
     """Import these modules now, skipping those that do not exist, and undo every other change."""
-    stage = Stage(native)
+    bundle = Bundle(native)
     before, modules = dict(os.environ), set(sys.modules)
     filters, path, loggers = list(warnings.filters), list(sys.path), set(_loggers())
-    with _recorded(stage.read):
+    with _recorded(bundle.read):
         for name in names:
             try:
                 importlib.import_module(name)
             except ImportError:
                 continue  # torch sometimes renames its inner modules; a rank imports what it really needs
     main = sys.modules["__main__"]  # may have a second name; not to be kept, because it ends with the script
-    stage.modules = {
+    bundle.modules = {
         n: module for n, module in sys.modules.items() if n not in modules and module is not main
     }
-    stage.loggers = [logger for name, logger in _loggers().items() if name not in loggers]
-    stage.filters = [entry for entry in warnings.filters if entry not in filters]
-    stage.path = [entry for entry in sys.path if entry not in path]
-    stage.written = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    bundle.loggers = [logger for name, logger in _loggers().items() if name not in loggers]
+    bundle.filters = [entry for entry in warnings.filters if entry not in filters]
+    bundle.path = [entry for entry in sys.path if entry not in path]
+    bundle.written = {name: value for name, value in os.environ.items() if before.get(name) != value}
     _set_filters(filters)
     sys.path[:] = path
-    for name in stage.written:
+    for name in bundle.written:
         if name in before:
             os.environ[name] = before[name]
         else:
             del os.environ[name]
-    return stage
+    return bundle
 
 
 @contextmanager
@@ -115,34 +115,34 @@ def _set_filters(filters: list[Any]) -> None:
         changed()
 
 
-# (top-level name, number of the stage): modules of one package are hidden and revealed together
+# (top-level name, number of the bundle): modules of one package are hidden and revealed together
 _Group = tuple[str, int]
 
 
 class Hidden:
     """An import finder, placed before all others, for preloaded modules.
 
-    `assumed` are the variables with which the stages were loaded. `stale` is called with the names of those
+    `assumed` are the variables with which the bundles were loaded. `stale` is called with the names of those
     that the script changed before it imports torch, or "sys.path" if another torch is found now, and may end
     this process. `torch_loaded` is called once torch is imported, even if it was not preloaded.
     """
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        bundles: Sequence[Bundle],
         visible: frozenset[str],
         assumed: Mapping[str, str],
         stale: Callable[[list[str]], None],
         torch_loaded: Callable[[], None],
     ) -> None:
-        self._stages, self._assumed = stages, dict(assumed)
+        self._bundles, self._assumed = bundles, dict(assumed)
         self._stale, self._torch_loaded = stale, torch_loaded
         self._groups: dict[_Group, dict[str, ModuleType]] = {}
         self._group_of: dict[str, _Group] = {}
         self._detached: dict[_Group, list[tuple[ModuleType, str, ModuleType]]] = {}
         self._begun: set[int] = set()
-        for number, stage in enumerate(stages):
-            for name, module in stage.modules.items():
+        for number, bundle in enumerate(bundles):
+            for name, module in bundle.modules.items():
                 top = name.partition(".")[0]
                 if name not in visible and _has_file(top):
                     self._groups.setdefault((top, number), {})[name] = module
@@ -170,7 +170,7 @@ class Hidden:
         finders.insert(0, self)
 
     def _earlier(self, group: _Group, name: str) -> ModuleType | None:
-        """Return the module of this name if an earlier stage loaded it, else None."""
+        """Return the module of this name if an earlier bundle loaded it, else None."""
         top, number = group
         found = (self._groups.get((top, before), {}).get(name) for before in range(number))
         return next((module for module in found if module is not None), None)
@@ -207,30 +207,30 @@ class Hidden:
 
     def _check(self, number: int) -> None:
         names = {*os.environ, *self._assumed}
-        stage = self._stages[number]
-        changed = (n for n in names if os.environ.get(n) != self._assumed.get(n) and stage.reads(n))
+        bundle = self._bundles[number]
+        changed = (n for n in names if os.environ.get(n) != self._assumed.get(n) and bundle.reads(n))
         if stale := sorted(changed):
             self._stale(stale)
 
     def begin(self, group: _Group) -> None:
-        """Check a stage's variables before its first module is revealed, and apply its other changes with the
-        first of torch's modules. Native libraries of other packages, such as numpy, read variables as well;
-        standard modules need neither."""
+        """Check a bundle's variables before its first module is revealed, and apply its other changes with
+        the first of torch's modules. Native libraries of other packages, such as numpy, read variables as
+        well; standard modules need neither."""
         top, number = group
-        stage = self._stages[number]
+        bundle = self._bundles[number]
         if number in self._begun or top in sys.stdlib_module_names:
             return
-        if top == "torch" or stage.native:
+        if top == "torch" or bundle.native:
             self._check(number)
         if top != "torch":
             return
         self._begun.add(number)
-        if stage.filters:
-            _set_filters([*stage.filters, *warnings.filters])
-        sys.path.extend(entry for entry in stage.path if entry not in sys.path)
-        os.environ.update(stage.written)
-        self._assumed.update(stage.written)
-        for logger in stage.loggers:  # logging.config disables loggers that exist already
+        if bundle.filters:
+            _set_filters([*bundle.filters, *warnings.filters])
+        sys.path.extend(entry for entry in bundle.path if entry not in sys.path)
+        os.environ.update(bundle.written)
+        self._assumed.update(bundle.written)
+        for logger in bundle.loggers:  # logging.config disables loggers that exist already
             logger.disabled = False
 
     def reveal(self, group: _Group) -> None:

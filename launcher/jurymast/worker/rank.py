@@ -76,7 +76,7 @@ def begin(
     name: str,
     environment: dict[str, str],
     loaded: frozenset[str],
-    stages: Sequence[preload.Stage],
+    bundles: Sequence[preload.Bundle],
     presets: dict[str, str],
     program: str,
 ) -> None:
@@ -91,13 +91,13 @@ def begin(
     os.environ.clear()
     os.environ.update(variables)
     this = _Rank(loaded, variables, _log_size())
-    if order["cold"] or len(stages) == 1:
+    if order["cold"] or len(bundles) == 1:
         this.start_cold("")
     sys.argv[1:] = order["arguments"]
     sys.orig_argv[len(sys.orig_argv) - len(order["arguments"]) :] = order["arguments"]
-    _renew(stages)
+    _renew(bundles)
     this.attach()
-    this.hide(stages, {**variables, **presets})
+    this.hide(bundles, {**variables, **presets})
 
 
 def _become(program: str, arguments: Sequence[str], variables: dict[str, str]) -> NoReturn:
@@ -114,7 +114,7 @@ def begin_below(loaded: frozenset[str]) -> None:
     """Prepare a new interpreter that a rank's program has started. It becomes a rank only if it loads torch;
     its output belongs to its program."""
     this = _Rank(loaded, dict(os.environ), -1, attached=False)
-    this.hide([preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in loaded})], os.environ)
+    this.hide([preload.Bundle(modules={n: m for n, m in sys.modules.items() if n not in loaded})], os.environ)
 
 
 def begin_cold(loaded: frozenset[str], what: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ def begin_cold(loaded: frozenset[str], what: dict[str, Any]) -> None:
     _redirect_output(os.environ.get(LOG_VARIABLE, ""))
     this = _Rank(loaded, dict(os.environ), what["log"])
     this.attach()
-    this.hide([preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in loaded})], os.environ)
+    this.hide([preload.Bundle(modules={n: m for n, m in sys.modules.items() if n not in loaded})], os.environ)
     this.cold, this.cold_since = what["why"], what["since"]
 
 
@@ -184,11 +184,11 @@ def _log_size() -> int:
     return own.st_size if os.path.samestat(own, log) else -1
 
 
-def _renew(stages: Sequence[preload.Stage]) -> None:
+def _renew(bundles: Sequence[preload.Bundle]) -> None:
     """Renew the state in preloaded modules that each process must have for itself."""
     modules: dict[str, ModuleType] = {}
-    for stage in stages:
-        modules.update(stage.modules)
+    for bundle in bundles:
+        modules.update(bundle.modules)
     # A new __main__: nothing that the server froze is collected, but the script's objects must end with it.
     main, old = ModuleType("__main__"), sys.modules["__main__"]
     vars(main).update(vars(old))
@@ -224,10 +224,10 @@ class _Rank:
         self._link = link.current()
         atexit.register(self._ends)
 
-    def hide(self, stages: Sequence[preload.Stage], assumed: Mapping[str, str]) -> None:
-        self._hidden = preload.Hidden(stages, self._loaded, assumed, self._stale, self._torch_loaded)
+    def hide(self, bundles: Sequence[preload.Bundle], assumed: Mapping[str, str]) -> None:
+        self._hidden = preload.Hidden(bundles, self._loaded, assumed, self._stale, self._torch_loaded)
         self._hidden.hide()
-        if len(stages) > 1:
+        if len(bundles) > 1:
             os.register_at_fork(before=self._hidden.check)
 
     def _torch_loaded(self) -> None:

@@ -168,7 +168,7 @@ class ForkServer:
         ours.close()
         rank.begin(
             order, parent=self._pid, name=self._ranks_name, environment=self._environment,
-            loaded=self._loaded, stages=self._stages, presets=self._presets,
+            loaded=self._loaded, bundles=self._bundles, presets=self._presets,
             program=self._plan["script"] if self._plan["program"] else "",
         )  # fmt: skip
 
@@ -179,14 +179,14 @@ class ForkServer:
         # Ranks start cold if the script computes one of torch's variables first; they need less then.
         cold = any(preload.is_native(name) for name in computed(source))
         more = WITHOUT_COMPILER if cold or names_compiler(source) else THEN
-        own = preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in self._loaded})
+        own = preload.Bundle(modules={n: m for n, m in sys.modules.items() if n not in self._loaded})
         before = dict(os.environ)
         os.environ.update(self._presets)
         try:
-            self._stages = [own]
+            self._bundles = [own]
             if self._plan["warm"] and not self._plan["program"]:
                 gc.disable()  # an import makes no garbage, and the search for it takes a fifth of the time
-                self._stages += [preload.load(FIRST, native=True), preload.load(more)]
+                self._bundles += [preload.load(FIRST, native=True), preload.load(more)]
                 # A rank's garbage collections, the last of them at its end, skip what all ranks share: going
                 # through it would copy all of its memory, which takes a second.
                 gc.freeze()

@@ -36,7 +36,7 @@ class Beat(Struct, frozen=True):
 
 
 class Obey(Struct, frozen=True):
-    """Carry out this order; nothing about it is left to decide. The stages that a write reaches, and its end,
+    """Carry out this order; nothing about it is left to decide. The phases that a write reaches, and its end,
     are events, unless it was cancelled."""
 
     order: Obeyed

@@ -14,7 +14,7 @@ from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.agent.ranks import NodeTests, Ranks
 from jurymast.core.agent.supervision import Hearing, Succession, SupervisorLink, epoch_of
 from jurymast.core.checkpoints.copies import SHARED
-from jurymast.core.messages import WriteStage
+from jurymast.core.messages import WritePhase
 from jurymast.core.nodes.silence import answer_every_s, patience_s
 from jurymast.core.nodes.tests import Alone
 from jurymast.core.settings import RunPlan
@@ -24,17 +24,17 @@ from jurymast.core.settings import RunPlan
 
 @dataclass
 class NodeWrite:
-    """A write until it has ended. `ordered`: the stage that it is to go on with, `reached`: whose end it has
+    """A write until it has ended. `ordered`: the phase that it is to go on with, `reached`: whose end it has
     reached."""
 
     tier: str
     cancelled: bool = False
-    ordered: WriteStage = WriteStage.OPEN
-    reached: WriteStage = WriteStage.HOLD
+    ordered: WritePhase = WritePhase.OPEN
+    reached: WritePhase = WritePhase.HOLD
 
 
 class NodeWrites:
-    """Decides about the node's writes, at most one to each tier. Those to shared storage go on in stages, as
+    """Decides about the node's writes, at most one to each tier. Those to shared storage go on in phases, as
     the supervisor orders. Each supervisor is told of them, and cancels those that it does not know: they
     would wait for ever, and keep their images in memory."""
 
@@ -73,26 +73,26 @@ class NodeWrites:
     def go_on(self, order: msg.ContinueWrite) -> list[Effect]:
         """Go on with a write. The order may have come before: those that may be lost are repeated."""
         write = self._going(order.id)
-        if write is None or order.stage <= write.ordered:
+        if write is None or order.phase <= write.ordered:
             return []
-        write.ordered = order.stage
+        write.ordered = order.phase
         return [do.Obey(order)]
 
-    def reached(self, id: str, stage: WriteStage) -> list[Effect]:
-        """A write has reached the end of a stage, and waits. All nodes hold their images at once, and nobody
+    def reached(self, id: str, phase: WritePhase) -> list[Effect]:
+        """A write has reached the end of a phase, and waits. All nodes hold their images at once, and nobody
         waits for that."""
         write = self._going(id)
-        if write is None or stage is WriteStage.HOLD:
+        if write is None or phase is WritePhase.HOLD:
             return []
-        write.reached = stage
-        return [do.Send(msg.WriteReached(id=id, stage=stage))]
+        write.reached = phase
+        return [do.Send(msg.WriteReached(id=id, phase=phase))]
 
     def connected(self) -> list[Effect]:
         """Tell a supervisor, which may be another one, how far the writes are."""
-        return [do.Send(msg.WriteReached(id=id, stage=stage)) for id, stage in self.staged().items()]
+        return [do.Send(msg.WriteReached(id=id, phase=phase)) for id, phase in self.phased().items()]
 
-    def staged(self) -> dict[str, WriteStage]:
-        """Return the writes that go on in stages, by id, and the stage whose end each has reached."""
+    def phased(self) -> dict[str, WritePhase]:
+        """Return the writes that go on in phases, by id, and the phase whose end each has reached."""
         going = {id: one for id, one in self._running.items() if one.tier == SHARED and not one.cancelled}
         return {id: write.reached for id, write in going.items()}
 
@@ -327,8 +327,8 @@ class AgentMachine:
     def supervisor_ended(self, now: float) -> list[Effect]:
         return self._out(self.succession.supervisor_ended(now), now)
 
-    def write_reached(self, id: str, stage: WriteStage, now: float) -> list[Effect]:
-        return self._out(self._said(self.writes.reached(id, stage)), now)
+    def write_reached(self, id: str, phase: WritePhase, now: float) -> list[Effect]:
+        return self._out(self._said(self.writes.reached(id, phase)), now)
 
     def write_ended(self, id: str, now: float) -> list[Effect]:
         self.writes.ended(id)

@@ -50,7 +50,6 @@ class ImageId(NamedTuple):
         return StateId(self.step, self.attempt)
 
 
-Key = StateId  # LATER
 Place = tuple[str, str, str, tuple[int, ...]]  # node, tier, part, group
 
 # Bytes per second and node, until a restore has been measured.

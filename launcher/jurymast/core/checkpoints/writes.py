@@ -5,7 +5,7 @@ fails or is lost, and is tried later with the state that is newest by then. If o
 images, they then write what the failed node has not written.
 
 To shared storage, the nodes that have images of a state write it together, as one checkpoint. They do so in
-stages (`messages.WriteStage`). Each node says when it has reached the end of a stage, and the next one is
+phases (`messages.WritePhase`). Each node says when it has reached the end of a phase, and the next one is
 ordered when all have. What they tell each other lies in files, whose names are known and which are there by
 then; so nobody looks for anything there before it has come.
 """
@@ -21,9 +21,9 @@ from itertools import takewhile
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.cadence import durable_interval_s, durable_share
-from jurymast.core.checkpoints.copies import RATES, Copies, Key, Reachability, Retries, StateId
+from jurymast.core.checkpoints.copies import RATES, Copies, Reachability, Retries, StateId
 from jurymast.core.effects import Effect, Send
-from jurymast.core.messages import WriteStage
+from jurymast.core.messages import WritePhase
 from jurymast.core.planning.forecast import Saving
 from jurymast.core.run.state import RunState
 from jurymast.core.run.telling import copied
@@ -69,39 +69,39 @@ WRITE_LIMIT_S = 3600.0
 # A lead that fails removes what is there, and then reports why. That is the reason for people to see, so who
 # follows and finds nothing there waits this long to be cancelled before it reports that.
 GIVEN_UP_S = 60.0
-# Stages in which only the lead has something to do.
-ALONE = (WriteStage.OPEN, WriteStage.SHARE_OUT, WriteStage.SEAL)
+# Phases in which only the lead has something to do.
+ALONE = (WritePhase.OPEN, WritePhase.SHARE_OUT, WritePhase.SEAL)
 
 
 @dataclass
 class OpenWrite:
     """One state on its way to a tier. `waiting`: nodes that have not reported the end, and their orders; from
     `late_at` on the write takes longer than it should. `lead` brings the parts of all nodes together; "":
-    nobody does. `behind`: the nodes that have not reached the end of this `stage`."""
+    nobody does. `behind`: the nodes that have not reached the end of this `phase`."""
 
     id: str
     tier: str
-    key: Key
+    key: StateId
     started_at: float
     waiting: dict[str, msg.Write]
     late_at: float
     lead: str
     size_bytes: int = 0
-    stage: WriteStage = WriteStage.OPEN
+    phase: WritePhase = WritePhase.OPEN
     behind: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.begin(WriteStage.OPEN)
+        self.begin(WritePhase.OPEN)
 
-    def begin(self, stage: WriteStage) -> None:
-        self.stage = stage
-        self.behind = {self.lead} if self.lead and stage in ALONE else set(self.waiting)
+    def begin(self, phase: WritePhase) -> None:
+        self.phase = phase
+        self.behind = {self.lead} if self.lead and phase in ALONE else set(self.waiting)
 
     def order(self) -> msg.ContinueWrite:
-        """Return the order to go on with this stage."""
-        shares_out = self.stage is WriteStage.SHARE_OUT
+        """Return the order to go on with this phase."""
+        shares_out = self.phase is WritePhase.SHARE_OUT
         parts = tuple(order.ranks[0] for order in self.waiting.values()) if shares_out else ()
-        return msg.ContinueWrite(id=self.id, stage=self.stage, parts=parts)
+        return msg.ContinueWrite(id=self.id, phase=self.phase, parts=parts)
 
 
 class Writes:
@@ -110,14 +110,14 @@ class Writes:
 
     def __init__(self, state: RunState, copies: Copies) -> None:
         self._state, self._copies, self._holders = state, copies, copies.holders
-        self.shared: dict[Key, int] = {}
+        self.shared: dict[StateId, int] = {}
         self._under_way: dict[str, OpenWrite] = {}  # by tier
         self._next_at: dict[str, float] = {}
-        self._tried: dict[str, Key] = {}
+        self._tried: dict[str, StateId] = {}
         self.retries = Retries()
         self._reach = Reachability(tries=1)
         self._numbers = itertools.count(1)
-        self._newest_object: Key = StateId(-1, -1)
+        self._newest_object: StateId = StateId(-1, -1)
         self._wrote_before = False
 
     @property
@@ -137,7 +137,7 @@ class Writes:
 
     # ---- beginning
 
-    def look(self, key: Key, now: float) -> list[Effect]:
+    def look(self, key: StateId, now: float) -> list[Effect]:
         """Have the committed state written to every tier where that is due."""
         settings = self._state.settings
         effects: list[Effect] = []
@@ -152,11 +152,11 @@ class Writes:
                 effects += self.write(cp.OBJECT, newest, now)
         return effects
 
-    def _due(self, tier: str, key: Key, now: float) -> bool:
+    def _due(self, tier: str, key: StateId, now: float) -> bool:
         idle = self.free(tier, now) and now >= self.due_at(tier)
         return idle and self._tried.get(tier) != key and self._copies.in_memory(key)
 
-    def write(self, tier: str, key: Key, now: float) -> list[Effect]:
+    def write(self, tier: str, key: StateId, now: float) -> list[Effect]:
         """Have the agents copy a state to a tier; does nothing if an image is whole on no node."""
         writers = self._writers(tier, key, now)
         if not writers:
@@ -168,7 +168,7 @@ class Writes:
         world = self._copies.world(key)
         orders = {
             node: msg.Write(
-                id=name, tier=tier, step=key[0], attempt=key[1], ranks=tuple(ranks), world=world,
+                id=name, tier=tier, step=key.step, attempt=key.attempt, ranks=tuple(ranks), world=world,
                 lead=0 in ranks or tier == cp.OBJECT,
             )
             for node, ranks in writers.items()
@@ -177,7 +177,7 @@ class Writes:
         self._under_way[tier] = OpenWrite(name, tier, key, now, orders, late_at, lead)
         return [Send(node, order) for node, order in orders.items()]
 
-    def _writers(self, tier: str, key: Key, now: float) -> dict[str, list[int]]:
+    def _writers(self, tier: str, key: StateId, now: float) -> dict[str, list[int]]:
         """Return the nodes that write, and which ranks' images; empty if the state cannot be written."""
         unfit = self.unfit(tier, now)
         if tier == cp.OBJECT:
@@ -200,7 +200,7 @@ class Writes:
         failing = {node for node, of in self._reach.given_up(now) if of == tier}
         return frozenset() if failing >= self._holders.keys() else failing
 
-    def writer(self, key: Key, rank: int, unfit: Set[str]) -> str:
+    def writer(self, key: StateId, rank: int, unfit: Set[str]) -> str:
         """Return the node that writes the rank's image, preferably one that is not `unfit` and has it in one
         piece; "" for none."""
         own = self._state.node_of(rank)
@@ -215,19 +215,19 @@ class Writes:
     # ---- going on
 
     def reached(self, node: str, message: msg.WriteReached) -> list[Effect]:
-        """A node has reached the end of a stage; it may have said so before."""
+        """A node has reached the end of a phase; it may have said so before."""
         write = self._under_way.get(cp.SHARED)
         if write is None or write.id != message.id:
             # It has ended, or is an earlier supervisor's: nobody would ever have the node go on.
             return [Send(node, msg.CancelWrite(id=message.id))]
-        return self._passed(write, node) if message.stage is write.stage else []
+        return self._passed(write, node) if message.phase is write.phase else []
 
     def _passed(self, write: OpenWrite, node: str) -> list[Effect]:
-        """A node has nothing left to do in this stage. Order the next one after the last node."""
+        """A node has nothing left to do in this phase. Order the next one after the last node."""
         write.behind.discard(node)
-        if write.behind or write.stage is WriteStage.SEAL:
+        if write.behind or write.phase is WritePhase.SEAL:
             return []
-        write.begin(WriteStage(write.stage + 1))
+        write.begin(WritePhase(write.phase + 1))
         order = write.order()
         return [Send(one, order) for one in write.waiting if one in write.behind]
 
@@ -255,7 +255,7 @@ class Writes:
         for write in self._under_way.values():
             if node in write.waiting:
                 effects.append(Send(node, write.waiting[node]))
-                if write.stage > WriteStage.OPEN and node in write.behind:
+                if write.phase > WritePhase.OPEN and node in write.behind:
                     effects.append(Send(node, write.order()))
         return effects
 
@@ -268,7 +268,7 @@ class Writes:
     def go_back(self, step: int, now: float) -> list[Effect]:
         """The run goes back: nothing newer is written or counts."""
         why = f"the run goes back to step {step}"
-        newer = [write for write in self._under_way.values() if write.key[0] > step]
+        newer = [write for write in self._under_way.values() if write.key.step > step]
         effects = [effect for write in newer for effect in self._end(write, why, now)]
         self.shared = {one: size for one, size in self.shared.items() if one[0] <= step}
         return effects
@@ -332,7 +332,7 @@ class Writes:
 
     # ---- what is not there yet
 
-    def unsaved(self) -> list[Key]:
+    def unsaved(self) -> list[StateId]:
         """Return the states that would be lost with these nodes, the newest first."""
         newest = max(map(cp.age, self.shared), default=(-1, -1))
         newer = takewhile(lambda key: cp.age(key) > newest, self._copies.newest_first())

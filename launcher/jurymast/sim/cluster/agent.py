@@ -448,8 +448,8 @@ class SimAgent:
             self._written(order, "an image is no longer here")
             return
 
-        def reached(stage: msg.WriteStage) -> None:
-            self._carry_out(self.machine.write_reached(order.id, stage, self.now))
+        def reached(phase: msg.WritePhase) -> None:
+            self._carry_out(self.machine.write_reached(order.id, phase, self.now))
 
         def over(why: str) -> None:
             self._written(order, why)

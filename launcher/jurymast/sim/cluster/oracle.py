@@ -345,7 +345,7 @@ class Oracle:
         if runs and (ranks.attempt != state.attempt or ranks.state in ("waiting", "warming")):
             return f"{ranks.state} in attempt {ranks.attempt}, running is {state.attempt}"
         unknown = [
-            id for id in agent.machine.writes.staged() if not supervisor.machine.checkpoints.writes.knows(id)
+            id for id in agent.machine.writes.phased() if not supervisor.machine.checkpoints.writes.knows(id)
         ]
         return f"keeps {unknown} for a write that nobody waits for" if unknown else ""
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.commit import Rollback
-from jurymast.core.checkpoints.copies import Key, StateId
+from jurymast.core.checkpoints.copies import StateId
 from jurymast.core.checkpoints.writes import GIVEN_UP_S
 from jurymast.core.effects import Instruction
 from jurymast.core.events import Event
-from jurymast.core.messages import Endpoint, WriteStage
+from jurymast.core.messages import Endpoint, WritePhase
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
@@ -306,24 +306,24 @@ class RunDisk:
     newest: Endpoint | None = None  # content of the newest address file
     attempt: int = 0
     reading_s: float = 0.0  # the journal
-    shared: dict[Key, tuple[float, Token]] = field(default_factory=dict)
+    shared: dict[StateId, tuple[float, Token]] = field(default_factory=dict)
     places: dict[str, WritePlace] = field(default_factory=dict)  # where nodes write a checkpoint together
     journal: dict[int, list[Item]] = field(default_factory=dict)
     rollbacks: list[Rollback] = field(default_factory=list)
 
-    def publish(self, key: Key, token: Token) -> None:
+    def publish(self, key: StateId, token: Token) -> None:
         """Add a checkpoint, unless it was rolled back meanwhile."""
         if not self.is_void(key):
             self.shared[key] = self.storage.world.now, token
 
-    def is_void(self, key: Key) -> bool:
+    def is_void(self, key: StateId) -> bool:
         return any(back.voids(*key) for back in self.rollbacks)
 
     def roll_back(self, step: int) -> Rollback:
         """Roll back as `jurymast checkpoints RUN rollback` does before it asks the supervisor."""
         back = Rollback(step, self.attempt, self.storage.world.now)
         self.rollbacks.append(back)
-        self.shared = {key: what for key, what in self.shared.items() if key[0] <= step}
+        self.shared = {key: what for key, what in self.shared.items() if key.step <= step}
         return back
 
     def newest_epoch(self, node: str) -> int:
@@ -373,7 +373,7 @@ COPY_S = 0.05, 0.4
 
 
 class SimWrite:
-    """A node's part of a write. `reached` gets each stage that is done, `over` why it failed, or "". Neither
+    """A node's part of a write. `reached` gets each phase that is done, `over` why it failed, or "". Neither
     is called once the write is cancelled."""
 
     def __init__(
@@ -381,16 +381,16 @@ class SimWrite:
         agent: SimAgent,
         order: msg.Write,
         token: Token,
-        reached: Callable[[WriteStage], None],
+        reached: Callable[[WritePhase], None],
         over: Callable[[str], None],
     ) -> None:
         self._agent, self._order, self._token = agent, order, token
         self._reached, self._over = reached, over
         self._key = StateId(order.step, order.attempt)
-        self._last = WriteStage.SEAL if order.lead else WriteStage.WRITE
+        self._last = WritePhase.SEAL if order.lead else WritePhase.WRITE
         self._cancelled = False
         if order.lead:
-            self.go_on(msg.ContinueWrite(id=order.id, stage=WriteStage.OPEN))
+            self.go_on(msg.ContinueWrite(id=order.id, phase=WritePhase.OPEN))
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -411,7 +411,7 @@ class SimWrite:
                 raise OSError(f"{name} does not see the storage")
             return self._work(turn)
 
-        if turn.stage is WriteStage.WRITE:
+        if turn.phase is WritePhase.WRITE:
             yield self._agent.world.now + self._agent.world.between(*COPY_S)
         complete = yield from storage.work(name, work, writes=True)
         if isinstance(complete, FileNotFoundError) and not self._order.lead:
@@ -421,10 +421,10 @@ class SimWrite:
         if isinstance(complete, OSError):
             self._give_up()
             self._over("" if self._order.lead and self._exists() else str(complete))
-        elif complete or turn.stage is self._last:
+        elif complete or turn.phase is self._last:
             self._over("")
         else:
-            self._reached(turn.stage)
+            self._reached(turn.phase)
 
     @property
     def _places(self) -> dict[str, WritePlace]:
@@ -437,27 +437,27 @@ class SimWrite:
         return self._places[self._order.id]
 
     def _exists(self) -> bool:
-        return any(step == self._key.step for step, _ in self._agent.cluster.disk.shared)
+        return any(key.step == self._key.step for key in self._agent.cluster.disk.shared)
 
     def _work(self, turn: msg.ContinueWrite) -> bool:
-        """Do what this stage is; returns whether the checkpoint was there before."""
+        """Do what this phase is; returns whether the checkpoint was there before."""
         order, disk = self._order, self._agent.cluster.disk
         void = disk.is_void(self._key)
-        match turn.stage:
-            case WriteStage.OPEN:
+        match turn.phase:
+            case WritePhase.OPEN:
                 if void:
                     raise OSError("it was rolled back")
                 if self._exists():
                     return True
                 self._places.clear()
                 self._places[order.id] = WritePlace()
-            case WriteStage.ANNOUNCE:
+            case WritePhase.ANNOUNCE:
                 self._place.announced[order.ranks[0]] = order.ranks
-            case WriteStage.SHARE_OUT:
+            case WritePhase.SHARE_OUT:
                 announced = sorted(rank for part in turn.parts for rank in self._place.announced[part])
                 assert announced == [*range(order.world)], f"the images of {announced} are announced"
                 self._place.shared_out = True
-            case WriteStage.WRITE:
+            case WritePhase.WRITE:
                 assert self._place.shared_out, "written before it was known what"
                 self._place.written.add(order.ranks[0])
             case _:

@@ -15,26 +15,26 @@ from jurymast.core.agent.machine import AgentMachine, NodeWrites
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.copies import RETRY_S
 from jurymast.core.checkpoints.writes import ALONE, WRITE_LIMIT_S
-from jurymast.core.messages import WriteStage
+from jurymast.core.messages import WritePhase
 from support.node_model import plan
 from support.site import ACTIVE, Site
 
-STAGES = [stage for stage in WriteStage if stage > WriteStage.HOLD]
+PHASES = [phase for phase in WritePhase if phase > WritePhase.HOLD]
 SEEDS = 300
 EVENTS = 4000
 
 
-def begun(until: WriteStage = WriteStage.OPEN) -> tuple[Site, str]:
-    """Three nodes with a write that has got to where this stage begins; n1 leads."""
+def begun(until: WritePhase = WritePhase.OPEN) -> tuple[Site, str]:
+    """Three nodes with a write that has got to where this phase begins; n1 leads."""
     site = Site(replicas=0)
     site.save()
     (id,) = {order.id for _, order in site.ordered(msg.Write)}
-    if until > WriteStage.OPEN:
-        site.go_on(id, until=min(until, WriteStage.WRITE))
-    if until is WriteStage.SEAL:
+    if until > WritePhase.OPEN:
+        site.go_on(id, until=min(until, WritePhase.WRITE))
+    if until is WritePhase.SEAL:
         for node in ACTIVE[1:]:
             site.hear(node, written(id))
-        site.reach("n1", id, WriteStage.WRITE)
+        site.reach("n1", id, WritePhase.WRITE)
     return site, id
 
 
@@ -42,34 +42,34 @@ def written(id: str, why: str = "") -> msg.Written:
     return msg.Written(id=id, tier=cp.SHARED, ok=not why, why=why, size_bytes=50)
 
 
-def concerned(stage: WriteStage) -> tuple[str, ...]:
-    return ACTIVE[:1] if stage in ALONE else ACTIVE
+def concerned(phase: WritePhase) -> tuple[str, ...]:
+    return ACTIVE[:1] if phase in ALONE else ACTIVE
 
 
-def parts_of(stage: WriteStage) -> tuple[int, ...]:
+def parts_of(phase: WritePhase) -> tuple[int, ...]:
     """The lead is told by which ranks the files of the nodes are named."""
-    return (0, 1, 2) if stage is WriteStage.SHARE_OUT else ()
+    return (0, 1, 2) if phase is WritePhase.SHARE_OUT else ()
 
 
-def told(site: Site) -> list[tuple[str, WriteStage]]:
-    return [(node, order.stage) for node, order in site.ordered(msg.ContinueWrite)]
+def told(site: Site) -> list[tuple[str, WritePhase]]:
+    return [(node, order.phase) for node, order in site.ordered(msg.ContinueWrite)]
 
 
 # ---- the supervisor
 
 
-def test_each_stage_begins_when_all_have_reached_the_end_of_the_one_before() -> None:
+def test_each_phase_begins_when_all_have_reached_the_end_of_the_one_before() -> None:
     site, id = begun()
-    for stage in STAGES[:-1]:
-        for node in concerned(stage):
-            assert told(site) == [], f"{stage} is not over"
-            if stage is WriteStage.WRITE and node != "n1":
+    for phase in PHASES[:-1]:
+        for node in concerned(phase):
+            assert told(site) == [], f"{phase} is not over"
+            if phase is WritePhase.WRITE and node != "n1":
                 site.hear(node, written(id))
             else:
-                site.reach(node, id, stage)
-        following = WriteStage(stage + 1)
+                site.reach(node, id, phase)
+        following = WritePhase(phase + 1)
         assert site.orders[-len(concerned(following)) :] == [
-            (node, msg.ContinueWrite(id=id, stage=following, parts=parts_of(following)))
+            (node, msg.ContinueWrite(id=id, phase=following, parts=parts_of(following)))
             for node in concerned(following)
         ]
         site.orders.clear()
@@ -80,64 +80,64 @@ def test_each_stage_begins_when_all_have_reached_the_end_of_the_one_before() -> 
     assert site.ordered(msg.CancelWrite) == []
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_said_twice_too_late_or_too_early_counts_once_or_not(stage: WriteStage) -> None:
-    site, id = begun(stage)
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_is_said_twice_too_late_or_too_early_counts_once_or_not(phase: WritePhase) -> None:
+    site, id = begun(phase)
     site.ordered(msg.ContinueWrite)
     for node in ACTIVE:
-        for other in WriteStage:
-            if other is not stage:
+        for other in WritePhase:
+            if other is not phase:
                 site.reach(node, id, other)
     assert told(site) == []
-    for node in concerned(stage)[1:]:
+    for node in concerned(phase)[1:]:
         for _ in range(3):
-            site.reach(node, id, stage)
+            site.reach(node, id, phase)
     assert told(site) == [], "the lead is not there yet"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_node_that_is_back_is_told_again_what_it_is_to_do(stage: WriteStage) -> None:
-    site, id = begun(stage)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_node_that_is_back_is_told_again_what_it_is_to_do(phase: WritePhase) -> None:
+    site, id = begun(phase)
     turns = site.ordered(msg.ContinueWrite)
-    first = {node: order for node, order in turns if order.stage is stage}
-    assert set(first) == ({*concerned(stage)} if stage > WriteStage.OPEN else set())
+    first = {node: order for node, order in turns if order.phase is phase}
+    assert set(first) == ({*concerned(phase)} if phase > WritePhase.OPEN else set())
     for node in ACTIVE:
         site.orders.clear()
         site.joined(node)
         again = [order for _, order in site.orders if isinstance(order, msg.Write | msg.ContinueWrite)]
-        if stage is WriteStage.SEAL and node != "n1":
+        if phase is WritePhase.SEAL and node != "n1":
             assert again == [], "it has written its share"
         else:
             assert isinstance(again[0], msg.Write)
             assert again[1:] == ([first[node]] if node in first else [])
-    if stage < WriteStage.SEAL:
-        for node in concerned(stage):
-            site.reach(node, id, stage)
+    if phase < WritePhase.SEAL:
+        for node in concerned(phase):
+            site.reach(node, id, phase)
             site.orders.clear()
-            if node != concerned(stage)[-1]:
+            if node != concerned(phase)[-1]:
                 site.joined(node)
                 assert site.ordered(msg.ContinueWrite) == [], "it has told how far it is"
 
 
 @pytest.mark.parametrize("how", ["lost", "started again", "failed"])
 @pytest.mark.parametrize("node", ["n1", "n3"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_node_that_is_lost_or_fails_ends_the_write_at_every_stage(
-    stage: WriteStage, node: str, how: str
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_node_that_is_lost_or_fails_ends_the_write_at_every_phase(
+    phase: WritePhase, node: str, how: str
 ) -> None:
-    site, id = begun(stage)
+    site, id = begun(phase)
     if how == "lost":
         site.lost(node)
     elif how == "failed":
         site.hear(node, written(id, "no space left"))
     else:
         site.joined(node, incarnation="another")
-    if stage is WriteStage.SEAL and node != "n1":
+    if phase is WritePhase.SEAL and node != "n1":
         assert site.ordered(msg.CancelWrite) == [], "its share is there"
         site.hear("n1", written(id))
         assert site.saved("shared") == [(10, True)]
         return
-    writing = ("n1",) if stage is WriteStage.SEAL else ACTIVE
+    writing = ("n1",) if phase is WritePhase.SEAL else ACTIVE
     assert [one for one, _ in site.ordered(msg.CancelWrite)] == [one for one in writing if one != node]
     assert site.saved("shared") == [(10, False)]
     if how == "failed":
@@ -156,27 +156,27 @@ def test_what_exists_already_ends_the_write_for_all() -> None:
 
 
 def test_who_keeps_the_others_waiting_is_named() -> None:
-    site, id = begun(WriteStage.ANNOUNCE)
-    site.reach("n1", id, WriteStage.ANNOUNCE)
-    site.reach("n2", id, WriteStage.ANNOUNCE)
+    site, id = begun(WritePhase.ANNOUNCE)
+    site.reach("n1", id, WritePhase.ANNOUNCE)
+    site.reach("n2", id, WritePhase.ANNOUNCE)
     site.time += WRITE_LIMIT_S + 1
     site.look()
     assert site.state.saved["shared"].error == f"n3 said nothing for {WRITE_LIMIT_S:.0f} s"
     assert [node for node, _ in site.ordered(msg.CancelWrite)] == ["n1", "n2", "n3"]
 
 
-@pytest.mark.parametrize("stage", WriteStage)
-def test_a_write_that_the_supervisor_does_not_know_is_cancelled(stage: WriteStage) -> None:
+@pytest.mark.parametrize("phase", WritePhase)
+def test_a_write_that_the_supervisor_does_not_know_is_cancelled(phase: WritePhase) -> None:
     """It has ended, or an earlier supervisor has ordered it."""
-    site, id = begun(WriteStage.ANNOUNCE)
+    site, id = begun(WritePhase.ANNOUNCE)
     site.orders.clear()
-    site.reach("n2", f"{id}0", stage)
+    site.reach("n2", f"{id}0", phase)
     assert site.orders == [("n2", msg.CancelWrite(id=f"{id}0"))]
     site.hear("n2", written(f"{id}0", "no space left"))
     assert site.checkpoints.writes.knows(id)
     site.hear("n3", written(id, "no space left"))
     site.orders.clear()
-    site.reach("n2", id, WriteStage.ANNOUNCE)
+    site.reach("n2", id, WritePhase.ANNOUNCE)
     assert site.orders == [("n2", msg.CancelWrite(id=id))]
 
 
@@ -187,28 +187,28 @@ def order(id: str, tier: str = cp.SHARED, ranks: tuple[int, ...] = (1,), *, lead
     return msg.Write(id=id, tier=tier, step=10, attempt=1, ranks=ranks, world=2, lead=lead)
 
 
-def turn(id: str, stage: WriteStage) -> msg.ContinueWrite:
-    return msg.ContinueWrite(id=id, stage=stage)
+def turn(id: str, phase: WritePhase) -> msg.ContinueWrite:
+    return msg.ContinueWrite(id=id, phase=phase)
 
 
-def test_a_node_goes_on_once_with_each_stage_that_is_ordered() -> None:
+def test_a_node_goes_on_once_with_each_phase_that_is_ordered() -> None:
     writes = NodeWrites(1)
-    assert writes.go_on(turn("a", WriteStage.ANNOUNCE)) == [], "it knows no such write"
+    assert writes.go_on(turn("a", WritePhase.ANNOUNCE)) == [], "it knows no such write"
     writes.begin(order("a"))
-    assert writes.reached("a", WriteStage.HOLD) == [], "nobody waits for that"
-    assert writes.go_on(turn("a", WriteStage.OPEN)) == [], "the order to write was for that"
-    for stage in (WriteStage.ANNOUNCE, WriteStage.WRITE):
-        assert writes.go_on(turn("a", stage)) == [do.Obey(turn("a", stage))]
-        assert writes.go_on(turn("a", stage)) == []
+    assert writes.reached("a", WritePhase.HOLD) == [], "nobody waits for that"
+    assert writes.go_on(turn("a", WritePhase.OPEN)) == [], "the order to write was for that"
+    for phase in (WritePhase.ANNOUNCE, WritePhase.WRITE):
+        assert writes.go_on(turn("a", phase)) == [do.Obey(turn("a", phase))]
+        assert writes.go_on(turn("a", phase)) == []
         writes.check()
-        assert writes.reached("a", stage) == [do.Send(msg.WriteReached(id="a", stage=stage))]
-        assert writes.go_on(turn("a", stage)) == [], "an order that was on its way for long"
-        assert writes.go_on(turn("a", WriteStage.ANNOUNCE)) == []
+        assert writes.reached("a", phase) == [do.Send(msg.WriteReached(id="a", phase=phase))]
+        assert writes.go_on(turn("a", phase)) == [], "an order that was on its way for long"
+        assert writes.go_on(turn("a", WritePhase.ANNOUNCE)) == []
     writes.cancel("a")
-    assert writes.go_on(turn("a", WriteStage.SEAL)) == []
-    assert writes.reached("a", WriteStage.SEAL) == [], "nobody waits for it"
+    assert writes.go_on(turn("a", WritePhase.SEAL)) == []
+    assert writes.reached("a", WritePhase.SEAL) == [], "nobody waits for it"
     writes.ended("a")
-    assert writes.go_on(turn("a", WriteStage.SEAL)) == []
+    assert writes.go_on(turn("a", WritePhase.SEAL)) == []
     writes.check()
 
 
@@ -216,12 +216,12 @@ def test_each_supervisor_is_told_how_far_the_writes_are() -> None:
     writes = NodeWrites(1)
     writes.begin(order("a", cp.LOCAL))
     writes.begin(order("b"))
-    assert writes.connected() == [do.Send(msg.WriteReached(id="b", stage=WriteStage.HOLD))]
-    writes.go_on(turn("b", WriteStage.ANNOUNCE))
-    writes.reached("b", WriteStage.ANNOUNCE)
-    assert writes.connected() == [do.Send(msg.WriteReached(id="b", stage=WriteStage.ANNOUNCE))]
+    assert writes.connected() == [do.Send(msg.WriteReached(id="b", phase=WritePhase.HOLD))]
+    writes.go_on(turn("b", WritePhase.ANNOUNCE))
+    writes.reached("b", WritePhase.ANNOUNCE)
+    assert writes.connected() == [do.Send(msg.WriteReached(id="b", phase=WritePhase.ANNOUNCE))]
     writes.begin(order("c"))
-    assert writes.connected() == [do.Send(msg.WriteReached(id="c", stage=WriteStage.HOLD))], "b is void"
+    assert writes.connected() == [do.Send(msg.WriteReached(id="c", phase=WritePhase.HOLD))], "b is void"
     writes.cancel("c")
     assert writes.connected() == []
     for id in "bc":
@@ -229,22 +229,22 @@ def test_each_supervisor_is_told_how_far_the_writes_are() -> None:
     assert writes.connected() == []
 
 
-@pytest.mark.parametrize("reached", [stage for stage in WriteStage if stage < WriteStage.SEAL])
-def test_a_supervisor_that_takes_over_ends_the_writes_of_the_one_before_it(reached: WriteStage) -> None:
+@pytest.mark.parametrize("reached", [phase for phase in WritePhase if phase < WritePhase.SEAL])
+def test_a_supervisor_that_takes_over_ends_the_writes_of_the_one_before_it(reached: WritePhase) -> None:
     """Whoever waits for its turn keeps its images in memory."""
     agent = AgentMachine(plan(), "n2", "17.0", ("n1", "n2"), ("h", 1), 0.0)
     agent.start(0.0, reachable=True)
     agent.connected(0.1)
     agent.heard(order("0001000001"), 0.2)
-    for stage in STAGES[1:]:
-        if stage <= reached:
-            assert do.Obey(turn("0001000001", stage)) in agent.heard(turn("0001000001", stage), 0.3)
-            agent.write_reached("0001000001", stage, 0.4)
+    for phase in PHASES[1:]:
+        if phase <= reached:
+            assert do.Obey(turn("0001000001", phase)) in agent.heard(turn("0001000001", phase), 0.3)
+            agent.write_reached("0001000001", phase, 0.4)
     agent.lost(1.0)
-    reached = max(reached, WriteStage.HOLD) if reached is not WriteStage.OPEN else WriteStage.HOLD
+    reached = max(reached, WritePhase.HOLD) if reached is not WritePhase.OPEN else WritePhase.HOLD
     assert agent.write_reached("0001000001", reached, 1.1)[:-1] == [], "there is nobody to hear it"
     effects = agent.connected(2.0)
-    how_far = msg.WriteReached(id="0001000001", stage=reached)
+    how_far = msg.WriteReached(id="0001000001", phase=reached)
     says = do.Send(how_far)
     assert says in effects
     assert effects.index(do.Greet()) < effects.index(says)
@@ -294,7 +294,7 @@ class WritingNode:
                 case do.Send(message):
                     self.line.append(message)
                 case do.Obey(msg.Write() as order):
-                    first = [turn(order.id, WriteStage.OPEN)] if order.lead else []
+                    first = [turn(order.id, WritePhase.OPEN)] if order.lead else []
                     self.writes[order.id] = order, deque(first)
                 case do.Obey(msg.ContinueWrite() as go_on):
                     self.writes[go_on.id][1].append(go_on)
@@ -319,39 +319,39 @@ class WritingNode:
         if not ready:
             return
         order, turns = self.chance.choice(ready)
-        stage, last = turns.popleft().stage, WriteStage.SEAL if order.lead else WriteStage.WRITE
+        phase, last = turns.popleft().phase, WritePhase.SEAL if order.lead else WritePhase.WRITE
         try:
             if self.chance.random() < self.fails:
                 raise OSError("an error")
-            self.do(stage, order)
+            self.do(phase, order)
         except OSError as error:
             if order.lead:
                 self.storage.places.pop(order.id, None)
             self.end(order, str(error))
             return
-        if stage is last:
+        if phase is last:
             self.end(order)
         else:
-            self.carry_out(self.machine.reached(order.id, stage))
+            self.carry_out(self.machine.reached(order.id, phase))
 
-    def do(self, stage: WriteStage, order: msg.Write) -> None:
+    def do(self, phase: WritePhase, order: msg.Write) -> None:
         places = self.storage.places
-        if stage is WriteStage.OPEN:
+        if phase is WritePhase.OPEN:
             places.clear()
             places[order.id] = Place()
         if order.id not in places:
             raise OSError("its place is gone")
         place = places[order.id]
-        match stage:
-            case WriteStage.ANNOUNCE:
+        match phase:
+            case WritePhase.ANNOUNCE:
                 place.announced.update(order.ranks)
-            case WriteStage.SHARE_OUT:
+            case WritePhase.SHARE_OUT:
                 assert place.announced == set(range(order.world)), "not all are announced"
                 place.shared_out = True
-            case WriteStage.WRITE:
+            case WritePhase.WRITE:
                 assert place.shared_out, "nobody knows who writes what"
                 place.written.update(order.ranks)
-            case WriteStage.SEAL:
+            case WritePhase.SEAL:
                 assert place.written == set(range(order.world)), "a part is missing"
                 del places[order.id]
                 self.storage.published += 1
