@@ -14,6 +14,8 @@ __all__ = ["Checkpointer", "RandomState", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    """Load a public name at its first use: `Checkpointer` and `RandomState`, which import torch, or
+    `__version__`, "unknown" without an installed package. Raises AttributeError for any other name."""
     # torch takes seconds to import, and the command line, the agent and the supervisor never need it.
     if name == "Checkpointer":
         from jurymast.checkpoint.checkpointer import Checkpointer

@@ -223,6 +223,7 @@ class RandomState:
     """
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the generators' states: "python", "torch" and, if in use, "numpy" and "cuda"."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if numpy := sys.modules.get("numpy"):
             state["numpy"] = numpy.random.get_state()
@@ -231,6 +232,8 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. Raises KeyError without "python" or "torch"; a state of a GPU
+        is skipped where there is none."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"].cpu())
         if "numpy" in state:

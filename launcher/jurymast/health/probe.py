@@ -54,11 +54,13 @@ ENTRY_POINTS = "jurymast.probes"
 class Context:
     """The facts that a probe may know of the run on this node. Times are in seconds.
 
-    `thresholds` are the packaged ones, overridden by the policy's; `xid` maps codes to the policy's verdicts.
-    `paths` are shared directories to which the run writes, `data_paths` shared ones that it only reads,
-    `local_path` a directory on this node's own disk ("" if there is none). `gpus` is the number that Slurm
-    granted (None if not known). `started_at` is when the job started here, in seconds since the epoch: older
-    events are not the run's. `fresh`: the run has not done anything yet that a probe could see.
+    `thresholds` are the limits that the policy sets, in the units that `jurymast health --thresholds`
+    shows; `threshold` adds the packaged ones. `xid` maps Xid codes, as text ("79"), to the policy's readings,
+    which are keys of READINGS. `paths` are shared directories to which the run writes, `data_paths` shared
+    ones that it only reads, `local_path` a directory on this node's own disk ("" if there is none). `gpus` is
+    the number that Slurm granted (None if not known). `started_at` is when the job started on this node, in
+    seconds since the epoch: older events are not the run's. `fresh`: the run has not done anything yet that a
+    probe could see.
     """
 
     node: str = ""
@@ -74,7 +76,7 @@ class Context:
 
 @runtime_checkable
 class Probe(Protocol):
-    """A health probe. `name` is the entry point's; `interval_s` is how often `look` is due.
+    """A health probe. `name` is the entry point's; `look` is due every `interval_s` seconds, at least 0.1.
 
     The first look takes the baseline: counters are lifetime totals, and only their gains count. A look
     returns every finding that holds now, not only new ones; events (an Xid) are returned once. A look that
@@ -85,16 +87,18 @@ class Probe(Protocol):
     interval_s: float
 
     def look(self, now: float) -> Sequence[Finding]:
-        """Return the findings. `now`: seconds since the epoch."""
+        """Return the findings, with `at` in seconds since the epoch, as `now` is. May raise anything: the
+        finding `probe-failed` then reports it, with the verdict unknown."""
         ...
 
     def close(self) -> None:
-        """Release handles; called once."""
+        """Release handles. Called at most once, when the probes end; not if their process is killed."""
         ...
 
 
 def granted_gpus(environment: Mapping[str, str]) -> int | None:
-    """The number of GPUs that Slurm gave this job on this node; None if it does not say."""
+    """The number of GPUs that Slurm gave this job on this node, by the variables in `environment`; None if
+    they do not say."""
     count = environment.get("SLURM_GPUS_ON_NODE", "")
     if count.isdigit():
         return int(count)
@@ -112,8 +116,8 @@ def installed() -> dict[str, EntryPoint]:
 
 
 def open_probe(point: EntryPoint, context: Context) -> Probe | None:
-    """Import a probe and create it; None if it has nothing to see on this machine. Raises whatever the plugin
-    raises, and TypeError if the result is not a probe."""
+    """Import a probe's package and call its function with `context`. Return the probe; None if it has nothing
+    to see on this machine. Raises whatever the plugin raises, and TypeError if the result is not a probe."""
     probe = point.load()(context)
     if probe is None or isinstance(probe, Probe):
         return probe
@@ -121,7 +125,9 @@ def open_probe(point: EntryPoint, context: Context) -> Probe | None:
 
 
 def failed(name: str, error: BaseException, doing: str) -> Finding:
-    """The finding for a probe that raised: nothing was seen, and no node is to blame."""
+    """The finding `probe-failed` for the probe `name` that raised `error`: nothing was seen, and no node is
+    to blame. `doing` is what it could not do ("look", "be opened"). The message has at most 500
+    characters."""
     return Finding(
         probe=name, code="probe-failed", verdict=Verdict.UNKNOWN, kind=HOST,
         message=f"the probe could not {doing}: {type(error).__name__}: {error}"[:500],
@@ -144,7 +150,7 @@ def xid_finding(code: int, device: str, text: str, at: float, context: Context) 
     """The finding for one Xid event on `device` ("gpu3"), at `at` (seconds since the epoch). `text` is the
     driver's own text, which decides about Xid 154, or "" if it is not known. Every probe reports it as the
     nvidia probe's finding, so that an event that two probes see counts once. The verdict ok means that it is
-    to be ignored."""
+    to be ignored. Raises KeyError if `context` gives the code a reading that is not in READINGS."""
     entry = xids().get(code)
     verdict, kind = reading(code, text, context)
     said = f" ({' '.join(text.split())[:TEXT_MAX]})" if text else ""
@@ -164,7 +170,8 @@ def unit_in(text: str) -> str:
 
 
 def reading(code: int, text: str, context: Context) -> tuple[Verdict, str]:
-    """(verdict, kind) of a code by the policy, or else by the table; `unknown` for a code in neither."""
+    """(verdict, kind) of an Xid code by the policy, or else by the table; `unknown` for a code in neither.
+    `text` is the driver's own text, or "". Raises KeyError as `xid_finding` does."""
     if str(code) in context.xid:
         return READINGS[context.xid[str(code)]]
     entry = xids().get(code)
@@ -181,7 +188,8 @@ def _recommended(text: str, entry: Xid) -> Verdict:
 
 
 def threshold(context: Context, name: str) -> float:
-    """The limit `name` of the context, or else the packaged one. KeyError if there is neither."""
+    """The limit `name` of the context, or else the packaged one, in the unit that `jurymast health
+    --thresholds` shows. Raises KeyError if there is neither."""
     if name in context.thresholds:
         return float(context.thresholds[name])
     table = thresholds()
