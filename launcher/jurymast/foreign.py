@@ -258,5 +258,5 @@ def _buffered(descriptor: int, path: os.PathLike[str] | str) -> BufferedReader:
 def _all_of(file: BufferedReader, path: Path | str, most: int) -> bytes:
     size = os.fstat(file.fileno()).st_size
     if size > most:
-        raise OSError(errno.EFBIG, f"it has {size} bytes, most is {most}", str(path))
+        raise OSError(errno.EFBIG, f"it has {size} bytes, at most {most} are allowed", str(path))
     return file.read(max(size, BYTES_MIN))

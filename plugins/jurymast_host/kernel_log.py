@@ -123,7 +123,7 @@ class KernelLog:
         if self._file < 0:
             yield Finding(
                 probe="host", code=NOT_OBSERVABLE, verdict=Verdict.UNKNOWN, kind=HOST, device="kernel log",
-                message=f"/dev/kmsg cannot be read ({self._why_not}): kernel messages are not seen here",
+                message=f"/dev/kmsg cannot be read ({self._why_not}): kernel messages cannot be checked",
             )  # fmt: skip
             return
         booted = now - time.clock_gettime(time.CLOCK_MONOTONIC)

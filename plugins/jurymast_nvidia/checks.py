@@ -104,7 +104,7 @@ def ecc_sram(watched: Watched, at: float) -> Iterator[Problem]:
     status = watched.gpu.ask_structure("nvmlDeviceGetSramEccErrorStatus", "c_nvmlEccSramErrorStatus_v1_t")
     if status.bThresholdExceeded:
         yield Problem(
-            "gpu-sram-threshold", Verdict.BAD, "SRAM errors beyond the maker's limit: replace the GPU"
+            "gpu-sram-threshold", Verdict.BAD, "SRAM errors beyond the vendor's limit: replace the GPU"
         )
     aggregate = status.aggregateUncParity + status.aggregateUncSecDed
     recent = status.volatileUncParity + status.volatileUncSecDed

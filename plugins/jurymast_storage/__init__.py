@@ -124,7 +124,7 @@ def _write_read_remove(path: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(file)
         if os.pread(file, len(CONTENT), 0) != CONTENT:
-            raise OSError(errno.EIO, "a small file does not read as it was written")
+            raise OSError(errno.EIO, "a small file was read back with different contents")
     finally:
         os.close(file)
         path.unlink()

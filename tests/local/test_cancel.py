@@ -152,4 +152,4 @@ def test_a_run_that_ends_on_a_full_disk_says_so_and_can_be_let_go(tmp_path: Path
         wait_gone(root)
         assert status()["state"] == "succeeded", run.story()
         assert status()["exit_code"] == 0
-        assert "gave it up" in run.state().notes[-1][1]
+        assert "ended the wait for it" in run.state().notes[-1][1]

@@ -38,7 +38,10 @@ def test_the_rank_that_never_came_to_the_collective_is_named(tmp_path: Path) -> 
         :1
     ]
     assert at.kinds[0] in WAITING, at
-    assert "rank 1 never came to where the others wait; stacks in evidence/attempt-0001" in incident.evidence
+    assert (
+        "rank 1 never reached the place where the others wait; stacks in evidence/attempt-0001"
+        in incident.evidence
+    )
     parts = incident.seconds()
     assert parts["diagnose"] < 6, "the look is short"
     folder = run.directory.evidence(1)

@@ -417,7 +417,7 @@ def test_ranks_that_have_different_steps_restore_neither_and_do_not_start_over(t
             RANKS, "restore", 2, tmp_path, environment=keeper.environment, directory=directory
         )
         assert [rank["error"].partition(":")[0] for rank in restored] == [
-            "memory has no one step (and attempt) for all ranks"
+            "images in memory are not all of one step and attempt"
         ] * 2
 
 

@@ -224,23 +224,26 @@ def test_figures_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("copi: 3", "no figure is called copi (did you mean copy?)"),
+        ("copi: 3", "unknown key copi (did you mean copy?)"),
         (
             "kinds: {power_los: {detect: 1}}",
-            "kinds: no figure is called power_los (did you mean power_loss?)",
+            "kinds: unknown key power_los (did you mean power_loss?)",
         ),
         (
             "kinds: {power_loss: {detects: 1}}",
-            "kinds.power_loss: no figure is called detects (did you mean detect?)",
+            "kinds.power_loss: unknown key detects (did you mean detect?)",
         ),
         ("kinds: {power_loss: 3}", "kinds.power_loss is a mapping: detect, stop, launch"),
-        ("kinds: {power_loss: {detect: soon}}", "kinds.power_loss.detect: 'soon' is not a number from 0 on"),
-        ("restore: 0", "restore: 0 is not a number from 1 on"),
-        ("- 3", "not a mapping of figures"),
+        (
+            "kinds: {power_loss: {detect: soon}}",
+            "kinds.power_loss.detect: 'soon' is not a number of at least 0 on",
+        ),
+        ("restore: 0", "restore: 0 is not a number of at least 1 on"),
+        ("- 3", "not a mapping of keys to values"),
         ("a: [", "cannot read"),
         ("[" * 1000, "cannot read"),
-        ("1: 2", "no figure is called 1"),
-        ("copy: [1]", "copy: a list or mapping is not a number from 1 on"),
+        ("1: 2", "unknown key 1"),
+        ("copy: [1]", "copy: a list or mapping is not a number of at least 1 on"),
     ],
 )
 def test_a_bad_file_of_figures_is_told(tmp_path: Path, text: str, complaint: str) -> None:

@@ -191,8 +191,8 @@ def test_a_trace_of_ones_own(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("node,start_day\n1,2\n", "no column end_day"),
-        ("node,start_day,end_day\n1,x,2\n", ":2: start_day and end_day are numbers"),
-        ("node,start_day,end_day\n1,3,2\n", ":2: a fault ends after it starts"),
+        ("node,start_day,end_day\n1,x,2\n", ":2: start_day and end_day must be numbers"),
+        ("node,start_day,end_day\n1,3,2\n", ":2: must be 0 <= start_day <= end_day"),
         ("node,start_day,end_day\n", "no faults"),
     ],
 )

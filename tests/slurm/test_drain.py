@@ -127,7 +127,7 @@ def test_a_lost_gpu_is_swapped_out_drained_and_back_after_its_repair(
 
     code, told, error = submit(cluster, tmp_path, "--nodes", "2", "--dry-run")
     assert (code, f"--exclude={victim}" in told) == (0, True), error
-    assert f"keeps out {victim} until " in error
+    assert f"{victim} is excluded until " in error
     jurymast = str(cluster.python.parent / "jurymast")
     rows = json.loads(
         cluster.login([jurymast, "nodes", "--json", "--runs", str(cluster.shared / tmp_path.name)]).stdout

@@ -62,7 +62,7 @@ def test_a_bad_node_is_swapped_out_excluded_and_stays_out_when_its_agent_comes_b
     story = Story(active=2, spares=2).running()
     (stop,) = found(story, "n3", "xid-79", "gpu3")
     assert isinstance(stop, StopWorkers)
-    assert stop.reason == "n3 leaves for xid-79 on gpu3: about xid-79"
+    assert stop.reason == "n3 leaves because of xid-79 on gpu3: about xid-79"
     story.stopped()
     incident = story.incident
     assert (incident.cause, incident.node, incident.action) == ("gpu_bad", "n3", "swap")
@@ -134,7 +134,7 @@ def test_of_many_bad_nodes_only_so_many_leave_in_an_hour() -> None:
             story.stopped()
             story.recovered(story.state.best_step, story.state.best_step + 10)
     assert sorted(story.state.excluded) == ["n10", "n11", "n12", "n13"]
-    assert "4 nodes were blamed within the hour" in story.state.alerts[-1].message
+    assert "4 nodes were blamed within an hour" in story.state.alerts[-1].message
     assert list(story.state.alerts[-1].nodes) == ["n14", "n15"], "one alert for what comes together"
 
 

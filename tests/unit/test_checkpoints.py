@@ -548,7 +548,7 @@ def test_an_agent_that_was_started_again_has_lost_its_images_and_writes_nothing(
     assert site.checkpoints.writes.any_under_way
     site.joined("n1", incarnation="another")
     assert not site.checkpoints.writes.any_under_way
-    assert site.state.saved["shared"].error == "the agent of n1 was started again"
+    assert site.state.saved["shared"].error == "the agent of n1 restarted"
     assert {node for node, _ in site.ordered(msg.CancelWrite)} == {"n2", "n3"}
 
 

@@ -106,7 +106,7 @@ def test_status_asks_slurm_when_the_journal_is_silent(place: Place) -> None:
     place.program("squeue", 'echo "NODE_FAIL|None"')
     view = place.json("status", RUN)
     assert (view["state"], view["exit_code"]) == ("failed", 79)
-    assert view["warnings"][0] == "Slurm job 17 ended (NODE_FAIL) and its supervisor left no word"
+    assert view["warnings"][0] == "Slurm job 17 ended (NODE_FAIL), and its supervisor recorded no reason"
     place.program("squeue", 'echo "PENDING|BeginTime"')
     view = place.json("status", RUN)
     assert (view["state"], view["next"]) == ("requeued", "waits for nodes: PENDING (BeginTime)")
@@ -343,7 +343,7 @@ def test_what_is_asked_reaches_the_supervisor(
 
 def test_a_refusal_is_told(place: Place) -> None:
     directory = place.story(swapped(finished=False))
-    with supervisor(directory, Declined(why="the run is starting: it does no steps now")):
+    with supervisor(directory, Declined(why="the run is starting and does no steps now")):
         done = place.run("save", RUN)
     assert done.returncode == 74
     assert "the supervisor refused: the run is starting" in done.stderr

@@ -109,7 +109,7 @@ def test_who_is_likely_to_fail_and_why() -> None:
     fleet = prior().rate
     (found,) = frail_nodes(history(lemon, NOW, DAY_S).values(), fleet, NOW)
     assert (found.node, found.fresh_until) == ("n1", None)
-    assert found.why == "failed 4 times in 0.8 node-days, and was not used since"
+    assert found.why == "failed 4 times in 0.8 node-days, and has not been used since"
     assert found.factor == pytest.approx(
         (1 / 3 + 4) / (1 / 3 + fleet / 1000 * (0.2 + 0.6 * AFTER_REPAIR)), abs=1e-3
     )

@@ -173,7 +173,7 @@ def test_ranks_that_all_wait_for_each_other_hang_at_the_second_look() -> None:
     assert looks.stuck(1.0, idle=True)
     assert looks.stuck(64.0, idle=True), "nobody is left to wake them, however often that was seen"
     assert not looks.stuck(1.0, idle=False), "that may be a large transfer"
-    assert looks.evidence() == "all ranks wait for each other, seen for 1.0 s"
+    assert looks.evidence() == "all ranks waited for each other for 1.0 s"
 
 
 def test_a_rank_in_its_own_code_may_stand_still_for_longer() -> None:
@@ -186,7 +186,7 @@ def test_a_rank_in_its_own_code_may_stand_still_for_longer() -> None:
     assert looks.stuck(1.0, idle=True)
     assert not looks.stuck(8.0, idle=True)
     assert looks.interval_s() == LOOK_SELDOM_S
-    assert looks.evidence() == f"no rank moved, seen for {UNMOVED_S:.1f} s"
+    assert looks.evidence() == f"no rank moved for {UNMOVED_S:.1f} s"
 
 
 def test_one_rank_that_moves_is_no_hang_however_long_it_takes() -> None:

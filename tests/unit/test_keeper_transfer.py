@@ -328,9 +328,9 @@ def ask_nonsense(port: int) -> None:
         connection.send(
             GetBytes(image=ImageName(step=10, attempt=1, rank=0), at=at, length=length, ways=(GMAC,))
         )
-        assert refusal(connection) == "not held (any more)"
+        assert refusal(connection) == "not held"
     connection.send(GetManifest(image=ImageName(step=10, attempt=2, rank=0), ways=(GMAC,)))
-    assert refusal(connection) == "not held (any more)"
+    assert refusal(connection) == "not held"
     connection.close()
 
 

@@ -81,7 +81,7 @@ def test_nodes_shows_what_speaks_against_each(place: Site) -> None:
     assert shown.splitlines()[0].split()[:2] == ["NODE", "RUNS"]
     assert "n3" in shown
     assert "until 20" in shown
-    assert re.search(r" x (99|100) .* and was not used since", shown), shown
+    assert re.search(r" x (99|100) .* and has not been used since", shown), shown
     assert "2 nodes without an incident" in shown
     assert "n1" not in shown
     assert "n1" in place.run("nodes", "--all").stdout
@@ -101,7 +101,7 @@ def test_a_new_run_keeps_out_what_failed_the_last_one(place: Site) -> None:
     place.fails("n3", "run-1")
     request, told = place.submit("--nodes", "2", "--spares", "0", "--exclude", "n2")
     assert "--exclude=n2,n3" in request["argv"]
-    assert "note: keeps out n3 until 20" in told
+    assert "note: n3 is excluded until 20" in told
     (kept,) = request["plan"]["avoided"]
     assert (kept["node"], "silent" in kept["why"]) == ("n3", True)
     plan = RunPlan.from_json(request["plan"])
@@ -116,9 +116,9 @@ def test_three_strikes_are_for_good_until_somebody_forgives(place: Site) -> None
         place.fails("n3", f"run-{days}", ago_s=days * 86_400.0)
     (row,) = [row for row in place.rows() if row["excluded"]]
     assert (row["node"], row["excluded_for_good"], row["strikes"]) == ("n3", True, 3)
-    assert "keeps out n3 for good: 3 strikes" in place.submit("--nodes", "2")[1]
+    assert "n3 is excluded for good: 3 strikes" in place.submit("--nodes", "2")[1]
     assert not any(row["excluded"] for row in place.rows("--forgive", "n3"))
-    assert "keeps out" not in place.submit("--nodes", "2")[1]
+    assert "excluded" not in place.submit("--nodes", "2")[1]
     done = place.run("nodes", "--forgive", "n33")
     assert (done.returncode, done.stdout) == (64, "")
     assert "had a node n33 (did you mean n3?)" in done.stderr
@@ -129,7 +129,7 @@ def test_no_run_is_left_without_enough_nodes(place: Site) -> None:
     place.fails("n3", "run-1")
     request, told = place.submit("--nodes", "4", "--spares", "0")
     assert request["plan"]["avoided"] == []
-    assert "not kept out, because the run needs 4 nodes: n3" in told
+    assert "not excluded, because the run needs 4 nodes: n3" in told
     place.program("sinfo", LIMITS.replace("1 2 3 4", "1 2 4"))
     request, told = place.submit("--nodes", "2", "--spares", "0")
     assert request["plan"]["avoided"] == [], "sbatch would refuse a node that Slurm does not know"

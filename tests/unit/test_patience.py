@@ -23,7 +23,7 @@ from jurymast.cli import main, patience
 patience.LIMIT_S = 3.0
 sys.exit(main.main())
 """
-NO_ANSWER = "its storage has not responded for 3 s"
+NO_ANSWER = "its storage has not answered for 3 s"
 PLAN, JOURNAL = "plan.json", "journal/epoch-000001.jsonl"
 
 

@@ -267,7 +267,7 @@ def test_a_file_that_is_no_file_or_has_no_end(tmp_path: Path) -> None:
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 30)
     (line,) = complaints(tmp_path / "large")
-    assert line == "large: cannot be read: it has 1073741824 bytes, most is 65536"
+    assert line == "large: cannot be read: it has 1073741824 bytes, at most 65536 are allowed"
     path = write(tmp_path, "p.yaml", "spares: 1\nextends: pipe\n")
     assert complaints(path) == [f"{tmp_path}/pipe: cannot be read: it is not an ordinary file"]
 

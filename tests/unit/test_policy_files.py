@@ -39,7 +39,7 @@ def test_there_is_a_policy_for_each_use() -> None:
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
 def test_ready_policies_are_good(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policy", "check", str(path)]) == 0
-    assert capsys.readouterr().out == f"{path}: good\n"
+    assert capsys.readouterr().out == f"{path}: valid\n"
     assert main(["plan", "--nodes", "16", "--policy", str(path)]) == 0
 
 

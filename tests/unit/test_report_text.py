@@ -130,7 +130,7 @@ def test_a_failed_run_shows_cause_rank_node_and_traceback(tmp_path: Path) -> Non
     ("life", "state", "exit_code", "words"),
     [
         (Liveness("gone", "NODE_FAIL", "17"), "failed", 79, "Slurm job 17 ended (NODE_FAIL)"),
-        (Liveness("gone", "CANCELLED", "17"), "cancelled", 80, "left no word"),
+        (Liveness("gone", "CANCELLED", "17"), "cancelled", 80, "recorded no reason"),
         (Liveness("pending", "PENDING (Resources)", "17"), "requeued", None, "waits for nodes: PENDING"),
         (Liveness("unknown", "squeue failed", "17"), "running", None, "is not known: squeue failed"),
     ],
@@ -150,7 +150,7 @@ def test_warnings_name_failed_saves_and_a_journal_that_is_behind(tmp_path: Path)
     assert view["warnings"][0] == (
         "1 failed save in a row (the newest is step 40): step 50, shared tier: No space left"
     )
-    assert view["warnings"][1].startswith("the journal is 90.0 s old")
+    assert view["warnings"][1].startswith("the journal's newest entry is 90.0 s old")
 
 
 def test_a_skipped_save_does_not_hide_that_storage_fails(tmp_path: Path) -> None:
@@ -175,9 +175,9 @@ def test_the_supervisor_is_believed_where_the_journal_is_behind(tmp_path: Path) 
     )  # fmt: skip
     view = watcher(story, tmp_path).view(ALIVE, story.t + 90.0, told)
     assert (view["state"], view["step"], view["exit_code"]) == ("succeeded", 99, None)
-    assert "(No space left on device): what is shown here is 90.0 s old" in view["warnings"][0]
+    assert "(No space left on device): its newest entry is 90.0 s old" in view["warnings"][0]
     shown = text(status_blocks(view, now=story.t))
-    assert "; the checkpoint of step 99 is on its way to /runs (jurymast cancel gives it up)" in shown
+    assert "; the checkpoint of step 99 is on its way to /runs (jurymast cancel ends this wait)" in shown
     assert "on n1: storage-full on /runs" in shown
 
 
@@ -362,7 +362,7 @@ def test_following_a_run_whose_job_died_ends(
     monkeypatch.setattr(follow, "look", lambda *_: judge("17", word, "None"))
     stream = io.StringIO()
     assert wait(directory.root, stream) == code
-    assert f"Slurm job 17 ended ({word}) and its supervisor left no word" in stream.getvalue()
+    assert f"Slurm job 17 ended ({word}), and its supervisor recorded no reason" in stream.getvalue()
 
 
 class Terminal(io.StringIO):

@@ -72,7 +72,7 @@ def test_an_image_that_does_not_come_is_tried_again_elsewhere_before_an_older_on
     restore_failed(story, story.state.placement[1])
     story.stopped().backed_off()
     assert story.state.failed_to_restore() == {(40, 1)}
-    assert "could not be restored 3 times" in story.state.alerts[-1].message
+    assert "3 restores of step" in story.state.alerts[-1].message
     assert story.state.phase is Phase.LAUNCHING
     story.told().ranks_up()
     story.feed(ev.Restored(t=story.t, attempt=story.state.attempt, step=30, tier="memory", seconds=1.0))

@@ -123,7 +123,7 @@ def test_a_node_that_is_to_hide_images_neither_gives_nor_takes_them_in_the_clear
         async with holding("a", encrypt=True) as (a, _), keeper("b") as (new, told):
             new.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
             await until("word", lambda: told.of(msg.Unrestorable))
-            assert "there is no common way to protect bytes" in told.of(msg.Unrestorable)[0].why
+            assert "no common way to protect bytes" in told.of(msg.Unrestorable)[0].why
 
     run(work())
 

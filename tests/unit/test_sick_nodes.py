@@ -95,7 +95,7 @@ def test_the_site_is_told_and_slurm_gets_the_node_back() -> None:
     assert site.gives == [victim]
     site.given_back(victim)
     assert site.notes == [
-        "the site was told in /var/spool/jurymast: gpu-lost",
+        f"{victim} is reported to the site's health check in /var/spool/jurymast: gpu-lost",
         f"{victim} was returned to Slurm, and the job continues without it",
     ]
 
@@ -127,9 +127,7 @@ def test_a_site_that_takes_no_node_back_is_asked_once() -> None:
     assert site.gives == [first]
     assert site.told == [], "nobody is told where bad nodes are only excluded"
     (note,) = site.notes
-    assert note == (
-        f"Slurm does not take {first} back from the running job: slurm_update error: Invalid node"
-    )
+    assert note == (f"Slurm refused to take {first} out of the running job: slurm_update error: Invalid node")
 
 
 def test_one_node_after_another_is_given_back() -> None:
@@ -186,11 +184,11 @@ def test_an_agent_that_cannot_leave_word_is_quoted(answers: bool) -> None:
     site = Site()
     victim = site.break_gpu()
     if answers:
-        site.answered(victim, "munge is not installed here")
-    why = "munge is not installed here" if answers else "its agent did not answer within 30 s"
+        site.answered(victim, "munge is not installed on this machine")
+    why = "munge is not installed on this machine" if answers else "its agent did not answer within 30 s"
     site.passes(ANSWER_LIMIT_S)
     site.answered(victim)  # too late to be news
-    assert site.notes == [f"the site could not be told that {victim} is bad: {why}"]
+    assert site.notes == [f"{victim} could not be reported to the site's health check: {why}"]
     site.story.recovered(40, 60)
     site.passes(DOUBT_S)
     assert site.gives == [victim]

@@ -212,7 +212,7 @@ def test_a_hang_names_the_rank_that_is_elsewhere_and_its_node_goes_the_second_ti
         assert (incident.cause, incident.node, incident.rank) == ("hang", culprit, 1)
         assert incident.evidence.endswith(
             "rank 1 in f at a.py:3, ranks 0, 2 in all_reduce at a.py:1; "
-            "rank 1 never came to where the others wait; stacks in evidence/attempt-0001"
+            "rank 1 never reached the place where the others wait; stacks in evidence/attempt-0001"
         )
         assert incident.action == ("swap" if again else "restart")
         story.recovered(10, 20)
@@ -480,7 +480,7 @@ def test_a_rank_that_is_gone_is_no_error(taken: Taken) -> None:
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
     asyncio.run(looking.take([ended.pid]))
-    assert said[0].places == ("without a stack (state gone)",)
+    assert said[0].places == ("without a stack (ended)",)
 
 
 def test_a_flight_recorder_is_asked_and_a_missing_record_is_seen(taken: Taken) -> None:

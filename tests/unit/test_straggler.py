@@ -170,7 +170,7 @@ def test_a_straggler_is_swapped_and_becomes_a_suspect() -> None:
     assert (incident.cause, incident.action, incident.node, incident.rank) == ("straggler", "swap", slow, 1)
     assert incident.charged == "nobody"
     assert "a swap pays off" in incident.reason
-    assert "in the next 60 min that costs 30 min (50 %), and a swap costs about" in incident.reason
+    assert "its slowness costs 30 min (50 %) in the next 60 min, and a swap costs about" in incident.reason
     assert story.state.nodes[slow].role is Role.SUSPECT
     assert slow not in story.state.placement
     story.recovered(90, 120)
@@ -284,7 +284,7 @@ def test_what_a_script_saves_by_itself_is_not_known() -> None:
     event = straggling(story)
     assert stragglers.worth(story.state, event) == (
         True,
-        "in the next 60 min that costs 30 min (50 %), and a swap costs about 119.6 s "
+        "its slowness costs 30 min (50 %) in the next 60 min, and a swap costs about 119.6 s "
         "(60.0 s restart, 59.6 s done again)",
     )
     story.stepped(7200, absolute=False)

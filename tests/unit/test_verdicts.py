@@ -274,7 +274,7 @@ def test_a_verdict_says_all_that_root_asks_for() -> None:
 def test_without_munge_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     values = written.verdict("n1", BOOT, "17", "a-run", FINDING, NOW)
-    with pytest.raises(ClusterUnavailableError, match="munge is not installed here"):
+    with pytest.raises(ClusterUnavailableError, match="munge is not installed on this machine"):
         written.leave(tmp_path, values)
     assert list(tmp_path.iterdir()) == []
 

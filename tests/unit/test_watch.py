@@ -322,7 +322,7 @@ def test_many_connections_that_close_at_once_have_more_time_to_come_back() -> No
     assert ears.lost() == []
     (note,) = ears.events()
     assert isinstance(note, ev.Noted)
-    assert "they have 2 s to come back" in note.message
+    assert "these nodes have 2 s to reconnect" in note.message
     for node in OTHERS[1:]:
         ears.joins(node, 2)
     ears.passes(0.5, beating=(*NAMES, *OTHERS[1:]))
@@ -473,7 +473,7 @@ def test_who_cannot_find_the_supervisor_as_storage_hangs_is_waited_for() -> None
         ears.passes(1.0, beating=("n1",))
     assert not ears.lost()
     (note,) = [event for event in ears.events() if isinstance(event, ev.Noted)]
-    assert "n2, n3 must find the supervisor there" in note.message
+    assert "n2, n3 cannot look up the supervisor there" in note.message
     assert ears.watch.patient_until > ears.now
     ears.does(ears.watch.storage_waits(0.0, ears.now))
     ears.joins("n2", 2)

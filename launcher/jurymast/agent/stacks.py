@@ -118,7 +118,7 @@ class _SeenRank:
         state = process_state(self.pid)[0]
         where = self.proc.get("wchan", "").strip()
         waits = where and where != "0" and not where.startswith("(")
-        return f"state {state or 'gone'}" + (f", in {where}" if waits else "")
+        return (f"state {state}" if state else "ended") + (f", in {where}" if waits else "")
 
     def place(self) -> stacks.Place:
         at = stacks.place(stacks.frames(self.text), self.process())

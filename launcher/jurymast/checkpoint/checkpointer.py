@@ -52,7 +52,7 @@ def _watch(over: threading.Event, link: Link) -> None:
             told, told_s = path, 0.0
         if waited_s >= told_s + within.RESTORE_TOLD_S:
             told_s = waited_s
-            log.warning("%s: its storage has not responded for %.0f s; waiting for it", path, waited_s)
+            log.warning("%s: its storage has not answered for %.0f s; waiting for it", path, waited_s)
             link.emit(within.RestoreWaits(path=_short(path, PATH_CHARACTERS), seconds=round(waited_s, 3)))
 
 
@@ -77,16 +77,20 @@ class Checkpointer:
     `state` maps names to modules, optimizers, anything with `state_dict` and `load_state_dict` (learning rate
     schedules, data loaders), generators, tensors, or plain values in nested dicts and lists. Tensors and
     plain values are restored in place where possible. The mapping is read anew at every save. An entry that
-    differs between ranks is saved once per rank. Every rank must call all methods, with the same step.
+    differs between ranks is saved once per rank, and must not have sharded tensors. Every rank must call all
+    methods, with the same step. With several ranks, call `torch.distributed.init_process_group` before the
+    first of them; otherwise it raises CheckpointError.
 
     Options, each with a default from the environment that jurymast sets:
-    `directory` of the checkpoints ($JURYMAST_RUN_DIR/checkpoints, $JURYMAST_CHECKPOINTS, ./checkpoints);
-    `every`: "200 steps" or 200, "10m", or "auto" ($JURYMAST_CADENCE_STEPS, $JURYMAST_CADENCE_S, auto). "auto"
-    loses the least time: the run's supervisor sets the interval; without one it follows from the measured
-    stall and $JURYMAST_MTBF_S;
-    `keep`: how many to keep ($JURYMAST_KEEP, 3).
+    `directory` of the checkpoints, the same on all ranks; a relative one is below the working directory
+    ($JURYMAST_RUN_DIR/checkpoints, $JURYMAST_CHECKPOINTS, ./checkpoints);
+    `every`: "200 steps" or 200, a time such as "90s" or "10m", or "auto" ($JURYMAST_CADENCE_STEPS,
+    $JURYMAST_CADENCE_S, auto). "auto" loses the least time: the run's supervisor sets the interval; without
+    one it follows from the measured stall and $JURYMAST_MTBF_S (seconds between failures of all nodes);
+    `keep`: how many checkpoints to keep, at least 1 ($JURYMAST_KEEP, 3).
 
-    Raises CheckpointError when `state` cannot be saved.
+    Raises CheckpointError for an entry of `state` that cannot be saved, and for an invalid option or
+    variable.
     """
 
     def __init__(
@@ -120,12 +124,12 @@ class Checkpointer:
     # ---- what scripts call
 
     def restore(self) -> int:
-        """Restore the newest complete, verified step and return it. If there is none, return 0 and change
-        nothing.
+        """Restore the newest complete, verified step and return it: the number of steps done. If there is
+        none, return 0 and change nothing.
 
         Damaged checkpoints are skipped with a warning. Raises CheckpointError if there are checkpoints but
-        none can be read, or if an earlier attempt of the run saved some that are gone: only a person can
-        decide to start over.
+        none can be restored, or if an earlier attempt of the run saved some that no longer exist: only a
+        person can decide to start from the beginning. While storage does not answer, this waits for it.
         """
         self._link.enter(link.RESTORING)
         started = time.monotonic()
@@ -145,10 +149,11 @@ class Checkpointer:
         return step
 
     def step(self, step: int) -> None:
-        """Report that `step` steps are done: a heartbeat, and a save if one is due.
+        """Report that `step` steps are done since the beginning of the training, not of the attempt: a
+        heartbeat, and a save if one is due.
 
-        Failing storage costs the checkpoint, not the training. Raises CheckpointError if the state can never
-        be saved.
+        If storage fails, this logs a warning and training continues without that checkpoint. Raises
+        CheckpointError if the state cannot be captured, so that no save can succeed.
         """
         # Not before the first call: a script that only restores and saves shows its progress by its
         # optimizer's steps.
@@ -163,10 +168,12 @@ class Checkpointer:
                 break
 
     def save(self, step: int) -> bool:
-        """Save `step` now, unless it is saved already. Return False if the save failed. Raises what `step`
-        raises.
+        """Save `step` (as for the method `step`) now, unless it is saved already.
 
-        Unlike `step`, this waits up to 30 s until the node's memory has room for one more image.
+        Return True once this rank's image is in the node's memory, from which the agent copies it to shared
+        storage, or, without the memory tier, once the checkpoint is complete on shared storage; False if the
+        save failed. Unlike `step`, this waits up to 30 s until the node's memory has room for one more image.
+        Raises what `step` raises.
         """
         if not self._save_times.begun:
             self._begin_cadence(step)

@@ -115,7 +115,7 @@ class MemoryTier:
         gathered = self._group.gather(key)
         if any(one != key for one in gathered):
             found = ", ".join(f"rank {rank}: {one or 'nothing'}" for rank, one in enumerate(gathered))
-            raise CheckpointError(f"memory has no one step (and attempt) for all ranks: {found[:2000]}")
+            raise CheckpointError(f"images in memory are not all of one step and attempt: {found[:2000]}")
         if self._held is None:
             return [], {}
         return [Candidate(self._held.step, self._held.image_bytes, self._group.size)], {}
@@ -272,7 +272,7 @@ class MemoryTier:
             descriptor = os.open(f"{self._agent}/{number_there}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 if slot[SlotWord.FD] != number_there:  # then this may be another file
-                    raise OSError("the agent took the buffer away meanwhile")
+                    raise OSError("the agent has replaced the buffer")
                 buffer = mmap.mmap(descriptor, capacity)
             finally:
                 os.close(descriptor)

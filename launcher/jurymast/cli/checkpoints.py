@@ -306,7 +306,10 @@ class _Call:
         """Raise CheckpointError, which says what follows, if the checkpoint is damaged."""
         for _, problems in self._verified([step]):
             if problems:
-                raise CheckpointError(f"step {step} is damaged{follows}: {problems[0]}")
+                raise CheckpointError(
+                    f"step {step} is damaged{follows}: {problems[0]}",
+                    hint=f"to list the others, run: jurymast checkpoints {self._run.root}",
+                )
 
     # ---- doing
 
@@ -370,7 +373,10 @@ class _Call:
         if step in self._directory.complete():
             raise CheckpointError(f"step {step} already exists: {self._directory.path(step)}")
         if step not in store.steps():
-            raise CheckpointError(f"there is no complete checkpoint of step {step} in {store.url}")
+            raise CheckpointError(
+                f"there is no complete checkpoint of step {step} in {store.url}",
+                hint=f"to list them, run: jurymast checkpoints {self._run.root} --object {store.url}",
+            )
         if step in self._directory.steps():
             self._directory.set_aside(step)
         size = store.manifest(step).size_bytes

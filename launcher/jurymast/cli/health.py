@@ -37,8 +37,8 @@ def command(
     """Check this machine with every probe, now.
 
     The exit code is 0 if nothing was found that a run would act on, 1 if something is suspect, 2 if
-    something is bad, and 3 if no probe could look. Messages of the last hour in the kernel's log count, if
-    the log can be read.
+    something is bad, and 3 if no probe could check anything. Messages of the last hour in the kernel's log
+    count, if the log can be read.
     """
     resolved = resolved_policy(policy)
     if explain is not None:
@@ -79,7 +79,7 @@ def _show(view: dict[str, Any]) -> None:
     for probe in view["probes"]:
         by_state.setdefault(probe["state"], []).append(probe["name"])
     said = {
-        "looked": "looked through", "nothing": "nothing to look at for", "failed": "failed:",
+        "looked": "checked:", "nothing": "nothing to check for:", "failed": "failed:",
         "left out": "left out:",
     }  # fmt: skip
     parts = [f"{said[state]} {', '.join(by_state[state])}" for state in said if state in by_state]

@@ -190,7 +190,9 @@ def runs_place(runs: Path | None) -> Path:
     """The directory that --runs names, or the usual one. Raises RunDirectoryError if --runs names no
     directory."""
     if runs is not None and not foreign.is_directory(runs):
-        raise RunDirectoryError(f"there is no directory {runs}")
+        raise RunDirectoryError(
+            f"there is no directory {runs}", hint="name another one with --runs or JURYMAST_RUNS"
+        )
     return runs or default_runs()
 
 

@@ -37,11 +37,11 @@ def _watch(over: threading.Event, limit_s: float) -> None:
         if waited_s < limit_s:
             told = ""
         elif not _follows.is_set():
-            _say(f"error: {path}: its storage has not responded for {limit_s:g} s")
+            _say(f"error: {path}: its storage has not answered for {limit_s:g} s")
             os._exit(RunDirectoryError.exit_code)  # a normal exit would wait for the thread that hangs
         elif not told:
             told = path
-            _say(f"note: {path}: its storage has not responded for {limit_s:g} s; waiting for it")
+            _say(f"note: {path}: its storage has not answered for {limit_s:g} s; waiting for it")
 
 
 def _say(text: str) -> None:

@@ -24,7 +24,7 @@ def command(context: click.Context) -> None:
 def check(file: Path) -> None:
     """Name every mistake in FILE, with its line."""
     resolved_policy(file)
-    click.echo(f"{file}: good")
+    click.echo(f"{file}: valid")
 
 
 @command.command()
@@ -76,4 +76,4 @@ def init(file: Path) -> None:
     except OSError as error:
         raise PolicyError(f"{file}: cannot be written: {error.strerror}") from error
     checked = f"jurymast policy check {shlex.quote(str(file))}"
-    click.echo(f"{file}: written; after changes: {checked}")
+    click.echo(f"{file}: written; to check it after changes: {checked}")

@@ -95,7 +95,7 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
 )
 @click.option("--trace-repairs", is_flag=True, help="Keep nodes down for as long as in the trace.")
 @click.option("--seeds", type=click.IntRange(1), default=3, metavar="N", help="Runs to simulate.  [3]")
-@file_option("--policy", help="Policy file that decides.")
+@file_option("--policy", help="Policy file: what to do about failures.")
 @spares_option("Spare nodes.  [the policy's]")
 @click.option(
     "--cadence", metavar="C", help="fixed:60m, young (at the true rate), optimum or adaptive.  [the policy's]"

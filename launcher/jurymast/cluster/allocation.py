@@ -86,7 +86,7 @@ def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S, *, given
             arguments, input=given, capture_output=True, text=True, timeout=limit_s, check=False
         )
     except FileNotFoundError as error:
-        raise ClusterUnavailableError(f"{arguments[0]} is not installed here") from error
+        raise ClusterUnavailableError(f"{arguments[0]} is not installed on this machine") from error
     except OSError as error:
         raise ClusterUnavailableError(f"{arguments[0]} cannot be started: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:

@@ -267,9 +267,9 @@ def with_earlier(plan: RunPlan, runs: Path, partition: str, now: float) -> tuple
     wanted = [] if plan.settings.bad_nodes == "report" else avoided(records)
     names, spared = _kept_out([node.node for node in wanted], (), partition, plan.nodes)
     kept = [node for node in wanted if node.node in names]
-    notes = [f"keeps out {node.node} {until_text(node.until)}: {node.why}" for node in kept]
+    notes = [f"{node.node} is excluded {until_text(node.until)}: {node.why}" for node in kept]
     if spared:
-        notes.append(f"not kept out, because the run needs {plan.nodes} nodes: {', '.join(spared)}")
+        notes.append(f"not excluded, because the run needs {plan.nodes} nodes: {', '.join(spared)}")
     plan = replace(
         plan,
         earlier_incidents=round(incidents, 6),

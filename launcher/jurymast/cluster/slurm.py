@@ -199,7 +199,9 @@ def partitions(clusters: str = "") -> dict[str, Partition]:
     hint = "to run on this machine without Slurm, use --cluster local"
     for program in ("sbatch", "sinfo"):
         if shutil.which(program) is None:
-            raise ClusterUnavailableError(f"there is no Slurm here: {program} is not in PATH", hint=hint)
+            raise ClusterUnavailableError(
+                f"Slurm is not installed on this machine: {program} is not in PATH", hint=hint
+            )
     where = [f"--clusters={clusters}"] if clusters else []
     command = ["sinfo", "--noheader", "--all", *where, "--format=%P|%a|%s|%D|%T"]
     try:
@@ -215,7 +217,7 @@ def check_fits(found: dict[str, Partition], asked: str, active: int, spares: int
         if name not in found:
             raise UsageError(
                 f"there is no partition {name}{did_you_mean(name, found)}",
-                hint=f"partitions here: {', '.join(sorted(found)) or 'none'}",
+                hint=f"its partitions: {', '.join(sorted(found)) or 'none'}",
             )
     candidates = [found[name] for name in names]
     rooms = {p.name: p.total if p.largest_job is None else min(p.total, p.largest_job) for p in candidates}
@@ -389,7 +391,10 @@ def accepted(said: str) -> tuple[str, str]:
         job, _, cluster = line.strip().partition(";")
         if job.isdigit():
             return job, cluster
-    raise SubmissionError(f"sbatch --parsable printed no job id: {said.strip()!r}")
+    raise SubmissionError(
+        f"sbatch --parsable printed no job id: {said.strip()!r}",
+        hint="see squeue --me: the job may have been submitted",
+    )
 
 
 def slurms_words(text: str) -> str:

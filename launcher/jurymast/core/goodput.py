@@ -44,9 +44,9 @@ CATEGORIES = (
     Category("launch", "start", "processes, imports and rendezvous of the first attempt"),
     Category("restore", "start", "reading a checkpoint"),
     Category("warm_up", "start", "from the restore to the end of an attempt's first step"),
-    Category("checkpoint_stall", "running", "training stood still for a save"),
+    Category("checkpoint_stall", "running", "training stopped for a save"),
     Category("detection", "incident", "from a fault to its detection"),
-    Category("hang", "incident", "no rank stepped, until that was judged a hang"),
+    Category("hang", "incident", "no rank stepped, until this counted as a hang"),
     Category("diagnosis", "incident", "stopping the ranks and gathering evidence"),
     Category("decision", "incident", "choosing what to do"),
     Category("replacement", "incident", "back-off, and waiting for the nodes of the next attempt"),
@@ -56,7 +56,7 @@ CATEGORIES = (
     Category("spare_idle", "around", "nodes held ready, or not placed for another reason"),
     Category("failed_node", "around", "nodes that were lost or taken out, still allocated"),
     Category("shutdown", "around", "from the last step, or the decision to end, to the end"),
-    Category("unknown", "around", "the journal does not tell"),
+    Category("unknown", "around", "not known from the journal"),
 )
 MEANINGS = {category.name: category.meaning for category in CATEGORIES}
 RATIOS = {

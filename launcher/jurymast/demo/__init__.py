@@ -105,9 +105,9 @@ class LocalRun:
             agent = psutil.Process(agent_pid)
             words, members = agent.cmdline(), agent.children(recursive=True)
         except psutil.Error as error:
-            raise ProcessLookupError(f"agent {agent_pid} is gone") from error
+            raise ProcessLookupError(f"agent {agent_pid} has ended") from error
         if not self._is_ours(words) or os.getpgid(agent_pid) != agent_pid:
-            raise ProcessLookupError(f"process {agent_pid} is no agent of this run")
+            raise ProcessLookupError(f"process {agent_pid} is not an agent of this run")
         os.killpg(agent_pid, signal.SIGKILL)  # ranks lead sessions of their own, and go with their host
         return 1 + len(members)
 
@@ -325,7 +325,7 @@ class Show:
             self._say(entry, "the first step is done", style="green")
         elif kind == "NodeLost":
             after = f", {duration(entry['t'] - self.fault.at)} later" if self.fault else ""
-            self._say(entry, f"noticed{after}: {sentence(entry)}", style="yellow")
+            self._say(entry, f"detected{after}: {sentence(entry)}", style="yellow")
         elif kind in TOLD or (kind in RESTORES and entry["step"]) or (kind == "Saved" and not entry["ok"]):
             self._say(entry, sentence(entry))
 

@@ -269,7 +269,7 @@ class Gatherer:
     async def _from_here(self, filling: Filling, key: ImageId, part: str) -> None:
         found = [copy for copy in self.copies.find(key, group=filling.group) if copy.part in (ALL, part)]
         if not found:
-            filling.passed_over.append(f"{self.node}: not held here (any more)")
+            filling.passed_over.append(f"{self.node}: not held")
         for copy in found:
             if copy.place is filling.buffer or not self.copies.read(copy):
                 continue

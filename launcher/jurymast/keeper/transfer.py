@@ -323,7 +323,7 @@ Peer = Stream[Request]
 UNPROVEN_MAX = 128
 # Pause after a connection could not be accepted.
 REST_S = 0.05
-NOT_HELD = NotServed(why="not held (any more)")
+NOT_HELD = NotServed(why="not held")
 
 
 class ImageServer:
@@ -416,7 +416,7 @@ class ImageServer:
                 here = self._access.ways
                 if (way := agreed(request.ways, here)) is None:
                     asked = ", ".join(request.ways) or "nothing"
-                    why = f"there is no common way to protect bytes: {asked} there, {', '.join(here)} here"
+                    why = f"no common way to protect bytes: {asked} requested, {', '.join(here)} offered"
                     peer.send(NotServed(why=why))
                 elif isinstance(request, GetManifest):
                     self._send_manifest(peer, request.image, way)

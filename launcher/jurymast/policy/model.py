@@ -274,7 +274,7 @@ class Local(Section):
 
 class Shared(Section):
     every: AutoDuration = _key("auto", "least time between copies to the shared storage")
-    keep: OneOrMore = _key(3, "newest checkpoints kept; pinned ones stay besides")
+    keep: OneOrMore = _key(3, "newest checkpoints kept; pinned ones are kept as well")
 
 
 class Object(Section):
@@ -336,7 +336,7 @@ class Health(Section):
     thresholds: dict[ThresholdName, float] = _key(
         {}, "your own limits; jurymast health --thresholds lists all"
     )
-    data: list[str] = _key([], "paths of training data that must respond on every node")
+    data: list[str] = _key([], "paths of training data that every node must be able to read")
     preflight: AutoOffDuration = _key(
         "auto", "time for tests of nodes before their first attempt: auto (with GPUs only), off, or how long"
     )

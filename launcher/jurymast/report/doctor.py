@@ -337,7 +337,7 @@ def _python(environment: Mapping[str, str]) -> Found:
     path = environment.get("PATH", os.defpath)
     found = shutil.which("python", path=path) or shutil.which("python3", path=path)
     if found is None:
-        return NO, f"none on PATH: {path}", "load its module or environment before"
+        return NO, f"none in PATH: {path}", "load its module or environment before"
     try:
         command = [found, "-c", LOOK]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=False)

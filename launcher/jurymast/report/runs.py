@@ -191,7 +191,7 @@ def node_blocks(rows: list[Row], *, everything: bool) -> list[Block]:
     shown = [r for r in rows if everything or r["incidents"] or r["lemon_score"] or r["excluded"]]
     blocks: list[Block] = []
     if shown:
-        headers = ("NODE", "RUNS", "INCIDENTS", "LAST", "STRIKES", "LEMON", "RATE", "KEPT OUT", "LAST CAUSE")
+        headers = ("NODE", "RUNS", "INCIDENTS", "LAST", "STRIKES", "LEMON", "RATE", "EXCLUDED", "LAST CAUSE")
         table = [_cells(row) for row in shown]
         blocks.append(Table(headers, table, frozenset({1, 2, 4, 5, 6})))
     quiet = len(rows) - len(shown)

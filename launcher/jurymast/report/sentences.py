@@ -113,7 +113,7 @@ def _saved(e: Entry) -> str:
 
 def _restore_planned(e: Entry) -> str:
     if not e["tier"]:
-        return f"attempt {e['attempt']} starts afresh: {e['reason']}"
+        return f"attempt {e['attempt']} starts from the beginning: {e['reason']}"
     return f"attempt {e['attempt']} restores step {e['step']}: {amounts(e['tiers'])}; {e['reason']}"
 
 
@@ -124,7 +124,7 @@ def _fetched(e: Entry) -> str:
 def _restored(e: Entry) -> str:
     skipped = f"; skipped {'; '.join(e['skipped'])}" if e.get("skipped") else ""
     if not e["step"]:
-        return f"no checkpoint: a fresh start{skipped}"
+        return f"no checkpoint: training starts from the beginning{skipped}"
     if e["tier"] == MEMORY:  # from any tier: the plan says how much from which
         return f"step {e['step']} restored in {duration(e['seconds'])}{skipped}"
     amount = f"{size(e['size_bytes'])} " if e.get("size_bytes") else ""
@@ -141,7 +141,7 @@ def _cold_start(e: Entry) -> str:
 
 
 def _asked(e: Entry) -> str:
-    return f"{request(e['what'], e.get('node', ''))} requested by {e['by'] or 'somebody'}"
+    return f"{request(e['what'], e.get('node', ''))} requested by {e['by'] or 'an unknown user'}"
 
 
 def _cadence_set(e: Entry) -> str:
@@ -216,7 +216,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "Straggling": _straggling,
     "StacksTaken": _stacks_taken,
     "AttemptFound": lambda e: (
-        f"{e['node'] or 'the run directory'} knows attempt {e['attempt']}, which is not in the journal"
+        f"{e['node'] or 'the run directory'} has attempt {e['attempt']}, which is not in the journal"
     ),
     "LaunchWaits": lambda e: (
         f"attempt {e['attempt']} has waited {duration(e['seconds'])} for {e['what']}, and still waits"
@@ -235,7 +235,7 @@ _DECISIONS: dict[str, Callable[[Entry], str]] = {
     ),
     "Dismiss": lambda e: f"dismiss node {e['node']}",
     "RaiseAlert": lambda e: f"ALERT on {some(list(e['nodes']))}",
-    "Requeue": lambda e: f"requeue, without {some(list(e['exclude'])) or 'excluding a node'}",
+    "Requeue": lambda e: f"requeue, excluding {some(list(e['exclude'])) or 'no node'}",
     "Finish": lambda e: (
         f"the run {e['state']} with exit code {e['exit_code']}"
         if e["state"] != "cancelled"

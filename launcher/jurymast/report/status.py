@@ -105,7 +105,7 @@ class StatusWatcher(JournalTail):
         if told is not None:
             word, step, alerts = told.state, told.step, list(told.alerts)
             if told.waits:  # the journal may show the run's end already
-                following, exit_code = f"{told.waits} (jurymast cancel gives it up)", None
+                following, exit_code = f"{told.waits} (jurymast cancel ends this wait)", None
         place = None if state.ended or life.kind == "gone" else find(self.directory.epochs)
         ended_at = state.ended_at
         return {
@@ -153,7 +153,7 @@ def public_state(state: RunState, life: Liveness) -> tuple[str, str]:
     it."""
     if life.kind == "gone" and not state.ended:
         word = "cancelled" if life.detail == "CANCELLED" else "failed"
-        return word, f"{_job(life)} ended ({life.detail}) and its supervisor left no word"
+        return word, f"{_job(life)} ended ({life.detail}), and its supervisor recorded no reason"
     if life.kind == "pending" and state.phase not in (Phase.QUEUED, Phase.REQUEUED):
         return Phase.REQUEUED.value, f"{_job(life)} waits again: {life.detail}"
     return state.public_state, state.end_reason
@@ -261,11 +261,12 @@ def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition
         found.append(f"whether {life.id or 'the run'} still runs is not known: {life.detail}")
     last = watcher.last_t
     if unwritten:
-        age = f"what is shown here is {duration(now - last)} old" if last else "nothing can be shown here"
+        age = f"its newest entry is {duration(now - last)} old" if last else "it has no entries"
         where = watcher.directory.journal
         found.append(f"the journal in {where} cannot be written ({unwritten}): {age}; the run goes on")
     elif last is not None and life.kind == "alive" and now - last > _quiet_limit_s(state, now, told):
-        found.append(f"the journal is {duration(now - last)} old: no step since, or the journal is behind")
+        age = duration(now - last)
+        found.append(f"the journal's newest entry is {age} old: no step since, or the journal is behind")
     usable = [node for node in state.nodes.values() if node.usable and node.name not in state.placement]
     if state.spares and state.placement and not usable and not state.ended:
         found.append("no spare is left: the next lost node costs a requeue")

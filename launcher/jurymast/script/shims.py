@@ -144,5 +144,5 @@ def real(program: str, environment: Mapping[str, str]) -> str:
     """The path of the program that the user would get without ours. Raises ClusterUnavailableError."""
     found = shutil.which(program, path=without_shims(environment).get("PATH", os.defpath))
     if found is None:
-        raise ClusterUnavailableError(f"{program} is not on PATH: {environment.get('PATH', '')}")
+        raise ClusterUnavailableError(f"{program} is not in PATH: {environment.get('PATH', '')}")
     return found

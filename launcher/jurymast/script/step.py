@@ -231,9 +231,9 @@ def seen(environment: Mapping[str, str], active: int) -> dict[str, str]:
 
 NODE_COMMAND = """\
 #!/bin/sh
-# Runs a step's command on a node, and leaves word of its end: srun waits for lost nodes as well. What the
-# command says on a spare node beside so many others nobody has asked for. A container, or srun's --export,
-# may have changed the variables that lead to our front ends.
+# Runs a step's command on a node, and writes its exit code to a file, because srun would also wait for lost
+# nodes. The output of spare nodes goes to a log of its own. A container, or srun's --export, may have changed
+# the variables that lead to jurymast's front ends.
 {exports}
 {ours}
 {own}
@@ -248,8 +248,8 @@ exit $code
 """
 CONTAINER_COMMAND = """\
 #!/bin/sh
-# Runs the command of a container: variables of the image's may have taken the place of those that lead to our
-# front ends.
+# Runs the command of a container, whose image may have changed the variables that lead to jurymast's front
+# ends.
 {ours}
 exec "$@"
 """

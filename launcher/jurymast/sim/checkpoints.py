@@ -218,7 +218,7 @@ def _read(path: Path) -> dict[str, Any]:
         told = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UsageError(f"cannot read {path}: {told}", hint="YAML like sim/data/durations.yaml") from error
     if not isinstance(own, dict):
-        raise UsageError(f"{path}: not a mapping of figures", hint="YAML like sim/data/durations.yaml")
+        raise UsageError(f"{path}: not a mapping of keys to values", hint="YAML like sim/data/durations.yaml")
     return own
 
 
@@ -226,11 +226,11 @@ def _replaced(path: Path, key: str, usual: Any, own: Any) -> Any:
     """Return the `usual` figures with those of one's `own`, which have the same form, in their place."""
     if isinstance(usual, dict):
         if not isinstance(own, dict):
-            raise UsageError(f"{path}: {key} is a mapping: {', '.join(usual)}")
+            raise UsageError(f"{path}: {key}: needs keys below it: {', '.join(usual)}")
         for name in own:
             if name not in usual:
                 where = f"{path}: {key}" if key else f"{path}"
-                raise UsageError(f"{where}: no figure is called {name}{did_you_mean(str(name), usual)}")
+                raise UsageError(f"{where}: unknown key {name}{did_you_mean(str(name), usual)}")
         own = {name: _replaced(path, f"{key}.{name}".lstrip("."), usual[name], own[name]) for name in own}
         return usual | own
     if isinstance(usual, str):
@@ -247,7 +247,7 @@ def _number(path: Path, name: str, value: object, least: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
         # A list may repeat itself through aliases until no memory holds it as text.
         told = "a list or mapping" if isinstance(value, list | dict) else repr(value)
-        raise UsageError(f"{path}: {name}: {told} is not a number from {least:g} on")
+        raise UsageError(f"{path}: {name}: {told} is not a number of at least {least:g}")
     return float(value)
 
 

@@ -113,7 +113,10 @@ def parse_patterns(text: str) -> dict[str, float]:
     for each in text.split(","):
         name, _, value = each.strip().partition(":")
         if name not in PATTERNS:
-            raise UsageError(f"there is no pattern of faults {name}{did_you_mean(name, PATTERNS)}")
+            raise UsageError(
+                f"there is no pattern of faults {name}{did_you_mean(name, PATTERNS)}",
+                hint=f"the patterns are {', '.join(PATTERNS)}",
+            )
         if not value:
             fields |= PATTERNS[name]
             continue
@@ -207,9 +210,9 @@ def _trace(lines: Sequence[str], name: str, nodes: int | None, days: float | Non
         try:
             start, end = float(row["start_day"]), float(row["end_day"])
         except (TypeError, ValueError):
-            raise UsageError(f"{name}:{rows.line_num}: start_day and end_day are numbers") from None
+            raise UsageError(f"{name}:{rows.line_num}: start_day and end_day must be numbers") from None
         if not 0.0 <= start <= end < math.inf:
-            raise UsageError(f"{name}:{rows.line_num}: a fault ends after it starts, both from day 0 on")
+            raise UsageError(f"{name}:{rows.line_num}: must be 0 <= start_day <= end_day")
         faults.append((start, numbers.setdefault(row["node"], len(numbers)), end - start))
         last = max(last, start)
     if not faults or last <= 0.0:

@@ -115,7 +115,7 @@ FRAME_BYTES_MAX = 4 * 1024 * 1024
 class Frames:
     """The frames of one end of a connection; errors name the other end."""
 
-    def __init__(self, send_key: bytes, receive_key: bytes, peer: str = "the other end") -> None:
+    def __init__(self, send_key: bytes, receive_key: bytes, peer: str = "the other side") -> None:
         self._peer = peer
         self._sealing = Seal(send_key)
         self._opening = Seal(receive_key)
@@ -131,7 +131,9 @@ class Frames:
             return None
         (length,) = _LENGTH.unpack_from(unread)
         if length > FRAME_BYTES_MAX:
-            raise ProtocolError(f"frame of {length} bytes from {self._peer}")
+            raise ProtocolError(
+                f"a frame from {self._peer} has {length} bytes, at most {FRAME_BYTES_MAX} are allowed"
+            )
         end = HEAD_BYTES + length
         if len(unread) < end:
             return None

@@ -120,8 +120,8 @@ def _shortage(need: Need, room: msg.Room) -> str:
         else "replicas will be kept elsewhere, or as parity"
     )
     return (
-        f"checkpoints will take {memory_size(need.total_bytes)} of memory here ({told}), but only "
-        f"{memory_size(room.free)} available (limit: {room.limit}); "
+        f"checkpoints will take {memory_size(need.total_bytes)} of this node's memory ({told}), but only "
+        f"{memory_size(room.free)} is available (limit: {room.limit}); "
         f"ask Slurm for more --mem, or {consequence}"
     )
 
@@ -314,7 +314,7 @@ class Checkpoints:
         effects: list[Effect] = []
         before = self._holders.get(node)
         if before is not None and before.incarnation != hello.incarnation:
-            effects += self.writes.lost(node, f"the agent of {node} was started again", now)
+            effects += self.writes.lost(node, f"the agent of {node} restarted", now)
         held = {copy for report in hello.copies for copy in report.on(node)}
         gone = [copy for copy in self.copies.on(node) if copy not in held]
         for copy in gone:  # dropped as damaged, maybe, and its word of that was lost with the connection

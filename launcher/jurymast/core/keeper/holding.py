@@ -291,7 +291,7 @@ class Growth:
     def _besides(self) -> str:
         buffers = (self._holding.buffer_of(c) for c in self._holding.copies.values() if c.tier != LOCAL)
         held = sum(one.allocated for one in buffers if one is not None)
-        return f" (besides {memory_size(held)} of checkpoints held here)" if held else ""
+        return f" (besides {memory_size(held)} of checkpoints that this node holds)" if held else ""
 
     def granted(self, buffers: list[Buffer]) -> None:
         self.fresh = buffers

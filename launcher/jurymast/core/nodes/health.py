@@ -92,7 +92,7 @@ class SickNodes:
         self._giving = ""
         if why:
             self._refused = True
-            return [_note(name, f"Slurm does not take {name} back from the running job: {why}", now)]
+            return [_note(name, f"Slurm refused to take {name} out of the running job: {why}", now)]
         if gone:
             return [_note(name, f"{name} was returned to Slurm, and the job continues without it", now)]
         return []
@@ -116,11 +116,11 @@ class SickNodes:
         case.back_at = now + self._state.settings.together_s
         spool = self._state.settings.spool
         told = (
-            f"could not be told that {name} is bad: {why}"
+            f"could not be reported to the site's health check: {why}"
             if why
-            else f"was told in {spool}: {case.finding.code}"
+            else f"is reported to the site's health check in {spool}: {case.finding.code}"
         )
-        return [_note(name, f"the site {told}", now)]
+        return [_note(name, f"{name} {told}", now)]
 
     def _give_back(self, now: float) -> list[Effect]:
         """Give the next node back once the run has recovered: what the node holds may be needed for the

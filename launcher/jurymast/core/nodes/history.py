@@ -143,7 +143,7 @@ class NodeRecord:
         times = "once" if self.failures == 1 else f"{self.failures} times"
         told = f"failed {times} in {self.node_days:.3g} node-days"
         if self.fresh_until is None:
-            return f"{told}, and was not used since"
+            return f"{told}, and has not been used since"
         if self.fresh(now):
             back = datetime.fromtimestamp(self.fresh_until - AFTER_REPAIR_S)
             told += f", used again since {back:%Y-%m-%d %H:%M}"

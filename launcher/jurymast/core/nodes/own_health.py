@@ -135,7 +135,7 @@ class ProbeLooks:
             return ()
         if end.how == "hung":
             code, (verdict, kind) = "driver-wedged", WEDGED["storage" if end.on_storage else end.probe]
-            how = f"hung, {'and SIGKILL did not end it' if end.undead else 'twice, in two processes'}"
+            how = f"hung{', and SIGKILL did not end it' if end.undead else ' twice, in two processes'}"
         else:
             code, verdict, kind, how = "probe-crashes", Verdict.UNKNOWN, HOST, "crashed its process twice"
         why = f"the probe {end.probe} {how}: {end.detail}; it is no longer used"

@@ -338,8 +338,8 @@ class Looks:
         return (START_UNMOVED_S if starting and CODE in kinds else UNMOVED_S) * patience
 
     def evidence(self) -> str:
-        who = "all ranks wait for each other" if self._all_wait() else "no rank moved"
-        return f"{who}, seen for {self.until_s - self.since_s:.1f} s"
+        what = "all ranks waited for each other" if self._all_wait() else "no rank moved"
+        return f"{what} for {self.until_s - self.since_s:.1f} s"
 
     def _all_wait(self) -> bool:
         return all(stand.kind in WAITING for stand in self.stands.values())

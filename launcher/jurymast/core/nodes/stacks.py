@@ -330,7 +330,7 @@ def evidence(taken: Sequence[StacksTaken]) -> list[str]:
             f"{flight.group}, where {_ranks(flight.waiting)} wait{'s' * (len(flight.waiting) == 1)}"
         )
     elif late := absent(at):
-        told.append(f"{_ranks(late)} never came to where the others wait")
+        told.append(f"{_ranks(late)} never reached the place where the others wait")
     asked = [rank for event in taken if event.recorded for rank in event.ranks]
     silent = sorted(set(asked) - {rank for event in taken for rank in event.records})
     if silent:

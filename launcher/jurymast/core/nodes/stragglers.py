@@ -174,8 +174,8 @@ def worth(state: RunState, event: Straggling, *, saved: bool = False) -> tuple[b
     restart_s, rework_s = _restart_s(state), 0.0 if saved else _rework_s(state)
     gain_s, cost_s = share * horizon_s, restart_s + rework_s
     arithmetic = (
-        f"in the next {_time(horizon_s)} that costs {_time(gain_s)} ({100 * share:.0f} %), and a swap costs "
-        f"about {_time(cost_s)} ({_time(restart_s)} restart, {_time(rework_s)} done again)"
+        f"its slowness costs {_time(gain_s)} ({100 * share:.0f} %) in the next {_time(horizon_s)}, and a "
+        f"swap costs about {_time(cost_s)} ({_time(restart_s)} restart, {_time(rework_s)} done again)"
     )
     return gain_s > cost_s, arithmetic
 
@@ -184,7 +184,7 @@ def refusal(state: RunState, event: Straggling, *, saved: bool = False) -> str:
     """Return why the node of a straggler stays; "" if it is to be swapped. `saved`: see `worth`."""
     pays, arithmetic = worth(state, event, saved=saved)
     if swapped_before(state, event):
-        return "its place was slow before the last swap, too"
+        return "the node that it replaced was slow, too"
     if state.settings.bad_nodes == "report":
         return "the policy only reports bad nodes"
     if not pays:
@@ -192,7 +192,7 @@ def refusal(state: RunState, event: Straggling, *, saved: bool = False) -> str:
     if not any(node.role is Role.SPARE for node in state.spare_nodes()):
         return "no spare is ready"
     refused = blame.beyond_limits(state, event.node)
-    return f"it stays because {refused}" if refused else ""
+    return f"it stays, because {refused}" if refused else ""
 
 
 def is_current(state: RunState, event: Straggling) -> bool:

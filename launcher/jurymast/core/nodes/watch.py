@@ -358,8 +358,8 @@ class Watch:
         if len(self._broke_at) == MANY and at < self._broke_at[0] + MANY_WITHIN_S:
             if at >= max(self._many_until, self._late_until) and not self.ending:
                 text = (
-                    f"the connections of {MANY} nodes or more broke at once: "
-                    f"they have {self._many_limit_s():.0f} s to come back"
+                    f"the connections of {MANY} or more nodes broke at once: "
+                    f"these nodes have {self._many_limit_s():.0f} s to reconnect"
                 )
                 effects.append(Record(ev.Noted(t=now, message=text)))
             self._many_until = at + LENIENT_S
@@ -465,8 +465,8 @@ class Watch:
         if told:
             return []
         text = (
-            f"the run directory does not answer, and {some(looking, NODES_TOLD)} must find the supervisor "
-            "there; their time to come back starts when it answers"
+            f"the run directory does not answer, so {some(looking, NODES_TOLD)} cannot look up the "
+            "supervisor there; their time to reconnect starts when it answers"
         )
         return [Record(ev.Noted(t=now, message=text))]
 

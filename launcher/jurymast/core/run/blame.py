@@ -259,12 +259,14 @@ def beyond_limits(state: RunState, name: str, also: Collection[str] = ()) -> str
     out = leaving | {blame.node for blame in state.blames if _is_out(state, blame)} - {name}
     most = max(1, int(settings.excluded_fraction * (state.active + state.spares)))
     if len(out) >= most:
+        verb = "is" if len(out) == 1 else "are"
         return (
-            f"at most {most} of the run's nodes may be out at a time, and {', '.join(sorted(out))} already is"
+            f"at most {most} of the run's nodes may be out at a time, and {', '.join(sorted(out))} {verb} "
+            "out already"
         )
     lately = leaving | {blame.node for blame in state.blames if blame.at > now - HOUR_S} - {name}
     if len(lately) >= PER_HOUR:
-        return f"{len(lately)} nodes were blamed within the hour, and the limit is {PER_HOUR}"
+        return f"{len(lately)} nodes were blamed within an hour, and the limit is {PER_HOUR}"
     return ""
 
 

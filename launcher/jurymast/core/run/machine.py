@@ -115,7 +115,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> None:
         return
     if state.phase not in (Phase.QUEUED, Phase.REQUEUED):
         recovery.open_incident(state, event.t, state.stepped_at or event.t)
-        why = "the allocation ended without a word from the supervisor"
+        why = "the allocation ended, and the supervisor recorded no reason"
         recovery.settle(state, cause_of("allocation_lost", why)).action = "requeue"
     state.allocation = allocation
     if event.slurm_job not in state.slurm_jobs:
@@ -183,7 +183,7 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
         recovery.note_failure(state, node)
         recovery.serve_again(state, [node.name])
         node.become(Role.SUSPECT, f"came back after: {node.reason}", event.t)
-        return [Dismiss(node=node.name, reason="it was given up while it was away")]
+        return [Dismiss(node=node.name, reason="it counted as lost while it was disconnected")]
     if node.role is not Role.SUSPECT:
         node.become(Role.JOINING, "warming up", event.t)
     return []
@@ -272,7 +272,7 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
         # It was reported with its reason while no supervisor listened.
         gone = ev.WorkerFailed(
             t=event.t, node=event.node, attempt=event.attempt, rank=-1, exit_code=-9,
-            error=recovery.RANKS_GONE, message="its ranks ended while no supervisor listened",
+            error=recovery.RANKS_GONE, message="its ranks ended while no supervisor was connected",
         )  # fmt: skip
         instructions = recovery.rank_failed(state, gone)
         state.stopped.add(event.node)
@@ -293,11 +293,11 @@ def _attempt_found(state: RunState, event: ev.AttemptFound) -> list[Instruction]
     if state.phase is Phase.STOPPING:
         state.stopped = set()  # of the attempt before
         state.unstopped.clear()
-        reason = f"attempt {event.attempt} was launched after the journal's end"
+        reason = f"attempt {event.attempt} is not in the journal"
         return [StopWorkers(attempt=state.attempt, nodes=recovery.not_stopped(state), reason=reason)]
     if not state.placement or state.phase is Phase.REQUEUED:
         return []  # the node that runs it is dismissed
-    by = f"the supervisor: the journal ends in attempt {behind}, before {event.attempt}"
+    by = f"the supervisor, because the journal ends in attempt {behind}, before attempt {event.attempt}"
     state.findings.asked = ev.Asked(t=event.t, what="restart", by=by)
     return recovery.begin(state, event.t, event.t)
 
@@ -383,7 +383,7 @@ def _restore_failed(state: RunState, event: ev.RestoreFailed) -> list[Instructio
         state.unrestored[key] = state.unrestored.get(key, 0) + 1
         if state.unrestored[key] == RESTORE_TRIES:
             message = (
-                f"step {event.step} could not be restored {RESTORE_TRIES} times: the run goes on "
+                f"{RESTORE_TRIES} restores of step {event.step} failed: the run goes on "
                 f"from an older checkpoint, if there is one; {event.why}"
             )
             instructions = blame.raise_alert(state, "restore", message, [event.node])

@@ -86,7 +86,7 @@ def decide(state: RunState, cause: Cause) -> Decision:
     back = [node for node in state.nodes.values() if node.usable and node.name in bad]
     if len(spares) + len(back) + len(coming) >= len(bad) and not blames:
         names = some(bad, NODES_TOLD)
-        return Decision("swap", f"{why}: {names} out unless back soon", bad, wait_s)
+        return Decision("swap", f"{why}: {names} out, unless ready again soon", bad, wait_s)
     if state.may_requeue:
         why = f"{count(len(bad), 'node')} to replace, {count(len(spares), 'spare')} ready"
         return Decision("requeue", why, bad, blames=blames)
@@ -285,7 +285,7 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
     told = f"{request(asked.what, asked.node)} requested by {asked.by}" if asked else ""
     reason = told or "a failure ends the attempt for every rank"
     for name, finding in state.findings.health.items():
-        reason = f"{name} leaves for {blame.describe(finding)}"
+        reason = f"{name} leaves because of {blame.describe(finding)}"
     if state.findings.straggling is not None:
         reason = state.findings.straggling.evidence
     hangs = state.findings.hung is not None
@@ -412,7 +412,7 @@ def _alert_on(state: RunState, cause: Cause) -> list[Instruction]:
     for node in state.nodes.values():
         if node.role is Role.FAILED and not (node.bad or node.drained) and node.since >= state.now - NEAR_S:
             node.faultless = True
-    message = f"{len(cause.nodes)} nodes were lost at once: their switch or power, so none is blamed"
+    message = f"{len(cause.nodes)} nodes were lost at once, as if by their switch or power: none is blamed"
     return blame.raise_alert(state, "nodes lost at once", message, cause.nodes)
 
 

@@ -56,7 +56,7 @@ class Node:
     name: str
     order: int
     role: Role = Role.JOINING
-    reason: str = "not heard of yet"
+    reason: str = "its agent has not reported yet"
     since: float = 0.0
     address: str = ""
     incarnation: str = ""

@@ -180,7 +180,7 @@ class Departure:
         effects = self._checkpoints.secure(now)
         more = may_know_more(self._watch, self._checkpoints)
         if not self._checkpoints.securing.secured or self.unexplained or more:
-            given_up = f": {self.given_up_by} gave it up" if self.given_up_by else ""
+            given_up = f": {self.given_up_by} ended the wait for it" if self.given_up_by else ""
             if not given_up and now <= until:
                 return [*effects, *self._tell(until, now)]
             if lost := self._checkpoints.unsaved():
@@ -196,7 +196,7 @@ class Departure:
             return []
         self._tell_at = now + TELL_EVERY_S
         shared = self._state.saved.get(cp.SHARED)
-        what = self._checkpoints.unsaved() or "what missing nodes have in memory"
+        what = self._checkpoints.unsaved() or "what missing nodes hold in memory"
         why = f" ({shared.error})" if shared is not None and shared.error else ""
         text = f"the nodes are kept for up to {until - now:.0f} s more: {what} is not on shared storage{why}"
         return [Record(ev.Noted(t=now, message=text))]

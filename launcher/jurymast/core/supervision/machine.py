@@ -64,7 +64,7 @@ STILL_RUNNING = "running"
 ENDINGS = frozenset({STILL_RUNNING, "cancelled", "timeout", "preempted", "requeued"})
 ASK_AGAIN_S = 2.0
 # The requester of a restart after a take-over, and the reason.
-HALF_TOLD = "the new supervisor, because not all nodes were told of the launch"
+HALF_TOLD = "the new supervisor, because not all nodes received the launch"
 
 Heard = (
     msg.Beat | msg.Ready | msg.Started | msg.Failed | msg.Stacks | msg.Stopped | msg.Finished | msg.RankEvent
@@ -444,7 +444,7 @@ class Supervision:
         if what == "rollback" and ask.step is None:
             return "a rollback needs the step to go back to"
         if what == "save" and self.state.phase is not Phase.RUNNING:
-            return f"the run is {self.state.public_state}: it does no steps now"
+            return f"the run is {self.state.public_state} and does no steps now"
         if what == "save" and not self.agreement.ask(ask.by):
             return "its ranks have no Checkpointer, or have not finished a step with it yet"
         return ""
