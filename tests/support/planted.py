@@ -9,7 +9,7 @@ from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.agent import supervision
+from jurymast.core.agent import link
 from jurymast.core.agent.machine import NodeWrites
 from jurymast.core.checkpoints import checkpoints as restoring
 from jurymast.core.checkpoints import copies as cp
@@ -318,7 +318,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "7: agents cling to a late supervisor": (
         of("power", "stall", "freeze"),
-        [(silence, "patience_s", _long_patience), (supervision, "PEEK_EVERY_S", 60.0)],
+        [(silence, "patience_s", _long_patience), (link, "PEEK_EVERY_S", 60.0)],
     ),
     "7: deadlines run while no supervisor is there": (
         exactly(_alone_while_nodes_come),

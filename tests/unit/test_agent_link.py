@@ -7,10 +7,10 @@ import pytest
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
-from jurymast.core.agent import supervision as machine
+from jurymast.core.agent import link as machine
+from jurymast.core.agent.link import Hearing, SupervisorLink
 from jurymast.core.agent.machine import PROBE_ANYWAY_S, AgentMachine
 from jurymast.core.agent.ranks import Ranks
-from jurymast.core.agent.supervision import Hearing, SupervisorLink
 from jurymast.core.checkpoints.cadence import Schedule
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.silence import ANSWER_INTERVAL_S, BEATS, FACTOR, KNOWN_AFTER

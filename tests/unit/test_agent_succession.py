@@ -6,16 +6,9 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
-from jurymast.core.agent import supervision as machine
-from jurymast.core.agent.supervision import (
-    HEIRS,
-    LOOK_S,
-    PULSE_INTERVAL_S,
-    RESTART_S,
-    STAGGER_S,
-    Hearing,
-    Succession,
-)
+from jurymast.core.agent import succession as machine
+from jurymast.core.agent.link import Hearing
+from jurymast.core.agent.succession import HEIRS, LOOK_S, PULSE_INTERVAL_S, RESTART_S, STAGGER_S, Succession
 from jurymast.core.nodes.silence import BEATS, FACTOR, KNOWN_AFTER, UNKNOWN_BEATS
 
 NODES = ("n0", "n1", "n2", "n3")

@@ -11,7 +11,7 @@ from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send, WhyEndin
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.silence import LIMIT_MAX_S
 from jurymast.core.run.state import Phase
-from jurymast.core.supervision.launching import SECURE_HURRY_S, TELL_EVERY_S
+from jurymast.core.supervision.departure import SECURE_HURRY_S, TELL_EVERY_S
 from support.site import Site
 from support.stories import Story
 from support.successor import Successor

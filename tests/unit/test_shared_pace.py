@@ -17,7 +17,8 @@ import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord
 from jurymast.core.agent.effects import ReadPulse
-from jurymast.core.agent.supervision import Hearing, Succession
+from jurymast.core.agent.link import Hearing
+from jurymast.core.agent.succession import Succession
 from jurymast.core.messages import WritePhase
 from jurymast.health.probe import Context
 from jurymast.keeper.manifest import Item, Manifest

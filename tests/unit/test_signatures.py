@@ -12,7 +12,7 @@ from jurymast.core.events import WorkerFailed
 from jurymast.core.run.attribution import attribute
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.recovery import repeats
-from jurymast.core.texts import ErrorSignature, Signature, error_signature
+from jurymast.core.signatures import ErrorSignature, Signature, error_signature
 from support.attribution import found
 
 CALL = '  File "/tmp/run-4711/train.py", line 12, in <module>\n    main()\n'

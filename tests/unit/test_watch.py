@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.agent.supervision import HEIRS
+from jurymast.core.agent.succession import HEIRS
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes.silence import (

@@ -1,5 +1,5 @@
 """The agent's side of supervision. It drives the agent's machine (its timer, the tasks whose results become
-events, and the agent's end), and connects to a supervisor as `core.agent.supervision` decides. When the
+events, and the agent's end), and connects to a supervisor as `core.agent.link` decides. When the
 supervisor's node has died, it runs the next supervisor."""
 
 from __future__ import annotations

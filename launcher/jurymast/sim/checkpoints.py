@@ -45,7 +45,7 @@ from jurymast.core.planning.forecast import SLOWDOWN, Saving, optimal_s, young_s
 from jurymast.core.run.recovery import LAUNCH_LIMIT_S, STOP_LIMIT_S
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import Settings
-from jurymast.core.supervision.launching import SECURE_LIMIT_S
+from jurymast.core.supervision.departure import SECURE_LIMIT_S
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 from jurymast.worker.link import SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord

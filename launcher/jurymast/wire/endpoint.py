@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from jurymast import foreign
-from jurymast.core.agent.supervision import PULSE_INTERVAL_S as PULSE_INTERVAL_S
+from jurymast.core.agent.succession import PULSE_INTERVAL_S as PULSE_INTERVAL_S
 from jurymast.core.messages import Endpoint as Endpoint
 from jurymast.rundir import write_json
 

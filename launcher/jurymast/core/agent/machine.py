@@ -11,8 +11,9 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.effects import NEVER, Effect
+from jurymast.core.agent.link import Hearing, SupervisorLink
 from jurymast.core.agent.ranks import NodeTests, Ranks
-from jurymast.core.agent.supervision import Hearing, Succession, SupervisorLink, epoch_of
+from jurymast.core.agent.succession import Succession, epoch_of
 from jurymast.core.checkpoints.copies import SHARED
 from jurymast.core.messages import WritePhase
 from jurymast.core.nodes.silence import answer_every_s, patience_s

@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from jurymast.core.texts import ErrorSignature, error_signature
+from jurymast.core.signatures import ErrorSignature, error_signature
 
 MEMORY, PEER, LOCAL, SHARED, OBJECT = "memory", "peer", "local", "shared", "object"
 ALL, COMMON, OWN = "all", "common", "own"

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.agent.supervision import HEIRS
+from jurymast.core.agent.succession import HEIRS
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record, Send
 from jurymast.core.messages import Beat
 from jurymast.core.nodes.silence import (

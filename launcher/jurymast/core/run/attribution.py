@@ -34,7 +34,8 @@ from jurymast.core.run import incident
 from jurymast.core.run.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
 from jurymast.core.run.incident import APPLICATION, CAUSES
 from jurymast.core.run.state import Findings
-from jurymast.core.texts import NODES_TOLD, Signature, count, error_signature, request, some
+from jurymast.core.signatures import Signature, error_signature
+from jurymast.core.texts import NODES_TOLD, count, request, some
 
 # ---- what the end of a rank says
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jurymast.core.nodes import findings
-from jurymast.core.texts import Signature
+from jurymast.core.signatures import Signature
 
 INFRASTRUCTURE = "infrastructure"
 APPLICATION = "application"

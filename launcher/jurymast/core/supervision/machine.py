@@ -46,7 +46,8 @@ from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Hangs, Watch
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.run.telling import Teller
-from jurymast.core.supervision.launching import Departure, Launching
+from jurymast.core.supervision.departure import Departure
+from jurymast.core.supervision.launching import Launching
 from jurymast.errors import never
 
 # Repeated reports of agents are among this many last saves.
