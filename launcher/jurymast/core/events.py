@@ -178,7 +178,7 @@ class Saved(Event, frozen=True, kw_only=True):
     """A checkpoint of `step` is complete in `tier`, or (`ok` False) was not saved.
 
     `stall_s` is how long the training stood still for it. `copied`: agents copied it there from memory while
-    the training continued. Later in a run not every save is recorded: see `core.run.telling`.
+    the training continued. Later in a run not every save is recorded: see `core.run.recording`.
     """
 
     attempt: int

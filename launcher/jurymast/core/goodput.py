@@ -24,8 +24,8 @@ from functools import cached_property
 from jurymast.core import events as ev
 from jurymast.core.effects import Instruction
 from jurymast.core.run.machine import step
+from jurymast.core.run.recording import pause_s
 from jurymast.core.run.state import Phase, Role, RunState
-from jurymast.core.run.telling import pause_s
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from jurymast.core.goodput import Account
 from jurymast.core.planning.failure_rate import failure_times
 from jurymast.core.planning.forecast import Saving
 from jurymast.core.run.incident import CAUSES, Incident, meaning
+from jurymast.core.run.recording import pause_s
 from jurymast.core.run.recovery import failure_rate
 from jurymast.core.run.state import Phase, Role, RunState
-from jurymast.core.run.telling import pause_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry

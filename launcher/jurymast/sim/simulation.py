@@ -23,9 +23,9 @@ from jurymast.core.effects import Finish, Instruction, Launch, Requeue, StopWork
 from jurymast.core.goodput import Account, Ledger, ordered, to_us
 from jurymast.core.nodes.silence import WAITING_S, HangLimits, RankView, judge
 from jurymast.core.run.incident import Incident
+from jurymast.core.run.recording import copied
 from jurymast.core.run.recovery import SPARE_GRACE_S
 from jurymast.core.run.state import Phase, Role, RunState
-from jurymast.core.run.telling import copied
 from jurymast.core.settings import Settings
 from jurymast.sim.checkpoints import (
     HANG,

@@ -32,8 +32,8 @@ from jurymast.core.checkpoints.copies import (
     StateId,
 )
 from jurymast.core.effects import Effect, Send
+from jurymast.core.run.recording import copied
 from jurymast.core.run.state import Phase, Role, RunState
-from jurymast.core.run.telling import copied
 
 # ---- who holds what
 

@@ -25,8 +25,8 @@ from jurymast.core.checkpoints.copies import RATES, Copies, Reachability, Retrie
 from jurymast.core.effects import Effect, Send
 from jurymast.core.messages import WritePhase
 from jurymast.core.planning.forecast import Saving
+from jurymast.core.run.recording import copied
 from jurymast.core.run.state import RunState
-from jurymast.core.run.telling import copied
 
 # Whatever interval loses least: the storage is left idle nine tenths of the time.
 IDLE_SHARE = 9.0

@@ -44,8 +44,8 @@ from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.stragglers import Stragglers
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Hangs, Watch
 from jurymast.core.run.machine import resume, step
+from jurymast.core.run.recording import Teller
 from jurymast.core.run.state import Phase, RunState
-from jurymast.core.run.telling import Teller
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
 from jurymast.errors import never

@@ -14,7 +14,7 @@ from jurymast.core.goodput import Ledger
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes.silence import WatcherClock
 from jurymast.core.nodes.watch import Reports
-from jurymast.core.run.telling import PAUSE_MAX_S, YOUNG_S, Teller
+from jurymast.core.run.recording import PAUSE_MAX_S, YOUNG_S, Teller
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import initial_state, replay
 from support.reports import reported
