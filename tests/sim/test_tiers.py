@@ -233,17 +233,17 @@ def test_figures_of_ones_own(tmp_path: Path) -> None:
             "kinds: {power_loss: {detects: 1}}",
             "kinds.power_loss: unknown key detects (did you mean detect?)",
         ),
-        ("kinds: {power_loss: 3}", "kinds.power_loss is a mapping: detect, stop, launch"),
+        ("kinds: {power_loss: 3}", "kinds.power_loss: needs keys below it: detect, stop, launch"),
         (
             "kinds: {power_loss: {detect: soon}}",
-            "kinds.power_loss.detect: 'soon' is not a number of at least 0 on",
+            "kinds.power_loss.detect: 'soon' is not a number of at least 0",
         ),
-        ("restore: 0", "restore: 0 is not a number of at least 1 on"),
+        ("restore: 0", "restore: 0 is not a number of at least 1"),
         ("- 3", "not a mapping of keys to values"),
         ("a: [", "cannot read"),
         ("[" * 1000, "cannot read"),
         ("1: 2", "unknown key 1"),
-        ("copy: [1]", "copy: a list or mapping is not a number of at least 1 on"),
+        ("copy: [1]", "copy: a list or mapping is not a number of at least 1"),
     ],
 )
 def test_a_bad_file_of_figures_is_told(tmp_path: Path, text: str, complaint: str) -> None:

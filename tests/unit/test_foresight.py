@@ -97,15 +97,15 @@ def test_each_shortage_is_told_once_with_its_limit_and_what_follows() -> None:
     assert site.notes == [
         (
             "n2",
-            "checkpoints will take 40.0 GiB of memory here (two images of each rank 40.0 GiB), but only "
-            "30.0 GiB available (limit: /n2/memory.max); ask Slurm for more --mem, or all ranks will save "
-            "to shared storage",
+            "checkpoints will take 40.0 GiB of this node's memory (two images of each rank 40.0 GiB), but "
+            "only 30.0 GiB is available (limit: /n2/memory.max); ask Slurm for more --mem, or all ranks will "
+            "save to shared storage",
         ),
         (
             "s",
-            "checkpoints will take 16.0 GiB of memory here (replicas of other nodes 16.0 GiB), but only "
-            "9.0 GiB available (limit: /s/memory.max); ask Slurm for more --mem, or replicas will be kept "
-            "elsewhere, or as parity",
+            "checkpoints will take 16.0 GiB of this node's memory (replicas of other nodes 16.0 GiB), but "
+            "only 9.0 GiB is available (limit: /s/memory.max); ask Slurm for more --mem, or replicas will be "
+            "kept elsewhere, or as parity",
         ),
     ]
     for node in NODES:  # another attempt
@@ -122,5 +122,5 @@ def test_who_left_is_not_counted_and_enough_is_enough() -> None:
     for node in NODES:
         site.hear(node, 20, 9)
     assert [node for node, _ in site.notes] == ["n1", "n2"]
-    assert "58.0 GiB of memory here (two images of each rank 40.0 GiB, " in site.notes[0][1]
+    assert "58.0 GiB of this node's memory (two images of each rank 40.0 GiB, " in site.notes[0][1]
     assert "replicas of other nodes 18.0 GiB)" in site.notes[0][1]
