@@ -63,10 +63,10 @@ BAD: list[tuple[str, int, str, str]] = [
     (
         "submit -- train.py",
         69,
-        "Slurm is not installed on this machine: sbatch is not in PATH",
+        "Slurm's commands are not available: sbatch is not in PATH",
         "--cluster local",
     ),
-    ("submit --test-only -- train.py", 69, "Slurm is not installed on this machine", "--cluster local"),
+    ("submit --test-only -- train.py", 69, "Slurm's commands are not available", "--cluster local"),
     ("policy check bad.yaml", 65, "bad.yaml:2: detect.heartbeat: 1 is not a duration", ""),
     ("policy show none.yaml", 65, "none.yaml: cannot be read", ""),
     ("--verison", 64, "no such option", "--version"),

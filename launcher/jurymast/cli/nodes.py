@@ -26,8 +26,8 @@ from jurymast.errors import RunDirectoryError, UsageError
 @json_option
 @runs_option
 def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | None) -> None:
-    """Show each node's incidents over my runs. A node that new runs exclude is listed with the
-    end of the exclusion and its reason.
+    """Show each node's incidents over my runs. A node that new runs exclude is listed with the end of
+    the exclusion and its reason.
 
     LEMON counts the signs of a node that fails again and again: how many of six it showed within 28 days.
     RATE is the failure rate expected of the node, relative to the average of all nodes; on the day after it

@@ -200,7 +200,7 @@ def partitions(clusters: str = "") -> dict[str, Partition]:
     for program in ("sbatch", "sinfo"):
         if shutil.which(program) is None:
             raise ClusterUnavailableError(
-                f"Slurm is not installed on this machine: {program} is not in PATH", hint=hint
+                f"Slurm's commands are not available: {program} is not in PATH", hint=hint
             )
     where = [f"--clusters={clusters}"] if clusters else []
     command = ["sinfo", "--noheader", "--all", *where, "--format=%P|%a|%s|%D|%T"]
@@ -217,7 +217,7 @@ def check_fits(found: dict[str, Partition], asked: str, active: int, spares: int
         if name not in found:
             raise UsageError(
                 f"there is no partition {name}{did_you_mean(name, found)}",
-                hint=f"its partitions: {', '.join(sorted(found)) or 'none'}",
+                hint=f"the partitions are {', '.join(sorted(found)) or 'none'}",
             )
     candidates = [found[name] for name in names]
     rooms = {p.name: p.total if p.largest_job is None else min(p.total, p.largest_job) for p in candidates}
