@@ -66,6 +66,7 @@ class Oracle:
         self._newest: SimGroup | None = None
         self._unfound: set[int] = set()  # attempts whose ranks saw no checkpoint, and knew of one
         self._rollbacks: list[Rollback] = []
+        self._on_storage: list[Rollback] = []
         self._word_at = self._step_at = self._supervised_at = self._supervises_since = 0.0
         self._unfindable_at = 0.0
         self._saved_at: dict[str, float] = {}
@@ -159,7 +160,9 @@ class Oracle:
                     self.fail(NO_BLAME, f"ranks are said to hang while storage does: {hung.evidence}")
 
     def _choice(self, supervisor: SimSupervisor, event: ev.RestorePlanned) -> None:
-        self._planned[event.attempt] = event.step
+        # A supervisor that was not asked yet may choose what ranks, who read storage, will pass over.
+        backs = [back.step for back in self._on_storage if event.attempt == back.attempt + 1]
+        self._planned[event.attempt] = min([event.step, *backs])
         if not self.storage_fine(STEADY_S):
             return
         best = self.best(supervisor.site.name, supervisor.state.failed_to_restore())
@@ -227,6 +230,7 @@ class Oracle:
     def rolled_back(self, back: Rollback) -> None:
         """A rollback is on storage; the supervisor is about to be asked."""
         self._planned = {attempt: min(step, back.step) for attempt, step in self._planned.items()}
+        self._on_storage.append(back)
 
     def ordered_back(self, back: Rollback) -> None:
         self._rollbacks.append(back)
