@@ -22,7 +22,8 @@ from jurymast.errors import RunDirectoryError
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Write `data` so that `path` has the old content or the new, never a part; mode 0600.
 
-    `durable` also waits for the disk. Raises OSError.
+    `durable`, which every file needs that is read after its writer's node has lost power, also waits until
+    the content and the name are on disk: without that the file may be there and empty. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     with foreign.asking(path):
@@ -53,6 +54,19 @@ RANKS_A_FOLDER = 1000
 # This much room is kept free for the run's last entries, which a full disk must not lose.
 RESERVE_BYTES = 1 << 20
 SECRET_BYTES_MAX = 1024
+
+
+# Longer than any attempt's number; what is longer is damage.
+ATTEMPT_BYTES_MAX = 64
+ATTEMPT_DIGITS_MAX = 9
+
+
+def attempt_in(data: bytes) -> int:
+    """The number in an attempt file's content. Raises ValueError for anything but plain digits."""
+    digits = data.strip()
+    if not digits.isdigit() or len(digits) > ATTEMPT_DIGITS_MAX:
+        raise ValueError("no number of an attempt")
+    return int(digits)
 
 
 def sync_directory(path: Path) -> None:
@@ -214,11 +228,15 @@ class RunDirectory:
             return
         yield from (self.journal / name for name in sorted(names) if name.endswith(".jsonl"))
 
+    def save_attempt(self, attempt: int) -> None:
+        """Write the number of the newest attempt. Raises OSError."""
+        write_atomically(self.attempt_file, str(attempt).encode())
+
     def newest_attempt(self) -> int:
         """The number in the attempt file; 0 if the run directory has none. Raises RunDirectoryError if it
         cannot be known: then no caller may take its own attempt for the newest."""
         try:
-            return int(foreign.read(self.attempt_file))
+            return attempt_in(foreign.read(self.attempt_file, ATTEMPT_BYTES_MAX))
         except FileNotFoundError as error:
             if foreign.exists(self.plan_file):
                 return 0

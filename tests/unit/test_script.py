@@ -666,6 +666,21 @@ def test_a_requeued_scripts_trainings_go_on_where_they_were(job: RunDirectory) -
     assert life.claim(training("a"))[0].root not in (done.root, going_on.root)  # the script had heard of it
 
 
+@pytest.mark.parametrize("damage", [b"", b'{"run": "', bytes(100), b"[1]", b'{"run": 3}'])
+def test_a_training_whose_entry_is_damaged_goes_on_in_its_run(job: RunDirectory, damage: bytes) -> None:
+    trainings = Trainings(job, "7.0")
+    runs = {}
+    for name in ("a", "b"):
+        runs[name], _ = trainings.claim(training(name))
+        runs[name].save_plan(training(name).plan(job.plan(), runs[name]))
+    for name in ("a", "b"):
+        (trainings._folder / f"{training(name).key}-1.json").write_bytes(damage)
+    life = Trainings(job, "7.1")
+    assert life.claim(training("b"))[0].root == runs["b"].root
+    assert life.claim(training("c"))[0].root not in [run.root for run in runs.values()]
+    assert life.claim(training("a"))[0].root == runs["a"].root
+
+
 def test_an_end_that_the_script_has_not_heard_of_is_told_and_not_repeated(job: RunDirectory) -> None:
     run, _ = Trainings(job, "7.0").claim(training("a"))
     cancel(run)

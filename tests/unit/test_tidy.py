@@ -329,3 +329,25 @@ def test_there_is_no_way_around_the_one_door(line: str) -> None:
 )  # fmt: skip
 def test_who_goes_by_it_or_makes_something_new_is_let_through(line: str) -> None:
     assert not list(opens(Source("launcher/a.py", line)))
+
+
+# Files that nobody reads after a power loss, or that are only there to save time.
+PASSING = {
+    "launcher/jurymast/agent/stacks.py": "evidence for people",
+    "launcher/jurymast/storage/shared.py": "a write that a power loss ends, which begins anew",
+    "launcher/jurymast/checkpoint/directory.py": "the mark of a checkpoint that was read: it is read again",
+    "launcher/jurymast/cluster/verdicts.py": "what a site's health check reads within minutes",
+    "launcher/jurymast/cluster/earlier.py": "a summary that is made anew from the journals",
+    "launcher/jurymast/script/notes.py": "what processes of one life of a job tell each other",
+}
+
+
+def test_only_passing_files_are_written_without_waiting_for_the_disk() -> None:
+    found = {
+        source.name
+        for source in sources()
+        for call in source.calls()
+        if any(word.arg == "durable" and ast.unparse(word.value) == "False" for word in call.keywords)
+        and source.name.startswith("launcher/")
+    }
+    assert found == PASSING.keys()

@@ -27,7 +27,7 @@ from jurymast.cluster.allocation import LOOPBACK, Allocation, announced_hosts, f
 from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision import batch as core
-from jurymast.errors import JurymastError, never
+from jurymast.errors import JurymastError, RunDirectoryError, never
 from jurymast.processes import die_with_parent, log_as
 from jurymast.rundir import RunDirectory
 
@@ -197,6 +197,7 @@ class BatchProcess:
         """Start the supervisor, which inherits the listening sockets: agents know the port before it runs,
         and find it again after a crash. It also inherits the blocked signals: one that arrives early waits
         until it can be handled."""
+        self._renew_allocation()
         arguments = [sys.executable, "-m", "jurymast.supervisor", str(self._directory.root)]
         files = [listener.fileno() for listener in self._listeners]
         for file in files:
@@ -211,6 +212,15 @@ class BatchProcess:
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _renew_allocation(self) -> None:
+        """Write the allocation anew if its file is damaged, or no supervisor could start."""
+        try:
+            Allocation.load(self._directory)
+        except RunDirectoryError as error:
+            log.warning("%s: written anew", error)
+            with contextlib.suppress(OSError):  # the supervisor tries the journal
+                self._allocation.save(self._directory)
 
     def _read_outcome(self) -> core.Outcome | None:
         try:

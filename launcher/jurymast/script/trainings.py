@@ -11,16 +11,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jurymast import foreign
 from jurymast.core.settings import RunPlan
+from jurymast.errors import RunDirectoryError
 from jurymast.journal import replay
 from jurymast.rundir import RunDirectory, make_folder, write_atomically, write_json
 from jurymast.script import shims
-from jurymast.script.notes import noted
+from jurymast.script.notes import noted, say
+
+
+class _Entry(msgspec.Struct):
+    """What is noted of a training: its `run`, the `life` of the job that ran it last, whether the script was
+    `told` its exit code, and which nodes were `lost` meanwhile."""
+
+    run: str
+    life: str
+    told: bool
+    lost: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -66,17 +80,32 @@ class Trainings:
         number = 1
         while True:
             file = self._folder / f"{training.key}-{number}.json"
-            entry = noted(file)
+            entry = _entry(file)
             if entry is None:
-                run = self._new_run()
+                run = self._run_of(training) if file.exists() else self._new_run()
             elif entry["told"] or entry["life"] == self._life:  # finished, or running at the same time
                 number += 1
                 continue
             else:
                 run = RunDirectory(entry["run"])
+            is_new = entry is None and not file.exists()
             self._write(file, run, {"told": False})
-            state = replay(run) if entry is not None else None
+            state = None if is_new else replay(run)
             return run, state.exit_code if state is not None and state.ended else None
+
+    def _run_of(self, training: Training) -> RunDirectory:
+        """The run of a training whose entry is damaged: the first with its plan that no entry names, or else
+        a new one."""
+        taken = {entry["run"] for _, entry in self._entries()}
+        root = self._job.root
+        for run in map(RunDirectory, [root, *sorted(foreign.found(root.parent, f"{root.name}-*"))]):
+            with suppress(RunDirectoryError):
+                if str(run.root) not in taken and training.plan(plan := run.plan(), run) == plan:
+                    say(
+                        f"which run a training belongs to was not readable; it is {run.root.name} by its plan"
+                    )
+                    return run
+        return self._new_run()
 
     def told(self, run: RunDirectory, lost: Sequence[str] = ()) -> None:
         """Note that the script has received this run's exit code, and which nodes were `lost` meanwhile."""
@@ -91,7 +120,7 @@ class Trainings:
 
     def _entries(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         for file in sorted(self._folder.glob("*.json")):
-            if (entry := noted(file)) is not None:
+            if (entry := _entry(file)) is not None:
                 yield file, entry
 
     def _write(self, file: Path, run: RunDirectory, what: Mapping[str, Any]) -> None:
@@ -105,6 +134,15 @@ class Trainings:
         run = RunDirectory(self._job.root.with_name(f"{self._job.root.name}-{number}"))
         beside(self._job, run, self._life.rpartition(".")[0])
         return run
+
+
+def _entry(file: Path) -> dict[str, Any] | None:
+    """The entry in this file; None if there is none, or a damaged one. Raises OSError."""
+    try:
+        found = msgspec.convert(noted(file), _Entry | None)
+        return None if found is None else msgspec.structs.asdict(found)
+    except ValueError:
+        return None
 
 
 def beside(submitted: RunDirectory, run: RunDirectory, job: str) -> None:

@@ -8,7 +8,9 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import jurymast
@@ -18,8 +20,8 @@ from jurymast.cluster.control import requeue, why_ending
 from jurymast.core import events as ev
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.batch import SUPERSEDED
-from jurymast.errors import JurymastError
-from jurymast.journal import JournalWriter, first_events
+from jurymast.errors import JurymastError, RunDirectoryError
+from jurymast.journal import JournalWriter, events, first_events, read
 from jurymast.processes import log_as
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.supervisor import Hold, Supervisor, allow_files
@@ -90,11 +92,26 @@ async def supervise(
                 nodes=allocation.nodes, host=allocation.host, eligible_at=allocation.eligible_at,
             )
         )  # fmt: skip
-    if (newest := await asyncio.to_thread(directory.newest_attempt)) > state.attempt:
-        supervisor.feed(ev.AttemptFound(t=supervisor.now(), node="", attempt=newest))
+    await supervisor.read_attempt()
     assert state.phase is not Phase.QUEUED
     await supervisor.run(listeners, announced_by(listeners), allocation.key, node, os.getpid())
     return None if supervisor.superseded else supervisor.state
+
+
+def known_allocation(directory: RunDirectory) -> Allocation:
+    """The run's allocation; from the journal, and written anew, if its file is damaged. Raises
+    RunDirectoryError if neither says it."""
+    try:
+        return Allocation.load(directory)
+    except RunDirectoryError as error:
+        begun = (e for e in events(read(directory)) if isinstance(e, ev.AllocationStarted))
+        if (last := next(iter(deque(begun, maxlen=1)), None)) is None:
+            raise
+        log.warning("%s: taken from the journal", error)
+    found = Allocation(last.slurm_job, last.restarts, last.nodes, last.host, last.eligible_at)
+    with suppress(OSError):
+        found.save(directory)
+    return found
 
 
 def end_job(directory: RunDirectory, allocation: Allocation, state: RunState) -> None:
@@ -123,7 +140,7 @@ def serve(
     log_as("supervisor")
     log.info("pid %d", os.getpid())
     try:
-        allocation = Allocation.load(directory)
+        allocation = known_allocation(directory)
         listeners = listeners or listen(directory.plan().cluster)
         node = takeover.node if takeover else allocation.host
         state = asyncio.run(supervise(directory, allocation, node, listeners, replayed, takeover))

@@ -40,11 +40,12 @@ from jurymast.errors import (
     AuthenticationError,
     ClusterUnavailableError,
     ProtocolError,
+    RunDirectoryError,
     SubmissionError,
     never,
 )
 from jurymast.journal import JournalWriter
-from jurymast.rundir import RunDirectory, renew, write_atomically, write_json
+from jurymast.rundir import RunDirectory, renew, write_json
 from jurymast.wire import channel, endpoint, protocol
 from jurymast.wire.channel import Channel, Connection, ConnectionClosed, Listener
 
@@ -262,6 +263,19 @@ class Supervisor:
     def _note(self, node: str, text: str) -> None:
         self._do(self._machine.note(node, text, self.now()))
 
+    async def read_attempt(self) -> None:
+        """Take in the number of the newest attempt in the run directory. A file that cannot be read is tried
+        again, as storage may have a moment's trouble."""
+        newest, why = None, ""
+        for pause_s in (RETRY_S, RETRY_S, 0.0):
+            try:
+                newest = await asyncio.to_thread(self._directory.newest_attempt)
+                break
+            except RunDirectoryError as error:
+                why = str(error)
+                await asyncio.sleep(pause_s)
+        self._do(self._machine.attempt_read(newest, why, self.now()))
+
     # Effects.
 
     def _do(self, effects: Sequence[do.Effect]) -> None:
@@ -359,7 +373,7 @@ class Supervisor:
             if attempt <= self._fenced:
                 return None
             try:
-                write_atomically(self._directory.attempt_file, str(attempt).encode(), durable=False)
+                self._directory.save_attempt(attempt)
             except OSError as error:
                 return error
             self._fenced = attempt

@@ -18,7 +18,7 @@ import msgspec
 from jurymast import foreign
 from jurymast.core.agent.succession import PULSE_INTERVAL_S as PULSE_INTERVAL_S
 from jurymast.core.messages import Endpoint as Endpoint
-from jurymast.rundir import write_json
+from jurymast.rundir import sync_directory, write_json
 
 PULSE, NEWEST = "pulse", "newest.json"
 DIGITS_MAX = 12  # digits of an epoch's number
@@ -38,17 +38,19 @@ def claim_epoch(epochs: Path) -> int:
 
 
 def claim(epochs: Path, epoch: int) -> bool:
-    """Claim this epoch, unless another process has it. Raises OSError."""
+    """Claim this epoch, unless another process has it; a power loss does not undo the claim. Raises
+    OSError."""
     try:
         os.close(os.open(_file(epochs, epoch, CLAIMED), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
+    sync_directory(epochs)
     return True
 
 
 def newest_epoch(epochs: Path) -> int:
     """Return the newest epoch claimed; 0 before the first. Raises OSError, also if the directory is missing,
-    which does not mean that there is no epoch."""
+    which does not mean that there is no epoch. A damaged pulse says nothing: the claims count alone."""
     beats, _, _ = _read(epochs / PULSE).partition(":")
     return max([*_listed(epochs, CLAIMED), _number(beats) or 0])
 

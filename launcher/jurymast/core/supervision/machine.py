@@ -25,6 +25,7 @@ from jurymast.core.checkpoints.copies import SHARED, StateId
 from jurymast.core.effects import (
     Dismiss,
     Effect,
+    Fence,
     Finish,
     GiveWay,
     Instruction,
@@ -211,6 +212,19 @@ class Supervision:
         if self.state.ended:  # the last supervisor died between the decision and its outcome
             out += self._do(self.departure.begin(now, hurry=False), now)
         return out
+
+    def attempt_read(self, newest: int | None, why: str, now: float) -> list[Effect]:
+        """The run directory names `newest` as its newest attempt; None if that cannot be known (`why`): then
+        one that is missing in the journal may have been started, but only one, as each launch is journaled
+        before the next. A number that is damaged or older than the journal's is written anew: ranks that are
+        cut off take it for the newest."""
+        known = self.state.attempt
+        if newest is None:
+            out = self.note("", f"{why}; attempt {known + 1} counts as started, and is not used", now)
+            return [*out, *self.record(ev.AttemptFound(t=now, node="", attempt=known + 1)), Fence(known + 1)]
+        if newest > known:
+            return self.record(ev.AttemptFound(t=now, node="", attempt=newest))
+        return [Fence(known)] if newest < known else []
 
     @property
     def steady(self) -> bool:

@@ -165,8 +165,7 @@ class SimSupervisor:
         self._on_disk(lambda: cluster.disk.attempt, self._knows_attempt)
 
     def _knows_attempt(self, newest: int) -> None:
-        if newest > self.state.attempt:
-            self.feed(ev.AttemptFound(t=self.now, node="", attempt=newest))
+        self._do(self.machine.attempt_read(newest, "", self.now))
         place = Endpoint(self.epoch, (self.site.name,), self.port, self.site.name, self.cluster.allocation, 1)
         self._on_disk(lambda: self.cluster.disk.announce(place), self._announced, writes=True)
 
