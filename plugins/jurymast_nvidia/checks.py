@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from jurymast.health.probe import Verdict
+from jurymast.reference import recovery_action
 from jurymast_nvidia.history import History
 from jurymast_nvidia.nvml import GONE, Gpu, NvmlError, Problem, problem_of
 
@@ -26,16 +27,6 @@ LINK_FAILED_RECOVERIES = (214,)
 FIELDS = (ECC_VOLATILE, ECC_AGGREGATE, PAGES_PENDING, PCIE_REPLAYS, RECOVERY_ACTION)
 LINK_FIELDS = (LINK_STATE, *LINK_ERRORS, *LINK_RECOVERIES, *LINK_FAILED_RECOVERIES)
 
-# NVML_GPU_RECOVERY_ACTION_...; the words are those of Xid 154
-ACTIONS = {
-    1: ("GPU Reset", Verdict.BAD),
-    2: ("Node Reboot", Verdict.BAD),
-    3: ("Drain P2P", Verdict.BAD),
-    4: ("Drain and Reset", Verdict.BAD),
-    5: ("Recover IMEX Domain", Verdict.SUSPECT),
-    6: ("Bus Reset", Verdict.BAD),
-    7: ("System Reboot", Verdict.BAD),
-}
 # nvmlClocksEventReason...
 SLOWDOWNS = {0x08: "hardware", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "power brake"}
 UNCORRECTED, VOLATILE, AGGREGATE = 1, 0, 1
@@ -84,11 +75,11 @@ def events(watched: Watched, at: float) -> Iterator[Problem]:
         )
 
 
-def recovery_action(watched: Watched, at: float) -> Iterator[Problem]:
+def recommendation(watched: Watched, at: float) -> Iterator[Problem]:
     action = int(watched.gpu.field(RECOVERY_ACTION))
     if action:
-        words, verdict = ACTIONS.get(action, (f"action {action}", Verdict.SUSPECT))
-        yield Problem("gpu-recovery-action", verdict, f"the driver recommends: {words}")
+        found = recovery_action(action)
+        yield Problem("gpu-recovery-action", found.verdict, f"the driver recommends: {found.words}")
 
 
 def ecc(watched: Watched, at: float) -> Iterator[Problem]:
@@ -279,7 +270,7 @@ def temperature(watched: Watched, at: float) -> Iterator[Problem]:
 
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("events", events),
-    ("recovery action", recovery_action),
+    ("recovery action", recommendation),
     ("ECC errors", ecc),
     ("SRAM errors", ecc_sram),
     ("remapped rows", remapped_rows),

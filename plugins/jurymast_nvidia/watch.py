@@ -11,8 +11,9 @@ from typing import Any
 import pynvml
 
 from jurymast.health.probe import Context, Finding, Verdict, threshold, xid_finding
+from jurymast.reference import recovery_action
 from jurymast_nvidia import checks, nvml, visible
-from jurymast_nvidia.checks import ACTIONS, RECOVERY_ACTION, Watched
+from jurymast_nvidia.checks import RECOVERY_ACTION, Watched
 from jurymast_nvidia.nvml import Gpu, NvmlError, Problem
 
 NAME = "nvidia"
@@ -195,7 +196,7 @@ def _recommended(gpu: Gpu) -> str:
         action = int(gpu.field(RECOVERY_ACTION))
     except NvmlError as error:
         return f"one that cannot be read ({error})"
-    return ACTIONS[action][0] if action in ACTIONS else f"{action:#x}" if action else "None"
+    return f"{action:#x} ({recovery_action(action).words})"
 
 
 def _uuid(index: int) -> str:

@@ -16,18 +16,31 @@ from jurymast.core.nodes.health import NodeHealth
 from jurymast.errors import PolicyError
 from jurymast.health.probe import READINGS, Context, reading, threshold, xid_finding
 from jurymast.policy.resolve import file_layers, resolve
-from jurymast.reference import recovery_actions, thresholds, xids
+from jurymast.reference import counts_against_node, recovery_action, thresholds, xids
+
 
 # The classes of the public catalogue, written down apart from the data file.
+def _codes(*ranges: int | tuple[int, int]) -> set[int]:
+    pairs = ((one, one) if isinstance(one, int) else one for one in ranges)
+    return {code for first, last in pairs for code in range(first, last + 1)}
+
+
 CLASSES = {
-    "application": {13, 31, 32, 68, 69, 94, 137},
-    "informational": {38, 43, 45, 63, 92, 93, 121, 148},
-    "reset": {46, 48, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 149, 150, 155, 156, 158},
-    "drain": {74, 79},
+    "application": _codes(
+        8, 11, 13, 25, 31, 32, (39, 41), 60, 68, 69, (70, 72), (75, 77), 80, (82, 86), (88, 89), (96, 105),
+        (126, 135), 137, 139,
+    ),
+    "contained": {94},
+    "informational": _codes(
+        37, 38, 43, 44, 45, 63, 66, 67, 92, 93, 106, 107, 108, 121, 141, 148, 152, 153, (160, 166), 170
+    ),
+    "reset": {46, 48, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 149, 150, 155, 156, 158, 171, 172},
+    "drain": {74, 79, 151},
     "decode": {144, 145, 146, 147},
+    "test": {159, 167, 168, 169},
     "text": {154},
     "support": {54, 61, 122, 123, 124, 125, 157},
-}
+}  # fmt: skip
 PLAIN = Context()
 
 
@@ -76,7 +89,11 @@ def test_what_a_code_comes_to(code: int, verdict: Verdict, kind: str) -> None:
         ("0x2 (Node Reboot Required)", Verdict.BAD),
         ("0x3 (Drain P2P)", Verdict.BAD),
         ("0x4 (Drain and Reset)", Verdict.BAD),
-        ("0x9 (Something New)", Verdict.UNKNOWN),
+        ("0x5 (Recover IMEX Domain)", Verdict.SUSPECT),
+        ("0x6 (Bus Reset)", Verdict.BAD),
+        ("0x7 (System Reboot)", Verdict.BAD),
+        ("0x9 (Something New)", Verdict.SUSPECT),
+        ("0x2", Verdict.BAD),
     ],
 )
 def test_xid_154_follows_the_end_of_its_text(target: str, verdict: Verdict) -> None:
@@ -86,8 +103,35 @@ def test_xid_154_follows_the_end_of_its_text(target: str, verdict: Verdict) -> N
 
 
 def test_xid_154_without_its_text_says_nothing() -> None:
-    assert reading(154, "", PLAIN)[0] is Verdict.UNKNOWN
-    assert set(recovery_actions().values()) == {Verdict.UNKNOWN, Verdict.BAD}
+    for text in ("", "GPU recovery action changed to one that cannot be read (Unknown Error)"):
+        assert reading(154, text, PLAIN)[0] is Verdict.UNKNOWN
+
+
+def test_an_event_and_nvml_s_number_mean_the_same_recovery_action() -> None:
+    for number in range(12):
+        action = recovery_action(number)
+        assert reading(154, f"changed from 0x0 (None) to {number:#x} ({action.words})", PLAIN) == (
+            action.verdict,
+            "hardware",
+        )
+
+
+@pytest.mark.parametrize(
+    ("finding", "counts"),
+    [
+        *((f"xid-{code}", True) for code in (79, 48, 94, 144, 167, 171)),
+        *((f"xid-{code}", False) for code in (13, 31, 43, 45, 63, 137, 154, 160, 9999)),
+        *((code, False) for code in ("gpu-lost", "xid-", "xid-x", "48", "ib-link-down")),
+    ],
+)
+def test_only_codes_of_the_hardware_count_in_a_node_s_record(finding: str, counts: bool) -> None:
+    assert counts_against_node(finding) is counts
+
+
+def test_a_memory_error_is_not_said_to_be_the_training_s_code() -> None:
+    finding = xid_finding(94, "gpu3", "", 1.0, PLAIN)
+    assert (finding.verdict, finding.kind) == (Verdict.UNKNOWN, "hardware")
+    assert "not the training's code" in finding.message
 
 
 @pytest.mark.parametrize("word", READINGS)

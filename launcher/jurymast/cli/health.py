@@ -117,7 +117,7 @@ def _explain(code: int, resolved: Resolved, as_json: bool) -> None:
     if as_json:
         show_json(view)
         return
-    by_text = ", ".join(f"{words}: {verdict.value}" for words, verdict in recovery_actions().items())
+    by_text = ", ".join(f"{one.words}: {one.verdict.value}" for one in recovery_actions().values())
     lines = [
         ("Xid", f"{code}: {entry.meaning}"),
         ("class", entry.group),

@@ -27,7 +27,7 @@ from jurymast.core.nodes.findings import (
     Verdict,
 )
 from jurymast.core.texts import did_you_mean
-from jurymast.reference import Xid, recovery_actions, thresholds, xids
+from jurymast.reference import Xid, recovery_action, recovery_actions, thresholds, xids
 
 # Everything that a package with probes needs from jurymast.
 __all__ = [
@@ -180,11 +180,18 @@ def reading(code: int, text: str, context: Context) -> tuple[Verdict, str]:
     return (_recommended(text, entry) if entry.group == "text" else entry.verdict), entry.kind
 
 
+_RECOMMENDED = re.compile(r"\bto\s+(0x[0-9a-f]+)\s*(\(.*)?$", re.IGNORECASE)
+
+
 def _recommended(text: str, entry: Xid) -> Verdict:
-    """The verdict for Xid 154, such as "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot
-    Required)"."""
-    target = text.lower().rpartition(" to ")[2]
-    return next((verdict for words, verdict in recovery_actions().items() if words in target), entry.verdict)
+    """The verdict for Xid 154, whose text ends like "changed from 0x0 (None) to 0x2 (Node Reboot
+    Required)"; that of the table's class if it says nothing."""
+    found = _RECOMMENDED.search(text)
+    if found is None:
+        return entry.verdict
+    words = (found[2] or "").lower()
+    named = (action.verdict for action in recovery_actions().values() if action.words.lower() in words)
+    return next(named, recovery_action(int(found[1], 16)).verdict)
 
 
 def threshold(context: Context, name: str) -> float:
