@@ -97,6 +97,61 @@ def test_a_line_is_refused_as_documented(line: str, says: str) -> None:
     assert str(refused.value) == f"job.sbatch, line 2: {says}"
 
 
+# What `sbatch -vvvv` says that it found; tests/slurm/test_sbatch_heads.py asks the installed one.
+HEADS = {
+    "an indented comment ends nothing": ("#SBATCH -N 2\n  # why\n\t\n#SBATCH -n 4\n", "-N 2 -n 4"),
+    "an indented line is a comment": ("#SBATCH -N 2\n  #SBATCH -N 9\n", "-N 2"),
+    "no space is needed": ("#SBATCH--nodes=2\n#SBATCH-n4\n", "--nodes=2 -n4"),
+    "a hash ends a line within a word": ("#SBATCH --job-name=a#3 -N 4\n#SBATCH -n 2\n", "--job-name=a -n 2"),
+    "a value below its option": ("#SBATCH --time\n# in minutes\n#SBATCH 10 -N 2\n", "--time 10 -N 2"),
+    "the old name": ("#SLURM --nodes=3\n", "--nodes=3"),
+    "a form feed ends no line": ("# page\f\n#SBATCH -N 2\n# \x1c \u2028 \x85\n#SBATCH -n 4", "-N 2 -n 4"),
+    "quotes within a word": ("#SBATCH --com\"ment=a  b\"'c'\n", "--comment=a  bc"),
+    "backslashes in both quotes": (
+        r"""#SBATCH --comment='a\'b' --wckey="c\"d"e\#f\g""",
+        "--comment=a'b --wckey=c\"de#fg",
+    ),
+    "an empty word ends the line": ('#SBATCH -N 2 "" -n 4\n', "-N 2"),
+    "commands end the head": ("#SBATCH -N 2\ntrue\n#SBATCH -N 3\n", "-N 2"),
+    "other words are comments": ("#SBATC -N 2\n# SBATCH -N 2\n##SBATCH -N 2\n#sbatch -N 2\n", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_lines_are_read_as_sbatch_reads_them(head: str) -> None:
+    text, found = HEADS[head]
+    read = script(f"#!/bin/bash\n{text}")
+    assert " ".join(word for given in read.sbatch for word in given.words) == found
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("#SBATCH\u00a0-N 2", "job.sbatch, line 2: \u00a0-N is not an option"),
+        ("#SBATCH -N 2\n#SBATCHES", "job.sbatch, line 3: ES is not an option"),
+        ("#SBATCH --time\n", "job.sbatch, line 2: option --time needs a value"),
+        ("#SBATCH -N 2\n#SBATCH HetJob", "job.sbatch, line 3: heterogeneous jobs are not supported"),
+        (
+            "true\n#PBS -l nodes=4",
+            "job.sbatch, line 3: sbatch would read this #PBS line, but jurymast does not",
+        ),
+    ],
+)
+def test_what_sbatch_refuses_is_refused_with_its_line(body: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        plan(f"#!/bin/bash\n{body}\n")
+
+
+def test_options_that_jurymast_carries_out_leave_the_others_as_they_are_read() -> None:
+    text = (
+        "#!/bin/bash\n# one\n#SBATCH --quiet --comment\n#SBATCH 'a \"b\\\\' -N 2\n  # two\n#SBATCH --wait\n"
+    )
+    head = script(text).head
+    assert head == '#SBATCH --comment "a \\"b\\\\" -N 2\n# one\n'
+    again = script(f"#!/bin/bash\n{head}")
+    assert [given.words for given in again.sbatch] == [("--comment", 'a "b\\'), ("-N", "2")]
+
+
 def test_a_script_without_an_interpreter_is_none() -> None:
     with pytest.raises(UsageError, match="standard input, line 1: a batch script must begin with #!"):
         parse("#SBATCH -N 2\n", "standard input", OWN)
@@ -182,7 +237,7 @@ def test_what_jurymast_does_itself_does_not_reach_sbatch() -> None:
     text = "#!/bin/sh\n#SBATCH --wait -N 2 --comment='a b' -Q  # quietly\n#PBS -N old\n"
     request = build_request(plan(text, "-Q", "--ignore-pbs", "-p", "gpu"), resolve([]), script(text))
     assert request.argv[2:5] == ("--ignore-pbs", "-p", "gpu")
-    assert request.script.splitlines()[1:3] == ["#SBATCH -N 2 '--comment=a b'", "#PBS -N old"]
+    assert request.script.splitlines()[1:3] == ['#SBATCH -N 2 "--comment=a b"', "#PBS -N old"]
     assert plan(text, environment={"SBATCH_IGNORE_PBS": "1"}).active == 2
 
 

@@ -5,9 +5,9 @@ sbatch's options pass through unchanged, and mistyped ones are found here. The t
 option parsers of sbatch 22.05.8 and 24.11.5. The installed sbatch accepts or refuses options that only one of
 the two knows.
 
-Lines are read up to the first one that is neither a comment nor empty. The options that decide the run's size
-are merged as sbatch merges them: lines of the script, then `SBATCH_*` variables, then the command line; the
-last one counts.
+Lines are read as sbatch's `_opt_batch_script` and `get_argument` (src/sbatch/opt.c) read them. The options
+that decide the run's size are merged as sbatch merges them: lines of the script, then `SBATCH_*` variables,
+then the command line; the last one counts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -131,18 +132,24 @@ def split_command_line(
     line = CommandLine()
     rest = list(words)
     while rest:
-        word = rest.pop(0)
-        if word == "--" or word == "-" or not word.startswith("-"):
-            if word == ":":
-                raise UsageError(
-                    "heterogeneous jobs (`:` between options) are not supported",
-                    hint="submit one run of equal nodes",
-                )
-            line.command.extend(rest if word == "--" else [word, *rest])
-            break
-        read = _long_option if word.startswith("--") else _short_options
-        read(line, word, rest, own, grammar)
+        _read_next(line, rest, own, grammar)
     return line
+
+
+def _read_next(line: CommandLine, rest: list[str], own: Mapping[str, bool], grammar: Grammar) -> None:
+    """Move the next option, or everything from the script on, from the words `rest` to `line`."""
+    word = rest.pop(0)
+    if word == "--" or word == "-" or not word.startswith("-"):
+        if word == ":":
+            raise UsageError(
+                "heterogeneous jobs (`:` between options) are not supported",
+                hint="submit one run of equal nodes",
+            )
+        line.command.extend(rest if word == "--" else [word, *rest])
+        rest.clear()
+        return
+    read = _long_option if word.startswith("--") else _short_options
+    read(line, word, rest, own, grammar)
 
 
 def _long_option(
@@ -293,6 +300,9 @@ STANDARD_INPUT = "standard input"
 HEAD_BYTES_MAX = 1 << 16
 SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
 SBATCH_LINE, JURYMAST_LINE, PBS_LINE = "#SBATCH", "#JURYMAST", "#PBS"
+SBATCH_LINES = (SBATCH_LINE, "#SLURM")  # sbatch complains of the second, and reads it all the same
+PBS_OTHERS_MAX = 100  # sbatch looks for `#PBS` up to so many lines that are no comments
+SPACE = " \t\n\v\f\r"  # what C's isspace knows; a no-break space is none
 # The variables that jurymast reads, and the options that they stand for. All others reach sbatch unchanged.
 VARIABLES = {
     "SBATCH_ARRAY_INX": "array", "SBATCH_CLUSTERS": "clusters", "SBATCH_GPUS": "gpus",
@@ -325,8 +335,16 @@ class BatchScript:
 
     @property
     def pbs_line(self) -> int | None:
-        """Number of the first `#PBS` line, which sbatch reads as well; None if there is none."""
-        return next((number for number, line in _comments(self.text) if _is_for(PBS_LINE, line)), None)
+        """Number of the first `#PBS` line, which sbatch reads as well, behind commands, too; None if there is
+        none."""
+        others = 0
+        for number, line in enumerate(self.text.split("\n"), 1):
+            if line.startswith(PBS_LINE):
+                return number
+            others += not line.startswith("#")
+            if others > PBS_OTHERS_MAX:
+                break
+        return None
 
 
 def is_batch_script(path: Path) -> bool:
@@ -338,7 +356,7 @@ def is_batch_script(path: Path) -> bool:
     except OSError as error:
         raise ScriptError(f"the script {path} cannot be read: {error.strerror}") from error
     first = text.partition("\n")[0]
-    has_lines = any(line.startswith((SBATCH_LINE, JURYMAST_LINE)) for _, line in _comments(text))
+    has_lines = any(_is_sbatch(line) or _is_own(line) for _, line in _comments(text))
     words = first.removeprefix("#!").split()
     python = any(re.fullmatch(r"python[\d.]*", word.rpartition("/")[2]) for word in words)
     if python or path.suffix == ".py":
@@ -366,24 +384,58 @@ def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:
     """Parse a batch script's text. `own`: our options, as for `split_command_line`. Raises UsageError, which
     names the line."""
     _check_text(text, name)
-    head: list[str] = []
-    sbatch: list[Given] = []
+    lines = [(f"{name}, line {number}: ", line) for number, line in _comments(text)]
+    sbatch = _read_sbatch_lines([(where, _body(line)) for where, line in lines if _is_sbatch(line)])
     ours: list[str] = []
-    for number, line in _comments(text):
-        kind = next((kind for kind in (SBATCH_LINE, JURYMAST_LINE) if _is_for(kind, line)), None)
-        if kind is not None:
-            where = f"{name}, line {number}: "
-            try:
-                split = split_command_line(_words(line[len(kind) :]), own if kind == JURYMAST_LINE else {})
-                _check(split, kind)
-            except UsageError as error:
-                raise UsageError(f"{where}{error}", hint=error.hint) from error
-            sbatch += [replace(given, where=where) for given in split.options]
-            ours += split.own
-            if split.has(*DONE_HERE):
-                line = f"{SBATCH_LINE} {shlex.join(words_of(split.options, DONE_HERE))}"
-        head.append(f"{line}\n")
-    return BatchScript(name, text, "".join(head[1:]), tuple(sbatch), tuple(ours))
+    for where, line in lines:
+        if _is_own(line):
+            with _naming(where):
+                ours += _own_words(line.removeprefix(JURYMAST_LINE), own)
+    head = [line for _, line in lines[1:]]
+    if any(given.name in DONE_HERE for given in sbatch):
+        kept = words_of(sbatch, DONE_HERE)
+        first = [f"{SBATCH_LINE} {' '.join(map(_quoted, kept))}"] if kept else []
+        head = first + [line for line in head if not _is_sbatch(line)]
+    return BatchScript(name, text, "".join(f"{line}\n" for line in head), tuple(sbatch), tuple(ours))
+
+
+def _read_sbatch_lines(lines: Iterable[tuple[str, str]]) -> list[Given]:
+    """The options in the bodies of `#SBATCH` lines, each with its line's place. sbatch reads the words of all
+    lines as one command line: a value may stand on the line below its option."""
+    words: list[str] = []
+    places: list[str] = []
+    for where, body in lines:
+        with _naming(where):
+            found = list(_words(body))
+        words += found
+        places += [where] * len(found)
+    options: list[Given] = []
+    while words:
+        where = places[-len(words)]
+        line = CommandLine()
+        with _naming(where):
+            _read_next(line, words, {}, SBATCH)
+            _check(line)
+        options += [replace(given, where=where) for given in line.options]
+    return options
+
+
+def _own_words(body: str, own: Mapping[str, bool]) -> list[str]:
+    line = split_command_line(_words(body), own)
+    _check(line)
+    if line.options:
+        said = line.options[0].words[0]
+        raise UsageError(f"{said} is not an option of jurymast", hint=f"write {SBATCH_LINE} {said}")
+    return line.own
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Begin each usage error with the place where it was found."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{where}{error}", hint=error.hint) from error
 
 
 def _check_text(text: str, name: str) -> None:
@@ -404,33 +456,69 @@ def _check_text(text: str, name: str) -> None:
 
 
 def _comments(text: str) -> Iterator[tuple[int, str]]:
-    """(number, line) of each comment at the top of the script."""
-    for number, line in enumerate(text.splitlines(), 1):
+    """(number, line) of each line at the top of the script that begins with `#`. Comments that begin with
+    white space, and empty lines, may stand between them."""
+    for number, line in enumerate(text.split("\n"), 1):
         if line.startswith("#"):
             yield number, line
-        elif line.strip():
+        elif line.strip(SPACE)[:1] not in ("#", ""):
             return
 
 
-def _is_for(kind: str, line: str) -> bool:
-    return re.match(rf"{kind}(\s|$)", line) is not None
+def _is_sbatch(line: str) -> bool:
+    return line.startswith(SBATCH_LINES)
 
 
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text, comments=True)
-    except ValueError as error:
-        raise UsageError(f"{text.strip()}: {error}") from error
+def _body(line: str) -> str:
+    return next(line.removeprefix(kind) for kind in SBATCH_LINES if line.startswith(kind))
 
 
-def _check(line: CommandLine, kind: str) -> None:
-    if line.command and line.command[0] in ("hetjob", "packjob"):
+def _is_own(line: str) -> bool:
+    return re.match(rf"{JURYMAST_LINE}([{SPACE}-]|$)", line) is not None
+
+
+def _words(text: str) -> Iterator[str]:
+    """The words of one line, by sbatch's rules: a backslash makes the next character an ordinary one, also in
+    quotes of either kind; from `#` on, also in the middle of a word, all is a comment; an empty word ends the
+    line. Raises UsageError for an open quote."""
+    at = 0
+    while True:
+        while at < len(text) and text[at] in SPACE:
+            at += 1
+        word, quote = "", ""
+        while at < len(text) and (quote or text[at] not in SPACE):
+            char, at = text[at], at + 1
+            if char == "\\":
+                taken = text[at : at + 1]
+                if quote or taken == " " or taken not in SPACE:
+                    word, at = word + taken, at + 1
+            elif quote:
+                word, quote = (word, "") if char == quote else (word + char, quote)
+            elif char in "\"'":
+                quote = char
+            elif char == "#":
+                at = len(text)
+            else:
+                word += char
+        if quote:
+            raise UsageError(f"{text.strip()}: No closing quotation")
+        if not word:
+            return
+        yield word
+
+
+def _quoted(word: str) -> str:
+    """The word as `_words` reads it."""
+    if re.fullmatch(r"[\w@%+=:,./-]+", word, re.ASCII):
+        return word
+    return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"'
+
+
+def _check(line: CommandLine) -> None:
+    if line.command and line.command[0].lower() in ("hetjob", "packjob"):
         raise UsageError("heterogeneous jobs are not supported", hint="submit one run of equal nodes")
     if line.command:
         raise UsageError(f"{line.command[0]} is not an option")
-    if kind == JURYMAST_LINE and line.options:
-        said = line.options[0].words[0]
-        raise UsageError(f"{said} is not an option of jurymast", hint=f"write {SBATCH_LINE} {said}")
 
 
 def merged(script: BatchScript | None, environment: Mapping[str, str], line: CommandLine) -> CommandLine:
