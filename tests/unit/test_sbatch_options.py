@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +15,9 @@ from jurymast.cluster.sbatch import (
     REQUIRED,
     SBATCH,
     SHORT,
+    _help_of,
     merged,
+    parse,
     ranks_per_node,
     split_command_line,
 )
@@ -162,3 +167,69 @@ def test_ranks_default_to_the_gpus_of_a_node(
 def test_a_gpu_count_that_is_none() -> None:
     with pytest.raises(UsageError, match="has no count"):
         ranks_per_node(split_command_line(["--gpus-per-node=h100"], OWN))
+
+
+HELP = """\
+Usage: sbatch [OPTIONS(0)...] [ : [OPTIONS(N)...]] script(0) [args(0)...]
+
+Parallel run options:
+      --power-budget=watts    of a release that is not out yet;
+                              --wattage is another name for it
+  -Y, --yield                 give way
+      --shape[=cube]          shape of the job
+
+Options provided by plugins:
+      --image=NAME            [shifter] image of the job
+      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH
+                              [pyxis] the image to use for the container
+      --no-quota              [site] without a quota
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An sbatch with options that are not in our table."""
+    program = tmp_path / "sbatch"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{HELP}END\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    _help_of.cache_clear()
+    yield
+    _help_of.cache_clear()
+
+
+@pytest.mark.usefixtures("installed")
+def test_options_that_only_the_installed_sbatch_knows_pass_in_their_place() -> None:
+    words = ["--image", "debian:12", "-N2", "--shape", "-Y", "--power-budget=9", "--shape=cube", "--no-quota"]
+    line = split_command_line([*words, "job.sh", "--image", "x"], {"--spares": True})
+    assert [word for given in line.options for word in given.words] == words
+    assert line.command == ["job.sh", "--image", "x"]
+    assert line.last("image") == "debian:12"
+    read = parse("#!/bin/sh\n#SBATCH --image\n#SBATCH debian:12 --no-quota\n", "job.sh", {})
+    assert [given.words for given in read.sbatch] == [("--image", "debian:12"), ("--no-quota",)]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--imagine=x"], r"unknown option --imagine \(did you mean --image\?\)"),
+        (["--wattage=3"], "unknown option --wattage"),  # only named in an explanation
+        (["--no-quota=3"], "option --no-quota takes no value"),
+        (["--image"], "option --image needs a value"),
+    ],
+)
+def test_the_rules_hold_for_options_of_plugins(words: list[str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        split_command_line(words, {})
+
+
+def test_without_slurm_the_message_says_that_plugins_options_are_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    _help_of.cache_clear()
+    with pytest.raises(UsageError) as refused:
+        split_command_line(["--image=x"], {})
+    assert str(refused.value.hint).endswith("sbatch is not here, so options of Slurm's plugins are not known")
+    _help_of.cache_clear()

@@ -2,8 +2,8 @@
 lines.
 
 sbatch's options pass through unchanged, and mistyped ones are found here. The table is the union of the
-option parsers of sbatch 22.05.8 and 24.11.5. The installed sbatch accepts or refuses options that only one of
-the two knows.
+option parsers of sbatch 22.05.8 and 24.11.5. For an option that is not in it, the installed sbatch is asked:
+its `--help` has the options of newer releases and of the site's SPANK plugins.
 
 Lines are read as sbatch's `_opt_batch_script` and `get_argument` (src/sbatch/opt.c) read them. The options
 that decide the run's size are merged as sbatch merges them: lines of the script, then `SBATCH_*` variables,
@@ -15,9 +15,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from jurymast import foreign
@@ -61,9 +63,10 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Grammar:
-    """The options of one of Slurm's commands: the long ones, by whether they take a value, and the letters of
-    short ones that take one."""
+    """The options of one of Slurm's commands (`program`): the long ones, by whether they take a value, and
+    the long names of short ones."""
 
+    program: str
     required: frozenset[str]
     optional: frozenset[str]
     none: frozenset[str]
@@ -73,8 +76,44 @@ class Grammar:
     def long(self) -> frozenset[str]:
         return self.required | self.optional | self.none
 
+    def with_installed(self) -> Grammar:
+        """This grammar, and the options that the installed command's --help has besides."""
+        found = {name: (short, mark) for short, name, mark in OPTION_HELP.findall(_help_of(self.program))}
+        new = found.keys() - self.long
 
-SBATCH = Grammar(REQUIRED, OPTIONAL, NONE, SHORT)
+        def taking(mark: str) -> frozenset[str]:
+            return frozenset(name for name in new if found[name][1] == mark)
+
+        short = {found[name][0]: name for name in new if found[name][0] not in self.short}
+        return replace(
+            self,
+            required=self.required | taking("="),
+            optional=self.optional | taking("[="),
+            none=self.none | taking(""),
+            short={**short, **self.short},
+        )
+
+
+# An option in the text of --help; what explains it stands further right. Slurm prints those of SPANK plugins
+# (src/common/spank.c, _spank_opt_print) as it prints its own.
+OPTION_HELP = re.compile(r"^ {0,8}(?:-(\w),? +)?--([a-z0-9][\w-]*)(\[?=)?", re.MULTILINE)
+HELP_LIMIT_S = 10.0
+
+
+@cache
+def _help_of(program: str) -> str:
+    """What the command prints for --help; "" if it is not here."""
+    command = [program, "--help"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=HELP_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+SBATCH = Grammar("sbatch", REQUIRED, OPTIONAL, NONE, SHORT)
 
 
 @dataclass(frozen=True)
@@ -157,7 +196,9 @@ def _long_option(
 ) -> None:
     typed, equals, value = word.partition("=")
     ours = typed in own
-    name = typed[2:] if ours else _full_name(typed, own, grammar.long)
+    if not ours and not any(name.startswith(typed[2:]) for name in grammar.long):
+        grammar = grammar.with_installed()
+    name = typed[2:] if ours else _full_name(typed, own, grammar)
     if equals and (not own[typed] if ours else name in grammar.none):
         raise UsageError(f"option --{name} takes no value")
     # An abbreviation is passed on in full, so that later readers find the option by name.
@@ -177,8 +218,10 @@ def _short_options(
     """Read one word of short options: `-N4`, `-N 4`, `-HkN4`. A bundle is split."""
     letters = word[1:]
     while letters:
-        flag, name, letters = f"-{letters[0]}", grammar.short.get(letters[0], ""), letters[1:]
-        ours = flag in own
+        flag, ours = f"-{letters[0]}", f"-{letters[0]}" in own
+        if not ours and letters[0] not in grammar.short:
+            grammar = grammar.with_installed()
+        name, letters = grammar.short.get(letters[0], ""), letters[1:]
         if not ours and not name:
             raise UsageError(
                 f"unknown option {flag} in {word}", hint="see jurymast submit --help and man sbatch"
@@ -201,9 +244,9 @@ def _value(option: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-def _full_name(typed: str, own: Mapping[str, bool], known: frozenset[str]) -> str:
+def _full_name(typed: str, own: Mapping[str, bool], grammar: Grammar) -> str:
     """The full name of the option `typed`, which may be abbreviated as Slurm allows. Raises UsageError."""
-    word = typed[2:]
+    word, known = typed[2:], grammar.long
     if word in known:
         return word
     matches = sorted(name for name in known if name.startswith(word))
@@ -213,6 +256,8 @@ def _full_name(typed: str, own: Mapping[str, bool], known: frozenset[str]) -> st
         raise UsageError(f"option {typed} is ambiguous: " + ", ".join(f"--{name}" for name in matches))
     names = [*(option for option in own if option.startswith("--")), *(f"--{name}" for name in known)]
     hint = TORCHRUN_HINTS.get(word.replace("_", "-"), "see jurymast submit --help and man sbatch")
+    if not _help_of(grammar.program):
+        hint += f"; {grammar.program} is not here, so options of Slurm's plugins are not known"
     raise UsageError(f"unknown option {typed}{did_you_mean(typed, names)}", hint=hint)
 
 

@@ -2,7 +2,7 @@
 the real srun.
 
 To find the command after srun's options, their grammar is needed: the union of the options of srun 22.05 and
-24.11 and of the pyxis plugin.
+24.11 and of the pyxis plugin, and whatever else the real srun's --help has.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ SHORT = {
     "E": "preserve-env", "I": "immediate", "K": "kill-on-bad-exit", "T": "threads", "W": "wait",
     "X": "disable-status", "Z": "no-allocate", "l": "label", "r": "relative", "u": "unbuffered",
 }  # fmt: skip
-SRUN = sbatch.Grammar(REQUIRED, OPTIONAL, NONE, SHORT)
 
 
-def parse(arguments: Sequence[str]) -> CommandLine | None:
-    """Parse srun's arguments; None if this grammar does not know them: the real srun may."""
+def parse(arguments: Sequence[str], program: str = "srun") -> CommandLine | None:
+    """Parse srun's arguments; None if neither this grammar nor the real srun's --help (of `program`) knows
+    them."""
     try:
-        line = sbatch.split_command_line(arguments, {}, SRUN)
+        line = sbatch.split_command_line(
+            arguments, {}, sbatch.Grammar(program, REQUIRED, OPTIONAL, NONE, SHORT)
+        )
     except UsageError:
         return None
     return None if ":" in line.command else line  # options of a second step: heterogeneous
@@ -62,7 +64,7 @@ def run(arguments: list[str]) -> int:
         _really(arguments, shims.without_shims(os.environ))
     if shims.STEP_VARIABLE in os.environ:
         _really(arguments, os.environ)
-    srun = parse(arguments)
+    srun = parse(arguments, shims.real("srun", os.environ))
     job = RunDirectory(os.environ[shims.RUN_VARIABLE])
     if not _may_train(srun) and not shims.trainings(job).exists():  # most steps: lose no time
         _really(arguments, os.environ)
