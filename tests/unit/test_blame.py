@@ -217,10 +217,9 @@ def test_every_class_that_the_code_can_name_is_in_the_table_and_the_reverse() ->
     for module in (attribution, attribution, recovery, machine):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         words = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-        named |= {
-            word for word in words if re.fullmatch(r"[a-z]+(_[a-z]+)+|hang|straggler|communication", word)
-        }
-    assert named == set(CAUSES)
+        likely = re.compile(r"[a-z]+(_[a-z]+)+|hang|straggler|communication|preempted")
+        named |= {word for word in words if likely.fullmatch(word)}
+    assert named - (set(attribution.FAILED_JOBS) - set(CAUSES)) == set(CAUSES)
     assert {scenario.cause for scenario in SCENARIOS if scenario.cause} <= set(CAUSES)
 
 

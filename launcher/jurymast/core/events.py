@@ -76,7 +76,8 @@ class NodeReady(Event, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """`how`: silent (no heartbeat for `silent_s`), closed (its connection was reset) or left (it said so)."""
+    """`how`: silent (no heartbeat for `silent_s`), closed (its connection was reset), left (it said so) or
+    taken (its agent got a SIGTERM, while the job goes on)."""
 
     node: str
     how: str
@@ -270,7 +271,8 @@ class Asked(Event, frozen=True, kw_only=True):
 
 class Signalled(Event, frozen=True, kw_only=True):
     """Slurm signalled the job: `signal` is SIGTERM (it ends), SIGUSR2 (its time limit is near), or, once
-    Slurm was asked why it ends, timeout, preempted, or Slurm's own word for another reason."""
+    Slurm was asked why it ends, timeout, preempted, requeued, Slurm's own word for another reason, or
+    running: it does not end."""
 
     signal: str
 

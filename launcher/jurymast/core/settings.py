@@ -50,6 +50,7 @@ class Settings:
     stop_grace_s: float = 1.0
     infrastructure: Budget = field(default_factory=Budget)
     application: Budget = field(default_factory=lambda: Budget(count=3, window_s=3600.0))
+    preemption: Budget = field(default_factory=Budget)
     requeues: int | None = None
     cadence_steps: int | None = None
     cadence_s: float | None = None

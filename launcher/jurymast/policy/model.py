@@ -311,6 +311,7 @@ class Checkpoint(Section):
 class RestartBudgets(Section):
     infrastructure: Restarts = _key("unlimited", "restarts for lost and bad nodes")
     application: Restarts = _key("3 per 1h", "restarts for failures of the script itself")
+    preemption: Restarts = _key("unlimited", "restarts after Slurm preempted the job, which is no failure")
 
 
 class Failures(Section):
@@ -321,7 +322,7 @@ class Failures(Section):
     burst: Duration = _key("10m", "failures this close together count as one")
     restarts: RestartBudgets = _key({}, "restart budgets: how many restarts in how much time")
     requeues: Annotated[int | None, _Written(read_whole_number, _COUNT, unlimited=None)] = _key(
-        "unlimited", "how often the Slurm job may be requeued"
+        "unlimited", "how often the Slurm job may be requeued, not counting preemptions"
     )
     stop_grace: Duration = _key(
         "1s", "time from SIGTERM to SIGKILL when ranks are stopped; torchrun waits 30 s"

@@ -254,6 +254,7 @@ class Resolved:
             join_limit_s=policy.detect.join_within,
             infrastructure=policy.failures.restarts.infrastructure,
             application=policy.failures.restarts.application,
+            preemption=policy.failures.restarts.preemption,
             requeues=policy.failures.requeues,
             stop_grace_s=policy.failures.stop_grace,
             cadence_steps=every.steps,

@@ -77,6 +77,7 @@ def _node_lost(e: Entry) -> str:
         "silent": f"silent for {e['silent_s']:.1f} s (limit {e.get('limit_s', 0.0):.1f} s)",
         "closed": "its agent's connection was reset",
         "left": "its agent left",
+        "taken": "its agent got a SIGTERM",
     }.get(e["how"], e["how"])
     return f"node {e['node']} lost: {how}" + (f", {e['evidence']}" if e.get("evidence") else "")
 
@@ -182,6 +183,13 @@ def _stacks_taken(e: Entry) -> str:
     return f"before the stop on {e['node']}: {some(stood, 4)}"
 
 
+def _signalled(e: Entry) -> str:
+    if e["signal"] == "running":
+        return "Slurm does not end the job: the signal was somebody else's"
+    sent = e["signal"].startswith("SIG")
+    return f"Slurm sent {e['signal']}" if sent else f"Slurm ends the job: {e['signal']}"
+
+
 _EVENTS: dict[str, Callable[[Entry], str]] = {
     "RunStarted": _run_started,
     "AllocationStarted": _allocation_started,
@@ -207,9 +215,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "Restored": _restored,
     "ColdStart": _cold_start,
     "Asked": _asked,
-    "Signalled": lambda e: (
-        f"Slurm sent {e['signal']}" if e["signal"].startswith("SIG") else f"Slurm ends the job: {e['signal']}"
-    ),
+    "Signalled": _signalled,
     "CadenceSet": _cadence_set,
     "HealthFound": _health_found,
     "NodeTested": _node_tested,

@@ -211,6 +211,8 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
         left = [name for name in alive if name not in state.stopped]
         return f"ranks are being stopped on {some(left) or 'no node'}"
     if state.phase is Phase.WAITING:
+        if state.not_before == math.inf:
+            return "waits until Slurm ends the job"
         if state.not_before > now:
             return f"tries again in {duration(state.not_before - now)}"
         return "waits until every node of the next attempt is ready"

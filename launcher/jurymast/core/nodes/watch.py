@@ -387,11 +387,12 @@ class Watch:
         self.expect(node)
         return [Disconnect(node)]
 
-    def left(self, node: str, connection: int, why: str, now: float) -> list[Effect]:
-        """Its agent gives up the node."""
+    def left(self, node: str, connection: int, why: str, now: float, *, taken: bool = False) -> list[Effect]:
+        """Its agent gives up the node. `taken`: because it was told to end."""
         if not self._is_newest(node, connection):
             return []
-        return self._lose(node, ev.NodeLost(t=now, node=node, how="left", silent_s=0.0, evidence=why))
+        how = "taken" if taken else "left"
+        return self._lose(node, ev.NodeLost(t=now, node=node, how=how, silent_s=0.0, evidence=why))
 
     @property
     def interval_s(self) -> float:

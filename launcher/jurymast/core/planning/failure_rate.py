@@ -279,6 +279,7 @@ class FailureRate:
         self._merge_s = merge_s
         self._until_s = start_s
         self._burst_s = -math.inf
+        self._counted: list[float] = []  # the first failures of bursts, in order
         self._incidents, self._node_days = earlier
 
     def __eq__(self, other: object) -> bool:
@@ -320,6 +321,19 @@ class FailureRate:
         if at_s - self._burst_s <= self._merge_s:
             return False
         self._burst_s = at_s
-        age_days = max(0.0, (self._until_s - at_s) / DAY_S)
-        self._incidents += 0.5 ** (age_days / self._half_life_days)
+        self._counted.append(at_s)
+        self._incidents += self._left(at_s)
         return True
+
+    def withdraw(self, at_s: float) -> None:
+        """What was counted at `at_s` was no failure. (That the time after it was no exposure stays: it is
+        little.)"""
+        if at_s in self._counted:
+            self._counted.remove(at_s)
+            self._incidents = max(0.0, self._incidents - self._left(at_s))
+            self._burst_s = self._counted[-1] if self._counted else -math.inf
+
+    def _left(self, at_s: float) -> float:
+        """What a failure at `at_s` counts now."""
+        age_days = max(0.0, (self._until_s - at_s) / DAY_S)
+        return float(0.5 ** (age_days / self._half_life_days))

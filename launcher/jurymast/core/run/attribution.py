@@ -33,7 +33,7 @@ from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.run import incident
 from jurymast.core.run.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
 from jurymast.core.run.incident import APPLICATION, CAUSES
-from jurymast.core.run.state import Findings
+from jurymast.core.run.state import EndOrder, Findings
 from jurymast.core.signatures import Signature, error_signature
 from jurymast.core.texts import NODES_TOLD, count, request, some
 
@@ -299,17 +299,42 @@ def cause_of(
     return Cause(kind, charged, node, nodes, rank, exit_code, evidence, signature or Signature(kind))
 
 
+# What the end of a job does to ranks and agents. All else has a cause of its own.
+OF_AN_END = frozenset({
+    "worker_terminated", "worker_killed", "worker_exit", "host_died", "node_crash", "node_taken",
+    "communication", "collective_timeout",
+})  # fmt: skip
+# What Slurm says of jobs whose end nobody ordered. All other words are orders.
+FAILED_JOBS = {
+    "node_fail": "allocation_lost", "boot_fail": "allocation_lost", "launch_failed": "allocation_lost",
+    "failed": "allocation_lost", "out_of_memory": "out_of_memory",
+}  # fmt: skip
+
+
+def cause_of_end(order: EndOrder | None) -> Cause:
+    """Return why an allocation ended without a decision of the run."""
+    if order is None:
+        return cause_of("allocation_lost", "the allocation ended, and the supervisor recorded no reason")
+    kind = "preempted" if order.why == "preempted" else FAILED_JOBS.get(order.why, "job_ended")
+    said = f"Slurm's reason: {order.why}" if order.why else "Slurm gave no reason"
+    return cause_of(kind, f"Slurm ended the job; {said}")
+
+
 def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
     names = tuple(dict.fromkeys(event.node for event in lost))
-    words = {"closed": "its agent's connection was reset", "left": "its agent left"}
+    words = {
+        "closed": "its agent's connection was reset", "left": "its agent left",
+        "taken": "its agent got a SIGTERM while the job went on",
+    }  # fmt: skip
     parts = []
     for event in lost:
         told = words.get(event.how) or f"silent for {event.silent_s:.1f} s (limit {event.limit_s:.1f} s)"
         found = around.against(event.node)
         before = f", before that {describe(found)}" if found else ""
         parts.append(f"{event.node}: {told}" + (f", {event.evidence}" if event.evidence else "") + before)
-    kind = "node_lost" if lost[0].how == "silent" else "node_crash"
-    if len(names) > max(MANY_LOST, MANY_LOST_FRACTION * around.nodes) and around.nodes:
+    failed = [event for event in lost if event.how != "taken"]
+    kind = "node_taken" if not failed else "node_lost" if failed[0].how == "silent" else "node_crash"
+    if failed and len(names) > max(MANY_LOST, MANY_LOST_FRACTION * around.nodes) and around.nodes:
         kind = "fabric_fault"
     node, evidence = names[0] if len(names) == 1 else "", some(parts, NODES_TOLD, "; ")
     return cause_of(kind, evidence, node, names, signature=Signature(kind, node))

@@ -11,13 +11,14 @@ from jurymast.core.signatures import Signature
 
 INFRASTRUCTURE = "infrastructure"
 APPLICATION = "application"
+PREEMPTION = "preemption"
 NOBODY = "nobody"  # it was a choice: somebody asked for it, or a swap pays
 
 
 @dataclass(frozen=True)
 class CauseClass:
-    """`charged`: infrastructure, application or nobody. `todo`: for whoever is on call, after what jurymast
-    has already done."""
+    """`charged`: infrastructure, application, preemption or nobody. `todo`: for who is on call, after what
+    jurymast has already done."""
 
     name: str
     charged: str
@@ -92,6 +93,12 @@ _CLASSES = (
                "read the log of that rank"),
     CauseClass("worker_crash", APPLICATION, "the training's code crashed a rank",
                "read the log of that rank; a core dump has more"),
+    CauseClass("preempted", PREEMPTION, "Slurm preempted the job for another one",
+               "nothing; the run goes on when Slurm starts the job again"),
+    CauseClass("job_ended", NOBODY, "Slurm or a user ended the job, and it was started again",
+               "use sacct to find why it ended, if nobody knows"),
+    CauseClass("node_taken", NOBODY, "the agent of a node was told to end: by Slurm or by a reboot",
+               "ask who took the node, if it was not announced"),
     CauseClass("straggler", NOBODY, "a node slowed down all others",
                "nothing; the node is tested before it is used again"),
     CauseClass("restart_asked", NOBODY, "a user requested a restart", ""),
@@ -112,6 +119,10 @@ def of_finding(finding: findings.Finding) -> str:
     if part == "gpu" and not (finding.code.startswith(("xid-", "gpu-")) or finding.device.startswith("gpu")):
         part = "host"  # broken memory of the machine is hardware, too
     return f"{part}_{finding.verdict.value}"
+
+
+# Ends that somebody or Slurm ordered: no failures, neither of a node nor of the script.
+ORDERED = frozenset(cause.name for cause in _CLASSES if cause.charged in (PREEMPTION, NOBODY)) - {"straggler"}
 
 
 def meaning(name: str) -> str:

@@ -18,11 +18,12 @@ from jurymast.core.nodes import preflight, stragglers
 from jurymast.core.nodes.findings import Verdict
 from jurymast.core.nodes.silence import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
-from jurymast.core.run import blame, recovery
-from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS, cause_of
+from jurymast.core.run import blame, ends, recovery
+from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS
 from jurymast.core.run.state import (
     RESTORE_TRIES,
     WITH_RANKS,
+    EndOrder,
     Findings,
     Node,
     Phase,
@@ -40,6 +41,8 @@ HANG_PATIENCE_MAX = 64.0
 # How long storage may leave a restoring rank without an answer: longer than the replacement of a file server
 # takes, but shorter than the time-out of the other ranks' collectives (NCCL: 600 s).
 WAIT_LIMIT_S = 300.0
+# Slurm's answer, asked why it ends the job, when it does not.
+NOT_ENDING = "running"
 
 
 def step(state: RunState, event: ev.Event) -> list[Instruction]:
@@ -108,15 +111,15 @@ def resume(state: RunState) -> list[Instruction]:
     return preflight.again(state, why)
 
 
-def _allocation_started(state: RunState, event: ev.AllocationStarted) -> None:
-    allocation = f"{event.slurm_job}.{event.restarts}"
+def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[Instruction]:
+    allocation, instructions = f"{event.slurm_job}.{event.restarts}", list[Instruction]()
+    if not state.ended and state.phase not in (Phase.QUEUED, Phase.REQUEUED):
+        instructions = ends.allocation_gone(state, event.t)
+    ends.count_exposure(state, event.t)
+    state.end_order = None
     if state.ended:  # requeued all the same: none of the nodes that there were is to come back
         state.allocation, state.nodes = allocation, {}
-        return
-    if state.phase not in (Phase.QUEUED, Phase.REQUEUED):
-        recovery.open_incident(state, event.t, state.stepped_at or event.t)
-        why = "the allocation ended, and the supervisor recorded no reason"
-        recovery.settle(state, cause_of("allocation_lost", why)).action = "requeue"
+        return instructions
     state.allocation = allocation
     if event.slurm_job not in state.slurm_jobs:
         state.slurm_jobs.append(event.slurm_job)
@@ -137,6 +140,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> None:
     state.pretested, state.testing, state.awaited = False, set(), 0
     state.phase, state.enough_since = Phase.STARTING, None
     state.deadline = recovery.deadline(state, event.t)
+    return instructions
 
 
 def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> None:
@@ -205,7 +209,12 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
     node.ready = False
     if node.role is Role.FAILED:
         return []
-    how = {"silent": f"silent for {event.silent_s:.1f} s", "closed": "its agent's connection was reset"}
+    how = {
+        "silent": f"silent for {event.silent_s:.1f} s", "closed": "its agent's connection was reset",
+        "taken": "its agent got a SIGTERM",
+    }  # fmt: skip
+    # What Slurm or somebody ends has not failed.
+    node.faultless = event.how == "taken" or state.end_order is not None
     node.become(Role.FAILED, how.get(event.how, event.evidence or "its agent left"), event.t)
     if event.node not in state.places:
         return []
@@ -239,7 +248,7 @@ def _ranks_hung(state: RunState, event: ev.RanksHung) -> list[Instruction]:
 def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
     if event.what == "cancel":
         why = f"cancel requested by {event.by}"
-        return recovery.finish_from_outside(state, "cancelled", RunCancelledError.exit_code, why)
+        return ends.finish_from_outside(state, "cancelled", RunCancelledError.exit_code, why)
     if event.what == "save":
         return []  # nothing to decide: the ranks save at their next common step
     if event.what == "drain" and (event.node not in state.places or state.phase is Phase.WAITING):
@@ -466,10 +475,16 @@ def _node_tested(state: RunState, event: ev.NodeTested) -> list[Instruction]:
 
 
 def _signalled(state: RunState, event: ev.Signalled) -> list[Instruction]:
-    if event.signal != "timeout":
+    if event.signal == "SIGUSR2":
         return []
-    why = "the Slurm job reached its time limit"
-    return recovery.finish_from_outside(state, "failed", RunFailedError.exit_code, why)
+    if event.signal == NOT_ENDING:
+        return ends.goes_on(state)
+    since = event.t if state.end_order is None else state.end_order.at
+    state.end_order = EndOrder(since, "" if event.signal in ("SIGTERM", "unknown") else event.signal)
+    if event.signal == "timeout":
+        why = "the Slurm job reached its time limit"
+        return ends.finish_from_outside(state, "failed", RunFailedError.exit_code, why)
+    return ends.end_ordered(state)
 
 
 def _cadence_set(state: RunState, event: ev.CadenceSet) -> None:

@@ -8,6 +8,7 @@ shrinking, is not supported.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -19,9 +20,27 @@ from jurymast.core.nodes.findings import STORAGE, Finding
 from jurymast.core.nodes.history import Frail
 from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
 from jurymast.core.run import blame
-from jurymast.core.run.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, attribute, cause_of
-from jurymast.core.run.incident import APPLICATION, FROM_FINDINGS, NOBODY, Incident
-from jurymast.core.run.state import WITH_RANKS, Blame, Exclusion, Findings, Node, Phase, Role, RunState
+from jurymast.core.run.attribution import (
+    LOCAL_PATHS,
+    NEAR_S,
+    OF_AN_END,
+    Cause,
+    Surroundings,
+    attribute,
+    cause_of,
+    cause_of_end,
+)
+from jurymast.core.run.incident import APPLICATION, FROM_FINDINGS, NOBODY, PREEMPTION, Incident
+from jurymast.core.run.state import (
+    WITH_RANKS,
+    Blame,
+    Exclusion,
+    Findings,
+    Node,
+    Phase,
+    Role,
+    RunState,
+)
 from jurymast.core.texts import NODES_TOLD, count, request, some
 from jurymast.errors import RunFailedError
 
@@ -117,7 +136,7 @@ def job_exit_code(cause: Cause) -> int:
 def _hopeless(state: RunState, cause: Cause) -> str:
     """Why another attempt cannot help, if the same cause returned without progress or a restart budget is
     spent; otherwise ""."""
-    if cause.charged == NOBODY:
+    if cause.charged in (NOBODY, PREEMPTION):
         return ""
     incidents, application = state.incidents, cause.charged == APPLICATION
     most = SAME_APPLICATION_ERROR if application else SAME_INFRASTRUCTURE_ERROR
@@ -131,10 +150,20 @@ def _hopeless(state: RunState, cause: Cause) -> str:
         alike = repeats(incidents, cause, step)
         if alike >= most and not state.absolute:
             return f"crash loop: the same failure {alike} times, each after {step} steps"
-    budget = state.settings.application if application else state.settings.infrastructure
-    recent = takewhile(lambda one: one.detected_at > state.now - budget.window_s, reversed(incidents))
-    if budget.count is not None and sum(one.charged == cause.charged for one in recent) > budget.count:
-        return f"the {cause.charged} budget of {budget.count} failures per {budget.window_s:.0f} s is spent"
+    return spent(state, cause.charged)
+
+
+def spent(state: RunState, charged: str, *, coming: int = 0) -> str:
+    """Say that the incidents so far, and `coming` more, are more than their budget; "" if they are not."""
+    settings = state.settings
+    budget = {
+        APPLICATION: settings.application, INFRASTRUCTURE: settings.infrastructure,
+        PREEMPTION: settings.preemption,
+    }[charged]  # fmt: skip
+    recent = takewhile(lambda one: one.detected_at > state.now - budget.window_s, reversed(state.incidents))
+    if budget.count is not None and coming + sum(one.charged == charged for one in recent) > budget.count:
+        what = "preemptions" if charged == PREEMPTION else "failures"
+        return f"the {charged} budget of {budget.count} {what} per {budget.window_s:.0f} s is spent"
     return ""
 
 
@@ -335,8 +364,7 @@ def settle(state: RunState, cause: Cause) -> Incident:
     """Enter the cause of the newest incident, whose ranks are gone by now. A failure of the infrastructure
     counts for the nodes' failure rate."""
     incident = state.incidents[-1]
-    incident.cause, incident.charged, incident.signature = cause.kind, cause.charged, cause.signature
-    incident.node, incident.rank, incident.evidence = cause.node, cause.rank, cause.evidence
+    _enter(incident, cause)
     incident.stopped_at = incident.decided_at = state.now
     if state.failures is not None and incident.charged == INFRASTRUCTURE:
         state.failures.watched(incident.fault_at, state.exposed, state.fresh_until())
@@ -349,11 +377,18 @@ def close_incident(state: RunState, t: float) -> None:
         state.incident.recovered_at = state.incident.ended_at = max(t, state.incident.detected_at)
 
 
-def finish_from_outside(state: RunState, how: str, exit_code: int, reason: str) -> list[Instruction]:
-    """A user or Slurm ends the run. Ranks that ended just before are part of that and make no incident."""
-    if state.phase is Phase.STOPPING and state.incident is not None and not state.findings.lost:
-        state.incidents.pop()
-    return finish(state, how, exit_code, reason)
+def recharge(state: RunState, incident: Incident, cause: Cause) -> None:
+    """Give an incident another cause, now that more is known."""
+    if state.failures is not None and incident.charged == INFRASTRUCTURE != cause.charged:
+        state.failures.withdraw(incident.fault_at)
+    was = incident.evidence
+    _enter(incident, cause)
+    incident.evidence = f"{cause.evidence}; before that was known: {was}" if was else cause.evidence
+
+
+def _enter(incident: Incident, cause: Cause) -> None:
+    incident.cause, incident.charged, incident.signature = cause.kind, cause.charged, cause.signature
+    incident.node, incident.rank, incident.evidence = cause.node, cause.rank, cause.evidence
 
 
 def finish(state: RunState, how: str, exit_code: int, reason: str) -> list[Instruction]:
@@ -377,11 +412,23 @@ def advance(state: RunState, *, one_came: bool = False) -> list[Instruction]:
 
 def _diagnose(state: RunState) -> list[Instruction]:
     cause = attribute(state.findings, _surroundings(state, state.incidents[-1]))
+    order = state.end_order
+    if order is not None and order.why and cause.kind in OF_AN_END:
+        return _await_end(state, replace(cause_of_end(order), evidence=cause.evidence))
     incident, failures = settle(state, cause), state.findings.failures.values()
     incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
     decision = decide(state, cause)
     incident.action, incident.why = decision.action, decision.why
     return _alert_on(state, cause) + _carry_out(state, cause, decision)
+
+
+def _await_end(state: RunState, cause: Cause) -> list[Instruction]:
+    """The ranks ended with the job: nothing is started in the seconds that are left of it."""
+    incident = settle(state, cause)
+    incident.action, incident.why = "requeue", "Slurm ends the job"
+    state.findings, state.phase, state.deadline = Findings(), Phase.WAITING, None
+    state.not_before = math.inf
+    return []
 
 
 def _surroundings(state: RunState, incident: Incident) -> Surroundings:

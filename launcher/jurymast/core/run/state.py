@@ -66,7 +66,7 @@ class Node:
     store_port: int = 0
     drained: bool = False  # by hand: it stays out
     bad: bool = False  # a finding took it out: it stays out while the finding holds
-    faultless: bool = False  # lost, but with so many others that it is not excluded
+    faultless: bool = False  # lost with many others, or as somebody ordered: it is not excluded
     cleared: bool = False  # blamed for what many others then showed as well
     findings: dict[str, Finding] = field(default_factory=dict)  # that hold, or events of this allocation
     gpus: int = 0
@@ -117,6 +117,14 @@ class Exclusion:
 
     reason: str
     at: float
+
+
+@dataclass(frozen=True)
+class EndOrder:
+    """Slurm has been ending the job since `at`; `why` as in `events.Signalled`, "" until Slurm has said."""
+
+    at: float
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -183,6 +191,8 @@ class RunState:
     allocation: str = ""  # job.restarts: a requeued job keeps its id
     slurm_jobs: list[str] = field(default_factory=list)
     restarts: int = 0  # requeues so far
+    ordered_restarts: int = 0  # of those, the ones that Slurm or a user ordered
+    end_order: EndOrder | None = None  # of the present allocation
     host: str = ""  # the batch host: active only when nothing else is left
     nodes: dict[str, Node] = field(default_factory=dict)
     allocated_at: float = 0.0  # when the present allocation was first heard of
@@ -293,9 +303,8 @@ class RunState:
 
     @property
     def may_requeue(self) -> bool:
-        return self.requeue_allowed and (
-            self.settings.requeues is None or self.restarts < self.settings.requeues
-        )
+        most = self.settings.requeues
+        return self.requeue_allowed and (most is None or self.restarts - self.ordered_restarts < most)
 
     def fresh_until(self) -> tuple[float, ...]:
         """For the placed nodes that are in the day after a repair: when that day ends."""

@@ -494,8 +494,7 @@ class Supervision:
         if asked.node:
             if why != STILL_RUNNING:
                 return self.terminated(now)
-            left = "its agent got a SIGTERM"
-            return self._do(self.watch.left(asked.node, asked.connection, left, now), now)
+            return self._do(self.watch.left(asked.node, asked.connection, "", now, taken=True), now)
         before, self.departure.unexplained = self.departure.unexplained, why not in ENDINGS
         if self.departure.unexplained:
             self._ask_at = now + ASK_AGAIN_S
@@ -503,7 +502,7 @@ class Supervision:
                 return []
         if why == STILL_RUNNING:  # a stray signal, not the end of the job
             self._terminating, self.watch.ending = False, self.departure.leaving
-            return []
+            return self.record(ev.Signalled(t=now, signal=STILL_RUNNING))
         event = ev.Asked(t=now, what="cancel", by=by) if by else ev.Signalled(t=now, signal=why)
         return self.record(event, flush=True) + self._do(self.departure.begin(now, hurry=True), now)
 

@@ -1,0 +1,90 @@
+"""Ends of the job that Slurm or somebody ordered: preemptions, requeues by hand, cancellations, time limits.
+
+None of them is a failure. Slurm signals all processes of a job, so some ranks and agents may end before the
+supervisor knows the reason; what they report belongs to the order.
+"""
+
+from __future__ import annotations
+
+from jurymast.core.effects import Instruction
+from jurymast.core.run.attribution import OF_AN_END, cause_of_end
+from jurymast.core.run.incident import ORDERED, PREEMPTION, Incident
+from jurymast.core.run.recovery import finish, open_incident, recharge, settle, spent
+from jurymast.core.run.state import Phase, RunState
+from jurymast.errors import RunFailedError
+
+# So long before the order may come what it does to ranks and agents, in seconds.
+BEFORE_ORDER_S = 5.0
+
+
+def finish_from_outside(state: RunState, how: str, exit_code: int, reason: str) -> list[Instruction]:
+    """A user or Slurm ends the run. Ranks that ended just before are part of that and make no incident."""
+    _explain(state)
+    if state.phase is Phase.STOPPING and state.incident is not None and not state.findings.lost:
+        state.incidents.pop()
+    return finish(state, how, exit_code, reason)
+
+
+def end_ordered(state: RunState) -> list[Instruction]:
+    """Slurm ends the job, and may have said why. The run goes on when it starts the job again, if the budget
+    for that is not spent."""
+    order = state.end_order
+    if order is None or not order.why:
+        return []
+    _explain(state)
+    known = state.incident is not None and state.incident.cause == "preempted"
+    if order.why == "preempted" and (why := spent(state, PREEMPTION, coming=not known)):
+        if not known:
+            open_incident(state, state.now, state.now)
+        return _stop(state, settle(state, cause_of_end(order)), why)
+    return []  # the incident begins when the ranks are gone
+
+
+def goes_on(state: RunState) -> list[Instruction]:
+    """Slurm does not end the job after all: what waited for that goes on."""
+    ordered, state.end_order = state.end_order is not None, None
+    if ordered and state.phase is Phase.WAITING:
+        state.not_before = min(state.not_before, state.now)
+    return []
+
+
+def allocation_gone(state: RunState, t: float) -> list[Instruction]:
+    """The allocation ended without a decision of this run, and at `t` there is another one."""
+    order, cause = state.end_order, cause_of_end(state.end_order)
+    _explain(state)
+    if state.incident is None or state.incident.cause != cause.kind:
+        at = t if order is None else min(t, max(order.at, state.stepped_at))
+        open_incident(state, at, (state.stepped_at or t) if order is None else at)
+    incident = settle(state, cause)
+    if order is not None:  # all the time since then was spent in Slurm's queue
+        incident.stopped_at = incident.decided_at = incident.detected_at
+        state.ordered_restarts += incident.cause in ORDERED
+    incident.action = "requeue"
+    if cause.kind == "preempted" and (why := spent(state, PREEMPTION)):
+        return _stop(state, incident, why)
+    return []
+
+
+def _stop(state: RunState, incident: Incident, why: str) -> list[Instruction]:
+    incident.action, incident.why = "stop", why
+    return finish(state, "failed", RunFailedError.exit_code, incident.reason)
+
+
+def count_exposure(state: RunState, t: float) -> None:
+    """A new allocation is there at `t`: nodes could fail until the end of the one before, and none while the
+    job was in the queue."""
+    if state.failures is None or not state.incidents:
+        return
+    newest = state.incidents[-1]
+    ended_at = newest.fault_at if newest.cause == "allocation_lost" else newest.decided_at or newest.fault_at
+    state.failures.watched(ended_at, state.exposed, state.fresh_until())
+    state.failures.watched(t, 0)
+
+
+def _explain(state: RunState) -> None:
+    """Charge what the order itself did to ranks and agents to the order, and not to them."""
+    order, incident = state.end_order, state.incident
+    if order is None or incident is None or incident.detected_at < order.at - BEFORE_ORDER_S:
+        return
+    if incident.cause in OF_AN_END:
+        recharge(state, incident, cause_of_end(order))

@@ -1,0 +1,212 @@
+"""Ends that Slurm or somebody ordered, told as stories: none is a failure of a node or of the script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jurymast.cluster.earlier import past_runs
+from jurymast.core import events as ev
+from jurymast.core.effects import Requeue
+from jurymast.core.nodes.history import judged
+from jurymast.core.run import recovery
+from jurymast.core.run.state import Phase, Role
+from jurymast.core.settings import Budget, Settings
+from support.stories import Story
+
+DAY_S = 86_400.0
+
+
+def signalled(story: Story, *signals: str) -> Story:
+    for signal in signals:
+        story.t += 0.1
+        story.feed(ev.Signalled(t=story.t, signal=signal))
+    return story
+
+
+def started_again(story: Story, step: int, *nodes: str, queue_s: float = 600.0) -> Story:
+    """Slurm starts the job again, and the run goes on from `step`."""
+    story.allocated(*nodes, restarts=story.state.restarts + 1, queue_s=queue_s)
+    return story.ranks_up().restored(step).stepped(step + 1).stepped(step + 100)
+
+
+def preempted(story: Story, step: int) -> Story:
+    story.t += 3600.0
+    signalled(story, "SIGTERM", "preempted")
+    story.feed(ev.AllocationEnded(t=story.t + 5.0, slurm_job="17", why="requeued"))
+    return started_again(story, step)
+
+
+def failures(story: Story) -> float:
+    found = recovery.failure_rate(story.state, story.t)
+    assert found is not None
+    return found.incidents
+
+
+def charges(story: Story) -> list[tuple[str, str]]:
+    return [(incident.cause, incident.charged) for incident in story.state.incidents]
+
+
+def test_preemptions_spend_no_budget_for_failures_and_raise_no_failure_rate() -> None:
+    budget = Budget(count=3, window_s=DAY_S)
+    story = Story(active=2, spares=1, settings=Settings(infrastructure=budget, requeues=2)).running(100)
+    mtbf_s = recovery.expected_mtbf_s(story.state, story.t)
+    for life in range(12):
+        preempted(story, 100 * (life + 1))
+    assert set(charges(story)) == {("preempted", "preemption")}
+    assert len(story.state.incidents) == story.state.restarts == 12
+    assert failures(story) == 0.0
+    assert recovery.expected_mtbf_s(story.state, story.t) >= mtbf_s
+    story.lost(story.state.placement[1])
+    story.stopped()
+    assert not story.state.ended, story.state.end_reason
+    story.recovered(1300, 1500)
+    story.lost(story.state.placement[1])
+    story.stopped()
+    assert story.state.phase is Phase.REQUEUED, "preemptions spent the policy's requeues"
+
+
+def test_a_budget_for_preemptions_ends_the_run_while_it_can_still_save() -> None:
+    settings = Settings(preemption=Budget(count=2, window_s=DAY_S))
+    story = Story(settings=settings).running(100)
+    for life in range(2):
+        preempted(story, 100 * (life + 1))
+    story.t += 3600.0
+    signalled(story, "SIGTERM", "preempted")
+    assert story.state.phase is Phase.FAILED
+    assert "the preemption budget of 2 preemptions per 86400 s is spent" in story.state.end_reason
+    assert [incident.cause for incident in story.state.incidents] == ["preempted"] * 3
+    assert story.incident.action == "stop"
+
+
+def test_a_preemption_begins_when_slurm_ends_the_job_and_not_when_it_starts_it_again() -> None:
+    story = Story().running(100)
+    signalled(story, "SIGTERM", "preempted")
+    ended_at = story.t
+    started_again(story, 90, queue_s=7200.0)
+    seconds = story.incident.seconds()
+    assert (seconds["detect"], seconds["diagnose"], seconds["decide"]) == (0.0, 0.0, 0.0)
+    assert seconds["replace"] >= 7200.0
+    assert story.incident.fault_at <= ended_at
+    exposure = recovery.failure_rate(story.state, story.t)
+    assert exposure is not None
+    assert exposure.exposure_node_days < 2 * 600.0 / DAY_S, "nodes cannot fail while the job is queued"
+
+
+@pytest.mark.parametrize(
+    ("words", "cause", "charged"),
+    [
+        (("SIGTERM", "requeued"), "job_ended", "nobody"),
+        (("SIGTERM", "deadline"), "job_ended", "nobody"),
+        (("SIGTERM", "suspended"), "job_ended", "nobody"),
+        (("SIGTERM", "unknown"), "job_ended", "nobody"),
+        (("SIGTERM",), "job_ended", "nobody"),
+        (("SIGTERM", "unknown", "preempted"), "preempted", "preemption"),
+        (("SIGTERM", "node_fail"), "allocation_lost", "infrastructure"),
+        (("SIGTERM", "out_of_memory"), "out_of_memory", "application"),
+        (("SIGUSR2",), "allocation_lost", "infrastructure"),
+        ((), "allocation_lost", "infrastructure"),
+    ],
+)
+def test_slurms_reason_for_the_end_of_an_allocation(words: tuple[str, ...], cause: str, charged: str) -> None:
+    story = started_again(signalled(Story().running(100), *words), 90)
+    assert charges(story) == [(cause, charged)]
+    assert failures(story) == pytest.approx(float(charged == "infrastructure"), abs=0.01)
+    assert not story.incident.open
+
+
+@pytest.mark.parametrize("told", ["before", "meanwhile", "after"])
+def test_ranks_that_slurm_signals_too_end_for_the_same_reason(told: str) -> None:
+    """Slurm signals every process: ranks may end before anybody has asked why, and be restarted."""
+    story = Story().running(100)
+    signalled(story, "SIGTERM")
+    if told == "before":
+        signalled(story, "preempted")
+    story.failed(0, exit_code=-15)
+    if told == "meanwhile":
+        signalled(story, "preempted")
+    story.stopped()
+    if told == "after":
+        assert story.state.phase is Phase.LAUNCHING
+        signalled(story, "preempted")
+    else:
+        assert story.state.public_state == "recovering"
+        assert len(story.state.incidents) == story.state.attempt == 1, "ranks are started in a job that ends"
+    started_again(story, 90)
+    assert charges(story) == [("preempted", "preemption")]
+    assert failures(story) == 0.0
+
+
+def test_a_job_that_does_not_end_after_all_goes_on_at_once_and_its_failures_are_failures() -> None:
+    story = Story().running(100)
+    signalled(story, "SIGTERM", "preempted")
+    story.failed(0, exit_code=-15)
+    story.stopped()
+    signalled(story, "running")
+    story.wait(0.1)
+    story.recovered(90, 200)
+    story.lost(story.state.placement[0])
+    story.stopped()
+    assert charges(story)[1:] == [("node_lost", "infrastructure")]
+    assert failures(story) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_node_that_is_lost_while_slurm_ends_the_job_has_not_failed(tmp_path: Path) -> None:
+    """Slurm kills the processes of one node before those of another."""
+    story = Story(active=2, spares=0).running(100)
+    signalled(story, "SIGTERM", "preempted")
+    story.feed(ev.NodeLost(t=story.t, node="n1", how="closed", silent_s=0.3))
+    story.stopped()
+    assert story.state.phase is Phase.WAITING
+    started_again(story, 90)
+    assert charges(story) == [("preempted", "preemption")]
+    assert not story.state.excluded
+    assert not story.state.frail
+    story.write(tmp_path / "run")
+    (past,) = past_runs(tmp_path)
+    assert past.failures == ()
+    assert not any(struck for _, struck, _ in judged(past.departures))
+
+
+def test_a_node_whose_agent_is_told_to_end_is_replaced_and_has_not_failed(tmp_path: Path) -> None:
+    story = Story(active=2, spares=1).running(100)
+    for life in range(2):  # the second time without a spare
+        story.t += 100.0
+        story.feed(ev.NodeLost(t=story.t, node=story.state.placement[0], how="taken", silent_s=0.0))
+        story.stopped()
+        assert (story.incident.cause, story.incident.charged) == ("node_taken", "nobody")
+        if not life:
+            story.recovered(100, 300)
+    assert story.last(Requeue).exclude == ()
+    assert failures(story) == 0.0
+    started_again(story, 200, "n1", "n2", "n3")
+    story.write(tmp_path / "run")
+    (past,) = past_runs(tmp_path)
+    assert past.failures == ()
+    assert not any(struck for _, struck, _ in judged(past.departures))
+
+
+def test_a_node_that_fails_after_it_was_taken_and_came_back_has_failed() -> None:
+    story = Story(active=2, spares=1).running(100)
+    taken = story.state.placement[0]
+    story.feed(ev.NodeLost(t=story.t, node=taken, how="taken", silent_s=0.0))
+    story.stopped()
+    story.recovered(100, 300)
+    story.join(taken)
+    assert story.state.nodes[taken].role is Role.SUSPECT
+    for name in (taken, *story.state.placement):
+        story.lost(name)
+    story.stopped()
+    assert taken in story.last(Requeue).exclude
+
+
+def test_ranks_that_the_time_limit_ended_first_are_no_failure() -> None:
+    story = Story().running(100)
+    signalled(story, "SIGTERM")
+    story.failed(0, exit_code=-15)
+    story.stopped()
+    assert story.state.phase is Phase.LAUNCHING
+    signalled(story, "timeout")
+    assert (story.state.phase, failures(story)) == (Phase.FAILED, 0.0)
+    assert [incident.charged for incident in story.state.incidents] == ["nobody"]
