@@ -21,7 +21,8 @@ from jurymast.core.effects import Send
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes import silence
 from jurymast.core.nodes.watch import Hangs, Watch
-from jurymast.core.run import machine, recovery
+from jurymast.core.run import ends, machine, recovery
+from jurymast.core.run.attribution import cause_of_end
 from jurymast.core.run.state import RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.sim.cluster.agent import SimHost
@@ -315,6 +316,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "7: the supervisor's pauses count": (
         of("stall"),
         [(silence.WatcherClock, "tick", _all_time_counts)],
+    ),
+    "7: a preemption is a failure of the allocation": (
+        of("preempted"),
+        [(ends, "cause_of_end", lambda _: cause_of_end(None))],
     ),
     "7: agents cling to a late supervisor": (
         of("power", "stall", "freeze"),

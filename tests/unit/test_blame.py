@@ -227,7 +227,7 @@ def test_every_cause_says_what_happened_and_who_pays() -> None:
     for cause in CAUSES.values():
         assert cause.meaning
         assert not cause.meaning.endswith(".")
-        assert cause.charged in ("infrastructure", "application", "nobody")
+        assert cause.charged in ("infrastructure", "application", "preemption", "nobody")
         assert cause.todo or cause.charged == "nobody"
 
 

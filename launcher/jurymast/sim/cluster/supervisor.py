@@ -13,7 +13,7 @@ from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.messages import Endpoint
-from jurymast.core.run.state import RunState
+from jurymast.core.run.state import Phase, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import FLUSH_LIMIT_S
 from jurymast.sim.cluster.world import Item, SimConnection, Steps
@@ -156,12 +156,15 @@ class SimSupervisor:
             )
         )  # fmt: skip
         if state.allocation != cluster.allocation:
+            order, undecided = state.end_order, state.phase is not Phase.REQUEUED and not state.ended
             self.feed(
                 ev.AllocationStarted(
                     t=self.now, slurm_job="7", restarts=cluster.restarts, nodes=tuple(cluster.sites),
                     host=cluster.batch_host, eligible_at=0.0,
                 )
             )  # fmt: skip
+            if order is not None and undecided:
+                cluster.oracle.started_again(self, order)
         self._on_disk(lambda: cluster.disk.attempt, self._knows_attempt)
 
     def _knows_attempt(self, newest: int) -> None:
