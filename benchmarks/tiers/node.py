@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 
 from benchmarks.tiers.child import Message, first_line, say
-from jurymast.agent.keeping import StorageProcesses
+from jurymast.agent.keeping import StorageProcesses, lent_image
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import PAGE_VARIABLE
-from jurymast.storage.orders import ImageAt, StorageFailed, WriteLocal
+from jurymast.storage.orders import StorageFailed, WriteLocal
 from jurymast.wire.protocol import GCM, GMAC, Access
 from jurymast.worker import link
 
@@ -142,15 +142,7 @@ class Node:
         """As `agent.keeping` does it."""
         began = time.monotonic()
         loans = await self._lend(order)
-        images = tuple(
-            ImageAt(
-                rank=loan.manifest.rank,
-                path=loan.path,
-                common_path=loan.common_path,
-                manifest=loan.manifest.to_bytes().decode(),
-            )  # fmt: skip
-            for loan in loans
-        )
+        images = tuple(map(lent_image, loans))
         write = WriteLocal(root=order["root"], step=order["step"], attempt=order["attempt"], images=images)
         answer = await self._storage.carry_out(write)
         seconds = time.monotonic() - began

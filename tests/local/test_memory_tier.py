@@ -18,6 +18,7 @@ from torch import nn
 
 import jurymast
 from jurymast.checkpoint import checkpointer
+from jurymast.checkpoint.contents import Contents
 from jurymast.checkpoint.directory import final_name
 from jurymast.checkpoint.image import Window
 from jurymast.errors import CheckpointError
@@ -70,7 +71,8 @@ def enter(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read(keeper: Keeper, number: int, name: str, rank: int = 0) -> Any:
     manifest, image = keeper.image(number, rank)
-    (item,) = (item for item in manifest.items if item.name == name)
+    contents = Contents.from_bytes(image[manifest.contents_at :])
+    (item,) = (item for item in contents.items if item.name == name)
     return torch.load(io.BytesIO(image[item.at : item.at + item.length]), weights_only=False)
 
 
@@ -391,10 +393,11 @@ def test_two_ranks_save_and_restore(tmp_path: Path, sharded: bool) -> None:
         assert [result["saved"] for result in results] == [[2, 4]] * 2, "then both slots are busy"
         images = [keeper.image(1, rank) for rank in (0, 1)]
         one, two = (manifest for manifest, _ in images)
-        common = {item.name for item in one.items if item.at < one.common_bytes}
+        contents = [Contents.from_bytes(image[manifest.contents_at :]) for manifest, image in images]
+        common = {item.name for item in contents[0].items if item.at < one.common_bytes}
         assert all(name.endswith(".step") for name in common) == sharded
         assert one.common_id == two.common_id
-        assert one.entries["counter"]["digest"] != two.entries["counter"]["digest"]
+        assert len({theirs.entries["counter"]["digest"] for theirs in contents}) == 2
         for rank, (manifest, image) in enumerate(images):
             keeper.offer(manifest, image, rank)
         restored = run_ranks(

@@ -22,10 +22,10 @@ from jurymast.agent.keeping import Phases, StorageProcesses
 from jurymast.checkpoint.directory import CheckpointDirectory, remove_trees
 from jurymast.core import messages as msg
 from jurymast.core.messages import WritePhase
-from jurymast.keeper.copies import local_copies
+from jurymast.keeper.copies import local_copies, remove_local_copies
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage import shared
-from jurymast.storage.local import LocalDirectory, remove
+from jurymast.storage.local import LocalDirectory
 from jurymast.storage.orders import (
     Answer,
     Continue,
@@ -337,7 +337,7 @@ def test_a_directory_that_others_were_first_to_make_is_not_used(
     assert local_copies(place / "run") == []
     again = to_local(place / "run", simple_images(tmp_path / "j", step=20), step=20)
     assert f"{place} is not private to this user" in processes[0].failure(again)
-    remove(place / "run")
+    remove_local_copies(place / "run")
     assert LocalDirectory(place / "run").states() == [(10, 1)]
 
 
@@ -426,7 +426,7 @@ def test_a_read_only_disk(tmp_path: Path, small_disk: Path, processes: list[Stor
 
 POINTS = {
     "opening": (WritePhase.OPEN, set()),
-    "announcing": (WritePhase.ANNOUNCE, {"layout-r0000{victim}.json"}),
+    "announcing": (WritePhase.ANNOUNCE, {"layout-r0000{victim}"}),
     "writing": (WritePhase.WRITE, {"__{victim}_0.distcp"}),
     "written": (WritePhase.WRITE, {"done-r00000.json", "done-r00001.json"}),
     "sealing": (WritePhase.SEAL, {"done-r00000.json"}),  # it imports torch
@@ -514,7 +514,7 @@ def test_who_finds_nothing_any_more_lets_the_lead_say_why_first(tmp_path: Path) 
         answer = pool.submit(shared.write, order, job)
         job.go_on(Continue(id=0, phase=WritePhase.ANNOUNCE))
         assert announced.wait(60.0)
-        assert names(place) == {"layout-r00001.json"}
+        assert names(place) == {"layout-r00001"}
         remove_trees([place])
         job.go_on(Continue(id=0, phase=WritePhase.WRITE))
         assert waits.wait(60.0)

@@ -6,7 +6,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import torch
 
+from jurymast.checkpoint.contents import Contents, Item
 from jurymast.core.checkpoints.writes import ALONE
 from jurymast.core.message import Strange
 from jurymast.core.messages import WritePhase
-from jurymast.keeper.manifest import Item, Manifest
+from jurymast.keeper.manifest import Manifest
 from jurymast.storage.orders import (
     Answer,
     AnyOrder,
@@ -65,9 +66,9 @@ def make_image(
         items.append(_add(data, path, value))
     if not own:
         common_bytes = len(data)
-    manifest = Manifest(
-        step, attempt, rank, world, torch.__version__, len(data), common_bytes, tuple(items), entries
-    )
+    contents_at = len(data)
+    data += Contents(entries, tuple(items)).to_bytes()
+    manifest = Manifest(step, attempt, rank, world, torch.__version__, len(data), common_bytes, contents_at)
     return bytes(data), manifest.with_blocks(memoryview(data))
 
 
@@ -82,7 +83,9 @@ def _add(data: bytearray, path: Key, value: Any) -> Item:
     if isinstance(value, Chunk):
         dtype = str(value.tensor.dtype).removeprefix("torch.")
         sizes = tuple(value.tensor.shape)
-        return replace(item, dtype=dtype, shape=value.shape, offsets=value.offsets, sizes=sizes, raw=item.at)
+        return msgspec.structs.replace(
+            item, dtype=dtype, shape=tuple(value.shape), offsets=value.offsets, sizes=sizes, raw=item.at
+        )
     return item
 
 

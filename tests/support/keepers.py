@@ -6,7 +6,7 @@ import asyncio
 import mmap
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,11 +119,12 @@ class FakeRank:
         size: int = SIZE,
         common: int = COMMON_BYTES,
         data: bytes | None = None,
+        contents_at: int = -1,
     ) -> int:
         """Write and publish into a writable slot; its number."""
         number = self.writable()[0]
         slot, image = self.slots[number], data or image_bytes(step, rank, size, common)
-        behind = Manifest(step, attempt, rank, world, "2.13", size, common).to_bytes()
+        behind = Manifest(step, attempt, rank, world, "2.13", size, common, contents_at).to_bytes()
         self.begin(number)
         with self.map(number) as place:
             place[:size] = image
@@ -195,12 +196,13 @@ async def saved(one: Keeper, rank: FakeRank, step: int, number: int = 0, **more:
 
 @asynccontextmanager
 async def holding(
-    node: str, rank: int = 0, world: int = 1, **more: Any
+    node: str, rank: int = 0, world: int = 1, image: Mapping[str, Any] | None = None, **more: Any
 ) -> AsyncIterator[tuple[Keeper, Told]]:
-    """A node whose own rank has saved step 10."""
+    """A node whose own rank has saved step 10; `image`: see `FakeRank.save`."""
+    image = image or {}
     async with keeper(node, **more) as (one, told):
         one.launch(1, [rank], world, None)
-        await saved(one, await ready_rank(one), 10, rank, world=world)
+        await saved(one, await ready_rank(one, size=image.get("size", SIZE)), 10, rank, world=world, **image)
         yield one, told
 
 

@@ -19,12 +19,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jurymast import journal
 from jurymast.agent import stacks
 from jurymast.checkpoint import group as ranks
+from jurymast.checkpoint.contents import HASH_BYTES, Contents, Item
 from jurymast.checkpoint.directory import OWNER, BadCheckpoint, CheckpointDirectory, FileRecord, owner
 from jurymast.checkpoint.directory import CheckpointManifest as StoredManifest
 from jurymast.cluster.earlier import past_runs, summary_file
@@ -44,7 +46,7 @@ from jurymast.errors import (
 from jurymast.health.probe import Context
 from jurymast.keeper import transfer as keepers
 from jurymast.keeper.copies import trusted
-from jurymast.keeper.manifest import BadImage, Item, Manifest
+from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.policy.resolve import file_layers, resolve
 from jurymast.rundir import RunDirectory
 from jurymast.storage import orders
@@ -64,9 +66,13 @@ Check = Callable[[bytes, Path], None]
 
 
 def image_manifest() -> bytes:
-    items = (Item("a", ("a",), 0, 100, "float32", (5,), (0,), (5,), 64), Item("b", ("b", 1), 100, 28))
-    made = Manifest(10, 1, 0, 1, "2.13.0", 128, 100, items, {"a": {"how": "x", "digest": "1"}})
+    made = Manifest(10, 1, 0, 1, "2.13.0", 128, 100, 120, 110)
     return made.with_blocks(memoryview(bytes(128))).to_bytes()
+
+
+def image_contents() -> bytes:
+    items = (Item("a", ("a",), 0, 100, "float32", (5,), (0,), (5,), 64), Item("b", ("b", 1), 100, 28))
+    return Contents({"a": {"how": "x", "digest": "1"}}, items).to_bytes()
 
 
 PLAN = RunPlan(
@@ -157,6 +163,14 @@ def of_image(data: bytes, _folder: Path) -> None:
         manifest = trusted(data, IMAGE)
         assert manifest.image == IMAGE
         assert manifest.to_bytes()
+
+
+def of_contents(data: bytes, _folder: Path) -> None:
+    with refusing(BadImage):
+        assert Contents.from_bytes(data).to_bytes()
+    text = data[HASH_BYTES:]
+    with refusing(BadImage):
+        assert Contents.from_bytes(xxhash.xxh3_64_hexdigest(text).encode() + text).to_bytes()
 
 
 def of_checkpoint(data: bytes, _folder: Path) -> None:
@@ -269,6 +283,7 @@ PARSERS = {
     "policy": Parser(of_policy, right(POLICY)),
     "plan": Parser(of_plan, right(PLAN.to_json())),
     "image manifests": Parser(of_image, right(image_manifest())),
+    "image contents": Parser(of_contents, right(image_contents())),
     "checkpoint manifests": Parser(of_checkpoint, right(STORED.to_bytes())),
     "rollbacks": Parser(of_rollbacks, right({"rollbacks": [{"step": 5, "attempt": 1, "at": 1.0}]})),
     "flight records": Parser(of_flight, right(pickle.dumps(FLIGHT))),

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from jurymast.checkpoint import RandomState, image
+from jurymast.checkpoint.contents import Contents
 from jurymast.checkpoint.gpu_copies import owned_by_optimizers
 from jurymast.checkpoint.image import Draft, Drafter, Window
 from jurymast.checkpoint.state import ScriptState
@@ -44,10 +45,11 @@ class Taken:
         self.window.stage(self.draft)
         self.manifest = Manifest.from_bytes(self.draft.manifest(5, 2, 0, 1))
         self.image = self.window.data[: self.manifest.size_bytes]
+        self.contents = Contents.from_bytes(self.image[self.manifest.contents_at :])
 
     def __getitem__(self, name: str) -> Any:
         """As stock torch reads it."""
-        (item,) = (item for item in self.manifest.items if item.name == name)
+        (item,) = (item for item in self.contents.items if item.name == name)
         return torch.load(io.BytesIO(self.image[item.at : item.at + item.length]), weights_only=False)
 
 
@@ -86,7 +88,7 @@ VALUES: dict[str, Any] = {
 
 def test_stock_torch_reads_every_item() -> None:
     got = taken({"it": Holder(VALUES)})
-    for item in got.manifest.items:
+    for item in got.contents.items:
         expected: Any = VALUES
         for key in item.path[2:]:
             expected = expected[key]
@@ -114,7 +116,7 @@ def test_tensors_that_are_more_than_their_bytes() -> None:
 
 def test_items_are_apart_aligned_and_whole() -> None:
     got = taken({"net": nn.Linear(7, 9), "it": Holder(VALUES)})
-    items = sorted(got.manifest.items, key=lambda item: item.at)
+    items = sorted(got.contents.items, key=lambda item: item.at)
     assert [item.at % image.ALIGNMENT for item in items] == [0] * len(items)
     for item, following in zip(items, items[1:], strict=False):
         gap = bytes(got.image[item.at + item.length : following.at])
@@ -125,7 +127,7 @@ def test_items_are_apart_aligned_and_whole() -> None:
 
 def test_the_manifest_is_what_its_own_class_writes() -> None:
     got = taken({"net": nn.Linear(2, 3), "it": Holder(VALUES), "n": 7})
-    assert [item.path[:2] for item in got.manifest.items[:3]] == [
+    assert [item.path[:2] for item in got.contents.items[:3]] == [
         ("net", "weight"),
         ("net", "bias"),
         ("it", "value"),
@@ -133,24 +135,24 @@ def test_the_manifest_is_what_its_own_class_writes() -> None:
     _, _, text = got.draft.manifest(5, 2, 0, 1).partition(b"\n")
     assert json.loads(text) == json.loads(json.dumps(asdict(got.manifest)))
     assert got.manifest.torch == torch.__version__
-    assert {key: entry["kind"] for key, entry in got.manifest.entries.items()} == {
+    assert {key: entry["kind"] for key, entry in got.contents.entries.items()} == {
         "net": "module",
         "it": "stateful",
         "n": "value",
     }
-    assert set(got.manifest.entries["n"]) == {"kind", "digest"}
+    assert set(got.contents.entries["n"]) == {"kind", "digest"}
 
 
 def test_stock_dcp_loads_an_image_as_a_file(tmp_path: Path) -> None:
     net, optimizer = trained("adamw", 1)
     got = taken({"net": net, "optimizer": optimizer, "it": Holder(VALUES)})
     (tmp_path / "__0_0.distcp").write_bytes(got.image)
-    described: Metadata = image._metadata(got.manifest)
+    described: Metadata = image._metadata(got.contents)
     described.storage_data = {
         MetadataIndex(item.name, torch.Size(item.offsets) if item.is_tensor else None): _StorageInfo(
             "__0_0.distcp", item.at, item.length
         )
-        for item in got.manifest.items
+        for item in got.contents.items
     }
     (tmp_path / ".metadata").write_bytes(pickle.dumps(described))
     into = {"net": {name: torch.zeros_like(value) for name, value in net.named_parameters()}}
@@ -319,20 +321,21 @@ def test_training_goes_on_with_the_same_bits(name: str, steps: int) -> None:
 
 
 def test_what_optimizers_work_on_is_the_common_part() -> None:
-    images = []
+    taken_of = []
     for seed in (0, 1):
         net, optimizer = trained("adamw", 1)
         with torch.no_grad():
             net.norm.running_mean.fill_(seed)
-        images.append(
+        taken_of.append(
             taken({"data": Holder({"at": torch.tensor([seed])}), "net": net, "optimizer": optimizer})
         )
-    one, two = (each.manifest.with_blocks(each.image) for each in images)
+    one, two = (each.manifest.with_blocks(each.image) for each in taken_of)
     assert one.common_id
     assert one.common_id == two.common_id
     assert one.blocks["own"] != two.blocks["own"]
-    assert one.entries["data"]["digest"] != two.entries["data"]["digest"]
-    common = {item.name for item in one.items if item.at < one.common_bytes}
+    digests = {each.contents.entries["data"]["digest"] for each in taken_of}
+    assert len(digests) == 2
+    common = {item.name for item in taken_of[0].contents.items if item.at < one.common_bytes}
     assert {"net.first.weight", "net.tied.weight", "optimizer.state.second.bias.exp_avg"} <= common
     assert "optimizer.state.first.weight.step" in common
     assert not any("norm.running" in name or "data" in name or "param_groups" in name for name in common)

@@ -35,6 +35,11 @@ def test_the_layers_hold() -> None:
         ("core/run/machine.py", "import subprocess", "core decides, and touches nothing"),
         ("core/checkpoints/cadence.py", "import jurymast.journal", "imports go downwards only"),
         ("cluster/batch.py", "from jurymast.supervisor import clock", "imports go downwards only"),
+        (
+            "agent/keeping.py",
+            "from jurymast.checkpoint import contents",
+            "only ranks and the storage process name the tensors of an image",
+        ),
         ("report/text.py", "import torch", "the agent, the supervisor and the commands start without torch"),
     ],
 )

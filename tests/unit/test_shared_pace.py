@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
+from jurymast.checkpoint.contents import Contents, Item
 from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord
 from jurymast.core.agent.effects import ReadPulse
 from jurymast.core.agent.link import Hearing
 from jurymast.core.agent.succession import Succession
 from jurymast.core.messages import WritePhase
 from jurymast.health.probe import Context
-from jurymast.keeper.manifest import Item, Manifest
+from jurymast.keeper.manifest import Manifest
 from jurymast.storage import orders, shared
 from jurymast.storage.orders import Continue, Done, ImageAt, Job, StorageFailure, WriteShared
 from jurymast.storage.shared import METADATA, Stored, write
@@ -73,18 +74,10 @@ def test_the_storage_probe_writes_at_first_and_then_in_turn_with_other_nodes(tmp
 
 def image(folder: Path, rank: int) -> ImageAt:
     """An image of one entry, which no other rank has."""
-    name, data = f"of-{rank}", bytes([rank]) * 128
-    made = Manifest(
-        10,
-        1,
-        rank,
-        2,
-        "2.13.0",
-        128,
-        0,
-        (Item(name, (name,), 0, 128),),
-        {name: {"kind": "value", "digest": "1"}},
-    )
+    name = f"of-{rank}"
+    contents = Contents({name: {"kind": "value", "digest": "1"}}, (Item(name, (name,), 0, 128),))
+    data = bytes([rank]) * 128 + contents.to_bytes()
+    made = Manifest(10, 1, rank, 2, "2.13.0", len(data), 0, 128)
     path = folder / name
     path.write_bytes(data)
     manifest = made.with_blocks(memoryview(data)).to_bytes().decode()

@@ -9,8 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from jurymast.checkpoint.contents import Contents, Described, Item
 from jurymast.checkpoint.directory import (
     ROLLBACK,
     BadCheckpoint,
@@ -21,7 +23,7 @@ from jurymast.checkpoint.directory import (
 )
 from jurymast.core.checkpoints.commit import superfluous
 from jurymast.keeper import manifest as keeper
-from jurymast.keeper.manifest import BLOCK_BYTES, Item
+from jurymast.keeper.manifest import BLOCK_BYTES
 from jurymast.storage.local import ImageSource, merged
 from jurymast.storage.orders import StorageFailure, explain
 from jurymast.storage.shared import Layout, decide, ranges
@@ -33,30 +35,29 @@ def tensor(name: str, length: int, *, at: int = 0, **more: Any) -> Item:
     return Item(name, tuple(name.split(".")), at, length, "uint8", shape, raw=at, **more)
 
 
-def packed(common: list[Item], own: list[Item], fill: int = 1, **more: Any) -> keeper.Manifest:
-    """A manifest of an image with these items back to back, hashed as if its bytes were `fill`."""
+def packed(common: list[Item], own: list[Item], fill: int = 1, **more: Any) -> Described:
+    """An image with these items back to back, hashed as if its bytes were `fill`."""
     items, at, common_bytes = [], 0, 0
     for number, item in enumerate([*common, *own]):
         if number == len(common):
             common_bytes = at
         raw = at if item.is_tensor else -1
-        items.append(Item(**{**vars(item), "at": at, "raw": raw}))
+        items.append(msgspec.structs.replace(item, at=at, raw=raw))
         at += item.length
     common_bytes = common_bytes if own else at
+    contents = Contents(more.pop("entries", {}), tuple(items))
     values = {"step": 1, "attempt": 1, "rank": 0, "world": 1, **more}
-    found = keeper.Manifest(
-        torch="2.13.0", size_bytes=at, common_bytes=common_bytes, items=tuple(items), **values
-    )
-    return found.with_blocks(memoryview(bytes([fill]) * at))
+    found = keeper.Manifest(torch="2.13.0", size_bytes=at, common_bytes=common_bytes, **values)
+    return Described(found.with_blocks(memoryview(bytes([fill]) * at)), contents)
 
 
-def decided(*manifests: keeper.Manifest) -> Layout:
-    return decide(dict(enumerate(manifests)))
+def decided(*images: Described) -> Layout:
+    return decide(dict(enumerate(images)))
 
 
 def written(layout: Layout) -> dict[int, list[str]]:
     return {
-        rank: sorted(layout.manifests[rank].items[number].name for number in numbers)
+        rank: sorted(layout.images[rank].items[number].name for number in numbers)
         for rank, numbers in layout.writes.items()
     }
 
@@ -145,9 +146,10 @@ def test_a_sharded_entry_that_differs_is_refused() -> None:
 
 def test_padding_goes_with_its_item() -> None:
     items = (tensor("m.a", 60, at=0), tensor("m.b", 10, at=64), tensor("m.c", 5, at=128))
-    manifest = keeper.Manifest(1, 1, 0, 1, "2.13.0", 192, 0, items)
-    assert ranges(manifest, [0, 1]) == [(0, 128)]
-    assert ranges(manifest, [0, 2]) == [(0, 64), (128, 192)]
+    manifest = keeper.Manifest(1, 1, 0, 1, "2.13.0", 1000, 0, 192)
+    image = Described(manifest, Contents({}, items))
+    assert ranges(image, [0, 1]) == [(0, 128)]
+    assert ranges(image, [0, 2]) == [(0, 64), (128, 192)], "not the contents"
     assert merged([(0, 1), (1, 2), (4, 4), (5, 6)]) == [(0, 2), (5, 6)]
 
 

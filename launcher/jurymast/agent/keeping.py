@@ -19,10 +19,11 @@ from jurymast.core.checkpoints import copies as cp
 from jurymast.core.message import Strange
 from jurymast.core.messages import WritePhase
 from jurymast.core.settings import RunPlan
+from jurymast.keeper.copies import remove_local_copies
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
-from jurymast.storage import local, orders
+from jurymast.storage import orders
 from jurymast.storage.orders import (
     WAIT_LIMITS,
     Answer,
@@ -264,15 +265,7 @@ class Keeping:
             return orders.Upload(
                 root=str(self._shared), step=step, url=url, run=run, run_directory=str(self._run_directory)
             )
-        images = tuple(
-            orders.ImageAt(
-                rank=loan.manifest.rank,
-                path=loan.path,
-                common_path=loan.common_path,
-                manifest=loan.manifest.to_bytes().decode(),
-            )  # fmt: skip
-            for loan in loans
-        )
+        images = tuple(map(lent_image, loans))
         if write.tier == cp.LOCAL:
             return orders.WriteLocal(root=str(self._local), step=step, attempt=attempt, images=images)
         return orders.WriteShared(
@@ -289,7 +282,17 @@ class Keeping:
         await self._storage.close()
         await self.keeper.close()
         if self.run_is_over and self._local is not None:
-            await asyncio.to_thread(local.remove, self._local)
+            await asyncio.to_thread(remove_local_copies, self._local)
+
+
+def lent_image(loan: Loan) -> orders.ImageAt:
+    """Return what an order says of a lent image."""
+    return orders.ImageAt(
+        rank=loan.manifest.rank,
+        path=loan.path,
+        common_path=loan.common_path,
+        manifest=loan.manifest_bytes.decode(),
+    )
 
 
 def local_root(path: str, run: str) -> Path:

@@ -1,28 +1,29 @@
 """Converts a rank's state to an image and back; `keeper.manifest` defines the format.
 
 An image holds the common tensors, then this rank's other tensors, then everything without a payload of known
-size. Names, paths and chunks are those of torch.distributed.checkpoint's planner. Items begin at multiples of
+size, and then its contents (`checkpoint.contents`).
+Names, paths and chunks are those of torch.distributed.checkpoint's planner. Items begin at multiples of
 `ALIGNMENT`, with zeros in between, so that every payload is aligned as well.
 
 What does not change from one save to the next (names, shapes, the bytes that torch.save writes around a
-payload, the manifest's lines on tensors) is made once and kept, so that a save does little more than copy.
+payload, the contents' lines on tensors) is made once and kept, so that a save does little more than copy:
+some microseconds for each tensor.
 Tensors and their values are never kept: a later save must not contain the state of an earlier one.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
-import xxhash
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
@@ -32,10 +33,11 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from jurymast.checkpoint.contents import Contents, Item, line, sealed
 from jurymast.checkpoint.state import ScriptState
-from jurymast.checkpoint.tree import KeyPath, add_metadata
+from jurymast.checkpoint.tree import KeyPath, TreeShape, add_metadata, leaf_kind
 from jurymast.errors import CheckpointError
-from jurymast.keeper.manifest import Item, Manifest
+from jurymast.keeper.manifest import BadImage, Manifest, room_of
 
 ALIGNMENT = 64  # torch.save aligns payloads to this many bytes from the item's beginning
 
@@ -100,43 +102,50 @@ def _constant(value: Any) -> Any:
 # ---- what a state consists of
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A future item: `item` without its extent, and where DCP finds the tensor or value."""
+class _Piece(NamedTuple):
+    """A future item: `item` without its extent, and the number of the leaf with its tensor or value; `index`
+    finds a ShardedTensor's shard."""
 
     item: Item
+    leaf: int
     index: MetadataIndex
     dtype: torch.dtype | None = None
 
 
-def _pieces(flat: dict[str, Any], paths: dict[str, KeyPath]) -> list[_Piece]:
-    """List what DCP would write for this rank. Raises whatever its planner raises."""
-    pieces = []
-    for write in create_default_local_save_plan(flat, True).items:
-        name, data = write.index.fqn, write.tensor_data
+def _pieces(names: Sequence[str], paths: Mapping[str, KeyPath], leaves: Sequence[Any]) -> list[_Piece]:
+    """List what DCP would write for this rank. Raises whatever its planner raises.
+
+    Leaves of the same kind differ only in their names, so the planner, which takes long, plans one of each.
+    """
+    pieces, planned = [], dict[Any, list[Any]]()
+    for number, (name, value) in enumerate(zip(names, leaves, strict=True)):
         path = tuple(paths[name])
-        if data is None:
-            pieces.append(_Piece(Item(name, path, 0, 0), write.index))
+        if not isinstance(value, torch.Tensor | ShardedTensor):
+            pieces.append(_Piece(Item(name, path, 0, 0), number, MetadataIndex(name)))
             continue
-        dtype = data.properties.dtype
-        item = Item(
-            name, path, 0, 0,
-            dtype=str(dtype).removeprefix("torch."),
-            shape=tuple(data.size),
-            offsets=tuple(data.chunk.offsets),
-            sizes=tuple(data.chunk.sizes),
-        )  # fmt: skip
-        pieces.append(_Piece(item, write.index, dtype))
+        kind = name if isinstance(value, ShardedTensor) else leaf_kind(value)
+        if kind not in planned:
+            planned[kind] = create_default_local_save_plan({name: value}, True).items
+        for write in planned[kind]:
+            data = write.tensor_data
+            item = Item(
+                name, path, 0, 0,
+                dtype=str(data.properties.dtype).removeprefix("torch."),
+                shape=tuple(data.size),
+                offsets=tuple(data.chunk.offsets),
+                sizes=tuple(data.chunk.sizes),
+            )  # fmt: skip
+            index = replace(write.index, fqn=name)
+            pieces.append(_Piece(item, number, index, data.properties.dtype))
     return pieces
 
 
-def _local(flat: dict[str, Any], index: MetadataIndex) -> Any:
+def _local(value: Any, index: MetadataIndex) -> Any:
     """Return this rank's tensor or value; for a DTensor, its whole local part."""
-    value = flat[index.fqn]
     if isinstance(value, DTensor):
         return value.to_local()
     if isinstance(value, ShardedTensor):
-        return find_state_dict_object(flat, index)
+        return find_state_dict_object({index.fqn: value}, index)
     return value
 
 
@@ -146,52 +155,39 @@ def _has_payload(tensor: torch.Tensor) -> bool:
     return plain and tensor.numel() > 0 and not is_traceable_wrapper_subclass(tensor)
 
 
-def _signature(flat: dict[str, Any], common: set[str]) -> list[Any]:
-    """Return a value that is equal for two states with the same layout."""
-    found: list[Any] = []
-    for name, value in flat.items():
-        if isinstance(value, DTensor):
-            found.append((name, value.dtype, value.shape, value.device_mesh, value.placements))
-        elif isinstance(value, ShardedTensor):
-            found.append((name, value.dtype, tuple(value.metadata().shards_metadata)))
-        elif isinstance(value, torch.Tensor):
-            found.append((name, value.dtype, value.shape, name in common, _has_payload(value)))
-        else:
-            found.append(name)
-    return found
-
-
 @dataclass(frozen=True, eq=False)
 class ImageLayout:
-    """The place of every item in an image. `tensors` have a payload, and their extents are known; `rest`
-    follows at the offset `fixed_bytes`."""
+    """The place of every item in an image of states of this `shape`. `tensors` have a payload, and their
+    extents are known; `rest` follows at the offset `fixed_bytes`."""
 
-    signature: list[Any]
+    shape: TreeShape
     tensors: tuple[_Piece, ...]
     rest: tuple[_Piece, ...]
     common_bytes: int
     fixed_bytes: int
-    # The manifest's lines in DCP's order, that of the keys in the user's dicts; "" for items of `rest`.
-    lines: tuple[str, ...]
+    # The items as the contents have them, in DCP's order, that of the keys in the user's dicts; b"" for items
+    # of `rest`.
+    lines: tuple[bytes, ...]
 
-    def json(self, lengths: list[int]) -> str:
-        """Return the manifest's lines on all items; `lengths` in bytes are those of `rest`."""
+    def items(self, lengths: list[int]) -> bytes:
+        """Return the lines of all items for the contents; `lengths` in bytes are those of `rest`."""
         position, rest = self.fixed_bytes, []
         for piece, length in zip(self.rest, lengths, strict=True):
-            rest.append(_line(replace(piece.item, at=position, length=length)))
+            rest.append(line(msgspec.structs.replace(piece.item, at=position, length=length)))
             position += aligned(length)
         following = iter(rest)
-        return ",".join(line or next(following) for line in self.lines)
+        return b",".join([line or next(following) for line in self.lines])
 
 
-def _layout(
-    flat: dict[str, Any], paths: dict[str, KeyPath], common: set[str], signature: list[Any]
-) -> ImageLayout:
-    pieces = _pieces(flat, paths)
-    lines = [""] * len(pieces)
+def _layout(trees: Mapping[str, Any], common: set[str]) -> tuple[ImageLayout, list[Any]]:
+    """Return the layout of `trees` and their leaves."""
+    flat, paths = flatten_state_dict(dict(trees))
+    names, leaves = list(flat), list(flat.values())
+    pieces = _pieces(names, paths, leaves)
+    lines = [b""] * len(pieces)
     with_payload, rest = [], []
     for number, piece in enumerate(pieces):
-        if piece.dtype is not None and _has_payload(_local(flat, piece.index)):
+        if piece.dtype is not None and _has_payload(_local(leaves[piece.leaf], piece.index)):
             with_payload.append((piece.item.name not in common, number))
         else:
             rest.append(piece)
@@ -202,17 +198,14 @@ def _layout(
         before, after = shell(piece.dtype, piece.item.sizes)
         raw = position + len(before)
         end = raw + math.prod(piece.item.sizes) * piece.dtype.itemsize + len(after)
-        item = replace(piece.item, at=position, length=end - position, raw=raw)
-        placed.append(replace(piece, item=item))
-        lines[number] = _line(item)
+        item = msgspec.structs.replace(piece.item, at=position, length=end - position, raw=raw)
+        placed.append(piece._replace(item=item))
+        lines[number] = line(item)
         position = aligned(end)
         if not is_own:
             common_bytes = position
-    return ImageLayout(signature, tuple(placed), tuple(rest), common_bytes, position, tuple(lines))
-
-
-def _line(item: Item) -> str:
-    return json.dumps(vars(item), separators=(",", ":"))
+    shape = TreeShape(paths, leaves)
+    return ImageLayout(shape, tuple(placed), tuple(rest), common_bytes, position, tuple(lines)), leaves
 
 
 # ---- saving
@@ -220,25 +213,26 @@ def _line(item: Item) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A state to be copied: the live `tensors` in the layout's order, and all else as bytes in `values`."""
+    """A state to be copied: the live `tensors` in the layout's order, and all else as bytes: `values`, and
+    the image's `contents` after them."""
 
     layout: ImageLayout
     tensors: list[torch.Tensor]
     values: list[bytes]
-    json: str  # the manifest's lines on all items
+    contents: bytes
     size_bytes: int
-    entries: dict[str, dict[str, Any]]
 
     def manifest(self, step: int, attempt: int, rank: int, world: int) -> bytes:
-        """Return what `Manifest.to_bytes` would, made from the lines that exist already."""
-        common = self.layout.common_bytes
-        head = Manifest(
-            step, attempt, rank, world, torch.__version__, self.size_bytes, common, entries=self.entries
-        )
-        values = {key: value for key, value in vars(head).items() if key != "items"}
-        text = json.dumps(values, separators=(",", ":"))[:-1] + f',"items":[{self.json}]}}'
-        data = text.encode()
-        return json.dumps({"xxh3_64": xxhash.xxh3_64_hexdigest(data)}).encode() + b"\n" + data
+        """Return the image's manifest, still without hashes."""
+        layout, contents_at = self.layout, self.size_bytes - len(self.contents)
+        return Manifest(
+            step, attempt, rank, world, torch.__version__, self.size_bytes, layout.common_bytes, contents_at,
+            layout.fixed_bytes,
+        ).to_bytes()  # fmt: skip
+
+    def room(self) -> int:
+        """Return the bytes of a slot that this image fits into, also after its values have grown."""
+        return room_of(Manifest.from_bytes(self.manifest(0, 0, 0, 1)))
 
 
 class Drafter:
@@ -249,25 +243,24 @@ class Drafter:
         self._layout: ImageLayout | None = None
         self._constants: dict[Any, bytes] = {}
         self._lengths: list[int] | None = None
-        self._json = ""
+        self._items = b""
 
     @torch.no_grad()
     def draft(self, trees: dict[str, Any]) -> Draft:
         """Make a draft of `trees`. Raises whatever DCP's planner, or pickling a value, raises."""
-        flat, paths = flatten_state_dict(trees)
-        common = self._state.common(trees)
-        signature = _signature(flat, common)
         layout = self._layout
-        if layout is None or layout.signature != signature:
-            layout = self._layout = _layout(flat, paths, common, signature)
+        leaves = layout.shape.leaves(trees) if layout is not None else None
+        if layout is None or leaves is None:
+            layout, leaves = self._layout, _ = _layout(trees, self._state.common(trees))
             self._lengths = None
-        values = self._values([_local(flat, piece.index) for piece in layout.rest])
+        values = self._values([_local(leaves[piece.leaf], piece.index) for piece in layout.rest])
         lengths = list(map(len, values))
         if lengths != self._lengths:
-            self._lengths, self._json = lengths, layout.json(lengths)
-        size = layout.fixed_bytes + sum(map(aligned, lengths))
-        tensors = [_local(flat, piece.index) for piece in layout.tensors]
-        return Draft(layout, tensors, values, self._json, size, self._state.entries(trees))
+            self._lengths, self._items = lengths, layout.items(lengths)
+        contents = sealed(self._state.entries(trees), self._items)
+        size = layout.fixed_bytes + sum(map(aligned, lengths)) + len(contents)
+        tensors = [_local(leaves[piece.leaf], piece.index) for piece in layout.tensors]
+        return Draft(layout, tensors, values, contents, size)
 
     def _values(self, values: list[Any]) -> list[bytes]:
         known, self._constants = self._constants, {}
@@ -305,14 +298,13 @@ class Window:
         for value in draft.values:
             self._fill(position, value)
             position += aligned(len(value))
+        self.data[position : draft.size_bytes] = draft.contents
         return self._views
 
     def stage(self, draft: Draft) -> None:
         """Write the image of `draft`. Later changes of its tensors do not change the image."""
         with torch.no_grad():
-            for place, tensor in zip(self.frame(draft), draft.tensors, strict=True):
-                # Not UntypedStorage.copy_, which would block all other threads.
-                place.copy_(tensor)
+            copy_all(self.frame(draft), draft.tensors)
 
     def _prepare(self, layout: ImageLayout) -> list[torch.Tensor]:
         views = []
@@ -333,6 +325,13 @@ class Window:
         self.data[end : aligned(end)] = bytes(aligned(end) - end)
 
 
+def copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], **more: bool) -> None:
+    """Copy each tensor to its place. In one call, because most of the time that the copy of a small tensor
+    takes is Python's. Other threads run meanwhile, as they would not with UntypedStorage.copy_."""
+    if places:
+        torch._foreach_copy_(list(places), list(tensors), **more)
+
+
 # ---- loading
 
 
@@ -342,10 +341,11 @@ def load(image: memoryview, manifest: Manifest, state: ScriptState) -> None:
     Everything is copied: `state` does not refer to `image` afterwards. Raises CheckpointError naming what
     does not fit, and whatever the user's own `load_state_dict` raises.
     """
-    template = state.template(_metadata(manifest), manifest.entries, manifest.rank, manifest.world)
+    contents = _contents(image, manifest)
+    template = state.template(_metadata(contents), contents.entries, manifest.rank, manifest.world)
     flat, paths = flatten_state_dict(template)
-    by_name = {item.name: item for item in manifest.items}
-    by_chunk = {(item.name, item.offsets): item for item in manifest.items}
+    by_name = {item.name: item for item in contents.items}
+    by_chunk = {(item.name, item.offsets): item for item in contents.items}
     tensors = {}
     for name, wanted in flat.items():
         if name not in by_name:
@@ -358,11 +358,20 @@ def load(image: memoryview, manifest: Manifest, state: ScriptState) -> None:
             set_element(template, paths[name], _loaded(image, by_name[name]))
     source = torch.frombuffer(image, dtype=torch.uint8) if len(image) else torch.empty(0, dtype=torch.uint8)
     copies: deque[_Copy] = deque()
-    for piece in _pieces(tensors, paths):
+    leaves = list(tensors.values())
+    for piece in _pieces(list(tensors), paths, leaves):
         saved = _fitting(piece.item, by_chunk.get((piece.item.name, piece.item.offsets)))
-        copies.append((_local(tensors, piece.index), _payload(image, source, saved)))
+        copies.append((_local(leaves[piece.leaf], piece.index), _payload(image, source, saved)))
     _copy_all(copies)
-    state.apply(template, manifest.entries)
+    state.apply(template, contents.entries)
+
+
+def _contents(image: memoryview, manifest: Manifest) -> Contents:
+    """Return the contents of the image. Raises CheckpointError."""
+    try:
+        return Contents.from_bytes(image[manifest.contents_at :])
+    except BadImage as error:
+        raise CheckpointError(f"the image in memory cannot be restored: {error}") from error
 
 
 def _copy_all(copies: deque[_Copy]) -> None:
@@ -413,9 +422,9 @@ def _loaded(image: memoryview, item: Item) -> Any:
     return torch.load(io.BytesIO(image[item.at : item.at + item.length]), weights_only=False)
 
 
-def _metadata(manifest: Manifest) -> Metadata:
+def _metadata(contents: Contents) -> Metadata:
     metadata = Metadata({}, planner_data={})
-    for item in manifest.items:
+    for item in contents.items:
         add_metadata(metadata, item)
     return metadata
 

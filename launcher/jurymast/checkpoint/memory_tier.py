@@ -24,7 +24,15 @@ from jurymast.checkpoint.state import ScriptState
 from jurymast.core import within
 from jurymast.core.keeper.holding import SLOTS
 from jurymast.errors import CheckpointError
-from jurymast.keeper.manifest import PAGE_VARIABLE, Manifest, RankRecord, RestoreStatus, SlotWord, Word
+from jurymast.keeper.manifest import (
+    HEADROOM_BYTES,
+    PAGE_VARIABLE,
+    Manifest,
+    RankRecord,
+    RestoreStatus,
+    SlotWord,
+    Word,
+)
 from jurymast.worker import link
 
 log = logging.getLogger("jurymast.checkpoint")
@@ -33,8 +41,6 @@ POLL_S = 0.002
 LATER_POLL_S = 0.05
 RESTORE_LIMIT_S = 600.0
 SAY_SO_S = 10.0
-# Room besides tensors: values grow a little from save to save, and the agent adds hashes to the manifest.
-HEADROOM_BYTES = 1 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14
 
 
@@ -199,8 +205,7 @@ class MemoryTier:
             self._copies = GpuCopies()
 
     def _request(self, draft: image.Draft) -> None:
-        values = draft.size_bytes - draft.layout.fixed_bytes
-        wanted = draft.size_bytes + values + 2 * len(self._manifest(0, draft)) + HEADROOM_BYTES
+        wanted = draft.room()
         # What was requested before suffices, unless the state grew beyond it.
         if self._record[Word.WANT] < wanted - HEADROOM_BYTES // 2:
             self._record[Word.WANT] = wanted

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from jurymast import foreign
-from jurymast.keeper.manifest import Item
+from jurymast.checkpoint.contents import Item
 
 
 class _OwnFiles(FileSystem):
@@ -99,6 +99,69 @@ class StoredTree:
                     value = torch.empty(stored.size, dtype=stored.properties.dtype)
             set_element(root, ("root", *path), value)
         return root.get("root")
+
+
+class TreeShape:
+    """The structure of a state as DCP flattens it, and the kind of each of its leaves, which keeps no tensor.
+    With it, the leaves of a state of the same shape are found without flattening it anew."""
+
+    def __init__(self, paths: Mapping[str, KeyPath], leaves: list[Any]) -> None:
+        """`paths` and `leaves` are those of `flatten_state_dict`, in its order."""
+        self._root: dict[str | int, Any] = {}
+        for path in paths.values():
+            place = self._root
+            for key in path[:-1]:
+                place = place.setdefault(key, {})
+            place[path[-1]] = None
+        self._kinds = list(map(leaf_kind, leaves))
+
+    def leaves(self, trees: Mapping[str, Any]) -> list[Any] | None:
+        """Return the leaves of `trees` in DCP's order; None if they are of another shape."""
+        found: list[Any] = []
+        if not _collect(trees, self._root, found) or list(map(leaf_kind, found)) != self._kinds:
+            return None
+        return found
+
+
+def _collect(tree: Any, shape: dict[str | int, Any], found: list[Any]) -> bool:
+    """Append the leaves of `tree` to `found`; False if it has other keys than `shape`."""
+    if not isinstance(tree, Mapping | list) or len(tree) != len(shape):
+        return False
+    pairs = enumerate(tree) if isinstance(tree, list) else tree.items()
+    for (key, value), (known, below) in zip(pairs, shape.items(), strict=True):
+        if key != known:
+            return False
+        if below is None:
+            if isinstance(value, Mapping):
+                return False
+            found.append(value)
+        elif not _collect(value, below, found):
+            return False
+    return True
+
+
+def leaf_kind(value: Any) -> Any:
+    """Return what decides how DCP and an image lay a leaf out; equal for leaves that differ only in their
+    names and contents."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return kind, value.dtype, value.shape, value.layout, value.is_meta
+    if isinstance(value, DTensor):
+        return kind, value.dtype, value.shape, value.device_mesh, value.placements
+    if isinstance(value, ShardedTensor):
+        return kind, value.dtype, tuple(value.metadata().shards_metadata)
+    if isinstance(value, torch.Tensor):
+        return kind, value.dtype, value.shape, value.layout, value.is_meta, value.device
+    return kind, kind is list and not _is_flat(value)
+
+
+def _is_flat(values: list[Any]) -> bool:
+    """Return whether DCP takes this list as one value."""
+    return not any(
+        isinstance(value, Mapping | torch.Tensor | ShardedTensor)
+        or (isinstance(value, list) and not _is_flat(value))
+        for value in values
+    )
 
 
 def add_metadata(metadata: Metadata, item: Item) -> MetadataIndex:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -210,3 +211,12 @@ def local_copies(root: Path) -> list[StoredCopy]:
         except (OSError, BadImage):
             continue
     return found
+
+
+def remove_local_copies(root: Path) -> None:
+    """Remove all of one run's images under a local directory, best effort."""
+    try:
+        check_private(root.parent)
+    except OSError:
+        return
+    shutil.rmtree(root, ignore_errors=True)

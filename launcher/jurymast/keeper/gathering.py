@@ -26,7 +26,15 @@ from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.restores import Filled, Found, Ingredient, ingredients, members, usable, whom_to_ask
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.copies import CopyTable, Group, StoredCopy, report_of
-from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, is_intact
+from jurymast.keeper.manifest import (
+    HEADROOM_BYTES,
+    BadImage,
+    Block,
+    Manifest,
+    blocks_of,
+    is_intact,
+    room_of,
+)
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.transfer import Filling, manifest_of
 from jurymast.wire.protocol import Access
@@ -418,8 +426,7 @@ def slot_bytes(manifest: Manifest, capacity: int) -> int:
     (`capacity`), or else the image's size with room to grow. The manifest follows the image."""
     if capacity:
         return max(manifest.size_bytes, capacity)
-    values = sum(item.length for item in manifest.items if not item.is_tensor)
-    return manifest.size_bytes + values + 2 * len(manifest.to_bytes()) + (4 << 20)
+    return room_of(manifest) + 3 * HEADROOM_BYTES
 
 
 def _add_manifest(copy: StoredCopy, buffer: MappedBuffer) -> int:

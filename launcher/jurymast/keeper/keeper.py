@@ -54,6 +54,7 @@ class Loan:
 
     path: str
     manifest: Manifest
+    manifest_bytes: bytes
     give_back: Callable[[], None]
     common_path: str = ""
 
@@ -210,7 +211,7 @@ class Keeper:
         copies = self.copies.acquire_image(ImageId(step, attempt, rank))
         if not copies:
             return None
-        manifest, files = copies[-1].manifest, list[_File]()
+        whole, files = copies[-1], list[_File]()
 
         def give_back() -> None:
             for _, return_it in files:
@@ -225,7 +226,8 @@ class Keeper:
                 self.copies.release(copy)
             raise
         *common, (path, _) = files
-        return Loan(path, manifest, give_back, common[0][0] if common else "")
+        common_path = common[0][0] if common else ""
+        return Loan(path, whole.manifest, whole.manifest_bytes, give_back, common_path)
 
     async def _lend_copy(self, copy: StoredCopy) -> _File:
         """Lend this copy, of which we are a reader until it is given back, or a copy of it."""

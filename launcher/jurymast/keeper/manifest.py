@@ -1,11 +1,12 @@
 """How a rank hands its state to its agent: an image with its manifest, in a slot; and a page of words about
 the slots.
 
-An image has exactly the bytes of this rank's torch.distributed.checkpoint file: one item after another, each
-as `torch.save` writes it. So every tier keeps the same bytes, a block's hash is valid everywhere, and storage
-gets a stock checkpoint by copying byte ranges, without torch.
+An image has the bytes of this rank's torch.distributed.checkpoint file: one item after another, each as
+`torch.save` writes it. So every tier keeps the same bytes, a block's hash is valid everywhere, and storage
+gets a stock checkpoint by copying byte ranges, without torch. The last bytes of an image are its contents,
+which say where each item is (`checkpoint.contents`). Agents only pass them on.
 
-    [ common part: what is equal on data-parallel ranks ][ own part: everything else ]
+    [ common part: what is equal on data-parallel ranks ][ own part: everything else, and the contents ]
 
 The two parts are hashed and copied separately: a common part that other nodes have as well needs no replica.
 
@@ -34,8 +35,9 @@ from jurymast.worker.link import fence
 
 # ---- images
 
-FORMAT = 1
+FORMAT = 2
 BLOCK_BYTES = 16 << 20
+BLOCK_ENTRY_BYTES = 19  # of the manifest, for each block: its hash in quotes, and a comma
 PARTS = (COMMON, OWN)
 
 
@@ -44,35 +46,12 @@ class BadImage(Exception):
 
 
 @dataclass(frozen=True)
-class Item:
-    """One tensor (or this rank's chunk of it) or one value, at the bytes `[at, at + length)` of the image.
-
-    `name` is DCP's flat name, `path` the place in the nested state. For a tensor, `dtype` is torch's name
-    without "torch.", `shape` that of the whole tensor, `offsets` and `sizes` are the chunk's, and the
-    payload, in row-major order, begins at `raw`. A value has `dtype` "" and torch.save's bytes.
-    """
-
-    name: str
-    path: tuple[str | int, ...]
-    at: int
-    length: int
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-    raw: int = -1
-
-    @property
-    def is_tensor(self) -> bool:
-        return self.dtype != ""
-
-
-@dataclass(frozen=True)
 class Manifest:
-    """Describes an image. The rank writes it without `blocks`; the image counts once the agent adds them.
+    """Describes an image, but names none of its items: its size depends only on the image's.
 
-    `entries` says how each entry of the user's state was taken (see `checkpoint.state`), with a `digest`
-    where ranks may differ. `blocks` has for each part the xxh3_64 of every `BLOCK_BYTES` and of the rest.
+    The rank writes it without `blocks`; the image counts once the agent adds them. `blocks` has for each part
+    the xxh3_64 of every `BLOCK_BYTES` and of the rest. The contents begin at `contents_at`. What lies behind
+    `fixed_bytes` may have another size in the next save.
     """
 
     step: int
@@ -82,10 +61,15 @@ class Manifest:
     torch: str
     size_bytes: int
     common_bytes: int
-    items: tuple[Item, ...] = ()
-    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    contents_at: int = -1
+    fixed_bytes: int = -1
     blocks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        for name in ("contents_at", "fixed_bytes"):
+            if getattr(self, name) < 0:
+                object.__setattr__(self, name, self.size_bytes)
 
     @property
     def image(self) -> ImageId:
@@ -118,7 +102,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return JSON with a hash of itself, so that a damaged manifest is not taken for a damaged image."""
-        text = json.dumps(vars(self), default=vars, separators=(",", ":")).encode()
+        text = json.dumps(vars(self), separators=(",", ":")).encode()
         return json.dumps({"xxh3_64": xxhash.xxh3_64_hexdigest(text)}).encode() + b"\n" + text
 
     @classmethod
@@ -134,9 +118,21 @@ class Manifest:
             manifest = msgspec.convert(values, cls)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadImage(f"its manifest is damaged: {type(error).__name__}: {error}") from error
-        if not 0 <= manifest.common_bytes <= manifest.size_bytes:
+        sizes = (manifest.common_bytes, manifest.contents_at, manifest.fixed_bytes)
+        if not all(0 <= size <= manifest.size_bytes for size in sizes):
             raise BadImage("its manifest is damaged: a part is larger than the whole")
         return manifest
+
+
+# Room besides tensors: values grow from save to save, and the agent adds hashes to the manifest.
+HEADROOM_BYTES = 1 << 20
+
+
+def room_of(manifest: Manifest) -> int:
+    """Return the bytes of a slot for this image and its manifest, in which it has room to grow."""
+    growing = manifest.size_bytes - manifest.fixed_bytes
+    blocks = sum(len(manifest.spans(part)) for part in PARTS)
+    return manifest.size_bytes + growing + 2 * BLOCK_ENTRY_BYTES * blocks + HEADROOM_BYTES
 
 
 def hash_block(data: memoryview | bytes) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from jurymast.checkpoint.directory import NewFile, names_in
 from jurymast.core.checkpoints.copies import COMMON, OWN, StateId, age
 from jurymast.core.texts import size
-from jurymast.foreign import NotOurs, check_private, make_private
+from jurymast.foreign import NotOurs, make_private
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, is_intact
 from jurymast.rundir import sync_directory, write_atomically
 from jurymast.storage.orders import Done, ImageAt, Job, StorageFailure, WriteLocal, explain, free_bytes
@@ -60,6 +60,10 @@ class ImageSource:
                 f"not of step {step}, attempt {attempt}, rank {image.rank}"
             )
         return cls(image.path, manifest, image.common_path)
+
+    def contents(self) -> bytes:
+        """Read the image's contents. Raises StorageFailure."""
+        return b"".join(self.read([(self.manifest.contents_at, self.manifest.size_bytes)]))
 
     def close(self) -> None:
         self._images.clear()  # a mapping ends with its last view
@@ -194,15 +198,6 @@ def write(order: WriteLocal, job: Job) -> Done:
     except OSError as error:
         why = str(error) if isinstance(error, NotOurs) else explain(error, directory.root)
         raise StorageFailure(f"local disk: {why}") from error
-
-
-def remove(root: Path) -> None:
-    """Remove all of one run's images, best effort."""
-    try:
-        check_private(root.parent)
-    except OSError:
-        return
-    shutil.rmtree(root, ignore_errors=True)
 
 
 def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:

@@ -4,7 +4,7 @@ The nodes exchange files in the directory that they write, `.writing-STEP.aATTEM
 `core.checkpoints.writes` orders: a file is read only after all who write such files have said that theirs is
 there.
 
-    layout-r00008.json   the manifests of all images of a node; 8 is the first one's rank
+    layout-r00008        the manifests and contents of all images of a node; 8 is the first one's rank
     writes.json          from the lead (rank 0's node): who writes which items
     __8_0.distcp         what rank 8 writes, byte ranges of its image, each block checked against its hash
     done-r00008.json     all of the node's files are on disk: names, sizes, hashes
@@ -26,11 +26,14 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jurymast import foreign
+from jurymast.checkpoint.contents import Contents, Described, Item
 from jurymast.checkpoint.directory import (
     BadCheckpoint,
     CheckpointDirectory,
@@ -45,13 +48,12 @@ from jurymast.checkpoint.directory import (
 from jurymast.core.checkpoints.writes import GIVEN_UP_S
 from jurymast.core.messages import WritePhase
 from jurymast.errors import CheckpointError
-from jurymast.keeper import manifest as keeper
-from jurymast.keeper.manifest import Item, Manifest
-from jurymast.rundir import write_json
+from jurymast.keeper.manifest import BadImage, Manifest
+from jurymast.rundir import write_atomically, write_json
 from jurymast.storage.local import ImageSource, Range, merged
 from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared, explain
 
-Holder = tuple[int, int]  # a rank, and the number of the item in its manifest
+Holder = tuple[int, int]  # a rank, and the number of the item in its contents
 Holders = dict[tuple[str, tuple[int, ...]], list[Holder]]  # of each item, by name and offsets
 
 
@@ -68,19 +70,19 @@ class Stored:
 class Layout:
     """Who writes what. `writes` has for each rank the numbers of its items, in the order of its image."""
 
-    manifests: dict[int, Manifest]
+    images: dict[int, Described]
     writes: dict[int, list[int]]
     entries: dict[str, dict[str, Any]]
 
     def stored(self) -> Iterator[Stored]:
         for rank, numbers in self.writes.items():
             offset = 0
-            extents = _extents(self.manifests[rank])
+            extents = _extents(self.images[rank])
             for number in numbers:
-                item = self.manifests[rank].items[number]
+                item = self.images[rank].items[number]
                 if self.entries.get(str(item.path[0]), {}).get("per_rank"):
                     path = (item.path[0], f"rank-{rank:05d}", *item.path[1:])
-                    item = replace(item, name=".".join(map(str, path)), path=path)
+                    item = msgspec.structs.replace(item, name=".".join(map(str, path)), path=path)
                 yield Stored(item, file_name(rank), offset)
                 offset += extents[number][1] - extents[number][0]
 
@@ -90,33 +92,34 @@ def file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def ranges(manifest: Manifest, numbers: Sequence[int]) -> list[Range]:
+def ranges(image: Described, numbers: Sequence[int]) -> list[Range]:
     """Return the ranges of the image that a rank writes, ascending."""
-    extents = _extents(manifest)
+    extents = _extents(image)
     return merged(sorted(extents[number] for number in numbers))
 
 
-def _extents(manifest: Manifest) -> list[Range]:
+def _extents(image: Described) -> list[Range]:
     """Return (start, end) of each item with the padding after it, so that alignment is kept."""
-    order = sorted(range(len(manifest.items)), key=lambda number: manifest.items[number].at)
-    ends = [manifest.items[number].at for number in order[1:]] + [manifest.size_bytes]
+    items = image.items
+    order = sorted(range(len(items)), key=lambda number: items[number].at)
+    ends = [items[number].at for number in order[1:]] + [image.manifest.contents_at]
     found: list[Range] = [(0, 0)] * len(order)
     for number, end in zip(order, ends, strict=True):
-        found[number] = (manifest.items[number].at, end)
+        found[number] = (items[number].at, end)
     return found
 
 
-def decide(manifests: dict[int, Manifest]) -> Layout:
-    """Decide from all ranks' manifests who writes what. Raises StorageFailure if they do not fit together.
+def decide(images: dict[int, Described]) -> Layout:
+    """Decide from all ranks' images who writes what. Raises StorageFailure if they do not fit together.
 
     Every rank writes entries that differ between ranks; everything else is written once. Items of equal
     common parts are spread over the ranks that have them; the lowest rank writes other items.
     """
-    entries = _entries(manifests)
-    writes: dict[int, list[int]] = {rank: [] for rank in sorted(manifests)}
+    entries = _entries(images)
+    writes: dict[int, list[int]] = {rank: [] for rank in sorted(images)}
     holders: Holders = defaultdict(list)
-    for rank in sorted(manifests):
-        for number, item in enumerate(manifests[rank].items):
+    for rank in sorted(images):
+        for number, item in enumerate(images[rank].items):
             if entries.get(str(item.path[0]), {}).get("per_rank"):
                 if item.sizes != item.shape:
                     raise StorageFailure(
@@ -126,38 +129,40 @@ def decide(manifests: dict[int, Manifest]) -> Layout:
                 writes[rank].append(number)
             elif not item.is_tensor or 0 not in item.sizes or 0 in item.shape:
                 holders[item.name, item.offsets].append((rank, number))
-    _check(manifests, holders)
-    _assign(manifests, holders, writes)
+    _check(images, holders)
+    _assign(images, holders, writes)
     ordered = {
-        rank: sorted(numbers, key=lambda number, rank=rank: manifests[rank].items[number].at)  # type: ignore[misc]
+        rank: sorted(numbers, key=lambda number, rank=rank: images[rank].items[number].at)  # type: ignore[misc]
         for rank, numbers in writes.items()
     }
-    return Layout(manifests, ordered, entries)
+    return Layout(images, ordered, entries)
 
 
-def _entries(manifests: dict[int, Manifest]) -> dict[str, dict[str, Any]]:
+def _entries(images: dict[int, Described]) -> dict[str, dict[str, Any]]:
     """Return how each entry is saved: once per rank if digests differ, or if some ranks lack the entry."""
-    keys = {key: None for rank in sorted(manifests) for key in manifests[rank].entries}
+    of_ranks = [images[rank].contents.entries for rank in sorted(images)]
+    keys = {key: None for theirs in of_ranks for key in theirs}
     found = {}
     for key in keys:
-        first = next(manifest.entries[key] for manifest in manifests.values() if key in manifest.entries)
-        digests = {manifest.entries.get(key, {}).get("digest") for manifest in manifests.values()}
+        first = next(theirs[key] for theirs in of_ranks if key in theirs)
+        digests = {theirs.get(key, {}).get("digest") for theirs in of_ranks}
         plain = {name: value for name, value in first.items() if name != "digest"}
         found[key] = {**plain, "per_rank": len(digests) > 1}
     return found
 
 
-def _assign(manifests: dict[int, Manifest], holders: Holders, writes: dict[int, list[int]]) -> None:
+def _assign(images: dict[int, Described], holders: Holders, writes: dict[int, list[int]]) -> None:
     # Ranks whose common parts have equal bytes: each has every item of the common part, at the same place.
     groups: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(manifests):
-        groups[manifests[rank].common_id].append(rank)
+    ids = {rank: images[rank].manifest.common_id for rank in sorted(images)}
+    for rank, common_id in ids.items():
+        groups[common_id].append(rank)
     common: list[Holder] = []
     load: Counter[int] = Counter()
     for theirs in holders.values():
         rank, number = theirs[0]
-        item = manifests[rank].items[number]
-        if item.at + item.length <= manifests[rank].common_bytes:
+        item = images[rank].items[number]
+        if item.at + item.length <= images[rank].manifest.common_bytes:
             common.append((rank, number))
         else:
             writes[rank].append(number)
@@ -165,21 +170,21 @@ def _assign(manifests: dict[int, Manifest], holders: Holders, writes: dict[int, 
     queues = {name: [(load[rank], rank) for rank in ranks] for name, ranks in groups.items()}
     for queue in queues.values():
         heapq.heapify(queue)
-    for first, number in sorted(common, key=lambda one: -manifests[one[0]].items[one[1]].length):
-        queue = queues[manifests[first].common_id]
+    for first, number in sorted(common, key=lambda one: -images[one[0]].items[one[1]].length):
+        queue = queues[ids[first]]
         size, rank = queue[0]
-        heapq.heapreplace(queue, (size + manifests[first].items[number].length, rank))
+        heapq.heapreplace(queue, (size + images[first].items[number].length, rank))
         writes[rank].append(number)
 
 
-def _check(manifests: dict[int, Manifest], holders: Holders) -> None:
+def _check(images: dict[int, Described], holders: Holders) -> None:
     """Check that a name means the same on all ranks, and that the chunks of each tensor cover it."""
     kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
     covered: Counter[str] = Counter()
     for (name, _), theirs in holders.items():
-        sizes = manifests[theirs[0][0]].items[theirs[0][1]].sizes
+        sizes = images[theirs[0][0]].items[theirs[0][1]].sizes
         for rank, number in theirs:
-            item = manifests[rank].items[number]
+            item = images[rank].items[number]
             dtype, shape, other = kinds.setdefault(name, (item.dtype, item.shape, rank))
             if (dtype, shape) != (item.dtype, item.shape) or sizes != item.sizes:
                 raise StorageFailure(
@@ -204,6 +209,8 @@ def _kind(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 METADATA = ".metadata"
+_ANNOUNCED = msgspec.msgpack.Decoder(list[tuple[bytes, bytes]])
+ANNOUNCED_BYTES_MAX = 4 << 30
 
 
 def preload() -> None:
@@ -256,6 +263,7 @@ class _Part:
         self._step, self._attempt, self._world = order.step, order.attempt, order.world
         self._place = self._directory.writing(self._step, self._attempt, order.nonce)
         self._sources: list[ImageSource] = []
+        self._images: dict[int, Described] = {}  # by rank
 
     def take(self) -> Done:
         try:
@@ -298,8 +306,10 @@ class _Part:
         return Done(bytes=self._job.bytes)
 
     def _announce(self) -> None:
-        texts = [source.manifest.to_bytes().decode() for source in self._sources]
-        write_json(self._place / _layout(self._part), texts, durable=False)
+        texts = [(source.manifest.to_bytes(), source.contents()) for source in self._sources]
+        for source, (_, contents) in zip(self._sources, texts, strict=True):
+            self._images[source.manifest.rank] = _described(source.manifest, contents)
+        write_atomically(self._place / _layout(self._part), msgspec.msgpack.encode(texts), durable=False)
 
     @property
     def _part(self) -> int:
@@ -315,7 +325,7 @@ class _Part:
             return None
         name = file_name(source.manifest.rank)
         with NewFile(self._place / name) as file:
-            for piece in source.read(ranges(source.manifest, numbers)):
+            for piece in source.read(ranges(self._images[source.manifest.rank], numbers)):
                 file.write(piece)
                 self._job.wrote(len(piece))
         return FileRecord(name, file.size, file.hexdigest, source.manifest.rank)
@@ -365,26 +375,28 @@ class _Part:
         self._place.mkdir(mode=0o700)
 
     def _share_out(self, parts: tuple[int, ...]) -> Layout:
-        manifests = {one.rank: one for theirs in self._job.each(self._read_layout, parts) for one in theirs}
-        if missing := set(range(self._world)) - manifests.keys():
+        announced = self._job.each(self._read_layout, parts)
+        images = {one.manifest.rank: one for theirs in announced for one in theirs}
+        if missing := set(range(self._world)) - images.keys():
             raise StorageFailure(f"nobody has announced the image of rank {min(missing)}")
-        layout = decide({rank: manifests[rank] for rank in range(self._world)})
+        layout = decide({rank: images[rank] for rank in range(self._world)})
         write_json(self._place / WRITES, layout.writes, durable=False)
         return layout
 
-    def _read_layout(self, part: int) -> list[Manifest]:
+    def _read_layout(self, part: int) -> list[Described]:
         self._job.check()
         name = _layout(part)
         try:
-            manifests = [Manifest.from_bytes(text.encode()) for text in foreign.load(self._place / name)]
-        except (keeper.BadImage, ValueError) as error:
+            texts = _ANNOUNCED.decode(foreign.read(self._place / name, ANNOUNCED_BYTES_MAX))
+            images = [Described(Manifest.from_bytes(one), Contents.from_bytes(its)) for one, its in texts]
+        except (BadImage, ValueError) as error:
             raise StorageFailure(f"{name} was damaged in transit: {error}") from error
-        for one in manifests:
+        for one in (image.manifest for image in images):
             if (one.step, one.attempt, one.world) != (self._step, self._attempt, self._world):
                 raise StorageFailure(f"rank {one.rank} has an image of another state, step {one.step}")
             if not 0 <= one.rank < self._world:
                 raise StorageFailure(f"{name} names rank {one.rank}, and there are {self._world} ranks")
-        return manifests
+        return images
 
     def _read_done(self, part: int) -> list[FileRecord]:
         self._job.check()
@@ -400,7 +412,7 @@ class _Part:
             step=self._step,
             attempt=self._attempt,
             world_size=self._world,
-            torch=layout.manifests[0].torch,
+            torch=layout.images[0].manifest.torch,
             files=tuple(sorted(records, key=lambda record: record.name)),
             entries=layout.entries,
         )
@@ -410,8 +422,15 @@ class _Part:
             raise StorageFailure(f"step {self._step} was rolled back meanwhile")
 
 
+def _described(manifest: Manifest, contents: bytes) -> Described:
+    try:
+        return Described(manifest, Contents.from_bytes(contents))
+    except BadImage as error:
+        raise StorageFailure(f"the image of rank {manifest.rank} was refused: {error}") from error
+
+
 def _layout(part: int) -> str:
-    return f"layout-r{part:05d}.json"
+    return f"layout-r{part:05d}"
 
 
 def _done(part: int) -> str:
