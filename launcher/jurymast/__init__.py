@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +10,12 @@ if TYPE_CHECKING:
 
     from jurymast.checkpoint.checkpointer import Checkpointer
     from jurymast.checkpoint.state import RandomState
+
+if getattr(sys, "argv", [])[:1] == ["-m"]:  # before anything else is imported
+    from jurymast import interpreter
+
+    if interpreter.is_ours():
+        interpreter.leave_directory()
 
 __all__ = ["Checkpointer", "RandomState", "__version__"]
 

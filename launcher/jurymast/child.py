@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Mapping
+
+from jurymast.interpreter import run_module
 
 LINE_BYTES_MAX = 1 << 20
 
@@ -24,7 +25,7 @@ class Child:
     async def start(cls, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Child:
         """Start a Python module. `environment` is added to this process's own. Raises OSError."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, *arguments, limit=LINE_BYTES_MAX,
+            *run_module(module, *arguments), limit=LINE_BYTES_MAX,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **(environment or {})},
         )  # fmt: skip

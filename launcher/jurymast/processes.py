@@ -41,19 +41,6 @@ def log_as(name: str) -> None:
     )  # fmt: skip
 
 
-# Not in the user's directory: Python looks for modules in the directory in which it starts, and a queue.py
-# there must not replace Python's own.
-_AWAY = (
-    "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
-
-
-def run_module(python: str, module: str, *arguments: str) -> list[str]:
-    """The command line that runs one of our modules, whatever directory the user is in."""
-    return [python, "-c", _AWAY, module, *arguments]
-
-
 def name_process(name: str) -> None:
     """Set the name that `ps -o comm` shows for this process; 15 characters at most."""
     with contextlib.suppress(OSError):  # only people look at the name

@@ -18,8 +18,8 @@ from jurymast.cluster.slurm import users_script
 from jurymast.core import events as ev
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunCancelledError, UsageError
+from jurymast.interpreter import run_module
 from jurymast.journal import JournalWriter, first_events
-from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import recognise, shims
 from jurymast.script.job import interpreter
@@ -393,7 +393,7 @@ ODD = 'a run|with & \'s "and" $so} (on) [a-z] * .. #1;'
 def launched(tmp_path: Path, *command: str, **environment: str) -> list[str]:
     """What our front end for launchers got, of a Python in which the hook is there."""
     job = RunDirectory(tmp_path / ODD)
-    shims.write(job, sys.executable)
+    shims.write(job, f"/..{sys.executable}")  # another Python, whose jurymast is the fake
     fake = tmp_path / "fake" / "jurymast" / "script"
     fake.mkdir(parents=True, exist_ok=True)
     (fake.parent / "__init__.py").touch()
@@ -474,7 +474,7 @@ def test_a_launcher_of_somebodys_own_is_ours_once_torch_is_to_run(tmp_path: Path
     "command",
     [
         pytest.param(["-m", "torch.distributed.run", "x.py"], id="a launcher"),
-        pytest.param(run_module("", "jurymast.script", "tasks", "2", "0", "python", "x.py")[1:], id="tasks"),
+        pytest.param(run_module("jurymast.script", "tasks", "2", "0", "x.py", python="x")[1:], id="tasks"),
     ],
 )
 def test_a_python_without_jurymast_is_named_in_one_line(tmp_path: Path, command: list[str]) -> None:

@@ -176,6 +176,23 @@ def looks(source: Source) -> Iterator[str]:
             yield f"{source.name}:{call.lineno}: looks by itself"
 
 
+PYTHON = re.compile(r"\bpython[\d.]*['\"]?( -[a-zA-Z]+)* -[a-zA-Z]*[cm]\b|(^|\s)-m jurymast|^-[IEsPBu]*[cm]$")
+
+
+def interpreters(source: Source) -> Iterator[str]:
+    """`jurymast.interpreter` alone writes the command lines of our own processes: any other would import from
+    the directory in which it is started. Also in the text of scripts for a shell."""
+    if not source.name.startswith((*PRODUCT, "slurm/site/")):
+        return
+    documents = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(source.tree):
+        own = isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable"
+        named = isinstance(node, ast.ImportFrom) and ast.unparse(node) == "from sys import executable"
+        text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents
+        if own or named or (text and PYTHON.search(node.value)):  # type: ignore[attr-defined]
+            yield f"{source.name}:{getattr(node, 'lineno', 0)}: may start Python by itself"
+
+
 def broad_silence(source: Source) -> Iterator[str]:
     """`except Exception: pass` hides the very errors that this program exists to report."""
     for node in ast.walk(source.tree):
@@ -277,6 +294,29 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         Source("launcher/jurymast/cli/a.py", "def f(path):\n    return path.exists()\n"),
         {"launcher/jurymast/report/doctor.py"},  # at this machine's own spool
     ),
+    interpreters: (
+        Source("launcher/a.py", "import sys\nrun([sys.executable, '-m', 'x'])\n"),
+        {
+            "launcher/jurymast/interpreter.py",
+            "slurm/site/jurymast_site/config.py",  # -I
+            # What trains is the user's: it is found as without us.
+            "launcher/jurymast/agent/ranks.py",
+            "launcher/jurymast/script/hook/sitecustomize.py",
+            "launcher/jurymast/script/node.py",
+            "launcher/jurymast/script/step.py",
+            "launcher/jurymast/worker/elastic.py",
+            "launcher/jurymast/worker/rank.py",
+            # They start nothing, but name the Python, or read a command line.
+            "launcher/jurymast/__init__.py",
+            "launcher/jurymast/cli/submit.py",
+            "launcher/jurymast/cluster/planning.py",
+            "launcher/jurymast/demo/__init__.py",
+            "launcher/jurymast/report/doctor.py",
+            "launcher/jurymast/script/job.py",
+            "launcher/jurymast/script/recognise.py",
+            "plugins/jurymast_nvidia/__main__.py",
+        },
+    ),
     broad_silence: (Source("tests/a.py", "try:\n    f()\nexcept Exception:\n    pass\n"), set()),
 }
 
@@ -351,3 +391,16 @@ def test_only_passing_files_are_written_without_waiting_for_the_disk() -> None:
         and source.name.startswith("launcher/")
     }
     assert found == PASSING.keys()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run([sys.executable, 'x'])", "from sys import executable", "run(['python3', '-m', 'jurymast'])",
+        "text = f'exec python3 -m jurymast.agent {run}'", "text = f'{python} -m jurymast.agent'",
+        "text = 'exec python -u -c pass'", "command = ['/opt/python', '-Im', 'x']", "words += ['-c', code]",
+        "SCRIPT = '#!/bin/sh exec python3.12 -I -m x'",
+    ],
+)  # fmt: skip
+def test_no_python_is_started_in_another_way(line: str) -> None:
+    assert list(interpreters(Source("launcher/a.py", line)))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -19,6 +18,7 @@ from jurymast.core.agent.effects import NEVER, Effect, WakeAt
 from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.message import Strangers
 from jurymast.errors import never
+from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
 from jurymast.wire.addresses import is_up
@@ -224,7 +224,7 @@ class Succeeding:
 
     async def _stand_by(self) -> Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "jurymast.supervisor.standby", str(self._directory.root), self._node,
+            *run_module("jurymast.supervisor.standby", str(self._directory.root), self._node),
             stdin=asyncio.subprocess.PIPE,
         )  # fmt: skip
 

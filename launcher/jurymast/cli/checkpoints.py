@@ -27,6 +27,7 @@ from jurymast.cli.options import (
 )
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import CheckpointError, UsageError
+from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -358,7 +359,7 @@ class _Call:
         self._insist(step)
         place.mkdir(parents=True, exist_ok=True)
         source = str(self._directory.path(step))
-        words = [sys.executable, "-W", "ignore", "-m", "jurymast.storage.export", source, str(target), form]
+        words = run_module("jurymast.storage.export", source, str(target), form)
         done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         said = done.stderr.strip().splitlines()
         if done.returncode != 0:

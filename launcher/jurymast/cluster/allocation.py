@@ -18,6 +18,7 @@ import psutil
 from jurymast import foreign
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, RunDirectoryError, SubmissionError
+from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.wire.addresses import ANY, listen_at_each
 
@@ -159,7 +160,7 @@ def listen(cluster: str) -> list[socket.socket]:
 def batch_process(plan: RunPlan) -> tuple[str, ...]:
     """The command line of the process that runs as long as the job, on its first node; the same under
     Slurm."""
-    return (plan.python, "-m", "jurymast.cluster.batch", plan.directory)
+    return tuple(run_module("jurymast.cluster.batch", plan.directory, python=plan.python))
 
 
 def submit_local(run_directory: str) -> int:

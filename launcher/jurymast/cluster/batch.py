@@ -28,6 +28,7 @@ from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision import batch as core
 from jurymast.errors import JurymastError, RunDirectoryError, never
+from jurymast.interpreter import run_module
 from jurymast.processes import die_with_parent, log_as
 from jurymast.rundir import RunDirectory
 
@@ -109,7 +110,7 @@ def end_srun(process: subprocess.Popen[bytes]) -> None:
 
 
 def agent_command(run_directory: str, host: str, port: int) -> list[str]:
-    return [sys.executable, "-m", "jurymast.agent", run_directory, "--supervisor", f"{host}:{port}"]
+    return run_module("jurymast.agent", run_directory, "--supervisor", f"{host}:{port}")
 
 
 def end_with_us() -> None:
@@ -198,7 +199,7 @@ class BatchProcess:
         and find it again after a crash. It also inherits the blocked signals: one that arrives early waits
         until it can be handled."""
         self._renew_allocation()
-        arguments = [sys.executable, "-m", "jurymast.supervisor", str(self._directory.root)]
+        arguments = run_module("jurymast.supervisor", str(self._directory.root))
         files = [listener.fileno() for listener in self._listeners]
         for file in files:
             arguments += ["--listen-fd", str(file)]

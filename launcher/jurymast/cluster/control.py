@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -15,6 +14,7 @@ from jurymast.cluster.allocation import Allocation, job_fields, run_command
 from jurymast.cluster.sbatch import seconds_of, split_command_line, where_options
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, UsageError
+from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory
 
 Answer = TypeVar("Answer")
@@ -117,7 +117,7 @@ def give_back(job: str, node: str) -> bool:
 def _lift_command(plan: RunPlan, job: str, sizes: str, banned: str) -> list[str]:
     """The sbatch command line of the helper job."""
     folder = RunDirectory(plan.directory).submission
-    lift = [sys.executable, "-m", "jurymast.cluster.lift", job, sizes, *filter(None, [banned])]
+    lift = run_module("jurymast.cluster.lift", job, sizes, *filter(None, [banned]))
     command = ["sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--time=5", "--job-name=jurymast-lift"]
     command += [f"--output={folder}/lift.log", "--open-mode=append", "--no-requeue", f"--chdir={folder}"]
     command += where_options(split_command_line(plan.sbatch_options, {}).options)

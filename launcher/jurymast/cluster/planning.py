@@ -30,6 +30,7 @@ from jurymast.cluster.sbatch import (
 from jurymast.core.planning.forecast import auto_spares
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ScriptError, UsageError
+from jurymast.interpreter import relative_parts
 from jurymast.policy.resolve import Resolved
 
 # sbatch options that make no sense for a run. The message says what to use instead.
@@ -202,7 +203,8 @@ def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
 
 def _check_module(module: str, directory: Path) -> None:
     """Raise ScriptError if the module is missing. Nothing is imported: that could occupy a GPU."""
-    search = [str(directory), *sys.path]
+    relative = (str(directory / part) for part in relative_parts(os.environ))
+    search = [str(directory), *relative, *sys.path]
     parent = ""
     for part in module.split("."):
         name = f"{parent}.{part}" if parent else part

@@ -24,8 +24,8 @@ from jurymast.cluster.sbatch import BatchScript
 from jurymast.core.settings import RunPlan
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError, SubmissionError, UsageError
+from jurymast.interpreter import run_module
 from jurymast.policy.resolve import Resolved
-from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, write_atomically
 
 
@@ -303,7 +303,7 @@ def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 def script_around(plan: RunPlan, script: BatchScript) -> str:
     """The script that sbatch gets in place of a user's batch script: its options, and the command that runs
     it. Our own options are on the command line, which takes precedence."""
-    run = run_module(plan.python, "jurymast.script", "job", plan.directory)
+    run = run_module("jurymast.script", "job", plan.directory, python=plan.python)
     return f'#!/bin/sh\n{script.head}\nexec {shlex.join(run)} "$@"\n'
 
 

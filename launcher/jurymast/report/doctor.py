@@ -22,6 +22,7 @@ from jurymast import foreign
 from jurymast.cluster.allocation import run_command
 from jurymast.cluster.verdicts import seal
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
+from jurymast.interpreter import run_code
 from jurymast.report.text import Block, Line, Table, count
 from jurymast.rundir import RunDirectory
 
@@ -163,9 +164,7 @@ def _gpu_library() -> Found:
     """Login nodes seldom have the library; the nodes matter."""
     code = "import pynvml as p; p.nvmlInit(); print(p.nvmlSystemGetDriverVersion(), p.nvmlDeviceGetCount())"
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False
-        )
+        done = subprocess.run(run_code(code), capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
         return NO, "NVML does not answer", "the driver hangs: reboot this machine"
     if done.returncode == 0:
@@ -339,7 +338,7 @@ def _python(environment: Mapping[str, str]) -> Found:
     if found is None:
         return NO, f"none in PATH: {path}", "load its module or environment before"
     try:
-        command = [found, "-c", LOOK]
+        command = run_code(LOOK, python=found)
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=False)
         python, ours, torch, place = done.stdout.strip().split(" ", 3)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from jurymast.cluster.sbatch import CommandLine, visible_gpus
 from jurymast.errors import ClusterUnavailableError
-from jurymast.processes import run_module
+from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory, renew
 from jurymast.script import recognise, shims
 from jurymast.script.notes import note_first, noted, say
@@ -41,7 +41,7 @@ def run(launcher: str, arguments: list[str]) -> int:
     if _on_each_node(recognise.parse(arguments, os.environ, launch=launcher == "launch"), job):
         say(f"{launcher} uses one node of {job.plan().active} and runs there without failure handling")
         _really(launcher, arguments)
-    command = run_module(sys.executable, "jurymast.script", launcher, *arguments)
+    command = run_module("jurymast.script", launcher, *arguments)
     return Step(job).run(CommandLine(command=command))
 
 
@@ -119,4 +119,4 @@ def _become_agent(training: Training, run_directory: str, supervisor: str, node:
     agent = ["jurymast.agent", run_directory, "--supervisor", supervisor, "--node", node]
     agent += ["--end-as", "task" if training.tasks else "launcher"]
     python = training.python
-    os.execve(python, run_module(python, *agent), shims.without_shims(os.environ))
+    os.execve(python, run_module(*agent, python=python), shims.without_shims(os.environ))

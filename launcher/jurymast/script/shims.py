@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jurymast import foreign
 from jurymast.errors import ClusterUnavailableError
-from jurymast.processes import run_module
+from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
 
 # The batch script's run directory, for everything that runs below the script.
@@ -78,7 +78,7 @@ def write(directory: RunDirectory, python: str) -> None:
     """Write the programs into the run directory. Raises OSError."""
     place = folder(directory)
     make_folder(hook(directory))
-    ours = shlex.join(run_module(python, "jurymast.script", "srun"))
+    ours = shlex.join(run_module("jurymast.script", "srun", python=python))
     write_program(place / "srun", SRUN.format(ours=ours))
     text = TORCHRUN.format(folder=shlex.quote(str(place)), hook=shlex.quote(str(hook(directory))))
     write_program(place / "torchrun", text)

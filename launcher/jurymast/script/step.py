@@ -38,8 +38,9 @@ from jurymast.core.settings import RunPlan
 from jurymast.core.supervision.batch import Outcome
 from jurymast.core.texts import compressed
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
+from jurymast.interpreter import run_module
 from jurymast.journal import FileTail
-from jurymast.processes import name_process, run_module
+from jurymast.processes import name_process
 from jurymast.rundir import RunDirectory, make_folder, write_json
 from jurymast.script import shims
 from jurymast.script.notes import note, noted, say
@@ -403,7 +404,7 @@ class Step:
         if python == sys.executable and (place or self._mounts(srun)):
             python = "python3"  # the container's own
         gpus = str(gpus_a_task(srun, os.environ))
-        agent = run_module(python, "jurymast.script", "tasks", str(tasks), gpus, *own)
+        agent = run_module("jurymast.script", "tasks", str(tasks), gpus, *own, python=python)
         command = [*srun.command[:place], *agent]
         # The agent is one task that shares out what it has to its ranks, so it must have the whole node.
         self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}

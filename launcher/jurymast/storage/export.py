@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def main() -> None:
     source, target, form = sys.argv[1:]
     os.umask(0o077)
+    warnings.simplefilter("ignore")  # torch's; stderr is for people
     try:
         left_out = export(Path(source), Path(target), form)
     except Exception as error:

@@ -14,10 +14,13 @@ MODULES = {b"torch.distributed.run": "torchrun", b"torch.distributed.launch": "l
 # Options of Python's own that take the next word.
 WITH_VALUE = (b"-W", b"-X", b"--check-hash-based-pycs")
 ELASTIC = "torch.distributed.run"
-# Away from the user's files: see jurymast.processes.run_module, which this Python may not have.
+# See jurymast.interpreter, whose text this is: this Python may not have it.
 RUN_MODULE = (
-    "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    'import os, sys; w = os.readlink("/proc/self/cwd"); '
+    "r = [os.path.normpath(os.path.join(w, p)) "
+    'for p in (os.environ.get("PYTHONPATH") or "/").split(":") if p[:1] != "/"]; '
+    "sys.path[:] = [p for p in sys.path if p and p not in r]; "
+    'import runpy; runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
 )
 
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
+from jurymast.interpreter import run_module
 from jurymast.sim.cluster.cluster import Plan, Result, random_plan, run, smallest
 
 AT_ONCE = 20
@@ -89,6 +90,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":  # else sets have another order in each process
-        command = [sys.executable, "-m", "jurymast.sim.cluster", *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": "0"})
+        command = run_module("jurymast.sim.cluster", *sys.argv[1:])
+        os.execve(command[0], command, {**os.environ, "PYTHONHASHSEED": "0"})
     sys.exit(main())
