@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli.options import examples, file_option, json_option, resolved_policy, show, show_json
+from jurymast.cli.options import (
+    Number,
+    examples,
+    file_option,
+    json_option,
+    resolved_policy,
+    show,
+    show_json,
+)
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 
@@ -22,7 +30,7 @@ WORDS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
 @click.command(epilog=examples("jurymast health", "jurymast health --explain 79"))
 @click.option("--probe", "names", multiple=True, metavar="NAME", help="Run only this probe; may be repeated.")
 @click.option(
-    "--limit", type=click.FloatRange(0.1), metavar="S",
+    "--limit", type=Number(0.1), metavar="S",
     help="Seconds a probe may take; one that takes longer is run once more.  [look-limit-s: 30]",
 )  # fmt: skip
 @click.option("--explain", type=int, metavar="XID", help="Explain an Xid code of NVIDIA's driver.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import math
 import os
 import re
 import shutil
@@ -162,7 +163,17 @@ checkpoint_bytes_option: Callable[[Any], Any] = click.option(
 )
 
 
-POSITIVE = click.FloatRange(min=0.0, min_open=True)
+class Number(click.FloatRange):
+    """A number in a range. Unlike click's own, which takes nan for in any range, and has none without end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
+        number = float(super().convert(value, param, context))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number with an end.", param, context)
+        return number
+
+
+POSITIVE = Number(min=0.0, min_open=True)
 storage_option: Callable[[Any], Any] = click.option(
     "--storage-gb-per-s", type=POSITIVE, metavar="W",
     help="Write bandwidth of the shared storage for all nodes together, in 1e9 bytes per second.",
@@ -183,6 +194,8 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
         return value
     if not value.isdigit():
         raise UsageError(f"--spares {value}: must be a number, or auto")
+    if int(value) > MOST_NODES:
+        raise UsageError(f"--spares {value}: at most {MOST_NODES}")
     return int(value)
 
 

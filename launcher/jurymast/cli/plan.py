@@ -10,6 +10,7 @@ import click
 from jurymast.cli.options import (
     MOST_NODES,
     POSITIVE,
+    Number,
     charts_option,
     checkpoint_bytes_option,
     durations_option,
@@ -47,19 +48,17 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @file_option("--policy", help="Policy file: what to do about failures.")
 @click.option(
-    "--restart-s", type=click.FloatRange(0.0), metavar="S",
+    "--restart-s", type=Number(0.0), metavar="S",
     help="Seconds from a failure to the next new step.  [as measured, plus 30 for the training's start]",
 )  # fmt: skip
 @durations_option
-@click.option(
-    "--stall-s", type=click.FloatRange(0.0), metavar="S", help="Seconds for which a save stops training."
-)
+@click.option("--stall-s", type=Number(0.0), metavar="S", help="Seconds for which a save stops training.")
 @click.option("--replace-h", type=POSITIVE, metavar="H", help="Hours until a lost node is replaced.  [6]")
 @click.option(
     "--days", type=POSITIVE, metavar="D", help="Length of the run in days; a short run needs fewer spares."
 )
 @click.option(
-    "--target", type=click.FloatRange(0.5, 1.0, max_open=True), metavar="SHARE",
+    "--target", type=Number(0.5, 1.0, max_open=True), metavar="SHARE",
     help="Goodput for which to show the storage bandwidth needed.  [0.95]",
 )  # fmt: skip
 @charts_option

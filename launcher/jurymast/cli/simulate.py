@@ -15,6 +15,7 @@ import click
 from jurymast.cli.options import (
     MOST_NODES,
     POSITIVE,
+    Number,
     charts_option,
     checkpoint_bytes_option,
     durations_option,
@@ -70,7 +71,7 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
     metavar="D",
     help="Length of a run in days.  [30]",
 )
-@click.option("--rate", type=click.FloatRange(0.0), metavar="R", help="Failures per 1,000 node-days.  [5]")
+@click.option("--rate", type=Number(0.0), metavar="R", help="Failures per 1,000 node-days.  [5]")
 @click.option(
     "--faults",
     metavar="KINDS",
@@ -81,14 +82,12 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
 )
 @click.option(
     "--script-rate",
-    type=click.FloatRange(0.0),
+    type=Number(0.0),
     default=0.0,
     metavar="R",
     help="Failures of the script itself, per 1,000 node-days.",
 )
-@click.option(
-    "--hang-rate", type=click.FloatRange(0.0), default=0.0, metavar="R", help="Hangs, per 1,000 node-days."
-)
+@click.option("--hang-rate", type=Number(0.0), default=0.0, metavar="R", help="Hangs, per 1,000 node-days.")
 @click.option("--trace", metavar="CSV", help="Replay faults (node,start_day,end_day), or `infinitehbd`.")
 @click.option(
     "--trace-nodes", type=click.IntRange(1), metavar="N", help="How many nodes the traced cluster had."
@@ -142,10 +141,13 @@ def command(
         asked = asked_cadence(cadence, nodes, rate, durations)
     except ValueError as error:
         raise UsageError(f"--cadence: {error}") from error
-    setup = Setup(
-        nodes=nodes, spares=spares, seconds=days * 86_400.0, durations=durations, settings=settings,
-        parts=PARTS if html is not None else 0,
-    )  # fmt: skip
+    try:
+        setup = Setup(
+            nodes=nodes, spares=spares, seconds=days * 86_400.0, durations=durations, settings=settings,
+            parts=PARTS if html is not None else 0,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(f"--days {days:g}: {error}") from error
     bar: Any = nullcontext()
     if not as_json and sys.stderr.isatty():
         bar = click.progressbar(length=1000, label="simulating", file=sys.stderr)

@@ -50,7 +50,7 @@ def simulate(
         def tell(t: float, seed: int = seed) -> None:
             told((seed + t / setup.seconds) / seeds)
 
-        outcomes.append(Simulation(setup, draw(random.Random(seed)), cadence, tell).run())
+        outcomes.append(Simulation(setup, draw(random.Random(seed)), cadence, tell, seed).run())
         told((seed + 1) / seeds)
     return outcomes
 

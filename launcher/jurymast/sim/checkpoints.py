@@ -48,11 +48,14 @@ from jurymast.core.settings import Settings
 from jurymast.core.supervision.departure import SECURE_LIMIT_S
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
+from jurymast.sim.bounds import Bounds
 from jurymast.worker.link import SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
 
 # Maximum size of a file of figures, which is about a page.
 BYTES_MAX = 64 << 10
 
+# Shorter steps would vanish when they are added to a time.
+STEP_MIN_S = 1e-6
 # A run begins here: a time of 0 would read as "not known".
 START = 86_400.0
 
@@ -107,12 +110,13 @@ class Durations:
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible times, or times that the run's own limits would cut short."""
-        if self.step_s <= 0.0:
-            raise ValueError("a step takes some time")
+        if not self.step_s >= STEP_MIN_S:
+            raise ValueError(f"a step takes at least {STEP_MIN_S:g} s, with which time is accounted for")
         parts = [self.parts(kind) for kind in KINDS]
         times = [value for value in self.__dict__.values() if isinstance(value, int | float)]
-        if min(*times, *(value for each in parts for value in vars(each).values())) < 0.0:
-            raise ValueError("no duration is negative")
+        times += [value for each in parts for value in vars(each).values()]
+        if not all(0.0 <= seconds < math.inf for seconds in times):
+            raise ValueError("no duration is negative, or without end")
         if any(each.stop_s >= STOP_LIMIT_S or each.launch_s >= LAUNCH_LIMIT_S for each in parts):
             raise ValueError(
                 f"ranks stop within {STOP_LIMIT_S:.0f} s and start within {LAUNCH_LIMIT_S:.0f} s"
@@ -367,12 +371,14 @@ class SimTiers:
     1 are the active nodes, higher places the spares. A node that replaces another takes its place, and the
     replicas that belong there."""
 
-    def __init__(self, state: RunState, durations: Durations, nodes: int, spares: int) -> None:
+    def __init__(
+        self, state: RunState, durations: Durations, nodes: int, spares: int, seed: int | None = None
+    ) -> None:
         self._state, self._d, self._nodes = state, durations, nodes
         wanted = state.settings
         preferred = spares if wanted.prefer_spares else 0
         self._kept = _kept(nodes, preferred, wanted.replicas, wanted.parity)
-        self._storage = None if durations.write_s is None else _Storage(state, durations.write_s)
+        self._storage = None if durations.write_s is None else _Storage(state, durations.write_s, seed)
         self._direct: dict[StateId, int] = {}  # in storage, where ranks save to that
         # The two newest, as the newest may not be complete: which, and when that is or was.
         self._recent: list[tuple[StateId, float]] = []
@@ -459,8 +465,8 @@ class _Storage:
     """Saves on shared storage and on their way there. A write takes `write_s` seconds. This is updated
     whenever something is about to happen; nothing here depends on what would go into the journal."""
 
-    def __init__(self, state: RunState, write_s: float) -> None:
-        self._state, self._write_s = state, write_s
+    def __init__(self, state: RunState, write_s: float, seed: int | None) -> None:
+        self._state, self._write_s, self._seed = state, write_s, seed
         self._copies = Copies()
         self._commit = Commit(state, self._copies)
         self._copies.holders[ALL_NODES] = Holder("", 0, "")
@@ -521,8 +527,13 @@ class _Storage:
             self._hold(key)
         until = now + SECURE_LIMIT_S["requeued"]
         self._carry_out(self._securing.secure(self._now))
+        bounds = Bounds(self._seed)
         while not self._securing.secured and self._now < until:
-            self.pass_until(min(self._ends_at, until))
+            # A supervisor looks at this all the time; here only when a write ends or may be tried again.
+            retry_at = self._writes.retries.due_at(SHARED, hurry=True)
+            next_at = self._ends_at if self._order is not None else retry_at
+            self.pass_until(min(next_at, until) if next_at > self._now else until)
+            bounds.event(self._now, "the newest save to be written before the nodes are released")
             self._carry_out(self._securing.secure(self._now))
         took_s = self._now - now
         self.lost(self._now)
@@ -531,8 +542,10 @@ class _Storage:
 
     def pass_until(self, now: float) -> None:
         """Carry out what happens to storage until this time."""
+        bounds = Bounds(self._seed)
         while (at := max(self._now, self._next_at)) <= now:
             self._now = at
+            bounds.event(at, "a write to storage")
             if self._order is not None:
                 self._end(self._order)
             elif not self._look():

@@ -30,6 +30,10 @@ BURST_S = 300.0
 BUNDLED_TRACE = "infinitehbd"
 # The bundled trace: servers of the cluster (most never fail), and days of observation.
 BUNDLED_NODES, BUNDLED_DAYS = 400, 348.98
+# Of the time between two incidents. Below this nearly all of them come at the same moment.
+SHAPE_MIN = 0.1
+# Of one run. Each takes milliseconds.
+FAULTS_MAX = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,10 @@ class FaultModel:
     hang_rate: float = 0.0
 
     def draw(self, nodes: int, seconds: float, rng: random.Random) -> list[TraceFault]:
-        """Draw a plan for `nodes` over `seconds`. Equal generators give equal plans."""
+        """Draw a plan for `nodes` over `seconds`. Equal generators give equal plans.
+
+        Raises UsageError for too many faults.
+        """
         faults: list[TraceFault] = []
         nodes_per_incident = (1.0 + self.bursts * 2.0) * (1.0 + self.multi * 1.5)
         per_second = nodes * self.rate / 1000.0 / DAY_S
@@ -124,14 +131,15 @@ def parse_patterns(text: str) -> dict[str, float]:
             number = float(value)
         except ValueError:
             number = 0.0
-        if not 0.0 < number <= (1.0 if name != "weibull" else 10.0):
-            raise UsageError(f"--faults {each}: {value!r} is not a number above 0 (a share: to 1)")
+        least, most = (SHAPE_MIN, 10.0) if name == "weibull" else (0.0, 1.0)
+        if not max(least, 1e-9) <= number <= most:
+            raise UsageError(f"--faults {each}: {value!r} is not a number above {least:g}, to {most:g}")
         fields |= dict.fromkeys(PATTERNS[name], number)
     return fields
 
 
 def _arrivals(per_second: float, shape: float, until: float, rng: random.Random) -> list[float]:
-    """Draw the times of a renewal process with this mean rate."""
+    """Draw the times of a renewal process with this mean rate. Raises UsageError for too many."""
     if per_second <= 0.0:
         return []
     scale = 1.0 / per_second / math.gamma(1.0 + 1.0 / shape)
@@ -139,8 +147,16 @@ def _arrivals(per_second: float, shape: float, until: float, rng: random.Random)
     t = rng.weibullvariate(scale, shape)
     while t < until:
         times.append(t)
+        _limit(times)
         t += rng.weibullvariate(scale, shape)
     return times
+
+
+def _limit(faults: Sequence[object]) -> None:
+    if len(faults) > FAULTS_MAX:
+        raise UsageError(
+            f"more than {FAULTS_MAX:,} faults in one run", hint="a lower rate, fewer days or fewer nodes"
+        )
 
 
 @dataclass(frozen=True)
@@ -164,6 +180,8 @@ class Trace:
 
         With `repair`, nodes are down as long as recorded (in real hours); otherwise as long as repairs
         usually take. With `shift`, the plan starts on a random day. The trace starts over at its end.
+
+        Raises UsageError for too many faults.
         """
         factor = nodes / self.nodes
         copies = max(1, math.ceil(factor))
@@ -178,6 +196,7 @@ class Trace:
                     return plan
                 number = (node + self.nodes * rng.randrange(copies)) % nodes
                 plan.append(TraceFault(t, (number,), down_s=down * DAY_S if repair else None))
+                _limit(plan)
             lap += 1
         return plan
 

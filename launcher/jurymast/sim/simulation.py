@@ -27,6 +27,7 @@ from jurymast.core.run.recording import copied
 from jurymast.core.run.recovery import SPARE_GRACE_S
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.settings import Settings
+from jurymast.sim.bounds import Bounds
 from jurymast.sim.checkpoints import (
     HANG,
     NODE_CRASH,
@@ -44,6 +45,7 @@ from jurymast.sim.faults import OTHERS, Names, TraceFault, names_needed
 LATER_S = 10.0
 # What is counted: launches and faults that break an attempt, allocations, and plans of what ranks do next.
 ATTEMPT, ALLOCATION, PLAN = "attempt", "allocation", "plan"
+SECONDS_MIN, SECONDS_MAX = 1.0, 100 * 365 * 86_400.0
 # Without a hang detector a stuck collective ends by torch's own time limit.
 COLLECTIVE_LIMIT_S = 600.0
 
@@ -67,6 +69,11 @@ class Setup:
     saves_at_once: int = 32
     parts: int = 0
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a time of no use."""
+        if not SECONDS_MIN <= self.seconds <= SECONDS_MAX:
+            raise ValueError("a simulated run lasts from a second to a hundred years")
+
 
 @dataclass(frozen=True)
 class SimOutcome:
@@ -89,13 +96,14 @@ class SimOutcome:
 
 class Simulation:
     """Runs one simulation through `faults`; the script requests `cadence`. `told` is called from time to time
-    with the time that has passed."""
+    with the time that has passed. `seed`: what errors call it."""
 
     def __init__(
         self, setup: Setup, faults: Sequence[TraceFault], cadence: Cadence,
-        told: Callable[[float], None] | None = None,
+        told: Callable[[float], None] | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
         self.setup, self._told = setup, told
+        self._bounds = Bounds(seed)
         self._faults = [fault for fault in faults if fault.step is None]
         self._scripted = deque(fault for fault in faults if fault.step is not None)
         self._d = setup.durations
@@ -113,7 +121,7 @@ class Simulation:
         self._segment = (0.0, 0, False)  # start, steps before it, copies are made during it
         self._next_save = 0  # step
         self._next_fault, self._end, self._saves = START, START + setup.seconds, 0
-        self._tiers = SimTiers(self.state, self._d, setup.nodes, setup.spares)
+        self._tiers = SimTiers(self.state, self._d, setup.nodes, setup.spares, seed)
         self._restoring: Restoring | None = None
         self._restores: Counter[str] = Counter()
         self._kind = POWER_LOSS  # kind of the newest failure
@@ -128,6 +136,7 @@ class Simulation:
         )  # fmt: skip
 
     def run(self) -> SimOutcome:
+        """Run to the end. Raises StandsStill."""
         self._feed(
             ev.RunStarted(
                 t=START, run="simulated", name="simulated", active=self._names.active,
@@ -145,12 +154,14 @@ class Simulation:
                 break
             if fault is not None and self._next_fault <= at:
                 self.now = self._next_fault
+                self._bounds.goes_on()
                 self._fault(fault)
                 if self._told is not None:
                     self._told(fault.t)
                 fault = next(faults, None)
                 continue
             self.now, _, of, count, act, arguments = heapq.heappop(self._heap)
+            self._bounds.event(self.now, act)
             if self._counts[of] == count:
                 act(*arguments)
         if not self.state.ended:

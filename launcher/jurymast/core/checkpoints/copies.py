@@ -536,11 +536,15 @@ class Retries:
     def due(self, tier: str, now: float, *, hurry: bool = False) -> bool:
         """Return True unless it failed a short while ago. In a `hurry` it is tried as often as after one
         failure."""
+        return now >= self.due_at(tier, hurry=hurry)
+
+    def due_at(self, tier: str, *, hurry: bool = False) -> float:
+        """Return when it is tried again; minus infinity unless the last try failed."""
         last = self._failing.get(tier)
         if last is None:
-            return True
+            return -math.inf
         pause_s = RETRY_S if hurry else min(RETRY_MAX_S, RETRY_S * 2.0 ** min(last.times - 1, 10))
-        return now >= last.at + pause_s
+        return last.at + pause_s
 
     def failed_at(self, tier: str) -> float:
         """Return when the last try failed, if none has succeeded since."""

@@ -203,9 +203,9 @@ class Spares:
 
 def outages(nodes: int, rate: float, replace_s: float, run_s: float | None = None) -> Outages:
     """Return the outages at `rate` failures per 1,000 node-days. A run shorter than a replacement can lose
-    nodes only during its own length."""
+    nodes only during its own length. No more nodes are out than there are."""
     span_s = replace_s if run_s is None else min(replace_s, run_s)
-    return Outages(max(0.0, nodes * rate / 1000.0 * span_s / DAY_S))
+    return Outages(min(float(nodes), max(0.0, nodes * rate / 1000.0 * span_s / DAY_S)))
 
 
 def by_risk(found: Outages) -> int:

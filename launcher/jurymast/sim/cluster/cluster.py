@@ -26,6 +26,7 @@ from jurymast.sim.cluster.world import RunDisk, SimNetwork, Storage, World
 MOST_FAULTS = 5
 FIRST_AT_S, LAST_AT_S = 1.0, 20.0
 AFTER_S = 18.0
+LONGEST_S = 3600.0
 LAST_STEPS = 10, 100
 
 # kind: how often, and how long it lasts at the most, in seconds (0.0: it does not last).
@@ -105,8 +106,13 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan. Raises ValueError for anything else."""
-        return msgspec.json.decode(text, type=cls)
+        """Read a plan. Raises ValueError for anything else, and for one that lasts too long."""
+        plan = msgspec.json.decode(text, type=cls)
+        if not all(
+            0.0 <= fault.at <= LONGEST_S and 0.0 <= fault.seconds <= LONGEST_S for fault in plan.faults
+        ):
+            raise ValueError(f"a fault begins, and lasts, at most {LONGEST_S:.0f} s")
+        return plan
 
 
 def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:

@@ -180,6 +180,7 @@ class SimKeeper:
         self._acting = True
         try:
             while self._due and self.agent.process.alive:
+                self.world.happens(self._due[0])
                 self._one(self._due.popleft())
         finally:
             self._acting = False

@@ -229,6 +229,7 @@ class SimSupervisor:
         self._blocked = False
         while self._todo and self.process.alive:
             effect = self._todo.popleft()
+            self.world.happens(effect)
             if isinstance(effect, do.Journal):
                 told: list[Item] = [effect.event, *((effect.event.t, one) for one in effect.decided)]
                 self._journal.add(told)

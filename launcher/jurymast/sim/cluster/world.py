@@ -25,6 +25,7 @@ from jurymast.core.run.machine import step
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
 from jurymast.journal import EpochBegin, begin_of, counting, initial_state, take, together
+from jurymast.sim.bounds import Bounds
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent, SimSite
@@ -57,6 +58,7 @@ class World:
         self.now = 0.0
         self.over = False
         self.events = 0
+        self._bounds, self._second = Bounds(seed), 0
         self._queue: list[tuple[float, int, int, Process | None, Then, tuple[Any, ...]]] = []
         self._order = 0
 
@@ -79,7 +81,15 @@ class World:
     def between(self, least: float, most: float) -> float:
         return least + (most - least) * self.chance.random()
 
+    def happens(self, what: object) -> None:
+        """Note an event, or one of the effects that are carried out within one. Raises StandsStill."""
+        if self.now >= self._second + 1:
+            self._second = int(self.now)
+            self._bounds.goes_on()
+        self._bounds.event(self.now, what)
+
     def run(self, until: float) -> None:
+        """Carry out what happens until then. Raises StandsStill."""
         queue, pop, push = self._queue, heapq.heappop, heapq.heappush
         while queue and not self.over:
             event = pop(queue)
@@ -95,6 +105,7 @@ class World:
                     continue
             self.now = when
             self.events += 1
+            self.happens(then)
             then(*args)
         if not self.over:
             self.now = max(self.now, until)
