@@ -18,8 +18,9 @@ import pytest
 
 from jurymast_site import sweep as sweeping
 from jurymast_site.config import Config, ConfigError, load
+from jurymast_site.guard import NotRoots, require_program, require_roots
 from jurymast_site.sweep import Process, end, orphans, processes, stale_files, sweep, users_with_jobs
-from jurymast_site.system import Failed, Log, require_roots, state_directory
+from jurymast_site.system import Failed, Log, state_directory
 from support.waiting import wait_until
 
 SITE = Path(__file__).parents[2] / "slurm" / "site"
@@ -81,16 +82,16 @@ def test_root_runs_and_keeps_only_what_is_its_own(tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    require_roots(program)
+    require_program([str(program)])
     os.chown(program, STRAY, 0)
-    with pytest.raises(Failed, match="users other than root can write to it"):
-        require_roots(program)
+    with pytest.raises(NotRoots, match="users other than root can write to it"):
+        require_program([str(program)])
     os.chown(program, 0, 0)
     tmp_path.chmod(0o777)
-    with pytest.raises(Failed, match=f"{tmp_path}: users other than root can write to it"):
-        require_roots(program)
+    with pytest.raises(NotRoots, match=f"{tmp_path}: users other than root can write to it"):
+        require_program([str(program)])
     tmp_path.chmod(0o1777)
-    require_roots(program)
+    require_program([str(program)])
     state = state_directory(tmp_path / "a" / "state")
     assert state.stat().st_mode & 0o777 == 0o700
     link = tmp_path / "link"
@@ -100,6 +101,62 @@ def test_root_runs_and_keeps_only_what_is_its_own(tmp_path: Path) -> None:
     state.chmod(0o777)
     with pytest.raises(Failed, match="must belong to root"):
         state_directory(state)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """A virtual environment of root's, with one package and one directory that a .pth file adds."""
+    place = tmp_path / "environment"
+    packages = place / "lib" / "python3.99" / "site-packages"
+    for folder in (place / "bin", packages / "package", tmp_path / "added"):
+        folder.mkdir(parents=True)
+    (place / "bin" / "python").symlink_to("python3")
+    (place / "bin" / "python3").symlink_to("/usr/bin/python3")
+    (place / "lib64").symlink_to("lib")
+    (place / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    (packages / "package" / "module.py").write_text("")
+    (packages / "added.pth").write_text(f"import sys\n{tmp_path / 'added'}\n")
+    (tmp_path / "added" / "other.py").write_text("")
+    (tmp_path / "reached").symlink_to(place)
+    (place / "bin" / "program").write_text(f"#!{place}/bin/python -I\n")
+    return tmp_path
+
+
+PACKAGES = "environment/lib/python3.99/site-packages"
+PARTS = [
+    "environment", "environment/bin", "environment/bin/python", "environment/bin/python3", "reached",
+    "environment/pyvenv.cfg", "environment/lib64", "environment/lib/python3.99",
+    f"{PACKAGES}/package/module.py", f"{PACKAGES}/added.pth", "added", "added/other.py",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("program", ["python", "program"])
+def test_root_looks_through_no_python_that_another_user_can_change(
+    environment: Path, program: str, part: str
+) -> None:
+    """Whoever owns a link, a directory on the way, or a file that is imported decides what root runs."""
+    command = [str(environment / "reached" / "bin" / program), "-I", "-m", "jurymast.health.once"]
+    require_program(command)
+    os.chown(environment / part, STRAY, STRAY, follow_symlinks=False)
+    with pytest.raises(NotRoots, match="users other than root"):
+        require_program(command)
+
+
+def test_a_file_that_root_gives_its_program_is_roots(tmp_path: Path) -> None:
+    script = tmp_path / "probe.py"
+    script.write_text("")
+    require_program(["/usr/bin/env", str(script), "/nowhere"])
+    script.chmod(0o666)
+    with pytest.raises(NotRoots, match="probe.py"):
+        require_program(["/usr/bin/env", str(script)])
+
+
+def test_links_that_lead_in_a_circle_end(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(NotRoots, match="too many links"):
+        require_roots(str(tmp_path / "a"))
 
 
 # The sweep.
@@ -300,17 +357,48 @@ def test_the_health_check_without_slurm_says_so_and_does_nothing(tmp_path: Path)
 
 @pytest.mark.parametrize(("uid", "mode"), [(STRAY, 0o644), (0, 0o666)])
 def test_root_runs_nothing_of_a_tree_that_others_can_write_to(tmp_path: Path, uid: int, mode: int) -> None:
-    tree = tmp_path / "site"
-    shutil.copytree(SITE, tree, ignore=shutil.ignore_patterns("__pycache__"))
-    changed = tree / "jurymast_site" / "slurm.py"
-    os.chown(changed, uid, 0)
-    changed.chmod(mode)
-    config = tmp_path / "site.ini"
-    config.write_text(f"[files]\nstate = {tmp_path}/state\nlog = {tmp_path}/log\n")
+    for name in ("slurm.py", "guard.py", "__init__.py", "json.py"):
+        tree = tmp_path / name / "site"
+        shutil.copytree(SITE, tree, ignore=shutil.ignore_patterns("__pycache__"))
+        changed = tree / "jurymast_site" / name
+        with changed.open("a") as file:
+            file.write(f"\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n")
+        os.chown(changed, uid, 0)
+        changed.chmod(mode)
+        assert_nothing_runs(tmp_path, tree)
+
+
+def test_nor_of_one_that_is_reached_through_a_directory_of_another_user(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    shutil.copytree(SITE, theirs / "site", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "link").symlink_to(theirs / "site")
+    os.chown(theirs, STRAY, STRAY)
+    assert_nothing_runs(tmp_path, theirs / "site")
+    assert_nothing_runs(tmp_path, tmp_path / "link")
+    os.chown(theirs, 0, 0)
+    run(str(tmp_path / "link" / "healthcheck"), tmp_path / "site.ini", SLURMD_NODENAME="n1")
+    assert (tmp_path / "state").exists(), "it was refused because of something else"
+    os.chown(tmp_path / "link", STRAY, STRAY, follow_symlinks=False)
+    shutil.rmtree(tmp_path / "state")
+    (tmp_path / "log").unlink(missing_ok=True)
+    assert_nothing_runs(tmp_path, tmp_path / "link")
+
+
+def assert_nothing_runs(place: Path, tree: Path) -> None:
+    config = place / "site.ini"
+    config.write_text(f"[files]\nstate = {place}/state\nlog = {place}/log\n[sweep]\nmin_uid = {MIN_UID}\n")
     for program, code in (("healthcheck", 1), ("prolog", 0), ("epilog", 0)):
         done = run(str(tree / program), config, SLURMD_NODENAME="n1")
         assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["site", "site.ini"]
+    assert not [name for name in ("ran", "state", "log") if (place / name).exists()]
+
+
+def test_the_programs_guard_themselves_in_the_same_way() -> None:
+    texts = [(SITE / name).read_text() for name in ("healthcheck", "prolog", "epilog")]
+    assert texts[1] == texts[2]
+    own = texts[0].replace("jurymast-healthcheck", "jurymast-sweep").replace("sys.exit(1)", "sys.exit(0)")
+    assert own.replace("jurymast_site.healthcheck", "jurymast_site.sweep") == texts[1]
 
 
 SINFO = """

@@ -273,6 +273,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/worker/rank.py",
             "launcher/jurymast/worker/stack_signal.py",
             "plugins/jurymast_storage/__init__.py",
+            "slurm/site/jurymast_site/guard.py",
             "slurm/site/jurymast_site/healthcheck.py",
             "slurm/site/jurymast_site/system.py",
             # What comes with the package, and what somebody names on the command line.

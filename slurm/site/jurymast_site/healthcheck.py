@@ -19,12 +19,11 @@ from typing import Any
 
 from jurymast_site import slurm, verdicts
 from jurymast_site.config import DEFAULT, Config, ConfigError, load
+from jurymast_site.guard import NotRoots, require_program
 from jurymast_site.system import (
     Failed,
     Log,
     load_state,
-    require_own_tree,
-    require_roots,
     run,
     save_state,
     state_directory,
@@ -55,7 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=DEFAULT, help=f"default: {DEFAULT}")
     path: Path = parser.parse_args(arguments).config
     try:
-        require_own_tree()
         config = load(path)
         log = Log("jurymast-healthcheck", config.log)
     except (ConfigError, Failed) as error:
@@ -108,10 +106,10 @@ class HealthCheck:
         """Run root's own probes; None if they could not be run, so that they confirm nothing."""
         config = self._config
         try:
-            require_roots(Path(config.health_command[0]))
+            require_program(config.health_command)
             told = run(config.health_command, limit_s=config.health_limit_s, codes=HEALTH_CODES)
             look = parsed(told)
-        except (Failed, ValueError) as error:
+        except (Failed, NotRoots, OSError, ValueError) as error:
             self._log.say(f"the probes could not be run: {error}")
             return None
         for finding in look.bad:

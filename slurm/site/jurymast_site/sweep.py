@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jurymast_site.config import DEFAULT, Config, ConfigError, load
-from jurymast_site.system import Failed, Log, require_own_tree
+from jurymast_site.system import Failed, Log
 
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
@@ -55,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path: Path = parser.parse_args(arguments).config
     log = Log("jurymast-sweep", "")
     try:
-        require_own_tree()
         config = load(path)
         log = Log("jurymast-sweep", config.log)
         sweep(config, log)

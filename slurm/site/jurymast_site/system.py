@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 import syslog
 import time
@@ -38,38 +37,6 @@ def run(
         words = done.stderr.decode(errors="replace").split()
         raise Failed(f"{command[0]}: exit code {done.returncode}: {' '.join(words)[:300]}")
     return done.stdout.decode(errors="replace")
-
-
-OURS = Path(__file__).resolve().parents[1]
-
-
-def require_roots(program: Path) -> None:
-    """Raise Failed unless only root can change the program, or replace it or a directory above it."""
-    try:
-        for path in (program.resolve(strict=True), *program.resolve().parents):
-            _require_roots(path)
-    except OSError as error:
-        raise Failed(f"{program}: {error.strerror}") from error
-
-
-def require_own_tree() -> None:
-    """Raise Failed unless only root can change the programs that run here."""
-    try:
-        for path in (OURS, *OURS.rglob("*")):
-            _require_roots(path)
-    except OSError as error:
-        raise Failed(f"{OURS}: {error.strerror}") from error
-
-
-def _require_roots(path: Path) -> None:
-    """Raises Failed, OSError. In a sticky directory, entries can be replaced only by their owners."""
-    status = path.lstat()
-    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-    open_to_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode)
-    if status.st_uid != 0 or (open_to_others and not sticky):
-        raise Failed(
-            f"{path}: users other than root can write to it, so root does not run it: chown root, chmod go-w"
-        )
 
 
 class Log:
