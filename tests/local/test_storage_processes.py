@@ -593,8 +593,15 @@ def test_the_agents_side(tmp_path: Path) -> None:
             done = await storage.carry_out(to_shared(tmp_path / "c", images, world=1, lead=True), phases)
             assert isinstance(done, Done), done
             # nobody says how to go on: that is no hang of the storage
-            late = to_shared(tmp_path / "d", images, world=1, lead=True, limit_s=1.0)
-            assert await storage.carry_out(late) == StorageFailed(id=7, why="waited 2 s for the other nodes")
+            late = to_shared(tmp_path / "d", images, world=1, lead=True, limit_s=0.5)
+            opened.clear()
+            task = asyncio.ensure_future(storage.carry_out(late, Phases(lambda phase: opened.set())))
+            await asyncio.wait_for(opened.wait(), 60.0)
+            given_up, _ = await asyncio.wait([task], timeout=3 * (late.limit_s + 0.5))
+            assert not given_up
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         finally:
             await storage.close()
 

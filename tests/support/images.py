@@ -26,6 +26,7 @@ from jurymast.storage.orders import (
     Continue,
     Done,
     ImageAt,
+    Progress,
     Reached,
     StorageFailed,
     Told,
@@ -175,12 +176,14 @@ class StorageProcess:
         self.process.stdin.flush()
 
     def hear(self) -> Answer | Reached:
-        """What it says next; what it has not done or said before its end has failed."""
+        """What it says next besides its progress; what it has not done or said before its end has failed."""
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        found = read_answer(line) if line else StorageFailed(why="the process has ended")
-        assert not isinstance(found, Strange), found
-        return found
+        while True:
+            line = self.process.stdout.readline()
+            found = read_answer(line) if line else StorageFailed(why="the process has ended")
+            assert not isinstance(found, Strange), found
+            if not isinstance(found, Progress):
+                return found
 
     def answer(self) -> Answer:
         said = self.hear()

@@ -114,10 +114,10 @@ def _place_listed_only(self: RunDisk, node: str) -> Endpoint | None:
     return {e: place for e, (_, place) in self.endpoints.items()}.get(_listed_only(self, node))
 
 
-def _seal_with_the_lead(self: Writes, write: OpenWrite, node: str) -> list[Any]:
+def _seal_with_the_lead(self: Writes, write: OpenWrite, node: str, now: float) -> list[Any]:
     if write.phase is msg.WritePhase.WRITE and node == write.lead:
         write.behind = {node}
-    return _passed(self, write, node)
+    return _passed(self, write, node, now)
 
 
 def _nothing(*_: Any, **__: Any) -> list[Any]:

@@ -80,6 +80,7 @@ SAID: list[msg.ToSupervisor] = [
     msg.AskSources(step=1, attempt=1, rank=0),
     msg.Unreplicated(step=1, attempt=1, rank=0, part="all", why="gone", group=(0, 1)),
     msg.WriteReached(id="7", phase=msg.WritePhase.ANNOUNCE),
+    msg.WriteProgress(id="7", size_bytes=1 << 40),
     msg.Written(id="7", tier="shared", ok=False, why="full"),
     msg.Ask(what="rollback", by="ada", step=7),
 ]

@@ -6,12 +6,14 @@ import hashlib
 import itertools
 import os
 import queue
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -158,13 +160,50 @@ def test_nodes_that_write_together_look_for_nothing_and_list_nothing(
     }
 
 
+def mock_time(now: list[float]) -> Any:
+    """Have orders read this time, in seconds."""
+    return mock.patch.object(orders, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+
 def turned(job: Job, after: WritePhase = WritePhase.ANNOUNCE) -> Continue:
     return job.turn(after, WritePhase(after + 1))
 
 
-def test_who_waits_in_vain_says_for_whom() -> None:
-    with pytest.raises(StorageFailure, match="waited 0 s for the other nodes"):
-        turned(Job(0.01))
+def test_who_waits_for_others_waits_as_long_as_their_storage_takes() -> None:
+    now, reached = [0.0], threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        job = Job(1.0, reached=lambda phase: reached.set())
+        with mock_time(now):
+            turn = pool.submit(turned, job)
+            assert reached.wait(LIMIT_S)
+            now[0] += 1e6
+            job.go_on(Continue(id=1, phase=WritePhase.SHARE_OUT))
+            assert turn.result(LIMIT_S).phase is WritePhase.SHARE_OUT
+
+
+@pytest.mark.parametrize("what", ["bytes", "files"])
+def test_an_order_that_makes_progress_takes_as_long_as_its_size_needs(what: str) -> None:
+    """70 B parameters with Adam on 8 GPUs are 1.1 TB: at 0.5 GB/s they take 2,240 s."""
+    now, told = [0.0], list[int]()
+    with mock_time(now):
+        job = Job(10.0, advance=told.append)
+        for _ in range(400):
+            now[0] += 9.0
+            job.wrote(1 << 20) if what == "bytes" else job.moved()
+        assert job.bytes == sum(told) == (400 << 20 if what == "bytes" else 0)
+        now[0] += 11.0
+        job.wrote(1)  # late, but it came back
+        now[0] += 11.0
+        with pytest.raises(StorageFailure, match="it made no progress for 10 s"):
+            job.check()
+
+
+def test_an_order_that_makes_progress_can_be_cancelled() -> None:
+    job = Job(LIMIT_S)
+    job.wrote(1)
+    job.cancel()
+    with pytest.raises(StorageFailure, match="it was cancelled"):
+        job.wrote(1)
 
 
 def test_who_waits_is_cancelled_at_once() -> None:
@@ -185,17 +224,15 @@ def test_an_order_to_go_on_that_is_not_the_next_is_passed_over() -> None:
     assert turned(job) == Continue(id=1, phase=WritePhase.SHARE_OUT, parts=(WritePhase.SHARE_OUT,))
 
 
-def test_each_phase_has_the_time_of_an_order_and_the_wait_for_others_counts_for_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_wait_for_others_counts_for_no_phase() -> None:
     now = [0.0]
-    monkeypatch.setattr(orders, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    job = Job(10.0, reached=lambda phase: now.__setitem__(0, now[0] + 15.0))
-    for phase in (WritePhase.OPEN, WritePhase.ANNOUNCE, WritePhase.SHARE_OUT):
-        now[0] += 9.0
-        job.check()
-        job.go_on(Continue(id=1, phase=WritePhase(phase + 1)))
-        turned(job, phase)
-    now[0] += 11.0
-    with pytest.raises(StorageFailure, match="it took longer than its limit of 10 s"):
-        job.check()
+    with mock_time(now):
+        job = Job(10.0, reached=lambda phase: now.__setitem__(0, now[0] + 15.0))
+        for phase in (WritePhase.OPEN, WritePhase.ANNOUNCE, WritePhase.SHARE_OUT):
+            now[0] += 9.0
+            job.check()
+            job.go_on(Continue(id=1, phase=WritePhase(phase + 1)))
+            turned(job, phase)
+        now[0] += 11.0
+        with pytest.raises(StorageFailure, match="it made no progress for 10 s"):
+            job.check()

@@ -165,6 +165,28 @@ def test_who_keeps_the_others_waiting_is_named() -> None:
     assert [node for node, _ in site.ordered(msg.CancelWrite)] == ["n1", "n2", "n3"]
 
 
+def test_a_write_that_makes_progress_is_not_given_up_and_one_that_makes_none_is() -> None:
+    site, id = begun(WritePhase.WRITE)
+    for _ in range(20):
+        site.time += WRITE_LIMIT_S - 1
+        site.hear("n2", msg.WriteProgress(id=id, size_bytes=9))
+        site.look()
+    assert site.ordered(msg.CancelWrite) == []
+    site.hear("n2", msg.WriteProgress(id=f"{id}0", size_bytes=9))  # of another write
+    site.time += WRITE_LIMIT_S + 1
+    site.look()
+    assert site.ordered(msg.CancelWrite) != []
+
+
+def test_who_says_again_what_is_known_makes_no_progress() -> None:
+    site, id = begun(WritePhase.ANNOUNCE)
+    for _ in range(2):
+        site.reach("n1", id, WritePhase.ANNOUNCE)
+        site.time += 0.6 * WRITE_LIMIT_S
+        site.look()
+    assert [node for node, _ in site.ordered(msg.CancelWrite)] == ["n1", "n2", "n3"]
+
+
 @pytest.mark.parametrize("phase", WritePhase)
 def test_a_write_that_the_supervisor_does_not_know_is_cancelled(phase: WritePhase) -> None:
     """It has ended, or an earlier supervisor has ordered it."""

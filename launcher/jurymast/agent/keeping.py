@@ -4,6 +4,8 @@ it starts, gives orders, and kills if they hang. `core.agent.machine` decides ab
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -25,11 +27,11 @@ from jurymast.keeper.manifest import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
 from jurymast.storage import orders
 from jurymast.storage.orders import (
-    WAIT_LIMITS,
     Answer,
     AnyOrder,
     Cancel,
     Continue,
+    Progress,
     Reached,
     StorageFailed,
     Told,
@@ -37,17 +39,23 @@ from jurymast.storage.orders import (
 )
 from jurymast.wire.protocol import Access
 
+log = logging.getLogger("jurymast.agent")
+
+NEVER = math.inf
 # Seconds that an order gets after its limit to give up by itself, and a killed process to end.
 GRACE_S = 10.0
 GONE_S = 2.0
 
 
 class Phases:
-    """Those of an order. `reached` is called with each that is done. `turns` are the orders to go on, which
-    may come before the process has the order itself."""
+    """Those of an order. `reached` is called with each that is done, and `advanced` from time to time with
+    the bytes that are written. `turns` are the orders to go on, which may come before the process has the
+    order itself."""
 
-    def __init__(self, reached: Callable[[WritePhase], None]) -> None:
-        self.reached = reached
+    def __init__(
+        self, reached: Callable[[WritePhase], None], advanced: Callable[[int], None] = lambda size: None
+    ) -> None:
+        self.reached, self.advanced = reached, advanced
         self.turns: asyncio.Queue[msg.ContinueWrite] = asyncio.Queue()
 
 
@@ -84,7 +92,7 @@ class _Tier:
         self.lock = asyncio.Lock()
         self._name, self._grace_s = name, grace_s
         self._child: Child | None = None
-        self._late_at = 0.0  # when a process that says nothing hangs
+        self._late_at = NEVER  # when a process that says nothing hangs
 
     async def carry_out(self, order: AnyOrder, phases: Phases) -> Answer:
         """Carry out an order, with the lock held. A process that remains is idle."""
@@ -101,12 +109,13 @@ class _Tier:
         going_on = asyncio.ensure_future(self._go_on(child, order, phases))
         try:
             while not work.done() and (left_s := self._late_at - asyncio.get_running_loop().time()) > 0:
-                await asyncio.wait([work], timeout=left_s)
+                # Not longer than that: meanwhile the order may go on after a wait for the other nodes.
+                await asyncio.wait([work], timeout=min(left_s, order.limit_s))
             if not work.done():
                 await self.kill()
                 place = getattr(order, "root", "")
                 return StorageFailed(
-                    why=f"{self._name} storage hangs at {place}: not done within {order.limit_s:.0f} s; "
+                    why=f"{self._name} storage hangs at {place}: no progress for {order.limit_s:.0f} s; "
                     "its process was killed"
                 )
             return work.result() or StorageFailed(why=await self._why_ended())
@@ -145,10 +154,15 @@ class _Tier:
                 answer = read_answer(line)
                 if isinstance(answer, Strange) or answer.id != order.id:
                     continue
-                if not isinstance(answer, Reached):
-                    return answer
-                self._give(WAIT_LIMITS * order.limit_s)
-                phases.reached(answer.phase)
+                match answer:
+                    case Reached():  # it waits for the other nodes, for which their agents answer
+                        self._late_at = NEVER
+                        phases.reached(answer.phase)
+                    case Progress():
+                        self._give(order.limit_s)
+                        phases.advanced(answer.bytes)
+                    case _:
+                        return answer
         except (ConnectionError, ValueError):
             pass
         return None
@@ -222,7 +236,10 @@ class Keeping:
         self.keeper.launch(order.attempt, here, order.world * count, order.restore)
 
     def write(self, order: msg.Write) -> None:
-        phases = self._phases[order.id] = Phases(lambda phase: self._write_reached(order.id, phase))
+        phases = self._phases[order.id] = Phases(
+            lambda phase: self._write_reached(order.id, phase),
+            lambda size: self._tell(msg.WriteProgress(id=order.id, size_bytes=size)),
+        )
         task = self._writes[order.id] = asyncio.ensure_future(self._write(order, phases))
         task.add_done_callback(lambda _: self._ended(order.id))
 
@@ -249,6 +266,9 @@ class Keeping:
                 loans.append(loan)
             else:
                 answer = await self._storage.carry_out(self._order(order, loans), phases)
+        except Exception as error:  # unanswered, the write would stay open until it counts as lost
+            log.exception("write %s", order.id)
+            answer = orders.StorageFailed(why=f"unexpected {type(error).__name__}: {error}")
         finally:
             for loan in loans:
                 loan.give_back()

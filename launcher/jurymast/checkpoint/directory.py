@@ -161,21 +161,30 @@ def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> tuple
     return size, digest.hexdigest()
 
 
+# A file is brought to the disk in portions of this size. In one go, all of it might wait in the page cache
+# for the sync at the end, for minutes in which nobody could tell slow storage from storage that hangs.
+SYNC_BYTES = 256 << 20
+
+
 class NewFile(io.BufferedWriter):
     """A file of mode 0600 that must not exist yet. With `hashing` its bytes are hashed before they are
-    written, so that later damage shows. It is on disk once its block ends without an error."""
+    written, so that later damage shows. It is on disk once its block ends without an error, and all but its
+    last bytes earlier."""
 
     def __init__(self, path: Path, *, hashing: bool = True) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         super().__init__(os.fdopen(descriptor, "wb", buffering=0), 1 << 20)
         self._digest = xxhash.xxh3_64() if hashing else None
-        self.size = 0
+        self.size = self._synced = 0
 
     def write(self, data: Any) -> int:
         count = super().write(data)
         if self._digest is not None:
             self._digest.update(data)
         self.size += count
+        if self.size >= self._synced + SYNC_BYTES:
+            os.fdatasync(self.fileno())
+            self._synced = self.size
         return count
 
     def fileno(self) -> int:

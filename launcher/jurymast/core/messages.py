@@ -198,6 +198,14 @@ class WriteReached(ToSupervisor, frozen=True, kw_only=True):
     phase: WritePhase
 
 
+class WriteProgress(ToSupervisor, frozen=True, kw_only=True):
+    """The node has got this many bytes of its part of a write to storage so far. Sent every few seconds while
+    that goes on."""
+
+    id: str
+    size_bytes: int
+
+
 class Replicate(ToAgent, frozen=True, kw_only=True):
     """Hold this part of another node's image, from one of `sources`; with a `group` the XOR of that part of
     all `members`."""
@@ -286,7 +294,7 @@ class CancelWrite(ToAgent, frozen=True, kw_only=True):
 
 
 FromKeeper = Held | Dropped | Refused | Prefetched | AskSources | Unrestorable | Unreplicated
-AboutCheckpoints = FromKeeper | Foreseen | WriteReached | Written
+AboutCheckpoints = FromKeeper | Foreseen | WriteReached | WriteProgress | Written
 KeeperOrder = Replicate | Sources | Committed | Void | Forget | ForgetNewer | GiveSlotsUp
 CheckpointOrder = KeeperOrder | Write | ContinueWrite | CancelWrite
 

@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+import time
 
 import msgspec
 import psutil
@@ -20,7 +21,7 @@ from jurymast.core.messages import WritePhase
 from jurymast.errors import never
 from jurymast.processes import become_helper
 from jurymast.storage import local, object_store, orders, shared
-from jurymast.storage.orders import Answer, AnyOrder, Done, Job, Reached
+from jurymast.storage.orders import PROGRESS_EVERY_S, Answer, AnyOrder, Done, Job, Progress, Reached
 
 # How much nicer than the ranks this process is while it writes. Not while it imports torch: on a busy node
 # that took minutes, during which no checkpoint got to storage.
@@ -36,17 +37,30 @@ def serve(waiting: queue.SimpleQueue[AnyOrder], jobs: dict[int, Job], output: in
         del jobs[order.id]
 
 
-def _say(output: int, answer: Answer | Reached) -> None:
+_saying = threading.Lock()
+
+
+def _say(output: int, answer: Answer | Reached | Progress) -> None:
     data = msgspec.json.encode(answer) + b"\n"
-    while data:
-        data = data[os.write(output, data) :]
+    with _saying:  # helpers of an order tell of its progress
+        while data:
+            data = data[os.write(output, data) :]
 
 
 def _job(order: AnyOrder, output: int) -> Job:
+    said_at = time.monotonic()
+
+    def advance(_count: int) -> None:
+        nonlocal said_at
+        if time.monotonic() >= said_at + min(PROGRESS_EVERY_S, order.limit_s / 2):
+            said_at = time.monotonic()
+            _say(output, Progress(id=order.id, bytes=job.bytes))
+
     def reached(phase: WritePhase) -> None:
         _say(output, Reached(id=order.id, phase=phase))
 
-    return Job(order.limit_s, reached=reached)
+    job = Job(order.limit_s, advance, reached)
+    return job
 
 
 def _carried_out(order: AnyOrder, job: Job) -> Answer:

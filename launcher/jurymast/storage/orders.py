@@ -17,11 +17,14 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from jurymast.core.checkpoints.copies import LOCAL, OBJECT, SHARED
+from jurymast.core.checkpoints.writes import STILL_LIMIT_S
 from jurymast.core.message import Strange, kind_of, reader
 from jurymast.core.messages import WritePhase
 from jurymast.core.texts import size
 
-LIMIT_S = 1800.0
+LIMIT_S = STILL_LIMIT_S
+# How often an order that makes progress says so.
+PROGRESS_EVERY_S = 5.0
 
 
 class ImageAt(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +38,7 @@ class ImageAt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of, omit_defaults=True):
-    """An order. `id` is its number; it fails if it takes longer than `limit_s`."""
+    """An order. `id` is its number; it fails if it makes no progress for `limit_s`, however long it takes."""
 
     tier: ClassVar[str]
     id: int = 0
@@ -54,9 +57,9 @@ class WriteLocal(_Order, frozen=True, kw_only=True):
 
 class WriteShared(_Order, frozen=True, kw_only=True):
     """Write this node's images of a state of `world` ranks to the shared checkpoint in `root`, phase by
-    phase: each but the lead's first is begun by a Continue, and has `limit_s`. All nodes get the same
-    `nonce`. The lead completes the checkpoint, for the run `run` with its directory, and then keeps only the
-    newest `keep` checkpoints, if given."""
+    phase: each but the lead's first is begun by a Continue. All nodes get the same `nonce`. The lead
+    completes the checkpoint, for the run `run` with its directory, and then keeps only the newest `keep`
+    checkpoints, if given."""
 
     tier: ClassVar[str] = SHARED
     root: str
@@ -129,12 +132,18 @@ class Reached(_Answer, frozen=True, kw_only=True):
     phase: WritePhase
 
 
+class Progress(_Answer, frozen=True, kw_only=True):
+    """The order goes on: it has written this many bytes so far. It is not the last answer."""
+
+    bytes: int
+
+
 AnyOrder = WriteLocal | WriteShared | Warm | Upload
 Told = AnyOrder | Continue | Cancel
 Answer = Done | StorageFailed
 
 read_told: Callable[[bytes], Told | Strange] = reader(Told)
-read_answer: Callable[[bytes], Answer | Reached | Strange] = reader(Answer | Reached)
+read_answer: Callable[[bytes], Answer | Reached | Progress | Strange] = reader(Answer | Reached | Progress)
 
 
 Item = TypeVar("Item")
@@ -143,17 +152,15 @@ Result = TypeVar("Result")
 # The number of files written or sent at the same time.
 STREAMS = 4
 
-# A node waits for the others as long as two phases may take: who hangs is found, and tells, before that.
-WAIT_LIMITS = 2
-
 
 class StorageFailure(Exception):
     """An order cannot be carried out; the message names the path and what to do, on one line."""
 
 
 class Job:
-    """An order while one thread (with helpers that it waits for) carries it out, in at most `limit_s` for
-    each phase. `advance` gets the number of bytes of each write, `reached` each phase that is done."""
+    """An order while one thread (with helpers that it waits for) carries it out. It is given up once it has
+    made no progress for `limit_s` seconds, and goes on as long as it makes some. `advance` gets the number of
+    bytes of each write (0: progress of another kind), `reached` each phase that is done."""
 
     def __init__(
         self,
@@ -167,7 +174,7 @@ class Job:
         self._advance, self._reached = advance, reached
         self._turns: queue.SimpleQueue[Continue | None] = queue.SimpleQueue()
         self._limit_s = limit_s
-        self._started = time.monotonic()
+        self._moved_at = time.monotonic()
         self._lock = threading.Lock()
 
     def cancel(self) -> None:
@@ -179,39 +186,41 @@ class Job:
 
     def turn(self, reached: WritePhase, following: WritePhase) -> Continue:
         """Tell that this phase is done, and return the order to go on with the `following` one. Raises
-        StorageFailure if the order was cancelled meanwhile, or the other nodes took too long."""
+        StorageFailure if the order was cancelled meanwhile. How long the other nodes may take depends on
+        their storage; the supervisor, which hears of their progress, cancels the order if there is none."""
         self.check()
         self._reached(reached)
-        limit_s = WAIT_LIMITS * self._limit_s
         turn = None
         while turn is None or turn.phase is not following:
-            try:
-                turn = self._turns.get(timeout=limit_s)
-            except queue.Empty:
-                raise StorageFailure(f"waited {limit_s:.0f} s for the other nodes") from None
+            turn = self._turns.get()
             self.begin()
             self.check()
         return turn
 
     def begin(self) -> None:
-        """Start the time of a phase, which does not count while the order waits for its turn."""
-        self._started = time.monotonic()
+        """Begin a phase: the time for which the order waited for its turn does not count."""
+        self._moved_at = time.monotonic()
+
+    def moved(self) -> None:
+        """Note progress that is none in bytes, like a file that was read. Raises what `check` raises."""
+        self.wrote(0)
 
     @property
     def _late(self) -> bool:
-        return time.monotonic() - self._started > self._limit_s
+        return time.monotonic() - self._moved_at > self._limit_s
 
     def check(self) -> None:
-        """Raise StorageFailure if the order was cancelled or takes too long."""
+        """Raise StorageFailure if the order was cancelled or makes no progress."""
         if self.cancelled.is_set():
             raise StorageFailure("it was cancelled")
         if self._stopped:
             raise StorageFailure("another part of it failed")
         if self._late:
-            raise StorageFailure(f"it took longer than its limit of {self._limit_s:.0f} s")
+            raise StorageFailure(f"it made no progress for {self._limit_s:.0f} s")
 
     def wrote(self, count: int) -> None:
-        """Count the bytes of a write. Raises what `check` raises."""
+        """Count the bytes of a write that has come back. Raises StorageFailure if the order was cancelled."""
+        self.begin()
         self.check()
         with self._lock:
             self.bytes += count

@@ -384,7 +384,7 @@ class _Part:
         return layout
 
     def _read_layout(self, part: int) -> list[Described]:
-        self._job.check()
+        self._job.moved()
         name = _layout(part)
         try:
             texts = _ANNOUNCED.decode(foreign.read(self._place / name, ANNOUNCED_BYTES_MAX))
@@ -399,7 +399,7 @@ class _Part:
         return images
 
     def _read_done(self, part: int) -> list[FileRecord]:
-        self._job.check()
+        self._job.moved()
         return [FileRecord(**record) for record in foreign.load(self._place / _done(part))]
 
     def _seal(self, parts: tuple[int, ...], layout: Layout) -> None:

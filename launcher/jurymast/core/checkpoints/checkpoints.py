@@ -362,7 +362,10 @@ class Checkpoints:
             case msg.Unrestorable():
                 return [Record(ev.RestoreFailed(t=now, node=node, **asdict(message)))]
             case msg.WriteReached():
-                return self.writes.reached(node, message)
+                return self.writes.reached(node, message, now)
+            case msg.WriteProgress():
+                self.writes.on_progress(message, now)
+                return []
             case msg.Written():
                 return self.writes.hear(node, message, now)
             case _:

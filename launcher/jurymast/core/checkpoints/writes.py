@@ -64,8 +64,12 @@ def late_after_s(state: RunState, tier: str, size_bytes: int, nodes: int) -> flo
 
 
 SHARED_PAUSE_MIN_S = 1.0
-# Agents that have not reported on a write for this long have lost it; hanging storage they notice earlier.
-WRITE_LIMIT_S = 3600.0
+# A node gives up its part once nothing of it has got to storage for this long, whatever its size: this is
+# longer than the replacement of a file server takes.
+STILL_LIMIT_S = 600.0
+# If no node has made progress for this long, those that are behind have lost the write. Hanging storage they
+# notice, and report, earlier.
+WRITE_LIMIT_S = 1.5 * STILL_LIMIT_S
 # A lead that fails removes what is there, and then reports why. That is the reason for people to see, so who
 # follows and finds nothing there waits this long to be cancelled before it reports that.
 GIVEN_UP_S = 60.0
@@ -77,7 +81,8 @@ ALONE = (WritePhase.OPEN, WritePhase.SHARE_OUT, WritePhase.SEAL)
 class OpenWrite:
     """One state on its way to a tier. `waiting`: nodes that have not reported the end, and their orders; from
     `late_at` on the write takes longer than it should. `lead` brings the parts of all nodes together; "":
-    nobody does. `behind`: the nodes that have not reached the end of this `phase`."""
+    nobody does. `behind`: the nodes that have not reached the end of this `phase`. `moved_at`: when a node
+    last reported progress."""
 
     id: str
     tier: str
@@ -89,8 +94,10 @@ class OpenWrite:
     size_bytes: int = 0
     phase: WritePhase = WritePhase.OPEN
     behind: set[str] = field(default_factory=set)
+    moved_at: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.moved_at = self.started_at
         self.begin(WritePhase.OPEN)
 
     def begin(self, phase: WritePhase) -> None:
@@ -119,6 +126,7 @@ class Writes:
         self._numbers = itertools.count(1)
         self._newest_object: StateId = StateId(-1, -1)
         self._wrote_before = False
+        self.moved_at = -math.inf  # the last progress of any write
 
     @property
     def any_under_way(self) -> bool:
@@ -214,16 +222,27 @@ class Writes:
 
     # ---- going on
 
-    def reached(self, node: str, message: msg.WriteReached) -> list[Effect]:
+    def on_progress(self, message: msg.WriteProgress, now: float) -> None:
+        """A node has written more of its part."""
+        for write in self._under_way.values():
+            if write.id == message.id:
+                self._moved(write, now)
+
+    def _moved(self, write: OpenWrite, now: float) -> None:
+        write.moved_at = self.moved_at = now
+
+    def reached(self, node: str, message: msg.WriteReached, now: float) -> list[Effect]:
         """A node has reached the end of a phase; it may have said so before."""
         write = self._under_way.get(cp.SHARED)
         if write is None or write.id != message.id:
             # It has ended, or is an earlier supervisor's: nobody would ever have the node go on.
             return [Send(node, msg.CancelWrite(id=message.id))]
-        return self._passed(write, node) if message.phase is write.phase else []
+        return self._passed(write, node, now) if message.phase is write.phase else []
 
-    def _passed(self, write: OpenWrite, node: str) -> list[Effect]:
+    def _passed(self, write: OpenWrite, node: str, now: float) -> list[Effect]:
         """A node has nothing left to do in this phase. Order the next one after the last node."""
+        if node in write.behind:
+            self._moved(write, now)
         write.behind.discard(node)
         if write.behind or write.phase is WritePhase.SEAL:
             return []
@@ -247,7 +266,7 @@ class Writes:
         # The lead reports after all others, unless a complete checkpoint of this step existed already.
         if node == write.lead or not write.waiting:
             return self._end(write, "", now)
-        return self._passed(write, node)
+        return self._passed(write, node, now)
 
     def joined(self, node: str) -> list[Effect]:
         """A node's agent is here again: repeat its orders, which it may have missed."""
@@ -279,10 +298,10 @@ class Writes:
         self.shared = {one: size for one, size in self.shared.items() if one[0] <= step or one[1] >= attempt}
 
     def look_for_late(self, now: float) -> list[Effect]:
-        """End writes that take too long, or report them once."""
+        """End writes that make no progress, and report once those that take longer than they should."""
         effects: list[Effect] = []
         for write in list(self._under_way.values()):
-            if now > write.started_at + WRITE_LIMIT_S:
+            if now > write.moved_at + WRITE_LIMIT_S:
                 why = f"{min(write.behind)} said nothing for {WRITE_LIMIT_S:.0f} s"
                 effects += self._end(write, why, now)
             elif now > write.late_at:
