@@ -28,6 +28,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
+from jurymast.cluster.control import Ending
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.messages import CadenceReport, RankReport, beat_of, encode, read_said
@@ -64,7 +65,11 @@ class Crowd:
         self._allocation = allocation.key
         self._hold = Hold(directory.epochs, 1)
         self.supervisor = Supervisor(
-            directory, replay(directory), JournalWriter(directory.journal, 1), lambda: "", self._hold
+            directory,
+            replay(directory),
+            JournalWriter(directory.journal, 1),
+            lambda: Ending("unknown"),
+            self._hold,
         )
         for event in first_events(directory, self.supervisor.now(), ""):
             self.supervisor.feed(event)

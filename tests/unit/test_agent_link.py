@@ -322,15 +322,41 @@ def test_an_agent_leaves_when_nobody_comes_but_never_from_its_ranks() -> None:
     assert done == pytest.approx(machine.ALONE_LIMIT_S, abs=1.0)
 
 
-def test_after_a_sigterm_the_supervisor_has_a_while_to_say_leave() -> None:
+def test_after_a_sigterm_an_agent_stays_until_its_supervisor_says_leave() -> None:
+    """A preempted job's grace time may be long, and another SIGTERM may be a stray one."""
     made = connected()
-    assert made.terminated(20.0) == [do.Send(msg.Terminated())]
-    made.heard(msg.GoOn(time=0.0, patience_s=100.0), 20.0)
-    assert made.wake_at <= 20.0 + machine.TERMINATED_LIMIT_S
-    assert made.tick(20.0 + machine.TERMINATED_LIMIT_S) == [do.Leave()]
+    for _ in range(2):
+        assert made.terminated(20.0) == [do.Send(msg.Terminated())]
+    made.heard(msg.GoOn(time=0.0, patience_s=1e6), 20.0)
+    assert do.Leave() not in made.tick(20.0 + 9 * machine.TERMINATED_LIMIT_S)
+    assert made.heard(msg.Leave(), 900.0) == [do.Leave(over=False, exit_code=0)]
+
+
+def test_a_sigterm_without_a_supervisor_is_told_to_the_next_or_else_the_agent_leaves() -> None:
     alone = link()
     alone.start(10.0)
-    assert alone.terminated(11.0) == [do.Leave()]
+    assert alone.terminated(11.0) == []
+    assert do.Leave() not in alone.tick(10.9 + machine.TERMINATED_LIMIT_S)
+    assert alone.tick(11.0 + machine.TERMINATED_LIMIT_S) == [do.Leave()]
+    found = link()
+    found.start(10.0)
+    found.terminated(11.0)
+    assert found.connected_to(12.0) == [do.Greet(), do.Send(msg.Terminated())]
+    assert do.Leave() not in found.tick(11.0 + machine.TERMINATED_LIMIT_S)
+    found.lost(90.0)
+    assert do.Send(msg.Terminated()) not in found.connected_to(91.0), "it was told"
+
+
+def test_a_sigterm_without_a_supervisor_ends_no_ranks() -> None:
+    ranks = Ranks(5.0)
+    ranks.begin(0.0)
+    ranks.host_said(msg.Ready(store_port=1), 0.0)
+    ranks.launch(launch(1), 0.0)
+    ranks.prepared(1, 0.0)
+    made = link(ranks=ranks)
+    made.start(10.0)
+    made.terminated(11.0)
+    assert do.Leave() not in made.tick(11.0 + machine.TERMINATED_LIMIT_S)
 
 
 # All parts together.

@@ -10,6 +10,7 @@ from jurymast.core.supervision.batch import (
     SHORT_LIFE_S,
     SUCCESSOR_LIMIT_S,
     SUPERSEDED,
+    TOLD_FOR_S,
     Batch,
     EndJob,
     Forward,
@@ -26,7 +27,7 @@ REQUEUED = Outcome("requeued", 0, exclude=("n2",), lost=("n2",))
 def begun() -> Batch:
     made = Batch()
     assert made.begin(0.0) == [StartSupervisor(), StartAgents()]
-    assert made.started() == []
+    assert made.started(0.0) == []
     return made
 
 
@@ -83,15 +84,31 @@ def test_ranks_without_a_supervisor_come_to_their_end() -> None:
 
 def test_a_signal_is_the_supervisor_s_and_without_one_it_waits_for_the_next() -> None:
     made = begun()
-    assert made.signalled(warning=True, supervised=True) == [Forward(warning=True)]
-    assert made.signalled(warning=False, supervised=True) == [Forward(warning=False)]
-    assert made.signalled(warning=True, supervised=False) == []
-    assert made.started() == [], "a warning is for nobody else"
-    assert made.signalled(warning=False, supervised=False) == []
-    assert made.started() == [Forward(warning=False)]
+    assert made.signalled(1.0, warning=True, supervised=True) == [Forward(warning=True)]
+    assert made.started(1.0) == [], "a warning is for nobody else"
+    assert made.signalled(2.0, warning=True, supervised=False) == []
+    assert made.started(2.0) == []
+    assert made.signalled(3.0, warning=False, supervised=False) == []
+    assert made.started(4.0) == [Forward(warning=False)]
+
+
+def test_a_supervisor_that_died_of_the_end_of_its_job_is_told_of_it_again_but_not_for_ever() -> None:
+    made = begun()
+    assert made.signalled(1.0, warning=False, supervised=True) == [Forward(warning=False)]
+    assert without(made.supervisor_ended(-9, None, 2.0)) == [StartSupervisor()]
+    assert made.started(3.0) == [Forward(warning=False)]
+    assert made.started(1.0 + TOLD_FOR_S) == [], "the job has gone on"
+
+
+def test_a_sigterm_while_no_supervisor_stays_up_has_one_find_out_whether_the_job_ends() -> None:
+    """It may be a stray one: the ranks go on without a supervisor."""
     paused = in_a_pause()
-    paused.signalled(warning=False, supervised=False)
-    assert paused.look(None, 1.1, agents=True) == [EndJob(FAILED)]
+    assert paused.look(None, 1.1, agents=True) == []
+    assert paused.signalled(1.1, warning=False, supervised=False) == []
+    assert paused.look(None, 1.1, agents=True) == [StartSupervisor()]
+    assert paused.started(1.2) == [Forward(warning=False)]
+    assert without(paused.supervisor_ended(1, None, 1.3)) == []
+    assert paused.look(None, 1.4, agents=True) == [], "not again and again"
 
 
 def test_who_is_superseded_keeps_the_job_alive_until_the_other_has_decided() -> None:
@@ -111,5 +128,5 @@ def test_a_successor_s_requeue_is_waited_for_and_then_done_from_here() -> None:
     ended = begun()
     ended.supervisor_ended(SUPERSEDED, None, 9.0)
     ended.look(REQUEUED, 10.0, agents=True)
-    ended.signalled(warning=False, supervised=False)
-    assert ended.look(REQUEUED, 11.0, agents=True) == [EndJob(REQUEUED)], "Slurm has requeued it"
+    ended.signalled(10.5, warning=False, supervised=False)  # Slurm's, or a stray one: requeued it is anyhow
+    assert without(ended.look(REQUEUED, 11.0, agents=True)) == [RequeueJob(REQUEUED), EndJob(REQUEUED)]

@@ -11,7 +11,7 @@ from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send, WhyEndin
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.silence import LIMIT_MAX_S
 from jurymast.core.run.state import Phase
-from jurymast.core.supervision.departure import SECURE_HURRY_S, TELL_EVERY_S
+from jurymast.core.supervision.departure import KILL_WAIT_S, SPARED_S, TELL_EVERY_S
 from support.site import Site
 from support.stories import Story
 from support.successor import Successor
@@ -118,7 +118,7 @@ def test_people_are_told_now_and_then_why_the_nodes_are_still_kept() -> None:
         after.joins(node, copies=(image(rank),))
     after.waits(2.5 * TELL_EVERY_S)
     told = [text for _, text in story.state.notes if "the nodes are kept" in text]
-    assert [text.partition(" more: ")[2][:45] for text in told] == [
+    assert [text.partition(" without progress: ")[2][:45] for text in told] == [
         "the checkpoint of step 8 is not on shared sto" for _ in range(2)
     ]
 
@@ -290,11 +290,14 @@ def test_slurm_is_asked_again_why_the_job_ends_and_the_run_ends_as_it_says() -> 
     assert sent_home([*effects, *after.waits(0.1)])
 
 
-def test_slurm_is_not_asked_for_longer_than_it_leaves_the_nodes() -> None:
+def test_training_goes_on_if_slurm_neither_ends_the_job_nor_says_why_it_would() -> None:
     story = Story(active=2, spares=0).running()
     after = Successor(story)
     for node in story.state.placement:
         after.joins(node)
     (asks,) = [one for one in after.machine.terminated(story.t) if isinstance(one, WhyEnding)]
     after.machine.why_ending(asks, "unknown", "", story.t)
-    assert sent_home(after.waits(SECURE_HURRY_S + 1.0))
+    assert not sent_home(after.waits(KILL_WAIT_S + SPARED_S + 1.0))
+    assert not after.machine.departure.begun
+    assert not after.machine.watch.ending
+    assert story.state.phase is Phase.RUNNING

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from jurymast.cluster.control import Ending
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, MEMORY, Copies, Copy, StateId
@@ -163,8 +164,12 @@ def test_an_older_attempt_s_number_never_replaces_a_newer_one_s(tmp_path: Path) 
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     supervisor = Supervisor(
-        directory, story.state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
-    )
+        directory,
+        story.state,
+        JournalWriter(directory.journal, 9),
+        lambda: Ending("unknown"),
+        Hold(directory.epochs, 9),
+    )  # fmt: skip
     supervisor._write_attempt(3)
     supervisor._write_attempt(2)
     assert directory.newest_attempt() == 3

@@ -17,6 +17,7 @@ import pytest
 
 from jurymast.agent.agent import Agent
 from jurymast.cluster.allocation import Allocation
+from jurymast.cluster.control import Ending
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
@@ -223,8 +224,12 @@ def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path
 
     async def work() -> None:
         supervisor = Supervisor(
-            directory, story.state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
-        )
+            directory,
+            story.state,
+            JournalWriter(directory.journal, 9),
+            lambda: Ending("unknown"),
+            Hold(directory.epochs, 9),
+        )  # fmt: skip
         acceptor = Acceptor(directory.secret(), 3)
         async with served(lambda come: supervisor._serve(acceptor, come)) as port:
             agent = await channel.connect("127.0.0.1", port, directory.secret(), msg.read_order)

@@ -164,9 +164,19 @@ def test_a_batch_process_leaves_the_requeue_to_its_successor(root: Path) -> None
         with pytest.raises(subprocess.TimeoutExpired):  # its end would end the job, with nothing requeued
             batch.wait(2.0)
         assert _lives(int((root / "srun").read_text())), "the successor runs below it"
+        (root / "requeued").touch()
         batch.terminate()  # by Slurm, once it has requeued the job
         assert batch.wait(LIMIT_S) == 0
         assert cluster.requeues() == 0
+
+
+def test_a_stray_sigterm_before_the_successor_s_requeue_does_not_prevent_it(root: Path) -> None:
+    cluster = Cluster(root)
+    with superseded(cluster, LIMIT_S) as batch:
+        wait_until("its view of the outcome", cluster.directory.outcome_file.exists, LIMIT_S)
+        batch.terminate()
+        assert batch.wait(LIMIT_S) == 0
+        assert cluster.requeues() == 1
 
 
 def test_a_batch_process_requeues_itself_if_its_successor_does_not(root: Path) -> None:

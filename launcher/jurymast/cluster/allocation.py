@@ -107,9 +107,9 @@ ENDED_STATES = frozenset({
 })  # fmt: skip
 
 
-def job_fields(job: str) -> dict[str, str]:
+def job_fields(job: str, limit_s: float = COMMAND_LIMIT_S) -> dict[str, str]:
     """Return the fields of `scontrol show job`. Raises ClusterUnavailableError."""
-    return fields_of(run_command(["scontrol", "show", "job", job, "--oneliner"]))
+    return fields_of(run_command(["scontrol", "show", "job", job, "--oneliner"], limit_s))
 
 
 def fields_of(line: str) -> dict[str, str]:

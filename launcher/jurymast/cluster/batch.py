@@ -121,7 +121,9 @@ def end_with_us() -> None:
 # ---- the batch process
 
 LOOK_S = 0.5
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+# Those of Slurm's --signal=B:... that a user may have chosen as well. None of them ends the run by itself.
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
 
 
 class BatchProcess:
@@ -170,7 +172,7 @@ class BatchProcess:
             match effect:
                 case core.StartSupervisor():
                     self._start_supervisor()
-                    self._do(self._machine.started())
+                    self._do(self._machine.started(time.monotonic()))
                 case core.StartAgents():
                     self._agents.start(self._listeners[0].getsockname()[1])
                 case core.Forward():
@@ -191,8 +193,8 @@ class BatchProcess:
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         supervised = self._supervisor is not None and self._supervisor.poll() is None
-        warning = number == signal.SIGUSR2
-        self._do(self._machine.signalled(warning=warning, supervised=supervised))
+        warning = number in WARNINGS
+        self._do(self._machine.signalled(time.monotonic(), warning=warning, supervised=supervised))
 
     def _start_supervisor(self) -> None:
         """Start the supervisor, which inherits the listening sockets: agents know the port before it runs,

@@ -4,9 +4,13 @@ or end it."""
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
 from typing import TypeVar
 
 from jurymast.cluster import earlier
@@ -20,6 +24,10 @@ from jurymast.rundir import RunDirectory
 Answer = TypeVar("Answer")
 
 STILL_RUNNING = "running"
+# How long a command waits for slurmctld after a SIGTERM, in seconds; and what slurmd waits at least between
+# its SIGTERM and its SIGKILL.
+ANSWER_LIMIT_S = 5.0
+LEAST_KILL_WAIT_S = 5.0
 # A restart or fail-over of slurmctld must not end the run. Limit and interval of further tries, in seconds.
 CONTROLLER_LIMIT_S = 600.0
 CONTROLLER_RETRY_S = 5.0
@@ -76,7 +84,8 @@ def requeue(
 
 def _is_over(allocation: Allocation) -> bool:
     """Whether the job has ended or was requeued: then this process must not requeue it."""
-    return reason_of(job_fields(allocation.job), allocation.restarts) in ("requeued", "cancelled", "timeout")
+    fields, restarts = job_fields(allocation.job), allocation.restarts
+    return was_requeued(fields, restarts) or reason_of(fields, restarts) in ("cancelled", "timeout")
 
 
 def _requeue_once(allocation: Allocation) -> None:
@@ -126,18 +135,80 @@ def _lift_command(plan: RunPlan, job: str, sizes: str, banned: str) -> list[str]
     return [*command, f"--wrap=exec {shlex.join(lift)}"]
 
 
-def why_ending(allocation: Allocation) -> str:
-    """Why the job is ending, asked after a SIGTERM: cancelled, timeout, preempted, requeued, running, or
-    Slurm's own word for another state; unknown without an answer.
+@dataclass(frozen=True)
+class Ending:
+    """Why the job is ending: cancelled, timeout, preempted, requeued, running (it is not), or Slurm's own
+    word for another state; unknown without an answer. `kill_in_s`: the seconds until Slurm kills its
+    processes; None if that is unknown, infinity if nobody does."""
 
-    Slurm signals every process of the job, so the first scontrol may be killed as well.
+    why: str
+    kill_in_s: float | None = None
+
+
+@cache
+def kill_wait_s() -> float | None:
+    """Slurm's KillWait, the seconds from its SIGTERM to its SIGKILL; None if Slurm does not say. Asked once,
+    and best before it is needed: slurmctld may be silent then."""
+    try:
+        return kill_wait_of(run_command(["scontrol", "show", "config"], ANSWER_LIMIT_S))
+    except ClusterUnavailableError:
+        kill_wait_s.cache_clear()
+        return None
+
+
+def kill_wait_of(config: str) -> float | None:
+    """The same from the text of `scontrol show config`."""
+    found = re.search(r"^KillWait\s*=\s*(\d+) sec", config, re.MULTILINE)
+    return max(float(found[1]), LEAST_KILL_WAIT_S) if found else None
+
+
+def why_ending(allocation: Allocation) -> Ending:
+    """Why the job is ending, and when, asked after a SIGTERM.
+
+    Slurm signals every process of the job, so the first scontrol may be killed as well. An answer that comes
+    after Slurm's SIGKILL is of no use to anybody.
     """
     for pause_s in (0.2, 0.5, 0.0):
         try:
-            return reason_of(job_fields(allocation.job), allocation.restarts)
+            fields = job_fields(allocation.job, ANSWER_LIMIT_S)
+        except ControllerAwayError:
+            break
         except ClusterUnavailableError:
             time.sleep(pause_s)
-    return "unknown"
+        else:
+            why = reason_of(fields, allocation.restarts)
+            return Ending(why, kill_in_s(fields, kill_wait_s(), time.time()))
+    return Ending("unknown")
+
+
+def kill_in_s(job: dict[str, str], kill_wait_s: float | None, now: float) -> float | None:
+    """The seconds from `now` (Unix time) until Slurm kills a job that ends, from the fields of `scontrol show
+    job`; None if they do not tell. A preempted job that is still running has the rest of its grace time
+    first."""
+    if kill_wait_s is None:
+        return None
+    ends_at, preempted_at = time_of(job.get("EndTime", "")), time_of(job.get("PreemptTime", ""))
+    if ends_at is None:
+        return None
+    if job.get("JobState") != "RUNNING":  # it has ended, and its processes get a SIGTERM
+        return kill_wait_s - min(kill_wait_s, max(0.0, now - ends_at))
+    if preempted_at is None:
+        return None
+    # Slurm's clock may differ from ours.
+    return kill_wait_s + min(max(0.0, ends_at - preempted_at), max(0.0, ends_at - now))
+
+
+def time_of(text: str) -> float | None:
+    """Slurm's `2026-01-02T03:04:05` as Unix time; None if it is no time (Unknown, None)."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def was_requeued(job: dict[str, str], restarts: int) -> bool:
+    """Whether Slurm has requeued the job, whatever for, since it was restarted this often."""
+    return int(job.get("Restarts", "0")) > restarts or "PENDING" in job.get("JobState", "").split(",")
 
 
 def reason_of(job: dict[str, str], restarts: int) -> str:
@@ -152,7 +223,7 @@ def reason_of(job: dict[str, str], restarts: int) -> str:
     for word in ("CANCELLED", "TIMEOUT", "PREEMPTED"):
         if word in states:
             return word.lower()
-    if int(job.get("Restarts", "0")) > restarts or "PENDING" in states:
+    if was_requeued(job, restarts):
         return "requeued"
     limit_s, ran_s = seconds_of(job.get("TimeLimit", "")), seconds_of(job.get("RunTime", ""))
     if limit_s is not None and ran_s is not None and ran_s >= limit_s:

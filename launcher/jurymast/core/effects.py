@@ -140,7 +140,9 @@ class Fence(msgspec.Struct, frozen=True):
 
 
 class WhyEnding(msgspec.Struct, frozen=True):
-    """Ask Slurm why the job ends. Answered by `why_ending`."""
+    """Ask Slurm why the job ends, if it does: for the whole run, or because the agent of `node` got a
+    SIGTERM. Answered by `why_ending`, unless it is asked once more before the answer: that answer would be
+    older than what it is asked for."""
 
     node: str = ""
     connection: int = 0

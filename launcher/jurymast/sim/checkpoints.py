@@ -45,7 +45,7 @@ from jurymast.core.planning.forecast import SLOWDOWN, Saving, optimal_s, young_s
 from jurymast.core.run.recovery import LAUNCH_LIMIT_S, STOP_LIMIT_S
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import Settings
-from jurymast.core.supervision.departure import SECURE_LIMIT_S
+from jurymast.core.supervision.departure import STILL_LIMIT_S
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 from jurymast.sim.bounds import Bounds
@@ -525,7 +525,7 @@ class _Storage:
         self._copies.drop_where()
         if key is not None:
             self._hold(key)
-        until = now + SECURE_LIMIT_S["requeued"]
+        until = now + STILL_LIMIT_S["requeued"]
         self._carry_out(self._securing.secure(self._now))
         bounds = Bounds(self._seed)
         while not self._securing.secured and self._now < until:

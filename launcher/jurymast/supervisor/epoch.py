@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 import socket
 import time
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import jurymast
 from jurymast.cluster.allocation import Allocation, announced_by, listen, run_command
 from jurymast.cluster.batch import tell_of_requeue
-from jurymast.cluster.control import requeue, why_ending
+from jurymast.cluster.control import Ending, kill_wait_s, requeue, why_ending
 from jurymast.core import events as ev
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.batch import SUPERSEDED
@@ -53,8 +54,8 @@ async def supervise(
     listeners: Sequence[socket.socket],
     replayed: Callable[[], RunState],
     takeover: Takeover | None,
-) -> RunState | None:
-    """Supervise one epoch. Return the state at its end, or None if a newer epoch took over. `replayed`
+) -> Supervisor | None:
+    """Supervise one epoch. Return its supervisor at its end, or None if a newer epoch took over. `replayed`
     returns the state that the journal leads to. Raises RunDirectoryError if the run directory cannot be read
     or written."""
     plan = directory.plan()
@@ -67,9 +68,11 @@ async def supervise(
     state = await asyncio.to_thread(replayed)
     journal = JournalWriter(directory.journal, epoch)
 
-    def why() -> str:
-        return "cancelled" if plan.cluster == "local" else why_ending(allocation)
+    def why() -> Ending:
+        return Ending("cancelled", math.inf) if plan.cluster == "local" else why_ending(allocation)
 
+    if plan.cluster == "slurm":  # later, slurmctld may be silent
+        asyncio.get_running_loop().run_in_executor(None, kill_wait_s)
     supervisor = Supervisor(directory, state, journal, why, hold)
     if state.epoch == 0:
         for event in first_events(directory, supervisor.now(), jurymast.__version__):
@@ -95,7 +98,7 @@ async def supervise(
     await supervisor.read_attempt()
     assert state.phase is not Phase.QUEUED
     await supervisor.run(listeners, announced_by(listeners), allocation.key, node, os.getpid())
-    return None if supervisor.superseded else supervisor.state
+    return None if supervisor.superseded else supervisor
 
 
 def known_allocation(directory: RunDirectory) -> Allocation:
@@ -114,14 +117,14 @@ def known_allocation(directory: RunDirectory) -> Allocation:
     return found
 
 
-def end_job(directory: RunDirectory, allocation: Allocation, state: RunState) -> None:
+def end_job(directory: RunDirectory, allocation: Allocation, state: RunState, *, requeues: bool) -> None:
     """End the Slurm job after a takeover, when no batch process acts on the outcome, unless its node was only
     cut off. A batch script's job is requeued: what follows the training in the script has not run yet."""
     plan = directory.plan()
-    if state.phase is not Phase.REQUEUED:
+    if not requeues:
         time.sleep(BATCH_LIMIT_S)  # a batch process that is alive reads the outcome and acts on it
     script_goes_on = plan.batch and plan.requeue and state.phase is not Phase.CANCELLED
-    if state.phase is Phase.REQUEUED or script_goes_on:
+    if requeues or script_goes_on:
         lost = [node.name for node in state.nodes.values() if node.role is Role.FAILED]
         requeue(plan, allocation, lost, sorted(state.excluded), tell_of_requeue)
     else:
@@ -143,11 +146,11 @@ def serve(
         allocation = known_allocation(directory)
         listeners = listeners or listen(directory.plan().cluster)
         node = takeover.node if takeover else allocation.host
-        state = asyncio.run(supervise(directory, allocation, node, listeners, replayed, takeover))
-        if state is None:
+        supervisor = asyncio.run(supervise(directory, allocation, node, listeners, replayed, takeover))
+        if supervisor is None:
             return SUPERSEDED
-        if takeover and (state.ended or state.phase is Phase.REQUEUED):
-            end_job(directory, allocation, state)
+        if takeover and (supervisor.state.ended or supervisor.requeues):
+            end_job(directory, allocation, supervisor.state, requeues=supervisor.requeues)
     except JurymastError as error:
         log.error("%s", error)
         return error.exit_code

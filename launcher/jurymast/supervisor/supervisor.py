@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
-from jurymast.cluster.batch import SIGNALS
-from jurymast.cluster.control import give_back
+from jurymast.cluster.batch import SIGNALS, WARNINGS
+from jurymast.cluster.control import Ending, give_back
 from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
@@ -229,7 +229,7 @@ class Supervisor:
         directory: RunDirectory,
         state: RunState,
         journal: JournalWriter,
-        why_ending: Callable[[], str],
+        why_ending: Callable[[], Ending],
         hold: Hold,
     ) -> None:
         self._directory = directory
@@ -250,8 +250,14 @@ class Supervisor:
         self._fenced = 0
         self._failure: BaseException | None = None
         self.superseded = False
+        self._asked_why: do.WhyEnding | None = None  # the newest question
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def requeues(self) -> bool:
+        """Whether the job is to be requeued when this supervisor has ended."""
+        return self._machine.departure.requeues
 
     def now(self) -> float:
         """Return Unix time in seconds, set once and then advanced by the monotonic clock."""
@@ -388,11 +394,14 @@ class Supervisor:
         self._do(self._machine.given_back(effect.node, gone, why, self.now()))
 
     async def _ask_why_ending(self, effect: do.WhyEnding) -> None:
-        why = await asyncio.to_thread(self._why_ending)
+        self._asked_why = effect
+        ending = await asyncio.to_thread(self._why_ending)
+        if self._asked_why is not effect:
+            return
         by = ""
-        if why == "cancelled":
+        if ending.why == "cancelled":
             by = "a signal" if self._allocation.startswith("local-") else "scancel"
-        self._do(self._machine.why_ending(effect, why, by, self.now()))
+        self._do(self._machine.why_ending(effect, ending.why, by, self.now(), ending.kill_in_s))
 
     async def _ask_superseded(self) -> None:
         self._do(self._machine.superseded(await self._hold.is_superseded(), self.now()))
@@ -416,6 +425,9 @@ class Supervisor:
             began = self.now()
             self._do(self._machine.tick(began, storage_waits_s=self._hold.waits_s))
             took_s = self.now() - began
+
+    def _signalled(self, event: Callable[[float], list[do.Effect]]) -> None:
+        self._do(event(self.now()))
 
     async def _await_successor(self) -> None:
         await self._hold.taken_over()
@@ -442,8 +454,9 @@ class Supervisor:
         place = endpoint.Endpoint(self._hold.epoch, tuple(announce), port, node, allocation, pid)
         endpoint.announce(self._directory.epochs, place)
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, lambda: self._do(self._machine.terminated(self.now())))
-        loop.add_signal_handler(signal.SIGUSR2, lambda: self._do(self._machine.warned(self.now())))
+        for number in SIGNALS:
+            event = self._machine.warned if number in WARNINGS else self._machine.terminated
+            loop.add_signal_handler(number, partial(self._signalled, event))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the batch process has blocked them
         self._do(self._machine.start(self.now()))
         for work in (self._tick(), self._await_successor(), self._look_at_storage()):
@@ -476,9 +489,9 @@ class Supervisor:
 
     def _write_outcome(self) -> None:
         """Tell the batch script how to end the Slurm job."""
-        over = self.state.ended or self.state.phase is Phase.REQUEUED
+        over = self.state.ended or self.requeues
         outcome = {
-            "state": self.state.public_state,
+            "state": Phase.REQUEUED.value if self.requeues else self.state.public_state,
             # A run that Slurm interrupts has not succeeded, and its job must not look as if it had.
             "exit_code": self.state.exit_code if over else SubmissionError.exit_code,
             "exclude": sorted(self.state.excluded),

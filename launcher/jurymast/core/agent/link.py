@@ -65,7 +65,8 @@ PEEK_EVERY_S = 0.25
 # without ranks (a spare) waits longer: a supervisor that returns when storage does may have no other.
 ALONE_LIMIT_S = 60.0
 IDLE_ALONE_LIMIT_S = 1800.0
-# After a SIGTERM Slurm waits 30 s (KillWait), unless the partition's GraceTime says otherwise.
+# After a SIGTERM an agent that has no supervisor waits this long for one, unless its ranks go on: Slurm would
+# have ended them as well.
 TERMINATED_LIMIT_S = 25.0
 KEPT_MAX = 1000
 
@@ -221,7 +222,9 @@ class SupervisorLink:
         self._hearing.begin(now)
         self._peek_later()
         kept, self._kept, self._said = self._kept, [], 0
-        return [do.Greet(), *(effect for _, message in kept for effect in self.say(message))]
+        again: list[Effect] = [do.Send(msg.Terminated())] if self._leave_at < NEVER else []
+        self._leave_at = NEVER
+        return [do.Greet(), *again, *(effect for _, message in kept for effect in self.say(message))]
 
     def heard(self, order: msg.Order, now: float) -> list[Effect]:
         self._hearing.heard(order, now)
@@ -262,7 +265,9 @@ class SupervisorLink:
 
     def tick(self, now: float) -> list[Effect]:
         if now >= self._leave_at:
-            return [do.Leave()]
+            self._leave_at = NEVER
+            if self._alone_limit_s() < NEVER:
+                return [do.Leave()]
         if now < self.wake_at:
             return []
         if not self.connected:
@@ -286,9 +291,10 @@ class SupervisorLink:
         return [do.Send(msg.HangsUp(newer=newer)), do.HangUp(), *self.lost(now)]
 
     def terminated(self, now: float) -> list[Effect]:
-        """Report a SIGTERM: Slurm ends the job or takes the node. The supervisor finds out which. Until it
-        says "leave", this node's memory may be needed for the last checkpoint."""
-        if not self.connected:
-            return [do.Leave()]
+        """Report a SIGTERM: Slurm ends the job or takes the node, or it is neither. The supervisor finds out
+        which. Until it says "leave", this node's memory may be needed for the last checkpoint, however long
+        that takes: a preempted job may have minutes."""
+        if self.connected:
+            return [do.Send(msg.Terminated())]
         self._leave_at = min(self._leave_at, now + TERMINATED_LIMIT_S)
-        return [do.Send(msg.Terminated())]
+        return []

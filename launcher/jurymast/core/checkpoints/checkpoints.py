@@ -23,7 +23,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.commit import Commit, Rollback
-from jurymast.core.checkpoints.copies import RETRY_S, Copies, Holder, RestorePlan, Source, StateId
+from jurymast.core.checkpoints.copies import RATES, RETRY_S, Copies, Holder, RestorePlan, Source, StateId
 from jurymast.core.checkpoints.replicas import Protection, Replicas
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Launch, Record, Send
@@ -196,8 +196,11 @@ class RestoreChoice:
 
 # ---- before the nodes go
 
-# How long others are tried after one node could not write: its storage may recover meanwhile.
+# How long others are tried at least after one node could not write: its storage may recover meanwhile.
 GATHER_LIMIT_S = 15.0
+# To put a state together may take this many times as long as its size says. Transfers that stand still are
+# noticed, and reported, within seconds.
+GATHER_TIMES = 20.0
 
 
 class Securing:
@@ -210,12 +213,21 @@ class Securing:
         self._hopeless: set[StateId] = set()  # no node has memory to put these together
         self._kept_older = False  # older states stayed when room was made, in case the newest has none
         self.secured = False
+        self._gathered: StateId | None = None
+        self.gathers_until = -math.inf  # at the latest nodes have put images of this state together by then
 
     def not_gathered(self, now: float) -> None:
         """An image could not be put together. What failed just now fails again here, but maybe not on another
         node."""
-        self._gather_at = now + RETRY_S
+        self._gather_at, self.gathers_until = now + RETRY_S, now
         self._not_gathered += 1
+
+    def write_newest(self, now: float) -> list[Effect]:
+        """Have the newest state written, without anything after which ranks could not save the next one. What
+        nodes would have to put together first is left out."""
+        keys = self._writes.unsaved()
+        free = self._writes.free(cp.SHARED, now, hurry=True)
+        return self._writes.write(cp.SHARED, keys[0], now) if keys and free else []
 
     def secure(self, now: float) -> list[Effect]:
         """Order what is due. Called repeatedly until `secured`."""
@@ -227,7 +239,8 @@ class Securing:
         writers = [self._writes.writer(key, rank, unfit) for rank in range(self._copies.world(key))]
         ranks = [rank for rank, node in enumerate(writers) if not node or node in unfit]
         whole = all(writers)
-        late = whole and now > self._writes.retries.failed_at(cp.SHARED) + GATHER_LIMIT_S
+        tried_until = self._writes.retries.failed_at(cp.SHARED) + GATHER_LIMIT_S
+        late = whole and now > max(tried_until, self.gathers_until)
         if not ranks or late:
             return self._writes.write(cp.SHARED, key, now)
         effects = self._have_room_made(keys)
@@ -235,7 +248,7 @@ class Securing:
         if not takers and not whole:
             self._hopeless.add(key)
         if takers and now >= self._gather_at:
-            return effects + self._gather(key, ranks, takers)
+            return effects + self._gather(key, ranks, takers, now)
         return effects + self._writes.write(cp.SHARED, key, now)  # nothing, unless it is whole
 
     def _press(self) -> list[StateId]:
@@ -253,9 +266,12 @@ class Securing:
     def _with_room(self, without: Collection[str]) -> list[str]:
         return [name for name, node in self._holders.items() if not node.full and name not in without]
 
-    def _gather(self, key: StateId, ranks: Iterable[int], takers: Sequence[str]) -> list[Effect]:
+    def _gather(self, key: StateId, ranks: Iterable[int], takers: Sequence[str], now: float) -> list[Effect]:
         """Have these images put together on nodes that can write them: they exist only in parts, or on nodes
         that could not write just now."""
+        if key != self._gathered:
+            self._gathered = key
+            self.gathers_until = now + GATHER_TIMES * self._copies.size_bytes(key) / RATES[cp.PEER]
         effects: list[Effect] = []
         for number, rank in enumerate(ranks):
             holder = takers[(number + self._not_gathered) % len(takers)]
@@ -303,6 +319,7 @@ class Checkpoints:
         self.writes = Writes(state, self.copies)
         self.restore = RestoreChoice(state, self.copies)
         self._shortages = Shortages()
+        self._held_at = -math.inf  # the last report of an image
         self._void: deque[StateId] = deque(maxlen=VOIDS_KEPT)
         self._told: dict[int, int] = {}  # by rank, the newest step of this attempt that it saved or skipped
         self.securing = Securing(self.copies, self._commit, self.replicas, self.writes)
@@ -373,6 +390,7 @@ class Checkpoints:
 
     def _held(self, node: str, reports: Iterable[msg.CopyReport], now: float) -> list[Effect]:
         effects: list[Effect] = []
+        self._held_at = now
         for report in reports:
             key = StateId(report.step, report.attempt)
             if report.tier == cp.MEMORY:
@@ -571,10 +589,24 @@ class Checkpoints:
         keys = self.writes.unsaved()
         return f"the checkpoint of step {keys[0][0]}" if keys else ""
 
-    def secure(self, now: float) -> list[Effect]:
+    def secure(self, now: float, *, for_good: bool = True) -> list[Effect]:
         """Write the newest state to the shared tier, or else the one before it. To be called repeatedly until
-        `securing.secured`: it is written, or none can be."""
-        return self.writes.look_for_late(now) + self.securing.secure(now)
+        `securing.secured`: it is written, or none can be. Not `for_good`: training may go on."""
+        write = self.securing.secure if for_good else self.securing.write_newest
+        return self.writes.look_for_late(now) + write(now)
+
+    @property
+    def moved_at(self) -> float:
+        """When the newest state last got closer to the shared tier; in the future while nodes may still be
+        bringing it together, of which they report only the end."""
+        return max(self.writes.moved_at, self._held_at, self.securing.gathers_until)
+
+    def hasten(self, now: float) -> list[Effect]:
+        """Have the newest committed state written to shared storage at once: the nodes may go soon."""
+        if self._commit.key is None:
+            return []
+        self.writes.hasten(self._commit.key)
+        return self.look(now)
 
     def check(self) -> None:
         """Check the invariants; AssertionError names the broken one."""

@@ -127,6 +127,7 @@ class Writes:
         self._newest_object: StateId = StateId(-1, -1)
         self._wrote_before = False
         self.moved_at = -math.inf  # the last progress of any write
+        self._hastened: StateId | None = None  # this state, or a newer one, is wanted there at once
 
     @property
     def any_under_way(self) -> bool:
@@ -141,7 +142,14 @@ class Writes:
 
     def due_at(self, tier: str) -> float:
         """Return when the next write to the tier may begin, if none is under way; 0.0: at once."""
-        return self._next_at.get(tier, 0.0)
+        hastened = tier == cp.SHARED and self._hastened is not None
+        return 0.0 if hastened else self._next_at.get(tier, 0.0)
+
+    def hasten(self, key: StateId) -> None:
+        """Have this state, or a newer one, written to shared storage as soon as no other write is under way.
+        One that is makes progress, and may be the last that succeeds."""
+        newest = max(map(cp.age, self.shared), default=(-1, -1))
+        self._hastened = key if cp.age(key) > newest else None
 
     # ---- beginning
 
@@ -161,7 +169,8 @@ class Writes:
         return effects
 
     def _due(self, tier: str, key: StateId, now: float) -> bool:
-        idle = self.free(tier, now) and now >= self.due_at(tier)
+        hurry = tier == cp.SHARED and self._hastened is not None
+        idle = self.free(tier, now, hurry=hurry) and now >= self.due_at(tier)
         return idle and self._tried.get(tier) != key and self._copies.in_memory(key)
 
     def write(self, tier: str, key: StateId, now: float) -> list[Effect]:
@@ -334,6 +343,8 @@ class Writes:
         self.retries.succeeded(write.tier)
         if write.tier == cp.SHARED:
             self.shared[write.key] = write.size_bytes
+            if self._hastened is not None and cp.age(write.key) >= cp.age(self._hastened):
+                self._hastened = None
             self._next_at[cp.SHARED] = now + self._shared_pause_s(took_s, now)
         elif write.tier == cp.OBJECT:
             self._newest_object = write.key

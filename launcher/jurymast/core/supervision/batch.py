@@ -3,6 +3,7 @@ knows nothing of the run but how that ended."""
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 import msgspec
@@ -16,6 +17,8 @@ RESTARTS_AT_ONCE = 5
 PAUSE_S, PAUSE_MAX_S = 0.5, 15.0
 # A successor's requeue takes seconds; one that is not seen by then has failed, and its node may be gone too.
 SUCCESSOR_LIMIT_S = 120.0
+# A SIGTERM is repeated to supervisors that start this long after it. A later one asks Slurm itself.
+TOLD_FOR_S = 120.0
 SUPERSEDED = 3  # exit code of a supervisor that a newer epoch replaced
 
 
@@ -88,7 +91,7 @@ class Batch:
         self._started_at = 0.0
         self._short_lives = 0  # one after the other
         self._until = 0.0  # end of a pause, or of the wait for a successor
-        self._told_to_end = False
+        self._told_until = -math.inf  # that the job ends
 
     @property
     def supervised(self) -> bool:
@@ -106,9 +109,10 @@ class Batch:
         self._phase, self._started_at = _Phase.SUPERVISED, now
         return [StartSupervisor()]
 
-    def started(self) -> list[Effect]:
-        """A supervisor has started; from now on signals can be forwarded to it."""
-        return [Forward(warning=False)] if self._told_to_end else []
+    def started(self, now: float) -> list[Effect]:
+        """A supervisor has started; from now on signals can be forwarded to it. It finds out whether the job
+        ends."""
+        return [Forward(warning=False)] if now < self._told_until else []
 
     def supervisor_ended(self, code: int, outcome: Outcome | None, now: float) -> list[Effect]:
         """A supervisor ended. `outcome`: what it had written before, if anything."""
@@ -133,11 +137,12 @@ class Batch:
         whether some are alive."""
         match self._phase:
             case _Phase.PAUSE:
-                if self._told_to_end or not agents:
+                if not agents:
                     return self._end(outcome or FAILED)
                 return self._start(now) if now >= self._until else []
             case _Phase.SUPERSEDED if outcome is not None and outcome.requeued:
-                self._phase, self._until = _Phase.REQUEUED, now + SUCCESSOR_LIMIT_S
+                self._phase = _Phase.REQUEUED
+                self._until = now if now < self._told_until else now + SUCCESSOR_LIMIT_S
             case _Phase.SUPERSEDED if outcome is not None:
                 return self._end(outcome)
         if self._phase is _Phase.REQUEUED and outcome is not None:
@@ -147,20 +152,20 @@ class Batch:
     def _await_requeue(self, outcome: Outcome, now: float) -> list[Effect]:
         """Wait until Slurm ends this life of the job. If this process ended first, nothing would be
         requeued."""
-        if self._told_to_end:
-            return self._end(outcome)
         if now < self._until:
             return []
-        late = Say(f"the job was not requeued within {SUCCESSOR_LIMIT_S:g} s, so this process requeues it")
+        late = Say("this process requeues the job, unless that is done: its successor's time is over")
         return [late, RequeueJob(outcome), *self._end(outcome)]
 
-    def signalled(self, *, warning: bool, supervised: bool) -> list[Effect]:
-        """Slurm sent a signal. `supervised`: a supervisor of this process runs and can be told; otherwise a
-        `warning` has no effect."""
-        if supervised:
-            return [Forward(warning)]
-        self._told_to_end = self._told_to_end or not warning
-        return []
+    def signalled(self, now: float, *, warning: bool, supervised: bool) -> list[Effect]:
+        """Slurm sent a signal, or somebody else did: only a supervisor finds out, so this process never ends
+        for a SIGTERM alone. `supervised`: a supervisor of this process runs and can be told; otherwise a
+        `warning` has no effect, and after a SIGTERM one is started at once, or, if a successor is about to
+        requeue the job, what it may not come to any more is done here."""
+        if not warning:
+            self._told_until = now + TOLD_FOR_S
+            self._until = min(self._until, now)
+        return [Forward(warning)] if supervised else []
 
     def _end(self, outcome: Outcome) -> list[Effect]:
         self._phase = _Phase.OVER

@@ -1,7 +1,16 @@
 """How a supervisor leaves: the newest checkpoint is written to storage, the agents leave, then the process
-ends."""
+ends.
+
+The run itself may want that (it is over, or is to be requeued), or Slurm does (a SIGTERM, and what it
+answers when asked why). A departure for Slurm alone is revoked if the job goes on: until Slurm has said why
+it ends the job, nothing is done that training could not go on after.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
@@ -9,17 +18,43 @@ from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.effects import AskSuperseded, Effect, End, GiveWay, Record, Send
 from jurymast.core.nodes.watch import Watch
-from jurymast.core.run.state import RunState
+from jurymast.core.run.state import Phase, RunState
 from jurymast.core.supervision.launching import may_know_more
 
-# Agents have this long to leave.
+# Slurm's default KillWait: from its SIGTERM to its SIGKILL, until it was asked.
+KILL_WAIT_S = 30.0
+# Agents have this long to leave, and the outcome needs this long to be written and acted on: that much of the
+# time before Slurm's SIGKILL is not for the checkpoint, but at most this share of it.
 LEAVE_LIMIT_S = 4.0
-# How long the nodes are kept for the newest checkpoint to get to shared storage, by how the run ends. Slurm
-# kills 30 s (KillWait) after a SIGTERM unless the partition's GraceTime says otherwise.
-SECURE_LIMIT_S = {"succeeded": 1800.0, "failed": 600.0, "requeued": 300.0}
-SECURE_HURRY_S = 20.0
+RESERVE_S, RESERVE_SHARE = 5.0, 1 / 3
+# How long the nodes are kept without any progress of the newest checkpoint towards shared storage, by how the
+# run ends. As long as there is progress they are kept however long it takes: that depends on its size.
+STILL_LIMIT_S = {"succeeded": 1800.0, "failed": 600.0, "requeued": 300.0, "cancelled": 60.0}
+# Slurm kills a job that it ends. One that lives this much longer, and of which it says nothing, goes on.
+SPARED_S = 5.0
 # Users are told this often that the nodes are still kept for this.
 TELL_EVERY_S = 30.0
+# If Slurm ends the job for one of these reasons, the job starts again.
+SLURM_REQUEUES = frozenset({"preempted", "requeued"})
+
+
+class Stage(IntEnum):
+    """How far a departure is. It goes back only from SECURES, to STAYS."""
+
+    STAYS = 0
+    SECURES = 1  # the newest checkpoint is being written
+    LEAVES = 2  # agents were told to leave
+    CHECKS = 3  # it is being checked whether there is a newer supervisor
+
+
+@dataclass
+class SlurmsOrder:
+    """Slurm ends the job. `reserve_s` before `kill_at` the nodes are left; `why`: as Slurm says, "" as long
+    as it does not."""
+
+    kill_at: float
+    reserve_s: float
+    why: str = ""
 
 
 class Departure:
@@ -29,74 +64,176 @@ class Departure:
 
     def __init__(self, state: RunState, watch: Watch, checkpoints: Checkpoints) -> None:
         self._state, self._watch, self._checkpoints = state, watch, checkpoints
-        self._secure_until: float | None = None
-        self._tell_at = 0.0
-        self._leave_until: float | None = None
-        self._asked = False
-        self.unexplained = False  # why the job ends is unknown: it may not end at all
+        self._stage = Stage.STAYS
+        self._order: SlurmsOrder | None = None
+        self._since = self._tell_at = 0.0
+        self._leave_until = math.inf
         self.given_up_by = ""  # who does not want to wait for the last checkpoint of an ended run
 
     @property
     def begun(self) -> bool:
-        return self._secure_until is not None
+        return self._stage > Stage.STAYS
 
     @property
     def leaving(self) -> bool:
         """Whether agents were told to leave."""
-        return self._leave_until is not None
+        return self._stage >= Stage.LEAVES
 
-    def begin(self, now: float, *, hurry: bool) -> list[Effect]:
-        """Start leaving. `hurry`: Slurm ends the job."""
-        if self._secure_until is not None:
-            return []
-        limit_s = SECURE_LIMIT_S.get(self._state.public_state, SECURE_HURRY_S)
-        self._secure_until = now + (SECURE_HURRY_S if hurry else limit_s)
-        self._tell_at = now + TELL_EVERY_S
+    @property
+    def ordered(self) -> bool:
+        """Whether Slurm ends the job, as far as is known."""
+        return self._order is not None
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether Slurm seems to end the job, and has not said why: it may not end at all."""
+        return self._order is not None and not self._order.why
+
+    @property
+    def why(self) -> str:
+        """Why Slurm ends the job, or ""."""
+        return self._order.why if self._order is not None else ""
+
+    @property
+    def _own(self) -> bool:
+        """Whether the run itself has decided to leave."""
+        return self._state.ended or self._state.phase is Phase.REQUEUED
+
+    @property
+    def requeues(self) -> bool:
+        """Whether the job is to be requeued from here, unless Slurm has done that. It does not requeue a
+        preempted job whose script ends before its grace time does."""
+        if self._state.phase is Phase.REQUEUED:
+            return True
+        return self.why in SLURM_REQUEUES and not self._state.ended and self._state.may_requeue
+
+    # ---- events
+
+    def on_run_decision(self, now: float) -> list[Effect]:
+        """The run has decided to leave. It may have been said before."""
+        self._begin(now)
         return self.tick(now)
+
+    def on_sigterm(self, now: float) -> list[Effect]:
+        """Slurm seems to end the job, or does so for the second time, as at the end of a preempted job's
+        grace time: then nobody has more time than a SIGTERM leaves."""
+        kill_at = now + KILL_WAIT_S
+        if self._order is None:
+            self._order = SlurmsOrder(kill_at, _reserve_s(KILL_WAIT_S))
+        self._hurry(self._order, kill_at, now)
+        self._begin(now)
+        return self.tick(now)
+
+    def on_explained(self, why: str, kill_in_s: float | None, now: float) -> list[Effect]:
+        """Slurm has said why it ends the job, and when it kills it, if it is asked that (None: unknown)."""
+        order = self._order or SlurmsOrder(now + KILL_WAIT_S, _reserve_s(KILL_WAIT_S))
+        self._order, order.why = order, why
+        if kill_in_s is not None and not self.leaving:
+            order.kill_at, order.reserve_s = now + kill_in_s, _reserve_s(kill_in_s)
+        self._begin(now)
+        return self.tick(now)
+
+    def on_revoked(self) -> None:
+        """The job goes on. A run that wants to leave by itself still does, at its own pace. One that has left
+        its nodes, because Slurm has said why it ends the job, cannot go back."""
+        if self._own or not self.leaving:
+            self._order = None
+        if not self._own and not self.leaving:
+            self._stage = Stage.STAYS
+
+    def spared(self, now: float) -> bool:
+        """Whether the job lives on although Slurm seemed to end it, and Slurm does not say."""
+        order = self._order
+        return order is not None and not order.why and not self._own and now > order.kill_at + SPARED_S
+
+    def _begin(self, now: float) -> None:
+        if self._stage is Stage.STAYS:
+            self._stage, self._since, self._tell_at = Stage.SECURES, now, now + TELL_EVERY_S
+
+    def _hurry(self, order: SlurmsOrder, kill_at: float, now: float) -> None:
+        if kill_at < order.kill_at:
+            order.kill_at, order.reserve_s = kill_at, _reserve_s(kill_at - now)
+        if self._stage is Stage.LEAVES:
+            self._leave_until = min(self._leave_until, now + _leave_s(order, now))
 
     def tick(self, now: float) -> list[Effect]:
         """Do what is due. To be called often."""
-        if self._secure_until is None:
-            return []
-        if self._leave_until is None:
-            return self._secure(self._secure_until, now)
-        if not self._asked and (not self._watch.here or now >= self._leave_until):
-            self._asked = True
-            return [AskSuperseded()]
-        return []
+        match self._stage:
+            case Stage.SECURES:
+                return self._secure(now)
+            case Stage.LEAVES if not self._watch.here or now >= self._leave_until:
+                self._stage = Stage.CHECKS
+                return [AskSuperseded()]
+            case _:
+                return []
 
-    def _secure(self, until: float, now: float) -> list[Effect]:
-        effects = self._checkpoints.secure(now)
+    def _secure(self, now: float) -> list[Effect]:
+        for_good = self._own or not self.unexplained
+        effects = self._checkpoints.secure(now, for_good=for_good)
         more = may_know_more(self._watch, self._checkpoints)
-        if not self._checkpoints.securing.secured or self.unexplained or more:
-            given_up = f": {self.given_up_by} ended the wait for it" if self.given_up_by else ""
-            if not given_up and now <= until:
-                return [*effects, *self._tell(until, now)]
+        if not for_good:
+            return effects
+        if not self._checkpoints.securing.secured or more:
+            if not self._gives_up(now):
+                return [*effects, *self._tell(now)]
             if lost := self._checkpoints.unsaved():
-                text = f"{lost} was lost with the nodes{given_up}"
-                effects.append(Record(ev.Noted(t=now, message=text)))
-        self._leave_until, self._watch.ending = now + LEAVE_LIMIT_S, True
+                by = f": {self.given_up_by} ended the wait for it" if self.given_up_by else ""
+                effects.append(Record(ev.Noted(t=now, message=f"{lost} was lost with the nodes{by}")))
+        self._stage, self._watch.ending = Stage.LEAVES, True
+        self._leave_until = now + _leave_s(self._order, now)
         over = self._state.ended
         leave = msg.Leave(over=over, exit_code=self._state.exit_code if over else 0)
         return [*effects, *(Send(node, leave) for node in sorted(self._watch.here))]
 
-    def _tell(self, until: float, now: float) -> list[Effect]:
+    @property
+    def _still_limit_s(self) -> float:
+        return STILL_LIMIT_S.get(self._state.public_state, STILL_LIMIT_S["requeued"])
+
+    def _gives_up(self, now: float) -> bool:
+        """Whether the newest checkpoint is not waited for any longer. A SIGKILL that is to come ends that,
+        or, without one, a lack of progress."""
+        if self.given_up_by:
+            return True
+        if self._order is not None and self._order.kill_at < math.inf:
+            return now >= self._order.kill_at - self._order.reserve_s
+        return now > max(self._since, self._checkpoints.moved_at) + self._still_limit_s
+
+    def _tell(self, now: float) -> list[Effect]:
         if now < self._tell_at:
             return []
         self._tell_at = now + TELL_EVERY_S
         shared = self._state.saved.get(cp.SHARED)
         what = self._checkpoints.unsaved() or "what missing nodes hold in memory"
         why = f" ({shared.error})" if shared is not None and shared.error else ""
-        text = f"the nodes are kept for up to {until - now:.0f} s more: {what} is not on shared storage{why}"
+        if self._order is not None and self._order.kill_at < math.inf:
+            until = f"for up to {self._order.kill_at - self._order.reserve_s - now:.0f} s more"
+        else:
+            until = f"until {self._still_limit_s:.0f} s pass without progress"
+        text = f"the nodes are kept {until}: {what} is not on shared storage{why}"
         return [Record(ev.Noted(t=now, message=text))]
 
     def superseded(self, by_another: bool, now: float) -> list[Effect]:
         """Take the answer to AskSuperseded: only the newest supervisor may end the job."""
         if by_another:
             return [GiveWay()]
-        why, job = self._state.end_reason or "requeued", self._state.allocation.rpartition(".")[0]
+        why = self._state.end_reason or self.why or "requeued"
+        job = self._state.allocation.rpartition(".")[0]
         return [Record(ev.AllocationEnded(t=now, slurm_job=job, why=why)), End()]
 
     def check(self) -> None:
         """Check the invariants; AssertionError names the broken one."""
-        assert self._leave_until is None or self.begun, "agents were sent home before it began"
+        assert self._own or self.ordered or not self.begun, "nobody wants the nodes back, and they are left"
+        assert not (self.leaving and self.unexplained and not self._own), (
+            "the nodes are left for a SIGTERM that Slurm has not explained"
+        )
+
+
+def _reserve_s(kill_in_s: float) -> float:
+    return min(RESERVE_S, RESERVE_SHARE * max(0.0, kill_in_s))
+
+
+def _leave_s(order: SlurmsOrder | None, now: float) -> float:
+    """Return how long agents have to leave: half of what is left until a SIGKILL, for the outcome needs some
+    time as well."""
+    left_s = order.kill_at - now if order is not None else math.inf
+    return min(LEAVE_LIMIT_S, max(0.0, left_s / 2))

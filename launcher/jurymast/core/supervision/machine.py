@@ -55,16 +55,23 @@ from jurymast.errors import never
 SAVES_KEPT = 64
 # While a run has no trouble, each tick only looks for silence; the rest is done once in this many ticks.
 STEADY_LOOKS = 3
-# A replacement waits this long for a save, in seconds. If steps take minutes, it loses some instead.
-SAVE_LIMIT_S = 60.0
+# What follows a save waits for it this long at least, in seconds, and as many steps as ranks may need to
+# agree on one of them.
+SAVE_LIMIT_S, SAVE_LIMIT_STEPS = 60.0, 6
 REQUESTS = {"cancel", "restart", "drain", "rollback", "save"}
+LOCAL_JOB = "local-"  # how the allocation of a run without Slurm begins
 WARNING = "Slurm's warning"
 ON_STORAGE = "a user while no supervisor was reachable"
-# Slurm's answer when a job does not end at all, and how that begins when it gives none or no useful one.
+# Slurm's answer when a job does not end at all.
 STILL_RUNNING = "running"
-# Why Slurm ends a job, as far as that is known.
-ENDINGS = frozenset({STILL_RUNNING, "cancelled", "timeout", "preempted", "requeued"})
+# Why Slurm ends a job. Of any other answer it is not known whether the job ends.
+ENDINGS = frozenset({
+    "cancelled", "timeout", "preempted", "requeued", "special_exit", "boot_fail", "deadline", "failed",
+    "launch_failed", "node_fail", "out_of_memory", "revoked", "completed",
+})  # fmt: skip
 ASK_AGAIN_S = 2.0
+# A signal to a whole step reaches the last node this long after the first.
+SAME_SIGNAL_S = 2.0
 # The requester of a restart after a take-over, and the reason.
 HALF_TOLD = "the new supervisor, because not all nodes received the launch"
 
@@ -97,8 +104,11 @@ class Supervision:
         self._sick = SickNodes(state)
         self._after_saves: dict[str, ev.Event] = {}  # what follows them, by what they are requested for
         self._ticks = itertools.count()
-        self._terminating = False
-        self._ask_at = math.inf  # Slurm once more, why the job ends
+        self._asking = False  # Slurm, why the job ends, after a signal
+        self._ask_at = math.inf  # once more
+        self._signalled: dict[str, int] = {}  # nodes whose agents got a SIGTERM, and their connections
+        self._signalled_at = 0.0  # the first of them; they leave alone unless all did
+        self._goes_on = False  # the job does, as Slurm says
         self._told_by_another = 0  # the attempt whose nodes an earlier supervisor told to launch
 
     def check(self) -> None:
@@ -163,7 +173,7 @@ class Supervision:
                 case SaveFirst():
                     is_new = effect.why not in self._after_saves
                     self._after_saves[effect.why] = effect.then
-                    if is_new and not self.agreement.save_first(effect.why, SAVE_LIMIT_S, now):
+                    if is_new and not self.agreement.save_first(effect.why, self._save_limit_s, now):
                         out += self._saved_first(effect.why, False, now)
                 case _:
                     out.append(effect)
@@ -176,8 +186,14 @@ class Supervision:
         self.agreement.heard(save)
         return []
 
+    @property
+    def _save_limit_s(self) -> float:
+        return SAVE_LIMIT_S + SAVE_LIMIT_STEPS * self.state.step_s + sum(self.state.stalls)
+
     def _saved_first(self, why: str, in_time: bool, now: float) -> list[Effect]:
         """The requested save is complete, or was not possible in time."""
+        if why == WARNING:
+            return self._do(self.checkpoints.hasten(now), now)
         event, out = self._after_saves.pop(why), list[Effect]()
         if isinstance(event, ev.Asked) and not in_time and self.state.phase is Phase.RUNNING:
             out = self.note("", f"the save requested by {why}, did not finish in time", now)
@@ -197,7 +213,7 @@ class Supervision:
             case TestNodes():
                 return self._do(self._preflight.begin(instruction, now), now)
             case Requeue() | Finish():
-                return self._do(self.departure.begin(now, hurry=self._terminating), now)
+                return self._do(self.departure.on_run_decision(now), now)
             case _:  # an alert, say: the journal has it
                 return []
 
@@ -210,7 +226,9 @@ class Supervision:
         if self.state.phase is Phase.LAUNCHING:
             self._told_by_another = self.state.attempt
         if self.state.ended:  # the last supervisor died between the decision and its outcome
-            out += self._do(self.departure.begin(now, hurry=False), now)
+            out += self._do(self.departure.on_run_decision(now), now)
+        if not self.state.allocation.startswith(LOCAL_JOB):  # it may have been said to the last supervisor
+            out.append(WhyEnding())
         return out
 
     def attempt_read(self, newest: int | None, why: str, now: float) -> list[Effect]:
@@ -246,9 +264,16 @@ class Supervision:
             out += self._do(self.checkpoints.without(self.watch.silent(now), now), now)
         out += self._do(self.departure.tick(now), now)
         if now >= self._ask_at:
-            self._ask_at = math.inf
-            out.append(WhyEnding())
-        if self.state.ended or self._terminating or self.state.phase is Phase.REQUEUED or self.watch.cut_off:
+            out += self._ask()
+        if self.departure.spared(now):
+            text = (
+                "Slurm has neither ended the job after a SIGTERM nor said why it would: the training goes on"
+            )
+            out += [*self.note("", text, now), *self._revoke(now)]
+        if self._signalled and self._goes_on and now >= self._signalled_at + SAME_SIGNAL_S:
+            out += self._let_signalled_go(now)
+        ends = self.departure.ordered or self.state.ended or self.state.phase is Phase.REQUEUED
+        if ends or self.watch.cut_off:
             return out
         out += self._do([*self._preflight.tick(now), *self.launching.tick(now)], now)
         if next(self._ticks) % STEADY_LOOKS and self.steady:
@@ -363,8 +388,8 @@ class Supervision:
                 effects = []
             case msg.VerdictLeft():
                 effects = self._sick.answered(node, message, now)
-            case msg.Terminated():  # the job ends, or Slurm takes just this node away
-                effects = [WhyEnding(node, connection)]
+            case msg.Terminated():
+                effects = self._agent_terminated(node, connection, now)
             case msg.HangsUp():
                 effects = self.watch.hung_up(node, connection) + self._hand_over(message.newer)
             case msg.Leaving():
@@ -475,36 +500,79 @@ class Supervision:
         return back + self.record(event)
 
     def warned(self, now: float) -> list[Effect]:
-        """Slurm warned (SIGUSR2) that a time limit or a preemption is near: save what is done."""
-        saves = self.state.phase is Phase.RUNNING and self.agreement.ask(WARNING)
+        """Slurm warned (SIGUSR2) that a time limit or a preemption is near: what is done is saved, and
+        written to storage at once."""
         out = self.record(ev.Signalled(t=now, signal="SIGUSR2"))
-        return out + self.record(ev.Asked(t=now, what="save", by=WARNING)) if saves else out
+        if not self.agreement.save_first(WARNING, self._save_limit_s, now):
+            return out + self._do(self.checkpoints.hasten(now), now)
+        return out + self.record(ev.Asked(t=now, what="save", by=WARNING))
 
     def terminated(self, now: float) -> list[Effect]:
-        """Slurm ends the job. The run's final state depends on who requested that."""
-        if self.state.phase is Phase.REQUEUED or self.state.ended or self._terminating:
-            return []
-        self._terminating = self.watch.ending = True
-        out = self._tell_progress(now, forced=True)
-        return [*out, *self.record(ev.Signalled(t=now, signal="SIGTERM")), WhyEnding()]
+        """Slurm ends the job, or hurries that, or somebody else has sent the SIGTERM. Slurm is asked, as the
+        run's final state depends on it, and meanwhile the newest checkpoint is written. Nobody can hurry a
+        departure whose nodes are left already, but for what their agents need."""
+        out: list[Effect] = []
+        if not self.departure.ordered:
+            out = self._tell_progress(now, forced=True)
+            out += self.record(ev.Signalled(t=now, signal="SIGTERM"))
+        self.watch.ending = True
+        return [*out, *self._do(self.departure.on_sigterm(now), now), *self._ask()]
 
-    def why_ending(self, asked: WhyEnding, why: str, by: str, now: float) -> list[Effect]:
-        """Take Slurm's answer. `by`: who cancelled the job, if anybody. The run's final state depends on it,
-        so Slurm is asked again while the reason is unknown."""
-        if asked.node:
-            if why != STILL_RUNNING:
-                return self.terminated(now)
-            return self._do(self.watch.left(asked.node, asked.connection, "", now, taken=True), now)
-        before, self.departure.unexplained = self.departure.unexplained, why not in ENDINGS
-        if self.departure.unexplained:
+    def _ask(self) -> list[Effect]:
+        self._ask_at, self._asking = math.inf, True
+        return [WhyEnding()]
+
+    def _agent_terminated(self, node: str, connection: int, now: float) -> list[Effect]:
+        """An agent got a SIGTERM: the job ends, or this node is taken away, or somebody has sent it to the
+        whole step."""
+        if not self._signalled:
+            self._signalled_at, self._goes_on = now, False
+        self._signalled[node] = connection
+        if self._asking or self._goes_on or self.departure.ordered:
+            return []
+        self._asking = True
+        return [WhyEnding(node, connection)]
+
+    def why_ending(
+        self, asked: WhyEnding, why: str, by: str, now: float, kill_in_s: float | None = None
+    ) -> list[Effect]:
+        """Take Slurm's answer. `by`: who cancelled the job, if anybody; `kill_in_s`: the seconds until Slurm
+        kills it, if that is known. While there is no answer Slurm is asked again."""
+        self._asking = False
+        if why == STILL_RUNNING:
+            return self._revoke(now)
+        if why in ENDINGS:
+            self.watch.ending, self._ask_at, self._signalled = True, math.inf, {}
+            event = ev.Asked(t=now, what="cancel", by=by) if by else ev.Signalled(t=now, signal=why)
+            out = self.record(event, flush=True) if why != self.departure.why else []
+            return out + self._do(self.departure.on_explained(why, kill_in_s, now), now)
+        if self.departure.ordered:
             self._ask_at = now + ASK_AGAIN_S
-            if before:
-                return []
-        if why == STILL_RUNNING:  # a stray signal, not the end of the job
-            self._terminating, self.watch.ending = False, self.departure.leaving
-            return self.record(ev.Signalled(t=now, signal=STILL_RUNNING))
-        event = ev.Asked(t=now, what="cancel", by=by) if by else ev.Signalled(t=now, signal=why)
-        return self.record(event, flush=True) + self._do(self.departure.begin(now, hurry=True), now)
+        elif asked.node or self._signalled:
+            return self.terminated(now)
+        return []
+
+    def _revoke(self, now: float) -> list[Effect]:
+        """The job goes on: it was a stray signal, or one for some nodes only. A run that wants to leave by
+        itself still does."""
+        ordered = self.departure.ordered
+        self._ask_at, self._goes_on = math.inf, True
+        self.departure.on_revoked()
+        self.watch.ending = self.departure.leaving
+        out = self.record(ev.Signalled(t=now, signal=STILL_RUNNING)) if ordered else []
+        return out + (self._let_signalled_go(now) if now >= self._signalled_at + SAME_SIGNAL_S else [])
+
+    def _let_signalled_go(self, now: float) -> list[Effect]:
+        """Give up the nodes whose agents got a SIGTERM, as of a node that shuts down, and let these agents
+        leave. If all agents got one, it was for the step, and they stay."""
+        nodes, self._signalled = self._signalled, {}
+        out: list[Effect] = []
+        if nodes.keys() >= self.watch.here or self.departure.begun:
+            return out
+        for node, connection in nodes.items():
+            left = self.watch.left(node, connection, "", now, taken=True)
+            out += [Send(node, msg.Leave()), *self._do(left, now)] if left else []
+        return out
 
     def condition(self, journal: str) -> msg.Condition:
         """Return what the journal does not show yet. `journal`: why it cannot be written, or ""."""

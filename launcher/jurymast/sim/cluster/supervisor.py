@@ -102,6 +102,7 @@ class SimSupervisor:
         self._todo: deque[do.Effect] = deque()
         self._blocked = self._working = False
         self._fenced = 0
+        self._asked_why: do.WhyEnding | None = None  # the newest question
         self.machine: Supervision
         self.state: RunState
         self._silent_since = self.world.now - silent_s
@@ -270,6 +271,7 @@ class SimSupervisor:
             case do.GiveBack():
                 self._after(1.0, lambda: self.machine.given_back(effect.node, True, "", self.now))
             case do.WhyEnding():
+                self._asked_why = effect
                 self._after(0.2, lambda: self._why_ending(effect))
             case do.AskSuperseded():
                 self.world.go(self.process, self._ask_superseded())
@@ -308,6 +310,8 @@ class SimSupervisor:
         self.world.after(seconds, self.process, lambda: self._do(handle()))
 
     def _why_ending(self, effect: do.WhyEnding) -> list[do.Effect]:
+        if self._asked_why is not effect:
+            return []
         why = self.cluster.why_ending()
         return self.machine.why_ending(effect, why, "scancel" if why == "cancelled" else "", self.now)
 
