@@ -605,7 +605,7 @@ class Checkpoints:
         """Have the newest committed state written to shared storage at once: the nodes may go soon."""
         if self._commit.key is None:
             return []
-        self.writes.hasten(self._commit.key)
+        self.writes.hasten(self._commit.key, now)
         return self.look(now)
 
     def check(self) -> None:

@@ -64,6 +64,9 @@ def late_after_s(state: RunState, tier: str, size_bytes: int, nodes: int) -> flo
 
 
 SHARED_PAUSE_MIN_S = 1.0
+# After a warning that the job ends soon (Slurm's comes 2 to 3 minutes before), storage is not left idle for
+# this long.
+HASTE_S = 300.0
 # A node gives up its part once nothing of it has got to storage for this long, whatever its size: this is
 # longer than the replacement of a file server takes.
 STILL_LIMIT_S = 600.0
@@ -128,6 +131,7 @@ class Writes:
         self._wrote_before = False
         self.moved_at = -math.inf  # the last progress of any write
         self._hastened: StateId | None = None  # this state, or a newer one, is wanted there at once
+        self._hasty_until = -math.inf
 
     @property
     def any_under_way(self) -> bool:
@@ -142,14 +146,14 @@ class Writes:
 
     def due_at(self, tier: str) -> float:
         """Return when the next write to the tier may begin, if none is under way; 0.0: at once."""
-        hastened = tier == cp.SHARED and self._hastened is not None
-        return 0.0 if hastened else self._next_at.get(tier, 0.0)
+        return self._next_at.get(tier, 0.0)
 
-    def hasten(self, key: StateId) -> None:
-        """Have this state, or a newer one, written to shared storage as soon as no other write is under way.
-        One that is makes progress, and may be the last that succeeds."""
+    def hasten(self, key: StateId, now: float) -> None:
+        """Have this state, or a newer one, written to shared storage as soon as no other write is under way
+        (that one may be the last to succeed), and for a while each that is the newest when a write ends."""
         newest = max(map(cp.age, self.shared), default=(-1, -1))
         self._hastened = key if cp.age(key) > newest else None
+        self._hasty_until = now + HASTE_S
 
     # ---- beginning
 
@@ -169,8 +173,8 @@ class Writes:
         return effects
 
     def _due(self, tier: str, key: StateId, now: float) -> bool:
-        hurry = tier == cp.SHARED and self._hastened is not None
-        idle = self.free(tier, now, hurry=hurry) and now >= self.due_at(tier)
+        hurry = tier == cp.SHARED and (self._hastened is not None or now < self._hasty_until)
+        idle = self.free(tier, now, hurry=hurry) and (hurry or now >= self.due_at(tier))
         return idle and self._tried.get(tier) != key and self._copies.in_memory(key)
 
     def write(self, tier: str, key: StateId, now: float) -> list[Effect]:

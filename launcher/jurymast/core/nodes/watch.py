@@ -24,7 +24,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
@@ -262,6 +265,8 @@ NEARLY_ALL = 0.98
 STORAGE_LATE_S, STORAGE_HANGS_S = 0.5, 1.5
 # A heartbeat is answered once this share of the interval has passed, because none may come exactly in time.
 EARLY = 0.8
+# A node that is taken away, or shuts down, is gone this long after its agent's SIGTERM at the latest.
+TAKEN_WITHIN_S = 300.0
 # How often the nodes that take over first are chosen anew.
 LOOK_EVERY_S = 5.0
 
@@ -300,6 +305,7 @@ class Watch:
         self.clock = WatcherClock(STEADY_INTERVAL_S, now)
         self.reports = Reports(state, self.clock)
         self.nodes: dict[str, NodeWatch] = {}
+        self._taken_until: dict[str, float] = {}  # nodes whose agents got a SIGTERM
         self.ending = False  # the job ends, or agents were told to leave: no node counts as lost
         self._lateness = Lateness(self._heartbeat_s)
         self.here: set[str] = set()  # connected
@@ -387,12 +393,15 @@ class Watch:
         self.expect(node)
         return [Disconnect(node)]
 
-    def left(self, node: str, connection: int, why: str, now: float, *, taken: bool = False) -> list[Effect]:
-        """Its agent gives up the node. `taken`: because it was told to end."""
+    def left(self, node: str, connection: int, why: str, now: float) -> list[Effect]:
+        """Its agent gives up the node."""
         if not self._is_newest(node, connection):
             return []
-        how = "taken" if taken else "left"
-        return self._lose(node, ev.NodeLost(t=now, node=node, how=how, silent_s=0.0, evidence=why))
+        return self._lose(node, ev.NodeLost(t=now, node=node, how="left", silent_s=0.0, evidence=why))
+
+    def may_be_taken(self, nodes: Iterable[str], now: float) -> None:
+        """Their agents were told to end while the job goes on. If these nodes are lost soon, that is why."""
+        self._taken_until.update(dict.fromkeys(nodes, now + TAKEN_WITHIN_S))
 
     @property
     def interval_s(self) -> float:
@@ -630,6 +639,8 @@ class Watch:
     def _lose(self, node: str, event: ev.NodeLost) -> list[Effect]:
         self._drop(node)
         self.reports.forget(node)
+        if event.t <= self._taken_until.pop(node, -math.inf):
+            event = structs.replace(event, how="taken")
         return [Disconnect(node), Record(event)]
 
     def check(self) -> None:

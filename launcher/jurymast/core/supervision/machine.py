@@ -70,8 +70,6 @@ ENDINGS = frozenset({
     "launch_failed", "node_fail", "out_of_memory", "revoked", "completed",
 })  # fmt: skip
 ASK_AGAIN_S = 2.0
-# A signal to a whole step reaches the last node this long after the first.
-SAME_SIGNAL_S = 2.0
 # The requester of a restart after a take-over, and the reason.
 HALF_TOLD = "the new supervisor, because not all nodes received the launch"
 
@@ -106,9 +104,7 @@ class Supervision:
         self._ticks = itertools.count()
         self._asking = False  # Slurm, why the job ends, after a signal
         self._ask_at = math.inf  # once more
-        self._signalled: dict[str, int] = {}  # nodes whose agents got a SIGTERM, and their connections
-        self._signalled_at = 0.0  # the first of them; they leave alone unless all did
-        self._goes_on = False  # the job does, as Slurm says
+        self._signalled: set[str] = set()  # nodes whose agents got a SIGTERM that is not explained yet
         self._told_by_another = 0  # the attempt whose nodes an earlier supervisor told to launch
 
     def check(self) -> None:
@@ -270,8 +266,6 @@ class Supervision:
                 "Slurm has neither ended the job after a SIGTERM nor said why it would: the training goes on"
             )
             out += [*self.note("", text, now), *self._revoke(now)]
-        if self._signalled and self._goes_on and now >= self._signalled_at + SAME_SIGNAL_S:
-            out += self._let_signalled_go(now)
         ends = self.departure.ordered or self.state.ended or self.state.phase is Phase.REQUEUED
         if ends or self.watch.cut_off:
             return out
@@ -389,7 +383,7 @@ class Supervision:
             case msg.VerdictLeft():
                 effects = self._sick.answered(node, message, now)
             case msg.Terminated():
-                effects = self._agent_terminated(node, connection, now)
+                effects = self._agent_terminated(node, connection)
             case msg.HangsUp():
                 effects = self.watch.hung_up(node, connection) + self._hand_over(message.newer)
             case msg.Leaving():
@@ -522,13 +516,11 @@ class Supervision:
         self._ask_at, self._asking = math.inf, True
         return [WhyEnding()]
 
-    def _agent_terminated(self, node: str, connection: int, now: float) -> list[Effect]:
+    def _agent_terminated(self, node: str, connection: int) -> list[Effect]:
         """An agent got a SIGTERM: the job ends, or this node is taken away, or somebody has sent it to the
-        whole step."""
-        if not self._signalled:
-            self._signalled_at, self._goes_on = now, False
-        self._signalled[node] = connection
-        if self._asking or self._goes_on or self.departure.ordered:
+        step. Slurm is asked once, not for each of thousands of nodes."""
+        self._signalled.add(node)
+        if self._asking or self.departure.ordered:
             return []
         self._asking = True
         return [WhyEnding(node, connection)]
@@ -542,7 +534,7 @@ class Supervision:
         if why == STILL_RUNNING:
             return self._revoke(now)
         if why in ENDINGS:
-            self.watch.ending, self._ask_at, self._signalled = True, math.inf, {}
+            self.watch.ending, self._ask_at, self._signalled = True, math.inf, set()
             event = ev.Asked(t=now, what="cancel", by=by) if by else ev.Signalled(t=now, signal=why)
             out = self.record(event, flush=True) if why != self.departure.why else []
             return out + self._do(self.departure.on_explained(why, kill_in_s, now), now)
@@ -553,26 +545,14 @@ class Supervision:
         return []
 
     def _revoke(self, now: float) -> list[Effect]:
-        """The job goes on: it was a stray signal, or one for some nodes only. A run that wants to leave by
-        itself still does."""
-        ordered = self.departure.ordered
-        self._ask_at, self._goes_on = math.inf, True
+        """The job goes on: it was a stray signal, or one for nodes that are taken away. Those are used until
+        they are gone, as nobody knows which it was. A run that wants to leave by itself still does."""
+        ordered, self._ask_at = self.departure.ordered, math.inf
+        nodes, self._signalled = self._signalled, set()
+        self.watch.may_be_taken(nodes, now)
         self.departure.on_revoked()
         self.watch.ending = self.departure.leaving
-        out = self.record(ev.Signalled(t=now, signal=STILL_RUNNING)) if ordered else []
-        return out + (self._let_signalled_go(now) if now >= self._signalled_at + SAME_SIGNAL_S else [])
-
-    def _let_signalled_go(self, now: float) -> list[Effect]:
-        """Give up the nodes whose agents got a SIGTERM, as of a node that shuts down, and let these agents
-        leave. If all agents got one, it was for the step, and they stay."""
-        nodes, self._signalled = self._signalled, {}
-        out: list[Effect] = []
-        if nodes.keys() >= self.watch.here or self.departure.begun:
-            return out
-        for node, connection in nodes.items():
-            left = self.watch.left(node, connection, "", now, taken=True)
-            out += [Send(node, msg.Leave()), *self._do(left, now)] if left else []
-        return out
+        return self.record(ev.Signalled(t=now, signal=STILL_RUNNING)) if ordered else []
 
     def condition(self, journal: str) -> msg.Condition:
         """Return what the journal does not show yet. `journal`: why it cannot be written, or ""."""
