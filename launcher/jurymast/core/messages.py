@@ -199,8 +199,7 @@ class WriteReached(ToSupervisor, frozen=True, kw_only=True):
 
 
 class WriteProgress(ToSupervisor, frozen=True, kw_only=True):
-    """The node has got this many bytes of its part of a write to storage so far. Sent every few seconds while
-    that goes on."""
+    """The node has written so many bytes of its part so far. Sent every few seconds while that goes on."""
 
     id: str
     size_bytes: int
