@@ -253,13 +253,17 @@ class Drafter:
         if layout is None or leaves is None:
             layout, leaves = self._layout, _ = _layout(trees, self._state.common(trees))
             self._lengths = None
+        leaves = [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
         values = self._values([_local(leaves[piece.leaf], piece.index) for piece in layout.rest])
         lengths = list(map(len, values))
         if lengths != self._lengths:
             self._lengths, self._items = lengths, layout.items(lengths)
         contents = sealed(self._state.entries(trees), self._items)
         size = layout.fixed_bytes + sum(map(aligned, lengths)) + len(contents)
-        tensors = [_local(leaves[piece.leaf], piece.index) for piece in layout.tensors]
+        tensors = [leaves[piece.leaf] for piece in layout.tensors]
+        for number, piece in enumerate(layout.tensors):
+            if isinstance(tensors[number], ShardedTensor):
+                tensors[number] = _local(tensors[number], piece.index)
         return Draft(layout, tensors, values, contents, size)
 
     def _values(self, values: list[Any]) -> list[bytes]:

@@ -20,6 +20,7 @@ import torch
 from jurymast.checkpoint import image
 from jurymast.checkpoint.directory import one_line
 from jurymast.checkpoint.group import Candidate, Group, SaveResult
+from jurymast.checkpoint.names import no_collections
 from jurymast.checkpoint.state import ScriptState
 from jurymast.core import within
 from jurymast.core.keeper.holding import SLOTS
@@ -300,6 +301,10 @@ class MemoryTier:
 
         The result says why if there is no room. Raises whatever pickling a value raises.
         """
+        with no_collections():
+            return self._save(step, trees, started)
+
+    def _save(self, step: int, trees: dict[str, Any], started: float) -> SaveResult:
         self._use_gpu()
         if self._copies is not None:
             self._copies.wait()

@@ -18,8 +18,9 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from jurymast.checkpoint.names import KnownNames, no_collections
 from jurymast.checkpoint.tree import KeyPath, StoredTree, at, decode, digest, encode, has_sharded, is_plain
 from jurymast.errors import CheckpointError
 
@@ -102,12 +104,19 @@ def optimizer_state(optimizer: Optimizer, modules: Modules) -> dict[str, Any]:
 
     If no module in `modules` has the parameters, their numbers (as strings) replace their names.
     """
+    return _encoded(_optimizer_tree(optimizer, modules))
+
+
+def _optimizer_tree(optimizer: Optimizer, modules: Modules) -> dict[str, Any]:
     owner = _owner(optimizer, modules)
-    if owner is None:
-        state = optimizer.state_dict()
-        state["state"] = {str(number): value for number, value in state["state"].items()}
-    else:
-        state = _named_state(optimizer, owner)
+    if owner is not None:
+        return _named_state(optimizer, owner)
+    state = optimizer.state_dict()
+    state["state"] = {str(number): value for number, value in state["state"].items()}
+    return state
+
+
+def _encoded(state: dict[str, Any]) -> dict[str, Any]:
     state["state"] = {name: value for name, value in state["state"].items() if value}
     if not state["state"]:
         del state["state"]
@@ -276,6 +285,7 @@ class ScriptState:
     """The user's mapping from names to the objects to save; read anew at every save."""
 
     objects: MutableMapping[str, Any]
+    _names: KnownNames = field(default_factory=KnownNames)
 
     def __post_init__(self) -> None:
         for key, value in self.objects.items():
@@ -294,13 +304,22 @@ class ScriptState:
 
         Raises whatever an object's own `state_dict` raises.
         """
-        modules = self._modules()
-        trees: dict[str, Any] = {}
+        with no_collections():
+            return self._trees()
+
+    def _trees(self) -> dict[str, Any]:
+        modules, names = self._modules(), self._names
+        names.keep(modules)
+        trees: dict[str, Any] = dict.fromkeys(self.objects)
+        for key, module in modules.items():
+            state = names.module_state(key, module, partial(module_state, module))
+            trees[key] = encode(state) if state else {}
         for key, value in self.objects.items():
-            if isinstance(value, torch.nn.Module):
-                trees[key] = encode(module_state(value))
-            elif isinstance(value, torch.optim.Optimizer):
-                trees[key] = optimizer_state(value, modules)
+            if key in modules:
+                continue
+            if isinstance(value, torch.optim.Optimizer):
+                by_torch = partial(_optimizer_tree, value, modules)
+                trees[key] = _encoded(names.optimizer_state(key, value, modules, by_torch))
             elif isinstance(value, torch.Generator):
                 trees[key] = value.get_state()
             elif isinstance(value, Stateful):

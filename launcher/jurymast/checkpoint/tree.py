@@ -57,6 +57,8 @@ OPAQUE = "__object__"
 # For larger tensors, a sample of this many bytes decides whether ranks differ.
 DIGEST_BYTES = 1 << 20
 
+_SHARDED = (DTensor, ShardedTensor)
+
 KeyPath = tuple[str | int, ...]
 
 
@@ -124,15 +126,16 @@ class TreeShape:
 
 
 def _collect(tree: Any, shape: dict[str | int, Any], found: list[Any]) -> bool:
-    """Append the leaves of `tree` to `found`; False if it has other keys than `shape`."""
-    if not isinstance(tree, Mapping | list) or len(tree) != len(shape):
+    """Append the leaves of `tree`, as `encode` returns it, to `found`; False if it has other keys than
+    `shape`."""
+    if not isinstance(tree, dict | list) or len(tree) != len(shape):
         return False
     pairs = enumerate(tree) if isinstance(tree, list) else tree.items()
     for (key, value), (known, below) in zip(pairs, shape.items(), strict=True):
         if key != known:
             return False
         if below is None:
-            if isinstance(value, Mapping):
+            if isinstance(value, dict):
                 return False
             found.append(value)
         elif not _collect(value, below, found):
@@ -145,7 +148,7 @@ def leaf_kind(value: Any) -> Any:
     names and contents."""
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
-        return kind, value.dtype, value.shape, value.layout, value.is_meta
+        return torch.Tensor, value.dtype, value.shape, value.layout, value.is_meta
     if isinstance(value, DTensor):
         return kind, value.dtype, value.shape, value.device_mesh, value.placements
     if isinstance(value, ShardedTensor):
@@ -208,9 +211,9 @@ def encode(value: Any) -> Any:
     This includes tensors that are neither plain nor sharded (sparse, quantized, tensor subclasses): DCP saves
     some of them and cannot load them.
     """
-    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor | ShardedTensor):
-        return value if is_plain(value) else opaque(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, torch.Tensor):
+        return value if is_plain(value) or isinstance(value, _SHARDED) else opaque(value)
+    if type(value) is dict or isinstance(value, Mapping):
         plain = type(value) in (dict, OrderedDict) and value and all(type(key) is str for key in value)
         return {key: encode(item) for key, item in value.items()} if plain else opaque(value)
     if type(value) is list:
@@ -250,9 +253,11 @@ def _parts(tree: Any) -> Iterator[bytes]:
         yield b"sharded"
     elif isinstance(tree, torch.Tensor) and is_plain(tree):
         yield f"{tree.dtype} {tuple(tree.shape)}".encode()
-        flat = tree.detach().reshape(-1)
-        every = max(1, -(-flat.numel() * flat.element_size() // DIGEST_BYTES))
-        sample = flat[::every].cpu().contiguous()
+        sample = tree
+        if tree.nbytes > DIGEST_BYTES or not tree.is_contiguous() or not tree.is_cpu:
+            flat = tree.detach().reshape(-1)
+            every = max(1, -(-flat.numel() * flat.element_size() // DIGEST_BYTES))
+            sample = flat[::every].cpu().contiguous()
         yield ctypes.string_at(sample.data_ptr(), sample.numel() * sample.element_size())
     elif isinstance(tree, Mapping):
         yield b"{"
