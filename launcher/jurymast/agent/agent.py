@@ -328,7 +328,9 @@ class Agent:
 
     async def _start_host(self) -> None:
         plan = host_plan(self._plan, self._directory.root, self._temporary)
-        self._host = await HostProcess.start(plan, self._environment(), self._host_said, self._host_ended)
+        self._host = await HostProcess.start(
+            plan, self._environment(), self._host_said, self._host_ended, self._driver.fail
+        )
 
     async def _prepare(self, attempt: int) -> None:
         """Wait until test processes have released the devices, which the ranks need now."""

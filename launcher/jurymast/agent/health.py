@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from jurymast import background
 from jurymast.agent.supervision import Driver
 from jurymast.child import Child
 from jurymast.cluster.verdicts import boot_id, leave, verdict
@@ -53,8 +54,7 @@ class Probing:
     def start(self) -> None:
         """Start the probes, once. Called when nothing else on this node is urgent."""
         if self._watching is None:
-            self._watching = asyncio.ensure_future(self._watcher.run())
-            self._watching.add_done_callback(self._stopped)
+            self._watching = background.start(self._watcher.run(), self._stopped)
 
     def known(self) -> tuple[Finding, ...]:
         """Return findings for a hello: the newest of each kind, and the newest events."""
@@ -79,15 +79,14 @@ class Probing:
         if finding := self._own.judge(offset, limit, time.time()):
             self._found(finding)
 
-    def _stopped(self, watching: asyncio.Future[None]) -> None:
+    def _stopped(self, error: BaseException) -> None:
         """Report an error in the watcher, which is no reason to end the ranks."""
-        if not watching.cancelled() and (error := watching.exception()) is not None:
-            self._found(
-                Finding(
-                    probe="agent", code="no-probes", verdict=Verdict.UNKNOWN, kind=HOST, at=time.time(),
-                    message=f"the node's health is no longer observed: {error!r}",
-                )
-            )  # fmt: skip
+        self._found(
+            Finding(
+                probe="agent", code="no-probes", verdict=Verdict.UNKNOWN, kind=HOST, at=time.time(),
+                message=f"the node's health is no longer observed: {error!r}",
+            )
+        )  # fmt: skip
 
     def _found(self, finding: Finding) -> None:
         if self._own.found(finding):

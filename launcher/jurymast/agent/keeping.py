@@ -4,16 +4,17 @@ it starts, gives orders, and kills if they hang. `core.agent.machine` decides ab
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import signal
+from asyncio import FIRST_COMPLETED
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from jurymast import background
 from jurymast.child import Child
 from jurymast.core import messages as msg
 from jurymast.core import within
@@ -38,8 +39,6 @@ from jurymast.storage.orders import (
     read_answer,
 )
 from jurymast.wire.protocol import Access
-
-log = logging.getLogger("jurymast.agent")
 
 NEVER = math.inf
 # Seconds that an order gets after its limit to give up by itself, and a killed process to end.
@@ -105,12 +104,16 @@ class _Tier:
                 why=f"{self._name} storage still hangs: its killed process has not ended yet"
             )
         self._give(order.limit_s)
-        work = asyncio.ensure_future(self._talk(child, order, phases))
-        going_on = asyncio.ensure_future(self._go_on(child, order, phases))
+        work = background.start(self._talk(child, order, phases), background.to_its_awaiter)
+        going_on = background.start(self._go_on(child, order, phases), background.to_its_awaiter)
         try:
             while not work.done() and (left_s := self._late_at - asyncio.get_running_loop().time()) > 0:
                 # Not longer than that: meanwhile the order may go on after a wait for the other nodes.
-                await asyncio.wait([work], timeout=min(left_s, order.limit_s))
+                await asyncio.wait(
+                    [work, going_on], timeout=min(left_s, order.limit_s), return_when=FIRST_COMPLETED
+                )
+                if going_on.done():
+                    going_on.result()  # it ends only by an error
             if not work.done():
                 await self.kill()
                 place = getattr(order, "root", "")
@@ -119,7 +122,7 @@ class _Tier:
                     "its process was killed"
                 )
             return work.result() or StorageFailed(why=await self._why_ended())
-        except asyncio.CancelledError:
+        except BaseException:  # above all when this is cancelled
             self._tell(child, Cancel(id=order.id))
             done, _ = await asyncio.wait([work], timeout=self._grace_s)
             if not done:
@@ -226,7 +229,7 @@ class Keeping:
 
     def warm(self) -> None:
         """Start, once, the process that completes shared checkpoints, so that it is ready when needed."""
-        self._warming = asyncio.ensure_future(self._storage.carry_out(orders.Warm()))
+        self._warming = background.start(self._storage.carry_out(orders.Warm()))
 
     def launch(self, order: msg.Launch) -> None:
         """Prepare for an attempt whose ranks are about to start; those of earlier attempts are gone."""
@@ -240,7 +243,7 @@ class Keeping:
             lambda phase: self._write_reached(order.id, phase),
             lambda size: self._tell(msg.WriteProgress(id=order.id, size_bytes=size)),
         )
-        task = self._writes[order.id] = asyncio.ensure_future(self._write(order, phases))
+        task = self._writes[order.id] = background.start(self._write(order, phases))
         task.add_done_callback(lambda _: self._ended(order.id))
 
     def continue_write(self, order: msg.ContinueWrite) -> None:
@@ -254,29 +257,32 @@ class Keeping:
         self._write_ended(id)
 
     async def _write(self, order: msg.Write, phases: Phases) -> None:
-        """Write images of this node to a tier, and report the result."""
-        loans: list[Loan] = []
+        """Write images of this node to a tier, and report the result in any case: the supervisor waits for
+        it."""
+        answer: orders.Answer
         try:
-            for rank in order.ranks:
-                loan = await self.keeper.lend(order.step, order.attempt, rank)
-                if loan is None:
-                    gone = f"the image of rank {rank} is no longer here"
-                    answer: orders.Answer = orders.StorageFailed(why=gone)
-                    break
-                loans.append(loan)
-            else:
-                answer = await self._storage.carry_out(self._order(order, loans), phases)
-        except Exception as error:  # unanswered, the write would stay open until it counts as lost
-            log.exception("write %s", order.id)
+            answer = await self._written(order, phases)
+        except Exception as error:
+            background.logged(error)
             answer = orders.StorageFailed(why=f"unexpected {type(error).__name__}: {error}")
-        finally:
-            for loan in loans:
-                loan.give_back()
         ok = isinstance(answer, orders.Done)
         size_bytes, why = (answer.bytes, "") if isinstance(answer, orders.Done) else (0, answer.why)
         self._tell(msg.Written(id=order.id, tier=order.tier, ok=ok, size_bytes=size_bytes, why=why))
         if ok and order.tier == cp.LOCAL and self._local is not None:
             self.keeper.scan_local(self._local)
+
+    async def _written(self, order: msg.Write, phases: Phases) -> orders.Answer:
+        loans: list[Loan] = []
+        try:
+            for rank in order.ranks:
+                loan = await self.keeper.lend(order.step, order.attempt, rank)
+                if loan is None:
+                    return orders.StorageFailed(why=f"the image of rank {rank} is no longer here")
+                loans.append(loan)
+            return await self._storage.carry_out(self._order(order, loans), phases)
+        finally:
+            for loan in loans:
+                loan.give_back()
 
     def _order(self, write: msg.Write, loans: list[Loan]) -> orders.AnyOrder:
         step, attempt, run = write.step, write.attempt, self._plan.run

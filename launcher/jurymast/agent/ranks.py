@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jurymast import foreign, worker
+from jurymast import background, foreign, worker
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.nodes import devices
@@ -346,7 +346,8 @@ LINE_BYTES_MAX = 4 * 1024 * 1024
 
 
 class HostProcess:
-    """One torchrun host. `on_message` gets its messages, `on_end` its exit code once it has ended."""
+    """One torchrun host. `on_message` gets its messages, `on_end` its exit code once it has ended, `failed`
+    an error in either of these."""
 
     def __init__(
         self,
@@ -355,12 +356,13 @@ class HostProcess:
         on_message: Callable[[msg.FromHosts], None],
         on_end: Callable[[int], None],
         reader: asyncio.StreamReader,
+        failed: background.Failed,
     ) -> None:
         self._process = process
         self._writer = writer
         self._tasks = [
-            asyncio.ensure_future(self._read(reader, on_message)),
-            asyncio.ensure_future(self._wait(on_end)),
+            background.start(self._read(reader, on_message), failed),
+            background.start(self._wait(on_end), failed),
         ]
 
     @classmethod
@@ -370,6 +372,7 @@ class HostProcess:
         environment: dict[str, str],
         on_message: Callable[[msg.FromHosts], None],
         on_end: Callable[[int], None],
+        failed: background.Failed,
     ) -> HostProcess:
         """Start a host. `plan`, which has no secret, is passed in the environment. Output joins the agent's.
 
@@ -385,7 +388,7 @@ class HostProcess:
                 pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, cwd=plan["directory"],
             )  # fmt: skip
         reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
-        return cls(process, writer, on_message, on_end, reader)
+        return cls(process, writer, on_message, on_end, reader, failed)
 
     def tell(self, order: msg.Launch | msg.Stop) -> None:
         if not self._writer.is_closing():

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from jurymast import background
 from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.effects import NEVER, Effect, WakeAt
@@ -60,16 +61,15 @@ class Driver:
     def spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = True) -> asyncio.Task[None]:
         """Run a task. An error in a `vital` task ends the agent: giving its node up is better than an agent
         that half works. Errors of other tasks are logged."""
-        task = asyncio.ensure_future(work)
+        task = background.start(work, self.fail if vital else background.logged)
         self._tasks.add(task)
-        task.add_done_callback(self._vital_ended if vital else self._tasks.discard)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    def _vital_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.failure = self.failure or task.exception()
-            self.over.set()
+    def fail(self, error: BaseException) -> None:
+        """End the agent because of this error."""
+        self.failure = self.failure or error
+        self.over.set()
 
     def _wake_at(self, at: float) -> None:
         if self._timer is not None:
@@ -199,7 +199,7 @@ class Succeeding:
             case do.ReadPulse():
                 self._driver.spawn(self._read_pulse())
             case do.StandBy():
-                self._standby = asyncio.ensure_future(self._stand_by())
+                self._standby = background.start(self._stand_by(), background.to_its_awaiter)
             case do.EndStandby():
                 self._driver.spawn(self._dismiss(), vital=False)
             case do.StartSupervisor():

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
+from jurymast import background
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER, ImageId
 from jurymast.core.keeper import effects as do
@@ -408,7 +409,7 @@ async def mix(gathering: Gatherer, going: Going, effect: do.Mix, buffer: MappedB
 async def _reserve_and(work: Coroutine[Any, Any, None], buffer: MappedBuffer, start: int, end: int) -> str:
     """Take the memory for a part of the buffer while `work` fetches into it. Once nobody writes into the
     buffer any more, return why the kernel has no memory, or ""."""
-    reserving = asyncio.ensure_future(in_thread(buffer.reserve, start, end))
+    reserving = background.start(in_thread(buffer.reserve, start, end), background.to_its_awaiter)
     try:
         await work
     except BaseException:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jurymast import background
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, MEMORY, ImageId
 from jurymast.core.keeper import effects as do
@@ -240,7 +241,7 @@ class Keeper:
         if not in_slot or not isinstance(place, MappedBuffer):
             return copy.path, release
         asked = f"a copy for storage of rank {copy.image.rank}, {memory_size(size)}"
-        making = asyncio.ensure_future(self._copied(place, size, asked))
+        making = background.start(self._copied(place, size, asked), background.to_its_awaiter)
 
         def give_up(_: object) -> None:
             made = None if making.cancelled() or making.exception() else making.result()
@@ -393,16 +394,19 @@ class Keeper:
         size, step = words[SlotWord.IMAGE], words[SlotWord.STEP]
         try:
             copy = await in_thread(_read_image, buffer, size, words[SlotWord.MANIFEST], step, rank)
-        except (BadImage, RuntimeError) as error:
-            self.act(self.machine.unhashed(local, slot, number, rank, step, size, str(error)))
+        except Exception as error:  # any: otherwise the rank would never get its slot back
+            if not isinstance(error, BadImage | RuntimeError):
+                background.logged(error)
+            why = str(error) or type(error).__name__
+            self.act(self.machine.unhashed(local, slot, number, rank, step, size, why))
         else:
             self.act(self.machine.hashed(local, slot, number, copy))
 
     async def _measure(self) -> None:
         try:
             room = await in_thread(self._room)
-        except RuntimeError as error:  # no thread can be started
-            room = Room(0, str(error))
+        except Exception as error:  # any, such as that no thread can be started: who asked for memory waits
+            room = Room(0, str(error) or type(error).__name__)
         allocated = {number: buffer.allocated for number, buffer in self.buffers.items()}
         self.act(self.machine.measured(room, allocated))
 
@@ -411,10 +415,10 @@ class Keeper:
         try:
             for number in effect.buffers:
                 made[number] = MappedBuffer(effect.capacity, number)
-        except OSError as error:
+        except Exception as error:  # any, such as for a size that no mapping can have
             for buffer in made.values():
                 buffer.close()
-            return str(error)
+            return str(error) or type(error).__name__
         self.buffers |= made
         return ""
 
@@ -422,8 +426,8 @@ class Keeper:
         buffer, why = self.buffers[number], ""
         try:
             await in_thread(buffer.reserve, 0, buffer.capacity)
-        except (OSError, RuntimeError) as error:
-            why = str(error)
+        except Exception as error:  # any: who asked for the memory waits for the answer
+            why = str(error) or type(error).__name__
         self.act(self.machine.reserved(number, buffer.allocated, why))
 
     async def _work(self, effect: do.FindImages | do.Verify | do.Fetch | do.Mix) -> None:
@@ -464,16 +468,9 @@ class Keeper:
                 return await mix(gathering, going, effect, self.buffers[effect.buffer])
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = background.start(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "a task of the keeper failed", "exception": error, "task": task}
-            )
+        task.add_done_callback(self._tasks.discard)
 
     def _in_loop(self, then: Callable[[], None]) -> None:
         """Call `then` in the loop; may be called from any thread."""

@@ -26,6 +26,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from jurymast import background
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
 from jurymast.cluster.batch import SIGNALS, WARNINGS
 from jurymast.cluster.control import Ending, give_back
@@ -70,7 +71,7 @@ class Hold:
         self._keeping: asyncio.Future[None] | None = None
 
     def begin(self) -> None:
-        self._keeping = asyncio.ensure_future(self._keep())
+        self._keeping = background.start(self._keep(), background.to_its_awaiter)
 
     @property
     def waits_s(self) -> float:
@@ -344,17 +345,14 @@ class Supervisor:
             self._journal.flush()
 
     def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+        task = background.start(work, self._task_failed)
         self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
+        task.add_done_callback(self._tasks.discard)
 
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        """End this supervisor if a task failed: starting anew from the journal is better than half
-        working."""
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = self._failure or task.exception()
-            self._over.set()
+    def _task_failed(self, error: BaseException) -> None:
+        """End this supervisor: starting anew from the journal is better than half working."""
+        self._failure = self._failure or error
+        self._over.set()
 
     # What takes time.
 
@@ -466,7 +464,7 @@ class Supervisor:
         finally:
             for door in doors:
                 door.close()
-            for task in self._tasks:
+            for task in list(self._tasks):
                 task.cancel()
             for connection in list(self._channels.values()):
                 connection.close()

@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from jurymast import background
 from jurymast.core.messages import Accepted, Ask, Condition, Declined, Strange, encode, read_answer
 from jurymast.errors import AuthenticationError, JurymastError, ProtocolError
 from jurymast.rundir import RunDirectory
@@ -360,7 +361,10 @@ async def connect_any(
 ) -> Channel[Hears] | None:
     """Try all `targets` (host, port) at once, and return the first connection; None if none answers in
     time."""
-    tries = [asyncio.ensure_future(connect(host, port, secret, read, limit_s)) for host, port in targets]
+    tries = [
+        background.start(connect(host, port, secret, read, limit_s), background.to_its_awaiter)
+        for host, port in targets
+    ]
     found: Channel[Hears] | None = None
     try:
         for done in asyncio.as_completed(tries):
