@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import grp
 import json
 import os
 import pwd
@@ -110,19 +111,60 @@ def make_private(place: Path) -> None:
 
 def check_private(place: Path) -> None:
     """Raise NotOurs if another user made this directory or can write into it. Raises OSError."""
-    with asking(place):
-        found = os.lstat(place)
+    found = link_status(place)
     if not stat.S_ISDIR(found.st_mode) or not is_ours(found):
         raise NotOurs(place, found)
 
 
 def owns(place: Path) -> bool:
-    """Whether this user owns the directory with this name, and nobody else can write into it."""
+    """Whether this user owns the directory with this name, and nobody else can write into it. A link is none:
+    another user may have made it, to a directory of this user's."""
     try:
-        found = status(place)
+        found = link_status(place)
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and is_ours(found)
+
+
+def behind_own_link(place: Path) -> Path:
+    """What a link of this user's leads to; `place` itself if it is anything else."""
+    try:
+        found = link_status(place)
+        if stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid():
+            with asking(place):
+                return Path(os.path.realpath(place))
+    except OSError:
+        pass
+    return place
+
+
+def who_may_change(place: Path) -> str:
+    """Who, besides root, can replace this user's entries in this directory: "" for nobody. Its owner can, and
+    whoever may write to it, unless it is sticky. Raises OSError."""
+    found = status(place)
+    if found.st_uid not in (0, os.geteuid()):
+        return user_name(found.st_uid)
+    if found.st_mode & stat.S_ISVTX:
+        return ""
+    if found.st_mode & stat.S_IWOTH:
+        return "all users"
+    return "" if not found.st_mode & stat.S_IWGRP or _is_private(found.st_gid) else group_name(found.st_gid)
+
+
+def group_name(gid: int) -> str:
+    try:
+        return f"group {grp.getgrgid(gid).gr_name}"
+    except KeyError:
+        return f"group {gid}"
+
+
+def _is_private(gid: int) -> bool:
+    """Whether this is the group that many systems make for each user alone, and with it a umask of 002."""
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and user.pw_gid == gid and set(group.gr_mem) <= {user.pw_name}
 
 
 @contextmanager
@@ -166,6 +208,12 @@ def status(path: Path | str) -> os.stat_result:
     """The file's status. Raises OSError."""
     with asking(path):
         return os.stat(path)
+
+
+def link_status(path: Path | str) -> os.stat_result:
+    """The status of the file, or of the link with this name. Raises OSError."""
+    with asking(path):
+        return os.lstat(path)
 
 
 def exists(path: Path | str) -> bool:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,8 @@ RANKS_A_FOLDER = 1000
 
 # This much room is kept free for the run's last entries, which a full disk must not lose.
 RESERVE_BYTES = 1 << 20
-SECRET_BYTES_MAX = 1024
+SECRET_BYTES = 32
+SECRET_FILE_BYTES_MAX = 1024
 
 
 # Longer than any attempt's number; what is longer is damage.
@@ -67,6 +70,27 @@ def attempt_in(data: bytes) -> int:
     if not digits.isdigit() or len(digits) > ATTEMPT_DIGITS_MAX:
         raise ValueError("no number of an attempt")
     return int(digits)
+
+
+# The letters of which `submit` makes names, which no shell reads in another way; but no job's id.
+_RUN_NAME = re.compile(r"(?!\d+$|local-\d+$)[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def run_names(runs: Path) -> list[str]:
+    """The names in a runs directory that may be runs, oldest first. Others may write there, too: only names
+    like those that `submit` makes count, and no links, which would be the same run again, or another one.
+    Raises OSError."""
+    return sorted(
+        name for name in foreign.names(runs)
+        if _RUN_NAME.fullmatch(name) and stat.S_ISDIR(_mode(runs / name))
+    )  # fmt: skip
+
+
+def _mode(path: Path) -> int:
+    try:
+        return foreign.link_status(path).st_mode
+    except OSError:  # removed in the meantime
+        return 0
 
 
 def sync_directory(path: Path) -> None:
@@ -182,7 +206,7 @@ class RunDirectory:
                 made = True
                 for part in (self.epochs, self.journal, self.logs, self.checkpoints, self.submission):
                     part.mkdir(mode=0o700)
-                write_atomically(self.secret_file, secrets.token_hex(32).encode())
+                write_atomically(self.secret_file, secrets.token_hex(SECRET_BYTES).encode())
         except OSError as error:
             if made:  # after a full disk, for example: nothing stays that looks like a run
                 shutil.rmtree(self.root, ignore_errors=True)
@@ -194,8 +218,11 @@ class RunDirectory:
     def secret(self) -> bytes:
         """The run's secret, 32 bytes. Raises RunDirectoryError if others could have read or made it."""
         try:
-            data = foreign.read_own(self.secret_file, SECRET_BYTES_MAX, closed=foreign.OTHERS_ANYTHING)
-            return bytes.fromhex(data.decode())
+            data = foreign.read_own(self.secret_file, SECRET_FILE_BYTES_MAX, closed=foreign.OTHERS_ANYTHING)
+            secret = bytes.fromhex(data.decode())
+            if len(secret) != SECRET_BYTES:  # everybody knows the key of an empty file
+                raise ValueError(f"it holds {len(secret)} bytes, not {SECRET_BYTES}")
+            return secret
         except foreign.NotOurs as error:
             raise RunDirectoryError(
                 f"other users can read {self.secret_file}, or own it",
@@ -210,11 +237,30 @@ class RunDirectory:
     def plan(self) -> RunPlan:
         """The run's plan. Raises RunDirectoryError if the file is missing or damaged."""
         try:
-            return RunPlan.from_json(foreign.load(self.plan_file))
-        except (OSError, ValueError) as error:
+            return self._plan_in(foreign.read(self.plan_file))
+        except OSError as error:
             check_readable(self.root)
-            if isinstance(error, OSError):
-                raise RunDirectoryError(f"cannot read {self.plan_file}: {error.strerror}") from error
+            raise RunDirectoryError(f"cannot read {self.plan_file}: {error.strerror}") from error
+
+    def own_plan(self) -> RunPlan:
+        """The plan, for a process that acts on it. The directory is held while it is read, so that nobody who
+        can rename it puts another one in its place. Raises RunDirectoryError, also if the directory or the
+        plan is not this user's alone."""
+        try:
+            with foreign.own_directory(self.root) as held:
+                return self._plan_in(foreign.read_own(held / self.plan_file.name))
+        except foreign.NotOurs as error:
+            raise RunDirectoryError(
+                f"nothing of this run is started: {error}",
+                hint="whoever can write to the directory above may have put it there",
+            ) from error
+        except OSError as error:
+            raise RunDirectoryError(f"cannot read {self.plan_file}: {error.strerror}") from error
+
+    def _plan_in(self, data: bytes) -> RunPlan:
+        try:
+            return RunPlan.from_json(foreign.parse(data))
+        except ValueError as error:
             damage = f"not JSON ({error})"
             if isinstance(error, msgspec.ValidationError):
                 damage = "a value of the plan is missing or of a wrong type"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from jurymast.checkpoint.state import ScriptState
 from jurymast.cli.main import main
 from jurymast.cli.options import find_run, run_ids
 from jurymast.cluster.earlier import forgiven_file, forgiven_nodes, past_runs, summary_file
+from jurymast.cluster.slurm import check_runs_directory
+from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.storage.export import export
 from support.commands import RUN, Place, swapped
@@ -234,3 +237,156 @@ def test_only_what_this_user_alone_can_write_is_its_own(tmp_path: Path) -> None:
     assert caught.value.errno == errno.ELOOP
     with pytest.raises(OSError, match="has 1 bytes, at most 0 are allowed"):
         foreign.read(own / "file", 0)
+
+
+# Links and names in a directory that others can write to.
+
+OTHER = "20261117-110000-other-abce"
+
+
+def link(place: Path, target: Path) -> None:
+    place.symlink_to(target)
+    os.chown(place, MALLORY, MALLORY, follow_symlinks=False)
+
+
+@as_others
+@pytest.mark.parametrize("way", ["a link", "a directory", "a run of theirs"])
+def test_the_number_of_a_job_means_that_job(shared: Place, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Whatever somebody has called like it, in the runs directory or in the one where the user is."""
+    other = shared.story(swapped(), OTHER)
+    give(other.root, ADA)
+    here = shared.root / "here"
+    here.mkdir()
+    for place in (shared.runs / JOB, here / JOB):
+        if way == "a link":
+            link(place, other.root)
+        elif way == "a directory":
+            place.mkdir()
+        else:
+            (shared.runs / FORGED).rename(place) if (shared.runs / FORGED).exists() else place.mkdir()
+    monkeypatch.chdir(here)
+    with acting_as(ADA):
+        assert find_run(JOB, shared.runs).root.name == RUN
+        assert find_run(f"{JOB};cluster", shared.runs).root.name == RUN
+
+
+@as_others
+def test_a_link_is_no_run_of_mine(shared: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("20261117-120000-link-0000", "latest", "$(touch proof)", "-rf", "a b", "run\n", "local-7"):
+        link(shared.runs / name, shared.runs / RUN)
+        (shared.runs / f"{name}.d").mkdir()
+        give(shared.runs / f"{name}.d", MALLORY)
+    main(["cancel", "--help"])
+    with acting_as(ADA):
+        assert run_ids(shared.runs) == [RUN]
+        assert [run.run for run in past_runs(shared.runs)] == [RUN]
+        monkeypatch.setenv("JURYMAST_RUNS", str(shared.runs))
+        for name in ("latest", "20261117-120000-link-0000", str(shared.runs / "latest")):
+            assert main(["cancel", name]) == 73
+
+
+@as_others
+def test_a_link_of_mine_leads_where_i_made_it_lead(shared: Place) -> None:
+    (shared.runs / "mine").symlink_to(shared.runs / RUN)
+    os.chown(shared.runs / "mine", ADA, ADA, follow_symlinks=False)
+    with acting_as(ADA):
+        assert find_run("mine", shared.runs).root == (shared.runs / RUN).resolve()
+        assert run_ids(shared.runs) == [RUN]
+
+
+@as_others
+def test_one_failure_is_one_strike_however_often_it_is_there(shared: Place) -> None:
+    with acting_as(ADA):
+        (before,) = past_runs(shared.runs)
+    assert before.departures
+    for number in range(5):
+        link(shared.runs / f"20261117-12000{number}-link-0000", shared.runs / RUN)
+        copy = shared.runs / f"20261117-13000{number}-copy-0000"
+        shutil.copytree(shared.runs / RUN, copy)
+        give(copy, ADA)
+    with acting_as(ADA):
+        assert sum((list(run.departures) for run in past_runs(shared.runs)), []) == list(before.departures)
+        assert sum((list(run.spans) for run in past_runs(shared.runs)), []) == list(before.spans)
+
+
+@as_others
+def test_completion_offers_no_name_that_a_shell_would_run(shared: Place) -> None:
+    for name in (
+        "2026$(touch proof)",
+        "2026`touch proof`",
+        "2026;touch proof",
+        "2026 x",
+        "2026\n$(x)",
+        "2026'x",
+    ):
+        (shared.runs / name).mkdir()
+        (shared.runs / name / "plan.json").write_text("{}")
+        give(shared.runs / name, ADA)
+    with acting_as(ADA):
+        assert run_ids(shared.runs) == [RUN]
+
+
+# Runs directories of others.
+
+
+@as_others
+@pytest.mark.parametrize(
+    ("owner", "mode", "who"),
+    [
+        (0, 0o1777, ""), (0, 0o755, ""), (ADA, 0o700, ""), (ADA, 0o1777, ""), (MALLORY, 0o755, MALLORY),
+        (MALLORY, 0o1777, MALLORY), (0, 0o777, "all users"), (ADA, 0o777, "all users"),
+        (ADA, 0o770, "group"), (0, 0o2775, "group"),
+    ],
+)  # fmt: skip
+def test_a_runs_directory_in_which_others_can_replace_a_run_is_refused(
+    common: Path, owner: int, mode: int, who: str | int
+) -> None:
+    runs = common / "runs"
+    runs.mkdir()
+    os.chown(runs, owner, MALLORY)
+    runs.chmod(mode)
+    who = foreign.user_name(who) if isinstance(who, int) else who
+    with acting_as(ADA):
+        assert foreign.who_may_change(runs).startswith(who)
+        assert bool(foreign.who_may_change(runs)) == bool(who)
+        if not who:
+            check_runs_directory(runs) if os.access(runs, os.W_OK, effective_ids=True) else None
+        elif os.access(runs, os.W_OK, effective_ids=True):
+            with pytest.raises(RunDirectoryError, match="would be run as you"):
+                check_runs_directory(runs)
+            check_runs_directory(runs, shared=True)
+
+
+@as_others
+def test_a_run_that_was_swapped_while_it_waited_is_not_started(shared: Place, common: Path) -> None:
+    """Its directory, its plan, or a link in place of one."""
+    run = RunDirectory(shared.runs / RUN)
+    with acting_as(ADA):
+        assert run.own_plan().run
+    for swap in (shared.runs / FORGED, shared.runs / "link"):
+        if swap.name == "link":
+            link(swap, shared.runs / "kept")
+        run.root.rename(shared.runs / "kept")
+        swap.rename(run.root)
+        with acting_as(ADA), pytest.raises(RunDirectoryError):
+            run.own_plan()
+        run.root.rename(swap)
+        (shared.runs / "kept").rename(run.root)
+    os.chown(run.plan_file, MALLORY, MALLORY)
+    run.plan_file.chmod(0o644)
+    with acting_as(ADA), pytest.raises(RunDirectoryError, match="nothing of this run is started"):
+        run.own_plan()
+    os.chown(run.plan_file, ADA, ADA)
+    run.root.chmod(0o777)
+    with acting_as(ADA), pytest.raises(RunDirectoryError, match="nothing of this run is started"):
+        run.own_plan()
+
+
+@pytest.mark.parametrize("text", ["", "00", "ab" * 31, "ab" * 33, " ", "\n"])
+def test_a_secret_of_another_length_is_none(tmp_path: Path, text: str) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    assert len(run.secret()) == 32
+    run.secret_file.write_text(text)
+    with pytest.raises(RunDirectoryError, match="cannot read the run's secret"):
+        run.secret()

@@ -406,7 +406,7 @@ def _note(sender: str, text: str) -> None:
 async def serve(directory: RunDirectory, node: str, hint: tuple[str, int] | None) -> int:
     """Run this node's agent, and return the run's exit code. Raises RunDirectoryError."""
     started = time.monotonic()
-    plan = directory.plan()
+    plan = directory.own_plan()
     agent = Agent(directory, plan, node, hint)
     await agent.run()
     log.info("done after %.1f s", time.monotonic() - started)

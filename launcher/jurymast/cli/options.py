@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from click.shell_completion import CompletionItem
 from jurymast import foreign
 from jurymast.core.texts import nearest
 from jurymast.errors import NotNowError, RunDirectoryError, RunNotFoundError, UsageError
-from jurymast.rundir import RunDirectory, check_readable
+from jurymast.rundir import RunDirectory, check_readable, run_names
 
 if TYPE_CHECKING:
     from jurymast.policy.resolve import Resolved
@@ -40,7 +41,7 @@ def run_ids(runs: Path) -> list[str]:
 def _all_ids(runs: Path) -> list[str]:
     """The ids of all users' runs that this user may read."""
     try:
-        names = [name for name in foreign.names(runs) if not name.startswith(".")]
+        names = run_names(runs)
     except OSError:
         return []
     return sorted((name for name in names if foreign.exists(runs / name / "plan.json")), reverse=True)
@@ -51,15 +52,16 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
     a directory of that name that is not a run of this user."""
     runs = default_runs() if runs is None else runs
     text = text.rstrip("/") or text  # a shell completes the name of a directory with a slash
-    places = [Path(text).expanduser().absolute()] if text else []
+    places = [foreign.behind_own_link(Path(text).expanduser().absolute())] if text else []
     if "/" not in text and text not in ("", ".", ".."):
-        places.insert(0, runs / text)
+        places.insert(0, foreign.behind_own_link(runs / text))
         job, _, _cluster = text.partition(";")  # as `submit --parsable` prints it
         if job.isdigit() or job.startswith("local-"):
-            # Slurm's job ids start again some day; the newest run with this job is meant.
+            # Slurm's job ids start again some day; the newest run with this job is meant, whatever else
+            # somebody has given this name.
             names = dict.fromkeys((*run_ids(runs), *_all_ids(runs)))
             jobs = (runs / name / "slurm" / "jobs" / job for name in names)
-            places += [job.parents[2] for job in jobs if foreign.exists(job)][:1]
+            places = [job.parents[2] for job in jobs if foreign.exists(job)][:1] + places
     # Any user may use this name, or claim this job: this user's own runs come first.
     for place in sorted(places, key=lambda place: not foreign.owns(place)):
         if foreign.exists(place / "plan.json"):
@@ -215,7 +217,12 @@ def the_run(run: str, runs: Path | None, *, only_look: bool = False) -> RunDirec
     found = find_run(run, runs)
     if foreign.owns(found.root):
         return found
-    status = foreign.status(found.root)
+    status = foreign.link_status(found.root)
+    if stat.S_ISLNK(status.st_mode) and not only_look:
+        raise RunDirectoryError(
+            f"{found.root} is a link of {foreign.user_name(status.st_uid)}",
+            hint=f"name the run itself: {os.path.realpath(found.root)}",
+        )
     if status.st_uid == os.geteuid():
         raise RunDirectoryError(
             f"other users can write to {found.root}, so its contents cannot be trusted",

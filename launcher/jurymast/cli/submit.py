@@ -100,6 +100,7 @@ def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None
 )  # fmt: skip
 @click.option("--name", default="", metavar="NAME", help="Part of the run's id.  [the script's name]")
 @runs_of("Where run directories are kept; all nodes must see it.  [$JURYMAST_RUNS, or ./runs]")
+@click.option("--shared-runs", is_flag=True, help="Accept a runs directory in which others can replace runs.")
 @click.option("-W", "--wait", is_flag=True, help="Follow the run to its end and return its exit code.")
 @click.option("--parsable", is_flag=True, help="Print only JOBID[;CLUSTER], as sbatch does.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
@@ -170,7 +171,7 @@ def _request(
         asked, line, policy, script=script, environment=os.environ, working_directory=Path.cwd(),
         python=sys.executable,
     )  # fmt: skip
-    check_runs_directory(runs, script)
+    check_runs_directory(runs, script, shared=options["shared_runs"])
     plan, notes = with_earlier(plan, runs, partition, plan.submitted_at)
     for note in notes:
         click.echo(f"jurymast: note: {clean(note)}", err=True)

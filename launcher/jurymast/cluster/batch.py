@@ -247,7 +247,7 @@ def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Alloca
 def main(run_directory: str) -> int:
     """Run the job; returns its exit code: the application's own, or one of `jurymast.errors`."""
     directory = RunDirectory(Path(run_directory))
-    plan = directory.plan()
+    plan = directory.own_plan()
     if plan.cluster == "slurm":
         allocation = from_slurm_environment()
         agents = SrunAgents(run_directory, len(allocation.nodes))

@@ -34,7 +34,7 @@ from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Avoided, RunPlan
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.journal import initial_state, read, take
-from jurymast.rundir import RunDirectory, write_json
+from jurymast.rundir import RunDirectory, run_names, write_json
 
 # ---- earlier runs
 
@@ -76,7 +76,29 @@ def past_runs(runs: Path) -> list[PastRun]:
         # In another user's runs directory, or on a full disk, the next reader replays again.
         with contextlib.suppress(OSError):
             write_json(summary_file(runs), {"v": VERSION, "entries": known}, durable=False)
-    return found
+    return _each_once(found)
+
+
+def _each_once(runs: list[PastRun]) -> list[PastRun]:
+    """The runs without what another directory of the same run has told: a copy would be a second failure of
+    the same node."""
+    told: set[tuple[Any, ...]] = set()
+
+    def new(*fact: Any) -> bool:
+        known = fact in told
+        told.add(fact)
+        return not known
+
+    return [
+        replace(
+            run,
+            spans=tuple(span for span in run.spans if new(run.run, "span", span.start)),
+            failures=tuple(at for at in run.failures if new(run.run, "failure", at)),
+            departures=tuple(left for left in run.departures if new(run.run, left.node, left.at)),
+            xids=tuple(seen for seen in run.xids if new(run.run, "xid", seen)),
+        )
+        for run in runs
+    ]
 
 
 def _kept(entry: Any, stamp: Stamp) -> PastRun | None:
@@ -102,7 +124,7 @@ def _names(runs: Path) -> list[str]:
     """Run ids, oldest first, since they begin with their time. Only this user's runs count: others who may
     write into the directory could invent runs, and with them failures of nodes."""
     try:
-        names = sorted(name for name in foreign.names(runs) if not name.startswith("."))
+        names = run_names(runs)
     except OSError:
         return []
     return [name for name in names if foreign.owns(runs / name)]

@@ -94,8 +94,9 @@ def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = 
     return Request(plan, text, render_script(plan), command(plan))
 
 
-def check_runs_directory(runs: Path, script: BatchScript | None = None) -> None:
-    """Raise RunDirectoryError if no run directory usable for `script` can be made below `runs`."""
+def check_runs_directory(runs: Path, script: BatchScript | None = None, *, shared: bool = False) -> None:
+    """Raise RunDirectoryError if no run directory usable for `script` can be made below `runs`. `shared`: the
+    user accepts that others can replace runs in it."""
     if script is not None and ":" in str(runs):
         raise RunDirectoryError(
             f"the runs directory {str(runs)!r} has a colon, and batch scripts find jurymast by PATH",
@@ -113,6 +114,11 @@ def check_runs_directory(runs: Path, script: BatchScript | None = None) -> None:
         raise RunDirectoryError(
             f"cannot write to the runs directory {runs}" + ("" if place == runs else f" ({place})"),
             hint="choose another directory with --runs DIR, on storage that all nodes share",
+        )
+    if place == runs and not shared and (others := foreign.who_may_change(runs)):
+        raise RunDirectoryError(
+            f"{others} can replace the runs in {runs}, and what is put there would be run as you",
+            hint="name a directory of your own with --runs DIR, or accept this with --shared-runs",
         )
 
 

@@ -116,6 +116,9 @@ def _runs_directory(runs: Path) -> Found:
         shutil.rmtree(probe.root)
     except (RunDirectoryError, OSError) as error:
         return NO, str(error), "choose another with --runs DIR or JURYMAST_RUNS"
+    if place == runs and (others := foreign.who_may_change(place)):
+        found = f"{others} can replace what is in {place}, and with it your runs"
+        return NO, found, "choose another with --runs DIR or JURYMAST_RUNS"
     kind = filesystem(place)
     found = f"{runs} can be written, on {kind or 'an unknown file system'}"
     if not kind.startswith(SHARED):

@@ -29,7 +29,7 @@ TRAPS_S = 1.0
 def run(run_directory: str, arguments: list[str]) -> int:
     """Run the script; returns its exit code. Raises ClusterUnavailableError, RunDirectoryError."""
     directory = _own_directory(RunDirectory(Path(run_directory)))
-    plan = directory.plan()
+    plan = directory.own_plan()
     allocation = from_slurm_environment()
     allocation.save(directory)
     shims.write(directory, sys.executable)

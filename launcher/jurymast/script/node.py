@@ -39,7 +39,7 @@ def run(launcher: str, arguments: list[str]) -> int:
     # Called by the script itself, on the batch host: run as if srun had started it.
     job = RunDirectory(os.environ[shims.RUN_VARIABLE])
     if _on_each_node(recognise.parse(arguments, os.environ, launch=launcher == "launch"), job):
-        say(f"{launcher} uses one node of {job.plan().active} and runs there without failure handling")
+        say(f"{launcher} uses one node of {job.own_plan().active} and runs there without failure handling")
         _really(launcher, arguments)
     command = run_module("jurymast.script", launcher, *arguments)
     return Step(job).run(CommandLine(command=command))
@@ -55,7 +55,7 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
     """Request the training, wait for its run, and become its agent on this node."""
     launch = recognise.parse(arguments, os.environ, launch=launcher == "launch")
     if _on_each_node(launch, job := RunDirectory(os.environ[shims.RUN_VARIABLE])):
-        node, active = int(os.environ["SLURM_NODEID"]), job.plan().active
+        node, active = int(os.environ["SLURM_NODEID"]), job.own_plan().active
         if node >= active:
             return 0
         if node == 0:
@@ -71,7 +71,7 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
 
 def _on_each_node(launch: recognise.TorchrunLaunch, job: RunDirectory) -> bool:
     """Whether each node of the job has a training of its own."""
-    return launch.nodes == "1" and job.plan().active > 1
+    return launch.nodes == "1" and job.own_plan().active > 1
 
 
 def run_tasks(count: int, gpus: int, command: list[str]) -> int:

@@ -345,7 +345,7 @@ class Step:
 
     def __init__(self, job: RunDirectory) -> None:
         self._job = job
-        self._plan = job.plan()
+        self._plan = job.own_plan()
         self._allocation = Allocation.load(job)
         self._trainings = Trainings(job, self._allocation.key)
         self._lost = self._trainings.lost()

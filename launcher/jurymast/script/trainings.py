@@ -147,7 +147,7 @@ def _entry(file: Path) -> dict[str, Any] | None:
 
 def beside(submitted: RunDirectory, run: RunDirectory, job: str) -> None:
     """Make another run of the same submission, for this Slurm job. Raises RunDirectoryError."""
-    plan = replace(submitted.plan(), run=run.root.name, directory=str(run.root))
+    plan = replace(submitted.own_plan(), run=run.root.name, directory=str(run.root))
     run.create()
     (run.submission / "jobs").mkdir(mode=0o700)
     write_atomically(run.submission / "jobs" / job, b"")

@@ -58,7 +58,7 @@ async def supervise(
     """Supervise one epoch. Return its supervisor at its end, or None if a newer epoch took over. `replayed`
     returns the state that the journal leads to. Raises RunDirectoryError if the run directory cannot be read
     or written."""
-    plan = directory.plan()
+    plan = directory.own_plan()
     epoch = takeover.after + 1 if takeover else claim_epoch(directory.epochs)
     if takeover and not claim(directory.epochs, epoch):
         return None
@@ -120,7 +120,7 @@ def known_allocation(directory: RunDirectory) -> Allocation:
 def end_job(directory: RunDirectory, allocation: Allocation, state: RunState, *, requeues: bool) -> None:
     """End the Slurm job after a takeover, when no batch process acts on the outcome, unless its node was only
     cut off. A batch script's job is requeued: what follows the training in the script has not run yet."""
-    plan = directory.plan()
+    plan = directory.own_plan()
     if not requeues:
         time.sleep(BATCH_LIMIT_S)  # a batch process that is alive reads the outcome and acts on it
     script_goes_on = plan.batch and plan.requeue and state.phase is not Phase.CANCELLED
@@ -144,7 +144,7 @@ def serve(
     log.info("pid %d", os.getpid())
     try:
         allocation = known_allocation(directory)
-        listeners = listeners or listen(directory.plan().cluster)
+        listeners = listeners or listen(directory.own_plan().cluster)
         node = takeover.node if takeover else allocation.host
         supervisor = asyncio.run(supervise(directory, allocation, node, listeners, replayed, takeover))
         if supervisor is None:
