@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.side_by_side.steps import Recovery, Stamp, StepFiles, done_by_all, measure
 from benchmarks.side_by_side.systems import ACTIVE, STEP_S, Place, Started, System, own_story, said
-from jurymast.cluster.allocation import ENDED_STATES
+from jurymast.jobs import ENDED_STATES
 from testcluster import Cluster, ClusterError
 from testcluster.faults import Fault
 

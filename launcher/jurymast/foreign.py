@@ -87,6 +87,10 @@ class NotOurs(OSError):
         )
 
 
+class NotAFile(OSError):
+    """Something has this name that is not an ordinary file of an allowed size."""
+
+
 def user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
@@ -278,8 +282,8 @@ def _open(path: os.PathLike[str] | str, flags: int = 0) -> int:
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, "it is not an ordinary file", str(path))
+            raise NotAFile(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise NotAFile(errno.EINVAL, "it is not an ordinary file", str(path))
     return descriptor
 
 
@@ -306,5 +310,5 @@ def _buffered(descriptor: int, path: os.PathLike[str] | str) -> BufferedReader:
 def _all_of(file: BufferedReader, path: Path | str, most: int) -> bytes:
     size = os.fstat(file.fileno()).st_size
     if size > most:
-        raise OSError(errno.EFBIG, f"it has {size} bytes, at most {most} are allowed", str(path))
+        raise NotAFile(errno.EFBIG, f"it has {size} bytes, at most {most} are allowed", str(path))
     return file.read(max(size, BYTES_MIN))

@@ -103,6 +103,16 @@ def sync_directory(path: Path) -> None:
             os.close(descriptor)
 
 
+def make_durable_folder(path: Path) -> None:
+    """Make a directory and those above it with mode 0700, so that a power cut does not take them back.
+    Existing ones are not changed. Raises OSError."""
+    missing = [one for one in (path, *path.parents) if not foreign.exists(one)]
+    with foreign.asking(path):
+        make_folder(path)
+    for one in missing:
+        sync_directory(one.parent)
+
+
 def renew(path: Path) -> None:
     """Renew a network file system's view of a directory, which may be cached for up to a minute, by a
     change in it. If the directory is not ours to change, the view stays old, and later reads find what has

@@ -46,7 +46,7 @@ def test_a_step_is_a_stock_directory_that_only_its_owner_reads(tmp_path: Path) -
     net = nn.Linear(3, 2)
     jurymast.Checkpointer({"net": net, "epoch": 4}, directory=directory).save(123)
     path = directory / "step-00000123"
-    assert os.listdir(directory) == [path.name]
+    assert sorted(os.listdir(directory)) == ["owner.json", path.name]
     assert {file.name for file in path.iterdir()} == {".metadata", "__0_0.distcp", MANIFEST}
     assert {oct(p.stat().st_mode & 0o777) for p in (directory, path)} == {"0o700"}
     assert {oct(p.stat().st_mode & 0o777) for p in path.iterdir()} == {"0o600"}
@@ -148,6 +148,7 @@ def test_leftovers_of_earlier_attempts_are_swept(tmp_path: Path, monkeypatch: py
     assert {p.name for p in tmp_path.iterdir()} == {
         ".saving-00000003.a0004.0a1b2c3d",
         ".saving-notes",
+        "owner.json",
         VERIFIED,
         final_name(1),
     }
@@ -181,7 +182,7 @@ def test_a_stale_attempt_publishes_nothing(
     assert checkpoint.save(1)
     run.attempt_file.write_text("3\n")
     assert not checkpoint.save(2)
-    assert os.listdir(run.checkpoints) == [final_name(1)]
+    assert sorted(os.listdir(run.checkpoints)) == ["owner.json", final_name(1)]
     assert "attempt 2 is stale: attempt 3 has started" in caplog.text
     assert CheckpointDirectory(run.checkpoints).manifest(1).attempt == 2
 
@@ -231,7 +232,7 @@ def test_a_full_disk_costs_the_checkpoint_not_the_training(
     filler.write_bytes(bytes(650_000))
     for step in (2, 3):
         checkpoint.step(step)
-        assert os.listdir(directory) == [final_name(1)]
+        assert sorted(os.listdir(directory)) == ["owner.json", final_name(1)]
     assert "step 2 was not saved (shared tier): rank 0: " in caplog.text
     assert "No space left on device" in caplog.text
     filler.unlink()
@@ -310,7 +311,9 @@ def test_the_agent_hears_of_steps_saves_and_restores(tmp_path: Path, agent: Agen
     assert again.restore() == 10
     assert (agent.slot().step, agent.slot().beats) == (10, 10)
     assert phases == ["saving", "restoring"]
-    fresh, saved, restored = agent.events()
+    fresh, place, kept, saved, restored = agent.events()
+    assert (place["event"], place["directory"]) == ("SavesTo", str(tmp_path))
+    assert (kept["event"], kept["directory"], kept["keep"]) == ("CheckpointsKept", str(tmp_path), 3)
     assert (fresh["event"], fresh["step"], fresh["skipped"]) == ("Restored", 0, [])
     assert (saved["event"], saved["step"], saved["tier"], saved["ok"]) == ("Saved", 10, "shared", True)
     assert (saved["error"], saved["stall_s"] > 0) == ("", True)
@@ -324,7 +327,7 @@ def test_a_failed_save_is_an_event_and_is_tried_again(tmp_path: Path, agent: Age
     blocked.write_text("where the directory should be")
     checkpoint = jurymast.Checkpointer(weights(1.0), directory=blocked / "checkpoints", every=1)
     checkpoint.step(1)
-    (event,) = agent.events()
+    *_, event = agent.events()
     assert (event["event"], event["step"], event["ok"]) == ("Saved", 1, False)
     assert event["error"].startswith("NotADirectoryError: ")
     assert "\n" not in event["error"]

@@ -44,7 +44,7 @@ def train(directory: str, steps: int, every: int, sharded: bool = False) -> Any:
 
 
 def _names(directory: str) -> list[str]:
-    return sorted(os.listdir(directory)) if os.path.isdir(directory) else []
+    return sorted(name for name in os.listdir(directory) if name != "owner.json")
 
 
 def restore(directory: str, sharded: bool = False) -> Any:

@@ -33,10 +33,10 @@ FEW = {
     "flights": st.just(()), "stands": st.just({}),
 }  # fmt: skip
 # What a word of an earlier attempt tells rightly: the port of a node whose host waits now, what was saved and
-# what that cost, that a script cannot be started warm.
+# what that cost, that a script cannot be started warm, where it saves.
 STILL_TRUE = {
     ev.WorkersStopped: {"nodes"}, ev.Saved: {"saved", "saved_step", "save_failures", "stalls"},
-    ev.ColdStart: {"cold"},
+    ev.ColdStart: {"cold"}, ev.SavesTo: {"checkpoints"},
 }  # fmt: skip
 OF_ATTEMPTS = [kind for kind in ev.KINDS.values() if "attempt" in kind.__struct_fields__]
 SAID = [msg.Started, msg.Failed, msg.Stopped, msg.Finished, msg.Looked, msg.Stacks, msg.Unrestorable]

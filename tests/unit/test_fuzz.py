@@ -27,8 +27,9 @@ from jurymast import journal
 from jurymast.agent import stacks
 from jurymast.checkpoint import group as ranks
 from jurymast.checkpoint.contents import HASH_BYTES, Contents, Item
-from jurymast.checkpoint.directory import OWNER, BadCheckpoint, CheckpointDirectory, FileRecord, owner
+from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord
 from jurymast.checkpoint.directory import CheckpointManifest as StoredManifest
+from jurymast.checkpoint.owner import OWNER, owner
 from jurymast.cluster.earlier import past_runs, summary_file
 from jurymast.core import events as ev
 from jurymast.core import messages as msg

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.checkpoint.directory import OWNER, Owner, claim, is_foreign, owner
+from jurymast.checkpoint.owner import OWNER, Owner, claim, is_foreign, owner
 from jurymast.errors import CheckpointError
 from jurymast.report.liveness import record_cancel
 from jurymast.storage import shared

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster import control
-from jurymast.cluster.allocation import Allocation, run_command
+from jurymast.cluster.allocation import Allocation
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError
+from jurymast.jobs import run_command
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.wire.endpoint import claim_epoch, find
 from support.waiting import wait_until

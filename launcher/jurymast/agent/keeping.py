@@ -286,16 +286,18 @@ class Keeping:
 
     def _order(self, write: msg.Write, loans: list[Loan]) -> orders.AnyOrder:
         step, attempt, run = write.step, write.attempt, self._plan.run
+        root = write.root or str(self._shared)
         if write.tier == cp.OBJECT:
             url = self._plan.settings.object_url or ""
             return orders.Upload(
-                root=str(self._shared), step=step, url=url, run=run, run_directory=str(self._run_directory)
-            )
+                root=root, step=step, url=url, run=run, run_directory=str(self._run_directory),
+                keep=self._plan.settings.object_keep,
+            )  # fmt: skip
         images = tuple(map(lent_image, loans))
         if write.tier == cp.LOCAL:
             return orders.WriteLocal(root=str(self._local), step=step, attempt=attempt, images=images)
         return orders.WriteShared(
-            root=str(self._shared), step=step, attempt=attempt, world=write.world, images=images,
+            root=root, step=step, attempt=attempt, world=write.world, images=images,
             nonce=write.id, lead=write.lead, run=run, run_directory=str(self._run_directory), keep=self._keep,
         )  # fmt: skip
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.checkpoint.group import Candidate, Group, SaveResult
+from jurymast.checkpoint.directory import one_line
+from jurymast.checkpoint.group import Candidate, Group, RankUnable, SaveResult
 from jurymast.checkpoint.image import foreseen_bytes
 from jurymast.checkpoint.memory_tier import MemoryTier
 from jurymast.checkpoint.shared_tier import SharedTier
@@ -64,6 +65,8 @@ FIRST_MEMORY_S = 30.0
 FIRST_FREE_S = 2.0
 # How long a save that the script asked for waits for earlier ones to be safe.
 FREE_MEMORY_S = 30.0
+# How long a rank that cannot restore waits for the supervisor to end it.
+ENDED_WITHIN_S = 60.0
 
 
 class Checkpointer:
@@ -115,6 +118,7 @@ class Checkpointer:
         # Whether this attempt saves to memory; None until the ranks agree on it at their first save.
         self._in_memory: bool | None = None
         self._waited_for_memory = False
+        self._tried_to_claim = False
         self._saved_step = -1
         # How long training stood still for the newest save, until that is accounted for.
         self._stall_s: float | None = None
@@ -127,9 +131,11 @@ class Checkpointer:
         """Restore the newest complete, verified step and return it: the number of steps done. If there is
         none, return 0 and change nothing.
 
-        Damaged checkpoints are skipped with a warning. Raises CheckpointError if there are checkpoints but
-        none can be restored, or if an earlier attempt of the run saved some that no longer exist: only a
-        person can decide to start from the beginning. While storage does not answer, this waits for it.
+        Damaged checkpoints are skipped with a warning. One that merely cannot be read is tried for a while;
+        then this raises CheckpointError, and under agents another attempt follows, maybe on another node.
+        Raises CheckpointError also if there are checkpoints but none can be restored, or if an earlier
+        attempt of the run saved some that no longer exist: only a person can decide to start from the
+        beginning. While storage does not answer, this waits for it.
         """
         self._link.enter(link.RESTORING)
         started = time.monotonic()
@@ -152,9 +158,11 @@ class Checkpointer:
         """Report that `step` steps are done since the beginning of the training, not of the attempt: a
         heartbeat, and a save if one is due.
 
-        If storage fails, this logs a warning and training continues without that checkpoint. Raises
-        CheckpointError if the state cannot be captured, so that no save can succeed.
+        The first call claims the directory. Raises CheckpointError if another training that has not ended
+        saves there, or if the state cannot be captured, so that no save can succeed. If storage fails, this
+        logs a warning and training continues without that checkpoint.
         """
+        self._claim()
         # Not before the first call: a script that only restores and saves shows its progress by its
         # optimizer's steps.
         self._link.explicit_steps = True
@@ -175,6 +183,7 @@ class Checkpointer:
         save failed. Unlike `step`, this waits up to 30 s until the node's memory has room for one more image.
         Raises what `step` raises.
         """
+        self._claim()
         if not self._save_times.begun:
             self._begin_cadence(step)
         if self._saved_step == step:
@@ -187,11 +196,28 @@ class Checkpointer:
 
     # ---- saving
 
+    def _claim(self) -> None:
+        """Claim the directory before the first step counts, so that no training goes on that cannot save. If
+        its storage fails at the moment, each save tries again."""
+        if self._tried_to_claim:
+            return
+        self._tried_to_claim = True
+        group = self._open()
+        why = self._shared.claim()
+        if why and group.rank == 0:
+            log.warning("%s cannot be claimed yet: %s", self._directory, why)
+        if group.rank == 0:
+            self._link.emit(within.SavesTo(directory=_short(str(self._directory), PATH_CHARACTERS)))
+        # The agent writes images in memory to storage.
+        self._link.emit(within.CheckpointsKept(directory=str(self._directory), keep=self._keep))
+
     def _save(self, step: int) -> bool:
         self._link.enter(link.SAVING)
         started = time.monotonic()
         self._open()
         if self._memory is not None and self._in_memory is not False:
+            if not self._shared.claimed:  # refused by now, perhaps
+                self._shared.claim()
             outcome = self._save_to_memory(self._memory, step, started)
             if outcome is not None:
                 if outcome.ok:
@@ -285,10 +311,18 @@ class Checkpointer:
         if self._memory is not None:
             tiers.insert(0, self._memory)
         for tier in tiers:
-            candidates, bad = tier.candidates()
+            try:
+                candidates, bad = tier.candidates()
+            except OSError as error:
+                raise self._unable(Candidate(_saved_before(), 0, 0), error) from error
             skipped.update(bad)
             for candidate in candidates:
-                why = tier.load(candidate, self._state)
+                try:
+                    why = tier.load(candidate, self._state)
+                except OSError as error:
+                    if candidate.step not in _passed_over() or candidate is candidates[-1]:
+                        raise self._unable(candidate, error) from error
+                    why = f"it cannot be read: {error}"
                 if not why:
                     return candidate, tier.name, skipped
                 skipped[candidate.step] = why
@@ -300,10 +334,24 @@ class Checkpointer:
             )
         return Candidate(0, 0, 0), "", skipped
 
+    def _unable(self, candidate: Candidate, error: OSError) -> CheckpointError:
+        """Return the error for a checkpoint that cannot be read now, although it may be good. Under agents,
+        this waits to be ended: the supervisor has another attempt try it, and if necessary another node."""
+        group, why = self._open(), one_line(error)
+        if group.rank == (error.rank if isinstance(error, RankUnable) else 0):
+            self._link.emit(within.Unrestored(step=candidate.step, of=candidate.attempt, why=_short(why)))
+        if link.PAGE_VARIABLE in os.environ:
+            time.sleep(ENDED_WITHIN_S)
+        return CheckpointError(
+            f"step {candidate.step} cannot be read: {why}",
+            hint=f"look at the storage of {self._directory}, and start again; to go on from an older step, "
+            "move this one away",
+        )
+
     def _check_nothing_was_saved(self) -> None:
         """Raise CheckpointError if a step was saved: a file system that is not mounted looks like one without
         checkpoints."""
-        saved = int(os.environ.get("JURYMAST_SAVED_STEP") or 0)
+        saved = _saved_before()
         if saved:
             raise CheckpointError(
                 f"step {saved} of this run was saved, but {self._directory} has no checkpoint",
@@ -385,8 +433,6 @@ class Checkpointer:
             )
             self._follower = self._follow(self._group)
             self._memory = MemoryTier.open(self._state, self._group, self._attempt)
-            if self._memory is not None:  # the agent writes images in memory to storage
-                self._link.emit(within.CheckpointsKept(directory=str(self._directory), keep=self._keep))
         return self._group
 
     def _follow(self, group: Group) -> ScheduleFollower | None:
@@ -411,6 +457,17 @@ class Checkpointer:
         if newest > self._attempt:
             return f"attempt {self._attempt} is stale: attempt {newest} has started"
         return ""
+
+
+def _saved_before() -> int:
+    """Return the newest step that the run has saved to storage; 0 for none."""
+    return int(os.environ.get("JURYMAST_SAVED_STEP") or 0)
+
+
+def _passed_over() -> frozenset[int]:
+    """Return the steps for which an older one may be taken if they still cannot be read: several attempts
+    could not."""
+    return frozenset(map(int, os.environ.get("JURYMAST_UNREADABLE", "").split()))
 
 
 def _short(text: str, characters: int = ERROR_CHARACTERS) -> str:

@@ -1,25 +1,23 @@
 """The shared directory of checkpoints: names, manifests, completeness, retention. No torch here.
 
-    checkpoints/owner.json                the run that writes here, see below
+    checkpoints/owner.json                the run that writes here: see `checkpoint.owner`
     checkpoints/step-00000100/            complete: a stock torch.distributed.checkpoint directory ...
     checkpoints/step-00000100/jurymast.json   ... with our manifest, written last
-    checkpoints/.saving-00000200.a0003.<nonce>/   being written by attempt 3
-    checkpoints/.writing-00000200.a0003.<nonce>/ being written by the nodes' storage processes
+    checkpoints/.saving-00000200.a0003.<nonce>.<run>/   being written by attempt 3 of that run
+    checkpoints/.writing-00000200.a0003.<nonce>.<run>/  being written by the nodes' storage processes
     checkpoints/.deleting-00000050.<nonce>/       being deleted
-    checkpoints/pinned/00000100                   this step is never removed
+    checkpoints/pinned/00000100                   hash of the manifest of a checkpoint that is never removed
     checkpoints/verified/00000100                 hash of the manifest whose files were all checked, and the
                                                   damage found
     checkpoints/rollback.json                     all rollbacks: what they covered is never restored again
     checkpoints/step-00000150.rolled-back-<nonce>/   kept until somebody deletes it
 
 A checkpoint is complete or absent: it is written under a name that nobody reads, and renamed once all of it
-is on disk. Nothing is ever written into a directory that has its final name.
+is on disk. Nothing is ever written into a directory that has its final name. What a run leaves half-written
+is removed by the directory's next owner.
 
-A directory of checkpoints has an owner, `owner.json`: {"run": its id, "directory": its run directory}. Only
-one run writes there, because a run's sweeps would remove another run's files. The first run that writes there
-owns the directory, in all its attempts and allocations, until it has ended; then the next run that writes
-does. Everybody may read. A training that is no run of jurymast owns nothing, and does not write to a
-directory that a run owns.
+Several runs may write here one after another, and each counts its attempts from 1. So manifests, rollbacks
+and what is half-written name their run, and pins and marks name the manifest that they are about.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import xxhash
@@ -45,19 +43,24 @@ import xxhash
 from jurymast import foreign
 from jurymast.core.checkpoints.commit import Rollback, superfluous
 from jurymast.core.checkpoints.copies import StateId
-from jurymast.errors import CheckpointError
-from jurymast.rundir import RunDirectory, sync_directory, write_atomically
+from jurymast.reading import PATIENCE_S, Unable, patiently
+from jurymast.rundir import make_durable_folder, sync_directory, write_atomically
 
 MANIFEST = "jurymast.json"
 FORMAT = 1
 READ_BYTES = 4 << 20
+Read = TypeVar("Read")
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 _FINAL = re.compile(r"step-(\d{8,})")
-_SAVING = re.compile(r"\.saving-(\d+)\.a(\d+)\.[0-9a-f]+")
-_WRITING = re.compile(r"\.(?:writing|draining)-(\d+)\.a(\d+)\.[0-9a-f]+")  # draining: up to version 0.1
+# Up to version 0.1 without the run, and with draining for writing.
+_SAVING = re.compile(r"\.saving-(\d+)\.a(\d+)\.[0-9a-f]+(?:\.(.+))?")
+_WRITING = re.compile(r"\.(?:writing|draining)-(\d+)\.a(\d+)\.[0-9a-f]+(?:\.(.+))?")
 _DELETING = re.compile(r"\.deleting-\d+\.[0-9a-f]+")
 _ROLLED_BACK = re.compile(r"step-(\d{8,})\.rolled-back-[0-9a-f]+")
+# What `rundir.write_atomically` writes, and nobody does any more after this long.
+_HALF_FILE = re.compile(r"\.(?:owner\.json|rollback\.json|\d+)\.\d+\.[0-9a-f]{8}")
+OLD_S = 3600.0
 PINNED = "pinned"
 VERIFIED = "verified"
 ROLLBACK = "rollback.json"
@@ -89,6 +92,7 @@ class CheckpointManifest:
     files: tuple[FileRecord, ...]
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     format: int = FORMAT
+    run: str = ""  # of which `attempt` is an attempt; "" up to version 0.1
 
     @property
     def size_bytes(self) -> int:
@@ -125,12 +129,21 @@ def _check_name(name: str) -> None:
         raise BadCheckpoint(f"{MANIFEST} names a file that does not belong to a checkpoint: {name!r}")
 
 
+def _hash_of(data: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(data).encode()
+
+
 def _hash_of_values(values: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
 def final_name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def in_name(run: str) -> str:
+    """Return the run's id as part of a file's name. A training that is no run may have any."""
+    return re.sub(r"[^\w.-]", "_", run)[:100]
 
 
 def step_of(name: str) -> int | None:
@@ -203,16 +216,40 @@ class NewFile(io.BufferedWriter):
             self.close()
 
 
+def _is_present(path: Path) -> bool:
+    """Whether there is such a file or directory. Raises OSError."""
+    try:
+        foreign.status(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _if_present(path: Path) -> bytes | None:
+    """Return the file's content, or None if there is none. Raises OSError."""
+    try:
+        return foreign.read(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 class CheckpointDirectory:
-    """One directory of checkpoints. Only one process, rank 0, calls the methods that write."""
+    """One directory of checkpoints, as the run `run` sees it. What cannot be read is tried for `patience_s`
+    seconds. Only one process, rank 0, calls the methods that write."""
 
-    def __init__(self, root: Path | str) -> None:
+    def __init__(self, root: Path | str, run: str = "", patience_s: float = PATIENCE_S) -> None:
         self.root = Path(root)
+        self._patience_s = patience_s
+        self.run = run
+        self._in_name = in_name(run)
+
+    def _patiently(self, read: Callable[[], Read]) -> Read:
+        return patiently(read, self.root, self._patience_s)
 
     def path(self, step: int) -> Path:
         return self.root / final_name(step)
@@ -223,26 +260,28 @@ class CheckpointDirectory:
         return sorted((step for step in found if step is not None), reverse=True)
 
     def manifest(self, step: int) -> CheckpointManifest:
-        """Read a step's manifest. Raises BadCheckpoint if it is missing, damaged or of another step."""
+        """Read a step's manifest. Raises BadCheckpoint if it is missing, damaged or of another step, and
+        Unable."""
         try:
-            data = foreign.read(self.path(step) / MANIFEST)
-        except FileNotFoundError as error:
+            data = self._patiently(lambda: foreign.read(self.path(step) / MANIFEST))
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise BadCheckpoint(f"it has no {MANIFEST}: it is incomplete, or not of jurymast") from error
-        except OSError as error:
-            raise BadCheckpoint(f"{MANIFEST} cannot be read: {error.strerror}") from error
+        except foreign.NotAFile as error:
+            raise BadCheckpoint(f"{MANIFEST} is damaged: {error.strerror}") from error
         manifest = CheckpointManifest.from_bytes(data)
         if manifest.step != step:
             raise BadCheckpoint(f"{MANIFEST} is of step {manifest.step}")
-        if self.void(step, manifest.attempt):
+        if self.void(step, manifest.attempt, manifest.run):
             raise BadCheckpoint("it was rolled back")
         return manifest
 
     def check_sizes(self, step: int, manifest: CheckpointManifest) -> None:
-        """Check quickly that every file exists in full length. Raises BadCheckpoint."""
+        """Check quickly that every file exists in full length. Raises BadCheckpoint, Unable."""
         for record in manifest.files:
+            path = self.path(step) / record.name
             try:
-                size = foreign.status(self.path(step) / record.name).st_size
-            except OSError as error:
+                size = self._patiently(lambda path=path: foreign.status(path)).st_size  # type: ignore[misc]
+            except FileNotFoundError as error:
                 raise BadCheckpoint(f"{record.name}: {error.strerror}") from error
             if size != record.size_bytes:
                 raise BadCheckpoint(f"{record.name} has {size} bytes, expected {record.size_bytes}")
@@ -250,12 +289,16 @@ class CheckpointDirectory:
     def check_files(
         self, step: int, files: Iterable[FileRecord], advance: Callable[[int], None] | None = None
     ) -> list[str]:
-        """Check `files` fully, by reading and hashing them. Return what is wrong, one line for each file."""
+        """Check `files` fully, by reading and hashing them. Return what is damaged, one line for each file.
+        Raises Unable if a file cannot be read now."""
         problems = []
         for record in files:
+            path = self.path(step) / record.name
             try:
-                size, digest = hash_file(self.path(step) / record.name, advance)
+                size, digest = self._patiently(lambda path=path: hash_file(path, advance))  # type: ignore[misc]
             except OSError as error:
+                if isinstance(error, Unable):
+                    raise
                 problems.append(f"{record.name}: {error.strerror or error}")
                 continue
             if size != record.size_bytes:
@@ -270,9 +313,9 @@ class CheckpointDirectory:
 
     def whole(self, step: int) -> CheckpointManifest | None:
         """Return the manifest of a step that has all files in full length, and in which the last full check
-        found no damage; None for any other step."""
+        found no damage; None for any other step. Raises Unable if that cannot be known now."""
         # Looked up first: a checkpoint set aside between the two looks is missing at the second.
-        if self.marked(step)[1]:
+        if not self._patiently(lambda: _is_present(self.path(step))) or self.marked(step)[1]:
             return None
         try:
             manifest = self.manifest(step)
@@ -282,10 +325,13 @@ class CheckpointDirectory:
         return manifest
 
     def sizes(self) -> dict[StateId, int]:
-        """Return the bytes of each complete checkpoint, by (step, attempt). Raises OSError or
-        BadCheckpoint."""
-        found = (self.whole(step) for step in self.steps())
-        return {StateId(one.step, one.attempt): one.size_bytes for one in found if one is not None}
+        """Return the bytes of each complete checkpoint, by (step, attempt); attempt 0 for one of another run,
+        because it is older than anything that this run saves. Raises OSError, BadCheckpoint."""
+        found = [one for step in self.steps() if (one := self.whole(step)) is not None]
+        return {StateId(one.step, self._attempt_of(one)): one.size_bytes for one in found}
+
+    def _attempt_of(self, manifest: CheckpointManifest) -> int:
+        return manifest.attempt if manifest.run == self.run else 0
 
     def mark(self, step: int, damage: str = "") -> None:
         """Record that all files of the step were just found good, or the `damage` found, on one line; best
@@ -302,22 +348,29 @@ class CheckpointDirectory:
 
     def marked(self, step: int) -> tuple[float | None, str]:
         """Return when the last full check found the present checkpoint good (Unix time), or the damage that
-        it found; (None, "") if there was no check."""
+        it found; (None, "") if there was no check. Raises Unable."""
         mark = self.root / VERIFIED / f"{step:08d}"
+
+        def read() -> tuple[float | None, str]:
+            found, manifest = _if_present(mark), _if_present(self.path(step) / MANIFEST)
+            if found is None or manifest is None:
+                return None, ""
+            digest, _, damage = found.decode().partition("\n")
+            if digest.encode() != _hash_of(manifest):
+                return None, ""
+            return None if damage else foreign.status(mark).st_mtime, damage
+
         try:
-            digest, _, damage = foreign.read(mark).decode().partition("\n")
-            if digest == hash_file(self.path(step) / MANIFEST)[1]:
-                return None if damage else foreign.status(mark).st_mtime, damage
-        except (OSError, ValueError):
-            pass
-        return None, ""
+            return self._patiently(read)
+        except (foreign.NotAFile, ValueError):
+            return None, ""
 
     # ---- writing (rank 0)
 
     def begin(self, step: int, attempt: int) -> Path:
         """Create the directory in which `step` is written. Raises OSError."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = self.root / f".saving-{step:08d}.a{attempt:04d}.{secrets.token_hex(4)}"
+        make_durable_folder(self.root)
+        temporary = self._unfinished("saving", step, attempt, secrets.token_hex(4))
         temporary.mkdir(mode=0o700)
         return temporary
 
@@ -343,11 +396,17 @@ class CheckpointDirectory:
         sync_directory(self.root)
         return name
 
-    def sweep(self, attempt: int) -> list[str]:
-        """Rename what attempts up to `attempt` left half-written or half-deleted, and delete it in a thread.
-        Return the names.
+    def _unfinished(self, kind: str, step: int, attempt: int, nonce: str) -> Path:
+        return self.root / ".".join(
+            filter(None, (f".{kind}-{step:08d}.a{attempt:04d}.{nonce}", self._in_name))
+        )
 
-        Directories of newer attempts stay: if there are any, this attempt is the stale one.
+    def sweep(self, attempt: int) -> list[str]:
+        """Rename what is half-written or half-deleted, and delete it in a thread: what earlier owners left,
+        and what the ranks of this run's attempts up to `attempt` did. Return the names.
+
+        For the owner of the directory only. What ranks of newer attempts write stays: if there are any, this
+        attempt is the stale one. What this run's storage processes write is for `sweep_unfinished`.
         """
         try:
             names = foreign.names(self.root)
@@ -355,17 +414,33 @@ class CheckpointDirectory:
             return []
         old = [name for name in names if _DELETING.fullmatch(name)]  # another process may be deleting these
         for name in names:
-            saving = _SAVING.fullmatch(name)
-            if saving and int(saving[2]) <= attempt:
+            if (saving := _SAVING.fullmatch(name)) is not None:
+                if self._is_of_earlier(saving[3]) or int(saving[2]) <= attempt:
+                    old.append(name)
+            elif (writing := _WRITING.fullmatch(name)) is not None and self._is_of_earlier(writing[3]):
                 old.append(name)
+        self._sweep_files()
         found = {name: gone for name in old if (gone := taken_away(self.root / name)) is not None}
         delete_behind(list(found.values()))
         return list(found)
 
+    def _sweep_files(self) -> None:
+        """Remove the files that a power cut left half-written in directories of files."""
+        for place in (self.root, self.root / PINNED, self.root / VERIFIED):
+            for path in foreign.found(place, ".*"):
+                with suppress(OSError):
+                    old_since = time.time() - OLD_S
+                    if _HALF_FILE.fullmatch(path.name) and foreign.status(path).st_mtime < old_since:
+                        path.unlink()
+
+    def _is_of_earlier(self, run: str | None) -> bool:
+        """Whether this is another run's, which has ended, or this one would not own the directory."""
+        return run is not None and run != self._in_name
+
     def writing(self, step: int, attempt: int, nonce: str) -> Path:
         """Return the path under which the nodes' storage processes write a step. `nonce` is hexadecimal and
         differs with each try."""
-        return self.root / f".writing-{step:08d}.a{attempt:04d}.{nonce}"
+        return self._unfinished("writing", step, attempt, nonce)
 
     def sweep_unfinished(self) -> list[str]:
         """Remove what storage processes left half-written; return the names. Raises OSError.
@@ -382,11 +457,16 @@ class CheckpointDirectory:
 
         A rename takes effect at once, so that no reader ever sees half a checkpoint. Raises OSError.
         """
+        whole = {step: one for step in self.steps() if (one := self.whole(step)) is not None}
+        ours = [step for step, one in whole.items() if one.run == self.run]
+        latest = sorted(ours, key=lambda step: (whole[step].attempt, step), reverse=True)
         doomed: list[Path] = []
-        for step in superfluous(self.complete(), keep, self.pinned(), known_bad):
+        for step in superfluous(list(whole), keep, self.pinned(), known_bad, latest):
             gone = self.root / f".deleting-{step:08d}.{secrets.token_hex(4)}"
             os.rename(self.path(step), gone)
             doomed.append(gone)
+        if doomed:
+            sync_directory(self.root)  # before anything in them is deleted
         return doomed
 
     def retire_behind(
@@ -402,15 +482,25 @@ class CheckpointDirectory:
 
     def pinned(self) -> set[int]:
         """Return the steps that are never removed. Raises OSError."""
-        return {int(name) for name in names_in(self.root / PINNED) if name.isdecimal()}
+        steps = {int(name) for name in names_in(self.root / PINNED) if name.isdecimal()}
+        return {step for step in steps if self._is_pinned(step)}
+
+    def _is_pinned(self, step: int) -> bool:
+        """Whether the pin is of the checkpoint that is there now; unknown is not no."""
+        path = self.path(step) / MANIFEST
+        wanted = self._patiently(lambda: _if_present(self._pin(step)))
+        found = self._patiently(lambda: _if_present(path)) if wanted else None
+        return wanted is not None and (found is None or not wanted or wanted == _hash_of(found))
+
+    def _pin(self, step: int) -> Path:
+        return self.root / PINNED / f"{step:08d}"
 
     def pin(self, step: int) -> None:
         """Pin a step, so that it is never removed. Raises OSError, and BadCheckpoint if the step has no
         complete checkpoint."""
-        place = self.root / PINNED
         self.check_sizes(step, self.manifest(step))
-        place.mkdir(mode=0o700, exist_ok=True)
-        write_atomically(place / f"{step:08d}", b"")
+        make_durable_folder(self._pin(step).parent)
+        write_atomically(self._pin(step), _hash_of(foreign.read(self.path(step) / MANIFEST)))
         try:
             self.manifest(step)
         except BadCheckpoint:  # retired meanwhile
@@ -420,28 +510,36 @@ class CheckpointDirectory:
     def unpin(self, step: int) -> bool:
         """Unpin a step; return False if it was not pinned. Raises OSError."""
         try:
-            (self.root / PINNED / f"{step:08d}").unlink()
+            self._pin(step).unlink()
         except FileNotFoundError:
             return False
+        sync_directory(self._pin(step).parent)
         return True
 
     # ---- going back
 
     def rollbacks(self) -> list[Rollback]:
-        """List all rollbacks, oldest first. Raises BadCheckpoint if the record cannot be read: then nobody
-        knows what may be restored."""
+        """List all rollbacks, oldest first. Raises BadCheckpoint if the record is damaged, and Unable: then
+        nobody knows what may be restored."""
         path = self.root / ROLLBACK
         try:
-            values: dict[str, Any] = foreign.load(path)
-            return [Rollback(**one) for one in values["rollbacks"]]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BadCheckpoint(f"{path} cannot be read: {one_line(error)}") from error
+            data = self._patiently(lambda: _if_present(path))
+            if data is None:
+                return []
+            return [msgspec.convert(one, Rollback) for one in foreign.parse(data)["rollbacks"]]
+        except (foreign.NotAFile, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadCheckpoint(f"{path} is damaged: {one_line(error)}") from error
 
-    def void(self, step: int, attempt: int) -> bool:
-        """Return whether a state was rolled back; this holds in every tier. Raises BadCheckpoint."""
-        return any(one.voids(step, attempt) for one in self.rollbacks())
+    def own_rollbacks(self) -> list[Rollback]:
+        """List those of this run: another's attempts are counted differently. Raises what `rollbacks`
+        raises."""
+        return [one for one in self.rollbacks() if one.run == self.run]
+
+    def void(self, step: int, attempt: int, run: str | None = None) -> bool:
+        """Return whether a state of `run`, by default this one, was rolled back; this holds in every tier.
+        Raises what `rollbacks` raises."""
+        owner = self.run if run is None else run
+        return any(one.voids_of(owner, step, attempt) for one in self.rollbacks())
 
     def rollback(self, step: int, attempt: int) -> list[str]:
         """Make `step` the newest: rename all newer steps, which are never restored again; return their new
@@ -449,18 +547,26 @@ class CheckpointDirectory:
         written first: after an interruption the newer checkpoints are void already. Raises OSError, and
         BadCheckpoint if `step` does not exist."""
         self.check_sizes(step, self.manifest(step))
-        record = [*self.rollbacks(), Rollback(step, attempt, time.time())]
+        others = [one for one in map(self._readable, self.steps()) if one and one.run != self.run]
+        newer = tuple((one.step, one.attempt, one.run) for one in others if one.step > step)
+        record = [*self.rollbacks(), Rollback(step, attempt, time.time(), self.run, newer)]
         data = json.dumps({"rollbacks": [asdict(one) for one in record]}, indent=1).encode()
         write_atomically(self.root / ROLLBACK, data)
         renamed = []
-        for newer in self.steps():
-            if newer > step:
-                name = f"{final_name(newer)}.rolled-back-{secrets.token_hex(4)}"
-                os.rename(self.path(newer), self.root / name)
-                self.unpin(newer)
+        for gone in self.steps():
+            if gone > step:
+                name = f"{final_name(gone)}.rolled-back-{secrets.token_hex(4)}"
+                os.rename(self.path(gone), self.root / name)
+                self.unpin(gone)
                 renamed.append(name)
         sync_directory(self.root)
         return renamed
+
+    def _readable(self, step: int) -> CheckpointManifest | None:
+        try:
+            return self.manifest(step)
+        except BadCheckpoint:
+            return None
 
     def rolled_back(self) -> list[Path]:
         """List the directories that rollbacks set aside. Raises OSError."""
@@ -493,129 +599,3 @@ def taken_away(directory: Path) -> Path | None:
     except OSError:
         return None
     return gone
-
-
-# ---- the owner
-
-OWNER = "owner.json"
-ENDED = frozenset({"succeeded", "failed", "cancelled"})
-# Another run may claim the directory between our look and our claim.
-TRIES = 10
-GIVEN_UP_S = 60.0
-_NO_NAME = re.compile(r"[^\w.-]")
-
-
-@dataclass(frozen=True)
-class Owner:
-    """A run and its run directory."""
-
-    run: str
-    directory: str
-
-    @classmethod
-    def of_environment(cls) -> Owner | None:
-        """Return the run that this process belongs to, or None."""
-        run, directory = os.environ.get("JURYMAST_RUN"), os.environ.get("JURYMAST_RUN_DIR")
-        return cls(run, directory) if run and directory else None
-
-    def over(self) -> bool:
-        """Return whether the run has ended or was removed; False also if that is unknown."""
-        run = RunDirectory(self.directory)
-        try:
-            outcome = foreign.load(run.outcome_file)
-            return bool(outcome["state"] in ENDED)
-        except FileNotFoundError:
-            return foreign.is_directory(run.root.parent) and not foreign.exists(run.root)
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-
-
-def owner(root: Path) -> Owner | None:
-    """Return the owner of `root`, or None. Raises OSError, and CheckpointError if the file is damaged."""
-    return _read(root / OWNER)
-
-
-def _read(path: Path) -> Owner | None:
-    try:
-        values = foreign.load(path)
-        return Owner(run=str(values["run"]), directory=str(values["directory"]))
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged, so nothing is saved: another run may be saving there",
-            hint=f"make sure that no other run saves there, then run: rm {path}",
-        ) from error
-
-
-def _half_made(path: Path) -> Owner | None:
-    """Return who made this claim, or None if it is gone. A claim that is not fully written after GIVEN_UP_S
-    is removed: its process was killed. Raises the errors of `_read`."""
-    try:
-        return _read(path)
-    except CheckpointError:
-        with suppress(FileNotFoundError):
-            if time.time() - foreign.status(path).st_mtime < GIVEN_UP_S:
-                raise
-            path.unlink()
-        return None
-
-
-def is_foreign(root: Path, us: Owner | None) -> bool:
-    """Return whether `root` belongs, or may belong, to another run, whose files must not be removed."""
-    try:
-        found = owner(root)
-    except (OSError, CheckpointError):
-        return True
-    return found is not None and (us is None or found.run != us.run)
-
-
-def claim(root: Path, us: Owner | None) -> None:
-    """Claim `root` before the first write to it. Raises OSError, and CheckpointError if another run that has
-    not ended owns it."""
-    for _ in range(TRIES):
-        found = owner(root)
-        if found is not None and us is not None and found.run == us.run:
-            return
-        if found is not None and not found.over():
-            ours = f"run {us.run}" if us is not None else "this training"
-            raise CheckpointError(
-                f"run {found.run} ({found.directory}), which has not ended, saves to {root}: "
-                f"{ours} cannot save there as well",
-                hint=f"choose another directory=, or, if that run has ended, run: rm {root / OWNER}",
-            )
-        if us is None:
-            return
-        _take(root, found, us)
-    raise CheckpointError(
-        f"another run is claiming {root}, or was killed while it did",
-        hint=f"choose another directory=, or, if no run is claiming it, run: rm {root}/.{OWNER}.after-*",
-    )
-
-
-def _take(root: Path, found: Owner | None, us: Owner) -> None:
-    """Become the owner after `found`, unless another run is first: only the run that made the file of this
-    name may put it into that owner's place."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mine = root / f".{OWNER}.after-{_NO_NAME.sub('_', found.run) if found is not None else ''}"
-    try:
-        file = NewFile(mine, hashing=False)
-    except FileExistsError:
-        other = _half_made(mine)
-        if other is None or other.run != us.run:
-            return
-    else:
-        try:
-            with file:
-                file.write(json.dumps(asdict(us)).encode())
-        except OSError:  # a full disk
-            mine.unlink(missing_ok=True)
-            raise
-    if owner(root) != found:
-        mine.unlink(missing_ok=True)
-        return
-    try:
-        os.rename(mine, root / OWNER)
-    except FileNotFoundError:  # another process of this run was first
-        return
-    sync_directory(root)

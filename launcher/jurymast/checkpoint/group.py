@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from jurymast import foreign
 from jurymast.checkpoint.directory import CheckpointManifest, FileRecord, one_line
 from jurymast.errors import CheckpointError
+from jurymast.reading import Unable, conclusive
+
+log = logging.getLogger("jurymast.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,14 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that may be restored and is not yet verified. `entries` says how each entry was saved."""
+    """A checkpoint that may be restored and is not yet verified. `entries` says how each entry was saved;
+    `attempt`, which attempt saved the image in memory (0: it is in the shared tier)."""
 
     step: int
     size_bytes: int
     world_size: int
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    attempt: int = 0
 
 
 KINDS: dict[str, type[Any]] = {
@@ -107,6 +113,27 @@ def _unpacked(packed: Any) -> Any:
 T = TypeVar("T")
 
 
+class RankUnable(Unable):
+    """One rank could not read or hold something now, which says nothing about what is stored. Raised on every
+    rank."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank}: {why}")
+        self.rank = rank
+
+
+class RankFailed(CheckpointError):
+    """Work failed on one rank, and would again. Raised on every rank."""
+
+
+def is_inability(error: BaseException) -> bool:
+    """Whether something cannot be read or held now. torch says of its own memory so, and of files, by
+    RuntimeErrors."""
+    if isinstance(error, RuntimeError):
+        return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, OSError | MemoryError) and not conclusive(error)
+
+
 class Group:
     """All ranks of the default process group, over a CPU backend. All ranks call every method."""
 
@@ -151,6 +178,23 @@ class Group:
         all_filled = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(all_filled, filled, group=self.process_group)
         return [_value(one[: int(length)]) for one, length in zip(all_filled, lengths, strict=True)]
+
+    def on_all(self, work: Callable[[], T]) -> list[T]:
+        """Do `work` on every rank and return all results, by rank. If it fails on some rank, every rank
+        raises RankUnable or RankFailed, for the first rank that was unable, or else the first that failed."""
+        result: T | None = None
+        told: tuple[str, bool] = ("", False)
+        try:
+            result = work()
+        except Exception as error:
+            told = one_line(error), is_inability(error)
+            log.warning("cannot load a checkpoint", exc_info=error)
+        gathered = self.gather((result, told))
+        failed = [(not unable, rank, why) for rank, (_, (why, unable)) in enumerate(gathered) if why]
+        if failed:
+            able, rank, why = min(failed)
+            raise RankFailed(f"rank {rank}: {why}") if able else RankUnable(rank, why)
+        return [theirs for theirs, _ in gathered]  # type: ignore[misc]  # nobody failed
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 and return its result on every rank. What it raises is raised on every rank."""

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from jurymast.checkpoint import image
-from jurymast.checkpoint.directory import one_line
-from jurymast.checkpoint.group import Candidate, Group, SaveResult
+from jurymast.checkpoint.group import Candidate, Group, RankFailed, SaveResult
 from jurymast.checkpoint.names import no_collections
 from jurymast.checkpoint.state import ScriptState
 from jurymast.core import within
@@ -125,7 +124,8 @@ class MemoryTier:
             raise CheckpointError(f"images in memory are not all of one step and attempt: {found[:2000]}")
         if self._held is None:
             return [], {}
-        return [Candidate(self._held.step, self._held.image_bytes, self._group.size)], {}
+        held = self._held
+        return [Candidate(held.step, held.image_bytes, self._group.size, attempt=held.attempt)], {}
 
     def wait_restore(self) -> ReadySlot | None:
         """Wait until the agent has the image to restore, or knows that there is none. If it cannot be
@@ -147,14 +147,13 @@ class MemoryTier:
         return ReadySlot(*(self._record[word] for word in READY_WORDS))
 
     def load(self, candidate: Candidate, state: ScriptState) -> str:
-        """Load what `candidates` found. Return why some rank could not, on one line, or "". Collective."""
-        why = ""
+        """Load what `candidates` found. Return why it does not fit, on one line, or "". Raises RankUnable if
+        some rank cannot read or hold it now. Collective."""
         try:
-            self._load(candidate, state)
-        except Exception as error:
-            log.warning("cannot load the image in memory", exc_info=error)
-            why = f"rank {self._group.rank}: {one_line(error)}"
-        return next(filter(None, self._group.gather(why)), "")
+            self._group.on_all(lambda: self._load(candidate, state))
+        except RankFailed as error:
+            return str(error)
+        return ""
 
     def _load(self, candidate: Candidate, state: ScriptState) -> None:
         held = self._held

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
+import queue
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +29,21 @@ from jurymast.checkpoint.directory import (
     CheckpointManifest,
     FileRecord,
     NewFile,
-    Owner,
-    claim,
-    is_foreign,
     one_line,
     remove_trees,
 )
-from jurymast.checkpoint.group import Candidate, Group, SaveResult
+from jurymast.checkpoint.group import Candidate, Group, RankFailed, RankUnable, SaveResult, is_inability
+from jurymast.checkpoint.owner import Life, Owner, claim, fate, is_foreign, owner
 from jurymast.checkpoint.state import Captured, ScriptState
 from jurymast.checkpoint.tree import reader
 from jurymast.errors import CheckpointError
+from jurymast.reading import patiently
 
 log = logging.getLogger("jurymast.checkpoint")
+
+LOOK_EVERY_S = 0.1
+# A claim goes on in the background once its storage has not answered for this long.
+ANSWER_LIMIT_S = 10.0
 
 
 class _HashingFiles(FileSystem):
@@ -105,37 +111,80 @@ class SharedTier:
     def __init__(
         self, root: Path, group: Group, *, keep: int, attempt: int, stale: Callable[[], str]
     ) -> None:
-        self._directory = CheckpointDirectory(root)
+        self._us = Owner.of_environment()
+        self._directory = CheckpointDirectory(root, self._us.run)
+        # A training does not stand still for storage that fails: its next save tries again.
+        self._written = CheckpointDirectory(root, self._us.run, patience_s=0.0)
         self._group = group
         self._keep = keep
         self._attempt = attempt
         self._stale = stale
-        self._us = Owner.of_environment()
-        self._claimed = False
+        self.claimed = False
         # Steps that this process found damaged; only rank 0's matter.
         self._damaged: set[int] = set()
         self._cleared = False
 
+    def claim(self) -> str:
+        """Claim the directory, once: before the first step, and else before what is saved next. Return why
+        storage did not let us, or "". Raises CheckpointError on all ranks if the directory is another's."""
+        if self.claimed:
+            return ""
+        try:
+            self._group.on_first(self._claim)
+        except OSError as error:
+            return one_line(error)
+        self.claimed = True
+        self._group.on_first(self._clear_away)
+        return ""
+
     def _claim(self) -> None:
-        """Claim the directory, once. Raises OSError, and CheckpointError on all ranks if the directory is
-        another run's."""
-        if not self._claimed:
-            self._group.on_first(lambda: claim(self._directory.root, self._us))
-            self._claimed = True
+        """Claim the directory, but do not let storage that hangs hold up the training."""
+        ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                claim(self._directory.root, self._us, say=log.warning)
+                ended.put(None)
+            except Exception as error:
+                ended.put(error)
+
+        threading.Thread(target=work, name="jurymast-claim", daemon=True).start()
+        while True:
+            try:
+                error = ended.get(timeout=LOOK_EVERY_S)
+                break
+            except queue.Empty:
+                path, waited_s = foreign.unanswered()
+                if waited_s > ANSWER_LIMIT_S:
+                    text = f"its storage has not answered for {waited_s:.0f} s"
+                    raise OSError(errno.ETIMEDOUT, text, path) from None
+        if error is not None:
+            raise error
 
     def _clear_away(self) -> None:
-        """Remove what earlier attempts left half-done, once."""
-        if self._cleared:
-            return
-        self._cleared = True
-        swept = self._group.on_first(self._sweep)
-        if swept and self._group.rank == 0:
-            log.info("removing unfinished checkpoints of earlier attempts: %s", ", ".join(swept))
+        """Remove what earlier attempts and owners left half-done; for the owner, on rank 0."""
+        if not self._cleared:
+            self._cleared = True
+            if swept := self._directory.sweep(self._attempt):
+                log.info("removing unfinished checkpoints of earlier attempts: %s", ", ".join(swept))
 
-    def _sweep(self) -> list[str]:
-        if is_foreign(self._directory.root, self._us):
-            return []
-        return self._directory.sweep(self._attempt)
+    def _clear_ours(self) -> None:
+        with suppress(OSError, CheckpointError):
+            found = owner(self._directory.root)
+            if found is not None and found.run == self._us.run:
+                self._clear_away()
+
+    def warn_if_foreign(self) -> None:
+        """Say now that nothing can be saved later, if the directory is another's. Rank 0 calls this."""
+        try:
+            found = owner(self._directory.root)
+        except (OSError, CheckpointError):
+            return
+        if found is not None and found.run != self._us.run and fate(found).life is Life.ALIVE:
+            log.warning(
+                "%s saves to %s: this training can restore from there, but not save there",
+                found.described, self._directory.root,
+            )  # fmt: skip
 
     # ---- saving
 
@@ -143,12 +192,12 @@ class SharedTier:
         """Make `step` durable. The result says if storage failed. Raises CheckpointError if the state can
         never be saved."""
         group = self._group
+        if why := self.claim():
+            return SaveResult(ok=False, error=why)
         try:
-            self._claim()
-            self._clear_away()
-            present = group.on_first(lambda: self._present(step))
+            present = group.on_first(lambda: self._present(self._written, step))
             if isinstance(present, CheckpointManifest):
-                problems = self._verify(present)
+                problems = self._verify(self._written, present)
                 if not problems:
                     return SaveResult(ok=True, size_bytes=present.size_bytes, existing=True)
                 log.warning("step %d exists already but is damaged (%s)", step, problems[0])
@@ -168,25 +217,27 @@ class SharedTier:
             attempt=self._attempt,
             world_size=group.size,
             torch=torch.__version__,
+            run=self._us.run,
             files=tuple(sorted(records, key=lambda record: record.name)),
             entries=entries,
         )
         return group.on_first(lambda: self._finish(temporary, manifest))
 
-    def _present(self, step: int) -> CheckpointManifest | None:
+    @staticmethod
+    def _present(directory: CheckpointDirectory, step: int) -> CheckpointManifest | None:
         """Return the manifest of the checkpoint that has this step's final name already, or None. Its files
         are not read."""
         try:
-            return self._directory.manifest(step)
+            return directory.manifest(step)
         except BadCheckpoint:
             return None
 
     def _begin(self, step: int) -> Path:
-        if os.path.lexists(self._directory.path(step)):
+        if os.path.lexists(self._written.path(step)):
             # Damaged, or `save` would have returned. It is kept: it may be the last copy of something.
-            name = self._directory.set_aside(step)
+            name = self._written.set_aside(step)
             log.warning("moved a damaged checkpoint of step %d to %s", step, name)
-        return self._directory.begin(step, self._attempt)
+        return self._written.begin(step, self._attempt)
 
     def _write(self, temporary: Path, captured: Captured, files: _HashingFiles) -> str:
         """Have DCP write everything; return what was wrong with the storage, on one line, or "".
@@ -217,34 +268,36 @@ class SharedTier:
         """Publish what all ranks have written; on rank 0 only."""
         step = manifest.step
         try:
-            self._directory.seal(temporary, manifest)
-            if why := self._stale():
+            self._written.seal(temporary, manifest)
+            if why := self._stale() or self._not_ours():
                 remove_trees([temporary])
                 return SaveResult(ok=False, error=why)
-            self._directory.publish(temporary, step)
-            self._directory.check_sizes(step, self._directory.manifest(step))
+            self._written.publish(temporary, step)
+            self._written.check_sizes(step, self._written.manifest(step))
         except (OSError, BadCheckpoint) as error:
             remove_trees([temporary])
             return SaveResult(ok=False, error=one_line(error))
         self._damaged.discard(step)
-        self._directory.retire_behind(self._keep, log.warning, frozenset(self._damaged))
+        self._written.retire_behind(self._keep, log.warning, frozenset(self._damaged))
         return SaveResult(ok=True, size_bytes=manifest.size_bytes)
+
+    def _not_ours(self) -> str:
+        """Return why the directory may not be written to any more, or "": whoever takes us for dead claims
+        it."""
+        return "another training owns the directory now" if is_foreign(self._written.root, self._us) else ""
 
     # ---- restoring
 
     def candidates(self) -> tuple[list[Candidate], dict[int, str]]:
-        """List the checkpoints that may be restored, newest first, and why other steps here cannot be."""
-        self._clear_away()
+        """List the checkpoints that may be restored, newest first, and why other steps here cannot be. Raises
+        OSError if that cannot be known now."""
+        self._group.on_first(self._clear_ours)
         return self._group.on_first(self._candidates)
 
     def _candidates(self) -> tuple[list[Candidate], dict[int, str]]:
         found: list[Candidate] = []
         skipped: dict[int, str] = {}
-        try:
-            steps = self._directory.steps()
-        except OSError as error:
-            raise CheckpointError(f"cannot list {self._directory.root}: {error.strerror}") from error
-        for step in steps:
+        for step in patiently(self._directory.steps, self._directory.root.parent):
             try:
                 manifest = self._directory.manifest(step)
                 self._directory.check_sizes(step, manifest)
@@ -256,13 +309,14 @@ class SharedTier:
         return found, skipped
 
     def load(self, candidate: Candidate, state: ScriptState) -> str:
-        """Verify the candidate and load it into `state`. Return why that failed, on one line, or ""."""
+        """Verify the candidate and load it into `state`. Return why it cannot be used, on one line, or "".
+        Raises OSError on all ranks if it cannot be read now."""
         group = self._group
         step = candidate.step
-        manifest = group.on_first(lambda: self._present(step))
+        manifest = group.on_first(lambda: self._present(self._directory, step))
         if manifest is None:
             return "it disappeared"
-        problems = self._verify(manifest)
+        problems = self._verify(self._directory, manifest)
         group.on_first(lambda: self._mark(step, problems))
         if problems:
             return "; ".join(problems[:3])
@@ -289,8 +343,10 @@ class SharedTier:
                 metadata = reader(place).read_metadata()
                 template.update(state.template(metadata, candidate.entries, group.rank, candidate.world_size))
 
-            if why := self._on_all(prepare):
-                return why
+            try:
+                group.on_all(prepare)
+            except RankFailed as error:
+                return str(error)
             try:
                 with _alone_is_fine():
                     dcp.load(
@@ -298,15 +354,24 @@ class SharedTier:
                         process_group=group.process_group,
                     )  # fmt: skip
             except CheckpointException as error:
-                rank, failure = min(error.failures.items())
-                return f"rank {rank}: {one_line(failure[0])}"
-        return self._on_all(lambda: state.apply(template, candidate.entries))
+                failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
+                for rank, failure in failures.items():
+                    if is_inability(failure) or _is_hidden(failure):
+                        raise RankUnable(rank, one_line(failure)) from error
+                rank, failure = min(failures.items())
+                return f"rank {rank}: {one_line(failure)}"
+        try:
+            group.on_all(lambda: state.apply(template, candidate.entries))
+        except RankFailed as error:
+            return str(error)
+        return ""
 
-    def _verify(self, manifest: CheckpointManifest) -> list[str]:
-        """Read and hash all files. Each rank checks those that the rank of the same number wrote."""
+    def _verify(self, directory: CheckpointDirectory, manifest: CheckpointManifest) -> list[str]:
+        """Read and hash all files, and return what is damaged. Each rank checks those that the rank of the
+        same number wrote. Raises RankUnable."""
         group = self._group
         mine = [record for record in manifest.files if record.rank % group.size == group.rank]
-        found = group.gather(self._directory.check_files(manifest.step, mine))
+        found = group.on_all(lambda: directory.check_files(manifest.step, mine))
         return [problem for problems in found for problem in problems]
 
     def _mark(self, step: int, problems: list[str]) -> None:
@@ -314,24 +379,15 @@ class SharedTier:
         checkpoint."""
         if problems:
             self._damaged.add(step)
-        self._directory.mark(step, *problems[:1])
+        if not is_foreign(self._directory.root, self._us):
+            self._directory.mark(step, *problems[:1])
 
-    def _on_all(self, work: Callable[[], None]) -> str:
-        """Do `work` on every rank. Return on all ranks why the first rank that failed did so, or ""."""
-        caught: Exception | None = None
-        try:
-            work()
-        except Exception as error:
-            caught = error
-        whys = self._group.gather(one_line(caught) if caught else "")
-        failed = [rank for rank, why in enumerate(whys) if why]
-        if caught and failed[0] == self._group.rank:
-            log.warning("cannot load a checkpoint", exc_info=caught)
-        return f"rank {failed[0]}: {whys[failed[0]]}" if failed else ""
+
+def _is_hidden(error: BaseException) -> bool:
+    """Whether this is the RuntimeError in which torch's zip files hide an OSError."""
+    return isinstance(error, RuntimeError) and ".cc:" in str(error)
 
 
 def _is_storage_failure(error: BaseException) -> bool:
-    """Return whether another try may succeed: an OSError, or the RuntimeError in which torch's zip writer
-    hides one."""
-    hidden = isinstance(error, RuntimeError) and ".cc:" in str(error)
-    return hidden or isinstance(error, OSError)
+    """Return whether another try to write may succeed."""
+    return _is_hidden(error) or isinstance(error, OSError)

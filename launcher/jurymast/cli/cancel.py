@@ -94,7 +94,7 @@ def _end_local(directory: RunDirectory) -> str:
 
 def _end_slurm(directory: RunDirectory) -> str:
     """Run scancel for the newest job. Raises ClusterUnavailableError with Slurm's words."""
-    from jurymast.cluster.allocation import run_command
+    from jurymast.jobs import run_command
     from jurymast.report.liveness import slurm_jobs, slurm_state
     from jurymast.report.status import read_status
 

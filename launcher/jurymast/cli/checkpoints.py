@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ ACTIONS = {
     "export": (2, 2, "STEP DIR"),
     "fetch": (1, 1, "STEP"),
 }
+PATIENCE_S = 5.0  # somebody waits at a terminal
 LOOKS = ("ls", "verify")
 ENDINGS = {"torch": ".pt", "safetensors": ".safetensors"}
 
@@ -136,14 +138,33 @@ def _findings() -> Iterator[None]:
         raise CheckpointError(f"{error.filename or 'the storage'}: {error.strerror or error}") from error
 
 
+@dataclass(frozen=True)
+class _Verified:
+    """What was found in a step: the `problems` that are damage, and why it could not be read ("": it was)."""
+
+    step: int
+    problems: list[str]
+    unable: str = ""
+
+    @property
+    def text(self) -> str:
+        unable = f"it cannot be read now: {self.unable}" if self.unable else "good"
+        return "; ".join(self.problems) or unable
+
+
 class _Call:
     """One call of the command. The methods return the exit code."""
 
     def __init__(self, run: RunDirectory, as_json: bool, url: str | None) -> None:
         from jurymast.checkpoint.directory import CheckpointDirectory
+        from jurymast.report.status import read_status
 
         self._run = run
-        self._directory: CheckpointDirectory = CheckpointDirectory(run.checkpoints)
+        # A script may save elsewhere than in the run directory.
+        self._state = read_status(run).state
+        place = self._state.checkpoints or run.checkpoints
+        owner = self._state.run or run.root.name
+        self._directory: CheckpointDirectory = CheckpointDirectory(place, owner, PATIENCE_S)
         self._as_json = as_json
         if url is not None and "://" not in url:
             raise UsageError(
@@ -230,9 +251,8 @@ class _Call:
     def _on_nodes(self) -> dict[int, list[str]]:
         """Steps that the run's nodes hold, newest first. They are lost when the run ends."""
         from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER
-        from jurymast.report.status import read_status
 
-        state = read_status(self._run).state
+        state = self._state
         steps: dict[int, list[str]] = {}
         for tier in (MEMORY, PEER, LOCAL):
             known = state.saved.get(tier)
@@ -256,8 +276,8 @@ class _Call:
             if step not in local:
                 continue
             row["where"].insert(0, "shared")
-            row["saved_at"] = foreign.status(self._directory.path(step)).st_mtime
             try:
+                row["saved_at"] = foreign.status(self._directory.path(step)).st_mtime
                 manifest = self._directory.manifest(step)
                 row.update(attempt=manifest.attempt, size_bytes=manifest.size_bytes)
                 row["world_size"] = manifest.world_size
@@ -266,51 +286,54 @@ class _Call:
                 row.update(complete=not problem, problem=problem, verified_at=verified_at)
             except BadCheckpoint as why:
                 row.update(problem=str(why), complete=False)
+            except OSError as why:
+                row.update(problem=f"cannot be read now: {why.strerror or why}", complete=False)
         return rows
 
     def verify(self, only: int | None) -> int:
         if only is not None:
             self._present(only)
         steps = self._directory.steps() if only is None else [only]
-        found = dict(self._verified(steps))
-        damaged = {step: problems for step, problems in found.items() if problems}
+        found = [self._verified(step) for step in steps]
         if self._as_json:
-            show_json(
-                {"checkpoints": [{"step": step, "problems": problems} for step, problems in found.items()]}
-            )
+            show_json({"checkpoints": [asdict(one) for one in found]})
         else:
-            for step, problems in found.items():
-                click.echo(f"step {step}: {'; '.join(problems) if problems else 'good'}")
+            for one in found:
+                click.echo(f"step {one.step}: {one.text}")
             if not found:
                 click.echo(f"no checkpoints in {self._directory.root}")
-        return CheckpointError.exit_code if damaged else 0
+        return CheckpointError.exit_code if any(one.problems or one.unable for one in found) else 0
 
-    def _verified(self, steps: list[int]) -> Iterator[tuple[int, list[str]]]:
-        """(step, what is wrong with it) for each step; shows the progress on a terminal."""
+    def _verified(self, step: int) -> _Verified:
+        """Read all of a step and say what was found, and mark it; shows the progress on a terminal."""
         from jurymast.checkpoint.directory import BadCheckpoint
 
-        for step in steps:
-            try:
-                manifest = self._directory.manifest(step)
-            except BadCheckpoint as why:
-                yield step, [str(why)]
-                continue
+        try:
+            manifest = self._directory.manifest(step)
             with _progress(f"step {step}", manifest.size_bytes) as advance:
                 problems = []
                 for record in manifest.files:
                     problems += self._directory.check_files(step, [record], advance)
-            if self._ours:
-                self._directory.mark(step, *problems[:1])
-            yield step, problems
+        except BadCheckpoint as why:
+            return _Verified(step, [str(why)])
+        except OSError as why:  # which says nothing about the checkpoint
+            return _Verified(step, [], f"{why.strerror or why}: {why.filename or self._directory.root}")
+        if self._ours:
+            self._directory.mark(step, *problems[:1])
+        return _Verified(step, problems)
 
     def _insist(self, step: int, follows: str = "") -> None:
-        """Raise CheckpointError, which says what follows, if the checkpoint is damaged."""
-        for _, problems in self._verified([step]):
-            if problems:
-                raise CheckpointError(
-                    f"step {step} is damaged{follows}: {problems[0]}",
-                    hint=f"to list the others, run: jurymast checkpoints {self._run.root}",
-                )
+        """Raise CheckpointError, which says what follows, if the checkpoint is damaged, or cannot be read."""
+        found = self._verified(step)
+        if found.unable:
+            raise CheckpointError(
+                f"step {step} cannot be read now{follows}: {found.unable}", hint="try again later"
+            )
+        if found.problems:
+            raise CheckpointError(
+                f"step {step} is damaged{follows}: {found.problems[0]}",
+                hint=f"to list the others, run: jurymast checkpoints {self._run.root}",
+            )
 
     # ---- doing
 

@@ -4,7 +4,6 @@ cluster, which needs no Slurm)."""
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -17,14 +16,11 @@ import psutil
 
 from jurymast import foreign
 from jurymast.core.settings import RunPlan
-from jurymast.errors import ClusterUnavailableError, ControllerAwayError, RunDirectoryError, SubmissionError
+from jurymast.errors import ClusterUnavailableError, RunDirectoryError, SubmissionError
 from jurymast.interpreter import run_module
+from jurymast.jobs import is_running, job_fields, run_command
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.wire.addresses import ANY, listen_at_each
-
-COMMAND_LIMIT_S = 30.0
-# What Slurm's commands print if slurmctld did not answer. Any other error means that it refused.
-_AWAY = re.compile(r"Unable to contact|timed out|Connection refused|Zero Bytes|standby mode", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -77,44 +73,6 @@ def _eligible_at(job: str) -> float:
         return datetime.fromisoformat(job_fields(job)["EligibleTime"]).timestamp()
     except (ClusterUnavailableError, KeyError, ValueError):
         return 0.0
-
-
-def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S, *, given: str = "") -> str:
-    """Return the standard output of a command of Slurm or munge, which reads `given`. Raises
-    ClusterUnavailableError with its own words, or ControllerAwayError if slurmctld does not answer."""
-    try:
-        done = subprocess.run(
-            arguments, input=given, capture_output=True, text=True, timeout=limit_s, check=False
-        )
-    except FileNotFoundError as error:
-        raise ClusterUnavailableError(f"{arguments[0]} is not installed on this machine") from error
-    except OSError as error:
-        raise ClusterUnavailableError(f"{arguments[0]} cannot be started: {error.strerror}") from error
-    except subprocess.TimeoutExpired as error:
-        raise ControllerAwayError(f"{arguments[0]} did not answer within {limit_s:.0f} s") from error
-    if done.returncode != 0:
-        words = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        away = ControllerAwayError if _AWAY.search(words) else ClusterUnavailableError
-        what = " ".join(word for word in arguments[:3] if not word.startswith("-"))
-        raise away(f"{what}: {words}")
-    return done.stdout
-
-
-# Slurm's states of a job that will not run again (squeue(1), JOB STATE CODES).
-ENDED_STATES = frozenset({
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
-    "REVOKED", "TIMEOUT",
-})  # fmt: skip
-
-
-def job_fields(job: str, limit_s: float = COMMAND_LIMIT_S) -> dict[str, str]:
-    """Return the fields of `scontrol show job`. Raises ClusterUnavailableError."""
-    return fields_of(run_command(["scontrol", "show", "job", job, "--oneliner"], limit_s))
-
-
-def fields_of(line: str) -> dict[str, str]:
-    """Return the fields of a line of `scontrol show job --oneliner`."""
-    return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 
 LOOPBACK = "127.0.0.1"
@@ -209,9 +167,8 @@ def local_process(run: RunDirectory) -> psutil.Process | None:
     """The run's batch process if it still runs on this machine."""
     try:
         record: dict[str, Any] = foreign.load(run.submission / "local.json")
-        process = psutil.Process(int(record["pid"]))
-        same = abs(process.create_time() - float(record["started"])) < 0.01
-        alive = process.status() != psutil.STATUS_ZOMBIE
+        pid = int(record["pid"])
+        here = record.get("host") == socket.gethostname() and is_running(pid, float(record["started"]))
+        return psutil.Process(pid) if here else None
     except (OSError, ValueError, KeyError, psutil.NoSuchProcess):
         return None
-    return process if same and alive and record.get("host") == socket.gethostname() else None

@@ -14,11 +14,12 @@ from functools import cache
 from typing import TypeVar
 
 from jurymast.cluster import earlier
-from jurymast.cluster.allocation import Allocation, job_fields, run_command
+from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.sbatch import seconds_of, split_command_line, where_options
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, UsageError
 from jurymast.interpreter import run_module
+from jurymast.jobs import job_fields, run_command
 from jurymast.rundir import RunDirectory
 
 Answer = TypeVar("Answer")

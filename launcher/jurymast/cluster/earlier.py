@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.cluster.allocation import run_command
 from jurymast.core import events as ev
 from jurymast.core.nodes.history import (
     NodeDeparture,
@@ -33,6 +32,7 @@ from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Avoided, RunPlan
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
+from jurymast.jobs import run_command
 from jurymast.journal import initial_state, read, take
 from jurymast.rundir import RunDirectory, run_names, write_json
 

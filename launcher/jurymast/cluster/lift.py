@@ -12,8 +12,8 @@ import sys
 import time
 from datetime import datetime, timedelta
 
-from jurymast.cluster.allocation import job_fields, run_command
 from jurymast.errors import ClusterUnavailableError
+from jurymast.jobs import job_fields, run_command
 from jurymast.processes import log_as
 
 POLL_S = 0.1

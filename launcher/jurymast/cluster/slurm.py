@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.cluster.allocation import ENDED_STATES, batch_process, fields_of, run_command, submit_local
+from jurymast.cluster.allocation import batch_process, submit_local
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.sbatch import BatchScript
 from jurymast.core.settings import RunPlan
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError, SubmissionError, UsageError
 from jurymast.interpreter import run_module
+from jurymast.jobs import ENDED_STATES, fields_of, run_command
 from jurymast.policy.resolve import Resolved
 from jurymast.rundir import RunDirectory, write_atomically
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jurymast.cluster.allocation import run_command
 from jurymast.core.nodes.findings import Finding
 from jurymast.errors import ClusterUnavailableError
+from jurymast.jobs import run_command
 from jurymast.rundir import write_atomically
 
 VERSION = 1

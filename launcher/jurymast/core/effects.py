@@ -148,6 +148,10 @@ class WhyEnding(msgspec.Struct, frozen=True):
     connection: int = 0
 
 
+class LookAtStorage(msgspec.Struct, frozen=True):
+    """See which checkpoints are in the directory to which the ranks save, and call `found_on_storage`."""
+
+
 class AskSuperseded(msgspec.Struct, frozen=True):
     """Check in the run directory whether another supervisor has taken over. Answered by `superseded`."""
 
@@ -162,5 +166,5 @@ class GiveWay(msgspec.Struct, frozen=True):
 
 Effect = (
     Send | Record | Answer | Disconnect | Pulse | GiveBack | SaveFirst | Journal | Fence | WhyEnding
-    | AskSuperseded | End | GiveWay
+    | LookAtStorage | AskSuperseded | End | GiveWay
 )  # fmt: skip

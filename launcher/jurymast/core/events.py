@@ -208,8 +208,8 @@ class RestorePlanned(Event, frozen=True, kw_only=True):
 
 
 class RestoreFailed(Event, frozen=True, kw_only=True):
-    """`rank` cannot restore `step` of attempt `of`, because its image cannot be brought to the node. The rank
-    waits."""
+    """`rank` cannot restore `step` of attempt `of` (0: from the shared tier), because its image cannot be
+    brought to the node, or what is stored cannot be read now. The rank waits."""
 
     node: str
     attempt: int
@@ -259,6 +259,13 @@ class ColdStart(Event, frozen=True, kw_only=True):
     rank: int
     why: str
     seconds: float
+
+
+class SavesTo(Event, frozen=True, kw_only=True):
+    """The ranks save their checkpoints to this directory. Recorded when it changes."""
+
+    attempt: int
+    directory: str
 
 
 class Asked(Event, frozen=True, kw_only=True):

@@ -51,8 +51,7 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A verified copy of (a `part` of) an image on the reporting node; with `members` the XOR of that part of
-    their images. `size_bytes` is the whole image's size; training stood still for `stall_s` seconds for
-    it."""
+    their images. `size_bytes` is the whole image's size; the training stood still `stall_s` for it."""
 
     tier: HeldTier
     step: int
@@ -96,8 +95,7 @@ class Held(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Dropped(ToSupervisor, frozen=True, kw_only=True):
-    """A copy is no longer held; `why` is "" unless it was corrupt. Copies dropped by order are not
-    reported."""
+    """A copy is no longer held, but not by order; `why` is "" unless it was corrupt."""
 
     copy: CopyReport
     why: str = ""
@@ -138,8 +136,7 @@ class Prefetched(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Unrestorable(ToSupervisor, frozen=True, kw_only=True):
-    """The image that `rank` is to restore in `attempt`, of `step` and saved by the attempt `of`, cannot be
-    brought here."""
+    """The image that `rank` is to restore in `attempt`, of `step` of attempt `of`, cannot be brought here."""
 
     attempt: int
     rank: int
@@ -260,13 +257,12 @@ class ForgetNewer(ToAgent, frozen=True, kw_only=True):
 
 
 class GiveSlotsUp(ToAgent, frozen=True, kw_only=True):
-    """The nodes are about to be released, and ranks save no more: use the memory of free slots for other
-    nodes' images."""
+    """The nodes are about to be released, and ranks save no more: use free slots for other nodes' images."""
 
 
 class Write(ToAgent, frozen=True, kw_only=True):
     """Copy the images of these `ranks`, of `world` in all, to a tier; `lead`: bring all nodes' parts
-    together."""
+    together. `root`: the shared directory, if it is known."""
 
     id: str
     tier: str
@@ -275,6 +271,7 @@ class Write(ToAgent, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     world: int
     lead: bool = False
+    root: str = ""
 
 
 class ContinueWrite(ToAgent, frozen=True, kw_only=True):
@@ -440,7 +437,8 @@ class Leaving(ToSupervisor, frozen=True, kw_only=True):
 class Launch(ToAgent, frozen=True, kw_only=True):
     """Start the ranks of `attempt`: this node has group rank `rank` of `world` nodes. `mtbf_s`: expected
     seconds between failures, 0.0 if unknown; `cold`: do not preload anything for the script; `restore` None:
-    the ranks look in the shared tier themselves, where `saved` is the newest step that is known (0: none).
+    the ranks look in the shared tier themselves, where `saved` is the newest step that is known (0: none),
+    and of steps in `unreadable`, several attempts could not read them, so an older one may be taken.
     `nodes`: names of all, in the order of their ranks, in Slurm's notation. The agent adds an `environment`
     for the ranks, which its host adds to its own."""
 
@@ -452,6 +450,7 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     mtbf_s: float = 0.0
     cold: bool = False
     saved: int = 0
+    unreadable: tuple[int, ...] = ()
     restore: Restore | None = None
     nodes: str = ""
     environment: dict[str, str] = {}

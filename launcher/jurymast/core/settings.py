@@ -63,6 +63,7 @@ class Settings:
     keep: int = 3
     object_url: str = ""
     object_every_s: float = 21600.0
+    object_keep: int = 3
     rate: float | None = None
     half_life_s: float = 14 * 86400.0
     burst_s: float = 600.0

@@ -60,6 +60,15 @@ class RestoreWaits(FromRank, frozen=True, kw_only=True):
     seconds: float
 
 
+class Unrestored(FromRank, frozen=True, kw_only=True):
+    """This rank cannot restore `step` from the image of attempt `of` (0: from the shared tier): it cannot be
+    read now, which says nothing about it. The rank waits for its end."""
+
+    step: int
+    of: int
+    why: str
+
+
 class ColdStart(FromRank, frozen=True, kw_only=True):
     """The script cannot use the preloaded modules; loading them again took this many seconds."""
 
@@ -88,6 +97,12 @@ class CheckpointsKept(FromRank, frozen=True, kw_only=True):
     keep: int
 
 
+class SavesTo(FromRank, frozen=True, kw_only=True):
+    """The ranks have claimed this directory, and save their checkpoints to it."""
+
+    directory: str
+
+
 class Foreseen(FromRank, frozen=True, kw_only=True):
     """How large this rank's image will be, and how much of it no other node has."""
 
@@ -103,7 +118,7 @@ class Image(FromRank, frozen=True, kw_only=True):
     stall_s: float = 0.0
 
 
-ForSupervisor = Saved | Restored | RestoreWaits | ColdStart | Skipped
+ForSupervisor = Saved | Restored | RestoreWaits | Unrestored | ColdStart | Skipped | SavesTo
 ForKeeper = CheckpointsKept | Foreseen | Image
 FromRanks = ForSupervisor | ForKeeper | Cadence | Strange
 

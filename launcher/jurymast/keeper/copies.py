@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -16,7 +17,12 @@ from jurymast.core.keeper import effects as core
 from jurymast.foreign import NotOurs, check_private, open_own, read_own
 from jurymast.keeper.manifest import BadImage, Manifest, blocks_of
 from jurymast.keeper.memory import MappedBuffer
+from jurymast.reading import Unable, patiently
 
+log = logging.getLogger("jurymast.keeper")
+
+# How long a node's own disk is tried: other copies may serve meanwhile.
+PATIENCE_S = 5.0
 _MANIFEST_NAME = re.compile(r"step-(\d+)\.a(\d+)/rank-(\d+)\.manifest")
 
 # Ranks whose parts are XORed; the lowest is the rank of that XOR's key and manifest.
@@ -189,11 +195,12 @@ def local_copies(root: Path) -> list[StoredCopy]:
     """List the complete images under a local directory; their contents are verified only when used.
 
     The manifest is written last: an image without one does not count. Neither does an image of another size,
-    or a file that another user may have put there.
+    or a file that another user may have put there. One that cannot be read for a while is left out, but
+    stays.
     """
     found: list[StoredCopy] = []
     try:
-        check_private(root.parent)
+        patiently(lambda: check_private(root.parent), root.parent.parent, PATIENCE_S)
     except (FileNotFoundError, NotOurs):
         return found
     for path in sorted(root.glob("step-*.a*/rank-*.manifest")):
@@ -201,16 +208,27 @@ def local_copies(root: Path) -> list[StoredCopy]:
         if name is None:
             continue
         image = path.with_suffix(".image")
+        key = ImageId(int(name[1]), int(name[2]), int(name[3]))
         try:
-            data = read_own(path)
-            manifest = trusted(data, ImageId(int(name[1]), int(name[2]), int(name[3])))
-            with open(open_own(image), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-            if size == manifest.size_bytes:
-                found.append(StoredCopy(manifest, LOCAL, ALL, image, manifest_bytes=data))
+            copy = patiently(lambda path=path, key=key: _local_copy(path, key), root, PATIENCE_S)  # type: ignore[misc]
+        except Unable as error:
+            log.warning("%s is not used: %s", image, error)
         except (OSError, BadImage):
             continue
+        else:
+            found += [copy] if copy is not None else []
     return found
+
+
+def _local_copy(path: Path, key: ImageId) -> StoredCopy | None:
+    """Return the image with this manifest, or None if its size is another. Raises OSError, BadImage."""
+    image, data = path.with_suffix(".image"), read_own(path)
+    manifest = trusted(data, key)
+    with open(open_own(image), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+    return (
+        StoredCopy(manifest, LOCAL, ALL, image, manifest_bytes=data) if size == manifest.size_bytes else None
+    )
 
 
 def remove_local_copies(root: Path) -> None:

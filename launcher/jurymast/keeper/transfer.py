@@ -28,6 +28,7 @@ from jurymast.foreign import open_own
 from jurymast.keeper.copies import CopyTable, Group, StoredCopy, trusted
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, hash_block
 from jurymast.keeper.memory import MappedBuffer
+from jurymast.reading import conclusive
 from jurymast.wire import addresses, stream
 from jurymast.wire.protocol import Access, agreed, keeper_of
 from jurymast.wire.stream import Stream
@@ -183,10 +184,11 @@ class Filling:
         return self.buffer.view(block.at - self.origin, block.at - self.origin + block.length)
 
     def from_file(self, name: str, path: Path | str, part: str, tier: str) -> str:
-        """Take missing blocks from a file. Return why it did not serve, calling it `name`, or ""."""
+        """Take missing blocks from a file. Return what is damaged in it, or "". A file that did not serve is
+        noted by its `name`, whatever the reason."""
         wanted = self.wanted(part)
         good: list[Block] = []
-        why = ""
+        why, unable = "", False
         try:
             # memory's path is a link that only this user's processes may follow
             descriptor = open_own(path) if tier == LOCAL else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -202,11 +204,12 @@ class Filling:
                 os.close(descriptor)
         except (OSError, EOFError) as error:
             why = _text(error)
+            unable = not conclusive(error) and not isinstance(error, FileNotFoundError)
         if self._take(good, tier) == len(wanted) or self.stop.is_set():
             return ""
         why = why or f"{len(wanted) - len(good)} of {len(wanted)} blocks are corrupt"
         self.passed_over.append(f"{name}: {why}")
-        return why
+        return "" if unable else why
 
     def from_peer(self, source: Source, access: Access, key: ImageId, part: str, tier: str) -> None:
         """Fetch missing blocks of `part` from the image `key` on the source's node, which for a common part

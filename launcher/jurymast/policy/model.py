@@ -282,6 +282,7 @@ class Object(Section):
         pattern=r"^[a-z][a-z0-9+.-]*://.+", examples=["s3://bucket/prefix"], description="an fsspec address"
     )
     every: Duration = _key("6h", "time between copies")
+    keep: OneOrMore = _key(3, "newest checkpoints kept there; pinned ones are kept as well")
 
 
 class Tiers(Section):

@@ -268,6 +268,7 @@ class Resolved:
             keep=tiers.shared.keep,
             object_url=tiers.object.url if tiers.object else "",
             object_every_s=tiers.object.every if tiers.object else Settings.object_every_s,
+            object_keep=tiers.object.keep if tiers.object else Settings.object_keep,
             rate=policy.failures.rate,
             half_life_s=policy.failures.half_life,
             burst_s=policy.failures.burst,

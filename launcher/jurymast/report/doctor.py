@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 
 from jurymast import foreign
-from jurymast.cluster.allocation import run_command
 from jurymast.cluster.verdicts import seal
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.interpreter import run_code
+from jurymast.jobs import run_command
 from jurymast.report.text import Block, Line, Table, count
 from jurymast.rundir import RunDirectory
 

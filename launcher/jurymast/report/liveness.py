@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import jurymast
 from jurymast import foreign
-from jurymast.cluster.allocation import ENDED_STATES, run_command
 from jurymast.core import events as ev
 from jurymast.core.events import Event
 from jurymast.core.goodput import Ledger
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import RunState
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
+from jurymast.jobs import ENDED_STATES, job_state
 from jurymast.journal import (
     Entry,
     EpochBegin,
@@ -246,18 +246,11 @@ def _local(directory: RunDirectory) -> Liveness:
 
 def slurm_state(job: str, cluster: str = "") -> Liveness:
     """What squeue says of a job. A job that Slurm has forgotten (MinJobAge) is gone."""
-    where = [f"--clusters={cluster}"] if cluster else []
-    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", *where, "--format=%T|%r"]
     try:
-        told = run_command(command, ANSWER_LIMIT_S)
+        found = job_state(job, cluster)
     except ClusterUnavailableError as error:
-        if "Invalid job id" not in str(error):
-            return Liveness("unknown", str(error), job)
-        told = ""
-    lines = [line for line in told.splitlines() if "|" in line]
-    if not lines:
-        return Liveness("gone", "Slurm no longer knows it", job)
-    return judge(job, *lines[-1].strip().split("|", 1))
+        return Liveness("unknown", str(error), job)
+    return judge(job, *found) if found is not None else Liveness("gone", "Slurm no longer knows it", job)
 
 
 def judge(job: str, word: str, reason: str) -> Liveness:

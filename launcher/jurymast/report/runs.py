@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.cluster.allocation import run_command
 from jurymast.cluster.earlier import forgiven_nodes, out_of_service, past_runs, until_text, watched_in
 from jurymast.core.nodes.history import NodeRecord, comebacks, history, more_exposure
 from jurymast.core.planning.failure_rate import AFTER_REPAIR, learned_before, node_rate, prior
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
+from jurymast.jobs import run_command
 from jurymast.report.liveness import ANSWER_LIMIT_S, Liveness, judge, look, slurm_jobs
 from jurymast.report.status import StatusWatcher, public_state, read_status, shown_step
 from jurymast.report.text import Block, Line, Table, clock, count, duration, iso, percent, squeue_time

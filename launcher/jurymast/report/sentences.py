@@ -214,6 +214,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "Fetched": _fetched,
     "Restored": _restored,
     "ColdStart": _cold_start,
+    "SavesTo": lambda e: f"checkpoints are saved to {e['directory']}",
     "Asked": _asked,
     "Signalled": _signalled,
     "CadenceSet": _cadence_set,

@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from jurymast import foreign
-from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
+from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import SIGNALS, SURVIVE, Agents, BatchProcess, end_srun
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
 from jurymast.core.settings import RunPlan
@@ -39,6 +39,7 @@ from jurymast.core.supervision.batch import Outcome
 from jurymast.core.texts import compressed
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.interpreter import run_module
+from jurymast.jobs import run_command
 from jurymast.journal import FileTail
 from jurymast.processes import name_process
 from jurymast.rundir import RunDirectory, make_folder, write_json

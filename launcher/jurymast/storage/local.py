@@ -208,6 +208,7 @@ def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:
         sources = [stack.enter_context(source) for source in opened]
         make_private(directory.root.parent)
         directory.root.mkdir(mode=0o700, exist_ok=True)
+        sync_directory(directory.root.parent)
         directory.sweep()
         held = directory.ranks(*state)
         missing = [source for source in sources if source.manifest.rank not in held]

@@ -33,6 +33,7 @@ from jurymast.checkpoint.directory import (
     remove_trees,
     step_of,
 )
+from jurymast.core.checkpoints.commit import superfluous
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.storage.orders import Done, Job, StorageFailure, Upload, explain
@@ -92,6 +93,10 @@ TIMEOUTS_S = {"connect_timeout": 10, "read_timeout": 60}
 INSTALL = "pip install 'jurymast[object]'"
 
 
+class NoSuchObject(StorageFailure):
+    """The store answered that there is no such object."""
+
+
 class ObjectStore:
     """The checkpoints of the run that has this `secret`. `options` go to fsspec. Methods raise StorageFailure
     with the url."""
@@ -148,8 +153,13 @@ class ObjectStore:
             ) from error
 
     def _is_complete(self, step: int) -> bool:
+        # fsspec's own `exists` says no to every error.
         path = self._path(step, MANIFEST)
-        return bool(self._tried(path, lambda: self._files.exists(path)))
+        try:
+            self._tried(path, lambda: self._files.info(path))
+        except NoSuchObject:
+            return False
+        return True
 
     def _is_whole(self, step: int, manifest: CheckpointManifest) -> bool:
         place = self._path(step, "").rstrip("/")
@@ -164,7 +174,7 @@ class ObjectStore:
         try:
             manifest = directory.manifest(step)
             directory.check_sizes(step, manifest)
-        except BadCheckpoint as error:
+        except (BadCheckpoint, OSError) as error:
             raise StorageFailure(f"step {step} in {directory.root} cannot be uploaded: {error}") from error
         if self._is_complete(step):
             if self.manifest(step) == manifest and self._is_whole(step, manifest):
@@ -181,6 +191,20 @@ class ObjectStore:
         self._put(step, SEAL, self._key.seal(step, data, keyed), job)
         self._put(step, MANIFEST, data, job)
         return Done(bytes=job.bytes, published=True)
+
+    def prune(self, keep: int, directory: CheckpointDirectory, newest: int) -> list[int]:
+        """Remove all but the newest `keep` checkpoints of the run, and what was left of others; return their
+        steps. What is pinned in `directory` stays, and `newest`, which was uploaded last. What was rolled
+        back neither counts nor is removed."""
+        names = self._tried("", lambda: self._listed(self._base))
+        found = sorted((step for name in names if (step := step_of(name)) is not None), reverse=True)
+        complete = [step for step in found if self._is_complete(step)]
+        aside = {step for step in complete if directory.void(step, self.manifest(step).attempt)}
+        gone = superfluous(complete, keep, directory.pinned(), aside, [newest])
+        gone += [step for step in found if step < newest and step not in complete]
+        for step in gone:
+            self.remove(step)
+        return gone
 
     def _put(self, step: int, name: str, data: bytes, job: Job) -> None:
         path = self._path(step, name)
@@ -263,6 +287,8 @@ class ObjectStore:
                         found.update(data)
                         file.write(memoryview(data))
                         job.wrote(len(data))
+                if file.size < record.size_bytes == self._size(path):
+                    raise ConnectionError(f"only {file.size} of {record.size_bytes} bytes came")
                 return file.hexdigest, str(found.hexdigest())
 
         digest, found = self._tried(path, receive, job)
@@ -296,7 +322,7 @@ class ObjectStore:
             except StorageFailure:
                 raise
             except FileNotFoundError as error:
-                raise StorageFailure(f"{path or self.url}: there is no such object or bucket") from error
+                raise NoSuchObject(f"{path or self.url}: there is no such object or bucket") from error
             except Exception as error:  # fsspec and its file systems each raise what they like
                 if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
                     raise StorageFailure(
@@ -331,4 +357,12 @@ def upload(order: Upload, job: Job) -> Done:
         secret = RunDirectory(order.run_directory).secret()
     except RunDirectoryError as error:
         raise StorageFailure(str(error)) from error
-    return ObjectStore(order.url, order.run, secret).upload(CheckpointDirectory(order.root), order.step, job)
+    store = ObjectStore(order.url, order.run, secret)
+    directory = CheckpointDirectory(order.root, order.run)
+    done = store.upload(directory, order.step, job)
+    if order.keep:
+        try:
+            store.prune(order.keep, directory, order.step)
+        except (StorageFailure, BadCheckpoint, OSError) as error:  # the next upload tries again
+            log.warning("cannot remove old checkpoints from %s: %s", store.url, one_line(error))
+    return done

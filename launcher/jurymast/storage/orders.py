@@ -81,7 +81,8 @@ class Warm(_Order, frozen=True, kw_only=True):
 
 
 class Upload(_Order, frozen=True, kw_only=True):
-    """Upload a complete step of the directory `root` to `url`/`run`, sealed with the key of that run."""
+    """Upload a complete step of the directory `root` to `url`/`run`, sealed with the key of that run. Then
+    keep only the newest `keep` there, if given."""
 
     tier: ClassVar[str] = OBJECT
     root: str
@@ -89,6 +90,7 @@ class Upload(_Order, frozen=True, kw_only=True):
     url: str
     run: str
     run_directory: str
+    keep: int = 0
 
 
 class Continue(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of):

@@ -40,16 +40,15 @@ from jurymast.checkpoint.directory import (
     CheckpointManifest,
     FileRecord,
     NewFile,
-    Owner,
-    claim,
     hash_file,
     remove_trees,
 )
+from jurymast.checkpoint.owner import Owner, claim, is_foreign
 from jurymast.core.checkpoints.writes import GIVEN_UP_S
 from jurymast.core.messages import WritePhase
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import BadImage, Manifest
-from jurymast.rundir import write_atomically, write_json
+from jurymast.rundir import make_durable_folder, write_atomically, write_json
 from jurymast.storage.local import ImageSource, Range, merged
 from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared, explain
 
@@ -259,7 +258,8 @@ class _Part:
 
     def __init__(self, order: WriteShared, job: Job, stack: ExitStack) -> None:
         self._order, self._job, self._stack = order, job, stack
-        self._directory = CheckpointDirectory(order.root)
+        self._us = Owner(order.run, order.run_directory) if order.run else None
+        self._directory = CheckpointDirectory(order.root, order.run)
         self._step, self._attempt, self._world = order.step, order.attempt, order.world
         self._place = self._directory.writing(self._step, self._attempt, order.nonce)
         self._sources: list[ImageSource] = []
@@ -362,12 +362,13 @@ class _Part:
         self._write(layout.writes)
         self._job.turn(WritePhase.WRITE, WritePhase.SEAL)
         self._seal(parts, layout)
+        if is_foreign(self._directory.root, self._us):
+            raise StorageFailure(f"another training owns {self._directory.root} now: nothing is saved there")
         self._directory.publish(self._place, self._step)
 
     def _open(self) -> None:
-        self._directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        order = self._order
-        claim(self._directory.root, Owner(order.run, order.run_directory) if order.run else None)
+        claim(self._directory.root, self._us)
+        make_durable_folder(self._directory.root)
         self._directory.sweep_unfinished()
         if os.path.lexists(self._directory.path(self._step)):
             # Not complete, or the write would have ended; but it may be the last copy of something.
@@ -415,6 +416,7 @@ class _Part:
             torch=layout.images[0].manifest.torch,
             files=tuple(sorted(records, key=lambda record: record.name)),
             entries=layout.entries,
+            run=self._order.run,
         )
         self._directory.seal(self._place, manifest)
         self._job.check()

@@ -15,13 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import jurymast
-from jurymast.cluster.allocation import Allocation, announced_by, listen, run_command
+from jurymast.cluster.allocation import Allocation, announced_by, listen
 from jurymast.cluster.batch import tell_of_requeue
 from jurymast.cluster.control import Ending, kill_wait_s, requeue, why_ending
 from jurymast.core import events as ev
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.errors import JurymastError, RunDirectoryError
+from jurymast.jobs import run_command
 from jurymast.journal import JournalWriter, events, first_events, read
 from jurymast.processes import log_as
 from jurymast.rundir import RunDirectory

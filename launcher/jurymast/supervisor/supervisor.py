@@ -56,6 +56,8 @@ log = logging.getLogger("jurymast.supervisor")
 # ---- the epoch
 
 RETRY_S = 0.5
+# Between two looks at shared storage that could not be read.
+LOOK_AGAIN_S = 5.0
 ANSWER_LIMIT_S = 600.0
 
 
@@ -325,6 +327,8 @@ class Supervisor:
                 self._spawn(self._give_back(effect))
             case do.WhyEnding():
                 self._spawn(self._ask_why_ending(effect))
+            case do.LookAtStorage():
+                self._spawn(self._look_at_storage())
             case do.AskSuperseded():
                 self._spawn(self._ask_superseded())
             case do.Send() | do.Record() | do.SaveFirst():
@@ -405,14 +409,20 @@ class Supervisor:
         self._do(self._machine.superseded(await self._hold.is_superseded(), self.now()))
 
     async def _look_at_storage(self) -> None:
-        try:
-            checkpoints = CheckpointDirectory(self._directory.checkpoints)
-            await asyncio.to_thread(renew, checkpoints.root)  # this node's view of it may be outdated
-            sizes = await asyncio.to_thread(checkpoints.sizes)
-            rollbacks = await asyncio.to_thread(checkpoints.rollbacks)
-        except (OSError, BadCheckpoint) as error:
-            self._note("", f"checkpoints on shared storage: {error}")
-            return
+        place = self.state.checkpoints or self._directory.checkpoints
+        checkpoints = CheckpointDirectory(place, self.state.run)
+        noted = ""
+        while True:
+            try:
+                await asyncio.to_thread(renew, checkpoints.root)  # this node's view of it may be outdated
+                sizes = await asyncio.to_thread(checkpoints.sizes)
+                rollbacks = await asyncio.to_thread(checkpoints.own_rollbacks)
+                break
+            except (OSError, BadCheckpoint) as error:
+                if str(error) != noted:
+                    self._note("", f"checkpoints on shared storage: {error}")
+                noted = str(error)
+            await asyncio.sleep(LOOK_AGAIN_S)
         self._do(self._machine.found_on_storage(sizes, rollbacks, self.now()))
 
     async def _tick(self) -> None:

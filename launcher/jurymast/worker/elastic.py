@@ -219,6 +219,8 @@ class ImpatientAgent(LocalElasticAgent):
             environment["JURYMAST_ATTEMPT"] = str(attempt)
             if launch.saved:
                 environment["JURYMAST_SAVED_STEP"] = str(launch.saved)
+            if launch.unreadable:
+                environment["JURYMAST_UNREADABLE"] = " ".join(map(str, launch.unreadable))
             if launch.mtbf_s:
                 environment["JURYMAST_MTBF_S"] = str(launch.mtbf_s)
             environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)

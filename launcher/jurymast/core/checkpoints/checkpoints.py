@@ -171,6 +171,10 @@ class RestoreChoice:
             )
         ]  # fmt: skip
 
+    def unreadable(self) -> tuple[int, ...]:
+        """The steps in the shared tier for which ranks may take an older one if they cannot read them."""
+        return tuple(sorted(key.step for key in self._state.failed_to_restore() if not key.attempt))
+
     def message(self, node: str, ranks: range) -> msg.Restore | None:
         """Return what one node's ranks restore; None: they look in the shared tier themselves. Nearly all
         nodes have nearly all images in their own memory. To name other sources for these, too, would take

@@ -13,24 +13,37 @@ from jurymast.core.effects import Effect, Record
 from jurymast.core.run.state import RunState
 
 
-def superfluous(complete: Sequence[int], keep: int, pinned: Set[int], bad: Set[int]) -> list[int]:
+def superfluous(
+    complete: Sequence[int], keep: int, pinned: Set[int], bad: Set[int], latest: Sequence[int] = ()
+) -> list[int]:
     """Return, from the steps of complete checkpoints, newest first, those that may be removed: all but the
     newest `keep`. Steps in `bad` neither count nor are removed, because they are evidence; `pinned` ones
-    count and stay."""
+    count and stay. So do the first `keep` of `latest`, what the run has saved, last saved first: a run that
+    had to go on from an older step than there is must not lose what it saves from then on."""
     good = [step for step in complete if step not in bad]
-    return [step for step in good[max(1, keep) :] if step not in pinned]
+    keep = max(1, keep)
+    kept = {*[step for step in latest if step not in bad][:keep], *pinned}
+    return [step for step in good[keep:] if step not in kept]
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """Every state newer than `step` that attempts up to `attempt` saved is void. `at`: Unix time."""
+    """Every state newer than `step` that attempts up to `attempt` of the run `run` saved is void. `others`:
+    newer states of other runs that were there as well, each as (step, attempt, run). `at`: Unix time."""
 
     step: int
     attempt: int
     at: float
+    run: str = ""
+    others: tuple[tuple[int, int, str], ...] = ()
 
     def voids(self, step: int, attempt: int) -> bool:
+        """Whether it voids this state of its own run."""
         return step > self.step and attempt <= self.attempt
+
+    def voids_of(self, run: str, step: int, attempt: int) -> bool:
+        """Whether it voids this state of any run."""
+        return (run == self.run and self.voids(step, attempt)) or (step, attempt, run) in self.others
 
 
 class Commit:

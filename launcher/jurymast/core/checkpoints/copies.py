@@ -464,15 +464,16 @@ def plan_restore(
 
     `shared` maps steps that are complete in the shared tier to their size in bytes. An older step is never
     chosen because its restore would be faster: that is an estimate, while the lost steps are certain. Images
-    serve only the same number of ranks. States in `failed` could repeatedly not be restored: they are passed
-    over unless there is nothing else.
+    serve only the same number of ranks. States in `failed` could repeatedly not be restored (attempt 0: from
+    the shared tier): they are passed over unless there is nothing else.
     """
     world = len(placement) * ranks_per_node
     keys = [key for key in copies.newest_first() if copies.world(key) == world and copies.restorable(key)]
     key = max((key for key in keys if key not in failed), default=None)
-    step = max(shared, default=None)
+    unreadable = {step for step, attempt in failed if not attempt}
+    step = max(shared.keys() - unreadable, default=None)
     if key is None and step is None:
-        key = max(keys, default=None)
+        key, step = max(keys, default=None), max(shared, default=None)
     if key is not None and (step is None or key.step >= step):
         return _from_images(copies, key, placement, ranks_per_node)
     if step is None:

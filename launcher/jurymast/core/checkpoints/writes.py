@@ -190,7 +190,7 @@ class Writes:
         orders = {
             node: msg.Write(
                 id=name, tier=tier, step=key.step, attempt=key.attempt, ranks=tuple(ranks), world=world,
-                lead=0 in ranks or tier == cp.OBJECT,
+                lead=0 in ranks or tier == cp.OBJECT, root=self._state.checkpoints,
             )
             for node, ranks in writers.items()
         }  # fmt: skip

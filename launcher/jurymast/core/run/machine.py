@@ -424,7 +424,7 @@ def _cannot_restore(
     return recovery.rank_failed(state, end)
 
 
-def _restored(state: RunState, event: ev.Restored) -> None:
+def _restored(state: RunState, event: ev.Restored) -> list[Instruction]:
     state.unanswered = {}
     for key in [key for key in state.unrestored if key.step == event.step]:
         del state.unrestored[key]  # it can be had after all
@@ -432,15 +432,27 @@ def _restored(state: RunState, event: ev.Restored) -> None:
         # It is complete, although a lost node may not have reported its part.
         tier = state.saved.setdefault(SHARED, TierState(at=event.t))
         tier.step = max(tier.step or 0, event.step)
+    plan, alert = state.restore, _alert_on_older(state, event)
     incident = state.incident
     if incident is None:
-        return
+        return alert
     incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
-    plan = state.restore
     if plan is not None and plan.tier == MEMORY and (event.tier, event.step) == (MEMORY, plan.step):
         incident.tiers = {tier: size for tier, size in plan.tiers.items() if size}
     elif event.size_bytes:
         incident.tiers = {event.tier: event.size_bytes}
+    return alert
+
+
+def _alert_on_older(state: RunState, event: ev.Restored) -> list[Instruction]:
+    """The training goes on from an older step than planned: what was done since is done again."""
+    planned = state.restore.step if state.restore is not None else 0
+    if event.step >= planned and not event.skipped:
+        return []
+    newest = f"step {planned}" if planned > event.step else "a newer one"
+    found = "; ".join(event.skipped) or "it is no longer there"
+    message = f"the run goes on from step {event.step} instead of {newest}: {found}"
+    return blame.raise_alert(state, "restored older", message, ())
 
 
 def _fetched(state: RunState, event: ev.Fetched) -> None:
@@ -449,6 +461,10 @@ def _fetched(state: RunState, event: ev.Fetched) -> None:
 
 def _cold_start(state: RunState, event: ev.ColdStart) -> None:
     state.cold = event.why
+
+
+def _saves_to(state: RunState, event: ev.SavesTo) -> None:
+    state.checkpoints = event.directory
 
 
 def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
@@ -571,6 +587,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.Fetched: _fetched,
     ev.Restored: _restored,
     ev.ColdStart: _cold_start,
+    ev.SavesTo: _saves_to,
     ev.Asked: _asked,
     ev.Signalled: _signalled,
     ev.CadenceSet: _cadence_set,

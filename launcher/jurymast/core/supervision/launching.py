@@ -104,6 +104,7 @@ class Launching:
             attempt=launch.attempt, rank=place, world=len(launch.placement),
             master_address=launch.master_address, master_port=launch.master_port,
             mtbf_s=launch.mtbf_s, cold=bool(self._state.cold), saved=self._checkpoints.saved_on_shared,
+            unreadable=self._checkpoints.restore.unreadable(),
             restore=self._checkpoints.restore.message(launch.placement[place], ranks), nodes=self._nodes,
         )  # fmt: skip
 

@@ -31,6 +31,7 @@ from jurymast.core.effects import (
     Instruction,
     Journal,
     Launch,
+    LookAtStorage,
     Record,
     Requeue,
     SaveFirst,
@@ -414,6 +415,13 @@ class Supervision:
                 return self.record(ev.Restored(t=now, attempt=attempt, **fields))
             case within.RestoreWaits():
                 return self.record(ev.RestoreWaits(t=now, attempt=attempt, node=node, rank=rank, **fields))
+            case within.Unrestored():
+                failed = ev.RestoreFailed(t=now, attempt=attempt, node=node, rank=rank, **fields)
+                return self.record(failed)
+            case within.SavesTo():
+                if said.directory == self.state.checkpoints or attempt != self.state.attempt:
+                    return []
+                return [*self.record(ev.SavesTo(t=now, attempt=attempt, **fields)), LookAtStorage()]
             case within.ColdStart():
                 cold = ev.ColdStart(t=now, attempt=attempt, node=node, rank=rank, **fields)
                 return [] if self.state.cold else self.record(cold)

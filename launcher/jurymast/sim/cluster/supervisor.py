@@ -273,6 +273,8 @@ class SimSupervisor:
             case do.WhyEnding():
                 self._asked_why = effect
                 self._after(0.2, lambda: self._why_ending(effect))
+            case do.LookAtStorage():  # all ranks save to the run directory
+                pass
             case do.AskSuperseded():
                 self.world.go(self.process, self._ask_superseded())
             case _:

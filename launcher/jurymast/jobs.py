@@ -1,0 +1,113 @@
+"""Whether a job is alive, on Slurm or on this machine; and how all of Slurm's commands are run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import psutil
+
+from jurymast.errors import ClusterUnavailableError, ControllerAwayError
+
+COMMAND_LIMIT_S = 30.0
+STATE_LIMIT_S = 10.0
+# What Slurm's commands print if slurmctld did not answer. Any other error means that it refused.
+_AWAY = re.compile(r"Unable to contact|timed out|Connection refused|Zero Bytes|standby mode", re.IGNORECASE)
+
+
+def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S, *, given: str = "") -> str:
+    """Return the standard output of a command of Slurm or munge, which reads `given`. Raises
+    ClusterUnavailableError with its own words, or ControllerAwayError if slurmctld does not answer."""
+    try:
+        done = subprocess.run(
+            arguments, input=given, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except FileNotFoundError as error:
+        raise ClusterUnavailableError(f"{arguments[0]} is not installed on this machine") from error
+    except OSError as error:
+        raise ClusterUnavailableError(f"{arguments[0]} cannot be started: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ControllerAwayError(f"{arguments[0]} did not answer within {limit_s:.0f} s") from error
+    if done.returncode != 0:
+        words = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        away = ControllerAwayError if _AWAY.search(words) else ClusterUnavailableError
+        what = " ".join(word for word in arguments[:3] if not word.startswith("-"))
+        raise away(f"{what}: {words}")
+    return done.stdout
+
+
+# Slurm's states of a job that will not run again (squeue(1), JOB STATE CODES).
+ENDED_STATES = frozenset({
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+    "REVOKED", "TIMEOUT",
+})  # fmt: skip
+
+
+def job_fields(job: str, limit_s: float = COMMAND_LIMIT_S) -> dict[str, str]:
+    """Return the fields of `scontrol show job`. Raises ClusterUnavailableError."""
+    return fields_of(run_command(["scontrol", "show", "job", job, "--oneliner"], limit_s))
+
+
+def fields_of(line: str) -> dict[str, str]:
+    """Return the fields of a line of `scontrol show job --oneliner`."""
+    return dict(part.split("=", 1) for part in line.split() if "=" in part)
+
+
+def job_state(job: str, cluster: str = "") -> tuple[str, str] | None:
+    """Return what Slurm says of a job: its state and the reason for it; None if Slurm no longer knows it, as
+    some minutes after its end (MinJobAge). Raises ClusterUnavailableError."""
+    lines = _squeue(["--states=all", f"--jobs={job}", "--format=%T|%r"], cluster)
+    if not lines:
+        return None
+    state, _, reason = lines[-1].partition("|")
+    return state, reason
+
+
+def has_step(job: str, step: str, cluster: str = "") -> bool:
+    """Whether this step of the job runs. Raises ClusterUnavailableError."""
+    return bool(_squeue([f"--steps={job}.{step}", "--format=%i|"], cluster))
+
+
+def _squeue(which: list[str], cluster: str) -> list[str]:
+    where = [f"--clusters={cluster}"] if cluster else []
+    try:
+        told = run_command(["squeue", "--noheader", *which, *where], STATE_LIMIT_S)
+    except ClusterUnavailableError as error:
+        if "Invalid job" not in str(error):
+            raise
+        return []
+    return [line.strip() for line in told.splitlines() if "|" in line]
+
+
+def is_running(pid: int, started: float) -> bool:
+    """Whether the process of this number that began then (Unix time) still runs on this machine."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - started) < 0.01
+    except psutil.NoSuchProcess:
+        return False
+
+
+def began_at(pid: int) -> int | None:
+    """Return when this process began, in ticks of the kernel's clock after the machine's start; None if there
+    is none. Unlike the time of day it does not change when a clock is set."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if state in (b"Z", b"X") else int(fields[18])
+
+
+def processes_of(run_directory: str) -> list[int]:
+    """Return this user's processes on this machine that belong to the run, by their environment or their
+    command line."""
+    return [one.pid for one in psutil.process_iter() if _belongs(one, run_directory)]
+
+
+def _belongs(process: psutil.Process, run_directory: str) -> bool:
+    try:
+        named = process.environ().get("JURYMAST_RUN_DIR") == run_directory
+        return (named or run_directory in process.cmdline()[1:]) and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):  # it has ended, or is another user's
+        return False
