@@ -53,3 +53,17 @@ class Successor:
     def fenced(self, attempt: int) -> dict[str, msg.Launch]:
         """Whom that lets launch."""
         return launches(self.machine.fenced(attempt, "", self.story.t))
+
+
+def image(rank: int, tier: str = "memory") -> msg.CopyReport:
+    return msg.CopyReport(step=8, attempt=1, rank=rank, world=2, tier=tier, part="all", size_bytes=9)
+
+
+def written(effects: list[Effect]) -> dict[str, msg.Write]:
+    """Who is to write, and what."""
+    sent = [effect for effect in effects if isinstance(effect, Send)]
+    return {one.node: one.message for one in sent if isinstance(one.message, msg.Write)}
+
+
+def sent_home(effects: list[Effect]) -> bool:
+    return any(isinstance(effect, Send) and isinstance(effect.message, msg.Leave) for effect in effects)

@@ -7,18 +7,14 @@ from dataclasses import replace
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import GATHER_LIMIT_S
 from jurymast.core.checkpoints.copies import RETRY_S
-from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send, WhyEnding
+from jurymast.core.effects import AskSuperseded, GiveWay, Send, WhyEnding
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.silence import LIMIT_MAX_S
 from jurymast.core.run.state import Phase
 from jurymast.core.supervision.departure import KILL_WAIT_S, SPARED_S, TELL_EVERY_S
 from support.site import Site
 from support.stories import Story
-from support.successor import Successor
-
-
-def image(rank: int, tier: str = "memory") -> msg.CopyReport:
-    return msg.CopyReport(step=8, attempt=1, rank=rank, world=2, tier=tier, part="all", size_bytes=9)
+from support.successor import Successor, image, sent_home, written
 
 
 def requeued() -> tuple[Story, str, str]:
@@ -29,16 +25,6 @@ def requeued() -> tuple[Story, str, str]:
     story.stopped()
     assert story.state.phase is Phase.REQUEUED
     return story, one, other
-
-
-def written(effects: list[Effect]) -> dict[str, msg.Write]:
-    """Who is to write, and what."""
-    sent = [effect for effect in effects if isinstance(effect, Send)]
-    return {one.node: one.message for one in sent if isinstance(one.message, msg.Write)}
-
-
-def sent_home(effects: list[Effect]) -> bool:
-    return any(isinstance(effect, Send) and isinstance(effect.message, msg.Leave) for effect in effects)
 
 
 def test_a_successor_waits_for_what_agents_hold_before_it_lets_them_go() -> None:

@@ -1,0 +1,177 @@
+"""What Slurm ends while the newest checkpoint is on its way to slow storage, and signals that end no job.
+
+The file system of the checkpoints hangs for longer than KillWait, and goes on: a write that takes that long.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from jurymast.core import events as ev
+from support.runs import result
+from support.slurm_runs import TRAIN, SlurmRun, forget_earlier_runs, submit
+from support.waiting import wait_until
+from testcluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+LIMIT_S = 240.0
+KILL_WAIT_S, GRACE_S = 5, 60
+# Of partitions that preempt, and are preempted.
+CONF = (
+    f"KillWait={KILL_WAIT_S}",
+    "PreemptType=preempt/partition_prio",
+    "PreemptMode=REQUEUE",
+    f"PartitionName=low Nodes=n1,n2,n3 PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_S} State=UP",
+    "PartitionName=high Nodes=n1,n2,n3 PriorityTier=9 PreemptMode=OFF State=UP",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(place: Path) -> Iterator[Cluster]:
+    """One of its own, on which jobs are preempted."""
+    running = Cluster.up(nodes=3, directory=place.with_name(f"{place.name}-preempts"), conf=CONF)
+    forget_earlier_runs(running)
+    try:
+        yield running
+    finally:
+        running.down()
+
+
+class Training:
+    """A run that goes on until it is let end, and then trains some steps more; it is copied to shared storage
+    once, and from then on once an hour."""
+
+    def __init__(self, cluster: Cluster, folder: Path, checkpoints: Path, disk: Path) -> None:
+        self._disk = disk
+        self._cluster, self._folder = cluster, folder
+        self._enough = cluster.shared / f"{folder.name}.end"
+        self._enough.unlink(missing_ok=True)  # an earlier session's
+        policy = cluster.shared / f"{folder.name}.yaml"
+        policy.write_text(json.dumps({"checkpoint": {"tiers": {"shared": {"every": "1h"}}}}))
+        policy.chmod(0o644)
+        self._options = ("--nodes", "2", "--spares", "0", "--policy", str(policy))
+        self.checkpoints = checkpoints
+
+    def submit(self, *options: str) -> SlurmRun:
+        arguments = (*TRAIN, "--steps", "100000", "--until", str(self._enough))
+        saved = ("--checkpoints", str(self.checkpoints))
+        return submit(self._cluster, self._folder, *self._options, *options, arguments=(*arguments, *saved))
+
+    def copied(self, run: SlurmRun) -> int:
+        """Wait for the one copy, and return its step."""
+        state = run.wait("the copy", lambda s: "shared" in s.saved and bool(s.saved["shared"].step), LIMIT_S)
+        return state.saved["shared"].step or 0
+
+    @contextmanager
+    def slow_storage(self) -> Iterator[None]:
+        """The checkpoints' file system writes nothing before the end of the block."""
+        subprocess.run(["fsfreeze", "--freeze", str(self._disk)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["fsfreeze", "--unfreeze", str(self._disk)], check=True)
+
+    def let_end(self) -> None:
+        self._enough.touch()
+
+    def ended_as_undisturbed(self, run: SlurmRun, trained_plainly: Callable[..., str]) -> None:
+        assert run.wait_end(LIMIT_S).exit_code == 0, run.story()
+        found = result(self._cluster.shared / f"{self._folder.name}.json")
+        assert found["sha256"] == trained_plainly("--steps", str(found["steps"]), nodes=2), run.story()
+
+
+@pytest.fixture
+def training(cluster: Cluster, tmp_path: Path) -> Iterator[Training]:
+    checkpoints = cluster.shared / f"{tmp_path.name}-checkpoints"
+    checkpoints.mkdir(exist_ok=True)
+    with cluster.small_share(checkpoints, 64, image=tmp_path / "disk.img") as disk:
+        yield Training(cluster, tmp_path, checkpoints / "here", disk)
+        for job in cluster.squeue():
+            cluster.login(["scancel", str(job.id)], check=False)
+
+
+def signalled(run: SlurmRun, signal: str) -> float:
+    """Wait until the journal has this signal of Slurm, and return when it came."""
+
+    def found() -> list[float]:
+        return [e.t for e in run.events() if isinstance(e, ev.Signalled) and e.signal == signal]
+
+    return wait_until(signal, found, LIMIT_S)[0]
+
+
+def longer_than_kill_wait_after(at: float) -> None:
+    wait_until("the end of KillWait", lambda: time.time() > at + 2 * KILL_WAIT_S, LIMIT_S)
+
+
+def restored(run: SlurmRun) -> int:
+    steps = [e.step for e in run.events() if isinstance(e, ev.Restored) and e.step]
+    assert steps, run.story()
+    return steps[0]
+
+
+def test_a_write_longer_than_kill_wait_is_done_in_the_grace_time_of_a_preemption(
+    cluster: Cluster, training: Training, trained_plainly: Callable[..., str]
+) -> None:
+    run = training.submit("--partition", "low")
+    copied = training.copied(run)
+    newest = run.wait_safe(copied + 30, LIMIT_S).saved["peer"].step or 0
+    with training.slow_storage():
+        urgent = cluster.sbatch("#!/bin/sh\nsleep 1000\n", "--partition=high", "--nodes=3", "--exclusive")
+        longer_than_kill_wait_after(signalled(run, "preempted"))
+        assert run.job_state() == "RUNNING", run.story()
+    wait_until("the requeue", lambda: cluster.job(run.job).get("Restarts") == "1", LIMIT_S)
+    assert (run.state().saved["shared"].step or 0) >= newest, run.story()
+    cluster.login(["scancel", str(urgent)])
+    run.wait("the next life", lambda s: s.restarts == 1, LIMIT_S)
+    training.let_end()
+    training.ended_as_undisturbed(run, trained_plainly)
+    assert restored(run) >= newest
+    assert {incident.cause for incident in run.state().incidents} == {"preempted"}, run.story()
+
+
+def test_a_write_longer_than_kill_wait_is_done_before_the_time_limit(
+    cluster: Cluster, training: Training, trained_plainly: Callable[..., str]
+) -> None:
+    """Slurm's warning has it begun early enough. The run, submitted again, goes on from there."""
+    run = training.submit("--time=2", "--signal=B:USR2@60")
+    training.copied(run)
+    with training.slow_storage():
+        warned_at = signalled(run, "SIGUSR2")
+        before = run.state().step
+        longer_than_kill_wait_after(warned_at)
+    assert run.wait_end(LIMIT_S).end_reason == "the Slurm job reached its time limit", run.story()
+    cluster.wait_job(run.job, "TIMEOUT", deadline_s=LIMIT_S)
+    assert (run.state().saved["shared"].step or 0) > before, run.story()
+    again = training.submit()
+    again.wait("steps", lambda s: s.step > before, LIMIT_S)
+    training.let_end()
+    training.ended_as_undisturbed(again, trained_plainly)
+    assert restored(again) > before
+
+
+@pytest.mark.parametrize("to", ["steps", "batch"])
+def test_a_signal_that_does_not_end_the_job_ends_no_run(
+    cluster: Cluster, training: Training, trained_plainly: Callable[..., str], to: str
+) -> None:
+    """scancel --signal=TERM; that to the steps ends the ranks, and they are started again."""
+    run = training.submit()
+    training.copied(run)
+    nodes = run.state().placement
+    cluster.login(["scancel", "--signal=TERM", *(["--batch"] if to == "batch" else []), str(run.job)])
+    if to == "batch":
+        signalled(run, "running")
+    else:
+        run.wait("the restart", lambda s: s.attempt > 1 and s.incident is None, LIMIT_S)
+    run.wait_safe(run.state().step + 30, LIMIT_S)
+    assert run.state().placement == nodes
+    training.let_end()
+    training.ended_as_undisturbed(run, trained_plainly)
+    assert run.state().restarts == 0
