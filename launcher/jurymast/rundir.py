@@ -132,6 +132,14 @@ def make_folder(path: Path) -> None:
         make_folder(path)
 
 
+_RANK_LOG = re.compile(r"rank-[0-9]{5,9}\.log")
+
+
+def rank_of(log: Path) -> int:
+    """The rank of which this is the log."""
+    return int(log.stem.removeprefix("rank-"))
+
+
 def ranks_folder(parent: Path, rank: int) -> Path:
     """The folder of the files of this rank and its neighbours: `parent` for the first ranks, a folder in it
     for others."""
@@ -203,7 +211,7 @@ class RunDirectory:
         folder = self.attempt_logs(attempt)
         folders = (folder, *foreign.found(folder, "ranks-*"))
         found = (log for one in folders for log in foreign.found(one, "rank-*.log"))
-        return sorted(found, key=lambda path: int(path.stem.removeprefix("rank-")))
+        return sorted((log for log in found if _RANK_LOG.fullmatch(log.name)), key=rank_of)
 
     def create(self) -> None:
         """Make the directory with its subdirectories and the run's secret. Raises RunDirectoryError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import shutil
@@ -390,3 +391,54 @@ def test_a_secret_of_another_length_is_none(tmp_path: Path, text: str) -> None:
     run.secret_file.write_text(text)
     with pytest.raises(RunDirectoryError, match="cannot read the run's secret"):
         run.secret()
+
+
+# What a terminal would take for a command.
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r"
+
+
+@as_others
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status"], ["status", "--nodes"], ["events"], ["events", "--all"], ["events", "--json"], ["logs"],
+        ["logs", "--job"], ["logs", "--all"], ["logs", "--rank", "7"], ["report"], ["checkpoints"],
+        ["checkpoints", "verify"], ["cancel"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_nothing_in_a_colleagues_run_reaches_the_terminal_as_a_command(
+    shared: Place, words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(shared.runs / FORGED)
+    plan = json.loads(run.plan_file.read_text())
+    plan["name"] = plan["script"] = ESCAPE
+    run.plan_file.write_text(json.dumps(plan))
+    (run.submission / f"job-{ESCAPE}.log").write_text(f"{ESCAPE}\n")
+    (run.submission / "job-1\n\x1b.log").write_text(f"{ESCAPE}\n")
+    logs = run.attempt_logs(run.newest_attempt())
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / "rank-00000.log").write_text(f"{ESCAPE}\n")
+    for name in ("rank-x.log", "rank-.log", f"rank-{ESCAPE}.log", "rank-\u0663\u0663\u0663\u0663\u0663.log"):
+        (logs / name).write_text(ESCAPE)
+    manifest = next(run.checkpoints.glob("step-*/*.json"))
+    values = json.loads(manifest.read_text())
+    for broken in ({**values, "format": ESCAPE}, {**values, "format": [ESCAPE]}):
+        manifest.write_text(json.dumps(broken))
+        (run.checkpoints / f"step-{ESCAPE}").mkdir(exist_ok=True)
+        with next(run.journal_files()).open("a") as file:
+            file.write(f"{ESCAPE}\n")
+        for path in (run.root, *run.root.rglob("*")):
+            path.chmod(0o755)
+            os.chown(path, MALLORY, MALLORY)
+        monkeypatch.setenv("JURYMAST_RUNS", str(shared.runs))
+        main([words[0], "--help"])
+        capfd.readouterr()
+        with acting_as(ADA):
+            main([words[0], FORGED, *words[1:]])
+        out, err = capfd.readouterr()
+        assert out or err
+        bad = {letter for letter in out + err if not letter.isprintable()} - {"\n", "\t"}
+        assert not bad
+        assert "Traceback" not in err

@@ -86,6 +86,23 @@ def prints(source: Source) -> Iterator[str]:
                 yield f"{source.name}:{call.lineno}: prints"
 
 
+def echoes(source: Source) -> Iterator[str]:
+    """`jurymast.cli.output` alone writes to a terminal: it cleans what another user's file may hold."""
+    ways = {
+        "click.echo", "click.secho", "click.echo_via_pager", "click.style", "print", "sys.stdout.write",
+        "sys.stderr.write", "sys.stdout.buffer.write", "sys.stderr.buffer.write", "os.write", "Console",
+        "rich.print", "pprint", "pprint.pprint", "sys.stdout.writelines", "traceback.print_exc",
+    }  # fmt: skip
+    if source.name.startswith(("launcher/jurymast/cli/", "launcher/jurymast/report/")):
+        for call in source.calls():
+            if ast.unparse(call.func) in ways:
+                yield f"{source.name}:{call.lineno}: prints by itself"
+        for node in ast.walk(source.tree):
+            named = isinstance(node, ast.ImportFrom) and node.module in ("click", "rich")
+            if named and re.search(r"import .*\b(echo|secho|print|style)\b", ast.unparse(node)):
+                yield f"{source.name}: gives echo another name: {ast.unparse(node)}"
+
+
 def shells(source: Source) -> Iterator[str]:
     for call in source.calls():
         function = ast.unparse(call.func)
@@ -231,6 +248,14 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/sim/cluster/__main__.py",
             "launcher/jurymast/demo/train_gpt.py",  # a user's script
             "plugins/jurymast_nvidia/__main__.py",
+        },
+    ),
+    echoes: (
+        Source("launcher/jurymast/cli/a.py", "import click\nclick.echo(1)\n"),
+        {
+            "launcher/jurymast/cli/output.py",
+            "launcher/jurymast/cli/patience.py",  # without Python's buffers; it cleans by itself
+            "launcher/jurymast/report/text.py",  # renders into a string, of clean parts
         },
     ),
     shells: (Source("slurm/a.py", "import subprocess\nsubprocess.run('x', shell=True)\n"), set()),

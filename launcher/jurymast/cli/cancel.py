@@ -10,6 +10,7 @@ import click
 
 from jurymast import foreign
 from jurymast.cli.options import run_argument, runs_option, the_run, user
+from jurymast.cli.output import echo
 from jurymast.errors import ClusterUnavailableError
 from jurymast.rundir import RunDirectory
 
@@ -41,14 +42,14 @@ def command(run: str, runs: Path | None) -> None:
     over = watcher.state.ended and foreign.exists(directory.outcome_file)
     answer = None if over else ask(directory, "cancel", by=user())
     if isinstance(answer, Accepted) and answer.gives_up:
-        click.echo(f"{name} had ended already; it no longer waits for {answer.gives_up}")
+        echo(f"{name} had ended already; it no longer waits for {answer.gives_up}")
         return
     if watcher.state.ended:
-        click.echo(f"{name} has ended already: {watcher.state.phase.value}")
+        echo(f"{name} has ended already: {watcher.state.phase.value}")
         return
     if isinstance(answer, Accepted):
         ended = _await_end(watcher, END_LIMIT_S)
-        click.echo(f"{name} is cancelled" if ended else f"{name}: the supervisor is stopping it")
+        echo(f"{name} is cancelled" if ended else f"{name}: the supervisor is stopping it")
         return
     local = foreign.exists(directory.submission / "local.json")
     how = _end_local(directory) if local else _end_slurm(directory)
@@ -56,7 +57,7 @@ def command(run: str, runs: Path | None) -> None:
         from jurymast.report.liveness import record_cancel
 
         record_cancel(directory, by=user())
-    click.echo(f"{name} is cancelled" + (f" ({how})" if how else ""))
+    echo(f"{name} is cancelled" + (f" ({how})" if how else ""))
 
 
 def _await_end(watcher: StatusWatcher, limit_s: float) -> bool:

@@ -26,6 +26,7 @@ from jurymast.cli.options import (
     the_run,
     user,
 )
+from jurymast.cli.output import echo
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import CheckpointError, UsageError
 from jurymast.interpreter import run_module
@@ -180,7 +181,7 @@ class _Call:
         if self._as_json:
             show_json(values)
         else:
-            click.echo(text)
+            echo(text)
         return 0
 
     def _store(self) -> ObjectStore:
@@ -299,9 +300,9 @@ class _Call:
             show_json({"checkpoints": [asdict(one) for one in found]})
         else:
             for one in found:
-                click.echo(f"step {one.step}: {one.text}")
+                echo(f"step {one.step}: {one.text}")
             if not found:
-                click.echo(f"no checkpoints in {self._directory.root}")
+                echo(f"no checkpoints in {self._directory.root}")
         return CheckpointError.exit_code if any(one.problems or one.unable for one in found) else 0
 
     def _verified(self, step: int) -> _Verified:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from jurymast.cli.output import echo
+
 # The variable by which the shell makes its request, in click's naming.
 VARIABLE = "_JURYMAST_COMPLETE"
 
@@ -22,4 +24,4 @@ def command(context: click.Context, shell: str) -> None:
     """
     kind = get_completion_class(shell)
     assert kind is not None  # click has all three shells
-    click.echo(kind(context.find_root().command, {}, "jurymast", VARIABLE).source())
+    echo(kind(context.find_root().command, {}, "jurymast", VARIABLE).source())

@@ -20,6 +20,7 @@ import click
 
 from jurymast.cli import patience
 from jurymast.cli.options import default_runs, show_json
+from jurymast.cli.output import echo
 from jurymast.errors import JurymastError, RunFailedError
 from jurymast.rundir import RunDirectory
 
@@ -152,7 +153,7 @@ def _report(directory: RunDirectory, page: Path, *, quiet: bool) -> None:
     page.parent.mkdir(mode=0o700, exist_ok=True)
     report.main([str(directory.root), "--html", str(page)], standalone_mode=False)
     if not quiet:
-        click.echo()
+        echo()
         report.main([str(directory.root)], standalone_mode=False)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jurymast.cli.options import ask_supervisor, examples, run_argument, runs_option, the_run
+from jurymast.cli.output import echo
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 
@@ -36,7 +37,7 @@ def command(run: str, node: str, runs: Path | None) -> None:
         )
     then = what_follows(state, node)
     ask_supervisor(directory, "drain", node)
-    click.echo(f"{node} is being taken out of {directory.root.name}: {then}")
+    echo(f"{node} is being taken out of {directory.root.name}: {then}")
 
 
 def what_follows(state: RunState, node: str) -> str:

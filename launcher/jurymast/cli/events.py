@@ -14,6 +14,7 @@ import click
 
 from jurymast.cli import patience
 from jurymast.cli.options import examples, run_argument, runs_option, the_run
+from jurymast.cli.output import echo
 
 if TYPE_CHECKING:
     from jurymast.journal import Entry
@@ -48,9 +49,9 @@ def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path 
     else:
         lines = _brief(_wanted(entries, PROGRESS_EVERY_S[follow]))
     for line in lines:
-        click.echo(line)
+        echo(line)
     for text in watcher.unread:
-        click.echo(f"warning    {text}", err=True)
+        echo(f"warning    {text}", err=True)
 
 
 def _entries(watcher: StatusWatcher, follow: bool) -> Iterator[Entry]:

@@ -13,8 +13,9 @@ import click
 from jurymast import foreign
 from jurymast.cli import patience
 from jurymast.cli.options import examples, run_argument, runs_option, the_run
+from jurymast.cli.output import echo
 from jurymast.errors import RunDirectoryError, RunNotFoundError, UsageError
-from jurymast.rundir import RunDirectory
+from jurymast.rundir import RunDirectory, rank_of
 
 if TYPE_CHECKING:
     from jurymast.journal import FileTail
@@ -98,7 +99,7 @@ class _Finder:
             files = [(rank, self.directory.rank_log(attempt, rank)) for rank in ranks]
             return {f"[r{rank}] ": path for rank, path in files if foreign.exists(path)}
         logs = self.directory.rank_logs(attempt)
-        return {f"[r{int(path.stem.removeprefix('rank-'))}] ": path for path in logs}
+        return {f"[r{rank_of(path)}] ": path for path in logs}
 
     def _telling(self, attempt: int) -> tuple[int, ...]:
         """The ranks that are shown if there are very many; () for all."""
@@ -112,14 +113,16 @@ class _Finder:
             ranks = tuple(sorted({0, *(rank for rank in failed if rank >= 0)}))
             self._chosen[attempt] = ranks
             told = ", ".join(map(str, ranks))
-            click.echo(f"-- rank {told} of {self._count} (--rank R, or --all) --", err=True)
+            echo(f"-- rank {told} of {self._count} (--rank R, or --all) --", err=True)
         return self._chosen[attempt]
 
 
 def _job_files(directory: RunDirectory) -> dict[str, Path]:
+    from jurymast.report.text import one_line
+
     found = foreign.found(directory.submission, "job-*.log")
     files = sorted(found, key=lambda path: foreign.status(path).st_mtime)
-    return {f"[{path.stem}] " if len(files) > 1 else "": path for path in files}
+    return {f"[{one_line(path.stem)}] " if len(files) > 1 else "": path for path in files}
 
 
 def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed: bool) -> None:
@@ -135,7 +138,7 @@ def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed
         for number in range(attempt, newest + 1):
             files = find(number)
             if not find.job and number > began and files and not tails.keys() & set(files.values()):
-                click.echo(f"-- attempt {number} --", err=True)
+                echo(f"-- attempt {number} --", err=True)
             for prefix, path in files.items():
                 source = tails.setdefault(path, FileTail(path))
                 _copy(source, prefix, tail, whole=over)
@@ -182,7 +185,5 @@ def _copy(source: FileTail, prefix: str, tail: int | None, *, whole: bool) -> No
 
 
 def _echo(prefix: str, lines: list[bytes]) -> None:
-    from jurymast.report.text import clean
-
     if lines:
-        click.echo("\n".join(prefix + clean(line.decode(errors="replace")) for line in lines))
+        echo("\n".join(prefix + line.decode(errors="replace") for line in lines))

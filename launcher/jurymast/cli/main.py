@@ -10,6 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from jurymast.cli import patience
+from jurymast.cli.output import echo
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import JurymastError, RunDirectoryError, UsageError
 
@@ -129,11 +130,9 @@ def _trouble(error: OSError) -> str:
 
 
 def _complain(message: str, hint: str, code: int) -> int:
-    from jurymast.report.text import clean
-
-    click.echo(f"jurymast: error: {clean(message)}", err=True)
+    echo(f"jurymast: error: {message}", err=True)
     if hint:
-        click.echo(f"  hint: {clean(hint)}", err=True)
+        echo(f"  hint: {hint}", err=True)
     return code
 
 

@@ -16,6 +16,7 @@ from jurymast.cli.options import (
     show,
     show_json,
 )
+from jurymast.cli.output import echo
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import RunDirectoryError, UsageError
 
@@ -52,6 +53,6 @@ def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | N
         show_json(rows)
         return
     if not rows:
-        click.echo(f"{place} has no runs on Slurm's nodes", err=True)
+        echo(f"{place} has no runs on Slurm's nodes", err=True)
         return
     show(node_blocks(rows, everything=everything))

@@ -19,6 +19,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from jurymast import foreign
+from jurymast.cli.output import echo, echo_coloured
 from jurymast.core.texts import nearest
 from jurymast.errors import NotNowError, RunDirectoryError, RunNotFoundError, UsageError
 from jurymast.rundir import RunDirectory, check_readable, run_names
@@ -234,7 +235,7 @@ def the_run(run: str, runs: Path | None, *, only_look: bool = False) -> RunDirec
             f"{found.root} belongs to {owner}",
             hint="on other users' runs only status, events, logs, report, checkpoints ls and verify work",
         )
-    click.echo(f"jurymast: note: this run belongs to {owner}", err=True)
+    echo(f"jurymast: note: this run belongs to {owner}", err=True)
     return found
 
 
@@ -251,12 +252,12 @@ def resolved_policy(file: Path | None, spares: int | str | None = None) -> Resol
 
 
 def show_json(values: Any) -> None:
-    click.echo(json.dumps(values, indent=1))
+    echo(json.dumps(values, indent=1))
 
 
 def show(blocks: Sequence[Block]) -> None:
     """Print on stdout, with colours on a terminal and plainly in a pipe."""
-    click.echo(shown(blocks), nl=False, color=True)
+    echo_coloured(shown(blocks))
 
 
 def shown(blocks: Sequence[Block]) -> str:
@@ -272,7 +273,7 @@ def write_page(text: str, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
-    click.echo(f"{path} ({len(text) // 1000} kB)", err=True)
+    echo(f"{path} ({len(text) // 1000} kB)", err=True)
 
 
 def user() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from jurymast.cli.options import resolved_policy, show_json
+from jurymast.cli.output import echo
 from jurymast.errors import PolicyError, UsageError
 
 
@@ -16,7 +17,7 @@ from jurymast.errors import PolicyError, UsageError
 def command(context: click.Context) -> None:
     """Create, check or show a policy."""
     if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+        echo(context.get_help())
 
 
 @command.command()
@@ -24,7 +25,7 @@ def command(context: click.Context) -> None:
 def check(file: Path) -> None:
     """Name every mistake in FILE, with its line."""
     resolved_policy(file)
-    click.echo(f"{file}: valid")
+    echo(f"{file}: valid")
 
 
 @command.command()
@@ -35,7 +36,7 @@ def show(file: Path | None, origin: bool, as_json: bool) -> None:
     """Print the policy in force with FILE: the site's, the file's and the defaults."""
     resolved = resolved_policy(file)
     if not as_json:
-        click.echo(resolved.yaml(origins=origin), nl=False)
+        echo(resolved.yaml(origins=origin), nl=False)
         return
     from jurymast.policy.resolve import spelled
 
@@ -50,7 +51,7 @@ def schema() -> None:
     """Print the JSON Schema of policy files, for editors."""
     from jurymast.policy.model import schema_text
 
-    click.echo(schema_text(), nl=False)
+    echo(schema_text(), nl=False)
 
 
 @command.command()
@@ -58,7 +59,7 @@ def keys() -> None:
     """Print all keys: what each takes, its default, its meaning."""
     from jurymast.policy.model import keys_text
 
-    click.echo(keys_text(), nl=False)
+    echo(keys_text(), nl=False)
 
 
 @command.command()
@@ -76,4 +77,4 @@ def init(file: Path) -> None:
     except OSError as error:
         raise PolicyError(f"{file}: cannot be written: {error.strerror}") from error
     checked = f"jurymast policy check {shlex.quote(str(file))}"
-    click.echo(f"{file}: written; to check it after changes: {checked}")
+    echo(f"{file}: written; to check it after changes: {checked}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from jurymast.cli.options import json_option, run_ids, runs_option, runs_place, show, show_json
+from jurymast.cli.output import echo
 
 
 @click.command()
@@ -25,5 +26,5 @@ def command(everything: bool, as_json: bool, runs: Path | None) -> None:
         show_json(rows)
         return
     if not rows:
-        click.echo(f"no runs in {place}", err=True)
+        echo(f"no runs in {place}", err=True)
     show(ps_blocks(rows))

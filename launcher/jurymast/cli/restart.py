@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from jurymast.cli.options import ask_supervisor, run_argument, runs_option, the_run
+from jurymast.cli.output import echo
 
 
 @click.command()
@@ -16,4 +17,4 @@ def command(run: str, runs: Path | None) -> None:
     """Restart a run's ranks in place, from the newest checkpoint; no budget is charged."""
     directory = the_run(run, runs)
     ask_supervisor(directory, "restart")
-    click.echo(f"restart of {directory.root.name} requested")
+    echo(f"restart of {directory.root.name} requested")

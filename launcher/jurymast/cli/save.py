@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from jurymast.cli.options import ask_supervisor, json_option, run_argument, runs_option, show_json, the_run
+from jurymast.cli.output import echo
 from jurymast.errors import CheckpointError
 
 
@@ -40,4 +41,4 @@ def command(run: str, limit: int, as_json: bool, runs: Path | None) -> None:
         show_json({"run": directory.root.name, "step": step, "tier": tier})
     else:
         follow = "; replicas and copies on storage follow" if tier == MEMORY else ""
-        click.echo(f"step {step} of {directory.root.name} is saved in the {tier} tier{follow}")
+        echo(f"step {step} of {directory.root.name} is saved in the {tier} tier{follow}")

@@ -18,6 +18,7 @@ from jurymast.cli.options import (
     shown,
     the_run,
 )
+from jurymast.cli.output import echo_coloured
 
 WATCH_EVERY_S = 1.0
 
@@ -44,7 +45,7 @@ def command(run: str, watch: bool, everything: bool, as_json: bool, runs: Path |
         else:
             text = shown(status_blocks(view, now=time.time(), everything=everything))
             click.clear()
-            click.echo(text, nl=False, color=True)
+            echo_coloured(text)
         if not watch or view["exit_code"] is not None:
             return
         time.sleep(WATCH_EVERY_S)

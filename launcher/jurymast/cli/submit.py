@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from jurymast.cli.options import default_runs, examples, file_option, resolved_policy, runs_of, spares_option
+from jurymast.cli.output import echo
 from jurymast.cli.patience import follow_on
 from jurymast.cluster.sbatch import (
     STANDARD_INPUT,
@@ -119,7 +120,7 @@ def command(context: click.Context, /, **options: Any) -> int:
     from jurymast.cluster.slurm import submit
 
     if options["dry_run"]:
-        click.echo(json.dumps(request.to_json(), indent=1) if options["as_json"] else _shown(request))
+        echo(json.dumps(request.to_json(), indent=1) if options["as_json"] else _shown(request))
         return 0
     if request.plan.cluster == "slurm":
         from jurymast.cluster import slurm
@@ -130,14 +131,14 @@ def command(context: click.Context, /, **options: Any) -> int:
         if told.has("test-only"):
             from jurymast.cluster.slurm import test_only
 
-            click.echo(test_only(request))
+            echo(test_only(request))
             return 0
     submitted = submit(request)
     follow_on()  # the job is submitted even if storage hangs now
     try:
         if not line.has("quiet"):  # sbatch ignores it in a script
             if submitted.notes:
-                click.echo(submitted.notes, err=True)
+                echo(submitted.notes, err=True)
             options["parsable"] = options["parsable"] or told.has("parsable")
             _announce(submitted, options, runs)
         waits = options["wait"] or told.has("wait")
@@ -151,7 +152,7 @@ def command(context: click.Context, /, **options: Any) -> int:
             return wait(request.plan.directory)
     except KeyboardInterrupt:
         ends = f"jurymast cancel {shlex.quote(request.plan.directory)}"
-        click.echo(f"the run goes on; to end it: {ends}", err=True)
+        echo(f"the run goes on; to end it: {ends}", err=True)
         raise
     return 0
 
@@ -164,7 +165,6 @@ def _request(
     from jurymast.cluster.earlier import with_earlier
     from jurymast.cluster.planning import OwnOptions, make_plan
     from jurymast.cluster.slurm import build_request, check_runs_directory
-    from jurymast.report.text import clean
 
     asked = OwnOptions(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
     plan = make_plan(
@@ -174,7 +174,7 @@ def _request(
     check_runs_directory(runs, script, shared=options["shared_runs"])
     plan, notes = with_earlier(plan, runs, partition, plan.submitted_at)
     for note in notes:
-        click.echo(f"jurymast: note: {clean(note)}", err=True)
+        echo(f"jurymast: note: {note}", err=True)
     return build_request(plan, policy, script)
 
 
@@ -183,7 +183,7 @@ def _note_unused(line: CommandLine, cluster: str) -> None:
     used = ("gpus-per-node", "gpus-per-task", "gres", "job-name", "chdir")
     unused = [" ".join(given.words) for given in line.options if given.name not in used]
     if cluster == "local" and unused:
-        click.echo(f"jurymast: note: not used on the local cluster: {' '.join(unused)}", err=True)
+        echo(f"jurymast: note: not used on the local cluster: {' '.join(unused)}", err=True)
 
 
 def _shown(request: Request) -> str:
@@ -207,16 +207,16 @@ def _announce(submitted: Submitted, options: dict[str, Any], runs: Path) -> None
             "pid": submitted.pid,
             "directory": plan.directory,
         }
-        click.echo(json.dumps(values))
+        echo(json.dumps(values))
         return
     if options["parsable"]:
-        click.echo(";".join(filter(None, (submitted.job, submitted.slurm_cluster))))
+        echo(";".join(filter(None, (submitted.job, submitted.slurm_cluster))))
         return
     spare = f" + {plan.spares} spare" if plan.spares else ""
     nodes = "nodes" if plan.nodes > 1 else "node"
     each = "" if plan.batch else f", {plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''} each"
     name = plan.run if runs == default_runs() else shlex.quote(plan.directory)
-    click.echo(
+    echo(
         f"run        {plan.run}\n"
         f"job        {submitted.job} ({plan.active} active{spare} {nodes}{each})\n"
         f"directory  {plan.directory}\n"

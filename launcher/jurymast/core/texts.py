@@ -89,3 +89,10 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return " (did you mean X?)", or ""."""
     name = nearest(word, names)
     return f" (did you mean {name}?)" if name else ""
+
+
+def clean(text: str) -> str:
+    """`text` without control characters: what a script printed must not control the reader's terminal."""
+    if text.isprintable():  # nearly always
+        return text
+    return "".join(c if c in "\n\t" or (c.isprintable()) else "�" for c in text)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
+from jurymast.core.texts import clean as clean
 from jurymast.core.texts import count as count
 from jurymast.core.texts import size as size
 from jurymast.core.texts import some as some
@@ -110,13 +111,6 @@ class Table:
 
 
 Block = Line | Table
-
-
-def clean(text: str) -> str:
-    """`text` without control characters: what a script printed must not control the reader's terminal."""
-    if text.isprintable():  # nearly always
-        return text
-    return "".join(c if c in "\n\t" or (c.isprintable()) else "�" for c in text)
 
 
 def one_line(text: str, most: int | None = None) -> str:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
+from jurymast.core.texts import clean
 from jurymast.rundir import write_json
 
 
 def say(text: str) -> None:
-    print(f"jurymast: {text}", file=sys.stderr, flush=True)
+    print(f"jurymast: {clean(text)}", file=sys.stderr, flush=True)
 
 
 def note(path: Path, values: Any) -> None:
