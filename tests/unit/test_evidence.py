@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jurymast import foreign
+from jurymast.agent import ranks
 from jurymast.agent.ranks import LOG_BYTES, LOG_LIMIT_S, Evidence, end_of
 from jurymast.health.readings import memory_cgroups, oom_kills, where_kills_count
 
@@ -102,6 +106,30 @@ def test_a_log_that_does_not_answer_holds_nobody_up(tmp_path: Path) -> None:
     assert end_of(pipe) == ""
     assert time.monotonic() - before < 10 * LOG_LIMIT_S
     os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))  # lets the reader go
+
+
+def test_logs_of_all_ranks_on_storage_that_hangs_hold_the_loop_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight waits would make the node look lost."""
+    answers, asked = threading.Event(), list[Path]()
+    reading = foreign.reading
+    log = tmp_path / "rank.log"
+    log.write_text("no data\n")
+
+    def hang(path: Path) -> Any:
+        asked.append(path)
+        assert answers.wait(60)
+        return reading(path)
+
+    monkeypatch.setattr(foreign, "reading", hang)
+    told = [end_of(log) for _ in range(8)]
+    assert told == [""] * 8
+    assert len(asked) == 1
+    answers.set()
+    assert ranks._reader is not None
+    ranks._reader.join(60)
+    assert end_of(log) == "no data", "once storage answers again"
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])

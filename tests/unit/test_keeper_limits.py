@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +15,19 @@ from jurymast.core.keeper.holding import ROUND_BYTES, SLOTS, Buffer, BufferPool,
 from jurymast.core.messages import Room
 from jurymast.keeper import memory as node_memory
 from jurymast.keeper.manifest import RestoreStatus, Word
-from support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
+from jurymast.keeper.memory import MappedBuffer
+from support.keepers import (
+    SIZE,
+    FakeRank,
+    keeper,
+    plan,
+    ready_rank,
+    run,
+    saved,
+    settled,
+    source,
+    until,
+)
 
 GIB = 1 << 30
 MEMINFO = """MemTotal:       263998464 kB
@@ -245,5 +259,32 @@ def test_the_kernel_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
             await until("answer", lambda: rank.record[Word.REFUSED])
             assert "No space left on device" in told.of(msg.Refused)[0].why
             assert rank.writable() == []
+
+    run(work())
+
+
+def test_memory_is_freed_in_a_thread_and_before_it_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing some gigabytes takes the kernel a second, for which the event loop would stand still."""
+    close, may_free = MappedBuffer.close, threading.Event()
+    free = [1 << 40]
+
+    def slow_close(buffer: MappedBuffer) -> None:
+        assert threading.current_thread() is not threading.main_thread(), "in the event loop"
+        assert may_free.wait(60)
+        close(buffer)
+        free[0] = 1 << 40
+
+    async def work() -> None:
+        async with keeper(room=lambda: Room(free[0], "a test")) as (one, _):
+            loan = await one.borrow(1 << 20, "a small one")
+            assert loan is not None
+            one.give_back(loan)
+            free[0] = 0  # it is unused, and takes everything
+            with monkeypatch.context() as patch:
+                patch.setattr(MappedBuffer, "close", slow_close)
+                large = asyncio.ensure_future(one.borrow(64 << 20, "a large one"))
+                await until("freeing", lambda: one._freeing)
+                may_free.set()
+                assert await large is not None
 
     run(work())

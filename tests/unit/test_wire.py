@@ -104,6 +104,27 @@ async def connected() -> AsyncIterator[tuple[Channel[msg.Said], Channel[msg.Said
             client.close()
 
 
+def test_who_takes_nothing_is_given_up_before_memory_is_full(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(channel, "UNSENT_BYTES_MAX", 1 << 20)
+
+    async def work() -> None:
+        async with connected() as (client, server):
+            ended = asyncio.ensure_future(client.receive())
+            for number in range(1000):
+                client.send(Ask(what="x" * 100_000, by="ada", step=number))
+                assert len(client._connection._unsent) <= (1 << 20) + 101_000
+            with pytest.raises(ConnectionError, match="has not taken 1 MiB"):
+                await ended
+            await client.drain()  # waits for nobody any more
+            assert isinstance(await server.receive(), Ask), "what was on its way arrives"
+
+    with caplog.at_level("WARNING"):
+        run(work())
+    assert "has not taken 1 MiB" in caplog.text
+
+
 def test_messages_come_in_order_and_whole_both_ways() -> None:
     async def work() -> None:
         async with connected() as (client, server):

@@ -267,8 +267,18 @@ def last_line(log: Path) -> str:
     return "".join(_last_lines(log)[-1:])[:LOG_CHARACTERS]
 
 
+_reader: threading.Thread | None = None  # the newest that reads a log
+
+
 def _last_lines(log: Path) -> list[str]:
-    """Return the last lines that are not empty; [] if storage does not answer."""
+    """Return the last lines that are not empty; [] if storage does not answer.
+
+    The event loop waits meanwhile, so nothing is read as long as storage has not answered an earlier call:
+    the ranks of a node fail together.
+    """
+    global _reader
+    if _reader is not None and _reader.is_alive():
+        return []
     read: list[str] = []
 
     def look() -> None:
@@ -279,9 +289,9 @@ def _last_lines(log: Path) -> list[str]:
         except OSError:
             return
 
-    reader = threading.Thread(target=look, daemon=True)
-    reader.start()
-    reader.join(LOG_LIMIT_S)
+    _reader = threading.Thread(target=look, daemon=True)
+    _reader.start()
+    _reader.join(LOG_LIMIT_S)
     return [line.strip() for line in "".join(read).splitlines() if line.strip()]
 
 

@@ -3,10 +3,14 @@
 They run on a stream of their own. What an optimizer owns cannot change before its next step, so only that
 step waits for its copies. Whatever the training does next on its stream waits for all other copies (buffers,
 which a forward pass changes, and tensors of unknown use). The CPU waits for none.
+
+A script may break this: it may write parameters elsewhere, for example to evaluate averaged weights. An image
+that was copied meanwhile is found and not published, and from then on the training waits for all copies.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +23,59 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 log = logging.getLogger("jurymast.checkpoint")
 
+# Tensors of an image whose last elements are compared, and how many of these.
+SAMPLES = 64
+SAMPLE_ELEMENTS = 8
+
+
+class WrittenMeanwhileError(Exception):
+    """Tensors that only an optimizer's step may write were written while they were copied."""
+
+
+class WatchedTensors:
+    """Tensors that must not be written until they are copied to their places, except after `step_begins`.
+
+    torch counts the writes to a tensor, but not those through `.data`. These are found by a sample: the last
+    elements of some tensors, up to the one that is copied last, are compared with what arrived. A write to
+    all tensors is missed only if the sampled ones had their old values while they were copied.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Begin to watch; `pairs` are places and tensors, in the order in which they will be copied. Reads
+        the tensors on the current stream."""
+        self._tensors = [tensor for _, tensor in pairs]
+        self._versions = [tensor._version for tensor in self._tensors]
+        last_first = [pair for pair in reversed(pairs) if pair[1].is_contiguous()]
+        every = max(1, len(last_first) // SAMPLES)
+        self._sample = [(_tail(place), _tail(tensor).clone()) for place, tensor in last_first[::every]]
+        self._stepped = self._written = False
+
+    def step_begins(self) -> None:
+        """Note that an optimizer's step begins, which waits for the copies: later writes do no harm."""
+        if not self._stepped:
+            self._written = self._counted()
+            self._stepped = True
+
+    def check(self) -> None:
+        """Raise WrittenMeanwhileError if a tensor was written. Call it once all are copied."""
+        written = self._written if self._stepped else self._counted()
+        if written or not all(_equal_bytes(place, then) for place, then in self._sample):
+            raise WrittenMeanwhileError
+
+    def _counted(self) -> bool:
+        return any(
+            tensor._version != then for tensor, then in zip(self._tensors, self._versions, strict=True)
+        )
+
+
+def _tail(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1)[-SAMPLE_ELEMENTS:]
+
+
+def _equal_bytes(place: torch.Tensor, then: torch.Tensor) -> bool:
+    a, b = (ctypes.string_at(one.data_ptr(), one.nbytes) for one in (place, then.cpu()))
+    return a == b
+
 
 class GpuCopies:
     """Makes copies from the GPU that is current when it is created, one image at a time."""
@@ -28,6 +85,8 @@ class GpuCopies:
         self._stream = torch.cuda.Stream(self._device)
         self._pinned: dict[int, bool] = {}  # by address; False: CUDA refused
         self._owned_done: Any = None
+        self._watched: WatchedTensors | None = None
+        self._trusting = True  # no script has written such tensors elsewhere yet
         self._publisher: threading.Thread | None = None
         register_optimizer_step_pre_hook(self._before_step)
 
@@ -63,10 +122,12 @@ class GpuCopies:
         """
         self.wait()
         pairs = list(zip(places, tensors, strict=True))
-        owned = owned_by_optimizers(objects)
+        owned = owned_by_optimizers(objects) if self._trusting else set[int]()
         training = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(training)
         later = [pair for pair in pairs if self._is_here(pair[1]) and pair[1].data_ptr() in owned]
+        with torch.no_grad(), torch.cuda.stream(training):
+            watched = self._watched = WatchedTensors(later)
+        self._stream.wait_stream(training)
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 for place, tensor in pairs:
@@ -83,7 +144,7 @@ class GpuCopies:
             raise
         # The thread keeps references to the tensors, so that their memory is not reused meanwhile.
         self._publisher = threading.Thread(
-            target=self._publish, args=(self._owned_done, pairs, done), name="jurymast-publish"
+            target=self._publish, args=(self._owned_done, watched, pairs, done), name="jurymast-publish"
         )
         self._publisher.start()
 
@@ -96,9 +157,19 @@ class GpuCopies:
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda and tensor.get_device() == self._device
 
-    def _publish(self, event: Any, _held: Any, done: Callable[[BaseException | None], None]) -> None:
+    def _publish(
+        self, event: Any, watched: WatchedTensors, _held: Any, done: Callable[[BaseException | None], None]
+    ) -> None:
         try:
             event.synchronize()
+            watched.check()
+        except WrittenMeanwhileError as error:
+            self._trusting = False
+            log.warning(
+                "a checkpoint in memory was dropped: parameters or optimizer state were written outside of "
+                "the optimizer's step while they were copied. From now on, the training waits for copies"
+            )
+            done(error)
         except Exception as error:
             log.warning("copies from the GPU failed", exc_info=error)
             done(error)
@@ -106,6 +177,8 @@ class GpuCopies:
             done(None)
 
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._watched is not None:
+            self._watched.step_begins()
         event, self._owned_done = self._owned_done, None
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)

@@ -329,11 +329,14 @@ class Window:
         self.data[end : aligned(end)] = bytes(aligned(end) - end)
 
 
-def copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], **more: bool) -> None:
+def copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Copy each tensor to its place. In one call, because most of the time that the copy of a small tensor
     takes is Python's. Other threads run meanwhile, as they would not with UntypedStorage.copy_."""
-    if places:
-        torch._foreach_copy_(list(places), list(tensors), **more)
+    if not all(tensor.is_cpu for tensor in tensors):
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor)
+    elif places:
+        torch._foreach_copy_(list(places), list(tensors))
 
 
 # ---- loading

@@ -112,7 +112,7 @@ class Mixing:
                     else:
                         await in_thread(self._xor, manifest, block, filling)
             finally:
-                scratch.close()
+                await in_thread(scratch.close)
 
     def _wants(self, manifest: Manifest, block: Block) -> bool:
         place = place_of(manifest, block)

@@ -105,6 +105,7 @@ class Keeper:
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._freeing: set[asyncio.Task[None]] = set()  # of these
         self._gathering = Gatherer(self.copies, access, node, self.distrust)
         self._going = defaultdict[int, Going](Going)
         self._borrowers: dict[int, asyncio.Future[MappedBuffer | None]] = {}
@@ -318,7 +319,7 @@ class Keeper:
             case do.Reserve():
                 self.spawn(self._reserve(effect.buffer))
             case do.Unmake():
-                self.buffers.pop(effect.buffer).close()
+                self._free(self.buffers.pop(effect.buffer))
             case do.Lend():
                 self._lend(effect)
             case do.Serve():
@@ -402,7 +403,15 @@ class Keeper:
         else:
             self.act(self.machine.hashed(local, slot, number, copy))
 
+    def _free(self, buffer: MappedBuffer) -> None:
+        """Free the buffer's memory in a thread, because the kernel takes a second for some gigabytes."""
+        task = self.spawn(in_thread(buffer.close))
+        self._freeing.add(task)
+        task.add_done_callback(self._freeing.discard)
+
     async def _measure(self) -> None:
+        if self._freeing:  # otherwise memory that is nobody's any more would count as taken
+            await asyncio.wait(set(self._freeing))
         try:
             room = await in_thread(self._room)
         except Exception as error:  # any, such as that no thread can be started: who asked for memory waits
@@ -467,10 +476,11 @@ class Keeper:
             case do.Mix():
                 return await mix(gathering, going, effect, self.buffers[effect.buffer])
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = background.start(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _in_loop(self, then: Callable[[], None]) -> None:
         """Call `then` in the loop; may be called from any thread."""

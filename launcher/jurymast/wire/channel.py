@@ -37,6 +37,9 @@ from jurymast.wire.protocol import HANDSHAKE_LIMIT_S, Frames, Handshake
 BUFFER_BYTES = 256 * 1024
 # Bytes that are held until somebody takes them; few, because a stranger may have sent them.
 WAITING_BYTES = 16 * 1024
+# Bytes that may wait for the other side, which is some large messages. Who takes none of them for so long has
+# stopped, and would cost more and more memory.
+UNSENT_BYTES_MAX = 64 * 1024 * 1024
 # Connections accepted before others are read again: accepting thousands would take longer than a heartbeat.
 ACCEPTED_AT_ONCE = 16
 # Seconds until a listener that cannot accept, because all file descriptors are in use, tries again.
@@ -155,11 +158,14 @@ class Connection:
         return taken
 
     def write(self, data: bytes) -> None:
-        """Queue bytes for sending; never blocks. `more` raises if the connection is dead."""
+        """Queue bytes for sending; never blocks. `more` raises if the connection is dead, also because the
+        other side has not taken `UNSENT_BYTES_MAX`."""
         if self.closed or self._ended is not None:
             return
         if self._unsent:
             self._unsent += data
+            if len(self._unsent) > UNSENT_BYTES_MAX:
+                self._give_up()
             return
         try:
             sent = self._plug.send(data)
@@ -172,6 +178,11 @@ class Connection:
             self._unsent += data[sent:]
             self._sent.clear()
             self._loop.add_writer(self._plug, self._write_more)
+
+    def _give_up(self) -> None:
+        why = f"{self.peer_address} has not taken {len(self._unsent) >> 20} MiB that were sent to it"
+        log.warning("closing a connection: %s", why)
+        self._end(ConnectionError(why))
 
     async def drain(self) -> None:
         """Wait until everything written has left this process, or the connection has ended."""
