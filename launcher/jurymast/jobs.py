@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 
-import psutil
-
+from jurymast import foreign
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError
 
 COMMAND_LIMIT_S = 30.0
@@ -80,20 +80,25 @@ def _squeue(which: list[str], cluster: str) -> list[str]:
 
 
 def is_running(pid: int, started: float) -> bool:
-    """Whether the process of this number that began then (Unix time) still runs on this machine."""
-    try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - started) < 0.01
-    except psutil.NoSuchProcess:
+    """Whether the process of this number that began then (Unix time, as psutil says it) still runs here."""
+    ticks = began_at(pid)
+    if ticks is None:
         return False
+    return abs(_started_here() + ticks / os.sysconf("SC_CLK_TCK") - started) < 0.02
+
+
+def _started_here() -> float:
+    """Return when this machine was started, in Unix time. psutil, which could say so, does not work in ranks:
+    their modules are the script's."""
+    lines = foreign.read("/proc/stat").splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(b"btime "))
 
 
 def began_at(pid: int) -> int | None:
     """Return when this process began, in ticks of the kernel's clock after the machine's start; None if there
     is none. Unlike the time of day it does not change when a clock is set."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state, *fields = file.read().rpartition(b")")[2].split()
+        state, *fields = foreign.read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
         return None
     return None if state in (b"Z", b"X") else int(fields[18])
@@ -102,12 +107,16 @@ def began_at(pid: int) -> int | None:
 def processes_of(run_directory: str) -> list[int]:
     """Return this user's processes on this machine that belong to the run, by their environment or their
     command line."""
-    return [one.pid for one in psutil.process_iter() if _belongs(one, run_directory)]
+    named = os.fsencode(run_directory)
+    numbers = [int(name) for name in foreign.names("/proc") if name.isdecimal()]
+    return [pid for pid in numbers if _belongs(pid, named) and began_at(pid) is not None]
 
 
-def _belongs(process: psutil.Process, run_directory: str) -> bool:
+def _belongs(pid: int, named: bytes) -> bool:
     try:
-        named = process.environ().get("JURYMAST_RUN_DIR") == run_directory
-        return (named or run_directory in process.cmdline()[1:]) and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError):  # it has ended, or is another user's
+        words = foreign.read(f"/proc/{pid}/cmdline").split(b"\0")
+        return named in words or b"JURYMAST_RUN_DIR=" + named in foreign.read(f"/proc/{pid}/environ").split(
+            b"\0"
+        )
+    except OSError:  # it has ended, or is another user's
         return False

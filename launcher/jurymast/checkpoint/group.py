@@ -42,13 +42,15 @@ class SaveResult:
 @dataclass(frozen=True)
 class Candidate:
     """A checkpoint that may be restored and is not yet verified. `entries` says how each entry was saved;
-    `attempt`, which attempt saved the image in memory (0: it is in the shared tier)."""
+    `attempt`, which attempt saved the image in memory (0: it is in the shared tier); `unable`, why it cannot
+    be read now ("": nobody has tried)."""
 
     step: int
     size_bytes: int
     world_size: int
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     attempt: int = 0
+    unable: str = ""
 
 
 KINDS: dict[str, type[Any]] = {

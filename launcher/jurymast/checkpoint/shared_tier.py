@@ -305,6 +305,9 @@ class SharedTier:
                 skipped[step] = str(why)
                 self._damaged.add(step)
                 continue
+            except OSError as error:
+                found.append(Candidate(step, 0, 0, unable=one_line(error)))
+                continue
             found.append(Candidate(step, manifest.size_bytes, manifest.world_size, manifest.entries))
         return found, skipped
 
@@ -313,6 +316,8 @@ class SharedTier:
         Raises OSError on all ranks if it cannot be read now."""
         group = self._group
         step = candidate.step
+        if candidate.unable:
+            raise RankUnable(0, candidate.unable)
         manifest = group.on_first(lambda: self._present(self._directory, step))
         if manifest is None:
             return "it disappeared"

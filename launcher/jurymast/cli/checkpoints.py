@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +146,11 @@ class _Verified:
     step: int
     problems: list[str]
     unable: str = ""
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        unable = {"unable": self.unable} if self.unable else {}
+        return {"step": self.step, "problems": self.problems, **unable}
 
     @property
     def text(self) -> str:
@@ -297,7 +302,7 @@ class _Call:
         steps = self._directory.steps() if only is None else [only]
         found = [self._verified(step) for step in steps]
         if self._as_json:
-            show_json({"checkpoints": [asdict(one) for one in found]})
+            show_json({"checkpoints": [one.shown for one in found]})
         else:
             for one in found:
                 echo(f"step {one.step}: {one.text}")
