@@ -73,6 +73,27 @@ def test_all_in_collectives_is_a_hang_within_seconds() -> None:
     assert "all ranks waited for each other" in hung.evidence
 
 
+def test_people_are_told_that_ranks_are_silent_before_it_is_a_hang() -> None:
+    silent = Silent()
+    silent.answers = dict.fromkeys(silent.state.placement, (CODE, "in upload at a.py:1"))
+    assert not silent.passes(1.0, quiet_s=0.3)
+    assert silent.hangs.silent == ""
+    assert not silent.passes(UNMOVED_S / 2)
+    assert "no rank stepped for 60.0 s" in silent.hangs.silent
+    assert not silent.passes(1.0, quiet_s=0.3)
+    assert silent.hangs.silent == "", "they step again"
+
+
+def test_a_hang_that_comes_back_is_found_in_twice_the_time_each_time() -> None:
+    """Stacks that do not move, though not all ranks wait for each other: two minutes, then four."""
+    for patience, at_least_s, at_most_s in ((1.0, 120.0, 135.0), (2.0, 240.0, 255.0)):
+        silent = Silent()
+        silent.state.hang_patience = patience
+        silent.answers = dict.fromkeys(silent.state.placement, (CODE, "in upload at a.py:1"))
+        assert not silent.passes(at_least_s)
+        assert silent.passes(at_most_s - at_least_s)
+
+
 def test_a_rank_that_moves_is_waited_for_and_looked_at_seldom() -> None:
     silent = Silent()
     one, other = silent.state.placement

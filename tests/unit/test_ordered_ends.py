@@ -116,6 +116,19 @@ def test_slurms_reason_for_the_end_of_an_allocation(words: tuple[str, ...], caus
     assert not story.incident.open
 
 
+def test_each_preemption_is_one_though_no_step_is_done_between_them() -> None:
+    story = Story(settings=Settings(preemption=Budget(count=4, window_s=DAY_S))).running(100)
+    for _ in range(4):
+        story.t += 60.0
+        signalled(story, "SIGTERM", "preempted")
+        story.allocated(restarts=story.state.restarts + 1)
+        story.ranks_up()
+    assert [incident.cause for incident in story.state.incidents] == ["preempted"] * 4
+    assert not story.state.ended
+    signalled(story, "SIGTERM", "preempted")
+    assert story.state.phase is Phase.FAILED
+
+
 @pytest.mark.parametrize("told", ["before", "meanwhile", "after"])
 def test_ranks_that_slurm_signals_too_end_for_the_same_reason(told: str) -> None:
     """Slurm signals every process: ranks may end before anybody has asked why, and be restarted."""

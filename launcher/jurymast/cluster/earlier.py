@@ -229,8 +229,18 @@ class _Reader:
             self._spans.append(Span(start=start, end=max(t, start), nodes=nodes, spares=spares))
         self._held = None
 
+    def _acquit(self) -> None:
+        """Take back what proved to be the script's failures."""
+        for node, (since, until) in self.state.acquitted.items():
+            self._excluded.discard(node)
+            self._left = [
+                replace(left, failed=False) if left.node == node and since <= left.at <= until else left
+                for left in self._left
+            ]
+
     def summary(self, run: str, excluded: tuple[str, ...]) -> PastRun:
         self._close(self.state.now)
+        self._acquit()
         return PastRun(
             run=run,
             active=self.state.active,

@@ -334,14 +334,16 @@ class Declined(ToAsker, frozen=True, kw_only=True):
 
 
 class Condition(ToAsker, frozen=True, kw_only=True):
-    """The run's condition where its journal may be silent: what it `waits` for, and why the `journal` cannot
-    be written, "" for neither; the newest `step` done."""
+    """The run's condition where its journal may be silent: what it `waits` for, why the `journal` cannot be
+    written, and for how long its ranks have been `silent`, if that is unusual, "" for none of these; the
+    newest `step` done."""
 
     state: str
     waits: str
     journal: str
     step: int
     alerts: tuple[Alert, ...] = ()
+    silent: str = ""
 
 
 RanksState = Literal["warming", "waiting", "starting", "running", "finished"]

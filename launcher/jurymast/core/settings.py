@@ -52,6 +52,7 @@ class Settings:
     application: Budget = field(default_factory=lambda: Budget(count=3, window_s=3600.0))
     preemption: Budget = field(default_factory=Budget)
     requeues: int | None = None
+    attempts_without_step: int | None = 20
     cadence_steps: int | None = None
     cadence_s: float | None = None
     memory: bool = True

@@ -256,6 +256,7 @@ class Resolved:
             application=policy.failures.restarts.application,
             preemption=policy.failures.restarts.preemption,
             requeues=policy.failures.requeues,
+            attempts_without_step=policy.failures.attempts_without_step,
             stop_grace_s=policy.failures.stop_grace,
             cadence_steps=every.steps,
             cadence_s=every.seconds,

@@ -259,6 +259,8 @@ def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition
                 f"copying to the {name} tier failed, {count(tier.failures, 'time')} in a row ({newest}): "
                 f"step {tier.failed_step}: {tier.error}"
             )
+    if told is not None and told.silent:
+        found.append(told.silent)
     if life.kind == "unknown":
         found.append(f"whether {life.id or 'the run'} still runs is not known: {life.detail}")
     last = watcher.last_t

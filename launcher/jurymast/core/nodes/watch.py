@@ -177,12 +177,16 @@ class Hangs:
         self._asked_at = 0.0
         self._number = 0
         self._answers: dict[int, Stand] = {}
+        self.silent = ""  # for people: that ranks may hang, before that is certain
 
     def tick(self, now: float) -> list[Effect]:
         """Look for hangs. To be called often while the ranks run."""
+        self.silent = ""
         if self._state.phase is not Phase.RUNNING:
             return []
         verdict = self._reports.hang()
+        if verdict is not None:
+            self.silent = f"the ranks may hang: {verdict.evidence}"
         if verdict is None:
             self._looks, self._asked = Looks(), False
             return []

@@ -7,10 +7,11 @@ supervisor knows the reason; what they report belongs to the order.
 from __future__ import annotations
 
 from jurymast.core.effects import Instruction
+from jurymast.core.run import loops
 from jurymast.core.run.attribution import OF_AN_END, cause_of_end
 from jurymast.core.run.incident import ORDERED, PREEMPTION, Incident
 from jurymast.core.run.recovery import finish, open_incident, recharge, settle, spent
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.run.state import EndOrder, Phase, RunState
 from jurymast.errors import RunFailedError
 
 # So long before the order may come what it does to ranks and agents, in seconds.
@@ -32,7 +33,8 @@ def end_ordered(state: RunState) -> list[Instruction]:
     if order is None or not order.why:
         return []
     _explain(state)
-    known = state.incident is not None and state.incident.cause == "preempted"
+    incident = _part_of(state, order)
+    known = incident is not None and incident.cause == "preempted"
     if order.why == "preempted" and (why := spent(state, PREEMPTION, coming=not known)):
         if not known:
             open_incident(state, state.now, state.now)
@@ -52,7 +54,8 @@ def allocation_gone(state: RunState, t: float) -> list[Instruction]:
     """The allocation ended without a decision of this run, and at `t` there is another one."""
     order, cause = state.end_order, cause_of_end(state.end_order)
     _explain(state)
-    if state.incident is None or state.incident.cause != cause.kind:
+    begun = _part_of(state, order)
+    if begun is None or begun.cause != cause.kind:
         at = t if order is None else min(t, max(order.at, state.stepped_at))
         open_incident(state, at, (state.stepped_at or t) if order is None else at)
     incident = settle(state, cause)
@@ -60,9 +63,10 @@ def allocation_gone(state: RunState, t: float) -> list[Instruction]:
         incident.stopped_at = incident.decided_at = incident.detected_at
         state.ordered_restarts += incident.cause in ORDERED
     incident.action = "requeue"
-    if cause.kind == "preempted" and (why := spent(state, PREEMPTION)):
-        return _stop(state, incident, why)
-    return []
+    why = spent(state, PREEMPTION) if cause.kind == "preempted" else ""
+    if cause.kind not in ORDERED:
+        why = loops.endless(state)
+    return _stop(state, incident, why) if why else []
 
 
 def _stop(state: RunState, incident: Incident, why: str) -> list[Instruction]:
@@ -83,8 +87,15 @@ def count_exposure(state: RunState, t: float) -> None:
 
 def _explain(state: RunState) -> None:
     """Charge what the order itself did to ranks and agents to the order, and not to them."""
-    order, incident = state.end_order, state.incident
-    if order is None or incident is None or incident.detected_at < order.at - BEFORE_ORDER_S:
-        return
-    if incident.cause in OF_AN_END:
+    order = state.end_order
+    incident = _part_of(state, order)
+    if order is not None and incident is not None and incident.cause in OF_AN_END:
         recharge(state, incident, cause_of_end(order))
+
+
+def _part_of(state: RunState, order: EndOrder | None) -> Incident | None:
+    """The open incident, if it is what the order did."""
+    incident = state.incident
+    if order is None or incident is None or incident.detected_at < order.at - BEFORE_ORDER_S:
+        return None
+    return incident

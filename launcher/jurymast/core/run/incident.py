@@ -91,6 +91,8 @@ _CLASSES = (
                "read the traceback"),
     CauseClass("worker_exit", APPLICATION, "the training's code exited with an error code",
                "read the log of that rank"),
+    CauseClass("script_fault", APPLICATION, "the same failure came on node after node, at the same point",
+               "find what the script does there: how it fills memory or disks, whom it kills"),
     CauseClass("worker_crash", APPLICATION, "the training's code crashed a rank",
                "read the log of that rank; a core dump has more"),
     CauseClass("preempted", PREEMPTION, "Slurm preempted the job for another one",
@@ -150,13 +152,17 @@ def because(evidence: str, why: str) -> str:
 @dataclass
 class Incident:
     """Times are seconds since the epoch, None until known. Steps are the training's own. `why`: the reason
-    for `action`, without the evidence."""
+    for `action`, without the evidence. The attempt had done `steps_done`, and its ranks had been up for
+    `lived_s`; `place` is the node's group rank, -1 if none is at fault."""
 
     id: int
     fault_at: float
     detected_at: float
     attempt: int
     step_lost_from: int
+    steps_done: int = 0
+    lived_s: float = 0.0
+    place: int = -1
     cause: str = ""
     charged: str = ""
     node: str = ""

@@ -18,7 +18,7 @@ from jurymast.core.nodes import preflight, stragglers
 from jurymast.core.nodes.findings import Verdict
 from jurymast.core.nodes.silence import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
-from jurymast.core.run import blame, ends, recovery
+from jurymast.core.run import blame, ends, loops, recovery
 from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS
 from jurymast.core.run.state import (
     RESTORE_TRIES,
@@ -34,10 +34,9 @@ from jurymast.core.run.state import (
 from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunCancelledError, RunFailedError
 
-# A silence that comes back without a new step before it was probably no hang: waited for longer than torch's
-# own time-outs do.
-HANG_PATIENCE = 8.0
-HANG_PATIENCE_MAX = 64.0
+# A silence that comes back without a new step before it may be no hang: it has twice the time, until there is
+# a new step. Not more, because a hang that comes back each time is to be found each time.
+HANG_PATIENCE = 2.0
 # How long storage may leave a restoring rank without an answer: longer than the replacement of a file server
 # takes, but shorter than the time-out of the other ranks' collectives (NCCL: 600 s).
 WAIT_LIMIT_S = 300.0
@@ -231,7 +230,7 @@ def _workers_started(state: RunState, event: ev.WorkersStarted) -> None:
         return
     state.started.add(event.node)
     if state.phase is Phase.LAUNCHING and len(state.started) == len(state.placement):
-        state.phase, state.deadline = Phase.RUNNING, None
+        state.phase, state.deadline, state.up_at = Phase.RUNNING, None, event.t
         if state.incident is not None:
             state.incident.started_at = event.t
 
@@ -240,8 +239,8 @@ def _ranks_hung(state: RunState, event: ev.RanksHung) -> list[Instruction]:
     if state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
         return []
     state.findings.hung = event
-    if state.best_step <= max((i.step_lost_from for i in state.incidents if i.cause == "hang"), default=-1):
-        state.hang_patience = min(HANG_PATIENCE_MAX, HANG_PATIENCE * state.hang_patience)
+    if any(incident.cause == "hang" for incident in loops.fruitless(state)):
+        state.hang_patience = HANG_PATIENCE
     return recovery.begin(state, event.t, event.t - event.silent_s)
 
 
@@ -342,10 +341,13 @@ def _progress(state: RunState, event: ev.Progress) -> None:
     incident = state.incident
     if incident is not None and state.phase is Phase.STOPPING:  # how far the attempt had really come
         incident.step_lost_from = max(incident.step_lost_from, event.step)
+        incident.steps_done = max(incident.steps_done, event.step)
     if state.recovers(event.step, event.absolute):
         recovery.close_incident(state, event.stepped_at)
     if event.step > state.best_step or not event.absolute:
         state.without_progress = 0
+    if event.step > state.best_step:
+        state.hang_patience = 1.0
     state.best_step = max(state.best_step, event.step)
 
 

@@ -19,7 +19,7 @@ from jurymast.core.nodes import preflight
 from jurymast.core.nodes.findings import STORAGE, Finding
 from jurymast.core.nodes.history import Frail
 from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
-from jurymast.core.run import blame
+from jurymast.core.run import blame, loops
 from jurymast.core.run.attribution import (
     LOCAL_PATHS,
     NEAR_S,
@@ -79,7 +79,7 @@ def decide(state: RunState, cause: Cause) -> Decision:
     if hopeless := _hopeless(state, cause):
         return Decision("stop", hopeless)
     bad, why = _bad_nodes(state, cause)
-    wait_s = _pause_s(state.without_progress, BACKOFF_FIRST_S, BACKOFF_MAX_S)
+    wait_s = _pause_s(len(loops.fruitless(state)), BACKOFF_FIRST_S, BACKOFF_MAX_S)
     spares = [node.name for node in state.spare_nodes() if node.name not in bad]
     aside = _set_aside(state, cause, bad, spares)
     blames = _blames(state, cause, bad) + tuple(aside)
@@ -122,7 +122,7 @@ def _patient_tries(state: RunState, cause: Cause) -> int:
     new steps do not reset this."""
     since = state.now - PATIENT_WINDOW_S
     recent = sum(1 for one in state.incidents if one.cause == cause.kind and one.detected_at > since)
-    return max(state.without_progress, recent)
+    return max(len(loops.fruitless(state)), recent)
 
 
 def job_exit_code(cause: Cause) -> int:
@@ -138,19 +138,20 @@ def _hopeless(state: RunState, cause: Cause) -> str:
     spent; otherwise ""."""
     if cause.charged in (NOBODY, PREEMPTION):
         return ""
-    incidents, application = state.incidents, cause.charged == APPLICATION
-    most = SAME_APPLICATION_ERROR if application else SAME_INFRASTRUCTURE_ERROR
+    incidents, application = loops.failed(state.incidents), cause.charged == APPLICATION
+    own = application and cause.kind != loops.SCRIPT_FAULT
+    most = SAME_APPLICATION_ERROR if own else SAME_INFRASTRUCTURE_ERROR
     most = SAME_PATIENT_ERROR if cause.kind in LASTING else most
     if cause.kind not in ("node_lost", "node_crash"):
-        repeated = repeats(incidents[-max(1, state.without_progress) :], cause)
-        if repeated >= most:
-            return f"crash loop: the same failure {repeated} times without a new step"
         # A script that counts from 0 in every attempt does new steps each time, maybe without progress.
         step = incidents[-1].step_lost_from
         alike = repeats(incidents, cause, step)
-        if alike >= most and not state.absolute:
+        if alike >= most and step and not state.absolute:
             return f"crash loop: the same failure {alike} times, each after {step} steps"
-    return spent(state, cause.charged)
+        repeated = repeats(loops.fruitless(state), cause)
+        if repeated >= most:
+            return f"crash loop: the same failure {repeated} times without a new step"
+    return loops.endless(state) or spent(state, cause.charged)
 
 
 def spent(state: RunState, charged: str, *, coming: int = 0) -> str:
@@ -163,7 +164,9 @@ def spent(state: RunState, charged: str, *, coming: int = 0) -> str:
     recent = takewhile(lambda one: one.detected_at > state.now - budget.window_s, reversed(state.incidents))
     if budget.count is not None and coming + sum(one.charged == charged for one in recent) > budget.count:
         what = "preemptions" if charged == PREEMPTION else "failures"
-        return f"the {charged} budget of {budget.count} {what} per {budget.window_s:.0f} s is spent"
+        paid = [one for one in state.incidents if one.charged == charged]
+        told = f": {loops.causes_of(paid[-budget.count - 1 :])}" if charged != PREEMPTION else ""
+        return f"the {charged} budget of {budget.count} {what} per {budget.window_s:.0f} s is spent{told}"
     return ""
 
 
@@ -296,7 +299,10 @@ def open_incident(state: RunState, detected_at: float, fault_at: float) -> Incid
         state.incident.ended_at = detected_at
     number, fault_at = len(state.incidents) + 1, min(fault_at, detected_at)
     before = state.incidents[-1].step_lost_from if state.without_progress and state.incidents else 0
-    incident = Incident(number, fault_at, detected_at, state.attempt, max(state.step, before))
+    incident = Incident(
+        number, fault_at, detected_at, state.attempt, max(state.step, before), steps_done=state.step,
+        lived_s=max(0.0, fault_at - state.up_at) if state.attempt else 0.0,
+    )  # fmt: skip
     state.incidents.append(incident)
     state.without_progress += 1
     return incident
@@ -365,6 +371,7 @@ def settle(state: RunState, cause: Cause) -> Incident:
     counts for the nodes' failure rate."""
     incident = state.incidents[-1]
     _enter(incident, cause)
+    incident.place = state.places.get(cause.node, -1)
     incident.stopped_at = incident.decided_at = state.now
     if state.failures is not None and incident.charged == INFRASTRUCTURE:
         state.failures.watched(incident.fault_at, state.exposed, state.fresh_until())
@@ -415,9 +422,14 @@ def _diagnose(state: RunState) -> list[Instruction]:
     order = state.end_order
     if order is not None and order.why and cause.kind in OF_AN_END:
         return _await_end(state, replace(cause_of_end(order), evidence=cause.evidence))
+    if series := loops.follows_script(state, cause):
+        cause = loops.script_fault(series, cause)
+        loops.acquit(state, series, cause)
     incident, failures = settle(state, cause), state.findings.failures.values()
     incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
     decision = decide(state, cause)
+    if decision.action == "stop" and loops.endless(state):
+        loops.give_up(state)
     incident.action, incident.why = decision.action, decision.why
     return _alert_on(state, cause) + _carry_out(state, cause, decision)
 
@@ -559,7 +571,7 @@ def _try_elsewhere(state: RunState, missing: list[Node]) -> list[Instruction]:
         if incident.launched_at is not None or incident.action != "requeue":
             break
         starts += incident.charged == INFRASTRUCTURE
-    if state.may_requeue and starts <= STARTS_MAX:
+    if state.may_requeue and starts <= STARTS_MAX and not loops.endless(state):
         return _requeue(state, reason)
     return finish(state, "failed", RunFailedError.exit_code, reason)
 
@@ -626,7 +638,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
     state.started, state.finished, state.stopped = set(), set(), set()
     state.restore = state.cadence = None
     state.unanswered = {}
-    state.step, state.first_step_at, state.stepped_at = 0, None, state.now
+    state.step, state.first_step_at, state.stepped_at, state.up_at = 0, None, state.now, state.now
     state.testing.difference_update(placement)
     for rank, name in enumerate(placement):
         state.nodes[name].become(Role.ACTIVE, f"group rank {rank}", state.now)

@@ -197,6 +197,8 @@ class RunState:
     nodes: dict[str, Node] = field(default_factory=dict)
     allocated_at: float = 0.0  # when the present allocation was first heard of
     excluded: dict[str, Exclusion] = field(default_factory=dict)
+    # Nodes whose failures within this time proved to be the script's.
+    acquitted: dict[str, tuple[float, float]] = field(default_factory=dict)
     blames: list[Blame] = field(default_factory=list)  # over all allocations
     seen: dict[str, list[Sighting]] = field(default_factory=dict)  # by node, of the last day
     recent: list[Sighting] = field(default_factory=list)  # on all nodes, of the last minutes
@@ -217,6 +219,7 @@ class RunState:
     step: int = 0  # newest step done, of this attempt
     stepped_at: float = 0.0
     first_step_at: float | None = None  # of this attempt
+    up_at: float = 0.0  # since when all its ranks are up, before that since its launch
     step_s: float = 0.0
     absolute: bool = False
     best_step: int = 0

@@ -1,0 +1,142 @@
+"""Failures that come back without one new step between them.
+
+They are bounded whatever their causes, and ends that somebody ordered are not among them. If one fault comes
+at the same point of the script, or after the same time, on node after node, it is the script's: the nodes are
+acquitted of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+from jurymast.core.run.attribution import Cause, cause_of
+from jurymast.core.run.incident import INFRASTRUCTURE, ORDERED, Incident
+from jurymast.core.run.state import RunState
+from jurymast.core.signatures import Signature
+from jurymast.core.texts import NODES_TOLD, count, some
+
+SCRIPT_FAULT = "script_fault"
+# Failures of machines that a script can cause as well: it fills memory or disks, or kills or stops processes.
+_OF_SCRIPTS_TOO = frozenset({
+    "node_lost", "node_crash", "worker_killed", "bus_error", "shm_full", "host_died", "rank_frozen", "hang",
+    "collective_timeout", "gpu_unavailable", "disk_full",
+})  # fmt: skip
+# One fault on this many nodes, or on this many that had the same ranks one after the other, is not theirs.
+NODES, NODES_IN_ONE_PLACE = 3, 2
+# The same time after the start: within this share of it. Nodes that die soon after each start may do so for a
+# reason outside, a power outage say; only if it is always the one with the same ranks is that the script's.
+SAME_SHARE, LONG_S, SAME_S = 0.2, 30.0, 2.0
+
+
+def failed(incidents: Sequence[Incident]) -> list[Incident]:
+    """Return those of `incidents` that nobody ordered."""
+    return [incident for incident in incidents if incident.cause not in ORDERED]
+
+
+def fruitless(state: RunState) -> list[Incident]:
+    """Return the newest failures in a row without a new step between them, oldest first. A script that counts
+    its steps from 0 in each attempt has done no new step, as far as is known, if it ended after as many."""
+    stuck = failed(state.incidents[-state.without_progress :] if state.without_progress else [])
+    if state.absolute or not state.incidents:
+        return stuck
+    step = state.incidents[-1].step_lost_from
+    alike = takewhile(lambda one: abs(one.step_lost_from - step) <= 1, reversed(failed(state.incidents)))
+    return max(stuck, [*alike][::-1], key=len)
+
+
+def endless(state: RunState) -> str:
+    """Say that there were too many attempts without a new step, and what ended them; otherwise ""."""
+    stuck, most = fruitless(state), state.settings.attempts_without_step
+    if most is None or len(stuck) < max(1, most):
+        return ""
+    return f"{count(len(stuck), 'attempt')} in a row without a new step: {causes_of(stuck)}"
+
+
+def causes_of(incidents: Sequence[Incident]) -> str:
+    """Say which causes these had: "hang 3 times, node_lost once", the most frequent first."""
+    counted = Counter(incident.cause for incident in incidents).most_common()
+    return ", ".join(f"{cause} {'once' if n == 1 else f'{n} times'}" for cause, n in counted)
+
+
+# ---- a fault that follows the script
+
+
+def follows_script(state: RunState, cause: Cause) -> list[Incident]:
+    """Return the newest failures in a row without a new step, if `cause`, that of the newest, and they are
+    one fault on node after node; otherwise []."""
+    newest = state.incidents[-1]
+    if cause.kind not in _OF_SCRIPTS_TOO or not cause.node:
+        return []
+    fault, place = _fault(cause.signature), state.places.get(cause.node, -1)
+    earlier = [
+        *takewhile(lambda one: bool(one.node) and _fault(one.signature) == fault, fruitless(state)[-2::-1])
+    ]
+    anywhere = takewhile(lambda one: _at_the_same_point(one, newest, LONG_S, 0.0), earlier)
+    beside = takewhile(lambda one: one.place == place, earlier)
+    here = takewhile(lambda one: _at_the_same_point(one, newest, 0.0, SAME_S), beside)
+    for found, needed in ((anywhere, NODES), (here, NODES_IN_ONE_PLACE)):
+        if len({cause.node, *(one.node for one in found)}) >= needed:
+            return [*earlier[::-1], newest]  # also those before: no attempt has come past that point
+    return []
+
+
+def _fault(signature: Signature) -> Signature:
+    """The fault wherever it is: a node that dies may close its connections or not."""
+    kind = signature.code if signature.kind == SCRIPT_FAULT else signature.kind
+    return replace(signature, kind="node_lost" if kind == "node_crash" else kind, node="", code="")
+
+
+def _at_the_same_point(one: Incident, other: Incident, least_s: float, slack_s: float) -> bool:
+    """After as many steps of the attempt, or after as much time, if that is at least `least_s`."""
+    if min(one.steps_done, other.steps_done) > 0 and abs(one.steps_done - other.steps_done) <= 1:
+        return True
+    longer_s = max(one.lived_s, other.lived_s)
+    return longer_s >= least_s and abs(one.lived_s - other.lived_s) <= max(slack_s, SAME_SHARE * longer_s)
+
+
+def script_fault(series: Sequence[Incident], cause: Cause) -> Cause:
+    """Return the cause of this series, the newest of which has had `cause` so far."""
+    nodes = tuple(dict.fromkeys([*(one.node for one in series[:-1]), cause.node]))
+    newest = series[-1]
+    after = f"after {count(newest.steps_done, 'step')}" if newest.steps_done else f"{newest.lived_s:.0f} s"
+    where = f"{after}{'' if newest.steps_done else ' after the start'}"
+    evidence = (
+        f"{cause.kind} on {count(len(nodes), 'node')} one after the other ({some(nodes, NODES_TOLD)}), each "
+        f"about {where}, so the script causes it and no node is blamed; the last: {cause.evidence}"
+    )
+    signature = replace(cause.signature, kind=SCRIPT_FAULT, node="", code=_fault(cause.signature).kind)
+    return cause_of(
+        SCRIPT_FAULT, evidence, cause.node, rank=cause.rank, exit_code=cause.exit_code, signature=signature
+    )
+
+
+def acquit(state: RunState, series: Sequence[Incident], cause: Cause) -> None:
+    """Charge the earlier ones of `series` to `cause`, the script's, as the newest is about to be, and
+    withdraw what all of them have led to for their nodes."""
+    for one in series[:-1]:
+        if state.failures is not None and one.charged == INFRASTRUCTURE:
+            state.failures.withdraw(one.fault_at)
+        one.cause, one.charged, one.signature = cause.kind, cause.charged, cause.signature
+    _forgive(state, {cause.node, *(one.node for one in series[:-1])}, series[0].fault_at)
+
+
+def give_up(state: RunState) -> None:
+    """The run stops because it does no new steps. If many nodes failed meanwhile, that does not count against
+    any of them: nothing shows that they are the cause."""
+    stuck = fruitless(state)
+    nodes = {one.node for one in stuck if one.node and one.cause in _OF_SCRIPTS_TOO}
+    if len(nodes) >= NODES:
+        _forgive(state, nodes, stuck[0].fault_at)
+
+
+def _forgive(state: RunState, nodes: Collection[str], since: float) -> None:
+    for name in nodes:
+        state.acquitted[name] = (min(since, state.acquitted.get(name, (since, 0.0))[0]), state.now)
+        state.excluded.pop(name, None)
+        if name in state.nodes:
+            state.nodes[name].faultless = True
+        if (frail := state.frail.get(name)) is not None:
+            state.frail[name] = replace(frail, fresh_until=0.0)
