@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jurymast.core import events as ev
 from jurymast.core.effects import Instruction, RaiseAlert, Requeue, StopWorkers
 from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.run import attribution, machine, recovery
+from jurymast.core.run import attribution, loops, machine, recovery
 from jurymast.core.run.attribution import exception_class
 from jurymast.core.run.blame import HOUR_S, PER_HOUR, acts, escalated
 from jurymast.core.run.incident import CAUSES, FROM_FINDINGS
@@ -214,7 +214,7 @@ def test_what_exceptions_speak_of(text: str, expected: str) -> None:
 def test_every_class_that_the_code_can_name_is_in_the_table_and_the_reverse() -> None:
     """Classes are the words in the sources that look like one; what somebody asks for is put together."""
     named = set(FROM_FINDINGS) | {f"{asked}_asked" for asked in ("restart", "drain", "rollback")}
-    for module in (attribution, attribution, recovery, machine):
+    for module in (attribution, loops, recovery, machine):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         words = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         likely = re.compile(r"[a-z]+(_[a-z]+)+|hang|straggler|communication|preempted")

@@ -495,7 +495,9 @@ def obey(story: Story) -> None:
 
 def test_a_drain_during_a_back_off_gives_the_place_to_a_spare() -> None:
     story = Story().running()
-    story.state.without_progress = 3  # earlier failures without a step: the next attempt waits
+    story.failed(0)  # after a failure without a step the next attempt waits
+    story.stopped()
+    story.ranks_up()
     story.failed(1, exit_code=-9)
     story.stopped()
     assert phase(story) is Phase.WAITING

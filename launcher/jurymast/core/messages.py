@@ -335,8 +335,7 @@ class Declined(ToAsker, frozen=True, kw_only=True):
 
 class Condition(ToAsker, frozen=True, kw_only=True):
     """The run's condition where its journal may be silent: what it `waits` for, why the `journal` cannot be
-    written, and for how long its ranks have been `silent`, if that is unusual, "" for none of these; the
-    newest `step` done."""
+    written, how `silent` its ranks are, if they are ("" for none of these); the newest `step` done."""
 
     state: str
     waits: str
