@@ -148,6 +148,35 @@ def test_another_node_begins_anew() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_rank_that_is_slow_from_the_start_where_no_other_has_an_equal_place_is_slow_by_design(
+    slow: int,
+) -> None:
+    """Rank 0 logs; the last stage of a pipeline has more to do. In a later attempt, on other nodes, too."""
+    own_s = [0.4 if rank == slow else 0.1 for rank in range(3)]
+    training = Training()
+    assert training.go_on(300, own_s) == []
+    ordinary = training.windows._ordinary
+    again = Training()
+    again.windows = Windows(3, FACTOR, ordinary)
+    assert again.go_on(300, own_s) == []
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_rank_in_such_a_place_that_was_faster_on_its_earlier_node_is_slow(slow: int) -> None:
+    training = Training()
+    assert training.go_on(60, [0.1, 0.1, 0.1]) == []
+    again = Training()
+    again.windows = Windows(3, FACTOR, training.windows._ordinary)
+    told = again.go_on(120, [0.4 if rank == slow else 0.1 for rank in range(3)])
+    assert {one.rank for one, _ in told} == {slow}
+
+
+def test_a_rank_with_equals_is_slow_from_the_start() -> None:
+    told = Training().go_on(120, [0.1, 0.4, 0.1])
+    assert {one.rank for one, _ in told} == {1}
+
+
 # What the run does about it.
 
 
@@ -305,9 +334,8 @@ def test_a_place_that_stays_slow_is_the_datas_or_the_codes() -> None:
     story.stopped().recovered(90, 200)
     told = story.feed(straggling(story))
     assert [type(instruction) for instruction in told] == [RaiseAlert]
-    assert (
-        f"{first} was swapped for the same reason before, so the data or the code is slow" in told[0].reason
-    )
+    assert f"rank 1 was slow on {first} as well, so the data or the code is slow" in told[0].reason
+    assert not story.state.blames, "the node that was swapped is acquitted"
     assert len(story.state.incidents) == 1
     story.feed(straggling(story, rank=2))
     assert len(story.state.incidents) == 2, "another place may still be swapped"
@@ -423,3 +451,18 @@ def test_an_optimizer_that_takes_over_counts_and_one_beside_it_only_lives(
     for _ in range(TAKES_OVER + 10):  # the second stage of a training
         other.step()
     assert read_slot(page, 0).beats >= 10
+
+
+def test_a_rank_that_is_slow_wherever_it_runs_is_on_no_bad_node() -> None:
+    """Though it was not swapped for that on its first node, but lost its node for another reason."""
+    story = Story(active=3, spares=2, settings=Settings(straggler=1.5)).running(100).saved(90)
+    first = story.state.placement[1]
+    story.feed(straggling(story, lost_s=0.001))
+    assert not story.state.incidents, "a swap does not pay"
+    story.lost(first)
+    story.stopped().recovered(90, 200)
+    assert story.state.placement[1] != first
+    (told,) = story.feed(straggling(story))
+    assert isinstance(told, RaiseAlert)
+    assert f"rank 1 was slow on {first} as well" in told.reason
+    assert len(story.state.incidents) == 1

@@ -14,6 +14,11 @@ nodes neither is blamed, and no node is if all are slow. The last condition make
 nodes possible, and spares a rank whose delay costs nobody time: hidden behind a GPU's work, or waited for
 elsewhere.
 
+Scripts make some ranks slower by design: rank 0 logs and evaluates, the first and the last stage of a
+pipeline have more to do. No other rank has an equal place, so the ranks of the first and of the last node are
+compared with their own past: they are slow only if they once were not, on this node or on another. And a rank
+that was slow on an earlier node as well is slow by design: that acquits both nodes.
+
 A rank that is slow in `WINDOWS` windows in a row is reported, and again each time that count has doubled. A
 window has at least `WINDOW_STEPS` steps and lasts at least `WINDOW_S`, so one rank's long evaluation is in
 one window only. Its node is swapped if that gains more than it costs:
@@ -106,9 +111,11 @@ def slowest(means: Iterable[Mean], factor: float) -> Slow | None:
 
 
 class Windows:
-    """The windows of one attempt with this many `ranks`; `report` takes their times as they arrive."""
+    """The windows of one attempt with this many `ranks`; `report` takes their times as they arrive.
+    `ordinary`: ranks that were not slow in some window of the run, of this attempt or an earlier one."""
 
-    def __init__(self, ranks: int, factor: float) -> None:
+    def __init__(self, ranks: int, factor: float, ordinary: set[int] | None = None) -> None:
+        self._ordinary = set() if ordinary is None else ordinary
         self._factor = factor
         self._ranks = ranks
         self._base: dict[int, Times] = {}
@@ -133,7 +140,8 @@ class Windows:
         lasted_s = min(timed.all_s - self._base[rank].all_s for rank, (_, timed) in self._newest.items())
         self._base = {rank: timed for rank, (_, timed) in self._newest.items()}
         self._full = set()
-        if slow is None:
+        self._ordinary |= self._newest.keys() - set(slow.ranks if slow is not None else ())
+        if slow is None or self._by_design(slow):
             self._slow = []
             return None
         same = [window for window in self._slow if window[0].node == slow.node]
@@ -143,6 +151,12 @@ class Windows:
             return None
         least = min((window for window, _ in self._slow[-WINDOWS:]), key=lambda window: window.lost_s)
         return least, sum(lasted_s for _, lasted_s in self._slow)
+
+    def _by_design(self, slow: Slow) -> bool:
+        """Whether no other ranks have an equal place, and these have been slow in every window so far."""
+        here = [rank for rank, (node, _) in self._newest.items() if node == slow.node]
+        at_an_end = min(here) == 0 or max(here) == self._ranks - 1
+        return at_an_end and not self._ordinary & set(slow.ranks)
 
     def _mean(self, rank: int) -> Mean:
         node, timed = self._newest[rank]
@@ -183,8 +197,8 @@ def worth(state: RunState, event: Straggling, *, saved: bool = False) -> tuple[b
 def refusal(state: RunState, event: Straggling, *, saved: bool = False) -> str:
     """Return why the node of a straggler stays; "" if it is to be swapped. `saved`: see `worth`."""
     pays, arithmetic = worth(state, event, saved=saved)
-    if swapped_before(state, event):
-        return "the node that it replaced was slow, too"
+    if slow_before(state, event):
+        return "the rank was slow on an earlier node, too"
     if state.settings.bad_nodes == "report":
         return "the policy only reports bad nodes"
     if not pays:
@@ -200,9 +214,12 @@ def is_current(state: RunState, event: Straggling) -> bool:
     return running and event.attempt == state.attempt and event.node in state.places
 
 
-def swapped_before(state: RunState, event: Straggling) -> str:
-    """Return the node whose place this one took, if that node was swapped for its slowness; "" if none
-    was."""
+def slow_before(state: RunState, event: Straggling) -> str:
+    """Return another node on which this rank was slow earlier in the run, or the node whose place this one
+    took, if that was swapped for its slowness; "" if there is none."""
+    earlier = [node for node in state.slow_on.get(event.rank, ()) if node != event.node]
+    if earlier:
+        return earlier[-1]
     for incident in reversed(state.incidents):
         if incident.cause == "straggler" and incident.rank is not None:
             place = incident.rank // state.ranks_per_node
@@ -237,6 +254,7 @@ class Stragglers:
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._attempt = 0
+        self._ordinary: set[int] = set()
         self._windows = Windows(0, 0.0)
 
     def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
@@ -248,7 +266,8 @@ class Stragglers:
             return []
         if self._attempt != state.attempt:
             self._attempt = state.attempt
-            self._windows = Windows(len(state.placement) * state.ranks_per_node, state.settings.straggler)
+            ranks = len(state.placement) * state.ranks_per_node
+            self._windows = Windows(ranks, state.settings.straggler, self._ordinary)
         first = state.places[node] * state.ranks_per_node
         effects: list[Effect] = []
         for local_rank, times in enumerate(beat.times):

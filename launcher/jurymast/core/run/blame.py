@@ -353,6 +353,11 @@ def _take_back(state: RunState, group: str, since: float, why: str) -> None:
             node.become(Role.SUSPECT, f"cleared: {why}", state.now)
 
 
+def withdraw(state: RunState, name: str, cause: str) -> None:
+    """Take back the blame of a node for this class of cause: what it was blamed for follows the rank."""
+    state.blames = [blame for blame in state.blames if (blame.node, blame.cause) != (name, cause)]
+
+
 def _recovered(state: RunState, node: Node) -> None:
     """The reason for which the node left is gone: it may serve again, after all others and its tests."""
     if node.bad and standing(state, node) is None:

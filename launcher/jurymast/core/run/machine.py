@@ -513,9 +513,14 @@ def _straggling(state: RunState, event: ev.Straggling) -> list[Instruction]:
     if not stragglers.is_current(state, event):
         return []
     told = f"{event.node}: {event.evidence}"
-    again = stragglers.swapped_before(state, event)
+    again = stragglers.slow_before(state, event)
+    state.slow_on[event.rank] = tuple(dict.fromkeys((*state.slow_on.get(event.rank, ()), event.node)))
     if again:
-        message = f"{told}; {again} was swapped for the same reason before, so the data or the code is slow"
+        blame.withdraw(state, again, "straggler")
+        message = (
+            f"{told}; rank {event.rank} was slow on {again} as well, so the data or the code is slow, and "
+            "neither node is blamed"
+        )
         return blame.raise_alert(state, "slow again", message, (event.node,))
     why_not = stragglers.refusal(state, event)
     if why_not:

@@ -221,6 +221,7 @@ class RunState:
     first_step_at: float | None = None  # of this attempt
     up_at: float = 0.0  # since when all its ranks are up, before that since its launch
     step_s: float = 0.0
+    slow_on: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by rank: nodes on which it was slow
     absolute: bool = False
     best_step: int = 0
     saved_step: int | None = None  # newest in any tier
