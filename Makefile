@@ -6,6 +6,7 @@
 # PINNED=yes                everything else in the versions, and with the hashes, of tests/requirements.txt
 # PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS and BENCH_FLAGS likewise
 # TEST_WORKERS=3            so many tests run at the same time, but for those that measure time
+# TEST_LIMIT=90m            each of the two parts of the tests is ended after this long
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,6 +17,9 @@ TORCH_INDEX ?=
 PINNED ?=
 PYTEST_FLAGS ?=
 TEST_WORKERS ?= 3
+TEST_LIMIT ?= 90m
+# For both parts: a test process that has to be ended is replaced by another.
+TEST_FLAGS := --dist=loadfile --no-loadscope-reorder
 SHORT ?= --short
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
@@ -91,8 +95,9 @@ test: install
 	fi
 	@# Both parts always run, unless interrupted (2). No test at all (5) is a failure of all together only.
 	@umask 022; worst=5; \
-	for part in 'beside --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder' alone; do \
-	  code=0; $(BIN)/python -m pytest --part=$$part $(SHORT) $(PYTEST_FLAGS) || code=$$?; \
+	for part in 'beside --numprocesses=$(TEST_WORKERS)' 'alone --numprocesses=1'; do \
+	  code=0; timeout --foreground --signal=ABRT --kill-after=30 $(TEST_LIMIT) \
+	    $(BIN)/python -m pytest --part=$$part $(TEST_FLAGS) $(SHORT) $(PYTEST_FLAGS) || code=$$?; \
 	  if [[ $$code == 2 ]]; then exit 2; fi; \
 	  if [[ $$code != 5 && ( $$code != 0 || $$worst == 5 ) ]]; then worst=$$code; fi; \
 	done; \

@@ -13,8 +13,12 @@ from hypothesis import HealthCheck, settings
 
 from support.runs import SCRIPTS, result
 
-# How long an example takes depends on what else this machine does.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+pytest_plugins = ["support.limits"]
+
+# How long an example takes depends on what else this machine does. `support.limits` ends one that hangs.
+settings.register_profile(
+    "patient", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("patient")
 
 _HERE = Path(__file__).parent

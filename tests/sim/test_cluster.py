@@ -19,6 +19,7 @@ from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import Cluster, Fault, Plan, random_plan, run
 from jurymast.sim.cluster.keeper import SimImage
 from jurymast.sim.cluster.oracle import TOLD_S
+from jurymast.sim.cluster.world import Process, World
 from support.planted import (
     away_while_the_others_cannot_start,
     damaged_where_it_is_restored,
@@ -119,3 +120,41 @@ def test_a_state_counts_once_its_nodes_had_time_to_report_it() -> None:
     assert oracle.best("n1") is None
     world.now += TOLD_S + 0.1
     assert oracle.best("n1") is not None
+
+
+def test_messages_stay_in_order_when_a_process_goes_on_sooner_than_expected() -> None:
+    """As a supervisor that waits for its journal, whose write takes less than the limit of that wait."""
+    world, process = World(1), Process()
+    heard: list[str] = []
+    process.stop_until(9.0)
+    world.at(1.0, process, heard.append, "hello")
+
+    def ready() -> None:
+        process.until = world.now
+        world.at(world.now, process, heard.append, "flushed", first=True)
+        world.wake(process)
+
+    world.at(2.0, process, heard.append, "beat")
+    world.at(3.0, None, ready)
+    world.at(3.0, process, heard.append, "held")
+    world.at(4.0, process, heard.append, "last")
+    world.run(3.5)
+    assert heard == ["flushed", "hello", "beat", "held"]
+    process.stop_until(6.0)
+    world.at(4.5, process, process.stop_until, 8.0)
+    world.at(5.0, process, heard.append, "later")
+    world.run(7.0)
+    assert heard[4:] == ["last"]
+    world.run(8.5)
+    assert heard[4:] == ["last", "later"]
+
+
+def test_a_hello_that_waits_for_the_journal_is_not_overtaken() -> None:
+    """The plan of seed 9100672, by which one broke: n2 kept a write that the supervisor did not know."""
+    faults = (
+        Fault(5.87, "stall", 2, 3, 0.34),
+        Fault(14.47, "supervisor", 1),
+        Fault(15.18, "freeze", 1, 3, 3.43),
+    )
+    for seed in range(9100672, 9100677):
+        assert run(Plan(seed, 4, 1, 1, 5, 8, faults)).broken == ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.rundir import RunDirectory
-from support.stories import Story
+from support.stories import START, Story
 
 LAUNCHER = Path(__file__).parents[2] / "launcher"
 RUN = "20261117-100000-gpt-abcd"
@@ -69,8 +69,8 @@ class Place:
                 process.kill()
 
 
-def swapped(*, finished: bool = True) -> Story:
-    story = Story().running(40).saved(40).stepped(50)
+def swapped(*, finished: bool = True, began_at: float = START) -> Story:
+    story = Story(began_at=began_at).running(40).saved(40).stepped(50)
     story.lost("n3")
     story.stopped()
     story.recovered(40, 60)

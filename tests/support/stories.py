@@ -25,20 +25,21 @@ Kind = TypeVar("Kind", bound=Instruction)
 
 
 class Story:
-    """One run; `t` is the supervisor's clock, in seconds. Nodes are called n1, n2, ..."""
+    """One run; `t` is the supervisor's clock, in seconds. Nodes are called n1, n2, ... A run that goes on is
+    seen at the present by commands: for these it is `began_at` a short time ago."""
 
     def __init__(
         self, *, active: int = 2, spares: int = 1, ranks_per_node: int = 1, settings: Settings | None = None,
-        requeue: bool = True, gpus: int = 0, checked: bool = True,
+        requeue: bool = True, gpus: int = 0, checked: bool = True, began_at: float = START,
     ) -> None:  # fmt: skip
         self.checked = checked  # not for thousands of nodes: each event would look at all of them
         self.gpus = gpus  # a node's, as its agent tells; with some, nodes are tested unless settings say no
         self.plan = RunPlan(
             run="20261117-100000-gpt-abcd", name="gpt", directory="", cluster="slurm", active=active,
             spares=spares, ranks_per_node=ranks_per_node, script="train.py", arguments=("--lr", "1"),
-            requeue=requeue, submitted_at=START, policy_hash="5eed" * 8, settings=settings or Settings(),
+            requeue=requeue, submitted_at=began_at, policy_hash="5eed" * 8, settings=settings or Settings(),
         )  # fmt: skip
-        self.t = START
+        self.t = began_at
         self.state: RunState = initial_state(self.plan)
         self.events: list[ev.Event] = []
         self.decisions: list[tuple[float, Instruction]] = []
@@ -78,7 +79,7 @@ class Story:
             ev.RunStarted(
                 t=self.t, run=self.plan.run, name=self.plan.name, active=self.plan.active,
                 spares=self.plan.spares, ranks_per_node=self.plan.ranks_per_node, script=self.plan.script,
-                submitted_at=START, policy_hash=self.plan.policy_hash, version="0.1.0",
+                submitted_at=self.plan.submitted_at, policy_hash=self.plan.policy_hash, version="0.1.0",
             )
         )  # fmt: skip
         return self
@@ -240,7 +241,7 @@ class Story:
             (directory.submission / "jobs" / job).touch()
         writer: JournalWriter | None = None
         early: list[ev.Event] = []
-        since = START
+        since = self.plan.submitted_at
         for entry in self.entries:
             if isinstance(entry, ev.SupervisorStarted):
                 if writer is not None:

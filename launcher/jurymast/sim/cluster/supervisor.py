@@ -114,6 +114,7 @@ class SimSupervisor:
     def unblock(self) -> None:
         """Continue after waiting for the disk."""
         self.process.until = max(self.site.stopped_until, min(self.process.until, self.world.now))
+        self.world.wake(self.process)
 
     # ---- the beginning
 

@@ -40,11 +40,13 @@ BEGINNING = 1_800_000_000.0
 
 
 class Process:
-    """A process. Nothing happens in it before `until`, and nothing any more once it is not `alive`."""
+    """A process. Nothing happens in it before `until`, and nothing any more once it is not `alive`. `inbox`:
+    what has come meanwhile, in this order."""
 
     def __init__(self) -> None:
         self.alive = True
         self.until = 0.0
+        self.inbox: list[tuple[bool, Then, tuple[Any, ...]]] = []
 
     def stop_until(self, until: float) -> None:
         self.until = max(self.until, until)
@@ -72,6 +74,31 @@ class World:
     def after(self, seconds: float, process: Process | None, then: Then, *args: Any) -> None:
         self.at(self.now + seconds, process, then, *args)
 
+    def wake(self, process: Process) -> None:
+        """Let a process go on at its `until` with what has come while it stood still."""
+        self.at(process.until, None, self._carry_on, process)
+
+    def _put_off(self, process: Process, first: bool, then: Then, args: tuple[Any, ...]) -> None:
+        place = sum(before for before, *_ in process.inbox) if first else len(process.inbox)
+        process.inbox.insert(place, (first, then, args))
+        if process.until <= self.now:
+            self._carry_on(process)
+        elif len(process.inbox) == 1:
+            self.wake(process)
+
+    def _carry_on(self, process: Process) -> None:
+        while process.inbox and process.alive:
+            if process.until > self.now:
+                self.wake(process)
+                return
+            _, then, args = process.inbox.pop(0)
+            self._do(then, args)
+
+    def _do(self, then: Then, args: tuple[Any, ...]) -> None:
+        self.events += 1
+        self.happens(then)
+        then(*args)
+
     def go(self, process: Process | None, steps: Steps[None]) -> None:
         """Carry out these steps now, and on at each time that they yield."""
         when = next(steps, None)
@@ -93,20 +120,19 @@ class World:
         queue, pop, push = self._queue, heapq.heappop, heapq.heappush
         while queue and not self.over:
             event = pop(queue)
-            when, priority, order, process, then, args = event
+            when, priority, _, process, then, args = event
             if when > until:
                 push(queue, event)
                 break
             if process is not None:
                 if not process.alive:
                     continue
-                if process.until > when:
-                    push(queue, (process.until, priority, order, process, then, args))
+                if process.until > when or process.inbox:
+                    self.now = when
+                    self._put_off(process, priority == 0, then, args)
                     continue
             self.now = when
-            self.events += 1
-            self.happens(then)
-            then(*args)
+            self._do(then, args)
         if not self.over:
             self.now = max(self.now, until)
 
