@@ -198,7 +198,7 @@ class _Processes:
             return
         self._ended.append(str(node.gateway.id))
         _end_processes_of(node)
-        session = self._plugins.get_plugin("dsession")
+        session: Any = self._plugins.get_plugin("dsession")
         if node not in self._collected:  # and so would the next one
             why = f"{node.gateway.id} ended while it imported the tests; its stacks are above"
             session.shouldstop = why
