@@ -36,6 +36,26 @@ from support.planted import (
 SEEDS = range(200)
 
 
+@pytest.mark.parametrize(
+    ("copy_s", "faults"),
+    [
+        # longer than any wait of the past, as of 8 ranks of 140 GB at 0.5 GB/s
+        (2240.0, (Fault(8.0, "power", node=1), Fault(2500.0, "snap", node=0))),
+        (60.0, (Fault(30.0, "grace", seconds=90.0),)),
+        (60.0, (Fault(30.0, "grace", seconds=90.0), Fault(40.0, "supervisor"))),
+        (60.0, (Fault(30.0, "signal all"), Fault(31.0, "signal all"), Fault(60.0, "cancelled"))),
+        (60.0, (Fault(8.0, "power", node=1), Fault(20.0, "timeout"))),
+    ],
+    ids=["requeue", "preempted", "taken over", "stray", "hurried"],
+)
+def test_slow_writes_and_orders_to_leave(copy_s: float, faults: tuple[Fault, ...]) -> None:
+    for seed in range(3):
+        done = run(Plan(seed, 2, 0, 1, 5, 8, faults, copy_s=copy_s))
+        assert not done.broken, done.plan.to_json()
+        if faults[0].kind in ("power", "grace") and len(faults) == 1:
+            assert done.lives == 2, "it was not started again"
+
+
 def test_no_rule_is_broken() -> None:
     results = several(SEEDS)
     assert [f"{one.broken} {one.plan.to_json()}" for one in results if one.broken] == []

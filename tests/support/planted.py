@@ -24,6 +24,7 @@ from jurymast.core.nodes.watch import Hangs, Watch
 from jurymast.core.run import ends, machine, recovery
 from jurymast.core.run.attribution import cause_of_end
 from jurymast.core.run.state import RunState
+from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.machine import Supervision
 from jurymast.sim.cluster.agent import SimHost
 from jurymast.sim.cluster.cluster import Fault, Plan, random_plan
@@ -268,6 +269,17 @@ def away_while_the_others_cannot_start(chance: Random) -> tuple[Fault, ...]:
     )
 
 
+def _no_spare_and_slow_writes(copy_s: float, *then: Fault) -> Plans:
+    """A node is lost, the run is to be requeued, and its last checkpoint takes this long to be written."""
+    lost = Fault(8.0, "power", node=1)
+    return lambda seed: Plan(seed, 2, 0, 1, 5, 8, (lost, *then), copy_s=copy_s)
+
+
+def _signalled_while_slurm_is_silent(chance: Random) -> tuple[Fault, ...]:
+    at = chance.uniform(6.0, 12.0)
+    return Fault(at, "slurm silent", seconds=30.0), Fault(at + 0.5, "signal all")
+
+
 # name: (plans that may show it, and what is replaced)
 PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "B1: an older checkpoint on storage is preferred": (of(), [(cp, "plan_restore", _shared_first)]),
@@ -358,6 +370,18 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         [(NodeWrites, "connected", _nothing)],
     ),
     "9: what was given up stays in mind": (of(), [(Replicas, "give_up_older", _no_books)]),
+    "1: the last write is given up although it makes progress": (
+        _no_spare_and_slow_writes(400.0, Fault(500.0, "snap", node=0)),
+        [(Writes, "on_progress", _nothing)],
+    ),
+    "8: a run that leaves its nodes hears nothing of Slurm": (
+        _no_spare_and_slow_writes(90.0, Fault(20.0, "timeout")),
+        [(Departure, "on_sigterm", _nothing), (Departure, "on_explained", _nothing)],
+    ),
+    "8: a signal that Slurm does not explain ends the job": (
+        exactly(_signalled_while_slurm_is_silent),
+        [(Departure, "unexplained", False)],
+    ),
     "10: a rollback that no supervisor was asked for is only noted": (
         exactly(rolled_back_at_a_takeover),
         [(restoring.RestoreChoice, "missed_rollback", lambda *_: None)],

@@ -25,7 +25,7 @@ from support.stories import Story
 from support.successor import Successor, image, sent_home, written
 
 # What is longer than KillWait, and short enough to be simulated for each pair.
-GRACE_S, STILL_S = 90.0, 45.0
+GRACE_S, STILL_S = 40.0, 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -274,9 +274,9 @@ def test_a_write_that_makes_progress_keeps_the_nodes_and_one_that_makes_none_doe
     run.waits(6.0)
     ((node, order),) = written(run.effects).items()
     for _ in range(5):
+        run.did(run.after.hears(node, msg.WriteProgress(id=order.id, size_bytes=9)))
         run.waits(STILL_S - 5.0)
         assert not run.home
-        run.did(run.after.hears(node, msg.WriteProgress(id=order.id, size_bytes=9)))
     run.waits(STILL_S + 2.0)
     assert run.home
 

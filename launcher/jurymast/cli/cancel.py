@@ -69,7 +69,8 @@ def _await_end(watcher: StatusWatcher, limit_s: float) -> bool:
 
 def _end_local(directory: RunDirectory) -> str:
     """End the recorded batch process, but not another process that has its number now. If it does not end in
-    time, kill it with its children. Returns what was ended, or "" if nothing was left."""
+    time, and not for its last checkpoint, kill it with its children. Returns what was ended, or "" if nothing
+    was left."""
     import psutil
 
     from jurymast.cluster.allocation import local_process
@@ -79,7 +80,13 @@ def _end_local(directory: RunDirectory) -> str:
         return ""
     try:
         process.terminate()
-        process.wait(KILL_WAIT_S)
+        while True:
+            try:
+                process.wait(KILL_WAIT_S)
+                break
+            except psutil.TimeoutExpired:
+                if not _writes_its_last_checkpoint(directory):
+                    raise
     except psutil.TimeoutExpired:
         left = [process]
         with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended in the meantime
@@ -91,6 +98,15 @@ def _end_local(directory: RunDirectory) -> str:
     except psutil.NoSuchProcess:
         pass
     return f"process {process.pid} ended"
+
+
+def _writes_its_last_checkpoint(directory: RunDirectory) -> bool:
+    """Whether the run's supervisor says so; it gives up by itself what makes no progress."""
+    from jurymast.core.messages import Condition
+    from jurymast.wire.channel import ask
+
+    answer = ask(directory, "how", by=user())
+    return isinstance(answer, Condition) and bool(answer.waits)
 
 
 def _end_slurm(directory: RunDirectory) -> str:

@@ -30,7 +30,7 @@ from jurymast.core.supervision import batch as core
 from jurymast.errors import JurymastError, RunDirectoryError, never
 from jurymast.interpreter import run_module
 from jurymast.processes import die_with_parent, log_as
-from jurymast.rundir import RunDirectory
+from jurymast.rundir import RunDirectory, renew
 
 log = logging.getLogger("jurymast.batch")
 # One node's end must not end the others' tasks.
@@ -226,7 +226,10 @@ class BatchProcess:
                 self._allocation.save(self._directory)
 
     def _read_outcome(self) -> core.Outcome | None:
+        """Return what a supervisor has written. One on another node waits seconds for this process to act on
+        it, and this node's view of the shared directory may be older."""
         try:
+            renew(self._directory.root)
             return msgspec.convert(foreign.load(self._directory.outcome_file), core.Outcome)
         except (OSError, ValueError):
             return None

@@ -23,6 +23,9 @@ from jurymast.script.step import PROCESS_NAME, narrowed, true_variables_file
 from jurymast.script.trainings import beside
 
 WARNING = signal.SIGUSR2
+# Those that a script may have chosen for the warning, with --signal. More warnings than there are only have
+# something saved and written to storage.
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 TRAPS_S = 1.0
 
 
@@ -70,7 +73,7 @@ def run_script(script: Path, arguments: list[str], environment: dict[str, str], 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         if child is None:
             return
-        if number == WARNING:
+        if number in WARNINGS:
             for process in psutil.Process(child.pid).children(recursive=True):
                 if process.name() == PROCESS_NAME:
                     process.send_signal(WARNING)

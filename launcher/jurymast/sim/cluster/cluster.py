@@ -28,6 +28,8 @@ FIRST_AT_S, LAST_AT_S = 1.0, 20.0
 AFTER_S = 18.0
 LONGEST_S = 3600.0
 LAST_STEPS = 10, 100
+# Of this, twice as much is less than Slurm leaves a job that it ends.
+SLOW_COPY_S = 1.0, 10.0
 
 # kind: how often, and how long it lasts at the most, in seconds (0.0: it does not last).
 KINDS: dict[str, tuple[float, float]] = {
@@ -66,6 +68,8 @@ KINDS: dict[str, tuple[float, float]] = {
     "stale handles": (1, 30.0),  # the node's to the run directory: all it asks there fails at once
     "long journal": (0.5, 6.0),  # from now on, reading it takes this long
     "slurm silent": (0.5, 20.0),  # it cannot be asked
+    "grace": (0.5, 40.0),  # as "preempted", but the job has this long before Slurm signals once more
+    "signal all": (0.4, 0.0),  # the supervisor and all agents get a SIGTERM, and the job goes on
 }
 # Some faults wait for one of these phases of the run.
 WHEN = ("stopping", "waiting", "launching")
@@ -92,6 +96,7 @@ class Plan:
     faults: tuple[Fault, ...]
     parity: int = 0  # nodes in a group of which only the XOR is kept; 0: whole replicas, while there is room
     last_step: int = 0  # after it the ranks end; 0: they never do
+    copy_s: float = 0.0  # how long a node writes its share of a checkpoint; 0.0: for a moment
 
     @property
     def nodes(self) -> int:
@@ -146,6 +151,7 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
         chance.choice((1, 8, 8, 8)), tuple(faults[:MOST_FAULTS]),
         parity=chance.choice((0, 0, 0, 2, 3)),
         last_step=0 if only else chance.choice((0, 0, chance.randrange(*LAST_STEPS))),
+        copy_s=chance.choice((0.0, 0.0, 0.0, 0.0, 0.0, round(chance.uniform(*SLOW_COPY_S), 1))),
     )  # fmt: skip
 
 
@@ -217,7 +223,7 @@ class Cluster:
         self.sites = dict(self._new_site() for _ in range(wanted.nodes))
         self._start_job()
         self._waiting: list[Fault] = []  # for a phase
-        self._slurm_silent_until = 0.0
+        self.slurm_silent_until = self._kill_at = 0.0
         for fault in wanted.faults:
             self.world.at(fault.at, None, self._waiting.append if fault.when else self._strike, fault)
         self.world.after(LOOK_S, None, self._look)
@@ -289,9 +295,7 @@ class Cluster:
 
     def job_over(self, supervisor: SimSupervisor) -> None:
         self.oracle.ends(supervisor)
-        state = supervisor.state
-        again = not state.ended and self.ending in ("", "preempted")
-        self._end_job(again=again, without=state.excluded)
+        self._end_job(again=supervisor.machine.departure.requeues, without=supervisor.state.excluded)
 
     def _end_job(self, *, again: bool, without: Collection[str] = ()) -> None:
         """Slurm kills the whole job. `again`: and starts it once more, on other nodes for those that are
@@ -334,7 +338,12 @@ class Cluster:
 
     def why_ending(self) -> str:
         """Return why the job ends, as Slurm says, if it does."""
-        return "unknown" if self.world.now < self._slurm_silent_until else self.ending or STILL_RUNNING
+        return "unknown" if self.world.now < self.slurm_silent_until else self.ending or STILL_RUNNING
+
+    @property
+    def kill_in_s(self) -> float | None:
+        """When Slurm kills the job, as it says, in seconds from now."""
+        return self._kill_at - self.world.now if self.ending else None
 
     def _strike(self, fault: Fault) -> None:
         site, other = [*self.sites.values()][fault.node], [*self.sites.values()][fault.other]
@@ -364,7 +373,7 @@ class Cluster:
             case "long journal":
                 self.disk.reading_s = max(fault.seconds, self.disk.reading_s)
             case "slurm silent":
-                self._slurm_silent_until = max(until, self._slurm_silent_until)
+                self.slurm_silent_until = max(until, self.slurm_silent_until)
             case "cut":
                 touch(self.oracle.pair(site.name, other.name), until)
                 self.network.cut(site.name, other.name, until)
@@ -385,6 +394,10 @@ class Cluster:
                 self._strike_supervisor(fault)
             case "preempted" | "cancelled" | "timeout":
                 self._terminate(fault.kind)
+            case "grace":
+                self._terminate("preempted", fault.seconds)
+            case "signal all":
+                self._signal_all()
             case "rank" | "hang" | "host" | "corrupt":
                 self._strike_ranks(fault, site)
             case _:
@@ -423,17 +436,27 @@ class Cluster:
         if seconds:
             self.world.after(max(5.0, seconds), None, site.boot)
 
-    def _terminate(self, why: str) -> None:
+    def _terminate(self, why: str, grace_s: float = 0.0) -> None:
         if not self.allocated or self.ending:
             return
-        self.ending = why
+        self.ending, self._kill_at = why, self.world.now + grace_s + KILL_WAIT_S
+        self.oracle.ordered()
+        self._signal_all()
+        self._until = max(self._until, self._kill_at + AFTER_S)
+        if grace_s:
+            self.world.after(grace_s, None, self._hurry, self.allocation)
+        self.world.at(self._kill_at, None, self._kill, self.allocation)
+
+    def _hurry(self, allocation: str) -> None:
+        if allocation == self.allocation and self.allocated:
+            self._signal_all()
+
+    def _signal_all(self) -> None:
         for supervisor in self.ports.values():
             self.world.after(0.0, supervisor.process, supervisor.signalled, True)
         for site in self.sites.values():
             if site.agent is not None:
                 self.world.after(self.world.between(0.0, 0.2), site.agent.process, site.agent.terminated)
-        self._until = max(self._until, self.world.now + KILL_WAIT_S + AFTER_S)
-        self.world.after(KILL_WAIT_S, None, self._kill, self.allocation)
 
     def _kill(self, allocation: str) -> None:
         if allocation == self.allocation and self.allocated:

@@ -39,6 +39,7 @@ BLAME_S = 30.0
 # The supervisor knows it by then, if nothing is wrong.
 TOLD_S = 2.0
 STILL_LIMIT_S = 40.0
+OUTCOME_S = 6.0  # a supervisor writes an outcome in this time
 SLOTS_LIMIT_S = 25.0
 AGREE_LIMIT_S = 12.0
 BACK_LIMIT_S = 15.0
@@ -69,7 +70,7 @@ class Oracle:
         self._rollbacks: list[Rollback] = []
         self._on_storage: list[Rollback] = []
         self._word_at = self._step_at = self._supervised_at = self._supervises_since = 0.0
-        self._unfindable_at = 0.0
+        self._unfindable_at = self._ordered_at = 0.0
         self._saved_at: dict[str, float] = {}
         self._differ_since: dict[str, float] = {}
         self.steps = 0
@@ -118,9 +119,10 @@ class Oracle:
         mine, gone = self._shadow.get(keeper, []), set(ranks)
         self._shadow[keeper] = [i for i in mine if i.key != key or i.rank not in gone or i.tier == MEMORY]
 
-    def best(self, seen_from: str, failed: Iterable[StateId] = ()) -> StateId | None:
-        """Return the newest complete state that can certainly be reached, of which agents have told."""
-        told_by = self.cluster.world.now - TOLD_S
+    def best(self, seen_from: str, failed: Iterable[StateId] = (), told_s: float = TOLD_S) -> StateId | None:
+        """Return the newest complete state that can certainly be reached, of which agents have told since
+        `told_s`."""
+        told_by = self.cluster.world.now - told_s
         images = [
             image
             for keeper, mine in self._shadow.items()
@@ -202,7 +204,11 @@ class Oracle:
             self._goes(supervisor, "the nodes go")
 
     def _goes(self, supervisor: SimSupervisor, how: str) -> None:
-        best, disk = self.best(supervisor.site.name), self.cluster.disk
+        # If Slurm ends the job, a state has to wait until the one before it is written, and ranks go on
+        # saving until the nodes go.
+        copy_s = self.cluster.wanted.copy_s if self.cluster.ending else 0.0
+        slow_s = 2 * copy_s + 1.0 if copy_s else 0.0
+        best, disk = self.best(supervisor.site.name, told_s=TOLD_S + slow_s), self.cluster.disk
         if best is None or not self.storage_fine(STEADY_S):
             return
         if best[0] > max((step for step, _ in disk.shared), default=-1):
@@ -215,13 +221,26 @@ class Oracle:
         phase, why = supervisor.state.phase, self.cluster.ending
         if supervisor is not self.supervisor and self.cluster.storage.sees_all(supervisor.site.name):
             self.fail(AGREES, f"epoch {supervisor.epoch} ends the job, and a newer one rules")
+        departure = supervisor.machine.departure
+        if not supervisor.state.ended and not departure.requeues:
+            self.fail(AGREES, f"the job ends ({why or 'by itself'}), and the run goes on nowhere")
         if why in ("cancelled", "timeout") and not supervisor.state.ended and phase is not Phase.REQUEUED:
             self.fail(AGREES, f"the job was ended: {why}; the run is {phase.value}")
 
     def killed(self) -> None:
         """Slurm kills the job, some time after a SIGTERM."""
-        if self.supervisor is not None and self.supervisor.listens:
-            self._goes(self.supervisor, "Slurm kills the job")
+        supervisor, since = self.supervisor, self.cluster.world.now - self._ordered_at + STEADY_S
+        if supervisor is None or not supervisor.listens:
+            return
+        self._goes(supervisor, "Slurm kills the job")
+        knew = self._supervises_since < self._ordered_at > self.cluster.slurm_silent_until
+        fine = self.storage_fine(since) and self.untouched(supervisor.site.name, since)
+        if knew and fine and supervisor.process.until <= self.cluster.world.now - OUTCOME_S:
+            self.fail(AGREES, "Slurm kills the job before its supervisor has written an outcome")
+
+    def ordered(self) -> None:
+        """Slurm ends the job."""
+        self._ordered_at = self.cluster.world.now
 
     def allocated(self) -> None:
         self._word_at = self._step_at = self._supervised_at = self.cluster.world.now

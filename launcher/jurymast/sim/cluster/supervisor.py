@@ -316,7 +316,8 @@ class SimSupervisor:
         if self._asked_why is not effect:
             return []
         why = self.cluster.why_ending()
-        return self.machine.why_ending(effect, why, "scancel" if why == "cancelled" else "", self.now)
+        by = "scancel" if why == "cancelled" else ""
+        return self.machine.why_ending(effect, why, by, self.now, self.cluster.kill_in_s)
 
     def _ask_superseded(self) -> Steps[None]:
         disk, name = self.cluster.disk, self.site.name

@@ -406,7 +406,7 @@ class RunDisk:
         return [json.loads(json.dumps(line)) for line in lines]
 
 
-COPY_S = 0.05, 0.4
+COPY_S, PROGRESS_S = (0.05, 0.4), 5.0
 
 
 class SimWrite:
@@ -449,7 +449,7 @@ class SimWrite:
             return self._work(turn)
 
         if turn.phase is WritePhase.WRITE:
-            yield self._agent.world.now + self._agent.world.between(*COPY_S)
+            yield from self._copy()
         complete = yield from storage.work(name, work, writes=True)
         if isinstance(complete, FileNotFoundError) and not self._order.lead:
             yield self._agent.world.now + GIVEN_UP_S
@@ -462,6 +462,18 @@ class SimWrite:
             self._over("")
         else:
             self._reached(turn.phase)
+
+    def _copy(self) -> Steps[None]:
+        """Copy the node's share, and tell of it now and then."""
+        world = self._agent.world
+        left_s = self._agent.cluster.wanted.copy_s or world.between(*COPY_S)
+        while left_s > PROGRESS_S:
+            yield world.now + PROGRESS_S
+            left_s -= PROGRESS_S
+            if self._cancelled:
+                return
+            self._agent.say(msg.WriteProgress(id=self._order.id, size_bytes=1))
+        yield world.now + left_s
 
     @property
     def _places(self) -> dict[str, WritePlace]:
