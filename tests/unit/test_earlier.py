@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cluster.earlier import parse_accounting, watched_in, with_earlier
+from jurymast.cluster.earlier import parse_accounting, past_runs, watched_in, with_earlier
+from jurymast.core import events as ev
 from jurymast.core.nodes.history import PastRun, Span
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, Watched, learned_before, node_rate, prior
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.journal import initial_state
+from support.stories import Story
 
 NOW = 1_000_000_000.0
 RUN = PastRun(
@@ -130,3 +132,19 @@ def test_bursts_and_forgetting_are_the_policy_s() -> None:
     assert ahead.incidents == pytest.approx(1.0, abs=0.001)
     assert quick.posterior.incidents == 2.0, "asking changes nothing"
     assert Settings(half_life_s=DAY_S, burst_s=1.0).half_life_s == DAY_S
+
+
+def test_xids_that_a_program_causes_do_not_count_in_its_nodes_record(tmp_path: Path) -> None:
+    """13, 31 and 43 are the program's errors, 45 is what follows from its end; 79 is a GPU that is gone."""
+    story = Story().running(100)
+    for number in (13, 31, 43, 45, 79):
+        story.t += 600.0
+        story.feed(
+            ev.HealthFound(
+                t=story.t, node="n2", probe="nvidia", code=f"xid-{number}", verdict="unknown",
+                kind="application", message="m", device="gpu0", at=story.t,
+            )
+        )  # fmt: skip
+    story.write(tmp_path / "run")
+    (past,) = past_runs(tmp_path)
+    assert [(node, code) for _, node, code in past.xids] == [("n2", "xid-79")]

@@ -34,6 +34,7 @@ from jurymast.core.settings import Avoided, RunPlan
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.jobs import run_command
 from jurymast.journal import initial_state, read, take
+from jurymast.reference import counts_against_node
 from jurymast.rundir import RunDirectory, run_names, write_json
 
 # ---- earlier runs
@@ -188,7 +189,7 @@ class _Reader:
         self._placed = self._placed or state.placement
         if isinstance(event, ev.AllocationEnded):
             self._close(event.t)
-        if isinstance(event, ev.HealthFound) and event.code.startswith("xid-"):
+        if isinstance(event, ev.HealthFound) and counts_against_node(event.code):
             self._xids.append((event.at or event.t, event.node, event.code))
         if len(state.excluded) != len(self._excluded):
             self._excluded |= state.excluded.keys()
