@@ -13,9 +13,10 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from jurymast.cluster.allocation import announced_by, listen
+from jurymast.agent.agent import local_address
+from jurymast.cluster.allocation import announced_by, listen, loopback
 from jurymast.core.messages import Launch
-from jurymast.wire.addresses import ADDRESS_VARIABLE, ANY, is_up, listen_at, listen_at_each
+from jurymast.wire.addresses import ADDRESS_VARIABLE, is_up, listen_at, listen_at_each, listens_at_all
 from jurymast.worker.agent_pipe import AgentPipe
 
 HOME, ANOTHER = "127.0.0.1", "127.0.0.2"  # addresses of this machine
@@ -41,7 +42,7 @@ def test_only_the_given_address_is_listened_at() -> None:
 def test_an_address_that_is_gone_keeps_no_node_out() -> None:
     assert not is_up(NOWHERE)
     with listen_at(NOWHERE) as listener:
-        assert listener.getsockname()[0] == "0.0.0.0"
+        assert listens_at_all(listener)
 
 
 def test_a_supervisor_listens_at_each_address_that_is_announced_and_at_no_other() -> None:
@@ -73,11 +74,35 @@ def test_a_port_that_another_has_at_one_of_the_addresses_is_not_taken(
 
 
 def test_a_supervisor_without_an_address_listens_at_all_and_one_of_a_local_run_at_home() -> None:
-    for listeners, address in ((listen_at_each([NOWHERE]), ANY), (listen("local"), HOME)):
-        (listener,) = listeners
-        with listener:
-            assert listener.getsockname()[0] == address
-            assert ANY not in announced_by(listeners)
+    (everywhere,), (home,) = listen_at_each([NOWHERE]), listen("local")
+    with everywhere, home:
+        assert listens_at_all(everywhere)
+        assert everywhere.getsockname()[0] not in announced_by([everywhere])
+        assert home.getsockname()[0] == HOME
+        assert announced_by([home]) == [HOME]
+
+
+def test_who_listens_at_all_addresses_is_reached_by_both_kinds() -> None:
+    with listen_at(NOWHERE) as listener:
+        port = listener.getsockname()[1]
+        for address in (HOME, *(["::1"] if is_up("::1") else [])):
+            socket.create_connection((address, port), 5.0).close()
+
+
+def test_addresses_of_ipv6_are_listened_at_as_those_of_ipv4() -> None:
+    if not is_up("::1"):
+        pytest.skip("this machine has no IPv6")
+    with listen_at("::1") as one, ExitStack() as held:
+        assert one.getsockname()[0] == "::1"
+        assert local_address("::1", one.getsockname()[1]) == "::1"
+        both = [held.enter_context(each) for each in listen_at_each(["::1", HOME, "2001:db8::1"])]
+        assert [each.getsockname()[0] for each in both] == ["::1", HOME]
+        assert len({each.getsockname()[1] for each in both}) == 1
+
+
+def test_a_local_run_without_ipv4_listens_at_home_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jurymast.cluster.allocation.is_up", lambda address: address == "::1")
+    assert loopback() == "::1"
 
 
 @pytest.mark.torch

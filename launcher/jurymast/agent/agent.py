@@ -129,12 +129,18 @@ def rank_environment(
 
 def local_address(host: str, port: int) -> str:
     """Return this machine's address on the way to `host`, or "" if there is none. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    try:
+        ways = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return ""
+    for family, kind, number, _, place in ways:
         try:
-            probe.connect((host, port))
-            return str(probe.getsockname()[0])
+            with socket.socket(family, kind, number) as probe:
+                probe.connect(place)
+                return str(probe.getsockname()[0])
         except OSError:
-            return ""
+            continue
+    return ""
 
 
 log = logging.getLogger("jurymast.agent")

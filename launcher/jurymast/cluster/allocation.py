@@ -20,7 +20,7 @@ from jurymast.errors import ClusterUnavailableError, RunDirectoryError, Submissi
 from jurymast.interpreter import run_module
 from jurymast.jobs import is_running, job_fields, run_command
 from jurymast.rundir import RunDirectory, write_atomically, write_json
-from jurymast.wire.addresses import ANY, listen_at_each
+from jurymast.wire.addresses import is_up, listen_at_each, listens_at_all
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,12 @@ def _eligible_at(job: str) -> float:
         return 0.0
 
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_V6 = "127.0.0.1", "::1"
+
+
+def loopback() -> str:
+    """The address at which only this machine reaches itself, also without IPv4."""
+    return LOOPBACK if is_up(LOOPBACK) or not is_up(LOOPBACK_V6) else LOOPBACK_V6
 
 
 def announced_hosts() -> list[str]:
@@ -89,30 +94,33 @@ def own_addresses() -> list[str]:
     try:
         found += [
             str(info[4][0])
-            for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
+            for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         ]
     except OSError:
         pass  # a host that cannot resolve its own name still has addresses
     up = {interface for interface, status in psutil.net_if_stats().items() if status.isup}
     for interface, addresses in psutil.net_if_addrs().items():
         if interface in up:
-            found += [entry.address for entry in addresses if entry.family == socket.AF_INET]
-    return [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+            found += [one.address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6)]
+    reachable = [
+        one for one in dict.fromkeys(found) if not one.startswith(("127.", "fe80:")) and one != "::1"
+    ]
+    return sorted(reachable, key=lambda address: ":" in address)  # stable; IPv4 first, where there is any
 
 
 def announced_by(listeners: Sequence[socket.socket]) -> list[str]:
     """The addresses, with ports, at which others reach the supervisor that listens on these sockets; see
     `listen`."""
     addresses = [str(listener.getsockname()[0]) for listener in listeners]
-    if addresses == [LOOPBACK]:
+    if addresses in ([LOOPBACK], [LOOPBACK_V6]):
         return addresses
-    return [*addresses, socket.gethostname()] if ANY not in addresses else announced_hosts()
+    return announced_hosts() if any(map(listens_at_all, listeners)) else [*addresses, socket.gethostname()]
 
 
 def listen(cluster: str) -> list[socket.socket]:
     """Listen for this node's supervisor, on one port. A local run listens for this machine alone, any other
     at each address that other nodes are told. Raises OSError."""
-    return listen_at_each([LOOPBACK] if cluster == "local" else own_addresses())
+    return listen_at_each([loopback()] if cluster == "local" else own_addresses())
 
 
 def batch_process(plan: RunPlan) -> tuple[str, ...]:

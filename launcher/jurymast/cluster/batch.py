@@ -23,7 +23,7 @@ from typing import Protocol
 import msgspec
 
 from jurymast import foreign
-from jurymast.cluster.allocation import LOOPBACK, Allocation, announced_hosts, from_slurm_environment, listen
+from jurymast.cluster.allocation import Allocation, announced_hosts, from_slurm_environment, listen, loopback
 from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision import batch as core
@@ -84,7 +84,7 @@ class LocalAgents(Agents):
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, port: int) -> None:
-        command = agent_command(self._run_directory, LOOPBACK, port)
+        command = agent_command(self._run_directory, loopback(), port)
         self._processes = [
             subprocess.Popen(
                 [*command, "--node", node], stdin=subprocess.DEVNULL, start_new_session=True,

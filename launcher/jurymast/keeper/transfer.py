@@ -352,7 +352,7 @@ class ImageServer:
     def listen_at(self, address: str) -> None:
         """Listen at this address as well. Raises OSError."""
         if address in self._listeners or any(
-            one.getsockname()[0] == addresses.ANY for one in self._listeners.values()
+            addresses.listens_at_all(one) for one in self._listeners.values()
         ):
             return
         listener = self._listeners[address] = addresses.listen_at(address, self.port)

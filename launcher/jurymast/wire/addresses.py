@@ -11,7 +11,7 @@ import psutil
 
 # Connections that the kernel holds until they are accepted; net.core.somaxconn limits this.
 BACKLOG = 4096
-ANY = "0.0.0.0"
+ANY, ANY_V6 = "0.0.0.0", "::"
 # A port that is free at one address may be taken at another.
 PORTS_TRIED = 50
 # Tells processes of a node the address at which other nodes reach it.
@@ -35,7 +35,30 @@ def is_up(address: str) -> bool:
 def listen_at(address: str, port: int = 0) -> socket.socket:
     """Return a socket that listens at `address`, or at all addresses if its interface is down: then others
     are told another address once there is one. Raises OSError."""
-    return socket.create_server((address if is_up(address) else ANY, port), backlog=BACKLOG)
+    return _listen(address, port) if is_up(address) else listen_at_all(port)
+
+
+def listen_at_all(port: int = 0) -> socket.socket:
+    """Return a socket that listens at all addresses of this machine, of both kinds. Raises OSError."""
+    if not socket.has_dualstack_ipv6():
+        return _listen(ANY, port)
+    try:
+        return socket.create_server(
+            (ANY_V6, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
+        )
+    except OSError as error:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise
+        return _listen(ANY, port)  # IPv6 is turned off
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=BACKLOG)
+
+
+def listens_at_all(listener: socket.socket) -> bool:
+    return listener.getsockname()[0] in (ANY, ANY_V6)
 
 
 def listen_at_each(addresses: Sequence[str]) -> list[socket.socket]:
@@ -56,11 +79,14 @@ def _listen_at_each(addresses: Sequence[str]) -> list[socket.socket]:
         for address in dict.fromkeys(addresses):
             port = listeners[0].getsockname()[1] if listeners else 0
             try:
-                listener = socket.create_server((address, port), backlog=BACKLOG)
+                listener = _listen(address, port)
             except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:  # otherwise the address is gone with its interface
+                if error.errno not in (
+                    errno.EADDRNOTAVAIL,
+                    errno.EAFNOSUPPORT,
+                ):  # otherwise the address is gone with its interface
                     raise
             else:
                 listeners.append(opened.enter_context(listener))
         opened.pop_all()
-    return listeners or [socket.create_server((ANY, 0), backlog=BACKLOG)]
+    return listeners or [listen_at_all()]
