@@ -132,7 +132,7 @@ class LocalRun:
             psutil.wait_procs(left, timeout=KILL_LIMIT_S)
 
     def _is_ours(self, words: list[str]) -> bool:
-        return words[1:2] == ["-m"] and words[2] in MODULES and str(self.directory.root) in words[3:]
+        return str(self.directory.root) in words and any(module in words for module in MODULES)
 
     def _processes(self) -> list[psutil.Process]:
         """The processes that name the run's directory in their command or environment, except those that only
