@@ -27,8 +27,11 @@ from typing import Any
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Mode bits that let users other than the owner do anything.
 OTHERS_ANYTHING = stat.S_IRWXG | stat.S_IRWXO
-# Larger than any plan, manifest or note, even for tens of thousands of nodes.
+# Larger than any manifest, even for tens of thousands of nodes.
 BYTES_MAX = 256 << 20
+# The same for a plan or a list of nodes, and for a note. JSON takes up to 30 times its size in memory.
+PLAN_BYTES_MAX = 8 << 20
+NOTE_BYTES_MAX = 1 << 20
 # Always readable, whatever size the file shows: some files grow while they are read.
 BYTES_MIN = 64 << 10
 # The directory of the names that `own_directory` yields.
@@ -256,9 +259,9 @@ def read(path: Path | str, most: int = BYTES_MAX) -> bytes:
         return _all_of(file, path, most)
 
 
-def load(path: Path | str) -> Any:
-    """The JSON value in the file. Raises OSError, ValueError."""
-    return parse(read(path))
+def load(path: Path | str, most: int = BYTES_MAX) -> Any:
+    """The JSON value in the file, of at most `most` bytes. Raises OSError, ValueError."""
+    return parse(read(path, most))
 
 
 def load_own(path: Path | str) -> Any:
@@ -275,16 +278,23 @@ def parse(data: bytes | str) -> Any:
 
 
 def _open(path: os.PathLike[str] | str, flags: int = 0) -> int:
-    # O_NONBLOCK: opening a pipe must not wait for a process at its other end.
+    """Open an ordinary file. What it is, is known before it is opened: to open a device may do something."""
     with asking(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        if stat.S_ISDIR(mode):
-            raise NotAFile(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise NotAFile(errno.EINVAL, "it is not an ordinary file", str(path))
-    return descriptor
+        found = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
+        try:
+            mode = os.fstat(found).st_mode
+            if stat.S_ISLNK(mode):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            if not stat.S_ISREG(mode):
+                raise OSError(errno.EINVAL, "it is not an ordinary file", str(path))
+            try:
+                return os.open(f"{HELD}{found}", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+        finally:
+            os.close(found)
 
 
 class _Waiting(FileIO):

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -31,6 +32,19 @@ def become_helper(nice: int) -> int:
     output = os.dup(1)
     os.dup2(2, 1)
     return output
+
+
+def leave_no_core() -> int:
+    """Have the kernel write no core file of this process, which would hold the run's secret and the ranks'
+    images. Returns the limit that held before, in bytes, for those that it starts for the user."""
+    before, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+    return before
+
+
+def allow_core(limit: int) -> None:
+    """Restore the limit that `leave_no_core` returned."""
+    resource.setrlimit(resource.RLIMIT_CORE, (limit, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def log_as(name: str) -> None:

@@ -255,7 +255,7 @@ class RunDirectory:
     def plan(self) -> RunPlan:
         """The run's plan. Raises RunDirectoryError if the file is missing or damaged."""
         try:
-            return self._plan_in(foreign.read(self.plan_file))
+            return self._plan_in(foreign.read(self.plan_file, foreign.PLAN_BYTES_MAX))
         except OSError as error:
             check_readable(self.root)
             raise RunDirectoryError(f"cannot read {self.plan_file}: {error.strerror}") from error
@@ -266,7 +266,7 @@ class RunDirectory:
         plan is not this user's alone."""
         try:
             with foreign.own_directory(self.root) as held:
-                return self._plan_in(foreign.read_own(held / self.plan_file.name))
+                return self._plan_in(foreign.read_own(held / self.plan_file.name, foreign.PLAN_BYTES_MAX))
         except foreign.NotOurs as error:
             raise RunDirectoryError(
                 f"nothing of this run is started: {error}",

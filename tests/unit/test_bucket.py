@@ -179,3 +179,15 @@ def test_a_file_of_another_step_is_not_taken_for_this_ones(tmp_path: Path) -> No
     (here / ".metadata").write_bytes((other / ".metadata").read_bytes())
     with pytest.raises(StorageFailure, match="this run's key does not vouch for step 100"):
         store.fetch(STEP, CheckpointDirectory(tmp_path / "back"), Job(10.0))
+
+
+def test_no_more_is_fetched_than_was_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an object that somebody has made longer, and none of it stays on the disk."""
+    store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
+    store.upload(saved(tmp_path / "run", b"right"), STEP, Job(10.0))
+    with (tmp_path / f"bucket/run-1/step-{STEP:08d}/.metadata").open("ab") as file:
+        file.truncate(1 << 32)  # 4 GiB, of which the disk has 5 bytes
+    job = Job(10.0)
+    with pytest.raises(StorageFailure, match="longer than what was uploaded"):
+        store.fetch(STEP, CheckpointDirectory(tmp_path / "back"), job)
+    assert job.bytes < 1000

@@ -7,6 +7,9 @@ import json
 import os
 import pickle
 import shutil
+import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +21,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from jurymast import foreign
+from jurymast.agent.keeping import local_root
 from jurymast.checkpoint.directory import CheckpointDirectory, CheckpointManifest, FileRecord, hash_file
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.shared_tier import SharedTier
@@ -442,3 +446,75 @@ def test_nothing_in_a_colleagues_run_reaches_the_terminal_as_a_command(
         bad = {letter for letter in out + err if not letter.isprintable()} - {"\n", "\t"}
         assert not bad
         assert "Traceback" not in err
+
+
+# Devices, sizes, and what is left behind.
+
+
+@as_others
+def test_a_device_is_not_opened(tmp_path: Path) -> None:
+    """To open a tape rewinds it, and a watchdog restarts the machine: a terminal here, which would answer."""
+    device = tmp_path / "plan.json"
+    os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(4, 255))  # nobody has it: to open it is another error
+    with pytest.raises(OSError, match="it is not an ordinary file"):
+        foreign.read(device)
+    with pytest.raises(OSError, match="it is not an ordinary file"):
+        foreign.read_own(device)
+    with pytest.raises(OSError):
+        os.open(device, os.O_RDONLY)
+
+
+def test_links_permissions_and_directories_are_named_as_before(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    assert foreign.read(tmp_path / "link") == b"x"
+    with pytest.raises(OSError) as refused:
+        foreign.read_own(tmp_path / "link")
+    assert (refused.value.errno, refused.value.filename) == (errno.ELOOP, str(tmp_path / "link"))
+    with pytest.raises(IsADirectoryError):
+        foreign.read(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        foreign.read(tmp_path / "none")
+
+
+def test_a_plan_and_a_note_have_limits_of_their_own(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.plan_file.write_bytes(b" " * (foreign.PLAN_BYTES_MAX + 1))
+    for read in (run.plan, run.own_plan):
+        with pytest.raises(RunDirectoryError):
+            read()
+    with pytest.raises(OSError, match="at most"):
+        foreign.load(run.plan_file, foreign.NOTE_BYTES_MAX)
+
+
+@as_others
+@pytest.mark.parametrize("way", ["a directory", "a file", "a link"])
+def test_a_local_disk_on_which_the_usual_name_is_taken_serves_all_the_same(common: Path, way: str) -> None:
+    usual = common / f"jurymast-{os.getuid()}"
+    assert local_root(str(common), "run") == usual / "run"
+    if way == "a directory":
+        usual.mkdir(mode=0o777)
+    elif way == "a file":
+        usual.touch()
+    else:
+        usual.symlink_to("/etc")
+    os.chown(usual, MALLORY, MALLORY, follow_symlinks=False)
+    planted = common / f"{usual.name}-planted"
+    planted.mkdir(mode=0o777)
+    os.chown(planted, MALLORY, MALLORY)
+    found = local_root(str(common), "run")
+    assert found.parent.parent == common
+    assert found.parent not in (usual, planted)
+    assert foreign.owns(found.parent)
+    assert local_root(str(common), "run") == found, "the next agent finds the images"
+
+
+def test_no_core_is_left_of_what_holds_secrets_and_the_ranks_keep_their_limit() -> None:
+    code = (
+        "import resource as r; from jurymast.processes import allow_core, leave_no_core as l\n"
+        "before = r.getrlimit(r.RLIMIT_CORE); was = l(); now = r.getrlimit(r.RLIMIT_CORE); allow_core(was)\n"
+        "print(now[0], r.getrlimit(r.RLIMIT_CORE) == before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "True"]

@@ -174,3 +174,17 @@ def job(tmp_path: Path) -> RunDirectory:
     more = {"spares": 1, "ranks_per_node": 2, "script": "job.sbatch", "batch": True}
     directory.plan_file.write_text(json.dumps({**plan, **more}))
     return directory
+
+
+def test_what_the_parts_told_each_other_does_not_stay(tmp_path: Path) -> None:
+    """Their variables may be secrets."""
+    for node in ("n1", "n2"):
+        folder, _ = join(tmp_path / "t", Part(("torchrun",), node, {"TOKEN": "secret"}, 1), 2)
+    parts = gather(folder, 2)
+    assert parts is not None
+    assert [part.environment for part in parts] == [{"TOKEN": "secret"}] * 2
+    assert not [path for path in folder.iterdir() if "secret" in path.read_text()]
+    later, number = join(tmp_path / "t", Part(("torchrun",), "n1", {"TOKEN": "secret"}, 1), 2)
+    assert (later != folder, number) == (True, 0), "it belongs to another training"
+    assert gather(later, 2, 0.0) is None
+    assert not [path for path in later.iterdir() if "secret" in path.read_text()]

@@ -48,6 +48,7 @@ from jurymast.core.nodes.silence import beat_every_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import never
 from jurymast.foreign import check_private
+from jurymast.processes import leave_no_core
 from jurymast.rundir import RunDirectory
 from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of
 
@@ -87,7 +88,9 @@ def remove_abandoned() -> None:
             os.close(lock)
 
 
-def host_plan(plan: RunPlan, run_directory: Path, temporary: Path) -> dict[str, object]:
+def host_plan(
+    plan: RunPlan, run_directory: Path, temporary: Path, core_bytes: int
+) -> dict[str, object]:  # fmt: skip
     """Return the torchrun host's plan: see `worker.elastic.serve`."""
     return {
         "run": plan.run, "nodes": plan.nodes, "ranks": plan.ranks_per_node,
@@ -95,7 +98,7 @@ def host_plan(plan: RunPlan, run_directory: Path, temporary: Path) -> dict[str, 
         "directory": plan.working_directory, "run_directory": str(run_directory),
         "temporary": str(temporary), "grace_s": plan.settings.stop_grace_s,
         "warm": plan.settings.warm_start, "batch": plan.batch, "tasks": plan.tasks,
-        "program": plan.program, "gpus": plan.gpus_per_task,
+        "program": plan.program, "gpus": plan.gpus_per_task, "core_bytes": core_bytes,
     }  # fmt: skip
 
 
@@ -168,6 +171,7 @@ class Agent:
         )  # fmt: skip
         self._driver = Driver(self._machine, self._carry_out)
         self._temporary, self._lock = own_temporary_directory()
+        self._core_bytes = leave_no_core()
         self._strangers = Strangers(_note)
         self._memory = RankMemory(plan.ranks_per_node)
         self._watch = RankWatch(self._memory, plan.settings.heartbeat_s, plan.program)
@@ -333,7 +337,7 @@ class Agent:
     # The ranks and their host.
 
     async def _start_host(self) -> None:
-        plan = host_plan(self._plan, self._directory.root, self._temporary)
+        plan = host_plan(self._plan, self._directory.root, self._temporary, self._core_bytes)
         self._host = await HostProcess.start(
             plan, self._environment(), self._host_said, self._host_ended, self._driver.fail
         )

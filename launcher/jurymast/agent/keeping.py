@@ -7,6 +7,8 @@ import asyncio
 import math
 import os
 import signal
+import tempfile
+import threading
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from jurymast import background
+from jurymast import background, foreign
 from jurymast.child import Child
 from jurymast.core import messages as msg
 from jurymast.core import within
@@ -323,10 +325,30 @@ def lent_image(loan: Loan) -> orders.ImageAt:
     )
 
 
+# A local disk that does not answer must not keep an agent from starting.
+LOCAL_DISK_LIMIT_S = 5.0
+
+
 def local_root(path: str, run: str) -> Path:
-    """Return the directory of this run's images on a node's own disk, which no other user's name can
-    collide with."""
-    return Path(os.path.expandvars(path)) / f"jurymast-{os.getuid()}" / run
+    """Return the directory of this run's images on a node's own disk. If another user has taken the usual
+    name, it is one with a name that nobody can foresee, which is found again."""
+    disk = Path(os.path.expandvars(path))
+    usual = disk / f"jurymast-{os.getuid()}"
+    chosen = [usual]
+
+    def choose() -> None:
+        try:
+            if foreign.owns(usual) or not os.path.lexists(usual):
+                return
+            mine = [place for place in foreign.found(disk, f"{usual.name}-*") if foreign.owns(place)]
+            chosen[0] = min(mine) if mine else Path(tempfile.mkdtemp(prefix=f"{usual.name}-", dir=disk))
+        except OSError:
+            pass  # the first write reports it
+
+    thread = threading.Thread(target=choose, daemon=True)
+    thread.start()
+    thread.join(LOCAL_DISK_LIMIT_S)
+    return chosen[0] / run
 
 
 def own_domain() -> str:

@@ -47,7 +47,7 @@ class Allocation:
     def load(cls, directory: RunDirectory) -> Allocation:
         """Return the run's saved allocation. Raises RunDirectoryError if there is none."""
         try:
-            return msgspec.convert(foreign.load(directory.allocation_file), cls)
+            return msgspec.convert(foreign.load(directory.allocation_file, foreign.PLAN_BYTES_MAX), cls)
         except (OSError, ValueError) as error:
             raise RunDirectoryError(f"cannot read {directory.allocation_file}: {error}") from error
 
@@ -174,7 +174,7 @@ def submit_local(run_directory: str) -> int:
 def local_process(run: RunDirectory) -> psutil.Process | None:
     """The run's batch process if it still runs on this machine."""
     try:
-        record: dict[str, Any] = foreign.load(run.submission / "local.json")
+        record: dict[str, Any] = foreign.load(run.submission / "local.json", foreign.NOTE_BYTES_MAX)
         pid = int(record["pid"])
         here = record.get("host") == socket.gethostname() and is_running(pid, float(record["started"]))
         return psutil.Process(pid) if here else None

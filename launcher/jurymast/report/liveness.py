@@ -231,7 +231,7 @@ def _written_at(path: Path) -> float:
 
 def _local(directory: RunDirectory) -> Liveness:
     try:
-        record = foreign.load(directory.submission / "local.json")
+        record = foreign.load(directory.submission / "local.json", foreign.NOTE_BYTES_MAX)
         pid, host = int(record["pid"]), record.get("host")
     except (OSError, ValueError, KeyError, TypeError):
         return Liveness("unknown", "slurm/local.json cannot be read")

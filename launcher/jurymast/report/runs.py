@@ -64,7 +64,7 @@ def _ended_long_ago(directory: RunDirectory) -> bool:
     """Reads the supervisor's outcome, not the journal."""
     path = directory.root / "outcome.json"
     try:
-        ended = foreign.load(path)["state"] in ("succeeded", "failed", "cancelled")
+        ended = foreign.load(path, foreign.PLAN_BYTES_MAX)["state"] in ("succeeded", "failed", "cancelled")
         return ended and time.time() - foreign.status(path).st_mtime > ENDED_SHOWN_S
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -283,7 +283,11 @@ class ObjectStore:
             target.unlink(missing_ok=True)
             with self._files.open(path, "rb", block_size=PART_BYTES, cache_type="readahead") as source:
                 with NewFile(target) as file:
-                    while data := source.read(PART_BYTES):
+                    left = record.size_bytes
+                    while data := source.read(min(PART_BYTES, left + 1)):
+                        left -= len(data)
+                        if left < 0:  # somebody changed it: nothing more of it is fetched
+                            raise StorageFailure(f"{path} is longer than what was uploaded")
                         found.update(data)
                         file.write(memoryview(data))
                         job.wrote(len(data))

@@ -24,7 +24,7 @@ from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.errors import JurymastError, RunDirectoryError
 from jurymast.jobs import run_command
 from jurymast.journal import JournalWriter, events, first_events, read
-from jurymast.processes import log_as
+from jurymast.processes import leave_no_core, log_as
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.supervisor import Hold, Supervisor, allow_files
 from jurymast.wire.endpoint import claim, claim_epoch
@@ -142,6 +142,7 @@ def serve(
     """Run one epoch and return the process's exit code; see `supervise`."""
     gc.set_threshold(NEW_OBJECTS, YOUNG_LOOKS, OLD_LOOKS)
     log_as("supervisor")
+    leave_no_core()
     log.info("pid %d", os.getpid())
     try:
         allocation = known_allocation(directory)

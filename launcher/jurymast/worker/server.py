@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jurymast.processes import die_with_parent, name_process
+from jurymast.processes import allow_core, die_with_parent, name_process
 from jurymast.worker import preload, rank
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
@@ -141,6 +141,7 @@ class ForkServer:
     def serve(self) -> None:
         """Serve until the host ends, then end with its exit code. Returns only in ranks."""
         die_with_parent()
+        allow_core(self._plan["core_bytes"])  # the ranks' is the user's
         # A signal sent to the whole job must not end the server. The agent decides when it ends.
         for number in (*rank.AS_BY_DEFAULT, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
