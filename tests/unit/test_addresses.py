@@ -16,6 +16,7 @@ import pytest
 from jurymast.agent.agent import local_address
 from jurymast.cluster.allocation import announced_by, listen, loopback
 from jurymast.core.messages import Launch
+from jurymast.wire import addresses
 from jurymast.wire.addresses import ADDRESS_VARIABLE, is_up, listen_at, listen_at_each, listens_at_all
 from jurymast.worker.agent_pipe import AgentPipe
 
@@ -161,3 +162,18 @@ def test_a_store_is_made_only_where_rank_0_is(rank: int, monkeypatch: pytest.Mon
         assert elsewhere.get("a") == b"b"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HOME, pipe.port), 5.0)
+
+
+def test_an_address_is_told_as_one_can_listen_at_it() -> None:
+    with (
+        addresses.listen_at_all() as listener,
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1])),
+    ):
+        accepted, peer = listener.accept()
+        with accepted:
+            ours = addresses.plain(accepted.getsockname()[0])
+            assert (ours, addresses.plain(peer[0])) == ("127.0.0.1", "127.0.0.1")
+            addresses.listen_at(ours).close()
+    assert [addresses.plain(address) for address in ("10.0.0.1", "::1", "fe80::ffff:1")] == [
+        "10.0.0.1", "::1", "fe80::ffff:1",
+    ]  # fmt: skip

@@ -50,7 +50,7 @@ from jurymast.errors import never
 from jurymast.foreign import check_private
 from jurymast.processes import leave_no_core
 from jurymast.rundir import RunDirectory
-from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of
+from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of, plain
 
 # The nodes of an attempt, for ranks of a batch script: some scripts take the first for rank 0's node.
 SLURM_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
@@ -140,7 +140,7 @@ def local_address(host: str, port: int) -> str:
         try:
             with socket.socket(family, kind, number) as probe:
                 probe.connect(place)
-                return str(probe.getsockname()[0])
+                return plain(str(probe.getsockname()[0]))
         except OSError:
             continue
     return ""

@@ -12,10 +12,17 @@ import psutil
 # Connections that the kernel holds until they are accepted; net.core.somaxconn limits this.
 BACKLOG = 4096
 ANY, ANY_V6 = "0.0.0.0", "::"
+MAPPED = "::ffff:"
 # A port that is free at one address may be taken at another.
 PORTS_TRIED = 50
 # Tells processes of a node the address at which other nodes reach it.
 ADDRESS_VARIABLE = "JURYMAST_ADDRESS"
+
+
+def plain(address: str) -> str:
+    """`address` as others are to be told it. A socket for both kinds has IPv4 addresses in IPv6's form
+    (::ffff:10.0.0.1), at which nobody can listen."""
+    return address.removeprefix(MAPPED) if "." in address else address
 
 
 def interface_of(address: str) -> str:

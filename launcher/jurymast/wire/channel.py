@@ -30,7 +30,7 @@ from jurymast.core.messages import Accepted, Ask, Condition, Declined, Strange, 
 from jurymast.errors import AuthenticationError, JurymastError, ProtocolError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, protocol
-from jurymast.wire.addresses import BACKLOG
+from jurymast.wire.addresses import BACKLOG, plain
 from jurymast.wire.endpoint import Endpoint, find
 from jurymast.wire.protocol import HANDSHAKE_LIMIT_S, Frames, Handshake
 
@@ -211,7 +211,7 @@ def _address(ask: Callable[[], Any]) -> str:
         known = ask()
     except OSError:  # the connection has ended
         return "somewhere"
-    return str(known[0]) if known else "somewhere"
+    return plain(str(known[0])) if known else "somewhere"
 
 
 class Listener:
