@@ -20,7 +20,7 @@ from jurymast.errors import ClusterUnavailableError, RunDirectoryError, Submissi
 from jurymast.interpreter import run_module
 from jurymast.jobs import is_running, job_fields, run_command
 from jurymast.rundir import RunDirectory, write_atomically, write_json
-from jurymast.wire.addresses import is_up, listen_at_each, listens_at_all
+from jurymast.wire.addresses import is_up, listen_at_each, listens_at_all, plain
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def own_addresses() -> list[str]:
     found: list[str] = []
     try:
         found += [
-            str(info[4][0])
+            plain(str(info[4][0]))
             for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         ]
     except OSError:
