@@ -39,7 +39,7 @@ from testcluster.faults import Fault
 
 DIRECTORY = Path("/var/lib/jurymast-bench-takeover")
 NODES = ACTIVE + 1
-SUPERVISOR, AGENT = r"-m jurymast\.supervisor ", r"-m jurymast\.agent "
+SUPERVISOR, AGENT = r" jurymast\.supervisor ", r" jurymast\.agent "
 START_LIMIT_S, LIMIT_S = 120.0, 120.0
 SETTLE_S = 8.0  # the heir has its process ready by then
 # Where nothing is to be noticed, steps are watched for so long around the fault.

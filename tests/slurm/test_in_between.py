@@ -84,7 +84,7 @@ def saved_more(run: SlurmRun) -> RunState:
 def kill_supervisor(run: SlurmRun) -> None:
     """And wait for the one that its batch process starts in its place."""
     state = run.state()
-    run.cluster.fault("kill", state.host, match=r"-m jurymast\.supervisor ", signal="KILL")
+    run.cluster.fault("kill", state.host, match=r" jurymast\.supervisor ", signal="KILL")
     run.wait("another supervisor", lambda s: s.epoch > state.epoch)
 
 
