@@ -18,7 +18,7 @@ import pytest
 
 from jurymast_site import sweep as sweeping
 from jurymast_site.config import Config, ConfigError, load
-from jurymast_site.guard import NotRoots, require_program, require_roots
+from jurymast_site.guard import NotRoots, require_program, require_roots, require_tree
 from jurymast_site.sweep import Process, end, orphans, processes, stale_files, sweep, users_with_jobs
 from jurymast_site.system import Failed, Log, state_directory
 from support.waiting import wait_until
@@ -152,6 +152,22 @@ def test_a_file_that_root_gives_its_program_is_roots(tmp_path: Path) -> None:
         require_program(["/usr/bin/env", str(script)])
 
 
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o775])
+def test_what_is_missing_where_others_could_make_it_is_not_roots(tmp_path: Path, mode: int) -> None:
+    """The target of a link in root's tree, or a file that root's program is given."""
+    common = tmp_path / "common"
+    common.mkdir()
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "module.py").symlink_to(common / "missing.py")
+    require_tree(str(tmp_path / "tree"))
+    require_program(["/usr/bin/env", str(common / "missing.py")])
+    common.chmod(mode)
+    with pytest.raises(NotRoots, match="can"):
+        require_tree(str(tmp_path / "tree"))
+    with pytest.raises(NotRoots, match="can"):
+        require_program(["/usr/bin/env", str(common / "missing" / "probe.py")])
+
+
 def test_links_that_lead_in_a_circle_end(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
@@ -212,6 +228,28 @@ def test_users_with_a_job_are_left_alone(tmp_path: Path, started: list[subproces
     assert not list(orphans(inside, busy, MIN_UID))
     held = [replace(process, cgroup="0::/system.slice/slurmstepd.scope/job_7/step_0\n") for process in found]
     assert users_with_jobs(held) >= {STRAY, BUSY}
+
+
+def nested(pid: int, parent: int, uid: int = STRAY, name: str = "sh") -> Process:
+    return Process(pid=pid, uid=uid, parent=parent, name=name, cgroup="0::/", started=1, age_s=100.0)
+
+
+def test_processes_nested_very_deeply_are_looked_at_once() -> None:
+    """One step for each above it would be 2e10 of them, and the sweep would hold the next job up."""
+    deep = 200_000
+    chain = [nested(pid, pid - 1) for pid in range(2, deep)]
+    for found in (chain, chain[::-1]):
+        assert users_with_jobs(found) == set()
+        assert users_with_jobs([*found, nested(1, 0, 0, "slurmstepd")]) == {0, STRAY}
+
+
+def test_descent_is_found_whatever_the_order_and_ends_in_a_circle() -> None:
+    step = nested(10, 1, 0, "slurmstepd")
+    jobs = [nested(11, 10, BUSY), nested(12, 11, BUSY)]
+    circle = [nested(20, 21), nested(21, 20), nested(30, 30), nested(31, 10, STRAY + 5, "slurmstepd")]
+    for found in ([step, *jobs, *circle], [*circle, *jobs[::-1], step]):
+        assert users_with_jobs(found) == {0, BUSY, STRAY + 5}
+    assert users_with_jobs([nested(5, 4, STRAY, "slurmstepd"), nested(6, 5)]) == set(), "not root's"
 
 
 def test_strays_end_also_those_that_will_not(started: list[subprocess.Popen[bytes]]) -> None:

@@ -28,7 +28,12 @@ def require_roots(path: str) -> str:
             reached = os.path.dirname(reached)
             continue
         here = os.path.join(reached, name)
-        status = os.lstat(here)
+        try:
+            status = os.lstat(here)
+        except FileNotFoundError:
+            if os.lstat(reached).st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # sticky or not, they may make it
+                raise NotRoots(f"{here}: it is missing, and users other than root can make it") from None
+            raise
         _check(here, status)
         if not stat.S_ISLNK(status.st_mode):
             reached = here
@@ -69,8 +74,11 @@ def require_program(command: "list[str] | tuple[str, ...]") -> None:
     """Raise NotRoots unless only root can change this program, the files among its arguments, and, if it is a
     Python or runs in one, what that imports by itself. Raises OSError."""
     for word in command:
-        if word.startswith("/") and os.path.lexists(word):
-            require_roots(word)
+        if word.startswith("/"):
+            try:
+                require_roots(word)
+            except FileNotFoundError:
+                pass  # root alone can make it; a program that is missing is reported by who runs it
     interpreter = _interpreter(command[0])
     if interpreter:
         require_roots(interpreter)

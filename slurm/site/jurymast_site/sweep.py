@@ -14,7 +14,7 @@ import re
 import signal
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,14 +139,27 @@ def users_with_jobs(found: Iterable[Process]) -> set[int]:
     """The users with a process that descends from a slurmstepd, or is in one of Slurm's cgroups."""
     by_pid = {process.pid: process for process in found}
     users = set()
+    known: dict[int, bool] = {}  # by pid: anybody can nest thousands of processes, and each is looked at once
     for process in by_pid.values():
-        above: Process | None = process
-        # Any user's process may have this name; Slurm's runs as root.
-        while above is not None and not (above.uid == 0 and above.name.startswith("slurmstepd")):
-            above = by_pid.get(above.parent) if above.parent != above.pid else None
-        if above is not None or _OF_SLURM.search(process.cgroup):
+        if _descends_from_slurm(process, by_pid, known) or _OF_SLURM.search(process.cgroup):
             users.add(process.uid)
     return users
+
+
+def _descends_from_slurm(process: Process, by_pid: Mapping[int, Process], known: dict[int, bool]) -> bool:
+    above: Process | None = process
+    way: list[int] = []
+    answer = False
+    while above is not None:
+        # Any user's process may have this name; Slurm's runs as root.
+        if above.pid in known or (above.uid == 0 and above.name.startswith("slurmstepd")):
+            answer = known.get(above.pid, True)
+            break
+        known[above.pid] = False  # until more is known: pids that are used again may lead in a circle
+        way.append(above.pid)
+        above = by_pid.get(above.parent)
+    known.update(dict.fromkeys(way, answer))
+    return answer
 
 
 def orphans(found: Iterable[Process], busy: set[int], min_uid: int) -> Iterator[Process]:
