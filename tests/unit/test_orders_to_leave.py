@@ -217,7 +217,7 @@ def test_slurms_answer_to_a_repeated_signal_gives_back_the_time_that_there_is() 
     run = Leaving()
     preempted(run)
     sigterm(run)  # Slurm signals more than once
-    run.says("preempted", GRACE_S)
+    run.says("preempted", GRACE_S + KILL_WAIT_S)
     run.waits(KILL_WAIT_S + 20.0)
     assert not run.home
 
