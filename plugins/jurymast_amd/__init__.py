@@ -7,9 +7,12 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from jurymast.health.grant import Counts, may_open, named_in
 from jurymast.health.probe import HARDWARE, Context, Finding, Probe, Verdict, threshold
 from jurymast.health.readings import Gains, number, text
 
@@ -17,9 +20,22 @@ NAME = "amd"
 INTERVAL_S = 15.0
 VENDOR = "0x1002"
 HOUR_S = 3600.0
-# The first variable that is set counts: ROCm's own order of precedence.
-VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+# ROCr's variable chooses among the devices that the job may open, and HIP's (the first of these that is set)
+# among those that ROCr shows.
+ROCR = "ROCR_VISIBLE_DEVICES"
+HIP = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+KFD_NODES = "class/kfd/kfd/topology/nodes"
 BUSY_PERCENT = 50
+PCIE = "pcie"
+
+
+# (code, verdict, text for people)
+Found = tuple[str, Verdict, str]
+COUNTS = ("uncorrectable", "correctable", "deferred")
+
+
+class UnseenError(Exception):
+    """A file that could be read before cannot be read now."""
 
 
 @dataclass
@@ -34,6 +50,7 @@ class Gpu:
     deferred: dict[str, Gains] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)  # conditions that must last -> since when they have
     answered: bool = False
+    found: dict[str, list[Found]] = field(default_factory=dict)  # by check, when it last could look
 
     def held(self, what: str, holds: bool, now: float, limit_s: float) -> bool:
         """Whether the condition `what` has held without interruption for `limit_s` seconds."""
@@ -42,9 +59,35 @@ class Gpu:
             return False
         return now - self.since.setdefault(what, now) >= limit_s
 
+    def remember(self) -> Any:
+        """What another process needs to judge this GPU as this one would, as JSON, for `recall`."""
+        counts = {
+            kind: {block: gains.remember() for block, gains in getattr(self, kind).items()} for kind in COUNTS
+        }
+        found = {
+            check: [[code, verdict.value, said] for code, verdict, said in all_found]
+            for check, all_found in self.found.items()
+        }
+        return {
+            "name": self.name, "device": str(self.device), "counts": counts, "since": self.since,
+            "answered": self.answered, "found": found,
+        }  # fmt: skip
 
-# (code, verdict, text for people)
-Found = tuple[str, Verdict, str]
+    def recall(self, memory: Any) -> None:
+        """Go on where another process was. Raises KeyError, TypeError or ValueError for anything else than
+        what `remember` returned."""
+        self.name = str(memory["name"])
+        for kind in COUNTS:
+            for block, values in memory["counts"][kind].items():
+                getattr(self, kind).setdefault(block, Gains(HOUR_S)).recall(values)
+        self.since = {what: float(at) for what, at in memory["since"].items()}
+        self.answered = bool(memory["answered"])
+        self.found = {
+            check: [(str(code), Verdict(verdict), str(said)) for code, verdict, said in found]
+            for check, found in memory["found"].items()
+        }
+
+
 Check = Callable[[Gpu, Context, float], Iterator[Found]]
 
 
@@ -52,10 +95,14 @@ def errors(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
     """RAS counts of each block of the chip. ras/umc_err_count has "ue: 0", "ce: 3" and, for memory, "de: 0";
     newer files are ras/aca_umc and so on. The block xgmi_wafl is an xGMI link."""
     limit = threshold(context, "amd-correctable-errors")
-    for file in sorted((gpu.device / "ras").glob("*")):
-        block = file.name.removesuffix("_err_count").removeprefix("aca_")
-        if block == file.name:
-            continue
+    files = {
+        file.name.removesuffix("_err_count").removeprefix("aca_"): file
+        for file in sorted((gpu.device / "ras").glob("*"))
+        if file.name.endswith("_err_count") or file.name.startswith("aca_")
+    }
+    if gpu.uncorrectable.keys() - files.keys():
+        raise UnseenError("counts of errors are no longer there")
+    for block, file in files.items():
         said = re.findall(r"^(ue|ce|de): *(\d+)", text(file) or "", re.M)
         counts = {kind: int(count) for kind, count in said}
         code = "gpu-ecc" if block == "umc" else f"gpu-{block.replace('_', '-')}"
@@ -79,7 +126,10 @@ def errors(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
 def bad_pages(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
     """ras/gpu_vram_bad_pages has a line per page, "0x00000001 : 0x00001000 : R": R for retired, P for
     pending, F for failed."""
-    failed = re.findall(r": *F$", text(gpu.device / "ras/gpu_vram_bad_pages") or "", re.M)
+    said = text(gpu.device / "ras/gpu_vram_bad_pages")
+    if said is None and "bad_pages" in gpu.found:
+        raise UnseenError("the list of bad pages cannot be read")
+    failed = re.findall(r": *F$", said or "", re.M)
     if failed:
         what = f"{len(failed)} bad pages of memory could not be retired"
         yield "gpu-page-retirement-failed", Verdict.BAD, what
@@ -88,7 +138,7 @@ def bad_pages(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
 def temperature(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
     """hwmon's sensors (edge, junction, mem) in thousandths of a degree, with the limits at which the GPU
     throttles (crit) and at which it switches off (emergency)."""
-    limit_s = threshold(context, "amd-held-s")
+    limit_s, read = threshold(context, "amd-held-s"), {PCIE}
     for sensor in sorted(gpu.device.glob("hwmon/hwmon*/temp*_input")):
         stem = str(sensor).removesuffix("_input")
         label = text(Path(f"{stem}_label")) or Path(stem).name
@@ -96,6 +146,7 @@ def temperature(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
         emergency = number(Path(f"{stem}_emergency"))
         if value is None or not critical:
             continue
+        read.add(label)
         hot = gpu.held(label, value >= critical, now, limit_s)
         said = f"{label} at {value / 1000:.0f} C"
         if emergency and value >= emergency:
@@ -104,6 +155,8 @@ def temperature(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
         elif hot:
             what = f"{said}, the GPU throttles at {critical / 1000:.0f} C"
             yield "gpu-hot", Verdict.SUSPECT, what
+    if unread := gpu.since.keys() - read:
+        raise UnseenError(f"cannot be read any more: {', '.join(unread)}")
 
 
 def pcie(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
@@ -115,11 +168,13 @@ def pcie(gpu: Gpu, context: Context, now: float) -> Iterator[Found]:
         current = [value for device in way if (value := _link(device, f"current_link_{what}"))]
         able = [value for device in way if (value := _link(device, f"max_link_{what}"))]
         if not current or not able:
+            if any(found[0] == code for found in gpu.found.get("pcie", ())):
+                raise UnseenError(f"the {what} of its PCIe link cannot be read")
             continue
         lower = min(current) < min(able)
         if what == "speed":
             busy = (number(gpu.device / "gpu_busy_percent") or 0) >= BUSY_PERCENT
-            lower = gpu.held("pcie", lower and busy, now, threshold(context, "amd-held-s"))
+            lower = gpu.held(PCIE, lower and busy, now, threshold(context, "amd-held-s"))
         if lower:
             said = f"PCIe {what} {min(current):g}{unit} of {min(able):g}{unit}"
             yield code, Verdict.SUSPECT, f"{said}: transfers are slower than on a full link"
@@ -158,29 +213,62 @@ class AmdProbe:
         users: Mapping[str, str] = os.environ,
     ) -> None:
         self._context = context
-        self._visible = next((users[name] for name in VISIBLE if users.get(name)), "")
-        self.gpus = granted(gpus(sys), self._visible, dev)
+        units, known = units_of(sys)
+        own = openable(units, dev)
+        rocr = named_in(users.get(ROCR))
+        shown, found = chosen(own, rocr)
+        hip = next((named_in(users[name]) for name in HIP if users.get(name)), None)
+        seen, _ = chosen(shown, hip)
+        devices = list(dict.fromkeys(unit.device for unit in own))
+        self._counts = Counts(
+            granted=context.gpus, present=len({unit.device for unit in units}), openable=len(devices),
+            parts=len(own) if known else None, named=len(rocr or ()), found=found,
+        )  # fmt: skip
+        # Names of which none exists are a mistake of the user's; an empty list means no GPU.
+        wanted = {unit.device for unit in seen or shown or (own if rocr else ())}
+        self.gpus = [Gpu(f"gpu{number}", device) for number, device in enumerate(devices) if device in wanted]
+        if context.memory is not None:
+            self._recall(context.memory["gpus"])
+
+    def _recall(self, memory: Sequence[Any]) -> None:
+        """Go on where an earlier process was; GPUs that are gone since then are still looked for."""
+        there = {str(gpu.device): gpu for gpu in self.gpus}
+        for one in memory:
+            if one["device"] not in there:
+                self.gpus.append(Gpu(one["name"], Path(one["device"])))
+                there[one["device"]] = self.gpus[-1]
+            there[one["device"]].recall(one)
+
+    def remember(self) -> Any:
+        """The baselines, and what holds, of each GPU."""
+        return {"gpus": [gpu.remember() for gpu in self.gpus]}
 
     def look(self, now: float) -> Sequence[Finding]:
         found = [*self._count(now)]
         for gpu in self.gpus:
-            if not gpu.device.exists():
+            lost = not gpu.device.exists()
+            if lost:
                 found.append(self._finding(gpu.name, "gpu-lost", Verdict.BAD, "is no longer present", now))
-                continue
             for check in CHECKS:
-                for code, verdict, what in check(gpu, self._context, now):
+                if not lost:
+                    with suppress(UnseenError):  # what it found before still holds
+                        gpu.found[check.__name__] = list(check(gpu, self._context, now))
+                for code, verdict, what in gpu.found.get(check.__name__, ()):
                     found.append(self._finding(gpu.name, code, verdict, what, now))
         return found
+
+    @property
+    def missing(self) -> bool:
+        """Whether GPUs are there, but not as many as were granted."""
+        return self._counts.present > 0 and self._counts.missing() is not None
 
     def close(self) -> None:
         """Nothing to release."""
 
     def _count(self, now: float) -> Iterator[Finding]:
-        asked = len([part for part in self._visible.split(",") if part.strip()])
-        wanted = self._context.gpus if self._context.gpus is not None else asked
-        if len(self.gpus) < wanted:
-            what = f"{wanted} GPUs were granted, {len(self.gpus)} are present"
-            yield self._finding("", "gpu-missing", Verdict.BAD, what, now)
+        if missing := self._counts.missing():
+            verdict, what = missing
+            yield self._finding("", "gpu-missing", verdict, what, now)
 
     def _finding(self, device: str, code: str, verdict: Verdict, what: str, at: float) -> Finding:
         message = f"{device}: {what}" if device else what
@@ -196,30 +284,76 @@ def gpus(sys: Path) -> list[Path]:
     return sorted((device.resolve() for device in found), key=lambda device: device.name)
 
 
-def granted(found: Sequence[Path], visible: str, dev: Path) -> list[Gpu]:
-    """The job's GPUs, named gpu0, gpu1, ... as ROCm numbers them: those that the job's device cgroup lets it
-    open (all if there are no device files), and of these the ones in `visible`, given by number or by "GPU-"
-    and the unique id."""
-    own = [device for device in found if _may_open(device, dev)] or list(found)
-    wanted = [part.strip() for part in visible.split(",") if part.strip()]
-    numbered = [Gpu(f"gpu{number}", device) for number, device in enumerate(own)]
-    ids = {f"gpu-{text(gpu.device / 'unique_id') or ''}".lower(): gpu for gpu in numbered}
-    if not wanted:
-        return numbered
-    chosen = [ids.get(part.lower()) or _at(numbered, part) for part in wanted]
-    return [gpu for gpu in chosen if gpu is not None]
+@dataclass(frozen=True)
+class Unit:
+    """What ROCr counts as one device: a GPU, or a partition of one. `device`: its GPU's PCI device; `render`:
+    the names of its device files; `ids`: how variables may name it."""
+
+    device: Path
+    render: tuple[str, ...]
+    ids: frozenset[str] = frozenset()
 
 
-def _at(numbered: Sequence[Gpu], part: str) -> Gpu | None:
-    return numbered[int(part)] if part.isdigit() and int(part) < len(numbered) else None
+def units_of(sys: Path) -> tuple[list[Unit], bool]:
+    """All devices as ROCr numbers them, and whether partitions would be seen. They are the nodes of the KFD's
+    topology that have compute units; without a topology, only whole GPUs are seen."""
+    whole = gpus(sys)
+    at_addresses = {device.name: device for device in whole}
+    found = []
+    nodes = [node for node in (sys / KFD_NODES).glob("*") if node.name.isdigit()]
+    for node in sorted(nodes, key=lambda node: int(node.name)):
+        said = dict(re.findall(r"^(\w+) (\d+)$", text(node / "properties") or "", re.M))
+        device = at_addresses.get(_address(said))
+        if int(said.get("simd_count", 0)) and device is not None:
+            unique = int(said.get("unique_id", 0))
+            ids = frozenset({f"gpu-{unique:016x}"} if unique else ())
+            found.append(Unit(device, (f"renderD{said.get('drm_render_minor', '')}",), ids))
+    if found:
+        # Nodes that the job's device cgroup forbids cannot be read: their GPUs are there, but not the job's.
+        seen = {unit.device for unit in found}
+        return [*found, *(_whole(device) for device in whole if device not in seen)], True
+    undivided = bool(whole) and all(text(device / "current_compute_partition") == "SPX" for device in whole)
+    return [_whole(device) for device in whole], undivided
 
 
-def _may_open(device: Path, dev: Path) -> bool:
-    nodes = [dev / "dri" / node.name for node in (device / "drm").glob("renderD*")]
-    return any(os.access(node, os.R_OK | os.W_OK) for node in nodes)
+def _whole(device: Path) -> Unit:
+    render = tuple(sorted(node.name for node in (device / "drm").glob("renderD*")))
+    unique = text(device / "unique_id")
+    return Unit(device, render, frozenset({f"gpu-{unique}".lower()} if unique else ()))
+
+
+def _address(said: Mapping[str, str]) -> str:
+    """The PCI address in a node's properties: location_id is bus, device and function, with the number of
+    the partition above (kernel: amdkfd/kfd_topology.c)."""
+    where = int(said.get("location_id", 0)) & 0xFFFF
+    domain = int(said.get("domain", 0))
+    return f"{domain:04x}:{where >> 8:02x}:{where >> 3 & 0x1F:02x}.{where & 7}"
+
+
+def openable(units: Sequence[Unit], dev: Path) -> list[Unit]:
+    """Those that the job's device cgroup and its rights let it open; all if there are no device files."""
+    allowed = [may_open(*(dev / "dri" / name for name in unit.render)) for unit in units]
+    if all(one is None for one in allowed):
+        return list(units)
+    return [unit for unit, one in zip(units, allowed, strict=True) if one]
+
+
+def chosen(units: Sequence[Unit], words: Sequence[str] | None) -> tuple[list[Unit], int]:
+    """The units that `words` name, by number or by "GPU-" and the unique id (all if words is None); and how
+    many of the words name one."""
+    if words is None:
+        return list(units), 0
+    matching = [_named(units, word) for word in words]
+    return [unit for found in matching for unit in found], sum(map(bool, matching))
+
+
+def _named(units: Sequence[Unit], word: str) -> Sequence[Unit]:
+    if word.isdigit():
+        return units[int(word) : int(word) + 1]
+    return [unit for unit in units if word.lower() in unit.ids]
 
 
 def probe(context: Context) -> Probe | None:
-    """Return the probe; None on a machine without AMD GPUs."""
+    """Return the probe; None on a machine without AMD GPUs, and for a job that may open none."""
     made = AmdProbe(context)
-    return made if made.gpus else None
+    return made if made.gpus or made.missing else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from jurymast.health.probe import Verdict
 from jurymast.reference import recovery_action
@@ -30,6 +31,8 @@ LINK_FIELDS = (LINK_STATE, *LINK_ERRORS, *LINK_RECOVERIES, *LINK_FAILED_RECOVERI
 # nvmlClocksEventReason...
 SLOWDOWNS = {0x08: "hardware", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "power brake"}
 UNCORRECTED, VOLATILE, AGGREGATE = 1, 0, 1
+# Slowdowns and heat are judged over the last ten minutes.
+WINDOW_S = 600.0
 # States of nvmlGpuFabricInfo: 0 is "no fabric here".
 FABRIC_STATES = {1: "has not begun", 2: "is not finished"}
 FABRIC_COMPLETED = 3
@@ -47,25 +50,49 @@ FABRIC_BAD = (4,)  # shifts with the verdict bad
 @dataclass
 class Watched:
     """A GPU and what is remembered of it. `links_at_first`: its active NVLinks in the first look; `deaf`: why
-    its events cannot be received, "" if they can."""
+    its events cannot be received, "" if they can; `shared`: another job may have a part of it; `found`: the
+    problems that each check found when it last could look."""
 
     gpu: Gpu
     limit: Limit
     history: History = field(default_factory=History)
     links_at_first: frozenset[int] | None = None
     deaf: str = ""
+    shared: bool = False
+    found: dict[str, list[Problem]] = field(default_factory=dict)
+
+    def remember(self) -> Any:
+        """What another process needs to judge this GPU as this one would, as JSON, for `recall`."""
+        return {
+            "index": self.gpu.index, "name": self.gpu.name, "history": self.history.remember(),
+            "links": None if self.links_at_first is None else sorted(self.links_at_first),
+            "found": {check: [problem.to_json() for problem in found] for check, found in self.found.items()},
+        }  # fmt: skip
+
+    def recall(self, memory: Any) -> None:
+        """Go on where another process was. Raises KeyError, TypeError or ValueError for anything else than
+        what `remember` returned."""
+        self.gpu.name = str(memory["name"])
+        self.history.recall(memory["history"])
+        self.links_at_first = None if memory["links"] is None else frozenset(memory["links"])
+        self.found = {
+            check: [Problem.from_json(values) for values in found] for check, found in memory["found"].items()
+        }
 
 
 Check = Callable[[Watched, float], Iterator[Problem]]
 
 
 def attempt(name: str, check: Check, watched: Watched, at: float) -> tuple[list[Problem], bool]:
-    """(problems of the check or of its error; whether the GPU is gone). `at`: seconds since the epoch."""
+    """(problems of the check or of its error; whether the GPU is gone). If the check cannot look, what it
+    found before still holds. `at`: seconds since the epoch."""
     try:
-        return [*check(watched, at)], False
+        found = watched.found[name] = [*check(watched, at)]
     except NvmlError as error:
         problem = problem_of(error, name)
-        return [problem] if problem else [], error.value in GONE
+        before = watched.found.get(name, [])
+        return [problem, *before] if problem else [*before], error.value in GONE
+    return [*found], False
 
 
 def events(watched: Watched, at: float) -> Iterator[Problem]:
@@ -108,9 +135,10 @@ def ecc_sram(watched: Watched, at: float) -> Iterator[Problem]:
 def _uncorrectable(watched: Watched, gained: float, code: str, what: str) -> Iterator[Problem]:
     limit = watched.limit("gpu-ecc-uncorrectable")
     if gained and gained >= limit:
-        yield Problem(
-            code, Verdict.BAD, f"{gained:.0f} uncorrectable {what} since the first look (limit {limit:g})"
-        )
+        said = f"{gained:.0f} uncorrectable {what} since the first look (limit {limit:g})"
+        if watched.shared:
+            said += "; perhaps in a part of the GPU that is another job's"
+        yield Problem(code, Verdict.UNKNOWN if watched.shared else Verdict.BAD, said)
 
 
 def remapped_rows(watched: Watched, at: float) -> Iterator[Problem]:
@@ -247,7 +275,7 @@ def pcie_replays(watched: Watched, at: float) -> Iterator[Problem]:
 def throttling(watched: Watched, at: float) -> Iterator[Problem]:
     reasons = watched.gpu.ask("nvmlDeviceGetCurrentClocksEventReasons")
     why = [words for bit, words in SLOWDOWNS.items() if reasons & bit]
-    share, limit = watched.history.share("slow", bool(why), at, minutes=10), watched.limit("gpu-throttled")
+    share, limit = watched.history.share("slow", bool(why), at, WINDOW_S), watched.limit("gpu-throttled")
     if share and share >= limit:
         now = f"; now by {' and '.join(why)}" if why else ""
         yield Problem(
@@ -259,7 +287,7 @@ def throttling(watched: Watched, at: float) -> Iterator[Problem]:
 def temperature(watched: Watched, at: float) -> Iterator[Problem]:
     margin = watched.gpu.ask("nvmlDeviceGetMarginTemperature")
     hot = margin <= watched.limit("gpu-temperature-margin")
-    share, limit = watched.history.share("hot", hot, at, minutes=10), watched.limit("gpu-hot")
+    share, limit = watched.history.share("hot", hot, at, WINDOW_S), watched.limit("gpu-hot")
     if share and share >= limit:
         yield Problem(
             "gpu-hot", Verdict.SUSPECT,

@@ -34,7 +34,17 @@ class Problem:
     message: str
     kind: str = HARDWARE
 
+    def to_json(self) -> list[str]:
+        return [self.code, self.verdict.value, self.message, self.kind]
 
+    @classmethod
+    def from_json(cls, values: Sequence[str]) -> Problem:
+        """Read what `to_json` wrote. Raises ValueError for anything else."""
+        code, verdict, message, kind = values
+        return cls(code, Verdict(verdict), message, kind)
+
+
+LOST = Problem("gpu-lost", Verdict.BAD, "it has fallen off the bus, or cannot be reached for another reason")
 # Errors that mean a fault of the GPU or its driver, whichever call they come from.
 _SPEAKING = {
     pynvml.NVML_ERROR_INSUFFICIENT_POWER: Problem(
@@ -44,9 +54,7 @@ _SPEAKING = {
     pynvml.NVML_ERROR_CORRUPTED_INFOROM: Problem(
         "gpu-inforom", Verdict.SUSPECT, "its InfoROM is corrupted: flash it, or replace the GPU"
     ),
-    pynvml.NVML_ERROR_GPU_IS_LOST: Problem(
-        "gpu-lost", Verdict.BAD, "it has fallen off the bus, or cannot be reached for another reason"
-    ),
+    pynvml.NVML_ERROR_GPU_IS_LOST: LOST,
     pynvml.NVML_ERROR_RESET_REQUIRED: Problem("gpu-reset-required", Verdict.BAD, "it needs a reset"),
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: Problem(
         "driver-mismatch", Verdict.BAD,
@@ -94,6 +102,16 @@ def address(handle: Any) -> int:
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
+def bus_of(handle: Any) -> str:
+    """A GPU's PCI address; "" if it cannot be seen. Raises NvmlError if the GPU is broken."""
+    try:
+        return str(pynvml.nvmlDeviceGetPciInfo(handle).busId)
+    except NvmlError as error:
+        if error.value not in _SILENT:
+            raise
+        return ""
+
+
 class Gpu:
     """One GPU. `index` is NVML's, as in nvidia-smi; `trace`, if it is a list, collects all answers as
     text."""
@@ -113,11 +131,7 @@ class Gpu:
         """Find the GPU, and which of these fields it has; `link_fields` are for each NVLink. Raises
         NvmlError."""
         handle = pynvml.nvmlDeviceGetHandleByIndex(self.index)
-        try:
-            self.bus = str(pynvml.nvmlDeviceGetPciInfo(handle).busId)
-        except NvmlError as error:
-            if error.value not in _SILENT:
-                raise
+        self.bus = bus_of(handle)
         self._want(handle, [(LINK_COUNT, 0)])
         self.read_fields()
         code, number = self._values.get((LINK_COUNT, 0), NOT_THERE)

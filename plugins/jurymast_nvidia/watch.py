@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pynvml
 
-from jurymast.health.probe import Context, Finding, Verdict, threshold, xid_finding
+from jurymast.health.grant import Counts
+from jurymast.health.probe import Context, Finding, Verdict, doubtful, threshold, xid_finding
 from jurymast.reference import recovery_action
 from jurymast_nvidia import checks, nvml, visible
 from jurymast_nvidia.checks import RECOVERY_ACTION, Watched
-from jurymast_nvidia.nvml import Gpu, NvmlError, Problem
+from jurymast_nvidia.nvml import LOST, Gpu, NvmlError, Problem
 
 NAME = "nvidia"
 BATCH_S = 15.0
@@ -24,6 +25,7 @@ XID = pynvml.nvmlEventTypeXidCriticalError
 XID_RECOVERY_ACTION = 154
 # Xids are reported as they are. The other events only trigger the next batch of checks, which finds their
 # cause.
+WHOLE_GPU = 0xFFFFFFFF  # instead of the number of a GPU instance (MIG)
 EVENTS = XID | 0x2 | 0x4000 | 0x8000  # double-bit ECC error, GPU unavailable, recovery action
 
 
@@ -31,7 +33,9 @@ class NvidiaProbe:
     """Looks at the job's GPUs; created after `nvml.start`. `gpus` are the job's; `expected` is how many it
     should have, 0 if that is not known.
 
-    Raises NvmlError if the GPUs cannot be counted.
+    What is remembered of a GPU belongs to its PCI address: the driver's numbers change when a GPU is gone.
+    Raises NvmlError if the GPUs cannot be counted, and KeyError, TypeError or ValueError if the context's
+    memory is not what `remember` returned.
     """
 
     name = NAME
@@ -44,10 +48,41 @@ class NvidiaProbe:
         self._due = 0.0
         self._events: Any = None
         self._waiting_failed = False
-        indices, named = self._find()
-        self.expected = (context.gpus or 0) if named is None else named
-        self.gpus = [Watched(Gpu(index), partial(threshold, context)) for index in indices]
-        self._by_address: dict[int, Gpu] = {}
+        present, seen = pynvml.nvmlDeviceGetCount(), visible.openable()
+        choice = visible.of_this_job(seen, os.environ.get("CUDA_VISIBLE_DEVICES"), context.gpus)
+        self._counts = Counts(
+            granted=context.gpus, present=present, openable=len(seen), parts=visible.parts(seen),
+            named=choice.named, found=choice.found,
+        )  # fmt: skip
+        self.expected = choice.named or context.gpus or 0
+        self._own = {chosen.index: chosen.instances for chosen in choice.gpus}
+        limit = partial(threshold, context)
+        self.gpus = [Watched(Gpu(chosen.index), limit, shared=not chosen.alone) for chosen in choice.gpus]
+        self._by_address: dict[int, Watched] = {}
+        self._memory: dict[str, Any] = {}  # by PCI address
+        self._gone: dict[str, Watched] = {}  # GPUs of an earlier process that are no longer listed
+        if context.memory is not None:
+            self._recall(dict(context.memory["gpus"]), {gpu.index: gpu.bus for gpu in seen})
+
+    def _recall(self, memory: dict[str, Any], addresses: Mapping[int, str]) -> None:
+        """Go on where an earlier process was. `addresses`: of GPUs, by their number now."""
+        numbers = {int(one["index"]): address for address, one in memory.items()}
+        for watched in self.gpus:
+            # One that does not answer is the one that had its number.
+            address = addresses[watched.gpu.index] or numbers.get(watched.gpu.index, "")
+            if address in memory:
+                watched.recall(memory[address])
+                self._memory[address] = memory.pop(address)
+        for address, one in memory.items():
+            gone = self._gone[address] = Watched(Gpu(int(one["index"])), partial(threshold, self._context))
+            gone.recall(one)
+            gone.gpu.bus = address
+            self._memory[address] = one
+        self.expected = max(self.expected, len(self._memory))
+
+    def remember(self) -> Any:
+        """The baselines, and what holds, of each GPU by its PCI address."""
+        return {"gpus": self._memory}
 
     def look(self, now: float) -> Sequence[Finding]:
         events = [*self._new_events(now)]
@@ -62,25 +97,14 @@ class NvidiaProbe:
                 pynvml.nvmlEventSetFree(self._events)
             nvml.stop()
 
-    # Which GPUs.
-
-    def _find(self) -> tuple[list[int], int | None]:
-        reachable = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                pynvml.nvmlDeviceGetHandleByIndex(index)
-            except NvmlError as error:
-                if error.value == pynvml.NVML_ERROR_NO_PERMISSION:
-                    continue
-            reachable.append(index)
-        return visible.of_this_job(reachable, os.environ.get("CUDA_VISIBLE_DEVICES"), _uuid)
+    # Reaching GPUs.
 
     def _reach(self, watched: Watched, at: float) -> Iterator[Problem]:
         """Read the fields for the following checks, which raises NvmlError for a GPU that is gone."""
         gpu = watched.gpu
         if gpu.handle is None:
             gpu.open(checks.FIELDS, checks.LINK_FIELDS)
-            self._by_address[nvml.address(gpu.handle)] = gpu
+            self._by_address[nvml.address(gpu.handle)] = watched
             watched.deaf = self._listen(gpu)
         gpu.read_fields()
         yield from ()
@@ -112,15 +136,27 @@ class NvidiaProbe:
                 return
             self._due = now
             if event.eventType & XID:
-                gpu = self._by_address.get(nvml.address(event.device))
-                code = int(event.eventData)
-                if gpu is None:
-                    yield xid_finding(code, "", "", now, self._context)
-                    continue
-                text = f"PCI {gpu.bus}"
-                if code == XID_RECOVERY_ACTION:
-                    text += f", GPU recovery action changed to {_recommended(gpu)}"
-                yield xid_finding(code, gpu.name, text, now, self._context)
+                finding = self._xid(event, now)
+                if finding is not None:
+                    yield finding
+
+    def _xid(self, event: Any, now: float) -> Finding | None:
+        """The finding for one event; None if it concerns another job's part of a GPU."""
+        watched = self._by_address.get(nvml.address(event.device))
+        code = int(event.eventData)
+        if watched is None:
+            said = xid_finding(code, "", "", now, self._context)
+            return doubtful(said, "the driver does not say which GPU it concerns")
+        gpu, own = watched.gpu, self._own.get(watched.gpu.index)
+        text = f"PCI {gpu.bus}"
+        if code == XID_RECOVERY_ACTION:
+            text += f", GPU recovery action changed to {_recommended(gpu)}"
+        finding = xid_finding(code, gpu.name, text, now, self._context)
+        if event.gpuInstanceId == WHOLE_GPU or own is None:
+            return finding
+        if own:
+            return finding if event.gpuInstanceId in own else None
+        return doubtful(finding, "it concerns a part of the GPU that may be another job's")
 
     # The batch.
 
@@ -144,20 +180,28 @@ class NvidiaProbe:
     def _problems(self, now: float) -> Iterator[tuple[str, str, Problem]]:
         """(device, PCI address, problem), the worst first if a code has several."""
         yield from (("", "", problem) for problem in self._count_gpus())
-        for watched in self.gpus:
-            found = self._check(watched, now)
+        for watched in (*self.gpus, *self._gone.values()):
+            if watched.gpu.bus in self._gone:
+                found = [LOST, *(problem for before in watched.found.values() for problem in before)]
+            else:
+                found = self._check(watched, now)
             found.sort(key=lambda problem: problem.verdict is not Verdict.BAD)
             yield from ((watched.gpu.name, watched.gpu.bus, problem) for problem in found)
         yield from self._compare_links()
 
     def _check(self, watched: Watched, now: float) -> list[Problem]:
-        """Run all checks of one GPU; if it is gone, the rest is skipped."""
+        """Run all checks of one GPU; if it is gone, what the rest found before still holds."""
         found: list[Problem] = []
+        gone = False
         for name, check in (("GPU", self._reach), *checks.CHECKS):
+            if gone:
+                found += watched.found.get(name, [])
+                continue
             problems, gone = checks.attempt(name, check, watched, now)
             found += problems
-            if gone or watched.gpu.handle is None:
-                break
+            gone = gone or watched.gpu.handle is None
+        if watched.gpu.bus:
+            self._memory[watched.gpu.bus] = watched.remember()
         return found
 
     def _count_gpus(self) -> Iterator[Problem]:
@@ -168,12 +212,15 @@ class NvidiaProbe:
             problem = nvml.problem_of(error, "GPU count")
             yield from [problem] if problem else []
             return
-        seen = len(self.gpus)
-        if seen < self.expected:
-            yield Problem(
-                "gpu-missing", Verdict.BAD, f"{seen} of {self.expected} GPUs granted here are present"
-            )
+        missing = self._counts.missing()
+        if missing is not None:
+            yield Problem("gpu-missing", *missing)
         elif self.gpus and there <= max(watched.gpu.index for watched in self.gpus):
+            yield Problem(
+                "gpu-missing", Verdict.BAD, f"only {there} of the GPUs present at the start are left"
+            )
+        elif self._gone:
+            there = self.expected - len(self._gone)
             yield Problem(
                 "gpu-missing", Verdict.BAD, f"only {there} of the GPUs present at the start are left"
             )
@@ -197,10 +244,3 @@ def _recommended(gpu: Gpu) -> str:
     except NvmlError as error:
         return f"one that cannot be read ({error})"
     return f"{action:#x} ({recovery_action(action).words})"
-
-
-def _uuid(index: int) -> str:
-    try:
-        return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
-    except NvmlError:
-        return ""

@@ -67,10 +67,8 @@ class Watched:
     def said_last(self, code: tuple[str, str, str]) -> bool:
         return self.codes()[-1:] == [code]
 
-    def child(self) -> psutil.Process:
-        child = self.watcher._child
-        assert child is not None
-        return psutil.Process(child.pid)
+    def child(self, name: str) -> psutil.Process:
+        return psutil.Process(self.watcher._children[name].pid)
 
 
 def watch(watched: Watched, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -138,7 +136,12 @@ def test_a_probe_that_hangs_twice_is_a_finding_and_the_others_go_on(
     async def work() -> None:
         await watched.until("first child", lambda: package.looks(name) == ["hang"])
         os.kill(package.pid(name), 15)  # deaf to it, and hangs on
-        await watched.until("verdict", lambda: len(package.looks("other")) > 2)
+        await watched.until("look of the other", lambda: len(package.looks("other")) > 2)
+        other = package.pid("other")
+        await watched.until("verdict", lambda: (name, "driver-wedged", verdict) in watched.codes())
+        seen = len(package.looks("other"))
+        await watched.until("look of the other", package.looked_more, "other", seen)
+        assert package.pid("other") == other
 
     watch(watched, work)
     assert {*package.looks(name)} == {"hang"}
@@ -206,7 +209,7 @@ def test_a_child_that_survives_sigkill_is_a_finding_at_once(acme: Callable[..., 
         await watched.until("hang", lambda: package.looks("nvidia"))
         (freezer / "cgroup.procs").write_text(str(package.pid("nvidia")))
         (freezer / "freezer.state").write_text("FROZEN")
-        await watched.until("look of a fresh child", lambda: package.looks("other"))
+        await watched.until("verdict", lambda: watched.told)
         assert psutil.pid_exists(package.pid("nvidia"))
         (freezer / "freezer.state").write_text("THAWED")
         await watched.until("end", lambda: not psutil.pid_exists(package.pid("nvidia")))
@@ -236,7 +239,9 @@ def test_a_probe_that_crashes_the_child_is_left_out_and_blames_no_node(acme: Cal
     package.tell("acme", "abort")
 
     async def work() -> None:
-        await watched.until("look of the other", lambda: len(package.looks("other")) > 2)
+        await watched.until("verdict", lambda: watched.told)
+        seen = len(package.looks("other"))
+        await watched.until("look of the other", package.looked_more, "other", seen)
 
     watch(watched, work)
     assert package.looks("acme") == ["abort", "abort"]
@@ -251,7 +256,7 @@ def test_a_child_that_somebody_kills_is_replaced_and_blames_nothing(acme: Callab
         for _ in range(2):
             await watched.until("look", lambda: package.looks("acme"))
             before = package.pid("acme")
-            watched.child().kill()
+            watched.child("acme").kill()
             await watched.until("fresh child", package.has_other_pid, "acme", before)
 
     watch(watched, work)
@@ -268,6 +273,115 @@ def test_children_that_never_answer_end_in_a_note(
     asyncio.run(watched.watcher.run())
     assert watched.codes() == [("health", "no-probes", "unknown")]
     assert "No such file" in watched.told[0].message
+
+
+GAINED = ("kept", "acme-gained", "bad")
+
+
+def replaced(package: Acme, watched: Watched, name: str, how: str) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Ends the process of a probe, by `how`, and waits for a look of the next one, which finds nothing."""
+
+    async def work() -> None:
+        before = package.pid(name)
+        if how == "killed":
+            package.tell(name, "ok")
+            watched.child(name).kill()
+        else:
+            package.tell(name, how)
+            await watched.until(how, lambda: package.looks(name)[-1] == how)
+            package.tell(name, "ok")
+        await watched.until("fresh child", package.has_other_pid, name, before)
+        seen = len(package.looks(name))
+        await watched.until("its looks", package.looked_more, name, seen + 2)
+
+    return work
+
+
+@pytest.mark.parametrize("how", ["hang", "abort", "killed"])
+def test_the_end_of_a_probe_s_process_takes_no_finding_back(acme: Callable[..., Acme], how: str) -> None:
+    """A third party's probe that remembers nothing: its next process does not know what there was."""
+    package, watched = acme("acme"), Watched("acme")
+    package.tell("acme", "find bad")
+
+    async def work() -> None:
+        await watched.until("finding", lambda: watched.told)
+        await replaced(package, watched, "acme", how)()
+        package.tell("acme", "find bad")  # but what it finds itself, it can take back
+        seen = len(package.looks("acme"))
+        await watched.until("look", package.looked_more, "acme", seen + 1)
+        package.tell("acme", "ok")
+        await watched.until("its end", watched.said_last, ("acme", "acme-high", "ok"))
+
+    watch(watched, work)
+    assert watched.codes() == [("acme", "acme-high", "bad"), ("acme", "acme-high", "ok")]
+
+
+@pytest.mark.parametrize("how", ["hang", "killed"])
+def test_a_baseline_outlives_the_process_of_its_probe(acme: Callable[..., Acme], how: str) -> None:
+    package, watched = acme("kept"), Watched("kept")
+    package.tell("kept", "count 5")
+
+    async def work() -> None:
+        await watched.until("baseline", lambda: len(package.looks("kept")) > 2)
+        await replaced(package, watched, "kept", how)()
+        package.tell("kept", "count 6")
+        await watched.until("gain", watched.said_last, GAINED)
+        await replaced(package, watched, "kept", how)()
+        package.tell("kept", "count 7")  # it would be the first value of a process without memory
+        seen = len(package.looks("kept"))
+        await watched.until("look", package.looked_more, "kept", seen + 2)
+
+    watch(watched, work)
+    assert [finding.message for finding in watched.watcher.findings()] == ["2 more"]
+
+
+def test_a_process_that_continued_from_memory_can_say_that_a_finding_is_over(
+    acme: Callable[..., Acme],
+) -> None:
+    package, watched = acme("kept"), Watched("kept")
+    package.tell("kept", "count 5")
+
+    async def work() -> None:
+        await watched.until("baseline", lambda: len(package.looks("kept")) > 2)
+        package.tell("kept", "count 6")
+        await watched.until("gain", watched.said_last, GAINED)
+        watched.child("kept").kill()
+        package.tell("kept", "count 5")
+        await watched.until("its end", watched.said_last, ("kept", "acme-gained", "ok"))
+
+    watch(watched, work)
+
+
+@pytest.mark.parametrize("word", ["raise", "blind acme0", "blind "])
+def test_a_look_that_cannot_see_takes_no_finding_back(acme: Callable[..., Acme], word: str) -> None:
+    package, watched = acme("acme"), Watched("acme")
+    package.tell("acme", "find bad")
+
+    async def work() -> None:
+        await watched.until("finding", lambda: watched.told)
+        package.tell("acme", word)
+        seen = len(package.looks("acme"))
+        await watched.until("looks", package.looked_more, "acme", seen + 2)
+        assert ("acme-high", "acme0") in [(f.code, f.device) for f in watched.watcher.findings()]
+        package.tell("acme", "blind acme1")  # another part
+        await watched.until("its end", lambda: ("acme", "acme-high", "ok") in watched.codes())
+
+    watch(watched, work)
+
+
+def test_a_machine_whose_clock_was_set_does_not_move_the_probes_clock(acme: Callable[..., Acme]) -> None:
+    """An hour back, as the probe's process sees it; the finding has the time of the machine's new clock."""
+    package, watched = acme("acme"), Watched("acme")
+    watched.watcher._epoch += 3600.0
+    package.tell("acme", "now")
+
+    async def work() -> None:
+        await watched.until("event", lambda: watched.told)
+
+    watch(watched, work)
+    finding = watched.told[0]
+    assert abs(float(finding.message) - time.time() - 3600.0) < 600.0
+    assert abs(finding.at - time.time()) < 600.0
 
 
 def test_one_look_each_with_probes_that_cannot_or_need_not_be_opened(acme: Callable[..., Acme]) -> None:

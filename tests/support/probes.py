@@ -14,8 +14,9 @@ HERE = Path(__file__).parent
 
 class Acme:
     interval_s = 0.05
-    def __init__(self, name):
+    def __init__(self, name, memory):
         self.name = name
+        self.first = memory
         self.folder = HERE / name
         self.last = ""
     def look(self, now):
@@ -43,6 +44,17 @@ class Acme:
             self.last = rest
             return [Finding(probe=self.name, code="acme-event", verdict=Verdict.UNKNOWN, kind="application",
                             message=rest, at=float(rest), once=True)]
+        if word == "count":
+            self.first = int(rest) if self.first is None else self.first
+            if int(rest) > self.first:
+                return [Finding(probe=self.name, code="acme-gained", verdict=Verdict.BAD, kind="hardware",
+                                message=f"{int(rest) - self.first} more", device="acme0")]
+        if word == "blind":
+            return [Finding(probe=self.name, code="not-observable", verdict=Verdict.UNKNOWN, kind="hardware",
+                            message="acme0 cannot be seen", device=rest)]
+        if word == "now":
+            return [Finding(probe=self.name, code="acme-event", verdict=Verdict.UNKNOWN, kind="application",
+                            message=repr(now), at=now, once=True)]
         if word == "find":
             return [Finding(probe=self.name, code="acme-high", verdict=Verdict(rest), kind="host",
                             message="acme is high", device="acme0")]
@@ -50,19 +62,27 @@ class Acme:
     def close(self):
         (self.folder / "closed").touch()
 
-def make(name):
+class Remembering(Acme):
+    def remember(self):
+        return self.first
+
+def make(name, context):
     if (HERE / name / "word").read_text() == "refuse":
         raise ImportError("no acme library")
-    return None if (HERE / name / "word").read_text() == "nothing" else Acme(name)
+    if (HERE / name / "word").read_text() == "nothing":
+        return None
+    kind = Remembering if name.startswith("kept") else Acme
+    return kind(name, context.memory)
 """
 
 
 class Acme:
-    """Probes named `names` in a package below `folder`."""
+    """Probes named `names` in a package below `folder`. Those whose names begin with "kept" remember the
+    first value that they counted."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self._folder = folder
-        functions = "".join(f"def {name}(context):\n    return make({name!r})\n" for name in names)
+        functions = "".join(f"def {name}(context):\n    return make({name!r}, context)\n" for name in names)
         (folder / "acme_probes.py").write_text(MODULE + functions)
         metadata = folder / "acme_probes-1.0.dist-info"
         metadata.mkdir()
@@ -79,8 +99,9 @@ class Acme:
         return os.pathsep.join(filter(None, (str(self._folder), os.environ.get("PYTHONPATH", ""))))
 
     def tell(self, name: str, word: str) -> None:
-        """At a look: ok, `find VERDICT`, `event TIME`, raise, hang, `spin SECONDS`, `stat PATH`, abort; when
-        it is opened: nothing, refuse."""
+        """At a look: ok, `find VERDICT`, `count VALUE` (bad if more than at first), `blind DEVICE`,
+        `event TIME`, now, raise, hang, `spin SECONDS`, `stat PATH`, abort; when it is opened: nothing,
+        refuse."""
         partial = self._folder / name / "partial"
         partial.write_text(word)
         partial.rename(self._folder / name / "word")

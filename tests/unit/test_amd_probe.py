@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,120 @@ def test_a_user_without_rights_to_any_of_them_still_sees_all(sysfs: Sysfs) -> No
     """Then the files say nothing about what was granted."""
     (sysfs.root.parent / "dev" / "dri").mkdir(parents=True)
     assert len(looking(sysfs).gpus) == 2
+
+
+def divide(sysfs: Sysfs, parts: int) -> None:
+    """The KFD's topology when each GPU is divided into so many partitions: node 0 is the processor."""
+    sysfs_node(sysfs, 0, cpu_cores_count=96, simd_count=0)
+    for number in range(2 * parts):
+        gpu, part = divmod(number, parts)
+        place = (0xC3, 0xD3)[gpu] << 8 | (part << 28 if parts > 1 else 0)
+        sysfs_node(
+            sysfs, 1 + number, simd_count=304 // parts, location_id=place, domain=0,
+            drm_render_minor=128 + number, unique_id=0xA1B2C3D4E5F60710 + gpu + (part << 32),
+        )  # fmt: skip
+
+
+def sysfs_node(sysfs: Sysfs, number: int, **values: int) -> None:
+    path = f"class/kfd/kfd/topology/nodes/{number}/properties"
+    (sysfs.root / path).parent.mkdir(parents=True)
+    sysfs.set(path, "\n".join(f"{name} {value}" for name, value in values.items()))
+
+
+def device_files(sysfs: Sysfs, *minors: int) -> None:
+    folder = sysfs.root.parent / "dev" / "dri"
+    folder.mkdir(parents=True)
+    for minor in minors:
+        (folder / f"renderD{minor}").touch()
+
+
+MISSING = [("gpu-missing", "", Verdict.BAD)]
+UNTOLD = [("gpu-missing", "", Verdict.UNKNOWN)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "granted", "users", "watched", "said"),
+    [
+        (1, 2, {"HIP_VISIBLE_DEVICES": "0"}, ["gpu0"], []),
+        (1, 2, {"CUDA_VISIBLE_DEVICES": "1"}, ["gpu1"], []),
+        (1, 2, {"HIP_VISIBLE_DEVICES": "1,0,1", "CUDA_VISIBLE_DEVICES": "0"}, ["gpu0", "gpu1"], []),
+        (1, 1, {"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, ["gpu1"], []),
+        (1, 1, {"ROCR_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "1"}, ["gpu1"], []),
+        (1, 2, {"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, ["gpu0", "gpu1"], []),
+        (1, 2, {"ROCR_VISIBLE_DEVICES": "5"}, ["gpu0", "gpu1"], []),
+        (1, 2, {"HIP_VISIBLE_DEVICES": "-1"}, ["gpu0", "gpu1"], []),
+        (1, 3, {"HIP_VISIBLE_DEVICES": "0"}, ["gpu0"], MISSING),
+        (1, 4, {}, ["gpu0", "gpu1"], MISSING),
+        (8, 16, {}, ["gpu0", "gpu1"], []),
+        (8, 16, {"ROCR_VISIBLE_DEVICES": ",".join(map(str, range(16)))}, ["gpu0", "gpu1"], []),
+        (8, 8, {"ROCR_VISIBLE_DEVICES": "8,9,10,11,12,13,14,15"}, ["gpu1"], []),
+        (8, 8, {"ROCR_VISIBLE_DEVICES": "8,9,10", "HIP_VISIBLE_DEVICES": "2"}, ["gpu1"], []),
+        (8, 1, {"ROCR_VISIBLE_DEVICES": "GPU-a1b2c3d6e5f60711"}, ["gpu1"], []),
+        (8, 24, {}, ["gpu0", "gpu1"], MISSING),
+        (0, 16, {}, ["gpu0", "gpu1"], UNTOLD),
+    ],
+)
+def test_like_is_compared_with_like(
+    sysfs: Sysfs, parts: int, granted: int, users: dict[str, str], watched: list[str], said: list[Said]
+) -> None:
+    """Granted by Slurm, named by variables, present, and divided into parts (0: that cannot be seen)."""
+    if parts:
+        divide(sysfs, parts)
+    probe = looking(sysfs, Context(gpus=granted), **users)
+    assert [gpu.name for gpu in probe.gpus] == watched
+    assert at(probe, 0) == said
+
+
+def test_partitions_that_the_job_may_not_open_are_somebody_else_s(sysfs: Sysfs) -> None:
+    divide(sysfs, 8)
+    device_files(sysfs, *range(136, 144))
+    probe = looking(sysfs, Context(gpus=8), ROCR_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
+    assert [gpu.device.name for gpu in probe.gpus] == ["0000:d3:00.0"]
+    assert at(probe, 0) == []
+    assert at(looking(sysfs, Context(gpus=9)), 0) == MISSING
+
+
+def test_gpus_that_are_there_but_may_not_be_opened_are_not_missing(sysfs: Sysfs) -> None:
+    divide(sysfs, 1)
+    device_files(sysfs, 128)
+    assert at(looking(sysfs, Context(gpus=2)), 0) == UNTOLD
+
+
+def next_process(sysfs: Sysfs, probe: AmdProbe) -> AmdProbe:
+    return looking(sysfs, Context(memory=json.loads(json.dumps(probe.remember()))))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("ras/umc_err_count", "ue: 4\nce: 340\nde: 1", ["gpu-ecc-correctable", "gpu-ecc-uncorrectable"]),
+        ("ras/gpu_vram_bad_pages", "0x00000009 : 0x00001000 : F", ["gpu-page-retirement-failed"]),
+        ("hwmon/hwmon4/temp2_input", "105000", ["gpu-hot"]),
+        ("current_link_width", "8", ["gpu-pcie-width"]),
+    ],
+)
+def test_what_was_found_survives_the_process_and_files_that_cannot_be_read(
+    sysfs: Sysfs, file: str, text: str, said: list[str]
+) -> None:
+    probe = looking(sysfs)
+    at(probe, 0)
+    sysfs.set(f"{GPU}/{file}", text)
+    assert [code for code, _, _ in at(probe, 15, 75)] == said
+    probe = next_process(sysfs, probe)
+    assert [code for code, _, _ in at(probe, 90)] == said
+    for path in (file, "current_link_width", "max_link_width"):
+        if (sysfs.root / GPU / path).exists():
+            sysfs.remove(f"{GPU}/{path}")
+    for above in (CARD, f"{CARD}/0000:c2:00.0", "devices/pci0000:00/0000:00:01.1"):
+        sysfs.remove(f"{above}/current_link_width")
+    assert [code for code, _, _ in at(next_process(sysfs, probe), 105)] == said
+    sysfs.remove(GPU)
+    assert [code for code, _, _ in at(next_process(sysfs, probe), 120)] == sorted([*said, "gpu-lost"])
+
+
+def test_what_happens_while_no_process_looks_is_found_by_the_next(sysfs: Sysfs) -> None:
+    probe = looking(sysfs)
+    at(probe, 0)
+    sysfs.set(f"{GPU}/ras/umc_err_count", "ue: 4\nce: 240\nde: 1")
+    assert at(looking(sysfs), 15) == [], "without memory it is the baseline"
+    assert at(next_process(sysfs, probe), 15) == [("gpu-ecc-uncorrectable", "gpu0", Verdict.BAD)]

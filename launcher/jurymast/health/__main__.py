@@ -1,4 +1,4 @@
-"""`python -m jurymast.health`: the probe child; see `child`."""
+"""`python -m jurymast.health`: the process of one probe; see `child`."""
 
 from __future__ import annotations
 

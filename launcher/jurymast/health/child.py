@@ -1,10 +1,13 @@
-"""The probe child: looks at this machine through every probe, each at its own interval, until its stdin ends.
+"""The process of one probe: looks at this machine at the probe's interval, until its stdin ends.
 
-stdin: one line, {"context": {...}, "probes": [names], "once": bool}. Answers, one JSON object per line:
-    {"say": "look", "probe", "limit_s"}    before a call into a probe: shows which one hangs
-    {"say": "looked", "probe", "state", "findings", "next_s"}    all that holds now, and events since then;
-        `state` is looked, nothing (not for this machine) or failed; `next_s`: seconds until the next look
-With `once` it ends after one look of each probe.
+stdin: one line, {"context": {...}, "name", "point": "package:function", "memory", "epoch": s, "once": bool}.
+Answers, one JSON object per line:
+    {"say": "look", "limit_s"}    before a call into the probe
+    {"say": "looked", "state", "findings", "memory", "next_s"}    all that holds now, and events since then;
+        `state` is looked, nothing (not for this machine) or failed; `memory`: what the next process of this
+        probe is to be given, null if it has not changed or the probe keeps none, with "remembers" true if it
+        keeps one; `next_s`: seconds until the next look
+With `once` it ends after one look. A probe that is not for this machine ends its process, too.
 """
 
 from __future__ import annotations
@@ -15,106 +18,124 @@ import select
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.health.probe import Context, Probe, failed, installed, open_probe, threshold
+from jurymast.health.probe import Context, Probe, failed, open_probe, threshold
 
 # Drivers that are not in use may take seconds per GPU to open.
 OPEN_LOOKS = 3
 INTERVALS = 3
 FINDINGS_MAX = 100
-
-
-@dataclass
-class Turn:
-    """When a probe is due, on the monotonic clock; `probe` is None until it has been opened."""
-
-    due: float
-    probe: Probe | None = None
+# The machine's clock was set if it is off by this much from where the probes' clock is; less is drift.
+CLOCK_SET_S = 1.0
+# A line to the agent must fit into child.LINE_BYTES_MAX, with up to FINDINGS_MAX findings.
+MEMORY_BYTES_MAX = 256 << 10
 
 
 class ProbeChild:
     def __init__(self, order: dict[str, Any], output: int) -> None:
         self._context = Context(**order["context"])
-        self._names: Sequence[str] = order["probes"]
+        self._name, self._point = str(order["name"]), str(order["point"])
+        self._memory = order["memory"]
+        self._epoch = float(order["epoch"])
         self._once = bool(order["once"])
         self._output = output
         self._least_s = threshold(self._context, "look-limit-s")
-        self._open_again_s = threshold(self._context, "open-again-s")
-        self._turns: dict[str, Turn] = {}
+        self._probe: Probe | None = None
+        self._due = time.monotonic()
+        self._remembered = ""  # what was last sent, as JSON
+        self._forgot = False  # this process could not take what an earlier one remembered
 
     def run(self) -> None:
-        """Look until stdin ends, or with `once` until every probe has looked once."""
-        points = installed()
-        for name in self._names:
-            if name in points:
-                self._begin(name, points[name])
-        while not self._once and not self._told_to_end():
-            name, turn = min(self._turns.items(), key=lambda item: item[1].due)
-            if turn.due > time.monotonic():
-                continue
-            if turn.probe is None:
-                self._begin(name, points[name])
-            else:
-                self._look(name, turn.probe)
-        for turn in self._turns.values():
-            if turn.probe is not None:
-                turn.probe.close()
+        """Look until stdin ends, or with `once` until the probe has looked once."""
+        while self._step() and not self._once and not self._must_end():
+            pass
+        if self._probe is not None:
+            self._probe.close()
 
-    def _begin(self, name: str, point: Any) -> None:
-        self._say({"say": "look", "probe": name, "limit_s": self._limit_s(OPEN_LOOKS * self._least_s)})
+    def _step(self) -> bool:
+        """Look, after opening the probe if it is not open. False if there is nothing for it to see here."""
         try:
-            probe = open_probe(point, self._context)
+            if self._probe is None:
+                self._say({"say": "look", "limit_s": self._limit_s(OPEN_LOOKS * self._least_s)})
+                self._due = time.monotonic() + threshold(self._context, "open-again-s")
+                self._probe = self._open()
+                if self._probe is None:
+                    self._looked("nothing", [])
+                    return False
+            self._look(self._probe)
         except Exception as error:  # other people's code, which may raise anything
-            self._turns[name] = Turn(time.monotonic() + self._open_again_s)
-            self._looked(name, "failed", [failed(name, error, "be opened").to_json()])
-            return
-        if probe is None:
-            self._turns.pop(name, None)
-            self._looked(name, "nothing", [])
-            return
-        self._look(name, probe)
+            doing = "be opened" if self._probe is None else "look"
+            self._looked("failed", [failed(self._name, error, doing).to_json()])
+        return True
 
-    def _look(self, name: str, probe: Probe) -> None:
-        self._say({"say": "look", "probe": name, "limit_s": self._limit_s(INTERVALS * probe.interval_s)})
-        try:
-            found = [checked(f) for f in probe.look(time.time()) if f.verdict is not Verdict.OK]
-            state = "looked"
-        except Exception as error:  # as above
-            found, state = [failed(name, error, "look").to_json()], "failed"
-        self._turns[name] = Turn(time.monotonic() + max(0.1, probe.interval_s), probe)
-        self._looked(name, state, found)
+    def _open(self) -> Probe | None:
+        """Open the probe with what an earlier process remembered; if it cannot take that, without. Raises
+        whatever the plugin raises."""
+        if self._memory is not None:
+            try:
+                return open_probe(self._point, replace(self._context, memory=self._memory))
+            except Exception:
+                self._forgot = True
+        return open_probe(self._point, self._context)
 
-    def _looked(self, name: str, state: str, found: Sequence[dict[str, Any]]) -> None:
+    def _look(self, probe: Probe) -> None:
+        interval_s = max(0.1, probe.interval_s)
+        self._say({"say": "look", "limit_s": self._limit_s(INTERVALS * probe.interval_s)})
+        self._due = time.monotonic() + interval_s  # also if it raises
+        now = self._epoch + time.monotonic()
+        found = [self._checked(f) for f in probe.look(now) if f.verdict is not Verdict.OK]
+        memory = self._changed_memory(probe)
+        self._due = time.monotonic() + interval_s
+        self._looked("looked", found, memory)
+
+    def _changed_memory(self, probe: Probe) -> Any:
+        """What the probe wants its next process to know, if that has changed; None otherwise. Raises whatever
+        the plugin raises, and ValueError if it is too large."""
+        remember = getattr(probe, "remember", None)
+        if remember is None or self._forgot or self._once:
+            return None
+        memory = remember()
+        text = json.dumps(memory)
+        if len(text) > MEMORY_BYTES_MAX:
+            raise ValueError(f"it wants to remember {len(text)} bytes; {MEMORY_BYTES_MAX} are possible")
+        if text == self._remembered:
+            return None
+        self._remembered = text
+        return memory
+
+    def _looked(self, state: str, found: Sequence[dict[str, Any]], memory: Any = None) -> None:
         self._say(
             {
-                "say": "looked", "probe": name, "state": state, "findings": found[:FINDINGS_MAX],
-                "next_s": self._next_s(),
+                "say": "looked", "state": state, "findings": found[:FINDINGS_MAX], "memory": memory,
+                "remembers": bool(self._remembered), "next_s": self._next_s(),
             }
         )  # fmt: skip
+
+    def _checked(self, finding: Finding) -> dict[str, Any]:
+        """A finding as JSON, with its time by the clock as it is now. Raises if its reader would not accept
+        it."""
+        values = finding.to_json()
+        Finding.from_json(values)
+        was_set_s = time.time() - time.monotonic() - self._epoch
+        if values["at"] and abs(was_set_s) >= CLOCK_SET_S:
+            values["at"] += was_set_s
+        return values
 
     def _limit_s(self, wanted_s: float) -> float:
         """The limit in seconds for a look; with `once` a person waits for the result."""
         return self._least_s if self._once else max(self._least_s, wanted_s)
 
     def _next_s(self) -> float:
-        due = min((turn.due for turn in self._turns.values()), default=time.monotonic())
-        return max(0.0, due - time.monotonic())
+        return max(0.0, self._due - time.monotonic())
 
-    def _told_to_end(self) -> bool:
-        """Wait until the next look is due. True if stdin has ended, or no probe is left."""
-        return not self._turns or bool(select.select([sys.stdin.fileno()], [], [], self._next_s())[0])
+    def _must_end(self) -> bool:
+        """Wait until the next look is due. True if stdin has ended."""
+        return bool(select.select([sys.stdin.fileno()], [], [], self._next_s())[0])
 
     def _say(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
         while data:
             data = data[os.write(self._output, data) :]
-
-
-def checked(finding: Finding) -> dict[str, Any]:
-    """A finding as JSON. Raises if its reader would not accept it."""
-    values = finding.to_json()
-    Finding.from_json(values)
-    return values

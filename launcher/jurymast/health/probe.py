@@ -2,17 +2,17 @@
 tables that probes use: the classification of Xid codes, and limits. The policy's values override the packaged
 ones.
 
-A probe runs in a child process of the agent that is killed if a look takes too long, so it may call drivers
+Each probe runs in a process of its own, which is killed if a look takes too long, so it may call drivers
 that hang. It decides nothing: it reports findings, and `unknown` if it cannot see.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 from jurymast.core.nodes import findings
 from jurymast.core.nodes.findings import (
@@ -26,7 +26,9 @@ from jurymast.core.nodes.findings import (
     Finding,
     Verdict,
 )
+from jurymast.core.nodes.own_health import FAILED
 from jurymast.core.texts import did_you_mean
+from jurymast.health.grant import granted_gpus
 from jurymast.reference import Xid, recovery_action, recovery_actions, thresholds, xids
 
 # Everything that a package with probes needs from jurymast.
@@ -60,7 +62,8 @@ class Context:
     ones that it only reads, `local_path` a directory on this node's own disk ("" if there is none). `gpus` is
     the number that Slurm granted (None if not known). `started_at` is when the job started on this node, in
     seconds since the epoch: older events are not the run's. `fresh`: the run has not done anything yet that a
-    probe could see.
+    probe could see. `memory`: what `remember` returned in an earlier process of this probe on this boot, None
+    for the first.
     """
 
     node: str = ""
@@ -72,6 +75,7 @@ class Context:
     gpus: int | None = None
     started_at: float = 0.0
     fresh: bool = True
+    memory: Any = None
 
 
 @runtime_checkable
@@ -81,14 +85,24 @@ class Probe(Protocol):
     The first look takes the baseline: counters are lifetime totals, and only their gains count. A look
     returns every finding that holds now, not only new ones; events (an Xid) are returned once. A look that
     raises, or takes longer than three intervals (and look-limit-s), is itself a finding.
+
+    What a look does not find again is over. If a part could not be seen this time, return the finding
+    NOT_OBSERVABLE for it: then what was found on that `device` (on all devices, for "") is not over.
+
+    A probe may have a method `remember() -> Any`, called after each look. Its result, as JSON, is in
+    `Context.memory` when a new process takes the place of one that was killed: baselines outlive the process
+    in this way. What an earlier process found is over only when a process looks that continued from its
+    memory; without `remember` it holds until the job ends. A probe that keeps nothing between looks returns
+    {}.
     """
 
     name: str
     interval_s: float
 
     def look(self, now: float) -> Sequence[Finding]:
-        """Return the findings, with `at` in seconds since the epoch, as `now` is. May raise anything: the
-        finding `probe-failed` then reports it, with the verdict unknown."""
+        """Return the findings, with `at` in seconds since the epoch, as `now` is. `now` never jumps: it
+        ignores that the clock is set during the job. May raise anything: the finding `probe-failed` then
+        reports it, with the verdict unknown."""
         ...
 
     def close(self) -> None:
@@ -96,32 +110,29 @@ class Probe(Protocol):
         ...
 
 
-def granted_gpus(environment: Mapping[str, str]) -> int | None:
-    """The number of GPUs that Slurm gave this job on this node, by the variables in `environment`; None if
-    they do not say."""
-    count = environment.get("SLURM_GPUS_ON_NODE", "")
-    if count.isdigit():
-        return int(count)
-    visible = [part for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    return len(visible) or None
+def installed() -> dict[str, str]:
+    """The installed probes by name, sorted, each as "package:function"; of two with the same name, the first
+    on Python's path. Reads only the metadata of packages, and imports none."""
+    from importlib.metadata import entry_points  # 5 MB that a probe's process does not need
 
-
-def installed() -> dict[str, EntryPoint]:
-    """The installed probes by name, sorted; of two with the same name, the first on Python's path. Reads only
-    the metadata of packages, and imports none."""
-    found: dict[str, EntryPoint] = {}
+    found: dict[str, str] = {}
     for point in entry_points(group=ENTRY_POINTS):
-        found.setdefault(point.name, point)
+        found.setdefault(point.name, point.value)
     return dict(sorted(found.items()))
 
 
-def open_probe(point: EntryPoint, context: Context) -> Probe | None:
-    """Import a probe's package and call its function with `context`. Return the probe; None if it has nothing
-    to see on this machine. Raises whatever the plugin raises, and TypeError if the result is not a probe."""
-    probe = point.load()(context)
+def open_probe(point: str, context: Context) -> Probe | None:
+    """Import a probe's package and call its function ("package:function") with `context`. Return the probe;
+    None if it has nothing to see on this machine. Raises whatever the plugin raises, and TypeError if the
+    result is not a probe."""
+    package, _, path = point.partition(":")
+    function: Any = importlib.import_module(package.strip())
+    for name in path.partition("[")[0].strip().split("."):
+        function = getattr(function, name)
+    probe = function(context)
     if probe is None or isinstance(probe, Probe):
         return probe
-    raise TypeError(f"{point.value} returned {probe!r}, which is not a probe")
+    raise TypeError(f"{point} returned {probe!r}, which is not a probe")
 
 
 def failed(name: str, error: BaseException, doing: str) -> Finding:
@@ -129,7 +140,7 @@ def failed(name: str, error: BaseException, doing: str) -> Finding:
     to blame. `doing` is what it could not do ("look", "be opened"). The message has at most 500
     characters."""
     return Finding(
-        probe=name, code="probe-failed", verdict=Verdict.UNKNOWN, kind=HOST,
+        probe=name, code=FAILED, verdict=Verdict.UNKNOWN, kind=HOST,
         message=f"the probe could not {doing}: {type(error).__name__}: {error}"[:500],
     )  # fmt: skip
 
@@ -161,6 +172,14 @@ def xid_finding(code: int, device: str, text: str, at: float, context: Context) 
         probe="nvidia", code=f"xid-{code}", verdict=verdict, kind=kind, device=device, at=at, once=True,
         unit=unit_in(text), message=f"Xid {code}: {meaning}{said}",
     )  # fmt: skip
+
+
+def doubtful(finding: Finding, why: str) -> Finding:
+    """The finding of something that may not concern this job, for the reason `why`: it is told, but it is not
+    held against the node."""
+    if finding.verdict not in (Verdict.BAD, Verdict.SUSPECT):
+        return finding
+    return replace(finding, verdict=Verdict.UNKNOWN, message=f"{finding.message}; not counted: {why}")
 
 
 def unit_in(text: str) -> str:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 def text(path: Path) -> str | None:
@@ -31,15 +32,21 @@ class Gains:
     """The gain of a counter within the last `window_s` seconds, and since the first look.
 
     Counters of devices are lifetime totals: the first value is the baseline. A counter that falls was reset,
-    and counts from its new value. A counter that has reached its largest value (16 bits for some) gains
-    nothing more.
+    and counts from its new value. One that stands at its `largest` value counts no further, so its gain is a
+    lower bound: what was gained stays, because nothing shows that no more came.
     """
 
-    def __init__(self, window_s: float) -> None:
+    def __init__(self, window_s: float, largest: int | None = None) -> None:
         self._window_s = window_s
+        self._largest = largest
         self._last: int | None = None
         self._gained: deque[tuple[float, int]] = deque()
         self.total = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the counter stands at its largest value."""
+        return self._last is not None and self._last == self._largest
 
     def add(self, now: float, value: int | None) -> int:
         """Add a value (None if it could not be read); returns the gain within the window that ends at `now`
@@ -50,9 +57,20 @@ class Gains:
                 self._gained.append((now, gain))
                 self.total += gain
             self._last = value
-        while self._gained and self._gained[0][0] <= now - self._window_s:
+        while self._gained and self._gained[0][0] <= now - self._window_s and not self.full:
             self._gained.popleft()
         return sum(gain for _, gain in self._gained)
+
+    def remember(self) -> Any:
+        """All of it as JSON, for `recall`."""
+        return {"last": self._last, "gained": list(self._gained), "total": self.total}
+
+    def recall(self, memory: Any) -> None:
+        """Go on where another one was. Raises KeyError, TypeError or ValueError for anything else than what
+        `remember` returned."""
+        self._last = None if memory["last"] is None else int(memory["last"])
+        self._gained = deque((float(at), int(gain)) for at, gain in memory["gained"])
+        self.total = int(memory["total"])
 
 
 # Kernel functions in which a process waits for shared storage: those of the file systems and of FUSE, and the

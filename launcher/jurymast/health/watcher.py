@@ -1,5 +1,6 @@
-"""Keeps the probe child running, and survives its faults: a driver may hang, crash, or block a process so
-that not even SIGKILL ends it. `core.nodes.own_health` decides what follows."""
+"""Keeps a process for each probe running, and survives its faults: a driver may hang, crash, or block a
+process so that not even SIGKILL ends it. What a probe remembers is kept here for its next process.
+`core.nodes.own_health` decides what follows."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP
 
 
 class ProbeWatcher:
-    """Runs the probes. Calls `found` with findings that are new, changed, or gone (verdict ok). All methods
-    must be called in the event loop.
+    """Runs the probes, each in its own process. Calls `found` with findings that are new, changed, or gone
+    (verdict ok). All methods must be called in the event loop.
 
     With `once`, `run` returns after one look through each probe.
     """
@@ -45,8 +46,10 @@ class ProbeWatcher:
         self._looks = ProbeLooks(names, once=once)
         self._found = found
         self._once = once
-        self._child: Child | None = None
+        self._children: dict[str, Child] = {}
         self._closing = asyncio.Event()
+        # The probes' clock. All their processes share it, and setting the machine's clock does not change it.
+        self._epoch = time.time() - time.monotonic()
 
     @property
     def probes(self) -> dict[str, ProbeLooked]:
@@ -57,12 +60,19 @@ class ProbeWatcher:
         return self._looks.findings()
 
     async def run(self) -> None:
-        """Run the child until no probe is left. A fault of the child raises nothing."""
-        while (names := self._looks.wanted()) and not self._closing.is_set():
+        """Run the probes until none is left. A fault of their processes raises nothing."""
+        points = installed()
+        await asyncio.gather(
+            *(self._keep(name, points[name]) for name in self._looks.wanted() if name in points)
+        )
+
+    async def _keep(self, name: str, point: str) -> None:
+        """Run one probe, in one process after the other, until it is no longer wanted."""
+        while self._looks.is_wanted(name) and not self._closing.is_set():
             try:
-                end = await self._follow(await self._start(names))
+                end = await self._follow(name, await self._start(name, point))
             except OSError as error:
-                end = ChildEnd("gone", detail=f"it cannot be started: {error}")
+                end = ChildEnd("gone", name, f"it cannot be started: {error}")
             after = self._looks.ended(end, time.time())
             for finding in after.news:
                 self._found(finding)
@@ -71,27 +81,30 @@ class ProbeWatcher:
             await self._pause(after.pause_s)
 
     async def close(self) -> None:
-        """Kill the child; `run` returns soon."""
+        """Kill the probes' processes; `run` returns soon."""
         self._closing.set()
-        if self._child is not None:
-            await self._child.kill(GONE_S)
+        await asyncio.gather(*(child.kill(GONE_S) for child in self._children.values()))
 
     async def _pause(self, seconds: float) -> None:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
 
-    # One child.
+    # One process.
 
-    async def _start(self, names: list[str]) -> Child:
-        child = self._child = await Child.start("jurymast.health")
-        context = replace(self._context, fresh=self._context.fresh and not self.probes)
-        order = {"context": asdict(context), "probes": names, "once": self._once}
+    async def _start(self, name: str, point: str) -> Child:
+        child = self._children[name] = await Child.start("jurymast.health")
+        first = name not in self._looks.probes
+        order = {
+            "context": asdict(replace(self._context, fresh=self._context.fresh and first)),
+            "name": name, "point": point, "memory": self._looks.memory(name), "epoch": self._epoch,
+            "once": self._once,
+        }  # fmt: skip
         child.tell(json.dumps(order).encode())
         return child
 
-    async def _follow(self, child: Child) -> ChildEnd:
-        """Read from the child until it ends, or is silent for longer than it may be."""
-        looking, limit_s, starved = "", START_LIMIT_S, 0
+    async def _follow(self, name: str, child: Child) -> ChildEnd:
+        """Read from the process until it ends, or is silent for longer than it may be."""
+        looking, limit_s, starved = False, START_LIMIT_S, 0
         # Checked again and again: a cancelled `wait_for` may still return a line, and lose the cancellation.
         while not self._closing.is_set():
             try:
@@ -105,33 +118,40 @@ class ProbeWatcher:
                 detail = f"no answer for {limit_s * (starved + 1):.0f} s, in state {state}"
                 detail += f" in {where}" if where else ""
                 undead = not await child.kill(GONE_S)
-                return ChildEnd("hung", looking, detail, waits_for_storage(where), undead)
+                how = "hung" if looking else "gone"
+                return ChildEnd(how, name, detail, waits_for_storage(where), undead)
             except ValueError:
                 message = {}
             if not message:
-                return await self._ended(child, looking)
+                return await self._ended(name, child, looking)
             starved = 0
             if message["say"] == "look":
-                looking, limit_s = message["probe"], float(message["limit_s"])
+                looking, limit_s = True, float(message["limit_s"])
             else:
-                found = [Finding.from_json(values) for values in message["findings"]]
-                for finding in self._looks.looked(looking, message["state"], found, time.time()):
-                    self._found(finding)
-                looking, limit_s = "", float(message["next_s"]) + START_LIMIT_S
+                self._looked(name, message)
+                looking, limit_s = False, float(message["next_s"]) + START_LIMIT_S
         await child.kill(GONE_S)
-        return ChildEnd("done")
+        return ChildEnd("done", name)
 
-    async def _ended(self, child: Child, looking: str) -> ChildEnd:
+    def _looked(self, name: str, message: dict[str, Any]) -> None:
+        found = [Finding.from_json(values) for values in message["findings"]]
+        memory = message["memory"]
+        if memory is None and message["remembers"]:
+            memory = self._looks.memory(name)  # it has not changed
+        for finding in self._looks.looked(name, message["state"], found, time.time(), memory):
+            self._found(finding)
+
+    async def _ended(self, name: str, child: Child, looking: bool) -> ChildEnd:
         if not await child.gone(GONE_S):  # it has only closed its output
             await child.kill(GONE_S)
         code = child.code
         if code == 0 and not looking:
-            return ChildEnd("done")
-        if code in FROM_OUTSIDE:
-            return ChildEnd("gone", looking, f"it was killed by signal {-(code or 0)}")
-        return ChildEnd(
-            "crashed", looking, f"exit code {code}" if (code or 0) >= 0 else f"signal {-(code or 0)}"
-        )
+            return ChildEnd("done", name)
+        if code in FROM_OUTSIDE or not looking:
+            how = f"exit code {code}" if (code or 0) >= 0 else f"it was killed by signal {-(code or 0)}"
+            return ChildEnd("gone", name, how)
+        how = f"exit code {code}" if (code or 0) >= 0 else f"signal {-(code or 0)}"
+        return ChildEnd("crashed", name, how)
 
 
 def names_to_ask(off: Collection[str]) -> list[str]:

@@ -1,8 +1,10 @@
 """A node's own view of its health: all findings on it, kept for a supervisor that comes later, and the
 difference between its clock and the supervisor's.
 
-Also decides what follows from looks through the node's probes: which findings are news, and which probe is
-left out because it hangs or crashes. Looks happen in a child process that may end at any time.
+Also decides what follows from looks through the node's probes: which findings are news, which are over, and
+which probe is left out because it hangs or crashes. Each probe looks in a process of its own, which may end
+at any time. That a process ended, hangs, or is a new one says nothing about the node: a finding is over only
+when a process that can judge it has looked and not found it again.
 """
 
 from __future__ import annotations
@@ -10,17 +12,20 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jurymast.core.nodes.findings import HOST, NOT_OBSERVABLE, STORAGE, Finding, Verdict
 
-# A child that wants to run while the ranks keep the processors busy has this many limits more.
+# A process that wants to run while the ranks keep the processors busy has this many limits more.
 STARVED_MAX = 5
-# Children that end without a word: pauses between them, and how many in a row are enough.
+# Processes that end without a word: pauses between them, and how many in a row are enough.
 PAUSES_S = (1.0, 5.0, 30.0, 60.0)
 STRIKES = 2
 # Two channels report the same event within this time.
 SAME_EVENT_S = 10.0
 EVENTS_KEPT = 50
+# The code of the finding that a probe could not look.
+FAILED = "probe-failed"
 
 # What a hanging probe means for its node. For any other probe, the host is suspect.
 WEDGED = defaultdict(
@@ -34,8 +39,8 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """Why a child ended: `how` is done, hung, crashed or gone (for external reasons). `probe` is the probe
-    that it ran, `detail` what could be seen, `on_storage` that it waited for shared storage (from which a
+    """Why the process of `probe` ended: `how` is done, hung, crashed or gone (for external reasons, or before
+    a look). `detail` is what could be seen, `on_storage` that it waited for shared storage (from which a
     look's imports may come), `undead` that SIGKILL did not end it."""
 
     how: str
@@ -47,7 +52,7 @@ class ChildEnd:
 
 @dataclass(frozen=True)
 class After:
-    """What follows: `news` to report, and another child after this many seconds, or (`over`) none."""
+    """What follows: `news` to report, and another process after this many seconds, or (`over`) none."""
 
     news: tuple[Finding, ...] = ()
     pause_s: float = 0.0
@@ -56,10 +61,21 @@ class After:
 
 @dataclass
 class ProbeLooked:
-    """The result for one probe: `state` is looked, nothing, failed or left out."""
+    """The result for one probe: `state` is looked, nothing, failed or left out ("" before the first look).
 
-    state: str
+    `memory` is what the probe wants its next process to know: the baselines of its counters, and what was
+    there at first. `own` are the findings that the current process made itself, and `whole` says whether it
+    can judge those of earlier processes, too, because it continued from their memory.
+    """
+
+    state: str = ""
     findings: dict[Key, Finding] = field(default_factory=dict)
+    memory: Any = None
+    own: set[Key] = field(default_factory=set)
+    whole: bool = True
+    strikes: int = 0
+    answered: bool = False  # the current process
+    failures: int = 0  # processes in a row that never did
 
 
 class ProbeLooks:
@@ -68,10 +84,7 @@ class ProbeLooks:
 
     def __init__(self, names: Iterable[str], *, once: bool = False) -> None:
         self._names, self._once = list(names), once
-        self._strikes: dict[str, int] = {}
         self._events: deque[Finding] = deque(maxlen=EVENTS_KEPT)
-        self._answered = False  # the child that is at work
-        self._failures = 0  # children in a row that never did
         self.probes: dict[str, ProbeLooked] = {}
 
     def findings(self) -> list[Finding]:
@@ -79,27 +92,40 @@ class ProbeLooks:
         return [*(f for probe in self.probes.values() for f in probe.findings.values()), *self._events]
 
     def wanted(self) -> list[str]:
-        """Return the probes that the next child runs."""
-        return [name for name in self._names if self._is_wanted(name)]
+        """Return the probes that are to run."""
+        return [name for name in self._names if self.is_wanted(name)]
 
-    def _is_wanted(self, name: str) -> bool:
+    def is_wanted(self, name: str) -> bool:
         state = self.probes[name].state if name in self.probes else ""
         return state not in ("left out", "nothing") and not (self._once and state)
 
-    def looked(self, probe: str, state: str, found: Iterable[Finding], now: float) -> list[Finding]:
-        """Process a look; returns the findings that are new, changed, or gone (verdict ok)."""
-        self._strikes.pop(probe, None)
-        self._answered = True
+    def memory(self, name: str) -> Any:
+        """Return what the next process of the probe is given: what the last ones wanted it to know, or
+        None."""
+        return self.probes[name].memory if name in self.probes else None
+
+    def looked(
+        self, probe: str, state: str, found: Iterable[Finding], now: float, memory: Any = None
+    ) -> list[Finding]:
+        """Process a look; returns the findings that are new, changed, or over (verdict ok). `memory`: what
+        the probe wants its next process to know; None if it cannot tell, or kept nothing from before."""
+        known = self.probes.setdefault(probe, ProbeLooked())
+        known.strikes, known.answered, known.state = 0, True, state
+        if memory is not None:
+            known.memory, known.whole = memory, True
+        found = list(found)
         held = {(one.probe, one.code, one.device): one for one in found if not one.once}
         news = [event for event in found if event.once and self._is_new(event)]
-        before = self.probes[probe].findings if probe in self.probes else {}
         for key, finding in held.items():
-            known = before.get(key)
-            held[key] = replace(finding, at=known.at if known else finding.at or now)
-            if known is None or (known.verdict, known.kind) != (finding.verdict, finding.kind):
+            before = known.findings.get(key)
+            held[key] = replace(finding, at=before.at if before else finding.at or now)
+            if before is None or (before.verdict, before.kind) != (finding.verdict, finding.kind):
                 news.append(held[key])
-        over = [before[key] for key in before.keys() - held.keys()]
-        self.probes[probe] = ProbeLooked(state, held)
+        over = [one for key, one in known.findings.items() if key not in held and _is_over(known, key, found)]
+        for one in over:
+            del known.findings[one.probe, one.code, one.device]
+        known.findings.update(held)
+        known.own = {key for key in known.own | held.keys() if key in known.findings}
         return news + [replace(one, verdict=Verdict.OK, message="is over", at=now) for one in over]
 
     def _is_new(self, event: Finding) -> bool:
@@ -109,29 +135,30 @@ class ProbeLooks:
         return True
 
     def starves(self, limits: int) -> bool:
-        """Return whether a child that wants to run, and was silent for this many more limits, lacks a
+        """Return whether a process that wants to run, and was silent for this many more limits, lacks a
         processor rather than hangs."""
         return limits < STARVED_MAX
 
     def ended(self, end: ChildEnd, now: float) -> After:
-        """Process the end of the child."""
+        """Process the end of a probe's process."""
         if end.how == "done":
             return After(over=True)
-        self._failures = 0 if self._answered else self._failures + 1
-        self._answered = False
-        if end.probe and end.how != "gone":
-            return After(self._strike(end, now))
-        if self._failures > len(PAUSES_S):
-            why = f"the node's health is no longer observed: the probes' process ends at once ({end.detail})"
+        known = self.probes.setdefault(end.probe, ProbeLooked())
+        known.failures = 0 if known.answered else known.failures + 1
+        known.answered, known.own, known.whole = False, set(), False
+        if end.how != "gone":
+            return After(self._strike(end, known, now))
+        if known.failures > len(PAUSES_S):
+            why = f"the probe {end.probe} is no longer used: its process ends at once ({end.detail})"
             return After(
-                (self._leave_out("health", "no-probes", Verdict.UNKNOWN, HOST, why, now),), over=True
+                (_left_out(known, "health", "no-probes", Verdict.UNKNOWN, HOST, why, now, end.probe),)
             )
-        return After(pause_s=0.0 if self._once else PAUSES_S[max(0, self._failures - 1)])
+        return After(pause_s=0.0 if self._once else PAUSES_S[max(0, known.failures - 1)])
 
-    def _strike(self, end: ChildEnd, now: float) -> tuple[Finding, ...]:
-        """Count a hang or a crash during a look. Another child is to confirm it, unless it is certain."""
-        self._strikes[end.probe] = self._strikes.get(end.probe, 0) + 1
-        if self._strikes[end.probe] < STRIKES and not end.undead:
+    def _strike(self, end: ChildEnd, known: ProbeLooked, now: float) -> tuple[Finding, ...]:
+        """Count a hang or a crash during a look. Another process is to confirm it, unless it is certain."""
+        known.strikes += 1
+        if known.strikes < STRIKES and not end.undead:
             return ()
         if end.how == "hung":
             code, (verdict, kind) = "driver-wedged", WEDGED["storage" if end.on_storage else end.probe]
@@ -139,15 +166,29 @@ class ProbeLooks:
         else:
             code, verdict, kind, how = "probe-crashes", Verdict.UNKNOWN, HOST, "crashed its process twice"
         why = f"the probe {end.probe} {how}: {end.detail}; it is no longer used"
-        return (self._leave_out(end.probe, code, verdict, kind, why, now),)
+        return (_left_out(known, end.probe, code, verdict, kind, why, now),)
 
-    def _leave_out(self, probe: str, code: str, verdict: Verdict, kind: str, why: str, now: float) -> Finding:
-        """Leave the probe out from now on, for this reason."""
-        finding = Finding(probe=probe, code=code, verdict=verdict, kind=kind, at=now, message=why)
-        known = self.probes.setdefault(probe, ProbeLooked(""))
-        known.state = "left out"
-        known.findings[probe, code, ""] = finding
-        return finding
+
+def _left_out(
+    known: ProbeLooked, probe: str, code: str, verdict: Verdict, kind: str, why: str, now: float,
+    device: str = "",
+) -> Finding:  # fmt: skip
+    """Leave the probe out from now on, for this reason. What it found holds on: nobody looks any more."""
+    finding = Finding(probe=probe, code=code, verdict=verdict, kind=kind, at=now, message=why, device=device)
+    known.state = "left out"
+    known.findings[probe, code, device] = finding
+    return finding
+
+
+def _is_over(known: ProbeLooked, key: Key, found: Iterable[Finding]) -> bool:
+    """Return whether a look that did not make this finding again shows that it is over."""
+    if known.state != "looked":
+        return False
+    _, code, device = key
+    if code in (FAILED, NOT_OBSERVABLE):
+        return True  # they speak of looking itself
+    unseen = {finding.device for finding in found if finding.code == NOT_OBSERVABLE}
+    return (known.whole or key in known.own) and not unseen & {device, ""}
 
 
 def _is_same(event: Finding, known: Finding) -> bool:
