@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from jurymast.core.nodes import devices
+from jurymast.health.grant import may_open
 from jurymast.health.probe import NETWORK, NOT_OBSERVABLE, Context, Finding, Probe, Verdict, threshold
 from jurymast.health.readings import Gains, number, text
 
@@ -26,40 +28,40 @@ CARRIER = "carrier_changes"
 
 @dataclass(frozen=True)
 class Counter:
-    """A counter that must gain less than `limit` (a threshold's name) within `window_s` seconds."""
+    """A counter that must gain less than `limit` (a threshold's name) within `window_s` seconds. It stands
+    still at `largest`, None for one that does not."""
 
     code: str
     limit: str
     window_s: float
     meaning: str
+    largest: int | None = None
 
 
-# File below a port's counters/ -> how it is judged. IBTA volume 1, PortCounters, explains the counters.
+FLAPS = Counter(
+    "flapping", "ib-link-flaps", 3600.0, "times down: check the cable, the module and the other end"
+)
+SYMBOLS = Counter(
+    "symbol-errors", "ib-symbol-errors", 3600.0, "symbol errors: too many for a link of this speed", 0xFFFF
+)
+# File below a port's counters/ -> how it is judged. IBTA volume 1, PortCounters, explains the counters and
+# how many bits they have.
 COUNTERS = {
-    "link_downed": Counter(
-        "flapping", "ib-link-flaps", 3600.0, "times down: check the cable, the module and the other end"
-    ),
-    "symbol_error": Counter(
-        "symbol-errors",
-        "ib-symbol-errors",
-        3600.0,
-        "symbol errors: more than at a bit error rate of 1e-12",
-    ),
+    "link_downed": replace(FLAPS, largest=0xFF),
+    "symbol_error": SYMBOLS,
     "link_error_recovery": Counter(
-        "retraining", "ib-link-recoveries", 60.0, "retrainings: the link is unstable"
+        "retraining", "ib-link-recoveries", 60.0, "retrainings: the link is unstable", 0xFF
     ),
     "local_link_integrity_errors": Counter(
-        "integrity-errors",
-        "ib-integrity-errors",
-        3600.0,
-        "bursts of errors that the hardware cannot correct",
+        "integrity-errors", "ib-integrity-errors", 3600.0,
+        "bursts of errors that the hardware cannot correct", 0xF,
     ),
-    "port_rcv_errors": Counter("receive-errors", "ib-receive-errors", 60.0, "damaged packets received"),
+    "port_rcv_errors": Counter(
+        "receive-errors", "ib-receive-errors", 60.0, "damaged packets received", 0xFFFF
+    ),
     # Not below counters/: the network interface's, which counts up and down.
-    CARRIER: Counter(
-        "flapping", "ib-link-flaps", 3600.0, "times down: check the cable, the module and the other end"
-    ),
-}
+    CARRIER: FLAPS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,14 @@ class Reading:
     counters: Mapping[str, int | None] = field(default_factory=dict)
 
 
-def read_ports(sys: Path) -> Iterator[Reading]:
-    """Read all ports of all RDMA devices except virtual functions, which belong to other machines."""
+def read_ports(sys: Path, dev: Path) -> Iterator[Reading]:
+    """Read all ports of all RDMA devices except virtual functions, which belong to other machines, and except
+    devices that this job may not open."""
     for device in sorted(_entries(sys / "class/infiniband")):
         if (device / "device/physfn").exists():
+            continue
+        verbs = [dev / "infiniband" / entry.name for entry in _entries(device / "device/infiniband_verbs")]
+        if may_open(*verbs) is False:
             continue
         for port in sorted(_entries(device / "ports")):
             yield _port(device, port)
@@ -149,7 +155,26 @@ class Watched:
         self.ours = named or first.up is True
         self.rate = first.rate
         self.down_since: float | None = None
-        self.gains = {name: Gains(COUNTERS[name].window_s) for name in first.counters}
+        self.gains = {name: Gains(COUNTERS[name].window_s, COUNTERS[name].largest) for name in first.counters}
+
+    def remember(self) -> Any:
+        """What another process needs to judge this device as this one would, as JSON, for `recalled`."""
+        return {
+            "last": asdict(replace(self.last, counters=dict.fromkeys(self.gains))), "ours": self.ours,
+            "rate": self.rate, "down_since": self.down_since,
+            "gains": {name: gains.remember() for name, gains in self.gains.items()},
+        }  # fmt: skip
+
+    @classmethod
+    def recalled(cls, memory: Any) -> Watched:
+        """Go on where another process was. Raises KeyError, TypeError or ValueError for anything else than
+        what `remember` returned."""
+        made = cls(Reading(**memory["last"]), named=bool(memory["ours"]))
+        made.ours, made.rate = bool(memory["ours"]), float(memory["rate"])
+        made.down_since = None if memory["down_since"] is None else float(memory["down_since"])
+        for name, values in memory["gains"].items():
+            made.gains[name].recall(values)
+        return made
 
     @property
     def prefix(self) -> str:
@@ -157,24 +182,32 @@ class Watched:
 
 
 class InfinibandProbe:
-    """Looks at ports and interfaces. `sys` is the root of sysfs, `users` the user's variables."""
+    """Looks at ports and interfaces. `sys` and `dev` are the roots of sysfs and of the device files, `users`
+    the user's variables."""
 
     name = NAME
     interval_s = INTERVAL_S
 
     def __init__(
-        self, context: Context, sys: Path = Path("/sys"), users: Mapping[str, str] = os.environ
-    ) -> None:
+        self, context: Context, sys: Path = Path("/sys"), users: Mapping[str, str] = os.environ,
+        dev: Path = Path("/dev"),
+    ) -> None:  # fmt: skip
         self._context = context
-        self._sys = sys
+        self._sys, self._dev = sys, dev
         self._users = {variable: users.get(variable, "") for variable in devices.VARIABLES}
         self._watched: dict[str, Watched] = {}
+        if context.memory is not None:
+            self._watched = {name: Watched.recalled(one) for name, one in context.memory.items()}
+
+    def remember(self) -> Any:
+        """The baseline of each port and interface."""
+        return {name: watched.remember() for name, watched in self._watched.items()}
 
     def look(self, now: float) -> Sequence[Finding]:
         seen = {reading.name: reading for reading in self._read()}
         for name, reading in seen.items():
             if name not in self._watched:
-                self._watched[name] = Watched(reading, self._named(name))
+                self._watched[name] = Watched(reading, self._named(name, seen))
         found: list[Finding] = []
         for name, watched in self._watched.items():
             reading = seen.get(name) or replace(watched.last, up=False, state="gone", counters={})
@@ -187,7 +220,9 @@ class InfinibandProbe:
 
     def _read(self) -> list[Reading]:
         allowed = self._users[devices.PORTS]
-        ports = [port for port in read_ports(self._sys) if devices.lets_through(allowed, port.name)]
+        ports = [
+            port for port in read_ports(self._sys, self._dev) if devices.lets_through(allowed, port.name)
+        ]
         return [*ports, *self._interfaces()]
 
     def _interfaces(self) -> Iterator[Reading]:
@@ -197,14 +232,20 @@ class InfinibandProbe:
     def anything_to_see(self) -> bool:
         return bool(_entries(self._sys / "class/infiniband")) or any(self._interfaces())
 
-    def _named(self, name: str) -> bool:
-        """Whether the user names this very device for the run, not just all devices with a prefix."""
+    def _named(self, name: str, seen: Mapping[str, Reading]) -> bool:
+        """Whether the user names this very device for the run, not just all devices with a prefix. A device
+        of several ports is named for those that are cabled."""
         wanted = [
             self._users[devices.PORTS],
             self._users[devices.INTERFACES],
             *_exact(self._users[devices.GLOO]),
         ]
-        return any(value.startswith("=") and devices.names(value, name) for value in wanted)
+        naming = [value for value in wanted if value.startswith("=") and devices.names(value, name)]
+        device, _, port = name.partition(":")
+        if not port or any(name in value.removeprefix("=").split(",") for value in naming):
+            return bool(naming)
+        others = [one for one in seen.values() if one.name.startswith(f"{device}:") and one.name != name]
+        return bool(naming) and not any(one.up for one in others)
 
     def _judge(
         self, watched: Watched, reading: Reading, all_seen: Collection[Reading], now: float
@@ -223,14 +264,30 @@ class InfinibandProbe:
                     f"runs at {reading.rate:g} Gb/s, down from {watched.rate:g}: it lost lanes or speed", now,
                 )  # fmt: skip
             watched.rate = max(watched.rate, reading.rate)
+        yield from self._counted(watched, reading, now)
+
+    def _counted(self, watched: Watched, reading: Reading, now: float) -> Iterator[Finding]:
+        """Judge what the counters gained."""
+        full = []
         for name, gains in watched.gains.items():
             gained, counter = gains.add(now, reading.counters.get(name)), COUNTERS[name]
             limit = threshold(self._context, counter.limit)
+            if counter is SYMBOLS:
+                limit *= watched.rate * counter.window_s / 1000.0  # of each 10^12 bits; the rate is in Gb/s
+                if not limit:
+                    continue  # the link's speed is not known, and so neither is its error rate
+            if gains.full:
+                full.append(f"{name} ({counter.largest})")
             if gained and gained >= limit and watched.ours:
+                least, until = ("at least ", ", when it stopped counting") if gains.full else ("", "")
                 yield self._finding(
                     watched, counter.code, Verdict.SUSPECT,
-                    f"{gained} (limit {limit:g} in {counter.window_s / 60:g} min) {counter.meaning}", now,
+                    f"{least}{gained} (limit {limit:g} in {counter.window_s / 60:g} min{until}) "
+                    f"{counter.meaning}", now,
                 )  # fmt: skip
+        if full and watched.ours:
+            what = f"counters stand at their largest value, so more errors are not counted: {', '.join(full)}"
+            yield self._finding(watched, "counters-full", Verdict.UNKNOWN, what, now)
 
     def _down(
         self, watched: Watched, reading: Reading, all_seen: Collection[Reading], now: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -141,7 +142,7 @@ def test_a_lower_rate_than_at_the_start(sysfs: Sysfs) -> None:
 @pytest.mark.parametrize(
     ("counter", "code", "under", "over", "window_s"),
     [
-        ("symbol_error", "ib-symbol-errors", 119, 1, 3600),
+        ("symbol_error", "ib-symbol-errors", 1439, 1, 3600),
         ("link_downed", "ib-flapping", 2, 1, 3600),
         ("link_error_recovery", "ib-retraining", 4, 1, 60),
         ("local_link_integrity_errors", "ib-integrity-errors", 0, 1, 3600),
@@ -169,7 +170,7 @@ def test_a_counter_that_somebody_reset_counts_on(sysfs: Sysfs) -> None:
     at(probe, 0)
     sysfs.set(path, "0")
     assert at(probe, 10) == [UNUSED]
-    sysfs.set(path, "120")
+    sysfs.set(path, "1440")
     assert ("ib-symbol-errors", "mlx5_0:1", Verdict.SUSPECT) in at(probe, 20)
 
 
@@ -234,3 +235,124 @@ def test_beside_rdma_only_named_interfaces_matter(sysfs: Sysfs) -> None:
         sysfs.set("class/net/eth0/operstate", "down")
         found = at(probe, 10, 20)
         assert [device for code, device, _ in found if code.startswith("net-")] == watched
+
+
+@pytest.mark.parametrize(
+    ("rate", "gained", "found"),
+    [
+        ("10 Gb/sec (4X SDR)", 36, True),
+        ("10 Gb/sec (4X SDR)", 35, False),
+        ("100 Gb/sec (4X EDR)", 359, False),
+        ("100 Gb/sec (4X EDR)", 360, True),
+        ("800 Gb/sec (4X XDR)", 2879, False),
+        ("800 Gb/sec (4X XDR)", 2880, True),
+        ("", 60000, False),  # at an unknown speed the error rate is unknown
+    ],
+)
+def test_symbol_errors_are_judged_by_the_link_s_speed(
+    sysfs: Sysfs, rate: str, gained: int, found: bool
+) -> None:
+    """3.6 errors an hour for each Gb/s are a bit error rate of 1e-12."""
+    sysfs.set(f"{PORT.format('mlx5_0')}/rate", rate)
+    sysfs.set(f"{PORT.format('mlx5_0')}/counters/symbol_error", "0")
+    probe = looking(sysfs)
+    at(probe, 0)
+    sysfs.set(f"{PORT.format('mlx5_0')}/counters/symbol_error", str(gained))
+    assert (("ib-symbol-errors", "mlx5_0:1", Verdict.SUSPECT) in at(probe, 10)) is found
+
+
+@pytest.mark.parametrize(
+    ("counter", "largest", "code"),
+    [
+        ("local_link_integrity_errors", 15, "ib-integrity-errors"),
+        ("link_error_recovery", 255, "ib-retraining"),
+        ("link_downed", 255, "ib-flapping"),
+        ("symbol_error", 65535, "ib-symbol-errors"),
+        ("port_rcv_errors", 65535, "ib-receive-errors"),
+    ],
+)
+def test_a_counter_that_is_full_gives_a_lower_bound_and_never_says_that_it_is_over(
+    sysfs: Sysfs, counter: str, largest: int, code: str
+) -> None:
+    path = f"{PORT.format('mlx5_0')}/counters/{counter}"
+    sysfs.set(path, "0")
+    probe = looking(sysfs)
+    at(probe, 0)
+    sysfs.set(path, str(largest))
+    said = [("ib-counters-full", "mlx5_0:1", Verdict.UNKNOWN), (code, "mlx5_0:1", Verdict.SUSPECT), UNUSED]
+    assert at(probe, 10) == sorted(said)
+    assert at(probe, 20 + 2 * 3600) == sorted(said), "whether more came cannot be known"
+    (finding,) = (each for each in probe.look(1e9 + 7300) if each.code == code)
+    assert f"at least {largest} " in finding.message
+    assert at(looking(sysfs), 7400) == [said[0], UNUSED], "full at the start: nothing is known to be gained"
+    sysfs.set(path, "0")
+    assert at(probe, 7500) == [UNUSED]
+
+
+def test_a_counter_that_cannot_be_read_says_nothing_is_over(sysfs: Sysfs) -> None:
+    path = f"{PORT.format('mlx5_0')}/counters/link_downed"
+    probe = looking(sysfs)
+    at(probe, 0)
+    sysfs.set(path, "9")
+    flapping = ("ib-flapping", "mlx5_0:1", Verdict.SUSPECT)
+    assert at(probe, 10) == [flapping, UNUSED]
+    sysfs.remove(path)
+    assert at(probe, 20 + 3600) == [flapping, UNUSED]
+
+
+def second_port(sysfs: Sysfs, device: str) -> None:
+    """Port 2 is not cabled: it is down by design."""
+    for name, text in (("state", "1: DOWN"), ("phys_state", "3: Disabled"), ("link_layer", "InfiniBand")):
+        path = f"class/infiniband/{device}/ports/2/{name}"
+        (sysfs.root / path).parent.mkdir(parents=True, exist_ok=True)
+        sysfs.set(path, text)
+
+
+@pytest.mark.parametrize(
+    ("hca", "found"),
+    [
+        ("=mlx5_0,mlx5_1", [("ib-unused", "mlx5_0:2", Verdict.UNKNOWN)]),
+        ("=mlx5_0:1", []),
+        ("mlx5_0", [("ib-unused", "mlx5_0:2", Verdict.UNKNOWN)]),
+        ("=mlx5_0:2", [("ib-link-down", "mlx5_0:2", Verdict.BAD)]),
+    ],
+)
+def test_a_port_that_is_not_cabled_is_not_missed(sysfs: Sysfs, hca: str, found: list[Said]) -> None:
+    second_port(sysfs, "mlx5_0")
+    assert at(looking(sysfs, NCCL_IB_HCA=hca), 0, 20) == found
+
+
+@pytest.mark.parametrize("may_open", [True, False])
+def test_a_device_that_the_job_may_not_open_is_somebody_else_s(
+    sysfs: Sysfs, tmp_path: Path, may_open: bool
+) -> None:
+    """The kernel itself refuses this file to everybody, root too."""
+    (sysfs.root / "class/infiniband/mlx5_1/device/infiniband_verbs/uverbs1").mkdir(parents=True)
+    verbs = tmp_path / "dev/infiniband/uverbs1"
+    verbs.parent.mkdir(parents=True)
+    verbs.symlink_to("/dev/null" if may_open else "/proc/sys/vm/compact_memory")
+    probe = InfinibandProbe(Context(), sysfs.root, {}, tmp_path / "dev")
+    at(probe, 0)
+    down(sysfs, "mlx5_1")
+    lost = [("ib-link-down", "mlx5_1:1", Verdict.SUSPECT)]
+    assert at(probe, 10, 20) == [*(lost if may_open else []), UNUSED]
+
+
+def test_the_baseline_outlives_the_process(sysfs: Sysfs) -> None:
+    """A rate that fell, a counter that rose, a port that is down, and a device that is gone altogether."""
+    probe = looking(sysfs)
+    at(probe, 0)
+    sysfs.set(f"{PORT.format('mlx5_0')}/rate", "100 Gb/sec (1X NDR)")
+    sysfs.set(f"{PORT.format('mlx5_0')}/counters/link_downed", "9")
+    down(sysfs, "mlx5_1")
+    sysfs.remove("class/infiniband/mlx5_2")
+    expected = [
+        ("ib-device-gone", "mlx5_2:1", Verdict.SUSPECT), ("ib-flapping", "mlx5_0:1", Verdict.SUSPECT),
+        ("ib-link-down", "mlx5_1:1", Verdict.SUSPECT), ("ib-slow", "mlx5_0:1", Verdict.SUSPECT), UNUSED,
+    ]  # fmt: skip
+    memory = json.loads(json.dumps(probe.remember()))
+    assert at(InfinibandProbe(Context(memory=memory), sysfs.root, {}), 10, 20) == expected
+    at(probe, 10, 20)
+    memory = json.loads(json.dumps(probe.remember()))
+    assert at(InfinibandProbe(Context(memory=memory), sysfs.root, {}), 30) == expected
+    assert at(looking(sysfs), 30, 50) == [("ib-unused", "mlx5_1:1", Verdict.UNKNOWN), UNUSED]

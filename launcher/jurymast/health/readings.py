@@ -49,16 +49,16 @@ class Gains:
         return self._last is not None and self._last == self._largest
 
     def add(self, now: float, value: int | None) -> int:
-        """Add a value (None if it could not be read); returns the gain within the window that ends at `now`
-        (seconds)."""
+        """Add a value; returns the gain within the window that ends at `now` (seconds). None stands for one
+        that could not be read: what was gained stays, too."""
         if value is not None:
             gain = value - self._last if self._last is not None else 0
             if gain > 0:
                 self._gained.append((now, gain))
                 self.total += gain
             self._last = value
-        while self._gained and self._gained[0][0] <= now - self._window_s and not self.full:
-            self._gained.popleft()
+            while self._gained and self._gained[0][0] <= now - self._window_s and not self.full:
+                self._gained.popleft()
         return sum(gain for _, gain in self._gained)
 
     def remember(self) -> Any:
