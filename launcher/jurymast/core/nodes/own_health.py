@@ -150,9 +150,8 @@ class ProbeLooks:
             return After(self._strike(end, known, now))
         if known.failures > len(PAUSES_S):
             why = f"the probe {end.probe} is no longer used: its process ends at once ({end.detail})"
-            return After(
-                (_left_out(known, "health", "no-probes", Verdict.UNKNOWN, HOST, why, now, end.probe),)
-            )
+            news = _left_out(known, "health", "no-probes", Verdict.UNKNOWN, HOST, why, now, end.probe)
+            return After((news,), over=True)
         return After(pause_s=0.0 if self._once else PAUSES_S[max(0, known.failures - 1)])
 
     def _strike(self, end: ChildEnd, known: ProbeLooked, now: float) -> tuple[Finding, ...]:
