@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jurymast.health.probe import STORAGE, Context, Finding, Probe, Verdict, threshold
 
@@ -83,6 +84,10 @@ class StorageProbe:
                     )
                 )  # fmt: skip
         return found
+
+    def remember(self) -> Any:
+        """Nothing: each look judges by itself."""
+        return {}
 
     def close(self) -> None:
         """Do nothing: threads that hang end with the process."""
