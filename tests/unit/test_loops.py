@@ -242,6 +242,15 @@ def test_nodes_that_fail_one_after_the_other_are_blamed_if_nothing_shows_the_scr
     assert not story.state.acquitted
 
 
+def test_nodes_of_many_that_die_at_the_same_point_may_do_so_by_chance() -> None:
+    story = Story(active=3, spares=3).running(100)
+    story.state.unnamed = 12_000  # a failure every 24 minutes
+    for number in range(3):
+        lose(story, number, 300.0)
+        up_again(story, 90)
+    assert {incident.cause for incident in story.state.incidents} == {"node_crash"}
+
+
 def test_many_nodes_that_die_until_the_run_gives_up_are_not_blamed(tmp_path: Path) -> None:
     story = Story(active=3, spares=1).running(100)
     number = 0

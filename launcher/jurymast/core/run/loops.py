@@ -7,11 +7,13 @@ acquitted of it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
+from jurymast.core.planning.failure_rate import Posterior
 from jurymast.core.run.attribution import Cause, cause_of
 from jurymast.core.run.incident import INFRASTRUCTURE, ORDERED, Incident
 from jurymast.core.run.state import RunState
@@ -24,8 +26,10 @@ _OF_SCRIPTS_TOO = frozenset({
     "node_lost", "node_crash", "worker_killed", "bus_error", "shm_full", "host_died", "rank_frozen", "hang",
     "collective_timeout", "gpu_unavailable", "disk_full",
 })  # fmt: skip
-# One fault on this many nodes, or on this many that had the same ranks one after the other, is not theirs.
+# One fault on this many nodes, or on this many that had the same ranks one after the other, is not theirs; on
+# more of them where so many may well fail at the same point by chance.
 NODES, NODES_IN_ONE_PLACE = 3, 2
+CHANCE_MAX = 1e-4
 # The same time after the start: within this share of it. Nodes that die soon after each start may do so for a
 # reason outside, a power outage say; only if it is always the one with the same ranks is that the script's.
 SAME_SHARE, LONG_S, SAME_S = 0.2, 30.0, 2.0
@@ -77,10 +81,25 @@ def follows_script(state: RunState, cause: Cause) -> list[Incident]:
     anywhere = takewhile(lambda one: _at_the_same_point(one, newest, LONG_S, 0.0), earlier)
     beside = takewhile(lambda one: one.place == place, earlier)
     here = takewhile(lambda one: _at_the_same_point(one, newest, 0.0, SAME_S), beside)
-    for found, needed in ((anywhere, NODES), (here, NODES_IN_ONE_PLACE)):
-        if len({cause.node, *(one.node for one in found)}) >= needed:
+    all_nodes = state.exposed
+    chance = _chance(state, newest, all_nodes)
+    for found, least, by_chance in (
+        (anywhere, NODES, chance),
+        (here, NODES_IN_ONE_PLACE, chance / all_nodes),
+    ):
+        nodes = len({cause.node, *(one.node for one in found)})
+        if nodes >= least and by_chance ** (nodes - 1) <= CHANCE_MAX:
             return [*earlier[::-1], newest]  # also those before: no attempt has come past that point
     return []
+
+
+def _chance(state: RunState, newest: Incident, nodes: int) -> float:
+    """Return the probability that a failure of any of the active `nodes`, at the rate observed, comes at the
+    same point as `newest` (see `_at_the_same_point`): on 12,000 nodes, after 10 minutes, 1 in 7."""
+    posterior = state.failures.posterior if state.failures is not None else Posterior()
+    share = max(2 * SAME_SHARE, 3 / newest.steps_done if newest.steps_done else 0.0)
+    window_s = max(2 * SAME_S, share * newest.lived_s)
+    return -math.expm1(-window_s / posterior.mtbf_s(nodes))
 
 
 def _fault(signature: Signature) -> Signature:
