@@ -28,7 +28,9 @@ DAY_S = 86_400.0
 def ran(faults: list[TraceFault], *, cadence: Cadence, spares: int = 0, **durations: float) -> SimOutcome:
     setup = Setup(
         nodes=4, spares=spares, seconds=DAY_S, durations=Durations(**durations),  # type: ignore[arg-type]
-        settings=Settings(cadence_s=cadence.seconds, cadence_steps=cadence.steps),
+        settings=Settings(
+            cadence_s=cadence.seconds, cadence_steps=cadence.steps, attempts_without_step=None
+        ),
     )  # fmt: skip
     return Simulation(setup, faults, cadence).run()
 

@@ -30,7 +30,8 @@ def test_a_fault_in_the_answer_to_a_fault_costs_no_bit_and_no_healthy_node(
     start."""
     train = (*TRAIN, "--steps", str(STEPS))
     run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "3", arguments=train)
-    state = run.wait_step(1)
+    run.wait_step(1)
+    state = run.wait("all spares", lambda s: len(s.spare_nodes()) == 3)
     best, *others = [node.name for node in state.spare_nodes() if node.name != state.host]
     cluster.fault("part", state.placement[0], other=others[0])
     run.wait_safe(MORE)
