@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from jurymast.checkpoint import gpu_copies
 from jurymast.checkpoint.gpu_copies import GpuCopies, WatchedTensors, WrittenMeanwhileError
 
 pytestmark = pytest.mark.torch
@@ -74,12 +76,17 @@ class Training:
         for name in ("current_device", "Stream", "current_stream", "stream"):
             patch.setattr(torch.cuda, name, getattr(self.cuda, name))
         patch.setattr(GpuCopies, "_is_here", lambda *_: True)
+        patch.setattr(gpu_copies, "register_optimizer_step_pre_hook", self.hook)
+        self.hooks: list[Any] = []
         self.model = nn.Linear(3, 2)
         self.buffer = torch.ones(4)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         self.copies = GpuCopies()
+
+    def hook(self, before: Any) -> None:
+        self.hooks.append(register_optimizer_step_pre_hook(before))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -100,8 +107,11 @@ class Training:
 
 
 @pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch) -> Training:
-    return Training(monkeypatch)
+def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+    found = Training(monkeypatch)
+    yield found
+    for hook in found.hooks:  # torch calls it for the optimizers of later tests, too
+        hook.remove()
 
 
 def test_the_next_step_waits_for_the_copies_of_what_it_writes_and_the_training_for_all_others(

@@ -134,7 +134,8 @@ class Keeper:
         for going in self._going.values():
             going.stop.set()
         for task in tasks:
-            task.cancel()
+            if task not in self._freeing:  # a task that is cancelled before its first step frees nothing
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._server.close()
         for buffer in self.buffers.values():
