@@ -18,7 +18,7 @@ from testcluster import control, freezer, processes, slurmconf, software, state
 from testcluster.errors import ClusterError, DeadlineError
 from testcluster.faults import Fault, Faults
 from testcluster.inspection import Inspector
-from testcluster.machines import Builder, Machine, addresses
+from testcluster.machines import Builder, Machine
 from testcluster.network import Network, any_netns
 from testcluster.processes import wait_until
 from testcluster.settings import (
@@ -75,11 +75,13 @@ class Cluster:
         python: Path | None = None,
         conf: Sequence[str] = (),
         site: bool = False,
+        ipv6: bool = False,
     ) -> Cluster:
         """Build a cluster, in place of whatever is left in that directory.
 
         ``python``: the one for jobs (default: the repository's own); ``conf``: more lines for slurm.conf;
-        ``site``: with the health check of slurm/site, every 5 s.
+        ``site``: with the health check of slurm/site, every 5 s; ``ipv6``: no machine has an IPv4
+        address, not even loopback's.
         """
         software.require_root_linux()
         if not 1 <= nodes <= MAX_NODES:
@@ -95,6 +97,7 @@ class Cluster:
             python=str((python or default_python()).absolute()),
             conf=tuple(conf),
             site=site,
+            ipv6=ipv6,
         )
         with state.host_lock():
             software.ensure_packages(slurm)
@@ -194,7 +197,7 @@ class Cluster:
         return self.saved.machines[name]
 
     def address(self, name: str) -> str:
-        """IPv4 address of a machine."""
+        """IP address of a machine."""
         return self.machine(name).address
 
     def disk_bytes(self, path: str) -> int:
@@ -419,7 +422,7 @@ class Cluster:
         )
         self.slurm(["scontrol", "update", f"NodeName={','.join(names)}", "State=DOWN", f"Reason={_REASON}"])
         self.network.remove(names)
-        known = addresses(self.options)
+        known = self.options.addresses
         self.network.add([(name, known[name]) for name in names])
         started = {machine.name: machine for machine in self._builder().start(names)}
         saved = self.saved
@@ -511,7 +514,7 @@ class Cluster:
         for directory in (layout.spool, layout.log):
             shutil.rmtree(directory)
             directory.mkdir()
-        known = addresses(options)
+        known = options.addresses
         for name in [*known, "slurmctld"]:
             (layout.spool / name).mkdir()
         slurmconf.write_all(layout, options, software.slurm_release(base))

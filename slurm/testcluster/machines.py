@@ -20,17 +20,12 @@ from testcluster.processes import Process
 from testcluster.rootfs import RootPlan, Tmpfs
 from testcluster.settings import (
     CONTROLLER,
-    CONTROLLER_HOST_NUMBER,
     LOGIN,
-    LOGIN_HOST_NUMBER,
     MUNGE_SOCKET,
     SCRATCH,
     SLURM_SYSTEM,
-    SUBNET,
     Layout,
     Options,
-    node_address,
-    node_name,
 )
 from testcluster.visibility import masks_for, needed_for, outermost, require_open
 
@@ -99,13 +94,6 @@ class Machine:
         return cls(**fields)
 
 
-def addresses(options: Options) -> dict[str, str]:
-    """Address of every machine, by name: controller and login host first."""
-    found = {CONTROLLER: f"{SUBNET}.{CONTROLLER_HOST_NUMBER}", LOGIN: f"{SUBNET}.{LOGIN_HOST_NUMBER}"}
-    found.update({node_name(index): node_address(index) for index in range(options.nodes)})
-    return found
-
-
 class Builder:
     """Makes the machines of one cluster."""
 
@@ -141,7 +129,7 @@ class Builder:
                 text=True,
             )
             started.append((name, child))
-        known = addresses(self._options)
+        known = self._options.addresses
         return [self._record(name, known[name], child, groups[name]) for name, child in started]
 
     def _record(self, name: str, address: str, child: subprocess.Popen[str], group: Path | None) -> Machine:

@@ -12,7 +12,7 @@ from pathlib import Path
 from testcluster import kernel, processes
 from testcluster.errors import ClusterError
 from testcluster.processes import run
-from testcluster.settings import BRIDGE, CONTROLLER, NETNS_START, NODE_INTERFACE, PREFIX_LENGTH
+from testcluster.settings import BRIDGE, CONTROLLER, NETNS_START, NODE_INTERFACE, SUBNET, SUBNET_IPV6
 
 _HERE = Path(__file__).resolve().parent
 _NETNS_DIRECTORY = Path("/run/netns")
@@ -53,13 +53,17 @@ class Network:
         for name, address in machines:
             peer = f"peer name {NODE_INTERFACE} address {_mac(address)} netns {self._prefix}{name}"
             self._in_switch([f"link add {name} type veth {peer}", f"link set {name} master {BRIDGE} up"])
+            ipv6 = _is_ipv6(address)
             inside = [
                 "link set lo up",
-                f"address add {address}/{PREFIX_LENGTH} dev {NODE_INTERFACE}",
+                f"address add {_with_prefix(address)} dev {NODE_INTERFACE}{' nodad' if ipv6 else ''}",
                 f"link set {NODE_INTERFACE} up",
             ]
+            if ipv6:
+                inside.append("address del 127.0.0.1/8 dev lo")
             if name == CONTROLLER:
-                inside.append(f"ntable change name arp_cache dev {NODE_INTERFACE} {_QUICK_TO_DOUBT}")
+                cache = "ndisc_cache" if ipv6 else "arp_cache"
+                inside.append(f"ntable change name {cache} dev {NODE_INTERFACE} {_QUICK_TO_DOUBT}")
             _ip(inside, f"{self._prefix}{name}")
 
     def remove(self, machines: Sequence[str]) -> None:
@@ -190,7 +194,15 @@ def _ip(lines: Sequence[str], namespace: str | None = None) -> None:
 
 def _mac(address: str) -> str:
     # The same after a repair, as a machine's is: its peers go on using what they have learnt.
-    return "02:4a:" + ipaddress.IPv4Address(address).packed.hex(":")
+    return "02:4a:" + ipaddress.ip_address(address).packed[-4:].hex(":")
+
+
+def _is_ipv6(address: str) -> bool:
+    return isinstance(ipaddress.ip_address(address), ipaddress.IPv6Address)
+
+
+def _with_prefix(address: str) -> str:
+    return f"{address}/{ipaddress.ip_network(SUBNET_IPV6 if _is_ipv6(address) else SUBNET).prefixlen}"
 
 
 def _slow_port(machine: str) -> str:

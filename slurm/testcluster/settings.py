@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 DEFAULT_DIR = Path("/var/lib/jurymast-testcluster")
 DIR_VARIABLE = "JURYMAST_TESTCLUSTER_DIR"
 HOST_LOCK = Path("/run/jurymast-testcluster.lock")
-TRIXIE_ROOT = Path("/var/cache/jurymast-testcluster/trixie")
+BASES = Path("/var/cache/jurymast-testcluster")
 USER = "jurymast-test"
 
 # The switch lives in a network namespace of its own: the host sees no bridge and no route, its firewall
 # does not filter the cluster's traffic, and several clusters may run side by side.
-SUBNET = "10.77.0"
-PREFIX_LENGTH = 24
+SUBNET = "10.77.0.0/24"
+SUBNET_IPV6 = "fd77::/64"  # of a cluster without IPv4
 BRIDGE = "switch0"
 NODE_INTERFACE = "eth0"
 NETNS_START = "jmtc-"
@@ -41,18 +42,14 @@ SITE_LOG = "/run/site.log"  # each node's own
 MIB = 1024 * 1024
 
 SLURM_SYSTEM = "system"
-SLURM_TRIXIE = "24.11"
-SLURM_CHOICES = (SLURM_SYSTEM, SLURM_TRIXIE)
+# Newer releases, and the Debian that has each.
+SUITE_OF = {"24.11": "trixie", "26.05": "forky"}
+SLURM_CHOICES = (SLURM_SYSTEM, *SUITE_OF)
 
 
 def node_name(index: int) -> str:
     """Name of the node with this zero-based index."""
     return f"n{index + 1}"
-
-
-def node_address(index: int) -> str:
-    """IPv4 address of the node with this zero-based index."""
-    return f"{SUBNET}.{FIRST_NODE_HOST_NUMBER + index}"
 
 
 def netns_prefix(directory: Path) -> str:
@@ -74,7 +71,16 @@ class Options:
     scratch_mib: int = 2048
     tmp_mib: int = 1024
     site: bool = False
+    ipv6: bool = False
     conf: tuple[str, ...] = field(default=())
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Address of every machine, by name: controller and login host first."""
+        subnet = ipaddress.ip_network(SUBNET_IPV6 if self.ipv6 else SUBNET)
+        numbers = {CONTROLLER: CONTROLLER_HOST_NUMBER, LOGIN: LOGIN_HOST_NUMBER}
+        numbers.update({node_name(index): FIRST_NODE_HOST_NUMBER + index for index in range(self.nodes)})
+        return {name: str(subnet[number]) for name, number in numbers.items()}
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the state file."""

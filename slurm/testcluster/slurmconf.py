@@ -10,20 +10,15 @@ from pathlib import Path
 from testcluster.settings import (
     CLUSTER_NAME,
     CONTROLLER,
-    CONTROLLER_HOST_NUMBER,
     DEBUG_NODES,
     DEBUG_PARTITION,
-    LOGIN,
-    LOGIN_HOST_NUMBER,
     PARTITION,
     SITE_LOG,
     SLURMCTLD_PORT,
     SLURMD_PORT,
-    SUBNET,
     USER,
     Layout,
     Options,
-    node_address,
     node_name,
 )
 
@@ -52,7 +47,7 @@ def slurm_conf(layout: Layout, options: Options) -> str:
     """Text of slurm.conf."""
     lines = [
         f"ClusterName={CLUSTER_NAME}",
-        f"SlurmctldHost={CONTROLLER}({SUBNET}.{CONTROLLER_HOST_NUMBER})",
+        f"SlurmctldHost={CONTROLLER}({options.addresses[CONTROLLER]})",
         f"SlurmctldPort={SLURMCTLD_PORT}",
         f"SlurmdPort={SLURMD_PORT}",
         "SlurmUser=root",
@@ -88,13 +83,15 @@ def slurm_conf(layout: Layout, options: Options) -> str:
         "SlurmdDebug=verbose",
         *options.conf,
     ]
+    if options.ipv6:
+        lines.append("CommunicationParameters=EnableIPv6,DisableIPv4")
     if options.site:
         lines += [f"HealthCheckProgram={layout.health_check}", "HealthCheckNodeState=ANY"]
         lines.append(f"HealthCheckInterval={_HEALTH_CHECK_INTERVAL_S}")
     gres = f" Gres=gpu:{options.gpus}" if options.gpus else ""
     for index in range(options.nodes):
         lines.append(
-            f"NodeName={node_name(index)} NodeAddr={node_address(index)} CPUs={options.cpus}"
+            f"NodeName={node_name(index)} NodeAddr={options.addresses[node_name(index)]} CPUs={options.cpus}"
             f" RealMemory={_REAL_MEMORY_MIB}{gres} State=UNKNOWN"
         )
     common = "MaxTime=INFINITE State=UP OverSubscribe=NO"
@@ -164,14 +161,12 @@ def _cgroup_conf(release: tuple[int, ...]) -> str:
 
 
 def _hosts(options: Options) -> str:
-    names = {
-        f"{SUBNET}.{CONTROLLER_HOST_NUMBER}": CONTROLLER,
-        f"{SUBNET}.{LOGIN_HOST_NUMBER}": LOGIN,
-        **{node_address(index): node_name(index) for index in range(options.nodes)},
-    }
-    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
+    loopback = ["::1 localhost ip6-localhost"]
+    if options.ipv6:
+        return "\n".join([*loopback, *(f"{it} {name}" for name, it in options.addresses.items())]) + "\n"
+    lines = ["127.0.0.1 localhost", *loopback]
     # Sockets that speak both versions of IP look their peers up by the mapped address.
-    lines += [f"{prefix}{address} {name}" for address, name in names.items() for prefix in ("", "::ffff:")]
+    lines += [f"{prefix}{it} {name}" for name, it in options.addresses.items() for prefix in ("", "::ffff:")]
     return "\n".join(lines) + "\n"
 
 

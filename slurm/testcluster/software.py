@@ -11,7 +11,7 @@ from pathlib import Path
 
 from testcluster.errors import ClusterError
 from testcluster.processes import run
-from testcluster.settings import SLURM_TRIXIE, TRIXIE_ROOT, USER
+from testcluster.settings import BASES, SLURM_SYSTEM, SUITE_OF, USER
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PACKAGE_OF = {
@@ -23,10 +23,11 @@ _PACKAGE_OF = {
     "tc": "iproute2",
 }
 _INSTALL_DEADLINE_S = 900.0
-_SUITE = "trixie"
+# debootstrap may be older than a suite, which is then made as the one that is always there.
+_DEBOOTSTRAP_SCRIPTS = Path("/usr/share/debootstrap/scripts")
 _MIRROR = "http://deb.debian.org/debian"
 # The daemons, then the libraries that a host Python with torch loads.
-_TRIXIE_PACKAGES = (
+_PACKAGES = (
     "slurmctld,slurmd,slurm-client,munge,procps,iproute2,"
     "libffi8,libssl3t64,libsqlite3-0,libbz2-1.0,liblzma5,libreadline8t64,zlib1g,libncursesw6,libuuid1,"
     "libgdbm6t64,libgomp1,libstdc++6,libexpat1"
@@ -44,7 +45,7 @@ def require_root_linux() -> None:
 
 def ensure_packages(slurm: str) -> None:
     """Install the missing programs with apt; ClusterError names them where that cannot be done."""
-    wanted = {"ip": "iproute2", "tc": "iproute2", "munged": "munge"} if slurm == SLURM_TRIXIE else _PACKAGE_OF
+    wanted = _PACKAGE_OF if slurm == SLURM_SYSTEM else {"ip": "iproute2", "tc": "iproute2", "munged": "munge"}
     missing = sorted({package for program, package in wanted.items() if _find(program) is None})
     if missing:
         _apt_install(missing)
@@ -73,24 +74,27 @@ def remove_user() -> None:
 
 def ensure_base(slurm: str) -> Path:
     """The base system of the machines: the host's own, or a Debian with the newer Slurm (made once)."""
-    if slurm != SLURM_TRIXIE:
+    if slurm == SLURM_SYSTEM:
         return Path("/")
-    if (TRIXIE_ROOT / _COMPLETE).exists():
-        return TRIXIE_ROOT
+    suite = SUITE_OF[slurm]
+    base = BASES / suite
+    if (base / _COMPLETE).exists():
+        return base
     if _find("debootstrap") is None:
         _apt_install(["debootstrap"])
-    partial = TRIXIE_ROOT.with_name(f"{TRIXIE_ROOT.name}.partial")
+    partial = BASES / f"{suite}.partial"
     if partial.exists():
         shutil.rmtree(partial)
     partial.parent.mkdir(parents=True, exist_ok=True)
-    options = ["--variant=minbase", f"--include={_TRIXIE_PACKAGES}"]
-    run(["debootstrap", *options, _SUITE, str(partial), _MIRROR], timeout_s=_INSTALL_DEADLINE_S)
+    options = ["--variant=minbase", f"--include={_PACKAGES}"]
+    script = [] if (_DEBOOTSTRAP_SCRIPTS / suite).exists() else [str(_DEBOOTSTRAP_SCRIPTS / "sid")]
+    run(["debootstrap", *options, suite, str(partial), _MIRROR, *script], timeout_s=_INSTALL_DEADLINE_S)
     (partial / "etc" / "hosts").touch()
     (partial / _COMPLETE).touch()
-    if TRIXIE_ROOT.exists():
-        shutil.rmtree(TRIXIE_ROOT)
-    partial.rename(TRIXIE_ROOT)
-    return TRIXIE_ROOT
+    if base.exists():
+        shutil.rmtree(base)
+    partial.rename(base)
+    return base
 
 
 def slurm_release(base: Path) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """A real Slurm cluster for the tests of this folder: one a test process, mended and checked after every test.
 
-``JURYMAST_TESTCLUSTER_SLURM=24.11`` runs them on the newer Slurm, ``JURYMAST_TESTCLUSTER_DIR`` elsewhere.
+``JURYMAST_TESTCLUSTER_SLURM=24.11``, or 26.05, runs them on a newer Slurm, ``JURYMAST_TESTCLUSTER_DIR``
+elsewhere.
 """
 
 from __future__ import annotations
