@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jurymast.health.grant import Counts, may_open, named_in
-from jurymast.health.probe import HARDWARE, Context, Finding, Probe, Verdict, threshold
+from jurymast.health.grant import UNSURE, Counts, all_are_ours, may_open, named_in
+from jurymast.health.probe import HARDWARE, Context, Finding, Probe, Verdict, doubtful, threshold
 from jurymast.health.readings import Gains, number, text
 
 NAME = "amd"
@@ -224,6 +224,7 @@ class AmdProbe:
             granted=context.gpus, present=len({unit.device for unit in units}), openable=len(devices),
             parts=len(own) if known else None, named=len(rocr or ()), found=found,
         )  # fmt: skip
+        self._sure = rocr is not None or hip is not None or all_are_ours(context.gpus, len(own))
         # Names of which none exists are a mistake of the user's; an empty list means no GPU.
         wanted = {unit.device for unit in seen or shown or (own if rocr else ())}
         self.gpus = [Gpu(f"gpu{number}", device) for number, device in enumerate(devices) if device in wanted]
@@ -255,7 +256,7 @@ class AmdProbe:
                         gpu.found[check.__name__] = list(check(gpu, self._context, now))
                 for code, verdict, what in gpu.found.get(check.__name__, ()):
                     found.append(self._finding(gpu.name, code, verdict, what, now))
-        return found
+        return found if self._sure else [doubtful(one, UNSURE) if one.device else one for one in found]
 
     @property
     def missing(self) -> bool:

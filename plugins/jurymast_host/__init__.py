@@ -12,11 +12,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jurymast.health.probe import (
     APPLICATION,
     HARDWARE,
     HOST,
+    NOT_OBSERVABLE,
     STORAGE,
     Context,
     Finding,
@@ -62,13 +64,22 @@ class HostProbe:
         cgroup, self._oom_file = where_kills_count(
             memory_cgroups(root / "proc/self/cgroup", root / "sys/fs/cgroup")
         )
-        # If the cgroup counts its own kills, the kernel log can only add those of others.
-        self._log = KernelLog(root, context, cgroup if self._oom_file is None else "")
+        memory = context.memory or {}
         self._disks = [path for path in _local_directories(context) if not _is_shared(path, root)]
+        # If the cgroup counts its own kills, the kernel log can only add those of others.
+        self._log = KernelLog(
+            root, context, cgroup if self._oom_file is None else "",
+            directories=("/", "/var", *self._disks), after=int(memory.get("log", -1)),
+        )  # fmt: skip
         self._oom_kills = oom_kills(self._oom_file)
-        self._memory_errors = uncorrectable(self._root)
+        self._memory_errors = self._errors_now = uncorrectable(self._root)
         self._short_at_start: set[tuple[str, str]] | None = None
         self._still: dict[int, tuple[str, float]] = {}
+        if memory:
+            self._oom_kills, self._memory_errors = memory["oom_kills"], memory["memory_errors"]
+            self._errors_now = memory["errors_now"]
+            self._short_at_start = {(code, device) for code, device in memory["short_at_start"]}
+            self._still = {int(pid): (mark, since) for pid, (mark, since) in memory["still"].items()}
         self._stuck: list[Finding] = []
         self._processes_due = 0.0
 
@@ -85,6 +96,14 @@ class HostProbe:
             self._stuck = list(self._processes(now))
         held = [*map(self._judged, shortages), *self._load(), *self._memory_error(), *self._stuck]
         return [*held, *self._oom(now), *self._log.look(now)]
+
+    def remember(self) -> Any:
+        """The baselines, what was short at the start, and how far the kernel's log was read."""
+        return {
+            "oom_kills": self._oom_kills, "memory_errors": self._memory_errors,
+            "errors_now": self._errors_now, "short_at_start": sorted(self._short_at_start or ()),
+            "still": {str(pid): list(known) for pid, known in self._still.items()}, "log": self._log.last,
+        }  # fmt: skip
 
     def close(self) -> None:
         self._log.close()
@@ -119,6 +138,8 @@ class HostProbe:
             verdict = Verdict.UNKNOWN if error.errno in _NOT_THE_DISK else Verdict.SUSPECT
             said = f"{path}: {error.strerror}"
             yield _finding("disk-error", HOST, said, verdict=verdict, device=path)
+            # What was found there before cannot be judged now.
+            yield _finding(NOT_OBSERVABLE, HOST, said, device=path)
             return
         used = 1 - found.f_bavail / found.f_blocks if found.f_blocks else 0.0
         if used >= (limit := self._limit(limit_name)):
@@ -152,10 +173,11 @@ class HostProbe:
             )  # fmt: skip
 
     def _memory_error(self) -> Iterator[Finding]:
-        errors = uncorrectable(self._root) if self._memory_errors is not None else None
-        if errors is None or self._memory_errors is None:
+        errors = uncorrectable(self._root)
+        self._errors_now = self._errors_now if errors is None else errors
+        if self._errors_now is None or self._memory_errors is None:
             return
-        gained = errors - self._memory_errors
+        gained = self._errors_now - self._memory_errors
         if gained >= self._limit("host-memory-errors"):
             said = f"{gained} uncorrectable errors of the host's memory since the first look (EDAC)"
             yield _finding("memory-uncorrectable", HARDWARE, said, verdict=Verdict.BAD)

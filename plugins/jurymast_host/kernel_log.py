@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,11 @@ from jurymast.health.probe import (
     Context,
     Finding,
     Verdict,
+    doubtful,
     xid_finding,
 )
 from jurymast_host.memory import is_broken
+from jurymast_host.ours import Disks, NvidiaGpus, Processors
 
 RECORD_BYTES_MAX = 8192
 MESSAGE_MAX = 300
@@ -98,21 +100,39 @@ PATTERNS = (
 )  # fmt: skip
 # Precedes the message about the kill itself, and is the only one with the process's cgroup.
 OOM = re.compile(r"oom-kill:constraint=CONSTRAINT_MEMCG,.*?task_memcg=(?P<cgroup>/.*?),task=")
-XID = re.compile(r"NVRM: Xid \(PCI:(?P<device>[0-9a-fA-F:.]+)\): (?P<code>\d+),? ?(?P<text>.*)")
+# GPU-I and GPU-CI: the part of a divided GPU (MIG). Drivers of some years ago leave out "PCI:".
+XID = re.compile(
+    r"NVRM: Xid \((?:PCI:)?(?P<device>[0-9a-fA-F:.]+)(?: GPU-I:(?P<instance>\d+))?(?: GPU-CI:\d+)?\): "
+    r"(?P<code>\d+),? ?(?P<text>.*)"
+)
+CPU = re.compile(r"CPU[ #]?(\d+)")
+OTHERS = "it concerns a part of the machine that this job does not use"
 
 
 class KernelLog:
-    """Reads what is new at each look: events since this job's start, each once.
+    """Reads what is new at each look: events since this job's start, each once. Of what is in the log at the
+    first look, the time says whether it is of this job; what comes later always is.
 
-    Out-of-memory kills count only if the process was in `cgroup`: a node has other jobs, too.
+    Only what this job may touch is this job's. What happens to other jobs' GPUs, or to processes outside of
+    `cgroup`, is not told; what happens to other processors and disks is told, and is not held against the
+    node, and neither is what may be either's. `users`: the user's variables, `directories`: where the job has
+    files. `after`: the number of the last message that an earlier process of the probe read.
     """
 
-    def __init__(self, root: Path, context: Context, cgroup: str = "") -> None:
+    def __init__(
+        self, root: Path, context: Context, cgroup: str = "", *, directories: Sequence[str] = ("/",),
+        users: Mapping[str, str] = os.environ, after: int = -1,
+    ) -> None:  # fmt: skip
         self._context = context
         self._cgroup = cgroup.rstrip("/")
         self._killed_in = ""
         self._root = root
+        self._gpus = NvidiaGpus(root, context.gpus, users)
+        self._cpus = Processors(root)
+        self._disks = Disks(root, directories)
+        self._after = self.last = after
         self._why_not = ""
+        self._looked_at = 0.0
         try:
             self._file = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -126,16 +146,21 @@ class KernelLog:
                 message=f"/dev/kmsg cannot be read ({self._why_not}): kernel messages cannot be checked",
             )  # fmt: skip
             return
-        booted = now - time.clock_gettime(time.CLOCK_MONOTONIC)
+        # The log's clock is one of these, depending on the machine, and only one of them is corrected by time
+        # servers: after months they differ by minutes. The later one makes a message at worst too old.
+        clocks = (time.CLOCK_MONOTONIC, time.CLOCK_MONOTONIC_RAW)
+        booted = now - max(map(time.clock_gettime, clocks))
+        before, self._looked_at = self._looked_at, now
         for record in self._records():
             head, _, message = record.partition(";")
             fields = head.split(",")
-            if len(fields) < 3 or not (fields[0].isdigit() and fields[2].isdigit()):
+            if len(fields) < 3 or not all(field.isdigit() for field in fields[:3]):
                 continue
-            at = booted + int(fields[2]) / 1e6
-            if (
-                int(fields[0]) >> 3 == 0 and at >= self._context.started_at
-            ):  # facility 0: the kernel's own words
+            sequence, at = int(fields[1]), min(now, max(before, booted + int(fields[2]) / 1e6))
+            self.last = max(self.last, sequence)
+            own_words = int(fields[0]) >> 3 == 0  # facility 0: no process can write it
+            of_this_job = at >= self._context.started_at or self._after >= 0 or before > 0.0
+            if own_words and of_this_job and sequence > self._after:
                 finding = self._read(message, at)
                 if finding is not None:
                     yield finding
@@ -160,7 +185,7 @@ class KernelLog:
         if OF_PROCESS.match(message):
             return None
         if xid := XID.match(message):
-            return xid_finding(int(xid["code"]), self._gpu(xid["device"]), xid["text"], at, self._context)
+            return self._xid(xid, at)
         if oom := OOM.match(message):
             self._killed_in = oom["cgroup"]
         for pattern in PATTERNS:
@@ -171,25 +196,45 @@ class KernelLog:
                 verdict = pattern.verdict
                 if pattern.code == MEMORY and not is_broken(self._root):
                     verdict = Verdict.UNKNOWN  # the kernel's counters do not confirm it
-                return Finding(
+                finding = Finding(
                     probe="host", code=pattern.code, verdict=verdict, kind=pattern.kind, at=at,
                     message=f"the kernel says: {message[:MESSAGE_MAX]}", device=device, once=True,
                 )  # fmt: skip
+                return finding if self._may_touch(finding, message) else doubtful(finding, OTHERS)
         return None
+
+    def _xid(self, xid: re.Match[str], at: float) -> Finding | None:
+        name, ours = self._gpus.at(xid["device"])
+        if ours is not False and xid["instance"] is not None:
+            ours = self._gpus.has_instance(xid["device"], int(xid["instance"]))
+        if ours is False:
+            return None
+        finding = xid_finding(int(xid["code"]), name, xid["text"], at, self._context)
+        if ours is None:
+            return doubtful(finding, f"it cannot be told whether this job has the GPU at {xid['device']}")
+        return finding
+
+    def _may_touch(self, finding: Finding, message: str) -> bool:
+        """Whether a message is about a processor, disk or PCI device that the job may use; True for one that
+        concerns the whole machine."""
+        if finding.code == "disk-error":
+            return self._disks.has(finding.device)
+        if finding.code == "pcie-fatal":
+            return not self._gpus.is_others(self._at_or_below(finding.device))
+        if finding.code in ("machine-check", "cpu-lockup") and (cpu := CPU.search(message)):
+            return self._cpus.has(int(cpu[1]))
+        return True
+
+    def _at_or_below(self, address: str) -> list[str]:
+        """The PCI addresses of GPUs that are this device, or are connected through it."""
+        devices = self._root / "sys/bus/pci/devices"
+        places = {gpu: Path(os.path.realpath(devices / gpu)).parts for gpu in self._gpus.addresses}
+        return [gpu for gpu, parts in places.items() if address.lower() in (gpu, *parts)]
 
     def _was_ours(self) -> bool:
         """Whether the process that the kernel has just killed was in this job's cgroup."""
         where, self._killed_in = self._killed_in, ""
         return bool(self._cgroup) and f"{where}/".startswith(f"{self._cgroup}/")
-
-    def _gpu(self, address: str) -> str:
-        """ "gpu3" for the PCI address that a Xid line names (0000:3b:00): NVML numbers GPUs in that order."""
-        try:
-            there = sorted(entry.name.lower() for entry in (self._root / "proc/driver/nvidia/gpus").iterdir())
-        except OSError:
-            there = []
-        number = next((n for n, name in enumerate(there) if name.startswith(address.lower())), None)
-        return f"gpu{number}" if number is not None else address
 
     def close(self) -> None:
         if self._file >= 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pynvml
 
-from jurymast.health.grant import named_in
+from jurymast.health.grant import all_are_ours, named_in
 from jurymast_nvidia.nvml import NvmlError, bus_of
 
 
@@ -36,11 +36,12 @@ class Chosen:
 @dataclass
 class Choice:
     """The job's GPUs, sorted by index. Of whole GPUs, the variable names `named`, of which `found` exist;
-    both 0 if it is not set, or names instances."""
+    both 0 if it is not set, or names instances. `sure`: whether all of them are known to be the job's."""
 
     gpus: list[Chosen]
     named: int = 0
     found: int = 0
+    sure: bool = True
 
 
 def openable() -> list[Seen]:
@@ -71,7 +72,12 @@ def of_this_job(seen: Sequence[Seen], visible: str | None, granted: int | None) 
     all GPUs. `granted`: how many GPUs or instances Slurm granted, None if that is not known."""
     words = named_in(visible)
     if words is None or any(word.startswith("MIG-") for word in words):
-        return Choice(_instances_of(seen, words, granted))
+        if ours := _instances_of(seen, words or ()):
+            return Choice(ours)
+        if granted is not None and granted == parts(seen):
+            return Choice([Chosen(gpu.index) for gpu in seen])  # all parts were granted to this job
+        sure = all_are_ours(granted, parts(seen)) if words is None else len(seen) == 1
+        return Choice([_whole(gpu) for gpu in seen], sure=sure)
     chosen: set[int] = set()
     found = 0
     for word in words:
@@ -89,22 +95,18 @@ def _whole(gpu: Seen) -> Chosen:
     return Chosen(gpu.index, None if gpu.instances == {} else set(), alone=gpu.instances == {})
 
 
-def _instances_of(seen: Sequence[Seen], words: Sequence[str] | None, granted: int | None) -> list[Chosen]:
-    """The GPUs with those instances that are named; all GPUs if none is named, or can be found."""
+def _instances_of(seen: Sequence[Seen], words: Sequence[str]) -> list[Chosen]:
+    """The GPUs with those instances that are named, as far as they can be found."""
     found = []
     for gpu in seen:
         ours = {
             instance
             for uuid, instance in (gpu.instances or {}).items()
-            if any(uuid.startswith(word) or _old_name(word, gpu, instance) for word in words or ())
+            if any(uuid.startswith(word) or _old_name(word, gpu, instance) for word in words)
         }
         if ours:
             found.append(Chosen(gpu.index, ours, alone=ours == set((gpu.instances or {}).values())))
-    if found:
-        return found
-    if words is None and granted is not None and granted == parts(seen):
-        return [Chosen(gpu.index) for gpu in seen]  # all instances were granted to this job
-    return [_whole(gpu) for gpu in seen]
+    return found
 
 
 def _old_name(word: str, gpu: Seen, instance: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pynvml
 
-from jurymast.health.grant import Counts
+from jurymast.health.grant import UNSURE, Counts
 from jurymast.health.probe import Context, Finding, Verdict, doubtful, threshold, xid_finding
 from jurymast.reference import recovery_action
 from jurymast_nvidia import checks, nvml, visible
@@ -54,6 +54,7 @@ class NvidiaProbe:
             granted=context.gpus, present=present, openable=len(seen), parts=visible.parts(seen),
             named=choice.named, found=choice.found,
         )  # fmt: skip
+        self._sure = choice.sure
         self.expected = choice.named or context.gpus or 0
         self._own = {chosen.index: chosen.instances for chosen in choice.gpus}
         limit = partial(threshold, context)
@@ -89,7 +90,8 @@ class NvidiaProbe:
         if now >= self._due or now < self._due - BATCH_S:  # or the clock was set back
             self._due = now + BATCH_S
             self._standing = self.batch(now)
-        return [*(event for event in events if event.verdict is not Verdict.OK), *self._standing]
+        found = [*(event for event in events if event.verdict is not Verdict.OK), *self._standing]
+        return found if self._sure else [doubtful(one, UNSURE) if one.device else one for one in found]
 
     def close(self) -> None:
         with suppress(NvmlError):
@@ -215,7 +217,7 @@ class NvidiaProbe:
         missing = self._counts.missing()
         if missing is not None:
             yield Problem("gpu-missing", *missing)
-        elif self.gpus and there <= max(watched.gpu.index for watched in self.gpus):
+        elif there < self._counts.present == len(self.gpus):  # others' GPUs are not this job's
             yield Problem(
                 "gpu-missing", Verdict.BAD, f"only {there} of the GPUs present at the start are left"
             )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.health.probe import Context, Probe
 from jurymast.health.readings import waits_for_storage
 from jurymast_host import HostProbe, _is_shared
-from jurymast_host.kernel_log import KernelLog
 from jurymast_storage import StorageProbe, probe
 from support.probes import Acme
 from support.waiting import wait_until
@@ -204,182 +204,6 @@ def test_uncorrectable_memory_errors_count_from_the_first_look(tmp_path: Path) -
     assert [(f.verdict, f.kind) for f in found[1]] == [(Verdict.BAD, "hardware")]
 
 
-# (code, verdict, device) of what kernels and drivers really print.
-LINES = {
-    (
-        "xid-79",
-        "bad",
-        "gpu1",
-    ): "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus.",
-    (
-        "xid-31",
-        "unknown",
-        "0000:aa:00",
-    ): "NVRM: Xid (PCI:0000:aa:00): 31, pid=7, name=python, Ch 00000008, MMU Fault",
-    (
-        "memory-uncorrectable",
-        "bad",
-        "MC0",
-    ): "EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#0_DIMM#0",
-    (
-        "memory-uncorrectable",
-        "bad",
-        "",
-    ): "Memory failure: 0x3fa2b: recovery action for dirty LRU page: Recovered",
-    (
-        "machine-check",
-        "bad",
-        "",
-    ): "mce: [Hardware Error]: CPU 3: Machine Check Exception: 5 Bank 8: be00000000800400",
-    ("machine-check-corrected", "unknown", ""): "{1}[Hardware Error]: event severity: corrected",
-    ("disk-error", "suspect", "nvme0"): "nvme nvme0: I/O 23 QID 5 timeout, reset controller",
-    ("disk-error", "suspect", "sda"): "blk_update_request: I/O error, dev sda, sector 2048 op 0x0:(READ)",
-    ("disk-error", "suspect", "dm-3"): "Buffer I/O error on dev dm-3, logical block 0, lost async page write",
-    ("disk-error", "suspect", "sda1"): "EXT4-fs error (device sda1): ext4_find_entry:1234: inode #2",
-    (
-        "disk-error",
-        "suspect",
-        "nvme1n1",
-    ): "XFS (nvme1n1): metadata I/O error in xfs_trans_read_buf_map at daddr 0x8",
-    (
-        "pcie-fatal",
-        "suspect",
-        "0000:00:01.0",
-    ): "pcieport 0000:00:01.0: AER: PCIe Bus Error: severity=Uncorrected (Fatal), type=Transaction Layer",
-    ("cpu-lockup", "suspect", "CPU#17"): "watchdog: BUG: soft lockup - CPU#17 stuck for 23s! [python:99]",
-    ("oom-kill", "unknown", ""): "Memory cgroup out of memory: Killed process 99 (python) total-vm:1kB",
-    ("oom-kill-host", "unknown", ""): "Out of memory: Killed process 99 (python) total-vm:1kB",
-    ("task-blocked", "unknown", ""): "INFO: task python:4242 blocked for more than 122 seconds.",
-    ("storage-hangs", "unknown", "filer1"): "nfs: server filer1 not responding, still trying",
-    (
-        "cpu-throttled",
-        "unknown",
-        "CPU5",
-    ): "mce: CPU5: Package temperature above threshold, cpu clock throttled (total events = 1)",
-}
-HARMLESS = (
-    "n2: left promiscuous mode",
-    # A user's process named so that its crash looks like something else.
-    "traps: EDAC MC0: 1 UE [4242] trap int3 ip:7f sp:7f error:0",
-    "python[7]: segfault at 0 ip 0 sp 0 error 4 in NVRM: Xid (PCI:0000:3b:00): 79",
-)
-NAME_MAX = 15
-# What the kernel says of a process: its name, and maybe a file's or a cgroup's, are any user's choice.
-OF_PROCESSES = (
-    "{name}[4242]: segfault at 0 ip 000055d0 sp 00007ffd error 4 in {more}[400000+1000]",
-    "{name} (4242): Using mlock ulimits for SHM_HUGETLB is deprecated",
-    "{name} invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
-    "{name}: page allocation failure: order:0, mode:0xcc0, nodemask=(null),cpuset={more},mems_allowed=0",
-    "{name}: 4242: potentially unexpected fatal signal 11.",
-    "{name}: potentially unexpected fatal signal 11.",
-)
-
-
-KILLED_IN = (
-    "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,oom_memcg=/slurm/uid_7/job_7,"
-    "task_memcg={},task=python,task_memcg=/slurm/uid_7/job_7,task=,pid=99,uid=7"
-)
-OUR_CGROUP = "/slurm/uid_7/job_7/step_0"
-
-
-def kernel_log(
-    folder: Path, lines: Sequence[str], *, prefix: str = "3,1,{us},-;", cgroup: str = OUR_CGROUP,
-    errors: int = 1,
-) -> list[Finding]:  # fmt: skip
-    """What a log with these lines of this moment comes to, for a job that started a minute ago, where the
-    kernel has counted so many `errors` of the memory."""
-    (folder / "dev").mkdir(parents=True)
-    count = folder / "sys/devices/system/edac/mc/mc0/ue_count"
-    count.parent.mkdir(parents=True)
-    count.write_text(f"{errors}\n")
-    for address in ("0000:18:00.0", "0000:3b:00.0"):
-        (folder / "proc/driver/nvidia/gpus" / address).mkdir(parents=True)
-    us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
-    (folder / "dev/kmsg").write_text(
-        "".join(f"{prefix.format(us=us)}{line}\n SUBSYSTEM=pci\n" for line in lines)
-    )
-    log = KernelLog(folder, Context(started_at=time.time() - 60), cgroup)
-    try:
-        return list(log.look(time.time()))
-    finally:
-        log.close()
-
-
-def test_the_kernel_s_words_come_to_findings(tmp_path: Path) -> None:
-    found = kernel_log(tmp_path, [KILLED_IN.format(f"{OUR_CGROUP}/task_0"), *LINES.values()])
-    assert [(f.code, f.verdict.value, f.device) for f in found] == list(LINES)
-    assert all(f.once and abs(f.at - time.time()) < 60 for f in found)
-
-
-def test_kills_for_memory_in_other_cgroups_do_not_count(tmp_path: Path) -> None:
-    """Those of other jobs, those that the kernel does not place, and those of a cgroup that is unknown."""
-    killed = LINES["oom-kill", "unknown", ""]
-    ours = KILLED_IN.format(OUR_CGROUP)
-    assert [f.code for f in kernel_log(tmp_path / "ours", [ours, killed, killed])] == ["oom-kill"]
-    for other in ("/slurm/uid_8/job_8/step_0", f"{OUR_CGROUP}1", "/slurm/uid_7/job_7"):
-        assert kernel_log(tmp_path / other[1:], [KILLED_IN.format(other), killed]) == []
-    for number, unknown in enumerate(("", "/")):
-        assert kernel_log(tmp_path / str(number), [ours, killed], cgroup=unknown) == []
-
-
-def test_what_users_can_make_the_kernel_say_comes_to_nothing(tmp_path: Path) -> None:
-    assert kernel_log(tmp_path, HARMLESS) == []
-
-
-def test_no_name_of_a_process_makes_the_kernel_say_that_hardware_is_broken(tmp_path: Path) -> None:
-    """Not even on a node of which some memory was broken earlier."""
-    forged = [
-        said.format(name=name, more=line[cut:])
-        for line in (*LINES.values(), "EDAC a: 1 UE ")
-        for cut in range(NAME_MAX + 1)
-        for name in (line[:cut], line[:cut] + r"\x01" * (NAME_MAX - cut))
-        for said in OF_PROCESSES
-    ]
-    assert "EDAC MC0: 1 UE [4242]: segfault at 0" in "\n".join(forged)
-    assert kernel_log(tmp_path, forged) == []
-
-
-def test_a_crash_by_such_a_name_comes_to_nothing() -> None:
-    """In earnest, of a name with bytes that the log spells out, which makes it longer than any name."""
-    crash = "import ctypes; ctypes.CDLL(None).prctl(15, b'EDAC a: 1 UE \\x01\\x01'); ctypes.string_at(16)"
-    log = KernelLog(ROOT, Context(started_at=time.time()))
-    with subprocess.Popen([sys.executable, "-c", crash]) as process:
-        pass
-    if (
-        f"UE \\x01\\x01[{process.pid}]: segfault"
-        not in subprocess.run(["dmesg"], capture_output=True, text=True, check=False).stdout
-    ):
-        pytest.skip("this kernel's log says nothing of crashes, or is not to be read")
-    assert not [finding for finding in log.look(time.time()) if str(process.pid) in finding.message]
-    log.close()
-
-
-def test_broken_memory_that_the_kernel_has_not_counted_is_told_and_blames_nobody(tmp_path: Path) -> None:
-    lines = [line for (code, _, _), line in LINES.items() if code == "memory-uncorrectable"]
-    assert [f.verdict for f in kernel_log(tmp_path / "text alone", lines, errors=0)] == [Verdict.UNKNOWN] * 2
-    (tmp_path / "dropped/proc").mkdir(parents=True)
-    (tmp_path / "dropped/proc/meminfo").write_text("MemTotal: 1 kB\nHardwareCorrupted:     4 kB\n")
-    assert [f.verdict for f in kernel_log(tmp_path / "dropped", lines, errors=0)] == [Verdict.BAD] * 2
-
-
-def test_other_processes_words_and_older_ones_do_not_count(tmp_path: Path) -> None:
-    assert kernel_log(tmp_path / "daemon", list(LINES.values()), prefix="27,1,{us},-;") == []
-    assert kernel_log(tmp_path / "garbled", list(LINES.values()), prefix="x,{us};") == []
-    assert kernel_log(tmp_path / "old", list(LINES.values()), prefix="3,1,0,-;") == []
-
-
-def test_a_log_that_cannot_be_read_is_not_observable(tmp_path: Path) -> None:
-    (finding,) = KernelLog(tmp_path, Context()).look(time.time())
-    assert (finding.code, finding.verdict) == ("not-observable", Verdict.UNKNOWN)
-    assert "/dev/kmsg cannot be read" in finding.message
-
-
-def test_this_machine_s_log_is_read_to_its_end_without_waiting() -> None:
-    log = KernelLog(ROOT, Context(started_at=time.time()))
-    assert all(f.code == "not-observable" or f.once for f in log.look(time.time()))
-    log.close()
-
-
 # Storage.
 
 
@@ -495,3 +319,31 @@ def test_a_driver_s_probe_that_waits_for_storage_blames_no_node(
 )
 def test_where_the_kernel_holds_a_process_tells_what_it_waits_for(where: str, storage: bool) -> None:
     assert waits_for_storage(where) is storage
+
+
+def test_the_baselines_of_the_host_outlive_the_process(tmp_path: Path) -> None:
+    """Memory errors, messages that were read already, and what was short at the start."""
+    count = tmp_path / "sys/devices/system/edac/mc/mc0/ue_count"
+    count.parent.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "dev").mkdir()
+    us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+    line = "watchdog: BUG: soft lockup - CPU#17 stuck for 23s! [python:99]"
+    (tmp_path / "dev/kmsg").write_text(f"3,7,{us},-;{line}\n")
+    count.write_text("5\n")
+    limits = {**EASY, "shm-used": 0.0}
+    context, now = Context(thresholds=limits, started_at=time.time() - 60), time.time()
+    first = HostProbe(context, tmp_path)
+    assert {("shm-full", "suspect"), ("cpu-lockup", "suspect")} <= set(codes(first.look(now)))
+    memory = json.loads(json.dumps(first.remember()))
+    first.close()
+    count.write_text("6\n")
+    with (tmp_path / "dev/kmsg").open("a") as log:
+        log.write(f"3,8,{us},-;{line.replace('17', '18')}\n")
+    second = HostProbe(replace(context, memory=memory, fresh=False), tmp_path)
+    found = second.look(now + 10)
+    assert {("shm-full", "suspect"), ("memory-uncorrectable", "bad")} <= set(codes(found))
+    assert [f.device for f in found if f.code == "cpu-lockup"] == ["CPU#18"]
+    count.unlink()
+    assert ("memory-uncorrectable", "bad") in codes(second.look(now + 20)), "what cannot be read is not over"
+    second.close()

@@ -270,6 +270,23 @@ def test_partitions_that_the_job_may_not_open_are_somebody_else_s(sysfs: Sysfs) 
     assert at(looking(sysfs, Context(gpus=9)), 0) == MISSING
 
 
+@pytest.mark.parametrize(
+    ("users", "granted", "verdict"),
+    [
+        ({}, 1, Verdict.UNKNOWN), ({}, 2, Verdict.BAD), ({}, None, Verdict.BAD),
+        ({"ROCR_VISIBLE_DEVICES": "1"}, 1, None), ({"ROCR_VISIBLE_DEVICES": "0"}, 1, Verdict.BAD),
+    ],
+)  # fmt: skip
+def test_only_what_is_known_to_be_the_job_s_is_held_against_the_node(
+    sysfs: Sysfs, users: dict[str, str], granted: int | None, verdict: Verdict | None
+) -> None:
+    probe = looking(sysfs, Context(gpus=granted), **users)
+    at(probe, 0)
+    sysfs.set(f"{GPU}/ras/umc_err_count", "ue: 4\nce: 340\nde: 1")
+    found = [one[2] for one in at(probe, 15) if one[0] == "gpu-ecc-uncorrectable"]
+    assert found == ([] if verdict is None else [verdict])
+
+
 def test_gpus_that_are_there_but_may_not_be_opened_are_not_missing(sysfs: Sysfs) -> None:
     divide(sysfs, 1)
     device_files(sysfs, 128)

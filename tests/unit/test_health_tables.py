@@ -14,6 +14,7 @@ from jurymast.core.effects import Effect, Record
 from jurymast.core.nodes.findings import KINDS, Finding, Verdict
 from jurymast.core.nodes.health import NodeHealth
 from jurymast.errors import PolicyError
+from jurymast.health.once import proven
 from jurymast.health.probe import READINGS, Context, reading, threshold, xid_finding
 from jurymast.policy.resolve import file_layers, resolve
 from jurymast.reference import counts_against_node, recovery_action, thresholds, xids
@@ -258,3 +259,25 @@ def test_a_finding_survives_its_way_as_json() -> None:
         probe="p", code="c", verdict=Verdict.BAD, kind="host", message="m", device="d", at=2.5, once=True
     )
     assert Finding.from_json(finding.to_json()) == finding
+
+
+@pytest.mark.parametrize(
+    ("code", "readings", "verdict"),
+    [
+        *((code, {}, Verdict.SUSPECT) for code in (46, 109, 119, 120, 158)),
+        *((code, {}, Verdict.BAD) for code in (48, 62, 74, 79, 95, 140)),
+        (109, {"109": "bad"}, Verdict.BAD),  # the site's own word
+        (31, {}, Verdict.UNKNOWN),
+        # Follows the program's 109; whether the GPU still needs a reset is what root's probe asks the driver.
+        (154, {}, Verdict.SUSPECT),
+    ],
+)
+def test_what_any_program_can_cause_does_not_prove_to_the_site_that_a_node_is_bad(
+    code: int, readings: dict[str, str], verdict: Verdict
+) -> None:
+    """A user who provokes an Xid, and leaves a verdict about it, must not have the node drained."""
+    text = "GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)" if code == 154 else ""
+    finding = xid_finding(code, "gpu0", text, 1.0, Context(xid=readings))
+    assert proven(finding, readings).verdict is verdict
+    lost = Finding(probe="nvidia", code="gpu-lost", verdict=Verdict.BAD, kind="hardware", message="gone")
+    assert proven(lost, readings) is lost

@@ -384,7 +384,6 @@ def test_no_event_types_means_unseen(gpus: FakeGpus, looker: Looker) -> None:
         (None, [0, 1, 2, 3]),
         ("1,2", [1, 2]),
         ("GPU-fa4e0003,0", [0, 3]),
-        ("MIG-0a1b2c3d", [0, 1, 2, 3]),
     ],
 )
 def test_only_the_gpus_of_the_job(
@@ -395,6 +394,19 @@ def test_only_the_gpus_of_the_job(
     assert looker.found() == [("gpu-row-remap-failed", f"gpu{n}", "bad") for n in seen]
     gpus.xid(0, 79)
     assert [code for code, device, _ in looker.found(1.0) if device == "gpu0"].count("xid-79") == (0 in seen)
+
+
+@pytest.mark.parametrize("visible", [None, "MIG-0a1b2c3d"])
+def test_where_nothing_tells_which_gpus_are_the_job_s_none_is_held_against_the_node(
+    gpus: FakeGpus, looker: Looker, visible: str | None
+) -> None:
+    """One was granted, and without a device cgroup all four can be opened."""
+    gpus.set(rows_failed=1)
+    opened(looker, visible, gpus=1)
+    assert looker.found() == [("gpu-row-remap-failed", f"gpu{n}", "unknown") for n in range(4)]
+    gpus.xid(0, 79)
+    assert ("xid-79", "gpu0", "unknown") in looker.found(1.0)
+    assert all("cannot be told which GPUs" in finding["message"] for finding in looker.look(2.0))
 
 
 def test_gpus_of_others_do_not_count(gpus: FakeGpus, looker: Looker) -> None:
@@ -434,6 +446,20 @@ def test_the_driver_counts_fewer_than_before(folder: Path, library: Path) -> Non
         assert looker.found() == [("nvml-error", "", "unknown")]
         FakeGpus(folder / "shrinking", gpus=1, library=library)
         assert ("gpu-missing", "", "bad") in looker.found()
+    finally:
+        looker.end()
+
+
+def test_a_gpu_of_others_that_the_driver_no_longer_counts_is_none_of_this_job_s(
+    folder: Path, library: Path
+) -> None:
+    gpus = FakeGpus(folder / "others", gpus=2, library=library)
+    looker = Looker(gpus.environment())
+    try:
+        opened(looker, "1", gpus=1)
+        assert looker.found() == []
+        FakeGpus(folder / "others", gpus=1, library=library)
+        assert not [one for one in looker.found() if one[0] == "gpu-missing"]
     finally:
         looker.end()
 

@@ -15,7 +15,10 @@ import pytest
 from jurymast.cluster import verdicts as written
 from jurymast.core.nodes.findings import HARDWARE, Finding
 from jurymast.core.nodes.findings import Verdict as Grade
+from jurymast.core.nodes.own_health import ProbeLooked
 from jurymast.errors import ClusterUnavailableError
+from jurymast.health.once import view
+from jurymast.health.probe import Context, xid_finding
 from jurymast_site import verdicts
 from jurymast_site.healthcheck import Look, confirming, parsed
 from jurymast_site.system import Failed
@@ -97,6 +100,24 @@ def test_roots_own_finding_decides(own: Finding, confirmed: bool) -> None:
     else:
         with pytest.raises(Refused, match="root's own probes do not find xid-79 gpu3"):
             confirming(look, HONEST)
+
+
+@pytest.mark.parametrize("code", [46, 109, 119, 120, 154, 158])
+def test_what_a_user_s_program_did_to_a_gpu_that_works_confirms_no_verdict_of_theirs(code: int) -> None:
+    """The driver's own state of the GPU does: only a GPU that needs a reset has it."""
+    text = "GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)" if code == 154 else ""
+    context = Context(node="n1")
+    provoked = xid_finding(code, "gpu3", text, NOW, context)
+    assert provoked.verdict is Grade.BAD
+    theirs = replace(HONEST, code=provoked.code)
+    looked = {"host": ProbeLooked(state="looked")}
+    alone = parsed(json.dumps(view([provoked], looked, context)))
+    assert alone == Look((), False)
+    with pytest.raises(Refused, match=f"root's own probes do not find xid-{code} gpu3"):
+        confirming(alone, theirs)
+    needs_reset = replace(FINDING, code="gpu-recovery-action")
+    both = parsed(json.dumps(view([provoked, needs_reset], looked, context)))
+    assert confirming(both, theirs)["code"] == "gpu-recovery-action"
 
 
 def test_a_verdict_that_names_no_part_is_not_confirmed_by_any_other_trouble() -> None:

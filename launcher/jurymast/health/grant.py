@@ -53,6 +53,15 @@ def may_open(*files: Path) -> bool | None:
     return any(os.access(file, os.R_OK | os.W_OK) for file in there) if there else None
 
 
+UNSURE = "it cannot be told which GPUs of this machine are this job's"
+
+
+def all_are_ours(granted: int | None, openable: int | None) -> bool:
+    """Whether GPUs (or parts) that no variable names are all this job's. Without a device cgroup, a job may
+    open others' GPUs, too: of `openable`, only `granted` are its own. None: not known."""
+    return granted is None or (openable is not None and granted >= openable)
+
+
 @dataclass(frozen=True)
 class Counts:
     """The GPUs of a node, each number None if it is not known. `granted`: by Slurm, in GPUs or in parts.

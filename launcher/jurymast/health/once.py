@@ -14,13 +14,15 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from jurymast.core.nodes.findings import Verdict
+from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.nodes.own_health import ProbeLooked
 from jurymast.health.probe import READINGS, Context, granted_gpus, installed
 from jurymast.health.watcher import ProbeWatcher, names_to_ask
-from jurymast.reference import thresholds, xids
+from jurymast.reference import thresholds, xid_of, xids
 
 # Nagios' exit codes.
 OK, WARNING, CRITICAL, UNKNOWN = range(4)
@@ -44,7 +46,7 @@ def look(
     )  # fmt: skip
     watcher = ProbeWatcher(context, names, lambda finding: None, once=True)
     asyncio.run(_watch(watcher))
-    return _view(watcher, context.node)
+    return view(watcher.findings(), watcher.probes, context)
 
 
 async def _watch(watcher: ProbeWatcher) -> None:
@@ -54,20 +56,34 @@ async def _watch(watcher: ProbeWatcher) -> None:
         await watcher.close()
 
 
-def _view(watcher: ProbeWatcher, node: str) -> dict[str, Any]:
-    findings = watcher.findings()
+def proven(finding: Finding, readings: Mapping[str, str]) -> Finding:
+    """The finding as far as one look at a machine proves it. A message about an Xid that a user's program can
+    cause on a healthy GPU is suspect, not bad, unless `readings` say otherwise: otherwise any user could have
+    a node drained. If the GPU is broken, the driver's own state shows it as well."""
+    entry = xid_of(finding.code)
+    if entry is None or not entry.by_program or str(entry.code) in readings:
+        return finding
+    if finding.verdict is not Verdict.BAD:
+        return finding
+    said = f"{finding.message}; a program can cause this on a GPU that works"
+    return replace(finding, verdict=Verdict.SUSPECT, message=said)
+
+
+def view(found: Sequence[Finding], probes: Mapping[str, ProbeLooked], context: Context) -> dict[str, Any]:
+    """What the commands print: the findings as far as they are proven, and the verdict that follows."""
+    findings = [proven(finding, context.xid) for finding in found]
     verdicts = {finding.verdict for finding in findings}
     if Verdict.BAD in verdicts:
         code = CRITICAL
     elif Verdict.SUSPECT in verdicts:
         code = WARNING
     else:
-        code = OK if any(probe.state == "looked" for probe in watcher.probes.values()) else UNKNOWN
+        code = OK if any(probe.state == "looked" for probe in probes.values()) else UNKNOWN
     return {
-        "node": node,
+        "node": context.node,
         "verdict": (Verdict.OK, Verdict.SUSPECT, Verdict.BAD, Verdict.UNKNOWN)[code].value,
         "exit_code": code,
-        "probes": [{"name": name, "state": probe.state} for name, probe in sorted(watcher.probes.items())],
+        "probes": [{"name": name, "state": probe.state} for name, probe in sorted(probes.items())],
         "findings": [finding.to_json() for finding in findings],
     }
 
