@@ -9,15 +9,140 @@ import os
 import resource
 import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# The kernel's largest, and so the only one that always counts for more than all memory that a process has or
+# maps: an agent maps every image, and may be the largest process of its node. See proc_pid_oom_score_adj(5).
+OOM_SCORE_FIRST = 1000
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this signal to this process when the thread that started it ends, for whatever
     reason."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def die_first() -> None:
+    """Have the kernel kill this process and those that it starts from now on before the agent, its storage
+    processes, the supervisor and the batch process, when memory runs out. For all that runs others' code.
+    Needs no rights; a process may undo it for itself."""
+    with contextlib.suppress(OSError):  # without /proc, or if a site forbids it, the kernel chooses by size
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_FIRST), encoding="ascii")
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of all descendants whose own parent ends, instead of init: none of them
+    escapes by a session or a double fork. They must be reaped."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_like(code: int) -> NoReturn:
+    """End with the exit code of another process, or by its signal if the code is negative."""
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 1)
+
+
+@dataclass(frozen=True)
+class _Process:
+    """From /proc/PID/stat; see proc_pid_stat(5)."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+    session: int
+
+
+def _processes() -> Iterator[_Process]:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it has ended
+            continue
+        state, *numbers = fields.rpartition(")")[2].split()[:4]
+        yield _Process(int(name), state, *map(int, numbers))
+
+
+def kill_group(group: int) -> None:
+    """Kill a rank's process group. Python's resource tracker in it lives on: it removes the shared memory
+    with a name that the others leave behind, and then ends by itself."""
+    _kill(lambda: {one.pid for one in _processes() if one.group == group})
+
+
+def _kill(found: Callable[[], set[int]]) -> None:
+    """Kill the processes that `found` returns, but not resource trackers, until it returns no others."""
+    killed: set[int] = set()
+    while new := {pid for pid in found() - killed if not is_tracker(pid)}:
+        for pid in new:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= new
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether a process is a resource tracker of Python's multiprocessing. Killed with the others of its
+    group, it would leave files of semaphores and shared memory behind."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+# Resource trackers take milliseconds; a process that is killed takes longer only while a driver or storage
+# holds it (seconds).
+STRAYS_LIMIT_S, STRAYS_POLL_S = 5.0, 0.02
+
+
+def kill_strays() -> None:
+    """Kill all that ranks below this process have left behind, without waiting for it. No rank may run. Ranks
+    lead sessions of their own, so what they start is never in this process's session, in which all our own
+    processes are."""
+    _kill(_strays)
+
+
+def end_strays(limit_s: float = STRAYS_LIMIT_S) -> bool:
+    """Kill all that ranks have left behind, as `kill_strays` does, and wait for it. False if something is
+    left after `limit_s` seconds."""
+    end = time.monotonic() + limit_s
+    kill_strays()
+    while left := _strays():
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):  # another process of ours has adopted it
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > end:
+            for pid in _strays():  # a tracker that does not end
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            return False
+        time.sleep(STRAYS_POLL_S)
+        kill_strays()
+    return True
+
+
+def _strays() -> set[int]:
+    """The descendants of this process in other sessions than its own, without those that have ended and wait
+    for another parent to notice."""
+    children: dict[int, list[_Process]] = {}
+    for process in _processes():
+        children.setdefault(process.parent, []).append(process)
+    own, session = os.getpid(), os.getsid(0)
+    found, below = set[int](), [own]
+    while below:
+        parent = below.pop()
+        for process in children.get(parent, ()):
+            below.append(process.pid)
+            if process.session != session and (process.state not in "ZX" or parent == own):
+                found.add(process.pid)
+    return found
 
 
 def become_helper(nice: int) -> int:

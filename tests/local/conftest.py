@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from jurymast.worker import link
+from support.cgroups import new_cgroup
+from support.semaphores import abandoned, semaphores
 from support.waiting import wait_until
 
 
@@ -22,25 +24,17 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_current", None)
 
 
+@pytest.fixture
+def memory_cgroup() -> Iterator[Path]:
+    """A memory cgroup of this test's own below the one it is in, without a limit yet."""
+    with new_cgroup() as place:
+        yield place
+
+
 @pytest.fixture(autouse=True)
 def _no_semaphores_left() -> Iterator[None]:
     """Killed with SIGKILL or not: a run leaves no file of a semaphore in /dev/shm."""
-    before = _semaphores()
+    before = semaphores()
     yield
     # Of what a test beside this one does not use any more its resource tracker removes the file in a moment.
-    wait_until("end of new semaphores that no process has", lambda: not _abandoned(_semaphores() - before))
-
-
-def _semaphores() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("sem.")}
-
-
-def _abandoned(names: set[str]) -> set[str]:
-    """Those that no process has mapped: what lives is a test's that runs beside this one."""
-    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
-        try:
-            text = maps.read_text()
-        except OSError:  # it has ended, or is another user's
-            continue
-        names = {name for name in names if f"/dev/shm/{name}" not in text}
-    return names
+    wait_until("end of new semaphores that no process has", lambda: not abandoned(semaphores() - before))

@@ -15,10 +15,10 @@ import pytest
 
 from jurymast.core import events as ev
 from support import s3_server
+from support.cgroups import limit_file
 from support.hanging import hanging
 from support.runs import SCRIPTS, RunUnderTest, jurymast, local_run, result, wait_gone
 from support.s3_server import S3Server
-from support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -46,36 +46,6 @@ def saved_to(run: RunUnderTest) -> dict[str, int]:
 
 
 # ---- memory
-
-
-@pytest.fixture
-def memory_cgroup() -> Iterator[Path]:
-    """A memory cgroup of this test's own below the one it is in, without a limit yet."""
-    mine = {name: path for _, name, path in (line.split(":") for line in _own_cgroups())}
-    root = Path("/sys/fs/cgroup")
-    parent = root / "memory" / mine["memory"][1:] if "memory" in mine else root / mine.get("", "/")[1:]
-    place = parent / f"jurymast-test-{os.getpid()}"
-    try:
-        place.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    try:
-        if not limit_file(place).exists():
-            pytest.skip("the memory of cgroups cannot be limited here")
-        yield place
-    finally:
-        wait_until("end of all in the cgroup", lambda: not (place / "cgroup.procs").read_text())
-        place.rmdir()
-
-
-def _own_cgroups() -> list[str]:
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    return [line for line in lines if line.split(":")[1] in ("memory", "")]
-
-
-def limit_file(place: Path) -> Path:
-    old = place / "memory.limit_in_bytes"
-    return old if old.exists() else place / "memory.max"
 
 
 def test_a_node_without_memory_is_named_before_the_first_step(tmp_path: Path, memory_cgroup: Path) -> None:

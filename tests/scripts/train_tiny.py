@@ -51,6 +51,10 @@ parser.add_argument(
     "--rest-once", default="", metavar="STEP:RANK:SECONDS", help="waits by itself, in the first attempt"
 )
 parser.add_argument(
+    "--leak-once", default="", metavar="FILE:RANK:WHO", help="once FILE is there, in the first attempt: the "
+    "rank itself, its loader, or a child of the rank in a session of its own takes all memory",
+)  # fmt: skip
+parser.add_argument(
     "--slow", default="", metavar="STEP:NODE:SECONDS", help="that node loads its data so slowly from STEP on"
 )
 parser.add_argument("--tell-saves", action="store_true", help="every rank prints the steps that it saved")
@@ -121,6 +125,43 @@ def misbehave(args: argparse.Namespace, step: int, rank: int) -> None:
         threading.Event().wait(float(seconds))
 
 
+LEAK_BYTES_MAX = 4 << 30  # where nothing limits it
+
+
+def leak() -> None:
+    """Take memory until this process is killed."""
+    taken: list[bytearray] = []
+    while len(taken) < LEAK_BYTES_MAX >> 20:
+        taken.append(bytearray(b"x") * (1 << 20))
+    raise SystemExit("nothing limits the memory here")
+
+
+class LeakingLoader(torch.utils.data.Dataset):  # type: ignore[misc]
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> int:
+        leak()
+        return 0
+
+
+def leak_if_told(place: str, rank: int) -> None:
+    file, of, who = place.rsplit(":", 2)
+    first = os.environ.get("JURYMAST_ATTEMPT", "1") == "1"
+    if not first or rank != int(of) or not os.path.exists(file):
+        return
+    if who == "rank":
+        leak()
+    elif who == "loader":
+        next(iter(torch.utils.data.DataLoader(LeakingLoader(), num_workers=1)))
+    elif (child := os.fork()) == 0:
+        os.setsid()
+        leak()
+    else:
+        os.waitpid(child, 0)
+        raise RuntimeError("its helper has ended")
+
+
 def load_slowly(place: str, step: int) -> None:
     first, node, seconds = place.split(":")
     if step >= int(first) and os.environ.get("JURYMAST_NODE") == node:
@@ -182,6 +223,8 @@ def main() -> None:
             break
         began = time.monotonic()
         misbehave(args, step, rank)
+        if args.leak_once:
+            leak_if_told(args.leak_once, rank)
         if args.slow:
             load_slowly(args.slow, step)
         inputs, targets = batch_of(step, rank, args.batch, args.width)

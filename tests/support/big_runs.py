@@ -204,7 +204,7 @@ class BigRun(Story):
     def _asked(self) -> None:
         self.asked("restart")
 
-    def stopped(self) -> Story:
+    def stopped(self, *, explained_yet: bool = True) -> Story:
         """Over half a second; nodes that were lost do not answer."""
         self.t += 0.3
         nodes = self.last(StopWorkers).nodes
@@ -214,6 +214,7 @@ class BigRun(Story):
                 self.feed(
                     ev.WorkersStopped(t=self.t, node=name, attempt=self.state.attempt, store_port=29_001)
                 )
+        self.explain(explained_yet)
         return self
 
     # The directory.

@@ -20,6 +20,7 @@ from jurymast.cli.options import find_run
 from jurymast.core import events as ev
 from jurymast.core.run.state import RunState
 from jurymast.journal import JournalFollower, events, read
+from jurymast.processes import is_tracker
 from jurymast.rundir import RunDirectory
 from support.waiting import wait_until
 
@@ -149,7 +150,10 @@ def local_run(
 
 
 def end_all(processes: list[psutil.Process]) -> None:
+    """Kill processes. Python's resource trackers among them remove what the others leave, and end."""
     for process in processes:
+        if is_tracker(process.pid):
+            continue
         try:
             process.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:

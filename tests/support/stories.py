@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from jurymast.core import events as ev
 from jurymast.core.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.run import explained
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Phase, RunState
@@ -201,15 +202,22 @@ class Story:
         self.t += 0.1
         return self.feed(ev.Asked(t=self.t, what=what, by="ada", node=node))
 
-    def stopped(self) -> Story:
-        """Every node that was told to stop its ranks answers."""
+    def stopped(self, *, explained_yet: bool = True) -> Story:
+        """Every node that was told to stop its ranks answers. `explained_yet`: if a node was lost, no next
+        agent on it tells in time that only its agent was killed."""
         self.t += 0.3
         for name in self.last(StopWorkers).nodes:
             if self.state.phase is Phase.STOPPING:
                 self.feed(
                     ev.WorkersStopped(t=self.t, node=name, attempt=self.state.attempt, store_port=29001)
                 )
+        self.explain(explained_yet)
         return self
+
+    def explain(self, explained_yet: bool) -> None:
+        """Wait until no next agent of a lost node is awaited any more, if one is."""
+        if explained_yet and explained.awaited(self.state):
+            self.wait(explained.LIMIT_S)
 
     def backed_off(self) -> Story:
         """Waits as long as the state machine wants to wait before the next launch."""

@@ -12,6 +12,7 @@ from msgspec import structs
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import AskSuperseded, Effect, End, Journal, WhyEnding
+from jurymast.core.run import explained
 from jurymast.core.run.state import Phase
 from jurymast.core.supervision.departure import (
     KILL_WAIT_S,
@@ -128,6 +129,7 @@ def requeue(run: Leaving) -> None:
                 run.did(run.machine.record(ev.NodeLost(t=run.story.t, node=node, how="closed", silent_s=0.0)))
         run.did(run.machine.record(ev.NodeLost(t=run.story.t, node=other, how="closed", silent_s=0.0)))
         run.did(run.machine.record(ev.WorkersStopped(t=run.story.t, node=one, attempt=1, store_port=1)))
+        run.waits(explained.LIMIT_S)
 
 
 def script_ends(run: Leaving) -> None:

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 
+from jurymast.agent import guard
 from jurymast.agent.agent import serve
 from jurymast.errors import JurymastError
 from jurymast.processes import log_as
@@ -30,12 +31,16 @@ def main() -> int:
     log_as(f"agent on {arguments.node}")
     host, _, port = arguments.supervisor.rpartition(":")
     hint = (host, int(port)) if host and port.isdigit() else None
-    try:
-        code = asyncio.run(serve(RunDirectory(arguments.run_directory), arguments.node, hint))
-    except JurymastError as error:
-        logging.getLogger("jurymast.agent").error("%s", error)
-        return error.exit_code
-    return {"agent": 0, "launcher": min(code, 1), "task": code}[arguments.end_as]
+
+    def agent(oom_kills: int) -> int:
+        try:
+            code = asyncio.run(serve(RunDirectory(arguments.run_directory), arguments.node, hint, oom_kills))
+        except JurymastError as error:
+            logging.getLogger("jurymast.agent").error("%s", error)
+            return error.exit_code
+        return {"agent": 0, "launcher": min(code, 1), "task": code}[arguments.end_as]
+
+    return guard.run(agent)
 
 
 if __name__ == "__main__":

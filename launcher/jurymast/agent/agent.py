@@ -48,7 +48,7 @@ from jurymast.core.nodes.silence import beat_every_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import never
 from jurymast.foreign import check_private
-from jurymast.processes import leave_no_core
+from jurymast.processes import adopt_orphans, end_strays, leave_no_core
 from jurymast.rundir import RunDirectory
 from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of, plain
 
@@ -156,8 +156,15 @@ class Agent:
     """Runs one node: its parts, and the machine that decides for it."""
 
     def __init__(
-        self, directory: RunDirectory, plan: RunPlan, node: str, hint: tuple[str, int] | None
+        self,
+        directory: RunDirectory,
+        plan: RunPlan,
+        node: str,
+        hint: tuple[str, int] | None,
+        oom_kills: int = 0,
     ) -> None:
+        """`oom_kills`: how many kills for want of memory ended the agent before this one; 0 for the first."""
+        self._oom_kills = oom_kills
         self._directory = directory
         self._plan = plan
         self._node = node
@@ -175,18 +182,25 @@ class Agent:
         self._strangers = Strangers(_note)
         self._memory = RankMemory(plan.ranks_per_node)
         self._watch = RankWatch(self._memory, plan.settings.heartbeat_s, plan.program)
+        self._evidence = Evidence()
         self._keeping = Keeping(
-            directory, plan, node, self._driver.say, self._write_reached, self._write_ended
+            directory,
+            plan,
+            node,
+            self._driver.say,
+            self._write_reached,
+            self._write_ended,
+            self._evidence.count_kills,
         )
         self._probing = Probing(directory, plan, node, self._driver.say)
         self._connecting = Connecting(directory, self._driver, self._strangers)
-        self._evidence = Evidence()
         self._workaround = NetworkWorkaround(
             plan.settings.workaround, self._probing.findings, self._driver.say
         )
         self._stacks = StackTaker(directory, plan, self._temporary, self._driver.say)
         self._node_tests = NodeTestRunner(self._driver, self._environment)
         self._host: HostProcess | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._succeeding = Succeeding(directory, node, self._driver)
         self._beat_timer: asyncio.TimerHandle | None = None
         self.exit_code = INTERRUPTED
@@ -195,6 +209,7 @@ class Agent:
         """Run until the supervisor says that the run is over, or until a SIGTERM. Raises the error that broke
         the agent; the supervisor then sees the node leave."""
         driver, loop = self._driver, asyncio.get_running_loop()
+        adopt_orphans()
         loop.add_signal_handler(signal.SIGTERM, lambda: driver.act(self._machine.terminated(driver.now)))
         for warning in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # from --signal
             loop.add_signal_handler(warning, lambda: None)
@@ -214,6 +229,7 @@ class Agent:
             if self._host is not None:
                 await end_ranks(self._machine.ranks.pids, self._plan.settings.stop_grace_s)
                 await self._host.end()
+            await self._end_strays()
             await self._node_tests.close()
             await self._probing.close()
             await self._keeping.close()
@@ -314,12 +330,13 @@ class Agent:
             gpus=visible_gpus(os.environ), attempt=ranks.attempt, ranks=ranks.state,
             store_port=ranks.store_port, pids=ranks.pids, data_port=self._keeping.keeper.port,
             copies=self._keeping.keeper.inventory(), room=self._keeping.keeper.room(), domain=own_domain(),
-            health=self._probing.known(),
+            health=self._probing.known(), oom_kills=self._oom_kills,
         )  # fmt: skip
         self._connecting.send(hello)
 
     def _beat(self, beat: do.Beat) -> None:
         """Send a heartbeat now, and set the timer for the next one."""
+        self._evidence.count_kills()
         self._keeping.keeper.look()
         ranks = self._watch.look(list(beat.pids)) if beat.pids else []
         cadence = self._memory.cadence()
@@ -343,9 +360,22 @@ class Agent:
         )
 
     async def _prepare(self, attempt: int) -> None:
-        """Wait until test processes have released the devices, which the ranks need now."""
+        """Wait until test processes, and what earlier ranks left behind, have released the devices, which the
+        ranks need now."""
         await self._node_tests.gone()
+        if self._sweeping is not None:
+            await asyncio.wait([self._sweeping])
         self._driver.act(self._machine.prepared(attempt, self._driver.now))
+
+    def _sweep(self) -> None:
+        """End what ranks have left behind. None runs now, and none starts before that is done."""
+        self._sweeping = self._driver.spawn(self._end_strays(self._sweeping), vital=False)
+
+    async def _end_strays(self, before: asyncio.Task[None] | None = None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        if not await asyncio.to_thread(end_strays):
+            log.warning("a process that a rank left behind does not end, although it was killed")
 
     def _start_ranks(self, order: msg.Launch, *, cold: bool) -> None:
         environment = {**self._workaround.environment(order.attempt), **self._stacks.launch(order)}
@@ -372,11 +402,14 @@ class Agent:
             case msg.Strange():
                 self._strangers.heard("the torchrun host", message)
             case _:
+                if isinstance(message, msg.Ready):
+                    self._sweep()
                 self._driver.act(self._machine.host_said(message, now))
 
     def _host_ended(self, code: int) -> None:
         self._host = None
         evidence = self._evidence.look(code)
+        self._sweep()
         self._driver.act(self._machine.host_ended(code, evidence, self._driver.now))
 
     def _environment(self) -> dict[str, str]:
@@ -413,11 +446,12 @@ def _note(sender: str, text: str) -> None:
     log.warning("%s: %s", sender, text)
 
 
-async def serve(directory: RunDirectory, node: str, hint: tuple[str, int] | None) -> int:
-    """Run this node's agent, and return the run's exit code. Raises RunDirectoryError."""
+async def serve(directory: RunDirectory, node: str, hint: tuple[str, int] | None, oom_kills: int = 0) -> int:
+    """Run this node's agent, and return the run's exit code. `oom_kills`: see `Agent`. Raises
+    RunDirectoryError."""
     started = time.monotonic()
     plan = directory.own_plan()
-    agent = Agent(directory, plan, node, hint)
+    agent = Agent(directory, plan, node, hint, oom_kills)
     await agent.run()
     log.info("done after %.1f s", time.monotonic() - started)
     return agent.exit_code

@@ -65,8 +65,11 @@ class StorageProcesses:
     order, so that storage that hangs delays nothing else. All methods are called in the event loop.
     """
 
-    def __init__(self, *, grace_s: float = GRACE_S) -> None:
-        self._grace_s = grace_s
+    def __init__(
+        self, *, grace_s: float = GRACE_S, oom_kills: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """`oom_kills` returns how many processes of the node were killed lately for want of memory."""
+        self._grace_s, self._oom_kills = grace_s, oom_kills
         self._tiers: dict[str, _Tier] = {}
         self._next_id = 0
 
@@ -76,7 +79,7 @@ class StorageProcesses:
 
         Cancelling the task that awaits this cancels the order, and waits until nothing is written any more.
         """
-        tier = self._tiers.setdefault(order.tier, _Tier(order.tier, self._grace_s))
+        tier = self._tiers.setdefault(order.tier, _Tier(order.tier, self._grace_s, self._oom_kills))
         self._next_id += 1
         async with tier.lock:
             numbered = msgspec.structs.replace(order, id=self._next_id)
@@ -89,9 +92,9 @@ class StorageProcesses:
 
 
 class _Tier:
-    def __init__(self, name: str, grace_s: float) -> None:
+    def __init__(self, name: str, grace_s: float, oom_kills: Callable[[], int | None]) -> None:
         self.lock = asyncio.Lock()
-        self._name, self._grace_s = name, grace_s
+        self._name, self._grace_s, self._oom_kills = name, grace_s, oom_kills
         self._child: Child | None = None
         self._late_at = NEVER  # when a process that says nothing hangs
 
@@ -181,6 +184,8 @@ class _Tier:
         await self._child.gone(GONE_S)
         await self.kill()
         code = self._child.code
+        if code == -signal.SIGKILL and self._oom_kills():
+            return "the storage process was killed, because the memory of the job on this node ran out"
         if code is not None and code < 0:
             return f"the storage process was killed by {signal.Signals(-code).name}"
         return f"the storage process ended with {code}"
@@ -205,6 +210,7 @@ class Keeping:
         tell: Callable[[msg.AboutCheckpoints], None],
         write_reached: Callable[[str, WritePhase], None],
         write_ended: Callable[[str], None],
+        oom_kills: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._plan = plan
         self._run_directory = directory.root
@@ -216,7 +222,7 @@ class Keeping:
         self._shared, self._keep = directory.checkpoints.absolute(), settings.keep
         access = Access(directory.secret(), encrypt=settings.encrypt)
         self.keeper = Keeper(access, node, plan.ranks_per_node, tell, local_root=self._local)
-        self._storage = StorageProcesses()
+        self._storage = StorageProcesses(oom_kills=oom_kills)
         self._writes: dict[str, asyncio.Task[None]] = {}
         self._phases: dict[str, Phases] = {}  # of these
         self._warming: asyncio.Future[orders.Answer] | None = None

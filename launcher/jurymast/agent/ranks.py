@@ -28,7 +28,8 @@ from jurymast.core.nodes import devices
 from jurymast.core.nodes.devices import work_around
 from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
 from jurymast.core.nodes.silence import IDLE_SHARE
-from jurymast.health.readings import memory_cgroups, oom_kills, where_kills_count
+from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
+from jurymast.processes import kill_group
 from jurymast.worker.agent_pipe import FD_VARIABLE
 from jurymast.worker.link import SCHEDULE_BYTES, SLOT_BYTES, RankBeat, ScheduleRecord, read_slot
 
@@ -220,25 +221,34 @@ _TELLING = re.compile(
 )
 
 
+# A kill for want of memory explains ends of ranks for so long: torch's loaders notice the end of a worker
+# within 5 s, and what waits for another process may take as long again.
+OOM_WINDOW_S = 30.0
+
+
 class Evidence:
     """Collects evidence. `kills_file` has the counter `oom_kill` of the agent's cgroup; None if there is
     none."""
 
     def __init__(self, kills_file: Path | None = None) -> None:
         self._kills_file = kills_file or where_kills_count(memory_cgroups())[1]
-        self._before: int | None = None
         self.attempt_begins()
 
     def attempt_begins(self) -> None:
         """Ignore the kills so far, which are not of this attempt."""
-        self._before = oom_kills(self._kills_file)
+        self._kills = Gains(OOM_WINDOW_S)
+        self.count_kills()
+
+    def count_kills(self) -> int | None:
+        """Return how many processes of the node were killed lately for want of memory; None if the cgroup
+        does not count them. To be called often: a kill counts from the call that sees it first."""
+        kills = oom_kills(self._kills_file)
+        lately = self._kills.add(time.monotonic(), kills)
+        return None if kills is None else lately
 
     def look(self, exit_code: int, log: Path | None = None) -> dict[str, Any]:
         """Return fields for the report of a failure with this exit code (negative for a signal)."""
-        kills = oom_kills(self._kills_file)
-        if kills is not None:
-            kills = max(0, kills - (self._before or 0))
-        found: dict[str, Any] = {"oom_kills": kills, "shm_used": round(used_share(SHM), 4)}
+        found: dict[str, Any] = {"oom_kills": self.count_kills(), "shm_used": round(used_share(SHM), 4)}
         if log is not None and exit_code != 0:
             found["log"] = end_of(log) if exit_code in CRASHES else last_line(log) if exit_code > 0 else ""
         return found
@@ -292,7 +302,9 @@ def _last_lines(log: Path) -> list[str]:
     _reader = threading.Thread(target=look, daemon=True)
     _reader.start()
     _reader.join(LOG_LIMIT_S)
-    return [line.strip() for line in "".join(read).splitlines() if line.strip()]
+    lines = [line.strip() for line in "".join(read).splitlines()]
+    # What a rank left behind, Python's resource tracker tells there after the rank's end.
+    return [line for line in lines if line and "resource_tracker" not in line]
 
 
 # ---- network devices that fail
@@ -450,6 +462,6 @@ def signal_ranks(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
         try:
             if b"JURYMAST_" in Path(f"/proc/{pid}/environ").read_bytes():
-                os.killpg(pid, number)
+                kill_group(pid) if number == signal.SIGKILL else os.killpg(pid, number)
         except OSError:
             continue

@@ -29,7 +29,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.core.supervision import batch as core
 from jurymast.errors import JurymastError, RunDirectoryError, never
 from jurymast.interpreter import run_module
-from jurymast.processes import die_with_parent, log_as
+from jurymast.processes import adopt_orphans, die_with_parent, end_strays, log_as
 from jurymast.rundir import RunDirectory, renew
 
 log = logging.getLogger("jurymast.batch")
@@ -85,6 +85,7 @@ class LocalAgents(Agents):
 
     def start(self, port: int) -> None:
         command = agent_command(self._run_directory, loopback(), port)
+        adopt_orphans()
         self._processes = [
             subprocess.Popen(
                 [*command, "--node", node], stdin=subprocess.DEVNULL, start_new_session=True,
@@ -101,6 +102,7 @@ class LocalAgents(Agents):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        end_strays()
 
 
 def end_srun(process: subprocess.Popen[bytes]) -> None:

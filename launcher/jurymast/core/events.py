@@ -58,7 +58,8 @@ class SupervisorStarted(Event, frozen=True, kw_only=True):
 
 
 class NodeJoined(Event, frozen=True, kw_only=True):
-    """An agent connected and authenticated itself. `incarnation` is new with every agent process."""
+    """An agent connected and authenticated itself. `incarnation` is new with every agent process;
+    `oom_kills`: how many kills for want of memory ended the one before it."""
 
     node: str
     address: str
@@ -66,6 +67,7 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     pid: int = 0
     boot_id: str = ""
     gpus: int = 0
+    oom_kills: int = 0
 
 
 class NodeReady(Event, frozen=True, kw_only=True):
@@ -77,13 +79,15 @@ class NodeReady(Event, frozen=True, kw_only=True):
 
 class NodeLost(Event, frozen=True, kw_only=True):
     """`how`: silent (no heartbeat for `silent_s`), closed (its connection was reset), left (it said so) or
-    taken (its agent got a SIGTERM, while the job goes on)."""
+    taken (its agent got a SIGTERM, while the job goes on). `oom_kills`: of processes in its cgroup, if such a
+    kill ended its agent."""
 
     node: str
     how: str
     silent_s: float
     limit_s: float = 0.0
     evidence: str = ""
+    oom_kills: int = 0
 
 
 class WorkersStarted(Event, frozen=True, kw_only=True):

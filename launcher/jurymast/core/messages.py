@@ -349,9 +349,8 @@ RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
 
 
 class Hello(ToSupervisor, frozen=True, kw_only=True):
-    """An agent's first message: who it is, its newest `attempt` and what that attempt's `ranks` do, and what
-    survives a supervisor: `copies` of images, `room` for more, and what its probes found (`health`).
-    `data_port`: where it serves images; `domain`: the switches above it, "" if unknown."""
+    """An agent's first message: who it is, its newest `attempt` and what its `ranks` do, `copies` of images,
+    `room` for more, findings (`health`). It serves images at `data_port`. `oom_kills`: see `NodeJoined`."""
 
     node: str
     allocation: str
@@ -369,6 +368,7 @@ class Hello(ToSupervisor, frozen=True, kw_only=True):
     room: Room | None = None
     domain: str = ""
     health: tuple[Finding, ...] = ()
+    oom_kills: int = 0
 
 
 class Ready(ToSupervisor, frozen=True, kw_only=True):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 
-from jurymast.processes import become_helper
+from jurymast.processes import become_helper, die_first
 
 NICE = 19
 
 
 def main() -> None:
+    die_first()  # probes may be plugins
     output = become_helper(NICE)  # before the imports, which take longer than all looks
     from jurymast.health.child import ProbeChild
 

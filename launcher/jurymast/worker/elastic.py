@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
 from jurymast.core import messages as msg
+from jurymast.processes import kill_group
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import rank as rank_start
 from jurymast.worker import stack_signal
@@ -161,7 +162,7 @@ class RankServer:
     def _signal(self, pid: int, number: signal.Signals) -> None:
         if self._code(pid) is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, number)
+                kill_group(pid) if number == signal.SIGKILL else os.killpg(pid, number)
 
     def _wait(self, limit_s: float) -> bool:
         end = time.monotonic() + limit_s

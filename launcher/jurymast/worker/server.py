@@ -26,7 +26,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jurymast.processes import allow_core, die_with_parent, name_process
+from jurymast.processes import (
+    adopt_orphans,
+    allow_core,
+    die_first,
+    die_with_parent,
+    end_like,
+    kill_group,
+    name_process,
+)
 from jurymast.worker import preload, rank
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
@@ -140,8 +148,10 @@ class ForkServer:
 
     def serve(self) -> None:
         """Serve until the host ends, then end with its exit code. Returns only in ranks."""
+        die_first()
         die_with_parent()
         allow_core(self._plan["core_bytes"])  # the ranks' is the user's
+        adopt_orphans()
         # A signal sent to the whole job must not end the server. The agent decides when it ends.
         for number in (*rank.AS_BY_DEFAULT, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -151,6 +161,7 @@ class ForkServer:
         pipe = int(os.environ.pop(FD_VARIABLE))
         self._environment = environment
         self._wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._ranks: set[int] = set()
         ours, theirs = socket.socketpair()
         self._host = self._fork()
         if self._host == 0:
@@ -238,6 +249,7 @@ class ForkServer:
                     pid = self._fork()
                     if pid == 0:
                         return order
+                    self._ranks.add(pid)
                     self._tell({"started": pid})
 
     def _orders(self) -> list[dict[str, Any]]:
@@ -251,40 +263,28 @@ class ForkServer:
         return [json.loads(line)["start"] for line in lines]
 
     def _reap(self, *, wait: bool = False) -> None:
-        """Report ranks that have ended to the host; end with the host's exit code if the host has ended."""
+        """Report ranks that have ended to the host; end with the host's exit code if the host has ended.
+        Others that end are what ranks have left behind."""
         while True:
             options = os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)
             ended = os.waitid(os.P_ALL, 0, options)
             if ended is None:
                 return
             pid = ended.si_pid
-            if pid != self._host and (ended.si_code != os.CLD_EXITED or ended.si_status != 0):
-                _end_group(pid)
+            is_rank = pid in self._ranks
+            if is_rank and (ended.si_code != os.CLD_EXITED or ended.si_status != 0):
+                # What a failed rank leaves, such as loader workers, would notice only after seconds. The
+                # group's id cannot be reused before the rank is reaped.
+                kill_group(pid)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if pid == self._host:
-                _end_like(code)
-            self._tell({"ended": pid, "code": code})
+                end_like(code)
+            if is_rank:
+                self._ranks.remove(pid)
+                self._tell({"ended": pid, "code": code})
 
     def _tell(self, message: dict[str, Any]) -> None:
         try:
             self._channel.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             pass  # the host is ending
-
-
-def _end_group(pid: int) -> None:
-    """Kill what a failed rank leaves behind, such as loader workers, which would notice only after seconds.
-    The group's id cannot be reused before the rank is reaped."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except OSError:
-        pass  # nothing is left, or the rank did not lead a group yet
-
-
-def _end_like(code: int) -> NoReturn:
-    """End with the host's exit code, or by its signal, from which the agent learns how the host ended."""
-    if code < 0:
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code if code >= 0 else 1)

@@ -4,7 +4,8 @@ When a rank dies, its peers' collectives fail a moment later, so the most freque
 All reports count that arrived within `FIRST_S` of the first one that could be a root cause. Order of
 precedence, and within one of these the earliest report:
 
-1. a lost node (more than two, over a tenth of the run: the fabric), a request by a user; 2. a finding for
+1. a lost node (more than two, over a tenth of the run: the fabric), unless only its agent was killed for
+want of memory, a request by a user; 2. a finding for
 which a node leaves, unless the program failed before it; 3. an end of a rank that a finding on its node
 explains (within `NEAR_S`), or that indicates broken hardware; 4. a process killed from outside, then a
 stopped one; 5. an exception of the user's code, or an exit code without one; a torchrun host that died; a
@@ -109,6 +110,7 @@ def exception_class(text: str, local_paths: tuple[str, ...]) -> str:
 
 # A finding this close to an end of ranks, before or after it, is related to it (seconds).
 NEAR_S = 180.0
+OUT_OF_MEMORY = "out_of_memory"
 # The error of a rank that waits for what it is to restore.
 RESTORE_FAILED = "RestoreFailed"
 # The error of a rank whose storage has given no answer for too long while it restores.
@@ -136,7 +138,7 @@ _OF_MANY = {
     findings.SYMPATHETIC: "fabric_fault",
     findings.STORAGE: "storage_failed",
 }
-_KILLED = ("out_of_memory", "worker_killed", "bus_error", "shm_full")
+_KILLED = (OUT_OF_MEMORY, "worker_killed", "bus_error", "shm_full")
 _CASCADES = ("communication", "collective_timeout", "worker_terminated")
 # Ends of ranks by precedence; all other kinds have the place that is empty here.
 _PRECEDENCE = (incident.FROM_FINDINGS, _KILLED, (), ("host_died",), ("worker_crash",), _CASCADES)
@@ -231,6 +233,9 @@ def _collective_cause(
         return _failure_cause(terminated, around)
     if not classed and hung is None and not around.common:
         raise ValueError("an incident without any finding has no cause")
+    # A process that a rank waited for, or was connected to, was killed; that rank was not.
+    if killed := [(OUT_OF_MEMORY, failure) for _, failure in classed if failure.oom_kills]:
+        return _failure_cause(killed, around)
     suspects = [
         (node, finding) for node, finding in around.near
         if acts(finding) and (finding.kind != findings.HOST or finding.verdict is Verdict.BAD)
@@ -242,6 +247,9 @@ def _collective_cause(
         return cause_of("storage_failed", "; ".join(storage[:3]))
     if around.common:
         return cause_of(_OF_MANY.get(around.common_kind, "common_fault"), around.common)
+    killed_near = [f"{node}: {describe(f)}" for node, f in around.near if f.code == OOM_KILL]
+    if hung is not None and killed_near:
+        return cause_of(OUT_OF_MEMORY, "; ".join([hung.evidence, *killed_near[:3]]))
     # Ranks that are stopped because all hang lose their connections meanwhile, which explains nothing.
     if hung is not None and (_absent(found.stacks) or all(failure.t >= hung.t for _, failure in classed)):
         return _hang_cause("hang", hung, found.stacks)
@@ -264,13 +272,13 @@ def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
     if failure.error == STORAGE_HANGS:
         return "storage_failed"
     if failure.rank < 0:
-        return "out_of_memory" if failure.oom_kills else "host_died"
+        return OUT_OF_MEMORY if failure.oom_kills else "host_died"
     if failure.exit_code < 0:
         number = -failure.exit_code
         if number == 9:
             # The cgroup's own count knows; a finding within minutes may be of an earlier attempt.
             seen = around.has(failure.node, OOM_KILL) if failure.oom_kills is None else failure.oom_kills > 0
-            return "out_of_memory" if seen else "worker_killed"
+            return OUT_OF_MEMORY if seen else "worker_killed"
         if number == 7 and (failure.shm_used >= SHM_FULL_SHARE or around.has(failure.node, SHM_FULL)):
             return "shm_full"
         if number == 6 and WATCHDOG.search(failure.log):
@@ -282,6 +290,8 @@ def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
         return kind
     if COMMUNICATION.search(text):
         return "collective_timeout" if WATCHDOG.search(text) else "communication"
+    if failure.oom_kills:  # of a process that the rank had started, such as a loader's worker
+        return OUT_OF_MEMORY
     return "worker_exception" if failure.error else "worker_exit"
 
 
@@ -321,12 +331,15 @@ def cause_of_end(order: EndOrder | None) -> Cause:
 
 
 def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
-    names = tuple(dict.fromkeys(event.node for event in lost))
     words = {
         "closed": "its agent's connection was reset", "left": "its agent left",
         "taken": "its agent got a SIGTERM while the job went on",
     }  # fmt: skip
     parts = []
+    if len(killed := [event for event in lost if event.oom_kills]) == len(lost):
+        return out_of_memory(killed[0].node, killed[0].oom_kills, len(killed) - 1)
+    lost = [event for event in lost if not event.oom_kills]
+    names = tuple(dict.fromkeys(event.node for event in lost))
     for event in lost:
         told = words.get(event.how) or f"silent for {event.silent_s:.1f} s (limit {event.limit_s:.1f} s)"
         found = around.against(event.node)
@@ -338,6 +351,14 @@ def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
         kind = "fabric_fault"
     node, evidence = names[0] if len(names) == 1 else "", some(parts, NODES_TOLD, "; ")
     return cause_of(kind, evidence, node, names, signature=Signature(kind, node))
+
+
+def out_of_memory(node: str, kills: int, more: int = 0) -> Cause:
+    """The cause if the kernel killed the agent of a node, and of `more` others, for want of memory. The
+    program used the memory, so no node is at fault."""
+    evidence = f"{node}: its agent was killed after {count(kills, 'out-of-memory kill')} in the node's cgroup"
+    evidence += f" (and {count(more, 'more node')})" if more else ""
+    return cause_of(OUT_OF_MEMORY, evidence, node, exit_code=-9)
 
 
 def _found_cause(found: Sequence[tuple[str, Finding]]) -> Cause:
@@ -366,6 +387,10 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     evidence += "".join(
         f"; {describe(f)}" for n, f in around.near if n == first.node and f.kind == findings.APPLICATION
     )
+    # The kernel chooses whom it kills, and what its peers say of that.
+    if kind == OUT_OF_MEMORY:
+        named_node = nodes[0] if named else ""
+        return cause_of(kind, evidence, named_node, nodes, rank=first.rank, exit_code=first.exit_code)
     # A broken machine or network interrupts a script at a random place; an error of the script has one place.
     error = error_signature(first.error, first.message, first.traceback if charged == APPLICATION else "")
     return cause_of(
@@ -378,7 +403,7 @@ def _told(failure: WorkerFailed) -> str:
     told = describe_exit(failure.exit_code)
     if failure.error:
         told = f"{failure.error}: {failure.message}" if failure.message else failure.error
-    if failure.oom_kills and (failure.exit_code < 0 or failure.rank < 0):
+    if failure.oom_kills:
         told += f", after {count(failure.oom_kills, 'out-of-memory kill')} in the node's cgroup"
     elif failure.exit_code == -7:
         told += f", {failure.shm_used:.0%} of /dev/shm in use"

@@ -18,7 +18,7 @@ from jurymast.core.nodes import preflight, stragglers
 from jurymast.core.nodes.findings import Verdict
 from jurymast.core.nodes.silence import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
-from jurymast.core.run import blame, ends, loops, recovery
+from jurymast.core.run import blame, ends, explained, loops, recovery
 from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS
 from jurymast.core.run.state import (
     RESTORE_TRIES,
@@ -173,13 +173,18 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     node.ready, node.gpus = False, event.gpus
     if was_placed and state.phase in WITH_RANKS:
         why = "its agent restarted"  # and the ranks of the old one are gone
-        lost = ev.NodeLost(t=event.t, node=node.name, how="closed", silent_s=0.0, evidence=why)
+        lost = ev.NodeLost(
+            t=event.t, node=node.name, how="closed", silent_s=0.0, evidence=why, oom_kills=event.oom_kills
+        )
         instructions = _node_lost(state, lost)
         node.become(Role.JOINING, why, event.t)
         state.stopped.add(node.name)
         return instructions
     if node.drained or node.bad:
         return [Dismiss(node=node.name, reason=node.reason)]
+    if node.role is Role.FAILED and event.oom_kills and not returning:
+        explained.explain(state, node, event.oom_kills)
+        return recovery.advance(state, one_came=True)
     if node.role is Role.FAILED:
         if state.phase is Phase.STOPPING and node.name in state.places:
             state.stopped.add(node.name)  # it is dismissed, nobody asks it to stop

@@ -19,7 +19,7 @@ from jurymast.core.nodes import preflight
 from jurymast.core.nodes.findings import STORAGE, Finding
 from jurymast.core.nodes.history import Frail
 from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
-from jurymast.core.run import blame, loops
+from jurymast.core.run import blame, explained, loops
 from jurymast.core.run.attribution import (
     LOCAL_PATHS,
     NEAR_S,
@@ -408,7 +408,7 @@ def finish(state: RunState, how: str, exit_code: int, reason: str) -> list[Instr
 def advance(state: RunState, *, one_came: bool = False) -> list[Instruction]:
     """Continue if the present phase has what it waited for. `one_came`: the only news is that a node joined
     or became ready."""
-    if state.phase is Phase.STOPPING and _all_stopped(state):
+    if state.phase is Phase.STOPPING and _all_stopped(state) and not explained.awaited(state):
         return _diagnose(state)
     if state.phase is Phase.STARTING:
         return _start(state, one_came=one_came)

@@ -304,7 +304,7 @@ class Supervision:
         out = self._do(self.checkpoints.joined(node, hello, now), now)
         joined = ev.NodeJoined(
             t=now, node=node, address=hello.address, incarnation=hello.incarnation, pid=hello.pid,
-            boot_id=hello.boot_id, gpus=hello.gpus,
+            boot_id=hello.boot_id, gpus=hello.gpus, oom_kills=hello.oom_kills,
         )  # fmt: skip
         out += self.record(joined)
         out += self._do(self._health.joined(node, hello.health, now), now)

@@ -1,0 +1,264 @@
+"""The memory of a node runs out: who is told to be at fault, whatever the kernel chose to kill."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jurymast.agent.keeping import StorageProcesses
+from jurymast.cluster import earlier
+from jurymast.core import events as ev
+from jurymast.core.effects import Finish, Launch, Requeue
+from jurymast.core.nodes.history import judged
+from jurymast.core.run import explained, recovery
+from jurymast.core.run.attribution import attribute
+from jurymast.core.run.state import Phase, Role
+from jurymast.storage import orders
+from support.attribution import found
+from support.cgroups import kills, limit_file, new_cgroup
+from support.stories import Story
+
+# What ranks report.
+
+
+def failed(
+    error: str, message: str = "", *, rank: int = 1, code: int = 1, kills: int | None = 1
+) -> ev.WorkerFailed:
+    return ev.WorkerFailed(
+        t=float(rank), node=f"n{rank}", attempt=1, rank=rank, exit_code=code, error=error, message=message,
+        oom_kills=kills,
+    )  # fmt: skip
+
+
+LOADER = "DataLoader worker (pid(s) 4711) is killed by signal: Killed. "
+GLOO = failed("RuntimeError", "[gloo] Connection closed by peer [10.0.0.7]:4711", rank=0, kills=0)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        failed("", code=-9),
+        failed("TorchrunHostDied", rank=-1, code=-9),
+        failed("RuntimeError", LOADER),
+        failed("CalledProcessError", "Command 'tokenise' died with <Signals.SIGKILL: 9>."),
+        failed("BrokenProcessPool", "A process in the process pool was terminated abruptly"),
+        failed("", code=137),
+        failed("EOFError"),
+        failed("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+    ],
+)
+def test_whatever_a_kill_for_memory_leads_to_is_the_programs(report: ev.WorkerFailed) -> None:
+    cause = attribute(found(GLOO, report))
+    assert (cause.kind, cause.charged) == ("out_of_memory", "application")
+    assert "after 1 out-of-memory kill in the node's cgroup" in cause.evidence
+    again = attribute(found(failed("", rank=2, code=-9)))
+    assert cause.signature == again.signature, "the kernel chooses another process each time"
+
+
+@pytest.mark.parametrize(
+    ("report", "kind"),
+    [
+        (failed("RuntimeError", LOADER, kills=0), "worker_exception"),
+        (failed("RuntimeError", LOADER, kills=None), "worker_exception"),
+        (failed("", code=-11), "worker_crash"),
+        (failed("OutOfMemoryError", "CUDA out of memory."), "gpu_out_of_memory"),
+    ],
+)
+def test_other_ends_stay_what_they_are(report: ev.WorkerFailed, kind: str) -> None:
+    assert attribute(found(GLOO, report)).kind == kind
+
+
+# An agent that was killed.
+
+
+def joins_again(story: Story, node: str, kills: int = 1) -> None:
+    story.feed(
+        ev.NodeJoined(
+            t=story.t, node=node, address="10.0.0.9", incarnation=f"{node}-again", pid=9, oom_kills=kills
+        )
+    )  # fmt: skip
+
+
+def closed(story: Story, node: str) -> None:
+    story.feed(ev.NodeLost(t=story.t, node=node, how="closed", silent_s=0.3, limit_s=0.25))
+
+
+def departures(story: Story, tmp_path: Path) -> list[bool]:
+    """Whether each departure is a strike, as a later run reads the journal."""
+    run = earlier.past_runs(story.write(tmp_path / "run").root.parent)[0]
+    return [struck for _, struck, _ in judged(run.departures)]
+
+
+def test_an_agent_killed_for_memory_that_is_back_at_once_is_the_programs_failure(tmp_path: Path) -> None:
+    story = Story(active=2, spares=0).running()
+    node = story.state.placement[1]
+    joins_again(story, node)
+    story.stopped()
+    incident = story.incident
+    assert (incident.cause, incident.charged, incident.action) == ("out_of_memory", "application", "restart")
+    assert (
+        incident.evidence == f"{node}: its agent was killed after 1 out-of-memory kill in the node's cgroup"
+    )
+    story.feed(ev.NodeReady(t=story.t, node=node, store_port=1))
+    for name in story.state.placement:
+        story.feed(ev.NodeReady(t=story.t, node=name, store_port=1))
+    assert set(story.last(Launch).placement) == set(story.state.nodes), "the node is used again"
+    assert departures(story, tmp_path) == []
+
+
+def test_without_a_spare_the_word_of_a_killed_agent_is_waited_for() -> None:
+    story = Story(active=2, spares=0).running()
+    node = story.state.placement[1]
+    closed(story, node)
+    story.stopped(explained_yet=False)
+    assert story.state.phase is Phase.STOPPING
+    story.wait(explained.LIMIT_S / 2)
+    joins_again(story, node)
+    story.stopped()
+    assert (story.incident.cause, story.state.nodes[node].role) == ("out_of_memory", Role.JOINING)
+    assert not [one for one in story.entries if isinstance(one, Requeue)]
+
+
+def test_a_node_that_does_not_come_back_is_replaced_after_a_moment() -> None:
+    story = Story(active=2, spares=0).running()
+    closed(story, story.state.placement[1])
+    story.stopped(explained_yet=False)
+    story.wait(explained.LIMIT_S + 1.0)
+    assert story.incident.cause == "node_crash"
+    story.last(Requeue)
+
+
+def test_a_ready_spare_waits_for_no_explanation_and_the_node_is_cleared_when_it_comes(tmp_path: Path) -> None:
+    story = Story(active=2, spares=1).running()
+    node = story.state.placement[1]
+    closed(story, node)
+    story.stopped()
+    assert node not in story.last(Launch).placement
+    assert story.incident.cause == "node_crash", "nothing else is known"
+    joins_again(story, node)
+    incident = story.incident
+    assert (incident.cause, incident.charged) == ("out_of_memory", "application")
+    assert story.state.nodes[node].role is Role.JOINING
+    assert story.state.excluded == {}
+    assert not any(departures(story, tmp_path)), "no strike"
+
+
+def test_too_few_spares_for_the_lost_nodes_wait_for_the_word_of_their_next_agents() -> None:
+    story = Story(active=3, spares=1).running()
+    one, other = story.state.placement[1:]
+    closed(story, one)
+    closed(story, other)
+    story.stopped(explained_yet=False)
+    assert story.state.phase is Phase.STOPPING
+    joins_again(story, one)
+    joins_again(story, other)
+    story.stopped()
+    assert (story.incident.cause, story.incident.charged) == ("out_of_memory", "application")
+    assert not [entry for entry in story.entries if isinstance(entry, Requeue)]
+
+
+def test_a_program_that_fills_the_memory_each_time_is_stopped() -> None:
+    story = Story(active=2, spares=0).running()
+    for number in range(recovery.SAME_APPLICATION_ERROR):
+        node = story.state.placement[1]
+        story.feed(
+            ev.NodeJoined(t=story.t, node=node, address="a", incarnation=f"{number}", pid=9, oom_kills=2)
+        )
+        story.stopped()
+        if story.state.ended:
+            break
+        story.backed_off()
+        for name in story.state.placement:
+            story.feed(ev.NodeReady(t=story.t, node=name, store_port=1))
+        story.told().ranks_up()
+    finish = story.last(Finish)
+    assert (finish.state, finish.exit_code) == ("failed", 137)
+    assert "crash loop" in finish.reason
+
+
+# The guard, and the kernel's own kills.
+
+GUARDED = """
+import json, os, sys, time
+from jurymast.agent import guard
+def agent(kills):
+    print(json.dumps([os.getpid(), kills]), flush=True)
+    {body}
+sys.exit(guard.run(agent))
+"""
+
+
+def guarded(body: str, cgroup: Path | None = None) -> subprocess.Popen[str]:
+    enter = f'echo 0 > "{cgroup}/cgroup.procs" && ' if cgroup is not None else ""
+    words = ["sh", "-c", f'{enter}exec "$@"', "sh", sys.executable, "-c", GUARDED.format(body=body)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def said(guard: subprocess.Popen[str]) -> list[int]:
+    assert guard.stdout is not None
+    pid, kills = json.loads(guard.stdout.readline())
+    return [pid, kills]
+
+
+LEAKS_ONCE = "if kills: return 7\n    x = [bytearray(b'x') * (1 << 20) for _ in range(1000)]"
+
+
+@pytest.mark.parametrize("limited", ["job", "step"])
+def test_an_agent_that_the_kernel_killed_for_memory_is_followed_by_one_that_knows_it(limited: str) -> None:
+    """Slurm limits the memory of the job and of each of its steps, whose cgroups are below the job's."""
+    with new_cgroup() as job, new_cgroup(job) as step:
+        limit_file(job if limited == "job" else step).write_text(str(128 << 20))
+        with guarded(LEAKS_ONCE, step) as guard:
+            first, second = said(guard), said(guard)
+            assert guard.wait(60.0) == 7
+            assert first[0] != second[0]
+            assert (first[1], second[1]) == (0, kills(step))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_agent_that_somebody_kills_stays_dead(number: signal.Signals) -> None:
+    with guarded("time.sleep(600)") as guard:
+        pid, _ = said(guard)
+        os.kill(pid, number)
+        assert guard.wait(60.0) == -number
+
+
+def test_the_end_of_the_batch_process_reaches_the_agent() -> None:
+    """Only its guard is told, by the kernel; a signal to all of a step reaches the agent itself."""
+    starter = "import subprocess, sys; from jurymast.cluster.batch import end_with_us\n"
+    starter += f"subprocess.Popen([sys.executable, '-c', {GUARDED.format(body='time.sleep(600)')!r}], "
+    starter += "preexec_fn=end_with_us, start_new_session=True).wait()"
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as batch:
+        agent = psutil.Process(said(batch)[0])
+        guard = agent.parent()
+        assert guard is not None
+        guard.send_signal(signal.SIGTERM)  # as to each process of a step; the agent decides for itself
+        batch.kill()
+        assert psutil.wait_procs([agent, guard], timeout=60.0)[1] == []
+
+
+def test_a_storage_process_that_was_killed_for_memory_is_told_so(tmp_path: Path) -> None:
+    async def work(oom_kills: Callable[[], int | None]) -> str:
+        storage = StorageProcesses(oom_kills=oom_kills)
+        writing = asyncio.ensure_future(storage.carry_out(orders.Warm()))
+        child = None
+        while child is None:
+            await asyncio.sleep(0)
+            child = storage._tiers[orders.Warm().tier]._child if storage._tiers else None
+        os.kill(child.pid, signal.SIGKILL)
+        answer = await writing
+        await storage.close()
+        assert isinstance(answer, orders.StorageFailed)
+        return answer.why
+
+    assert "the memory of the job on this node ran out" in asyncio.run(work(lambda: 1))
+    assert asyncio.run(work(lambda: 0)) == "the storage process was killed by SIGKILL"
