@@ -34,9 +34,9 @@ from jurymast.script.recognise import (
     tasks_a_node,
 )
 from jurymast.script.srun import parse
-from jurymast.script.step import Output, container_command, expanded, narrowed, node_command, relayed
+from jurymast.script.step import Output, container_command, expanded, node_command, relayed
 from jurymast.script.trainings import Training, Trainings
-from jurymast.worker.elastic import as_a_task, own_gpus, task_variables
+from jurymast.worker.elastic import as_a_task, own_gpus
 from support.waiting import wait_until
 
 
@@ -231,34 +231,10 @@ def test_ranks_are_counted_as_torch_counts_them(ranks: str, gpus: int, count: in
             rank_count(wrong, 0, 5)
 
 
-def test_a_script_sees_the_active_nodes_alone() -> None:
-    slurm = {
-        "SLURM_NNODES": "3", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NTASKS": "24",
-        "SLURM_TASKS_PER_NODE": "8(x3)", "SLURM_JOB_CPUS_PER_NODE": "16(x2),8", "SLURM_GPUS": "h100:12",
-        "SLURM_JOB_ID": "7",
-    }  # fmt: skip
-    assert narrowed(slurm, 3, 2, "n[1-2]") == {
-        "SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "16",
-        "SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_JOB_CPUS_PER_NODE": "16(x2)", "SLURM_GPUS": "h100:8",
-        "SLURM_JOB_ID": "7",
-    }  # fmt: skip
-    assert narrowed({"SLURM_TASKS_PER_NODE": "4,8(x2)"}, 3, 2, "") == {"SLURM_TASKS_PER_NODE": "4,8"}
-
-
 RANK = {
     "RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
     "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
 }  # fmt: skip
-
-
-def test_ranks_have_the_variables_of_slurms_tasks() -> None:
-    tasks = task_variables(RANK, each_rank=True)
-    assert (tasks["SLURM_PROCID"], tasks["SLURM_LOCALID"], tasks["SLURM_NODEID"]) == ("5", "1", "1")
-    assert (tasks["SLURM_NTASKS"], tasks["SLURM_TASKS_PER_NODE"], tasks["SLURM_GTIDS"]) == (
-        "8", "4(x2)", "4,5,6,7",
-    )  # fmt: skip
-    under = task_variables(RANK, each_rank=False)
-    assert (under["SLURM_PROCID"], under["SLURM_LOCALID"], under["SLURM_NTASKS"]) == ("1", "0", "2")
 
 
 def test_a_task_sees_its_own_gpus() -> None:

@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL
 
@@ -40,20 +41,19 @@ from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.sbatch import visible_gpus
 from jurymast.cluster.verdicts import boot_id
 from jurymast.core import messages as msg
-from jurymast.core import within
+from jurymast.core import slurm_variables, within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.message import Strangers
 from jurymast.core.nodes.silence import beat_every_s
 from jurymast.core.settings import RunPlan
+from jurymast.core.texts import compressed
 from jurymast.errors import never
 from jurymast.foreign import check_private
 from jurymast.processes import adopt_orphans, end_strays, leave_no_core
 from jurymast.rundir import RunDirectory
 from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of, plain
 
-# The nodes of an attempt, for ranks of a batch script: some scripts take the first for rank 0's node.
-SLURM_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
 TEMPORARY_PREFIX = "jurymast-agent-"
 
 
@@ -97,9 +97,20 @@ def host_plan(
         "script": plan.script, "arguments": plan.arguments, "module": plan.module,
         "directory": plan.working_directory, "run_directory": str(run_directory),
         "temporary": str(temporary), "grace_s": plan.settings.stop_grace_s,
-        "warm": plan.settings.warm_start, "batch": plan.batch, "tasks": plan.tasks,
+        "warm": plan.settings.warm_start, "slurm": plan.cluster == "slurm", "tasks": plan.tasks,
         "program": plan.program, "gpus": plan.gpus_per_task, "core_bytes": core_bytes,
     }  # fmt: skip
+
+
+def users_variables(plan: RunPlan, nodes: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the `variables` of this agent as its ranks may see them: a plain run's job has spare nodes, and
+    its srun options of ours. A batch script's are as its front end has left them."""
+    if plan.batch or plan.cluster != "slurm":
+        return dict(variables)
+    hosts = compressed(nodes[: plan.active])
+    values = slurm_variables.of_active_nodes(variables, len(nodes), plan.active, hosts)
+    ours = [name for name in values if slurm_variables.BINDING.match(name) or name == "SLURM_OPEN_MODE"]
+    return {name: value for name, value in values.items() if name not in ours}
 
 
 def rank_environment(
@@ -172,6 +183,7 @@ class Agent:
         self._incarnation = secrets.token_hex(8)
         allocation = Allocation.load(directory)
         self._allocation = allocation.key
+        self._users = users_variables(plan, allocation.nodes, os.environ)
         self._machine = AgentMachine(
             plan, node, allocation.key, allocation.nodes, hint, random.random(),
             gpus=visible_gpus(os.environ), driver=driver_here(),
@@ -356,7 +368,7 @@ class Agent:
     async def _start_host(self) -> None:
         plan = host_plan(self._plan, self._directory.root, self._temporary, self._core_bytes)
         self._host = await HostProcess.start(
-            plan, self._environment(), self._host_said, self._host_ended, self._driver.fail
+            plan, {**self._users, **self._environment()}, self._host_said, self._host_ended, self._driver.fail
         )
 
     async def _prepare(self, attempt: int) -> None:
@@ -379,8 +391,6 @@ class Agent:
 
     def _start_ranks(self, order: msg.Launch, *, cold: bool) -> None:
         environment = {**self._workaround.environment(order.attempt), **self._stacks.launch(order)}
-        if self._plan.batch:
-            environment |= dict.fromkeys(SLURM_LISTS, order.nodes)
         self._tell(replace(order, cold=cold, restore=None, environment=environment))
 
     def _tell(self, order: msg.Launch | msg.Stop) -> None:

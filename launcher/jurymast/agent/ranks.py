@@ -396,12 +396,13 @@ class HostProcess:
         on_end: Callable[[int], None],
         failed: background.Failed,
     ) -> HostProcess:
-        """Start a host. `plan`, which has no secret, is passed in the environment. Output joins the agent's.
+        """Start a host in this `environment`, in which its `plan`, which has no secret, is passed as well.
+        Output joins the agent's.
 
         The command line is that of the ranks, which are forked from this interpreter."""
         ours, theirs = socket.socketpair()
         with theirs:
-            values = {**os.environ, **environment, FD_VARIABLE: str(theirs.fileno())}
+            values = {**environment, FD_VARIABLE: str(theirs.fileno())}
             # A program's command line is not for Python: `-c ""` is a stand-in that the server never runs.
             module = ["-c", ""] if plan["program"] else ["-m"] if plan["module"] else []
             process = await asyncio.create_subprocess_exec(

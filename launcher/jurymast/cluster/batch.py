@@ -61,7 +61,9 @@ class SrunAgents(Agents):
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, port: int) -> None:
-        command = ["srun", *SURVIVE, "--ntasks-per-node=1", f"--nodes={self._nodes}"]
+        # What this process has, the ranks are to have as well: SBATCH_EXPORT=NONE, which means the job, would
+        # take PATH and HOME from them.
+        command = ["srun", *SURVIVE, "--export=ALL", "--ntasks-per-node=1", f"--nodes={self._nodes}"]
         command += [f"--ntasks={self._nodes}", "--overlap", "--unbuffered", "--cpu-bind=none"]
         command += agent_command(self._run_directory, announced_hosts()[0], port)
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)

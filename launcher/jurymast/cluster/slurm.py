@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from jurymast.cluster.allocation import batch_process, submit_local
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.sbatch import BatchScript
 from jurymast.core.settings import RunPlan
+from jurymast.core.slurm_variables import without_a_job
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError, SubmissionError, UsageError
 from jurymast.interpreter import run_module
@@ -88,8 +89,6 @@ def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = 
     text = policy.yaml(origins=True)
     if plan.cluster == "local":
         return Request(plan, text, "", batch_process(plan))
-    # MERGE
-
     if script is not None:
         return Request(plan, text, script_around(plan, script), command(plan), script.text)
     return Request(plan, text, render_script(plan), command(plan))
@@ -155,8 +154,6 @@ def submit(request: Request) -> Submitted:
     try:
         if request.plan.cluster == "local":
             return Submitted(request, pid=submit_local(request.plan.directory))
-        # MERGE
-
         return submit_slurm(request)
     except BaseException:
         remove_run_directory(request)
@@ -289,6 +286,14 @@ def wait(job: str, cluster: str = "") -> int:
 # ---- sbatch
 
 
+def environment_for_sbatch(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a job that is submitted from this one, which may be another job's. With SBATCH_WAIT,
+    sbatch, and therefore we, would return only when the job ends."""
+    values = without_a_job(environment)
+    values.pop("SBATCH_WAIT", None)
+    return values
+
+
 def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run sbatch, which returns once it has accepted the job. Raises SubmissionError with Slurm's own
     words."""
@@ -298,8 +303,7 @@ def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         stdin=subprocess.DEVNULL,
-        # With SBATCH_WAIT, sbatch, and therefore we, would return only when the job ends.
-        env={name: value for name, value in os.environ.items() if name != "SBATCH_WAIT"},
+        env=environment_for_sbatch(os.environ),
         start_new_session=True,  # only we get Ctrl-C: see _interrupt_held
     )
     if done.returncode != 0:

@@ -16,10 +16,11 @@ from jurymast import foreign
 from jurymast.cluster.allocation import from_slurm_environment
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.slurm import users_script
+from jurymast.core.slurm_variables import of_active_nodes
 from jurymast.core.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import PASSED_ON, hold, release, shims
-from jurymast.script.step import PROCESS_NAME, narrowed, true_variables_file
+from jurymast.script.step import PROCESS_NAME, true_variables_file
 from jurymast.script.trainings import beside
 
 WARNING = signal.SIGUSR2
@@ -37,7 +38,7 @@ def run(run_directory: str, arguments: list[str]) -> int:
     allocation.save(directory)
     shims.write(directory, sys.executable)
     hosts = compressed(allocation.nodes[: plan.active])
-    environment = narrowed(os.environ, plan.nodes, plan.active, hosts)
+    environment = of_active_nodes(os.environ, plan.nodes, plan.active, hosts)
     true = {name: value for name, value in os.environ.items() if environment[name] != value}
     write_json(true_variables_file(directory), true)
     warns = plan.sbatch_options[-1:] == (f"--signal={WARN_SIGNAL}",)

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count, groupby
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import SIGNALS, SURVIVE, Agents, BatchProcess, end_srun
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
 from jurymast.core.settings import RunPlan
+from jurymast.core.slurm_variables import kind_of, of_a_task
 from jurymast.core.supervision.batch import Outcome
 from jurymast.core.texts import compressed
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
@@ -183,52 +184,7 @@ def newest_attempt(run: RunDirectory) -> int:
 
 # ---- what a node sees
 
-COUNTS = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
-TOTALS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_GPUS")
-EACH = ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
-
-
-def narrowed(environment: Mapping[str, str], asked: int, active: int, hosts: str) -> dict[str, str]:
-    """The `environment` of a job that requested `asked` nodes, as it would be in a job with only the first
-    `active` of them. `hosts`: Slurm's list of these nodes."""
-    values = dict(environment)
-    values.update({name: str(active) for name in COUNTS if name in environment})
-    values.update({name: hosts for name in LISTS if name in environment})
-    values.update({n: _share(values[n], active, asked) for n in TOTALS if n in environment})
-    values.update({name: _first(values[name], active) for name in EACH if name in environment})
-    return values
-
-
-def _share(value: str, active: int, asked: int) -> str:
-    """The share of a total (`16`, `h100:16`) for `active` of `asked` nodes."""
-    kind, colon, number = value.rpartition(":")
-    return f"{kind}{colon}{int(number) * active // asked}" if number.isdigit() else value
-
-
-def _first(value: str, active: int) -> str:
-    """The first entries of a list with repetitions that has one entry per node: `8(x2),4`."""
-    entries: list[str] = []
-    for part in value.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            return value
-        entries += [match[1]] * int(match[2] or 1)
-    runs = [(entry, len(list(same))) for entry, same in groupby(entries[:active])]
-    return ",".join(entry if count == 1 else f"{entry}(x{count})" for entry, count in runs)
-
-
-def seen(environment: Mapping[str, str], active: int) -> dict[str, str]:
-    """The variables that hide the step's spare nodes from its command."""
-    hosts, tasks = environment.get("SLURM_JOB_NODELIST", ""), str(active)
-    counts = ("SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_NPROCS",
-              "SLURM_STEP_NUM_TASKS")  # fmt: skip
-    each = "1" if active == 1 else f"1(x{active})"
-    return {
-        **dict.fromkeys(counts, tasks),
-        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST"), hosts),
-        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each),
-    }
 
 
 NODE_COMMAND = """\
@@ -447,7 +403,7 @@ class Step:
         # srun reads the number of nodes from these.
         true = foreign.load_own(true_variables_file(self._job))
         narrow = {name: os.environ[name] for name in true if name in os.environ}
-        shown = {**narrow, **self._hidden, **seen(os.environ, self.active)}
+        shown = {**narrow, **self._hidden, **self._seen()}
         words = list(srun.command)
         if place := in_container(words, read_shell_script):
             shims.write_program(folder / "contained", container_command(self._job, folder))
@@ -469,6 +425,11 @@ class Step:
         command += [str(program), *words]
         environment = {**shims.with_shims(os.environ, self._job), **true}
         return subprocess.Popen(command, env=environment, stdout=output)
+
+    def _seen(self) -> dict[str, str]:
+        """The variables that hide the step's spare nodes from its command."""
+        values = of_a_task(os.environ, os.environ.get("SLURM_JOB_NODELIST", ""), nodes=self.active)
+        return {name: value for name, value in values.items() if kind_of(name)}
 
     def _mounts(self, srun: CommandLine) -> list[str]:
         """The option that lets a container (pyxis) see the run directory."""

@@ -4,7 +4,7 @@ often than torch's, stops ranks sooner, and has no barrier at the exit.
 The host is a fork of the server, on active and spare nodes alike. It waits in the rendezvous, then has the
 server start ranks, watches them and stops them. The supervisor decides what happens after a failure.
 
-It also makes the variables that Slurm would have set if it had started a rank of a batch script itself. Under
+It also makes the variables that Slurm would have set if it had started the ranks, or a torchrun. Under
 `srun torchrun` Slurm starts a torchrun on each node, and ranks have torchrun's variables. Under `srun
 python train.py` Slurm starts each rank, and the script makes its process group from Slurm's variables.
 """
@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
 from jurymast.core import messages as msg
+from jurymast.core.slurm_variables import of_a_task
 from jurymast.processes import kill_group
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import rank as rank_start
@@ -47,25 +48,17 @@ GPUS = (
 )  # fmt: skip
 
 
-def task_variables(rank: Mapping[str, str], *, each_rank: bool) -> dict[str, str]:
-    """Return Slurm's variables for the rank with these variables of torch. `each_rank`: Slurm would have
-    started the rank itself, not a torchrun."""
+def task_variables(
+    rank: Mapping[str, str], step: Mapping[str, str], hosts: str, *, each_rank: bool
+) -> dict[str, str]:
+    """Return Slurm's variables for the rank with these variables of torch, in a `step` with these, on the
+    nodes of the list `hosts`. `each_rank`: Slurm would have started the rank itself, not a torchrun."""
     nodes, node = int(rank["GROUP_WORLD_SIZE"]), int(rank["GROUP_RANK"])
-    each = int(rank["LOCAL_WORLD_SIZE"]) if each_rank else 1
-    local = int(rank["LOCAL_RANK"]) if each_rank else 0
-    per_node = str(each) if nodes == 1 else f"{each}(x{nodes})"
-    values = {
-        "SLURM_PROCID": str(node * each + local),
-        "SLURM_LOCALID": str(local),
-        "SLURM_NODEID": str(node),
-        "SLURM_GTIDS": ",".join(str(node * each + i) for i in range(each)),
-        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES"), str(nodes)),
-        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), str(nodes * each)),
-        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), per_node),
-    }
-    if each_rank:
-        values["SLURM_NTASKS_PER_NODE"] = str(each)
-    return values
+    if not each_rank:
+        return of_a_task(step, hosts, nodes=nodes, node=node)
+    each, local = int(rank["LOCAL_WORLD_SIZE"]), int(rank["LOCAL_RANK"])
+    values = of_a_task(step, hosts, nodes=nodes, each=each, node=node, local=local)
+    return {**values, "SLURM_NTASKS_PER_NODE": str(each)}
 
 
 def own_gpus(node: Mapping[str, str], local_rank: int, each: int) -> dict[str, str]:
@@ -229,8 +222,9 @@ class ImpatientAgent(LocalElasticAgent):
             if signals:
                 environment[SIGNALS_VARIABLE] = signals
             environment.update(launch.environment)
-            if plan["batch"]:
-                environment.update(task_variables(environment, each_rank=plan["tasks"]))
+            if plan["slurm"]:
+                each_rank = plan["tasks"]
+                environment.update(task_variables(environment, os.environ, launch.nodes, each_rank=each_rank))
             if plan["tasks"]:
                 as_a_task(environment)
                 environment.update(own_gpus(os.environ, local_rank, plan["gpus"]))

@@ -1,0 +1,117 @@
+"""Slurm's variables as scripts and ranks see them, in plain runs and in batch scripts alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jurymast.agent.agent import users_variables
+from jurymast.cluster.slurm import environment_for_sbatch
+from jurymast.core import slurm_variables
+from jurymast.core.slurm_variables import of_a_task, of_active_nodes
+from jurymast.worker.elastic import task_variables
+from support.node_model import plan as plan_on
+
+# A job of two active nodes and a spare one, with 16 processors each, as Slurm 22.05 and 24.11 describe it,
+# and a step of one task a node in it.
+STEP = {
+    "SLURM_NNODES": "3", "SLURM_JOB_NUM_NODES": "3", "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_0": "3", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NODELIST": "n[1-3]",
+    "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_JOB_NODELIST_PACK_GROUP_0": "n[1-3]", "SLURM_NTASKS": "3",
+    "SLURM_NPROCS": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_GPUS": "h100:12",
+    "SLURM_JOB_CPUS_PER_NODE": "16(x3)", "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0": "16(x3)",
+    "SLURM_TASKS_PER_NODE": "1(x3)",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)", "SLURM_TASKS_PER_NODE_PACK_GROUP_0": "1(x3)",
+    "SLURM_PROCID": "2", "SLURM_NODEID": "2", "SLURM_GTIDS": "2", "SLURM_LOCALID": "0",
+}  # fmt: skip
+SAME = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "16", "SLURMD_NODENAME": "n3", "HOME": "/home/me"}
+# What Slurm sets for the second of two tasks in a job of the nodes n1 and n3 alone.
+WITHOUT_SPARE = {
+    "SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2", "SLURM_JOB_NODELIST": "n[1,3]", "SLURM_NODELIST": "n[1,3]",
+    "SLURM_STEP_NODELIST": "n[1,3]", "SLURM_JOB_NODELIST_PACK_GROUP_0": "n[1,3]", "SLURM_NTASKS": "2",
+    "SLURM_NPROCS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_GPUS": "h100:8",
+    "SLURM_JOB_CPUS_PER_NODE": "16(x2)", "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0": "16(x2)",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_TASKS_PER_NODE_PACK_GROUP_0": "1(x2)",
+    "SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_GTIDS": "1", "SLURM_LOCALID": "0",
+}  # fmt: skip
+RANK = {"LOCAL_RANK": "1", "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
+
+
+def plain_rank() -> dict[str, str]:
+    """The variables of a plain run's rank: what its agent leaves, and what its host adds."""
+    plan = plan_on(cluster="slurm")
+    step = users_variables(plan, ("n1", "n2", "n3"), {**STEP, **SAME})
+    return {**step, **task_variables(RANK, step, "n[1,3]", each_rank=False)}
+
+
+def scripts_rank() -> dict[str, str]:
+    """Those of a rank that a batch script's torchrun starts: the script's, then the step's, then as above."""
+    script = of_active_nodes({**STEP, **SAME}, 3, 2, "n[1-2]")
+    step = {**script, **of_a_task(script, "n[1-2]", nodes=2)}
+    plan = replace(plan_on(cluster="slurm"), batch=True)
+    step = users_variables(plan, ("n1", "n2", "n3"), step)
+    return {**step, **task_variables(RANK, step, "n[1,3]", each_rank=False)}
+
+
+def test_every_variable_of_the_table_is_tried() -> None:
+    assert slurm_variables.KINDS.keys() <= STEP.keys() == WITHOUT_SPARE.keys()
+
+
+@pytest.mark.parametrize("rank", [plain_rank, scripts_rank])
+@pytest.mark.parametrize("name", STEP)
+def test_ranks_see_a_job_without_spare_nodes(rank: object, name: str) -> None:
+    assert callable(rank)
+    assert rank()[name] == WITHOUT_SPARE[name]
+
+
+def test_plain_runs_and_batch_scripts_differ_in_nothing() -> None:
+    assert plain_rank() == scripts_rank() == {**WITHOUT_SPARE, **SAME}
+
+
+def test_ranks_do_not_see_the_options_of_our_srun() -> None:
+    plan = plan_on(cluster="slurm")
+    ours = {"SLURM_CPU_BIND": "none", "SLURM_CPU_BIND_TYPE": "none", "SLURM_OPEN_MODE": "a"}
+    assert users_variables(plan, ("n1", "n2", "n3"), {**ours, **SAME}) == SAME
+
+
+def test_runs_without_slurm_leave_its_variables_alone() -> None:
+    assert users_variables(plan_on(cluster="local"), ("local-1",), STEP) == STEP
+
+
+def test_ranks_that_slurm_would_start_have_its_numbers() -> None:
+    tasks = task_variables(RANK, STEP, "n[1,3]", each_rank=True)
+    assert (tasks["SLURM_PROCID"], tasks["SLURM_LOCALID"], tasks["SLURM_NODEID"]) == ("5", "1", "1")
+    assert (tasks["SLURM_NTASKS"], tasks["SLURM_TASKS_PER_NODE"]) == ("8", "4(x2)")
+    assert (tasks["SLURM_GTIDS"], tasks["SLURM_NTASKS_PER_NODE"]) == ("4,5,6,7", "4")
+
+
+def test_lists_of_unequal_nodes_keep_the_first_entries() -> None:
+    for value, narrow in [("4,8(x2)", "4,8"), ("16(x2),8", "16(x2)"), ("(null)", "(null)")]:
+        assert of_active_nodes({"SLURM_TASKS_PER_NODE": value}, 3, 2, "") == {"SLURM_TASKS_PER_NODE": narrow}
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"SLURM_MEM_PER_NODE": "100"}, {"SLURM_CPUS_PER_TASK": "4", "SRUN_CPUS_PER_TASK": "4"},
+        {"SLURM_NTASKS_PER_NODE": "2"}, {"SLURM_CPU_BIND": "verbose"}, {"SLURM_EXPORT_ENV": "NONE"},
+        {"SBATCH_CPU_BIND": "quiet"}, {"PMI_RANK": "1", "PMIX_RANK": "1"}, {"CUDA_VISIBLE_DEVICES": "2"},
+        {"TORCHELASTIC_RUN_ID": "x"}, {"JURYMAST_SAVED_STEP": "70", "JURYMAST_RUN_DIR": "/r"},
+    ],
+)  # fmt: skip
+def test_a_job_from_inside_another_begins_clean(left: dict[str, str]) -> None:
+    users = {
+        "HOME": "/home/me",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SBATCH_ACCOUNT": "a",
+        "JURYMAST_RUNS": "/r",
+    }
+    assert environment_for_sbatch({**users, **left, "SLURM_JOB_ID": "7"}) == users
+
+
+def test_a_submission_from_outside_keeps_what_the_user_has_set() -> None:
+    users = {"SLURM_MPI_TYPE": "pmix", "CUDA_VISIBLE_DEVICES": "1", "SLURM_CPU_BIND": "cores"}
+    assert environment_for_sbatch({**users, "SBATCH_WAIT": "1"}) == users
