@@ -33,10 +33,10 @@ ANYWAY = {
     "SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT", "_",
 }  # fmt: skip
 FRONT_ENDS = {"BASH_FUNC_srun%%", "JURYMAST_SCRIPT_JOB", "JURYMAST_SCRIPT_RUN", "PATH", "PYTHONPATH"}
-# Which nodes the ranks have is decided by us; srun itself counts the spare one in the last.
+# Which nodes the ranks have is decided by us.
 NODES = {
     "MASTER_ADDR", "SLURMD_NODENAME", "SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST",
-    "SLURM_TOPOLOGY_ADDR", "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0",
+    "SLURM_TOPOLOGY_ADDR",
 }  # fmt: skip
 # See the README: a rank's line to its agent, the interface for gloo, the flight recorder.
 RANKS = NODES | {
@@ -50,23 +50,22 @@ MAY_DIFFER = {
     "batch": FRONT_ENDS,
     "step": FRONT_ENDS | {"SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0"},
     "rank": RANKS | {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"},
-    # Variables of torchrun's besides, which do no harm; Slurm started one task a node, and bound none.
+    # Slurm started one task a node, and bound none.
     "task": RANKS | {
-        "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "SLURM_DISTRIBUTION", "SLURMD_TRES_BIND", "SLURM_CPU_BIND",
-        "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE",
+        "JURYMAST_LOCAL_RANK", "JURYMAST_WORLD_SIZE", "SLURM_DISTRIBUTION", "SLURMD_TRES_BIND",
+        "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE",
     },
 }  # fmt: skip
 
 
-def told(cluster: Cluster, work: Path, *submit: str) -> dict[str, Any]:
+def told(cluster: Cluster, work: Path, *submit: str, script: str = SCRIPT) -> dict[str, Any]:
     """By the name of each file that the job has written."""
     cluster.login(["mkdir", "-p", str(work / "sub")])
-    (work / "job.sbatch").write_text(SCRIPT)
+    (work / "job.sbatch").write_text(script)
     done = cluster.login(
         [*submit, "--parsable", "job.sbatch", "an argument"], cwd=work, timeout_s=240, check=False,
         env={"DUMP": str(SCRIPTS / "dump_environment.py"), "PATH": f"{cluster.python.parent}:/usr/bin:/bin",
-             "JURYMAST_RUNS": str(work / "runs"), "OMP_NUM_THREADS": "1"},
+             "JURYMAST_RUNS": str(work / "runs")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     ended = cluster.wait_job(int(done.stdout), "COMPLETED", "FAILED", deadline_s=LIMIT_S)
@@ -96,3 +95,54 @@ def compared(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> list[st
         if here.get(variable) != there.get(variable):
             lines.append(f"{name}: {variable}: {there.get(variable)} / {here.get(variable)}")
     return lines
+
+
+# The same ranks without a batch script. SBATCH_EXPORT takes the user's variables away, and the job around the
+# submission would leave its own.
+AS_A_SCRIPT = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=2 --mem=100
+#SBATCH --job-name=parity --output=%x-%A-%a.out --comment=none
+cd sub
+srun torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29518 \\
+    $DUMP rank RANK
+"""
+PLAIN = "salloc --quiet -N1 -n1 -c3 --mem=50 jurymast submit --wait --spares=1 -N2 --nproc-per-node=2"
+OPTIONS = "--cpus-per-task=1 --gpus-per-node=2 --mem=100 --job-name=parity --comment=none"
+COMPARED = (
+    "SLURM",
+    "SRUN",
+    "CUDA",
+    "GPU",
+    "ROCR",
+    "OMP",
+    "RANK",
+    "LOCAL",
+    "GROUP",
+    "ROLE",
+    "WORLD",
+    "MASTER",
+)
+# What SBATCH_EXPORT asks for, and that the script did not.
+ASKED_FOR = {"SLURM_EXPORT_ENV", "SLURM_GET_USER_ENV"}
+
+
+def test_every_variable_of_a_plain_run_that_is_submitted_inside_a_job(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    work = cluster.shared / tmp_path.name
+    theirs = told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch", script=AS_A_SCRIPT)
+    cluster.login(["mkdir", "-p", str(work)])
+    command = [*PLAIN.split(), *OPTIONS.split(), "--", str(SCRIPTS / "dump_environment.py"), "rank", "RANK"]
+    path = f"{cluster.python.parent}:/usr/bin:/bin"
+    environment = {"JURYMAST_RUNS": str(work / "runs"), "SBATCH_EXPORT": "NONE", "PATH": path}
+    cluster.login(command, cwd=work, env=environment, timeout_s=LIMIT_S)
+    for number in range(4):
+        name = f"rank-{number}"
+        ours = json.loads((work / f"{name}.json").read_text())
+        assert {"HOME", "PATH"} <= ours["environment"].keys()
+        found = {**theirs[name], "limits": ours["limits"], "mask": ours["mask"]}
+        for side in (ours, found):
+            side["arguments"] = []
+            kept = {n: v for n, v in side["environment"].items() if n.startswith(COMPARED)}
+            side["environment"] = {n: v for n, v in kept.items() if n not in ASKED_FOR}
+        assert compared(name, found, ours) == []

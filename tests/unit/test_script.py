@@ -252,8 +252,11 @@ def test_a_task_sees_its_own_gpus() -> None:
 
 def test_a_task_has_nothing_of_torchruns_rendezvous() -> None:
     rank = dict(RANK)
-    as_a_task(rank)
-    assert RANK.keys() - rank.keys() == {"MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    as_a_task(rank, {})
+    assert rank == {"JURYMAST_LOCAL_RANK": "1", "JURYMAST_WORLD_SIZE": "8"}
+    with_address = dict(RANK)
+    as_a_task(with_address, {"MASTER_ADDR": "n1"})
+    assert with_address["MASTER_ADDR"] == RANK["MASTER_ADDR"]
 
 
 def test_what_we_add_to_the_environment_is_taken_away_again(tmp_path: Path) -> None:

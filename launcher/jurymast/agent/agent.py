@@ -132,7 +132,7 @@ def rank_environment(
         values["JURYMAST_CADENCE_STEPS"] = str(settings.cadence_steps)
     if settings.cadence_s is not None:
         values["JURYMAST_CADENCE_S"] = str(settings.cadence_s)
-    if plan.ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if plan.ranks_per_node > 1 and not plan.tasks and "OMP_NUM_THREADS" not in os.environ:
         values["OMP_NUM_THREADS"] = "1"  # as torchrun does
     interface = interface_of(address)
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from jurymast import foreign
 from jurymast.checkpoint.directory import CheckpointManifest, FileRecord, one_line
 from jurymast.errors import CheckpointError
 from jurymast.reading import Unable, conclusive
+from jurymast.worker import link
 
 log = logging.getLogger("jurymast.checkpoint")
 
@@ -148,7 +148,7 @@ class Group:
         self.rank = 0
         self.size = 1
         self.distributed = dist.is_available() and dist.is_initialized()
-        if not self.distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not self.distributed and link.world_size() > 1:
             raise CheckpointError(
                 "this is one of several ranks, but there is no process group",
                 hint="call torch.distributed.init_process_group before restore(), step() and save()",

@@ -81,7 +81,7 @@ class MemoryTier:
     def __init__(
         self, page: mmap.mmap | memoryview[int], agent: str, state: ScriptState, group: Group, attempt: int
     ) -> None:
-        self._record = RankRecord(page, int(os.environ.get("LOCAL_RANK", "0")))
+        self._record = RankRecord(page, link.local_rank())
         self._slots = [self._record.slot(number) for number in range(SLOTS)]
         self._agent = agent
         self._state = state

@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -36,8 +37,8 @@ from jurymast.core import messages as msg
 from jurymast.core.slurm_variables import of_a_task
 from jurymast.processes import kill_group
 from jurymast.rundir import RunDirectory, make_folder
+from jurymast.worker import link, stack_signal
 from jurymast.worker import rank as rank_start
-from jurymast.worker import stack_signal
 from jurymast.worker.rank import ERROR_FILE_VARIABLE, read_error
 from jurymast.worker.rendezvous import AgentRendezvous
 
@@ -68,16 +69,22 @@ def own_gpus(node: Mapping[str, str], local_rank: int, each: int) -> dict[str, s
     return {name: ",".join(devices) for name, devices in parts.items()}
 
 
-def as_a_task(rank: dict[str, str]) -> None:
-    """Remove the variables that a rank would not have without torchrun: its script makes its own store, at a
-    port of its own."""
-    for name in [name for name in rank if name.startswith("TORCHELASTIC_")]:
-        if name != ERROR_FILE_VARIABLE:
+def as_a_task(rank: dict[str, str], step: Mapping[str, str]) -> None:
+    """Remove the variables that a rank would not have without torchrun, in a `step` with these: many scripts
+    take RANK for a sign of torchrun, and LOCAL_RANK for their GPU, of which a task may see only one. Such a
+    script makes its own store, at a port of its own; if it chose a node for that, it gets rank 0's."""
+    rank[link.LOCAL_RANK_VARIABLE], rank[link.WORLD_SIZE_VARIABLE] = rank["LOCAL_RANK"], rank["WORLD_SIZE"]
+    for name in [*rank]:
+        address = name == "MASTER_ADDR" and name in step
+        if TORCHRUNS.match(name) and name != ERROR_FILE_VARIABLE and not address:
             del rank[name]
-    for name in ("MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
-        rank.pop(name, None)
 
 
+# What torchrun sets for a rank.
+TORCHRUNS = re.compile(
+    r"TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR_HANDLING$|MASTER_(ADDR|PORT)$|(LOCAL_|GROUP_|ROLE_|)RANK$|"
+    r"(LOCAL_|GROUP_|ROLE_|)WORLD_SIZE$|ROLE_NAME$"
+)
 # torch polls its ranks. Here each poll waits until a rank has ended or a stop was requested, or for a limited
 # time, which takes no processor time from the ranks.
 MONITOR_INTERVAL_S = 0.001
@@ -226,7 +233,7 @@ class ImpatientAgent(LocalElasticAgent):
                 each_rank = plan["tasks"]
                 environment.update(task_variables(environment, os.environ, launch.nodes, each_rank=each_rank))
             if plan["tasks"]:
-                as_a_task(environment)
+                as_a_task(environment, os.environ)
                 environment.update(own_gpus(os.environ, local_rank, plan["gpus"]))
 
     def _error_file(self, local_rank: int) -> str:

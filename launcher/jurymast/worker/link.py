@@ -218,6 +218,8 @@ Page: TypeAlias = "mmap.mmap | memoryview[int]"
 
 PAGE_VARIABLE = "JURYMAST_PAGE"
 EVENTS_VARIABLE = "JURYMAST_EVENTS"
+# In place of torchrun's, for ranks that do not have these.
+LOCAL_RANK_VARIABLE, WORLD_SIZE_VARIABLE = "JURYMAST_LOCAL_RANK", "JURYMAST_WORLD_SIZE"
 
 
 @dataclass(frozen=True)
@@ -376,6 +378,16 @@ def _mapped(descriptor: int, size: int) -> Page:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
+def local_rank() -> int:
+    """Return this rank's number on its node."""
+    return int(os.environ.get(LOCAL_RANK_VARIABLE) or os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of ranks."""
+    return int(os.environ.get(WORLD_SIZE_VARIABLE) or os.environ.get("WORLD_SIZE", "1"))
+
+
 _current: Link | None = None
 
 
@@ -385,5 +397,5 @@ def current() -> Link:
     if _current is None or _current._pid != os.getpid():
         page = open_page(os.environ[PAGE_VARIABLE]) if PAGE_VARIABLE in os.environ else None
         events = os.environ.get(EVENTS_VARIABLE, "")
-        _current = Link(page, events, int(os.environ.get("LOCAL_RANK", "0")))
+        _current = Link(page, events, local_rank())
     return _current
