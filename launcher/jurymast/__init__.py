@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from jurymast.checkpoint.checkpointer import Checkpointer
     from jurymast.checkpoint.state import RandomState
+    from jurymast.worker.link import step
 
 if getattr(sys, "argv", [])[:1] == ["-m"]:  # before anything else is imported
     from jurymast import interpreter
@@ -17,11 +18,11 @@ if getattr(sys, "argv", [])[:1] == ["-m"]:  # before anything else is imported
     if interpreter.is_ours():
         interpreter.leave_directory()
 
-__all__ = ["Checkpointer", "RandomState", "__version__"]
+__all__ = ["Checkpointer", "RandomState", "__version__", "step"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name at its first use: `Checkpointer` and `RandomState`, which import torch, or
+    """Load a public name at its first use: `Checkpointer` and `RandomState`, which import torch, `step`, or
     `__version__`, "unknown" without an installed package. Raises AttributeError for any other name."""
     # torch takes seconds to import, and the command line, the agent and the supervisor never need it.
     if name == "Checkpointer":
@@ -32,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from jurymast.checkpoint.state import RandomState
 
         return RandomState
+    if name == "step":
+        from jurymast.worker.link import step
+
+        return step
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

@@ -160,7 +160,8 @@ class RankWatch:
                 msg.RankReport(
                     step=beat.step,
                     beats=beat.beats,
-                    explicit=bool(beat.explicit),
+                    explicit=beat.explicit,
+                    numbered=beat.numbered,
                     phase=beat.phase if beat.pid else "starting",
                     quiet_s=round(max(0.0, now - last - slept_s), 4) if last else None,
                     beat_s=round(now - beat.beat_at, 4) if beat.beat_at else None,

@@ -165,7 +165,7 @@ class Checkpointer:
         self._claim()
         # Not before the first call: a script that only restores and saves shows its progress by its
         # optimizer's steps.
-        self._link.explicit_steps = True
+        self._link.number_given(step)
         self._link.beat(step)
         told = self._follower is not None and self._follower.due(step)
         if not self._save_times.begun:  # restore() was not called: the first step is the start

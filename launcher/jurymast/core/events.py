@@ -163,7 +163,8 @@ class NodeFinished(Event, frozen=True, kw_only=True):
 class Progress(Event, frozen=True, kw_only=True):
     """The slowest rank has done `step` steps; `stepped_at` is when the last one ended.
 
-    `absolute` is False while the script gives no step numbers: then `step` counts from the attempt's start.
+    `absolute`: `step` is the training's own number; otherwise it counts from the attempt's start. `given`:
+    the script itself says which step it is.
     Later in a run this also reports the regular saves since the previous line: `saves` of them in the tier
     `saved_in`, `saved_step` the newest. Training stood still for `stall_s` for all of them together.
     """
@@ -172,6 +173,7 @@ class Progress(Event, frozen=True, kw_only=True):
     step: int
     stepped_at: float
     absolute: bool
+    given: bool = False
     step_s: float = 0.0
     saves: int = 0
     saved_step: int = 0
@@ -252,6 +254,18 @@ class Restored(Event, frozen=True, kw_only=True):
     seconds: float
     size_bytes: int = 0
     skipped: tuple[str, ...] = ()
+
+
+class BeganAt(Event, frozen=True, kw_only=True):
+    """The ranks of a script that has not numbered its steps begin their first step: after `step` steps, by
+    the optimizer's own count (None: it keeps none). `reads` is a file that the script read although the run
+    had written it; without one the attempt begins where the first one did. `given`: later in the attempt the
+    script told the number of a step, from which `step` follows."""
+
+    attempt: int
+    step: int | None
+    reads: str = ""
+    given: bool = False
 
 
 class ColdStart(Event, frozen=True, kw_only=True):

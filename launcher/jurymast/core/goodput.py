@@ -9,8 +9,9 @@ could have started, after a requeue from the end of the last allocation (Slurm's
 requeue costs).
 
 The ledger books the intervals, event by event. A step counts the first time it is done. Steps at or below the
-newest step ever done are rework; so is the step that a failure cut short, because it is done again. If a
-script gives no step numbers, repeated steps cannot be told from new ones: all its steps count.
+newest step ever done are rework; so is the step that a failure cut short, because it is done again. If it
+is not known where an attempt began, its steps may be new or rework, up to as many as the attempts are sure to
+have done before: that is `maybe_rework`, and the ratios have a lower and an upper bound.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ CATEGORIES = (
     Category("replacement", "incident", "back-off, and waiting for the nodes of the next attempt"),
     Category("relaunch", "incident", "processes, imports and rendezvous of a later attempt"),
     Category("rework", "incident", "steps done again, and the step that a failure cut short"),
+    Category(
+        "maybe_rework", "incident", "steps that are new or done again: where the script resumed is not known"
+    ),
     Category("requeue_wait", "around", "between two allocations"),
     Category("spare_idle", "around", "nodes held ready, or not placed for another reason"),
     Category("failed_node", "around", "nodes that were lost or taken out, still allocated"),
@@ -64,6 +68,7 @@ RATIOS = {
     "runtime_goodput": "time in steps that counted / time since the first launch (requeue waits included)",
     "allocation_goodput": "node-time in steps that counted / node-time allocated (spares included)",
 }
+MAYBE_REWORK = "maybe_rework"
 # The activity of a node while it has a place; every other activity is a category itself.
 PLACED = "placed"
 
@@ -173,14 +178,18 @@ class Account:
         """Return the time (not node-time) that `incident` cost the placed nodes, and the run in the queue."""
         return sum(i.us for i in (*self.timeline, *self.waits) if i.incident == incident)
 
-    def ratios(self) -> dict[str, float | None]:
-        """Return the three main ratios, 0..1; None while the denominator is 0."""
-        productive = self.placed_us("step")
+    def ratios(self, *, at_most: bool = False) -> dict[str, float | None]:
+        """Return the three main ratios, 0..1; None while the denominator is 0. They are lower bounds where it
+        is not known which steps are rework; `at_most`: the upper ones."""
+        counted = ("step", MAYBE_REWORK) if at_most else ("step",)
+        productive = sum(self.placed_us(category) for category in counted)
         since_launch = 0 if self.first_launch is None else self.end - self.first_launch
         return {
             "ettr": _ratio(productive, self.wall_us),
             "runtime_goodput": _ratio(productive, since_launch),
-            "allocation_goodput": _ratio(self.totals["step"], self.allocated_us),
+            "allocation_goodput": _ratio(
+                sum(self.totals[category] for category in counted), self.allocated_us
+            ),
         }
 
     def intervals(self, node: str) -> Iterator[Interval]:
@@ -244,6 +253,16 @@ class SaveCounts:
         self.last = (event.attempt, newest, event.t)
 
 
+@dataclass
+class StepCounts:
+    """Steps that were done in all attempts together; of these `again` had been done before, and `maybe_again`
+    may have been."""
+
+    done: int = 0
+    again: int = 0
+    maybe_again: int = 0
+
+
 class Ledger:
     """Accounts for a run. `state` is the run's state after the newest event; only the ledger changes it."""
 
@@ -265,6 +284,9 @@ class Ledger:
         self._step = 0  # newest step of this attempt
         self._best = 0  # newest step ever
         self._numbered = False  # this attempt's steps have the training's own numbers
+        self._base: int | None = None  # as in the state, once it is booked
+        self.steps = StepCounts()
+        self._maybe = 0  # of the present attempt
         self._stall = (0, 0)  # attempt and step of the newest save
         self._cut: Interval | None = None  # the step that the present incident cut short
 
@@ -375,12 +397,17 @@ class Ledger:
             self._book(to_us(event.t) - to_us(event.seconds), before)
             self._book(to_us(event.t), "restore")
             self._activity, self._step, self._numbered = "warm_up", event.step, True
+        elif isinstance(event, ev.BeganAt) and self.state.base is not None:
+            if self._base is not None or not self._numbered:
+                self._number(self._step - (self._base or 0) + self.state.base)
+                self._base = self.state.base
         elif isinstance(event, ev.Progress):
             if event.saves:
                 self.saves.take_usual(event)
                 self._stall = max(self._stall, (event.attempt, event.saved_step))
-            numbered = event.absolute or self._numbered
-            self._steps_done(to_us(event.stepped_at), event.step, numbered, to_us(event.stall_s))
+            if event.absolute and not self._numbered:
+                self._number(event.step - 1 if self._step else 0)
+            self._steps_done(to_us(event.stepped_at), event.step, to_us(event.stall_s))
         elif isinstance(event, ev.Saved) and not event.copied:
             self.saves.take(event)
             self._stalled(event)
@@ -392,7 +419,9 @@ class Ledger:
         self._stall = (event.attempt, event.step)
         told, stall = to_us(event.t), to_us(event.stall_s)
         began = self._frontier if self._activity == "step" and self._step >= event.step else told - stall
-        self._steps_done(began, event.step, numbered=True)
+        if not self._numbered:
+            self._number(event.step - 1 if self._step else 0)
+        self._steps_done(began, event.step)
         if self._activity == "step":
             self._book(min(told, max(began, self._frontier) + stall), "checkpoint_stall", 0)
 
@@ -403,35 +432,55 @@ class Ledger:
     def _launching(self) -> str:
         return "launch" if self.state.attempt <= 1 else "relaunch"
 
-    def _steps_done(self, until: int, done: int, numbered: bool, stall: int = 0) -> None:
+    def _number(self, done: int) -> None:
+        """The newest step of this attempt proves to be `done`."""
+        for interval in reversed(self.timeline):
+            if interval.attempt != self._attempt:
+                break
+            if interval.category == MAYBE_REWORK:
+                interval.category = "rework" if done <= self._best else "step"
+        self.steps.again += min(self._maybe, max(0, self._best - done + self._maybe))
+        self.steps.maybe_again -= self._maybe
+        self._step, self._numbered, self._maybe = done, True, 0
+        self._best = max(self._best, done)
+
+    def _steps_done(self, until: int, done: int, stall: int = 0) -> None:
         """All steps up to `done` had ended at `until`; between them training stood still for `stall`."""
-        again = max(0, min(done, self._best) - self._step) if numbered else 0
-        number = done - self._step
+        again = max(0, min(done, self._best) - self._step)
+        number, repeated = done - self._step, "rework" if self._numbered else MAYBE_REWORK
+        self.steps.done += max(0, number)
+        if self._numbered:
+            self.steps.again += again
+        else:
+            self.steps.maybe_again, self._maybe = self.steps.maybe_again + again, self._maybe + again
         if self._cut is not None and number > 0:
-            self._cut_later(until, again, number)
+            self._cut_later(until, again, number, repeated)
         elif self._activity in BEFORE_FIRST_STEP:
             self._book(until, "warm_up")
             self._activity = "step"
         elif self._activity == "step" and number > 0:
             stood_still = max(self._frontier, min(until, self._now()))
             until = max(self._frontier, stood_still - stall)
-            self._book(self._frontier + (until - self._frontier) * again // number, "rework", self._newest())
+            self._book(self._frontier + (until - self._frontier) * again // number, repeated, self._newest())
             self._book(until, "step", 0)
             self._book(stood_still, "checkpoint_stall", 0)
         elif self._activity == "step":
             self._book(self._frontier + stall, "checkpoint_stall", 0)
         self._step = max(self._step, done)
-        if numbered:
-            self._best = max(self._best, done)
+        self._best = max(self._best, done)
 
-    def _cut_later(self, until: int, again: int, number: int) -> None:
+    def _cut_later(self, until: int, again: int, number: int, repeated: str) -> None:
         """Correct by a report that arrived after the failure: part of what seemed cut short had been done."""
         cut = self._cut
         assert cut is not None
         until = max(cut.start, min(until, cut.end))
         middle = cut.start + (until - cut.start) * again // number
         rest = replace(cut, start=until)
-        parts = [replace(cut, end=middle), replace(cut, start=middle, end=until, category="step"), rest]
+        parts = [
+            replace(cut, end=middle, category=repeated),
+            replace(cut, start=middle, end=until, category="step"),
+            rest,
+        ]
         place = next(i for i in reversed(range(len(self.timeline))) if self.timeline[i] is cut)
         self.timeline[place : place + 1] = [part for part in parts if part.us]
         self._cut = rest if rest.us else None
@@ -457,6 +506,7 @@ class Ledger:
             self._book(now, self._activity)
             self._attempt = state.attempt
             self._activity, self._step, self._numbered = self._launching(), 0, False
+            self._base, self._maybe = None, 0
             self.first_launch = now if self.first_launch is None else self.first_launch
         elif (
             phase is Phase.LAUNCHING and state.phase is Phase.RUNNING and self._activity == self._launching()
@@ -524,4 +574,6 @@ class Ledger:
         news_s = max(3 * self.state.step_s, 2 * pause_s(self.state, end / 1e6))
         if end - self._frontier > max(NEWS_LIMIT_US, to_us(news_s)):
             return "unknown"
-        return "rework" if self._numbered and self._step < self._best else "step"
+        if self._step >= self._best:
+            return "step"
+        return "rework" if self._numbered else MAYBE_REWORK

@@ -1,12 +1,10 @@
-"""Messages between agents, the supervisor, commands and torchrun hosts: every kind of message is a class
-here.
+"""Messages between agents, the supervisor, commands and torchrun hosts: every kind is a class here.
 
 `read_said`, `read_order`, `read_answer` and their like parse them from bytes where they arrive; anything else
 becomes a Strange. Code that distinguishes them uses `match` and ends with `errors.never`, so that mypy
 reports kinds that were forgotten.
 
-In messages about images, a state is named by `step` and `attempt`, an image by these and a `rank`. Sizes are
-bytes.
+In messages about images, a state is named by `step` and `attempt`, an image also by `rank`; sizes are bytes.
 """
 
 from __future__ import annotations
@@ -508,8 +506,9 @@ class Leave(ToAgent, frozen=True, kw_only=True):
 class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One rank as its agent sees it. Ages (`_s`) are seconds at the time of the report: `quiet_s` since the
     rank last reported anything and `beat_s` since its newest step ended, None before the first; `longest_s`
-    is its longest step; `idle_s` is the time without work for the processor, `stopped_s` that in state T, 0.0
-    if it is not. `settled` is the number of the schedule of saves that it has settled last."""
+    the longest step; `idle_s`: without work for a processor, `stopped_s`: in state T (or 0.0). `settled`:
+    the schedule of saves that it has settled last. `explicit`: the script says which step it is; `numbered`:
+    `step` counts from what it said, not from the attempt's start."""
 
     step: int
     beats: int
@@ -521,6 +520,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     settled: int
     idle_s: float
     stopped_s: float
+    numbered: bool = False
 
 
 class CadenceReport(msgspec.Struct, frozen=True, gc=False):

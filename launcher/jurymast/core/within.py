@@ -53,6 +53,18 @@ class Restored(FromRank, frozen=True, kw_only=True):
     skipped: tuple[str, ...] = ()
 
 
+class BeganAt(FromRank, frozen=True, kw_only=True):
+    """Rank 0 is about to do the first optimizer step of its attempt, and the script has numbered none.
+    `step`: how many the optimizer has done before by its own count, None if it keeps none. `reads`: a file
+    that the script read although the run had written it; "" for none, so the script began as in the run's
+    first attempt. `given`: this is said once more, because the script has now told the number of a step, from
+    which `step` follows."""
+
+    step: int | None = None
+    reads: str = ""
+    given: bool = False
+
+
 class RestoreWaits(FromRank, frozen=True, kw_only=True):
     """The storage of `path`, from which this rank restores, has not answered for `seconds`."""
 
@@ -118,7 +130,7 @@ class Image(FromRank, frozen=True, kw_only=True):
     stall_s: float = 0.0
 
 
-ForSupervisor = Saved | Restored | RestoreWaits | Unrestored | ColdStart | Skipped | SavesTo
+ForSupervisor = Saved | Restored | BeganAt | RestoreWaits | Unrestored | ColdStart | Skipped | SavesTo
 ForKeeper = CheckpointsKept | Foreseen | Image
 FromRanks = ForSupervisor | ForKeeper | Cadence | Strange
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jurymast
 from jurymast.core.checkpoints.cadence import young_interval_s
-from jurymast.core.goodput import MEANINGS, RATIOS, Account, SaveCounts, ordered
+from jurymast.core.goodput import MAYBE_REWORK, MEANINGS, RATIOS, Account, SaveCounts, ordered
 from jurymast.core.planning.failure_rate import LEVEL, Mtbf, default_mtbf_s, mtbf, mtbf_s
 from jurymast.core.run.incident import CAUSES
 from jurymast.core.run.state import RunState
@@ -50,11 +50,12 @@ PARTS = ("detect", "diagnose", "decide", "replace", "launch", "restore", "rework
 
 
 def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float | None = None) -> Report:
-    """The report. Times are in seconds or ISO 8601 with zone, node-time in node-seconds, ratios 0..1."""
+    """The report. Times are in seconds or ISO 8601 with zone, node-time in node-seconds, ratios 0..1. If it
+    is not known which steps are rework, the ratios lie between `ratios` and `ratios_at_most`."""
     life = look(watcher.directory, watcher.state) if life is None else life
     now = time.time() if now is None else now
     state, plan = watcher.state, watcher.plan
-    account = watcher.account(life, now)
+    account, counts = watcher.account(life, now), watcher.ledger.steps
     charged = [incident.charged for incident in state.incidents]
     by_charge = {
         who: charged.count(who) for who in ("infrastructure", "application")
@@ -66,7 +67,7 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
         "run": state.run or plan.run, "name": state.name or plan.name, "state": word, "end_reason": why,
         "provisional": not account.final and life.kind != "gone",
         "until": iso(account.end / 1e6) if account.end else None, "warnings": data_gaps(watcher),
-        "ratios": account.ratios(), "definitions": RATIOS,
+        "ratios": account.ratios(), "ratios_at_most": account.ratios(at_most=True), "definitions": RATIOS,
         "categories": {name: account.totals[name] / 1e6 for name in ordered(list(account.totals))},
         "total_node_seconds": sum(account.totals.values()) / 1e6,
         "allocated_node_seconds": account.allocated_us / 1e6,
@@ -74,6 +75,8 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
         "wall_seconds": account.wall_us / 1e6,
         "steps": {
             "done": max(state.best_step, shown_step(state)), "seconds": account.placed_us("step") / 1e6,
+            "in_all_attempts": counts.done, "again": counts.again,
+            "again_at_most": counts.again + counts.maybe_again,
         },
         "nodes": {"active": state.active, "spares": state.spares, "seen": len(account.stays)},
         "incidents": [
@@ -139,7 +142,7 @@ def compare(first: Report, second: Report) -> dict[str, Any]:
     return {
         "first": first, "second": second,
         "difference": {
-            "ratios": {name: _difference(ratios[name], second["ratios"][name]) for name in ratios},
+            "ratios": {name: _difference(_exact(first, name), _exact(second, name)) for name in ratios},
             "shares": {name: share(second, name) - share(first, name) for name in names},
         },
     }  # fmt: skip
@@ -149,6 +152,12 @@ def share(report: Mapping[str, Any], category: str) -> float:
     """The category's share of all node-time, 0..1."""
     total = report["total_node_seconds"]
     return report["categories"].get(category, 0.0) / total if total else 0.0
+
+
+def _exact(report: Mapping[str, Any], name: str) -> float | None:
+    """The ratio; None if only bounds are known."""
+    found: float | None = report["ratios"][name]
+    return found if found == report["ratios_at_most"][name] else None
 
 
 def _difference(first: float | None, second: float | None) -> float | None:
@@ -164,7 +173,8 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
     ]
     for name, value in report["ratios"].items():
         label = {"ettr": "ETTR"}.get(name, name.replace("_", " "))
-        blocks.append(Line(f"{label:<19}{percent(value):>8}   {report['definitions'][name]}", "bold"))
+        told = between(value, report["ratios_at_most"][name])
+        blocks.append(Line(f"{label:<19}{told:>8}   {report['definitions'][name]}", "bold"))
     blocks += [Line(""), _category_table(report, bar)]
     blocks += [Line(""), *_incident_blocks(report["incidents"]), Line("")]
     about = (
@@ -174,6 +184,12 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
     )
     blocks += [Line(f"{name:<11}{text}") for name, text in about]
     return blocks
+
+
+def between(least: float | None, most: float | None) -> str:
+    """A ratio of which only bounds are known, as a range: a single number would be wrong."""
+    low, high = percent(least), percent(most)
+    return low if low == high else f"{low} to {high}"
 
 
 def reach(report: Mapping[str, Any], form: str = "%Y-%m-%d %H:%M:%S") -> str:
@@ -261,7 +277,11 @@ def compare_blocks(both: Mapping[str, Any]) -> list[Block]:
     """Lay out the comparison of two runs."""
     first, second, difference = both["first"], both["second"], both["difference"]
     ratios = [
-        [name, percent(first["ratios"][name]), percent(second["ratios"][name]), points(change)]
+        [
+            name,
+            *(between(each["ratios"][name], each["ratios_at_most"][name]) for each in (first, second)),
+            points(change),
+        ]
         for name, change in difference["ratios"].items()
     ]
     shares = [
@@ -324,7 +344,10 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
         "extent": _extent(report),
         "summary": _summary(report, found),
         "failure": incidents[-1] if report["state"] == "failed" and incidents else None,
-        "cards": [*ratio_cards(report["ratios"], report["definitions"]), _incident_card(incidents)],
+        "cards": [
+            *ratio_cards(report["ratios"], report["definitions"], report["ratios_at_most"]),
+            _incident_card(incidents),
+        ],
         "slices": found,
         "timeline": timeline(account, state.incidents),
         "parts": {part: kind(PART_CATEGORIES[part]) for part in PARTS},
@@ -356,15 +379,21 @@ def _summary(report: Mapping[str, Any], found: Sequence[Slice]) -> str:
     if not total:
         return "No node-time has been spent yet."
     useful = sum(each.share for each in found if each.group == "productive")
-    told = f"{percent(useful)} of {node_time(total)} went into steps that counted"
+    most = useful + sum(each.share for each in found if each.name == MAYBE_REWORK)
+    told = f"{between(useful, most)} of {node_time(total)} went into steps that counted"
     rest = sorted((each for each in found if each.group != "productive"), key=lambda s: -s.share)
     names = [f"{each.name.replace('_', ' ')} {percent(each.share)}" for each in rest[:LOSSES_TOLD]]
     return f"{told}. Most of the rest: {', '.join(names)}." if names else f"{told}."
 
 
-def ratio_cards(ratios: Mapping[str, float | None], meanings: Mapping[str, str]) -> list[Card]:
+def ratio_cards(
+    ratios: Mapping[str, float | None],
+    meanings: Mapping[str, str],
+    at_most: Mapping[str, float | None] | None = None,
+) -> list[Card]:
     return [
-        Card(RATIO_NAMES.get(name, name), percent(ratio), meanings[name]) for name, ratio in ratios.items()
+        Card(RATIO_NAMES.get(name, name), between(ratio, (at_most or ratios)[name]), meanings[name])
+        for name, ratio in ratios.items()
     ]
 
 

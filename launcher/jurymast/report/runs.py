@@ -82,7 +82,8 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
     else:
         life = look(watcher.directory, state)
     word, _ = public_state(state, life)
-    goodput = watcher.account(life, time.time()).ratios()["runtime_goodput"]
+    account = watcher.account(life, time.time())
+    goodput, at_most = (account.ratios(at_most=most)["runtime_goodput"] for most in (False, True))
     row = _empty(state.run or plan.run)
     ended_at = state.ended_at or (None if life.kind != "gone" else state.now or plan.submitted_at)
     row.update(
@@ -90,7 +91,8 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
         user=_owner(watcher.directory), st=CODES[word], state=word, step=shown_step(state),
         nodes=len(state.nodes) or plan.nodes, nodelist=_nodelist(state.placement or tuple(state.nodes)),
         time=squeue_time((ended_at or time.time()) - (state.submitted_at or plan.submitted_at)),
-        goodput=None if goodput is None else round(goodput, 4), restarts=max(0, state.attempt - 1),
+        goodput=None if goodput is None else round(goodput, 4),
+        goodput_at_most=None if at_most is None else round(at_most, 4), restarts=max(0, state.attempt - 1),
         submitted_at=iso(state.submitted_at or plan.submitted_at), directory=str(watcher.directory.root),
     )  # fmt: skip
     if squeue is not None and not state.ended:
@@ -126,14 +128,18 @@ def squeue_rows() -> dict[str, list[str]]:
 
 
 def ps_blocks(rows: Sequence[Row]) -> list[Block]:
-    table = [[_cell(key, row[key]) for key in COLUMNS] for row in rows]
+    table = [[_cell(key, row) for key in COLUMNS] for row in rows]
     return [Table(list(COLUMNS.values()), table, right=_RIGHT, wrap=False)]
 
 
-def _cell(key: str, value: Any) -> str:
+def _cell(key: str, row: Row) -> str:
+    value = row[key]
     if value is None:
         return "-"
-    return percent(value) if key == "goodput" else str(value)
+    if key == "goodput":
+        most = row["goodput_at_most"]
+        return percent(value) if percent(value) == percent(most) else f"{100 * value:.0f}-{100 * most:.0f} %"
+    return str(value)
 
 
 def node_rows(runs: Path, exclusion_s: float) -> list[Row]:

@@ -114,7 +114,7 @@ def _saved(e: Entry) -> str:
 
 def _restore_planned(e: Entry) -> str:
     if not e["tier"]:
-        return f"attempt {e['attempt']} starts from the beginning: {e['reason']}"
+        return f"attempt {e['attempt']} starts without a checkpoint of jurymast's: {e['reason']}"
     return f"attempt {e['attempt']} restores step {e['step']}: {amounts(e['tiers'])}; {e['reason']}"
 
 
@@ -132,6 +132,16 @@ def _restored(e: Entry) -> str:
     return (
         f"step {e['step']} restored, {amount}from the {e['tier']} tier in {duration(e['seconds'])}{skipped}"
     )
+
+
+def _began_at(e: Entry) -> str:
+    if e.get("given"):
+        return f"the script says that it began after step {e['step']}"
+    if e["step"] is not None:
+        return f"the script goes on after step {e['step']}, by its optimizer's own count"
+    if e.get("reads"):
+        return f"where the script resumed is not known: it read {e['reads']}, which the run may have written"
+    return "the script begins where the first attempt began: it read nothing that the run has written"
 
 
 def _cold_start(e: Entry) -> str:
@@ -213,6 +223,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     ),
     "Fetched": _fetched,
     "Restored": _restored,
+    "BeganAt": _began_at,
     "ColdStart": _cold_start,
     "SavesTo": lambda e: f"checkpoints are saved to {e['directory']}",
     "Asked": _asked,

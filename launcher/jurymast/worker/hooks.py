@@ -33,6 +33,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from jurymast.core import within
 from jurymast.worker.link import Link
 
 
@@ -108,12 +109,17 @@ class Counted:
         return counted is optimizer
 
 
-def watch_steps(link: Link) -> None:
-    """Send a heartbeat after each step of the training's optimizer, and time all parts of the step."""
+def watch_steps(link: Link, told: Callable[[Optimizer], within.BeganAt] | None = None) -> None:
+    """Send a heartbeat after each step of the training's optimizer, and time all parts of the step. `told`,
+    on rank 0: what is known before the first step about where the script begins."""
     parts = StepParts(link)
     counted = Counted()
 
-    def begins(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def begins(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        nonlocal told
+        if told is not None:
+            began, told = told(optimizer), None
+            link.began(began)
         parts.update_begins()
 
     def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

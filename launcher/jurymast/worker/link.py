@@ -39,6 +39,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import index
 from threading import Lock
 from typing import TypeAlias
 
@@ -205,8 +206,9 @@ TIMED = struct.Struct("qddd")
 TIMED_OFFSET = 64
 STARTING, STEPPING, RESTORING, SAVING, DONE = range(5)
 PHASES = ("starting", "stepping", "restoring", "saving", "done")
-# Added to the phase while the script gives its own step numbers.
-EXPLICIT = 16
+# Added to the phase while the script gives its own step numbers, and while steps are counted from such a
+# number.
+EXPLICIT, NUMBERED = 16, 32
 # The first beats are slow (compilation, warm-up): the longest time between beats counts them only until the
 # first normal step.
 WARM_UP_BEATS = 3
@@ -231,6 +233,7 @@ class RankBeat:
     pid: int
     phase: str
     explicit: bool
+    numbered: bool
     beat_at: float
     longest_s: float
     phase_at: float
@@ -244,7 +247,10 @@ def read_slot(page: Page, local_rank: int) -> RankBeat:
     (settled,) = SETTLED.unpack_from(page, offset + SLOT.size)
     name = PHASES[phase % EXPLICIT] if phase % EXPLICIT < len(PHASES) else "starting"
     timed = TIMED.unpack_from(page, offset + TIMED_OFFSET)
-    return RankBeat(step, beats, pid, name, phase >= EXPLICIT, beat_at, longest_s, phase_at, settled, timed)
+    return RankBeat(
+        step, beats, pid, name, bool(phase & EXPLICIT), bool(phase & NUMBERED), beat_at, longest_s, phase_at,
+        settled, timed,
+    )  # fmt: skip
 
 
 class Link:
@@ -254,9 +260,10 @@ class Link:
     No file stays open: a script gets the same file descriptors as under torchrun."""
 
     def __init__(self, page: Page | None, events: str, local_rank: int) -> None:
-        # Set once the script reports its own step numbers (Checkpointer): they are absolute, whereas the
-        # optimizer hook can only count from the start of this process.
+        # Set once the script reports its own step numbers (`jurymast.step`, Checkpointer): they are absolute,
+        # whereas the optimizer hook can only count, from the start of this process or from `resume_at`.
         self.explicit_steps = False
+        self.numbered = False
         self._page = page
         self._events = events
         self._offset = local_rank * SLOT_BYTES
@@ -284,8 +291,12 @@ class Link:
         if self._page is not None:
             SLOT.pack_into(
                 self._page, self._offset, self._step, self._beats, self._pid,
-                self._phase + EXPLICIT * self.explicit_steps, self._beat_at, self._longest_s, self._phase_at,
+                self._phase + self._numbering, self._beat_at, self._longest_s, self._phase_at,
             )  # fmt: skip
+
+    @property
+    def _numbering(self) -> int:
+        return EXPLICIT * self.explicit_steps + NUMBERED * self.numbered
 
     def beat(self, step: int) -> None:
         """Record that `step` steps are done. Costs well under 1 us; never raises."""
@@ -303,7 +314,7 @@ class Link:
         if self._page is not None:
             SLOT.pack_into(
                 self._page, self._offset, step, self._beats, self._pid,
-                STEPPING + EXPLICIT * self.explicit_steps, now, self._longest_s, self._phase_at,
+                STEPPING + self._numbering, now, self._longest_s, self._phase_at,
             )  # fmt: skip
 
     def timed(self, steps: int, forward_s: float, backward_s: float, update_s: float) -> None:
@@ -315,6 +326,20 @@ class Link:
         """Count an optimizer step of this process as a heartbeat, unless the script numbers its steps."""
         if not self.explicit_steps and self._phase <= STEPPING:
             self.beat(self._step + 1)
+
+    def began(self, began: within.BeganAt) -> None:
+        """Report where this attempt begins, unless its steps have numbers already."""
+        if not (self.explicit_steps or self.numbered):
+            self.emit(began)
+
+    def number_given(self, step: int) -> None:
+        """The script says that `step` steps are done: from now on its numbers count, not those of its
+        optimizer."""
+        if self.explicit_steps:
+            return
+        if os.environ.get("RANK") == "0":
+            self.began(within.BeganAt(step=max(0, step - max(1, self._step)), given=True))
+        self.explicit_steps = True
 
     def stirred(self) -> None:
         """Show that the rank is alive although it has not finished a step."""
@@ -333,7 +358,7 @@ class Link:
 
         The next step is timed from now, so that a restore or a save does not count as a long step.
         """
-        self._step = step
+        self._step, self.numbered = step, True
         self._phase = STEPPING if self._beats else STARTING
         self._beat_at = self._phase_at = time.monotonic()
         self._write()
@@ -399,3 +424,16 @@ def current() -> Link:
         events = os.environ.get(EVENTS_VARIABLE, "")
         _current = Link(page, events, local_rank())
     return _current
+
+
+def step(done: int) -> None:
+    """Report that `done` steps are done since the beginning of the training, not of the attempt.
+
+    For scripts that save by themselves, after each step and on every rank: reports can then tell new steps
+    from those that were done again after a failure. Scripts with a `Checkpointer` call its method `step`
+    instead. Costs about a microsecond, and does nothing outside of a run. Raises TypeError if `done` is not a
+    whole number."""
+    number = index(done)
+    link = current()
+    link.number_given(number)
+    link.beat(number)

@@ -4,6 +4,7 @@ the rank's exception to its node's torchrun host through torch's error file, in 
 from __future__ import annotations
 
 import atexit
+import functools
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from typing import Any, NoReturn, TextIO
 from jurymast import worker
 from jurymast.core import within
 from jurymast.processes import die_with_parent, name_process
-from jurymast.worker import link, preload, stack_signal
+from jurymast.worker import beginning, link, preload, stack_signal
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 TRACEBACK_CHARACTERS = 16_000
@@ -222,6 +223,7 @@ class _Rank:
         """Connect this rank to the agent, and report how it ends."""
         stack_signal.listen()
         self._link = link.current()
+        self._read = beginning.files_read(self._variables)
         atexit.register(self._ends)
 
     def hide(self, bundles: Sequence[preload.Bundle], assumed: Mapping[str, str]) -> None:
@@ -238,7 +240,8 @@ class _Rank:
         self._has_torch = True
         if not self._attached:
             self.attach()
-        hooks.watch_steps(self._link)
+        told = functools.partial(beginning.began_at, read=self._read)
+        hooks.watch_steps(self._link, told if self._variables.get("RANK") == "0" else None)
         # After the script's end the rank may run for long, for example for uploads; no steps are due then.
         threading._register_atexit(self._script_ends)  # type: ignore[attr-defined]
         if self.cold:

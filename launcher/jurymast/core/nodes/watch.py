@@ -60,11 +60,13 @@ NOTHING = msg.Beat(0, [])
 
 @dataclass(frozen=True)
 class Reach:
-    """How far all ranks are: the slowest one's step, and how many seconds ago it ended."""
+    """How far all ranks are: the slowest one's step, and how many seconds ago it ended. `absolute` and
+    `given`: as in `events.Progress`."""
 
     step: int
     ago_s: float
     absolute: bool
+    given: bool = False
 
 
 class Reports:
@@ -101,7 +103,10 @@ class Reports:
         if not found:
             return None
         slowest, at = min(found, key=lambda one: msg.how_far(one[0]))
-        return Reach(slowest.step, (slowest.beat_s or 0.0) + self.clock.now - at, slowest.explicit)
+        ago_s, base = (slowest.beat_s or 0.0) + self.clock.now - at, self._state.base
+        if slowest.explicit or slowest.numbered:
+            return Reach(slowest.step, ago_s, absolute=True, given=slowest.explicit)
+        return Reach(slowest.step + (base or 0), ago_s, absolute=base is not None)
 
     def hang(self) -> HangVerdict | None:
         """Return what the ranks' silence indicates, before any look at their stacks."""

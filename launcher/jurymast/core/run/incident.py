@@ -153,7 +153,9 @@ def because(evidence: str, why: str) -> str:
 class Incident:
     """Times are seconds since the epoch, None until known. Steps are the training's own. `why`: the reason
     for `action`, without the evidence. The attempt had done `steps_done`, and its ranks had been up for
-    `lived_s`; `place` is the node's group rank, -1 if none is at fault."""
+    `lived_s`; `place` is the node's group rank, -1 if none is at fault. Unless `numbered`, the step from
+    which it lost counts from the attempt's start; unless `rework_known`, nobody knows when that was done
+    again, and the rework took at least what is told."""
 
     id: int
     fault_at: float
@@ -182,6 +184,8 @@ class Incident:
     recovered_at: float | None = None
     ended_at: float | None = None
     tiers: dict[str, int] = field(default_factory=dict)
+    numbered: bool = True
+    rework_known: bool = True
 
     @property
     def reason(self) -> str:
@@ -219,5 +223,6 @@ class Incident:
             "action": self.action, "why": self.why, "reason": self.reason, "attempt": self.attempt,
             "at": self.fault_at, "recovered_at": self.recovered_at, "open": self.open,
             "seconds": {name: round(value, 6) for name, value in self.seconds().items()},
+            "numbered": self.numbered, "rework_known": self.rework_known,
             "step_lost_from": self.step_lost_from, "step_restored": self.step_restored, "tiers": self.tiers,
         }  # fmt: skip

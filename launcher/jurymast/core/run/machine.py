@@ -333,8 +333,26 @@ def _node_finished(state: RunState, event: ev.NodeFinished) -> list[Instruction]
     return recovery.finish(state, "succeeded", 0, "every rank ended with exit code 0")
 
 
+def _began_at(state: RunState, event: ev.BeganAt) -> None:
+    """What the optimizer counts is true; a script that read nothing of the run begins where the first attempt
+    did. Otherwise it is not known where it begins."""
+    base = event.step
+    if state.given_in == state.attempt:
+        return
+    if state.stepped_first in (0, state.attempt):
+        base = state.origin = base or 0
+    elif base is None and not event.reads:
+        base = state.origin
+    if base is None:
+        return
+    if state.first_step_at is not None:  # steps were told before
+        state.step, state.absolute = state.step - (state.base or 0) + base, True
+    state.base = base
+
+
 def _progress(state: RunState, event: ev.Progress) -> None:
     state.step, state.stepped_at, state.absolute = event.step, event.stepped_at, event.absolute
+    state.given_in = state.attempt if event.given else state.given_in
     if event.saves:
         tier = state.saved.setdefault(event.saved_in, TierState())
         tier.step, tier.at = max(tier.step or 0, event.saved_step), event.t
@@ -343,13 +361,15 @@ def _progress(state: RunState, event: ev.Progress) -> None:
     state.step_s = event.step_s or state.step_s  # the first of an attempt has none to compare with
     if state.first_step_at is None:
         state.first_step_at = event.stepped_at
+        state.stepped_first = state.stepped_first or state.attempt
     incident = state.incident
     if incident is not None and state.phase is Phase.STOPPING:  # how far the attempt had really come
         incident.step_lost_from = max(incident.step_lost_from, event.step)
         incident.steps_done = max(incident.steps_done, event.step)
-    if state.recovers(event.step, event.absolute):
+    if incident is not None and state.recovers(event.step, event.absolute):
         recovery.close_incident(state, event.stepped_at)
-    if event.step > state.best_step or not event.absolute:
+        incident.rework_known = event.absolute and incident.numbered
+    if event.step > state.best_step if event.absolute else not state.given_in:
         state.without_progress = 0
     if event.step > state.best_step:
         state.hang_patience = 1.0
@@ -598,6 +618,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.RestoreWaits: _restore_waits,
     ev.Fetched: _fetched,
     ev.Restored: _restored,
+    ev.BeganAt: _began_at,
     ev.ColdStart: _cold_start,
     ev.SavesTo: _saves_to,
     ev.Asked: _asked,

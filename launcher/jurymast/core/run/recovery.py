@@ -302,6 +302,7 @@ def open_incident(state: RunState, detected_at: float, fault_at: float) -> Incid
     incident = Incident(
         number, fault_at, detected_at, state.attempt, max(state.step, before), steps_done=state.step,
         lived_s=max(0.0, fault_at - state.up_at) if state.attempt else 0.0,
+        numbered=state.absolute or state.first_step_at is None,
     )  # fmt: skip
     state.incidents.append(incident)
     state.without_progress += 1
@@ -637,7 +638,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
     state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, None
     state.started, state.finished, state.stopped = set(), set(), set()
     state.restore = state.cadence = None
-    state.unanswered = {}
+    state.unanswered, state.base = {}, None
     state.step, state.first_step_at, state.stepped_at, state.up_at = 0, None, state.now, state.now
     state.testing.difference_update(placement)
     for rank, name in enumerate(placement):

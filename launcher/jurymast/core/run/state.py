@@ -222,7 +222,11 @@ class RunState:
     up_at: float = 0.0  # since when all its ranks are up, before that since its launch
     step_s: float = 0.0
     slow_on: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by rank: nodes on which it was slow
-    absolute: bool = False
+    absolute: bool = False  # `step` is the training's own number; else it counts from the attempt's start
+    given_in: int = 0  # the newest attempt in which the script itself said which step it is at
+    base: int | None = None  # steps done before this attempt, where the script does not say it
+    origin: int | None = None  # the same of the first attempt that did a step
+    stepped_first: int = 0  # the number of that attempt
     best_step: int = 0
     saved_step: int | None = None  # newest in any tier
     save_failures: int = 0  # in a row
@@ -275,9 +279,11 @@ class RunState:
         return self.incidents[-1] if self.incidents and self.incidents[-1].open else None
 
     def recovers(self, step: int, absolute: bool) -> bool:
-        """Return whether the incident ends with this step."""
+        """Return whether the incident ends with this step: the one at which it began is done again. If it is
+        not known which step this is, the incident ends with the first, unless the script is about to say
+        it."""
         incident = self.incident if self.phase is Phase.RUNNING else None
-        return incident is not None and (not absolute or step > incident.step_lost_from)
+        return incident is not None and (step > incident.step_lost_from if absolute else not self.given_in)
 
     def restores(self) -> tuple[int, int]:
         """After how many failures of the infrastructure the run was restored, and after how many of them

@@ -413,6 +413,8 @@ class Supervision:
             case within.Restored():
                 self.checkpoints.restored(attempt, said.step, said.tier)
                 return self.record(ev.Restored(t=now, attempt=attempt, **fields))
+            case within.BeganAt():
+                return self.record(ev.BeganAt(t=now, attempt=attempt, **fields))
             case within.RestoreWaits():
                 return self.record(ev.RestoreWaits(t=now, attempt=attempt, node=node, rank=rank, **fields))
             case within.Unrestored():

@@ -1,0 +1,116 @@
+"""Where a script that does not number its steps begins, as far as that can be known from outside: by the
+count that its optimizer keeps (Adam and others like it restore that with their state), or because it read
+nothing that the run has written, so that it begins where the run's first attempt did.
+
+Only rank 0 looks, which reads a checkpoint itself or gives it to the others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jurymast.core import within
+
+PATH_CHARACTERS = 300
+# Parameters that are looked at: one may have been frozen, or not been used yet.
+PARAMETERS = 8
+# The clocks of storage and of this node agree to this many seconds.
+CLOCKS_S = 5.0
+# What a run writes and reads again, without a training's state: programs, devices, what compilers keep.
+_PROGRAMS = (".py", ".pyc", ".so")
+_NO_STATE = ("/proc/", "/sys/", "/dev/", "/torchinductor_", "/.triton/", "/__pycache__/")
+
+
+class FilesRead:
+    """Notes a file that an earlier attempt may have written, between `since` and `until`, and that this
+    process opens to read, until `over`. A hook of the interpreter sees all that Python opens, and the script
+    finds its modules as ever; but no process can take such a hook out again, so it is for one rank, and only
+    after a failure."""
+
+    def __init__(self, since: float, until: float, own: str = "") -> None:
+        self.found = ""
+        self._since, self._until, self._own, self._over = since, until, own, False
+
+    def watch(self) -> None:
+        sys.addaudithook(self._seen)
+
+    def over(self) -> None:
+        self._over = True
+
+    def _seen(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._over or event != "open" or self.found:
+            return
+        path, mode, flags = arguments
+        if isinstance(path, bytes):
+            path = os.fsdecode(path)
+        if not isinstance(path, str) or _only_writes(mode, flags):
+            return
+        whole = os.path.abspath(path)
+        if whole.endswith(_PROGRAMS) or any(part in whole for part in _NO_STATE):
+            return
+        if self._own and whole.startswith(self._own):
+            return
+        try:
+            written_at = os.stat(path).st_mtime
+        except (OSError, ValueError):
+            return
+        if self._since < written_at < self._until:
+            self.found = whole
+
+
+def _only_writes(mode: object, flags: object) -> bool:
+    if isinstance(mode, str):
+        return "r" not in mode and "+" not in mode
+    return isinstance(flags, int) and flags & os.O_ACCMODE == os.O_WRONLY
+
+
+def files_read(variables: Mapping[str, str]) -> FilesRead | None:
+    """Return the watch over what this process reads; None where that shows nothing: in a run's first attempt,
+    on other ranks than 0, and outside of runs."""
+    root, attempt = variables.get("JURYMAST_RUN_DIR", ""), variables.get("JURYMAST_ATTEMPT", "")
+    if not root or not attempt.isdecimal() or int(attempt) <= 1 or variables.get("RANK") != "0":
+        return None
+    try:
+        # By the clock of storage, which may be that of the checkpoints as well.
+        submitted_at = os.stat(os.path.join(root, "plan.json")).st_mtime
+    except OSError:
+        return None
+    logs = os.path.join(os.path.abspath(root), "logs", "")
+    found = FilesRead(submitted_at, time.time() + CLOCKS_S, logs)
+    found.watch()
+    return found
+
+
+def began_at(optimizer: Any, read: FilesRead | None) -> within.BeganAt:
+    """Return what is known just before the optimizer's first step of the attempt."""
+    reads = ""
+    if read is not None:
+        read.over()
+        reads = read.found[-PATH_CHARACTERS:].encode("ascii", "replace").decode()
+    return within.BeganAt(step=steps_by(optimizer), reads=reads)
+
+
+def steps_by(optimizer: Any) -> int | None:
+    """Return how many steps an optimizer has done, by its own count; None if it keeps none, or has not begun
+    to count."""
+    try:
+        counts = [values["step"] for values in [*optimizer.state.values()][:PARAMETERS] if "step" in values]
+        counts = counts or [group["step"] for group in optimizer.param_groups if "step" in group]
+        found = [int(count) for count in counts if _is_at_hand(count)]
+    except Exception:  # any optimizer may come, and nothing may disturb its training
+        return None
+    return max(found, default=0) or None  # some count from 0 before they have begun
+
+
+def _is_at_hand(count: Any) -> bool:
+    """Whether reading it does not wait for a GPU, which a captured step (CUDA graphs) does not allow."""
+    device = getattr(count, "device", None)
+    if device is None or device.type == "cpu":
+        return True
+    from torch import cuda
+
+    return not cuda.is_current_stream_capturing()
