@@ -35,7 +35,7 @@ from jurymast.core.messages import CadenceReport, RankReport, beat_of, encode, r
 from jurymast.core.run.state import Phase
 from jurymast.journal import JournalWriter, first_events, replay
 from jurymast.supervisor.supervisor import Hold, Supervisor
-from jurymast.wire.channel import Channel, Connection, Listener
+from jurymast.wire.channel import Channel, Connection
 from jurymast.wire.protocol import Seal
 from support.fleet import RANKS, run_directory
 
@@ -87,10 +87,11 @@ class Crowd:
 
     async def connect(self, listener: socket.socket) -> None:
         waiting = list(reversed(self.names))
-        Listener(lambda come: self._enter(waiting.pop(), come), listener)
-        self.supervisor._do(self._machine.start(self.supervisor.now()))
+        listener.setblocking(False)
         while waiting:
-            await asyncio.sleep(0.01)
+            plug, _ = await asyncio.get_running_loop().sock_accept(listener)
+            self._enter(waiting.pop(), Connection(plug))
+        self.supervisor._do(self._machine.start(self.supervisor.now()))
         await self._until(Phase.LAUNCHING)
 
     def _enter(self, name: str, come: Connection) -> None:

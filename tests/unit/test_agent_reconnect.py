@@ -17,9 +17,10 @@ from jurymast.cluster.allocation import Allocation
 from jurymast.core import messages as msg
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory
-from jurymast.wire import channel, endpoint
-from jurymast.wire.channel import Connection
+from jurymast.wire import endpoint
+from jurymast.wire.channel import Channel
 from jurymast.wire.endpoint import Endpoint
+from jurymast.wire.handshakes import Proven
 from support.wire import served
 
 LIMIT_S = 90.0
@@ -52,13 +53,13 @@ async def sent_home(agent: Agent, tmp_path: Path) -> int:
     there as well unless the agent knows of another."""
     secret = RunDirectory(tmp_path / "run").secret()
 
-    async def serve(come: Connection) -> None:
-        supervisor = await channel.accept(come, secret, msg.read_said)
+    async def serve(proven: Proven) -> None:
+        supervisor = Channel.of(proven, msg.read_said)
         assert isinstance(await supervisor.receive(), msg.Hello)
         supervisor.send(msg.Leave())
 
     link = agent._machine.link
-    async with served(serve) as port:
+    async with served(serve, secret) as port:
         link._last = link._last or at(port, 1)
         endpoint.announce(tmp_path / "run" / "epochs", at(port, 2))
         await asyncio.wait_for(agent.run(), LIMIT_S)
@@ -99,18 +100,18 @@ def test_a_supervisor_that_crashes_and_comes_back_elsewhere_is_found_again(
 
     greeted = asyncio.Event()
 
-    async def crash(come: Connection) -> None:
-        await (await channel.accept(come, directory.secret(), msg.read_said)).receive()
+    async def crash(proven: Proven) -> None:
+        await Channel.of(proven, msg.read_said).receive()
         greeted.set()
 
-    async def hear(come: Connection) -> None:
-        supervisor = await channel.accept(come, directory.secret(), msg.read_said)
+    async def hear(proven: Proven) -> None:
+        supervisor = Channel.of(proven, msg.read_said)
         heard.extend([await supervisor.receive(), await supervisor.receive()])
         supervisor.send(msg.Leave())
 
     async def work() -> None:
-        async with served(hear) as second:
-            async with served(crash) as first:
+        async with served(hear, directory.secret()) as second:
+            async with served(crash, directory.secret()) as first:
                 endpoint.announce(directory.epochs, at(first, 1))
                 running = asyncio.ensure_future(agent.run())
                 await greeted.wait()

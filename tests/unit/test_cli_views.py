@@ -23,9 +23,10 @@ from jurymast.errors import AuthenticationError
 from jurymast.journal import replay
 from jurymast.report.liveness import record_cancel
 from jurymast.rundir import RunDirectory, make_folder
-from jurymast.wire import channel, endpoint
-from jurymast.wire.channel import Connection
+from jurymast.wire import endpoint
+from jurymast.wire.channel import Channel
 from jurymast.wire.endpoint import PULSE
+from jurymast.wire.handshakes import Proven
 from support.commands import RUN, Place, crash_loop, swapped
 from support.stories import Story
 from support.wire import served
@@ -293,9 +294,9 @@ def supervisor(directory: RunDirectory, answer: Accepted | Declined) -> Iterator
     ready, over = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
-    async def serve(come: Connection) -> None:
+    async def serve(proven: Proven) -> None:
+        connection = Channel.of(proven, read_said)
         try:
-            connection = await channel.accept(come, directory.secret(), read_said)
             heard.append(asked := await connection.receive())
             if isinstance(asked, Ask) and asked.what == "cancel":
                 record_cancel(directory, by=asked.by)
@@ -304,11 +305,11 @@ def supervisor(directory: RunDirectory, answer: Accepted | Declined) -> Iterator
         except (OSError, AuthenticationError):
             pass  # a second address of the same client was the slower one, or it wants another run
         finally:
-            come.close()
+            connection.close()
 
     async def main() -> None:
         loops.append(asyncio.get_running_loop())
-        async with served(serve) as port:
+        async with served(serve, directory.secret()) as port:
             epoch = endpoint.newest_epoch(directory.epochs) or 1
             place = endpoint.Endpoint(epoch, ("127.0.0.9", "127.0.0.1"), port, "n1", "17.0", 1)
             endpoint.announce(directory.epochs, place)

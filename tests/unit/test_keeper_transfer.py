@@ -12,7 +12,7 @@ import sys
 import termios
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,9 @@ from jurymast.keeper.transfer import (
     ImageName,
     NotServed,
     Served,
-    read_request,
     read_served,
 )
-from jurymast.wire import stream
+from jurymast.wire import handshakes, protocol, stream
 from jurymast.wire.protocol import GMAC, Shield, keeper_of
 from support.keepers import (
     ACCESS,
@@ -234,66 +233,51 @@ def test_who_does_not_know_the_secret_gets_nothing() -> None:
     run(work())
 
 
-def test_a_handshake_has_one_deadline_however_it_drips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 0.5)
-    ours, theirs = _connected_pair()
-    over = threading.Event()
-
-    def drip() -> None:
-        while not over.wait(0.1):
-            theirs.send(b"x")
-
-    stranger = threading.Thread(target=drip)
-    with ours, theirs:
-        stranger.start()
-        try:
-            with pytest.raises(TimeoutError):
-                stream.accept(ours, SECRET, keeper_of("a"), read_request)
-        finally:
-            over.set()
-            stranger.join()
-
-
-def _connected_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        theirs = socket.create_connection(listener.getsockname())
-        return listener.accept()[0], theirs
-
-
-def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
+def test_strangers_who_say_nothing_hold_no_threads_and_keep_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfer, "UNPROVEN_MAX", 4)
-    monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
-    server = transfer.ImageServer(CopyTable(), ACCESS, "a", lambda copy: None)
-    server.listen_at("127.0.0.1")
-    with ExitStack() as closed:
-        closed.callback(server.close)
+    monkeypatch.setattr(handshakes, "STRANGERS_MAX", 4)
+    monkeypatch.setattr(protocol, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
+    with serving() as server, ExitStack() as closed:
+        threads = threading.active_count()
 
         def strangers() -> list[socket.socket]:
             where = ("127.0.0.1", server.port)
             return [closed.enter_context(socket.create_connection(where, LIMIT_S)) for _ in range(10)]
 
         for stranger in strangers()[:6]:
-            while stranger.recv(4096):
-                pass  # until the server hangs up
+            _until_the_server_hangs_up(stranger)
+        assert threading.active_count() == threads
         peer = stream.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S)
         closed.callback(peer.close)
-        for _ in range(2):  # its first answer says that it has proven itself there, too
+        for _ in range(2):
             peer.send(GetManifest(image=ImageName(step=1, attempt=1, rank=0)))
             assert isinstance(peer.receive(), NotServed)
             for stranger in strangers()[:6]:
-                while stranger.recv(4096):
-                    pass
+                _until_the_server_hangs_up(stranger)
         peer.send(GetManifest(image=ImageName(step=1, attempt=1, rank=0)))
         assert isinstance(peer.receive(), NotServed)
+
+
+@contextmanager
+def serving() -> Iterator[transfer.ImageServer]:
+    server = transfer.ImageServer(CopyTable(), ACCESS, "a", lambda copy: None)
+    server.listen_at("127.0.0.1")
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _until_the_server_hangs_up(stranger: socket.socket) -> None:
+    with suppress(ConnectionResetError):
+        while stranger.recv(4096):
+            pass
 
 
 def test_a_keeper_that_may_start_no_thread_for_a_while_is_heard_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = transfer.ImageServer(CopyTable(), ACCESS, "a", lambda copy: None)
-    server.listen_at("127.0.0.1")
     start = threading.Thread.start
     refused: list[str] = []
 
@@ -304,12 +288,16 @@ def test_a_keeper_that_may_start_no_thread_for_a_while_is_heard_afterwards(
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", start_if_allowed)
-    with ExitStack() as closed:
-        closed.callback(server.close)
+    with serving() as server:
         for _ in range(3):
-            with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as turned_away:
-                assert turned_away.recv(1) == b""
-        stream.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S).close()
+            turned_away = stream.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served)
+            with pytest.raises(ConnectionError):
+                turned_away.receive()
+            turned_away.close()
+        peer = stream.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S)
+        peer.send(GetManifest(image=ImageName(step=1, attempt=1, rank=0)))
+        assert isinstance(peer.receive(), NotServed)
+        peer.close()
 
 
 def test_what_is_no_request_is_answered_so_and_ends_nothing() -> None:

@@ -31,9 +31,11 @@ from jurymast.core.run.incident import Alert
 from jurymast.core.settings import RunPlan
 from jurymast.journal import JournalWriter, events, read
 from jurymast.rundir import RunDirectory
-from jurymast.supervisor.supervisor import Acceptor, Hold, Supervisor
+from jurymast.supervisor.supervisor import Hold, Supervisor
 from jurymast.wire import channel, endpoint
-from jurymast.wire.channel import Channel, Connection
+from jurymast.wire.channel import Channel
+from jurymast.wire.handshakes import Handshakes, Proven
+from jurymast.wire.protocol import SUPERVISOR
 from support.reports import hello
 from support.stories import Story
 from support.wire import served
@@ -230,8 +232,8 @@ def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path
             lambda: Ending("unknown"),
             Hold(directory.epochs, 9),
         )  # fmt: skip
-        acceptor = Acceptor(directory.secret(), 3)
-        async with served(lambda come: supervisor._serve(acceptor, come)) as port:
+        handshakes = Handshakes(directory.secret(), SUPERVISOR)
+        async with served(lambda proven: supervisor._serve(proven, handshakes), handshakes) as port:
             agent = await channel.connect("127.0.0.1", port, directory.secret(), msg.read_order)
             agent.send(hello("n1", allocation="", attempt=1, ranks="running"))
             for payload, _ in NONSENSE:
@@ -276,8 +278,8 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
     agent._machine.ranks.host_starts = 1  # nothing is to be started
     came: list[msg.Said] = []
 
-    async def supervise(come: Connection) -> None:
-        connection = await channel.accept(come, directory.secret(), msg.read_said)
+    async def supervise(proven: Proven) -> None:
+        connection = Channel.of(proven, msg.read_said)
         came.extend([await connection.receive(), await connection.receive()])
         for payload in (b'{"do":"dance"}', b'{"do":"write","id":7}', b"\xff", b'{"say":"hangs up"}'):
             say(connection, payload)
@@ -289,7 +291,7 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
                 b'{"event": "Sung"}\n{"event": "Skipped", "step": 7, "why": "both memory slots are busy"}\n'
             )
         agent._ranks_said()
-        async with served(supervise) as port:
+        async with served(supervise, directory.secret()) as port:
             place = endpoint.Endpoint(1, ("127.0.0.1",), port, "n1", allocation.key, os.getpid())
             endpoint.announce(directory.epochs, place)
             await agent.run()

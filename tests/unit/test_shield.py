@@ -17,9 +17,11 @@ from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.keeper.transfer import ManifestFollows, manifest_of, read_request, read_served
 from jurymast.wire import channel, stream
+from jurymast.wire.handshakes import Handshakes
 from jurymast.wire.protocol import GCM, GMAC, NONCE_BYTES, TAG_BYTES, Access, Handshake, keeper_of
 from jurymast.wire.stream import Stream
 from support.keepers import SECRET, FakeRank, holding, image_bytes, keeper, plan, source, until
+from support.wire import first_proven
 
 PIECE = 1000
 DATA = os.urandom(3 * PIECE + 7)
@@ -132,10 +134,13 @@ def test_bytes_that_come_in_another_way_than_was_offered_are_not_taken() -> None
     """Of a keeper that was started with another policy, say."""
 
     def serve(listener: socket.socket) -> None:
-        with listener.accept()[0] as connection:
-            peer = stream.accept(connection, SECRET, keeper_of("a"), read_request)
-            peer.receive()
-            peer.send(ManifestFollows(length=2, way=GMAC, capacity=0))
+        handshakes = Handshakes(SECRET, keeper_of("a"))
+        handshakes.listen(listener)
+        peer = stream.accepted(first_proven(handshakes), read_request)
+        peer.receive()
+        peer.send(ManifestFollows(length=2, way=GMAC, capacity=0))
+        peer.close()
+        handshakes.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = threading.Thread(target=serve, args=(listener,), daemon=True)

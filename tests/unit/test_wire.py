@@ -26,7 +26,8 @@ from jurymast.rundir import RunDirectory
 from jurymast.wire import channel
 from jurymast.wire.channel import Channel, Connection, ConnectionClosed, ask
 from jurymast.wire.endpoint import NEWEST, Endpoint, announce, claim, claim_epoch, find, newest_epoch
-from jurymast.wire.protocol import FRAME_BYTES_MAX, MAGIC, NONCE_BYTES, TAG_BYTES
+from jurymast.wire.handshakes import Handshakes, Proven
+from jurymast.wire.protocol import FRAME_BYTES_MAX, MAGIC, NONCE_BYTES, SUPERVISOR, TAG_BYTES
 from support.reports import STEPPING
 from support.wire import served
 
@@ -82,14 +83,14 @@ async def accepting() -> AsyncIterator[tuple[int, asyncio.Future[Channel[msg.Sai
     """Port of a server that takes one connection, and what accepting it comes to."""
     outcome: asyncio.Future[Channel[msg.Said]] = asyncio.get_running_loop().create_future()
 
-    async def accept(come: Connection) -> None:
-        try:
-            outcome.set_result(await channel.accept(come, SECRET, read_said))
-        except (OSError, AuthenticationError) as error:
-            come.close()
+    class Recording(Handshakes):
+        def log_refusal(self, address: str, error: Exception) -> None:
             outcome.set_exception(error)
 
-    async with served(accept) as port:
+    async def enter(proven: Proven) -> None:
+        outcome.set_result(Channel.of(proven, read_said))
+
+    async with served(enter, Recording(SECRET, SUPERVISOR)) as port:
         yield port, outcome
 
 
@@ -182,14 +183,12 @@ def test_a_reset_is_told_from_the_end_of_a_process(end: str, closed: bool) -> No
     code = f"import os, socket, struct, sys; s = socket.create_connection(('127.0.0.1', {{}})); {end}"
 
     async def work() -> None:
-        ended: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-
-        async def serve(come: Connection) -> None:
-            ended.set_result(await come.end())
-
-        async with served(serve) as port:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            port = listener.getsockname()[1]
             client = await asyncio.create_subprocess_exec(sys.executable, "-c", code.format(port))
-            assert isinstance(await ended, ConnectionClosed) is closed
+            plug, _ = await asyncio.get_running_loop().sock_accept(listener)
+            assert isinstance(await Connection(plug).end(), ConnectionClosed) is closed
             await client.wait()
 
     run(work())
@@ -250,16 +249,18 @@ def test_a_search_that_is_given_up_leaves_no_connection_open() -> None:
     """At whatever moment: the other side would wait for a greeting."""
 
     async def work() -> None:
-        there: set[Connection] = set()
+        there: set[Proven] = set()
 
-        async def serve(come: Connection) -> None:
-            there.add(come)
+        async def serve(proven: Proven) -> None:
+            there.add(proven)
+            entered = Channel.of(proven, read_said)
             with contextlib.suppress(OSError, AuthenticationError):
-                await (await channel.accept(come, SECRET, read_said)).receive()
-            there.discard(come)
-            come.close()
+                await entered.receive()
+            there.discard(proven)
+            entered.close()
 
-        async with served(serve) as port:
+        handshakes = Handshakes(SECRET, SUPERVISOR)
+        async with served(serve, handshakes) as port:
             for turns in range(200):
                 ways = [("127.0.0.1", port), ("127.0.0.1", port)]
                 search = asyncio.ensure_future(channel.connect_any(ways, SECRET, read_said, LIMIT_S))
@@ -269,7 +270,7 @@ def test_a_search_that_is_given_up_leaves_no_connection_open() -> None:
                 (found,) = await asyncio.gather(search, return_exceptions=True)
                 if isinstance(found, Channel):
                     found.close()
-                while there:
+                while there or handshakes._unproven:
                     await asyncio.sleep(0.001)
 
     run(work())

@@ -8,6 +8,7 @@ source has to send only the blocks that are still missing. `wire.stream` has the
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 from collections import deque
@@ -30,6 +31,7 @@ from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, hash_
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.reading import conclusive
 from jurymast.wire import addresses, stream
+from jurymast.wire.handshakes import TURN_EVERY_S, Handshakes, Proven
 from jurymast.wire.protocol import Access, agreed, keeper_of
 from jurymast.wire.stream import Stream
 
@@ -322,15 +324,11 @@ Peer = Stream[Request]
 
 # ---- the server
 
-# Connections that have not yet proved that they know the run's secret; each takes a thread.
-UNPROVEN_MAX = 128
-# Pause after a connection could not be accepted.
-REST_S = 0.05
 NOT_HELD = NotServed(why="not held")
 
 
 class ImageServer:
-    """Serves each connection in its own thread; `port` is the same at all addresses.
+    """Serves each proven connection in its own thread; `port` is the same at all addresses.
 
     `doubt` is called, in such a thread, with a copy from which a peer received wrong bytes.
     """
@@ -340,13 +338,12 @@ class ImageServer:
     ) -> None:
         self._copies = copies
         self._doubt = doubt
+        self._handshakes = Handshakes(access.secret, keeper_of(node))
         self._access = access
-        self._who = keeper_of(node)
         self.port = 0
         self._listeners: dict[str, socket.socket] = {}
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._unproven: dict[socket.socket, None] = {}  # oldest first
         self._closed = threading.Event()
 
     def listen_at(self, address: str) -> None:
@@ -355,62 +352,55 @@ class ImageServer:
             addresses.listens_at_all(one) for one in self._listeners.values()
         ):
             return
+        first = not self._listeners
         listener = self._listeners[address] = addresses.listen_at(address, self.port)
         self.port = listener.getsockname()[1]
-        threading.Thread(target=self._accept, args=(listener,), name="keeper-accept", daemon=True).start()
+        self._handshakes.listen(listener)
+        if first:
+            threading.Thread(target=self._accept, name="keeper-accept", daemon=True).start()
 
     def close(self) -> None:
         """Stop at once; transfers under way fail for the other side."""
         with self._lock:
             self._closed.set()
             for connection in [*self._listeners.values(), *self._connections]:
-                _shut(connection)
-        for listener in self._listeners.values():
-            listener.close()
+                _shut(connection)  # wakes the thread that accepts, too, which closes them
+        if not self._listeners:
+            self._handshakes.close()
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                if self._closed.wait(REST_S):
-                    return
-                continue  # the connection is gone already, or no descriptor is left for it
-            with self._lock:
-                if self._closed.is_set():
-                    connection.close()
-                    return
-                self._connections.add(connection)
-                self._unproven[connection] = None
-                if len(self._unproven) > UNPROVEN_MAX:
-                    # The oldest, probably a stranger: agents prove themselves within milliseconds.
-                    oldest = next(iter(self._unproven))
-                    del self._unproven[oldest]
-                    _shut(oldest)
-            try:
-                threading.Thread(
-                    target=self._serve, args=(connection,), name="keeper-serve", daemon=True
-                ).start()
-            except RuntimeError:  # no more threads can be started now
-                self._gone(connection)
-                self._closed.wait(REST_S)
+    def _accept(self) -> None:
+        ready = select.poll()
+        ready.register(self._handshakes.fileno(), select.POLLIN)
+        while not self._closed.is_set():
+            ready.poll(1000 * TURN_EVERY_S)
+            for proven in self._handshakes.turn():
+                self._begin(proven)
+        self._handshakes.close()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _begin(self, proven: Proven) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                proven.close()
+                return
+            self._connections.add(proven.plug)
         try:
-            peer = stream.accept(connection, self._access.secret, self._who, read_request)
-            with self._lock:
-                self._unproven.pop(connection, None)
+            threading.Thread(target=self._serve, args=(proven,), name="keeper-serve", daemon=True).start()
+        except RuntimeError:  # no more threads can be started now
+            self._gone(proven.plug)
+
+    def _serve(self, proven: Proven) -> None:
+        try:
+            peer = stream.accepted(proven, read_request)
             while True:
                 self._answer(peer, peer.receive())
         except (OSError, EOFError, AuthenticationError, ProtocolError):
             pass  # the other side is done, or notices: only blocks received whole and verified count there
         finally:
-            self._gone(connection)
+            self._gone(proven.plug)
 
     def _gone(self, connection: socket.socket) -> None:
         with self._lock:
             self._connections.discard(connection)
-            self._unproven.pop(connection, None)
         connection.close()
 
     def _answer(self, peer: Peer, request: Request) -> None:

@@ -3,8 +3,7 @@ events, and carries out effects. It holds its epoch: it shows by a pulse that it
 another supervisor has taken over.
 
 It accepts connections of agents and operators, who prove that they know the run's secret. Everybody on the
-cluster's network can reach the port. So only a few unproven connections may wait at a time: they must neither
-use up the supervisor's open files, of which it needs one per node, nor fill its log.
+cluster's network can reach the port: see `wire.handshakes`.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import resource
 import signal
 import socket
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -34,7 +31,7 @@ from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.message import Strangers
-from jurymast.core.messages import Ask, Hello, Said, Strange, out_of_place, read_said
+from jurymast.core.messages import read_said
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import (
@@ -47,8 +44,10 @@ from jurymast.errors import (
 )
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, renew, write_json
-from jurymast.wire import channel, endpoint, protocol
-from jurymast.wire.channel import Channel, Connection, ConnectionClosed, Listener
+from jurymast.wire import endpoint
+from jurymast.wire.channel import Channel, ConnectionClosed, Listener
+from jurymast.wire.handshakes import STRANGERS_MAX, Handshakes, Proven
+from jurymast.wire.protocol import HANDSHAKE_LIMIT_S, SUPERVISOR
 
 log = logging.getLogger("jurymast.supervisor")
 
@@ -128,10 +127,6 @@ class Hold:
 
 # ---- who may connect
 
-# Unproven connections that may wait besides one per node; all nodes connect at once after a takeover.
-STRANGERS_MAX = 256
-# The first refusal is logged at once; then their number, at intervals of this many seconds.
-TOLD_EVERY_S = 60.0
 # Open files besides connections: the journal, the run's files, commands.
 OWN_FILES = 128
 
@@ -153,69 +148,6 @@ def allow_files(nodes: int) -> str:
         f"a process may open {allowed} files here, and the supervisor of {nodes} nodes may need {needed}: "
         "raise the hard limit of open files (LimitNOFILE of slurmd, or limits.conf)"
     )
-
-
-class Acceptor:
-    """Accepts connections of the agents of `nodes` nodes, and of operators."""
-
-    def __init__(self, secret: bytes, nodes: int) -> None:
-        self._secret = secret
-        self._waiting_max = nodes + STRANGERS_MAX
-        self._waiting: dict[Connection, None] = {}  # oldest first
-        self._waiting_at: defaultdict[str, dict[Connection, None]] = defaultdict(dict)  # by address
-        self._told_at = -math.inf
-        self._untold = 0
-
-    async def enter(self, come: Connection) -> tuple[Channel[Said], Hello | Ask] | None:
-        """Return the authenticated connection and its greeting; None if it was refused, and is closed."""
-        self._wait(come)
-        late = TimeoutError(f"no greeting within {protocol.HANDSHAKE_LIMIT_S:g} s")
-        timer = asyncio.get_running_loop().call_later(protocol.HANDSHAKE_LIMIT_S, come.abort, late)
-        try:
-            connection = await channel.accept(come, self._secret, read_said)
-            self._waits_no_more(come)
-            first = await connection.receive()
-            if isinstance(first, Hello | Ask):
-                return connection, first
-            what = first if isinstance(first, Strange) else out_of_place(first)
-            raise ProtocolError(f"no greeting: {what}")
-        except (OSError, AuthenticationError, ProtocolError) as error:
-            if not isinstance(error, ConnectionError):  # an agent that connected faster elsewhere hangs up
-                self._tell(come, error)
-            come.close()
-            return None
-        finally:
-            timer.cancel()
-            self._waits_no_more(come)
-
-    def _wait(self, come: Connection) -> None:
-        self._waiting[come] = None
-        neighbours = self._waiting_at[come.peer_address]
-        neighbours[come] = None
-        if len(self._waiting) > self._waiting_max:
-            # The oldest, probably a stranger: agents prove themselves within milliseconds. One of the same
-            # address, if there is one, so that a crowd from one machine displaces only itself.
-            oldest = next(iter(neighbours if len(neighbours) > 1 else self._waiting))
-            self._waits_no_more(oldest)
-            oldest.abort()
-
-    def _waits_no_more(self, come: Connection) -> None:
-        if come in self._waiting:
-            del self._waiting[come]
-            neighbours = self._waiting_at[come.peer_address]
-            del neighbours[come]
-            if not neighbours:
-                del self._waiting_at[come.peer_address]
-
-    def _tell(self, come: Connection, error: BaseException) -> None:
-        now = time.monotonic()
-        if now - self._told_at < TOLD_EVERY_S:
-            self._untold += 1
-            return
-        others = f"; {self._untold} more since the last message" if self._untold else ""
-        what = f"{type(error).__name__}: {error}{others}"
-        log.warning("refused a connection from %s: %s", come.peer_address, what)
-        self._told_at, self._untold = now, 0
 
 
 # ---- the supervisor
@@ -453,12 +385,12 @@ class Supervisor:
     ) -> None:
         """Announce the endpoint, and supervise until the end. Raises the error that broke it."""
         self._allocation = allocation
-        acceptor = Acceptor(self._secret, self.state.active + self.state.spares)
-        doors = [
-            Listener(lambda come: self._spawn(self._serve(acceptor, come)), listener)
-            for listener in listeners
-        ]
-        port = doors[0].port
+        known = [node.address for node in self.state.nodes.values() if node.address]
+        handshakes = Handshakes(self._secret, SUPERVISOR, self.state.active + self.state.spares, known)
+        port = listeners[0].getsockname()[1]
+        for listener in listeners:
+            handshakes.listen(listener)
+        accepting = Listener(handshakes, lambda proven: self._spawn(self._serve(proven, handshakes)))
         place = endpoint.Endpoint(self._hold.epoch, tuple(announce), port, node, allocation, pid)
         endpoint.announce(self._directory.epochs, place)
         loop = asyncio.get_running_loop()
@@ -472,8 +404,7 @@ class Supervisor:
         try:
             await self._over.wait()
         finally:
-            for door in doors:
-                door.close()
+            accepting.close()
             for task in list(self._tasks):
                 task.cancel()
             for connection in list(self._channels.values()):
@@ -509,10 +440,15 @@ class Supervisor:
 
     # Agents and operators.
 
-    async def _serve(self, acceptor: Acceptor, come: Connection) -> None:
-        if (entered := await acceptor.enter(come)) is None:
+    async def _serve(self, proven: Proven, handshakes: Handshakes) -> None:
+        connection = Channel.of(proven, read_said)
+        try:
+            first = await asyncio.wait_for(connection.receive(), HANDSHAKE_LIMIT_S)
+        except (OSError, AuthenticationError, ProtocolError, asyncio.TimeoutError) as error:
+            if not isinstance(error, ConnectionError):  # an agent that connected faster elsewhere hangs up
+                handshakes.log_refusal(proven.address, error)
+            connection.close()
             return
-        connection, first = entered
         match first:
             case msg.Ask():
                 await self._answer(connection, first)
@@ -522,7 +458,8 @@ class Supervisor:
                 connection.send(msg.Leave())
                 await connection.drain()
             case _:
-                never(first)
+                what = first if isinstance(first, msg.Strange) else msg.out_of_place(first)
+                handshakes.log_refusal(proven.address, ProtocolError(f"no greeting: {what}"))
         connection.close()
 
     async def _answer(self, connection: Channel[msg.Said], ask: msg.Ask) -> None:

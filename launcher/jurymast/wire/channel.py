@@ -14,7 +14,6 @@ spend most of its time on these.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -30,8 +29,9 @@ from jurymast.core.messages import Accepted, Ask, Condition, Declined, Strange, 
 from jurymast.errors import AuthenticationError, JurymastError, ProtocolError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, protocol
-from jurymast.wire.addresses import BACKLOG, plain
+from jurymast.wire.addresses import plain
 from jurymast.wire.endpoint import Endpoint, find
+from jurymast.wire.handshakes import TURN_EVERY_S, Handshakes, Proven
 from jurymast.wire.protocol import HANDSHAKE_LIMIT_S, Frames, Handshake
 
 BUFFER_BYTES = 256 * 1024
@@ -40,11 +40,6 @@ WAITING_BYTES = 16 * 1024
 # Bytes that may wait for the other side, which is some large messages. Who takes none of them for so long has
 # stopped, and would cost more and more memory.
 UNSENT_BYTES_MAX = 64 * 1024 * 1024
-# Connections accepted before others are read again: accepting thousands would take longer than a heartbeat.
-ACCEPTED_AT_ONCE = 16
-# Seconds until a listener that cannot accept, because all file descriptors are in use, tries again.
-ACCEPT_AGAIN_S = 1.0
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Each connection's bytes arrive here and are copied before those of the next connection are read.
 _ARRIVING = memoryview(bytearray(BUFFER_BYTES))
 
@@ -215,44 +210,27 @@ def _address(ask: Callable[[], Any]) -> str:
 
 
 class Listener:
-    """Calls `come` for each new connection, only a few at a time, so that existing connections have their
-    turns in between."""
+    """Calls `enter` for each connection whose other end has proved that it knows the secret, in the running
+    loop."""
 
-    def __init__(self, come: Callable[[Connection], None], plug: socket.socket) -> None:
-        """Take over a bound socket, in the running loop."""
-        self._come, self._plug = come, plug
-        self._again: asyncio.TimerHandle | None = None
+    def __init__(self, handshakes: Handshakes, enter: Callable[[Proven], None]) -> None:
+        self._handshakes, self._enter = handshakes, enter
         self._loop = asyncio.get_running_loop()
-        plug.setblocking(False)
-        plug.listen(BACKLOG)
-        self._loop.add_reader(plug, self._accept)
+        self._loop.add_reader(handshakes.fileno(), self._turn)
+        self._timer = self._loop.call_later(TURN_EVERY_S, self._turn_again)
 
-    @property
-    def port(self) -> int:
-        return int(self._plug.getsockname()[1])
+    def _turn(self) -> None:
+        for proven in self._handshakes.turn():
+            self._enter(proven)
 
-    def _accept(self) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
-            try:
-                plug, _ = self._plug.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:  # other errors are of one connection, which has ended by now
-                if error.errno in _EXHAUSTED:
-                    log.warning("cannot accept connections: %s", error)
-                    self._loop.remove_reader(self._plug)
-                    self._again = self._loop.call_later(
-                        ACCEPT_AGAIN_S, self._loop.add_reader, self._plug, self._accept
-                    )
-                    return
-            else:
-                self._come(Connection(plug))
+    def _turn_again(self) -> None:
+        self._timer = self._loop.call_later(TURN_EVERY_S, self._turn_again)
+        self._turn()
 
     def close(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
-        self._loop.remove_reader(self._plug)
-        self._plug.close()
+        self._timer.cancel()
+        self._loop.remove_reader(self._handshakes.fileno())
+        self._handshakes.close()
 
 
 Hears = TypeVar("Hears")
@@ -270,6 +248,12 @@ class Channel(Generic[Hears]):
         self._read = read
         self.peer_address = connection.peer_address
         self._frames = Frames(send_key, receive_key, self.peer_address)
+
+    @classmethod
+    def of(cls, proven: Proven, read: Callable[[bytes], Hears]) -> Channel[Hears]:
+        """Return the server's end of a connection that was proven."""
+        made = proven.shaking.made
+        return cls(Connection(proven.plug), made(b"to-client"), made(b"to-server"), read)
 
     @property
     def local_address(self) -> str:
@@ -321,30 +305,33 @@ class Channel(Generic[Hears]):
         self._connection.close()
 
 
-async def accept(come: Connection, secret: bytes, read: Callable[[bytes], Hears]) -> Channel[Hears]:
-    """Do the server's side of the handshake. Raises AuthenticationError, ConnectionError or TimeoutError."""
-    first = protocol.hello()
-    come.write(first)
-    answer = await come.exactly(protocol.ANSWER_BYTES)
-    shaking = Handshake.with_client(secret, protocol.SUPERVISOR, first, answer)
-    come.write(shaking.made(b"server"))
-    return Channel(come, shaking.made(b"to-client"), shaking.made(b"to-server"), read)
-
-
 async def connect(
     host: str, port: int, secret: bytes, read: Callable[[bytes], Hears], limit_s: float = HANDSHAKE_LIMIT_S
 ) -> Channel[Hears]:
     """Connect and authenticate within `limit_s`. Raises OSError, TimeoutError or AuthenticationError."""
-    made = Connection(await asyncio.wait_for(_plugged(host, port), limit_s))
-    place = f"{host}:{port}"
-    try:
-        first = await asyncio.wait_for(made.exactly(protocol.HELLO_BYTES), limit_s)
-        shaking, answer = Handshake.with_server(secret, protocol.SUPERVISOR, first, place)
-        made.write(answer)
-        shaking.check_server(await asyncio.wait_for(made.exactly(protocol.NONCE_BYTES), limit_s), place)
-    except BaseException:
-        made.close()
-        raise
+    loop = asyncio.get_running_loop()
+    end = loop.time() + limit_s
+    while True:
+        made = Connection(await asyncio.wait_for(_plugged(host, port), end - loop.time()))
+        try:
+            return await asyncio.wait_for(_shake(made, secret, f"{host}:{port}", read), end - loop.time())
+        except ConnectionResetError:  # a server that strangers beset closes what it has no time for
+            made.close()
+            if loop.time() + protocol.CONNECT_AGAIN_S > end:
+                raise
+            await asyncio.sleep(protocol.CONNECT_AGAIN_S)
+        except BaseException:
+            made.close()
+            raise
+
+
+async def _shake(
+    made: Connection, secret: bytes, place: str, read: Callable[[bytes], Hears]
+) -> Channel[Hears]:  # fmt: skip
+    first = await made.exactly(protocol.HELLO_BYTES)
+    shaking, answer = Handshake.with_server(secret, protocol.SUPERVISOR, first, place)
+    made.write(answer)
+    shaking.check_server(await made.exactly(protocol.NONCE_BYTES), place)
     return Channel(made, shaking.made(b"to-server"), shaking.made(b"to-client"), read)
 
 

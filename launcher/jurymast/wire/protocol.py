@@ -31,6 +31,8 @@ NONCE_BYTES = 32
 HELLO_BYTES, ANSWER_BYTES = len(MAGIC) + NONCE_BYTES, 2 * NONCE_BYTES
 SUPERVISOR = "supervisor"
 HANDSHAKE_LIMIT_S = 5.0
+# Pause before a client tries again to begin a handshake that the server has reset.
+CONNECT_AGAIN_S = 0.05
 
 
 def keeper_of(node: str) -> str:

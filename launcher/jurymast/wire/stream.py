@@ -19,8 +19,9 @@ import msgspec
 
 from jurymast.core.message import encode
 from jurymast.wire import protocol
-from jurymast.wire.protocol import HANDSHAKE_LIMIT_S, Frames, Handshake, Shield
+from jurymast.wire.handshakes import Proven
 from jurymast.wire.protocol import TAG_BYTES as PIECE_TAG_BYTES
+from jurymast.wire.protocol import Frames, Handshake, Shield
 
 SILENT_LIMIT_S = 10.0
 CONNECT_LIMIT_S = 3.0
@@ -109,19 +110,11 @@ class Stream(Generic[Hears]):
         self._connection.close()
 
 
-def accept(
-    connection: socket.socket, secret: bytes, who: str, read: Callable[[bytes], Hears]
-) -> Stream[Hears]:
-    """Do the server's side of the handshake, as `who`. Raises AuthenticationError or OSError; then the caller
-    keeps `connection`."""
-    end = time.monotonic() + HANDSHAKE_LIMIT_S
-    _tune(connection, HANDSHAKE_LIMIT_S)
-    first = protocol.hello()
-    _send(connection, first)
-    shaking = Handshake.with_client(secret, who, first, _receive(connection, protocol.ANSWER_BYTES, end))
-    _send(connection, shaking.made(b"server"))
-    _tune(connection, SILENT_LIMIT_S)
-    return Stream(connection, shaking.made(b"to-client"), shaking.made(b"to-server"), shaking.made, read)
+def accepted(proven: Proven, read: Callable[[bytes], Hears]) -> Stream[Hears]:
+    """Return the server's end of a connection that was proven. Raises OSError; then the caller keeps it."""
+    _tune(proven.plug, SILENT_LIMIT_S)
+    made = proven.shaking.made
+    return Stream(proven.plug, made(b"to-client"), made(b"to-server"), made, read)
 
 
 def connect(
@@ -129,18 +122,32 @@ def connect(
     limit_s: float = CONNECT_LIMIT_S,
 ) -> Stream[Hears]:  # fmt: skip
     """Connect to `whom` and authenticate. Raises OSError, AuthenticationError or ProtocolError."""
-    connection = socket.create_connection((host, port), limit_s)
-    end, place = time.monotonic() + limit_s, f"{host}:{port}"
-    try:
-        _tune(connection, limit_s)
-        first = _receive(connection, protocol.HELLO_BYTES, end)
-        shaking, answer = Handshake.with_server(secret, whom, first, place)
-        _send(connection, answer)
-        shaking.check_server(_receive(connection, protocol.NONCE_BYTES, end), place)
-        _tune(connection, SILENT_LIMIT_S)
-    except BaseException:
-        connection.close()
-        raise
+    end = time.monotonic() + limit_s
+    while True:
+        connection = socket.create_connection((host, port), max(0.001, end - time.monotonic()))
+        try:
+            return _shaken(connection, secret, whom, f"{host}:{port}", read, end)
+        except ConnectionResetError:  # a server that strangers beset closes what it has no time for
+            connection.close()
+            if time.monotonic() + protocol.CONNECT_AGAIN_S > end:
+                raise
+            time.sleep(protocol.CONNECT_AGAIN_S)
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _shaken(
+    connection: socket.socket, secret: bytes, whom: str, place: str, read: Callable[[bytes], Hears],
+    end: float,
+) -> Stream[Hears]:  # fmt: skip
+    """Do the client's side of the handshake before `end` (time.monotonic)."""
+    _tune(connection, max(0.001, end - time.monotonic()))
+    first = _receive(connection, protocol.HELLO_BYTES, end)
+    shaking, answer = Handshake.with_server(secret, whom, first, place)
+    _send(connection, answer)
+    shaking.check_server(_receive(connection, protocol.NONCE_BYTES, end), place)
+    _tune(connection, SILENT_LIMIT_S)
     return Stream(connection, shaking.made(b"to-server"), shaking.made(b"to-client"), shaking.made, read)
 
 
@@ -183,7 +190,7 @@ def _receive_into(connection: socket.socket, target: memoryview, end: float | No
         except BlockingIOError as error:
             raise _silent() from error
         if not got:
-            raise ConnectionResetError("the other side closed the connection")
+            raise ConnectionAbortedError("the other side closed the connection")
         done += got
 
 
