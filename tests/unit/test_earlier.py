@@ -45,12 +45,15 @@ def test_what_is_older_counts_less() -> None:
 def test_it_is_forgotten_as_the_watched_nodes_of_one_run_are() -> None:
     """The same evidence counts alike, seen by the run itself or looked back at."""
     rate = FailureRate(NOW - 3 * DAY_S)
+    rate.watched(NOW - 2 * DAY_S, 2)
+    assert rate.incident(NOW - 2 * DAY_S)
     rate.watched(NOW - DAY_S, 2)
     rate.watched(NOW, 0)
     incidents, node_days = learned_before(watched_in(RUN), NOW)
     assert rate.posterior.exposure_node_days == pytest.approx(node_days)
+    assert rate.posterior.incidents == pytest.approx(incidents)
     known = FailureRate(NOW, prior(), earlier=(incidents, node_days))
-    assert known.posterior.shape == pytest.approx(prior().shape + incidents)
+    assert known.posterior.incidents == pytest.approx(incidents)
     known.watched(NOW + 14 * DAY_S, 0)
     assert known.posterior.exposure_node_days == pytest.approx(node_days / 2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -16,9 +17,11 @@ from jurymast.core.planning.failure_rate import (
     PRIOR_SHAPE,
     FailureRate,
     Posterior,
+    Watched,
     failure_times,
     gamma_below,
     gamma_quantile,
+    learned_before,
     merged,
     mtbf_s,
     prior,
@@ -77,8 +80,8 @@ def test_incidents_and_node_days_add_up() -> None:
     for at in (1, 3, 5, 9):
         assert rate.incident(at * DAY_S)
     found = rate.posterior
-    assert found.shape == pytest.approx(6.5)
-    assert found.node_days == pytest.approx(1500.0, rel=1e-6)
+    assert found.incidents == pytest.approx(4.0)
+    assert found.exposure_node_days == pytest.approx(1000.0, rel=1e-6)
     assert found.evidence() == "4 incidents in 1e+03 node-days"
 
 
@@ -107,9 +110,9 @@ def test_exposure_does_not_depend_on_how_it_is_cut(cuts: list[float]) -> None:
     for at in sorted(cuts):
         pieces.watched(at * DAY_S, 64)
     pieces.watched(5 * DAY_S, 64)
-    assert pieces.posterior.node_days == pytest.approx(whole.posterior.node_days, rel=1e-9)
+    assert pieces.posterior.exposure_node_days == pytest.approx(whole.posterior.exposure_node_days, rel=1e-9)
     whole.watched(1.0, 10**6)  # time does not run backwards
-    assert pieces.posterior.node_days == pytest.approx(whole.posterior.node_days, rel=1e-9)
+    assert pieces.posterior.exposure_node_days == pytest.approx(whole.posterior.exposure_node_days, rel=1e-9)
 
 
 def test_forgetting_keeps_about_three_weeks_of_node_days() -> None:
@@ -135,6 +138,73 @@ def test_it_finds_the_rate_and_follows_a_change(truth: float) -> None:
         rate.watched(now, nodes)
         low, high = rate.posterior.interval(0.999)
         assert low < truth * times < high
+
+
+# Failures per 1,000 node-days: fleets report 1 to 11.
+RATES = (0.05, 0.2, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0)
+
+
+def poisson(chance: random.Random, mean: float) -> int:
+    """A number of events, by the time that passes between them."""
+    count, left = -1, mean
+    while left > 0.0:
+        left -= chance.expovariate(1.0)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("believed", [None, 5.0])
+@pytest.mark.parametrize("node_days", [30.0, 100.0, 480.0, 3000.0])
+@pytest.mark.parametrize("truth", RATES)
+def test_nine_of_ten_intervals_contain_the_truth(
+    truth: float, node_days: float, believed: float | None
+) -> None:
+    """However far the truth is from what is believed before anything was observed."""
+    chance, draws, mean = random.Random(f"{truth} {node_days}"), 300, truth * node_days / 1000.0
+    held = 0
+    for incidents, times in Counter(poisson(chance, mean) for _ in range(draws)).items():
+        found = prior(believed).learned(incidents, node_days)
+        low, high = found.interval()
+        assert low <= found.rate <= high
+        held += times * (low <= truth <= high)
+    assert held >= 0.85 * draws  # 0.9, less three standard deviations
+    # With many incidents the interval has no reason to hold more often: one that always holds says nothing.
+    assert mean < 20.0 or held <= 0.97 * draws
+
+
+@pytest.mark.parametrize("truth", [0.2, 5.0, 50.0, 400.0])
+def test_the_estimate_leaves_the_prior_as_incidents_come(truth: float) -> None:
+    """After 25 incidents, it is off by no more than their own chance, on average."""
+    chance, node_days = random.Random(1), 25.0 / truth * 1000.0
+    rates = [prior().learned(poisson(chance, 25.0), node_days).rate for _ in range(300)]
+    assert sum(rates) / len(rates) == pytest.approx(truth, rel=0.08)
+
+
+def test_before_anything_was_observed_the_interval_is_what_fleets_report() -> None:
+    young = prior().learned(1.0, 0.01)  # in the first minutes: more likely a fault at the start than the rate
+    assert young.rate < 10.0
+    assert young.interval()[1] < 25.0
+    low, high = prior().learned(0.0, 100.0).interval()
+    assert low == 0.0, "perhaps they never fail"
+    assert high == pytest.approx(30.0, rel=0.01)
+
+
+@pytest.mark.parametrize(("nodes", "truth"), [(12_500, 1.0), (12_500, 5.0), (12_500, 20.0), (1000, 50.0)])
+def test_failures_that_count_as_one_because_they_are_close_make_the_rate_no_smaller(
+    nodes: int, truth: float
+) -> None:
+    """Seen by the run itself, and by later ones; 12,500 nodes fail every few minutes."""
+    chance, days, never = random.Random(3), 20.0, 1e9
+    own, now, failures = FailureRate(0.0, half_life_days=never), 0.0, []
+    while (now := now + chance.expovariate(1.0 / mtbf_s(nodes, truth))) < days * DAY_S:
+        failures.append(now)
+        own.watched(now, nodes)
+        own.incident(now)
+    own.watched(days * DAY_S, nodes)
+    halves = [Watched(0.0, 9.1 * DAY_S, nodes), Watched(9.1 * DAY_S, days * DAY_S, nodes, tuple(failures))]
+    later = prior().learned(*learned_before(halves, days * DAY_S, never))
+    assert own.posterior.rate == pytest.approx(len(failures) / (nodes * days) * 1000.0, rel=0.05)
+    assert later.rate == pytest.approx(own.posterior.rate, rel=1e-3)
 
 
 def incident(at: float, charged: str) -> Incident:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 from jurymast.cli.main import main
 from jurymast.cli.plan import command
 from jurymast.core.planning.failure_rate import prior
-from jurymast.core.planning.forecast import Question, forecast, goodput_at
-from jurymast.report.plan import page, plan_blocks, plan_view
+from jurymast.core.planning.forecast import REPLICATE_BYTES_PER_S, Question, forecast, goodput_at
+from jurymast.report.plan import facts, page, plan_blocks, plan_view
 from jurymast.report.text import minutes, render
 from jurymast.sim.checkpoints import TRAINING_START_S, read_measured
 
@@ -83,7 +84,7 @@ def test_nothing_but_the_number_of_nodes() -> None:
     assert plan["average_write_gb_per_s"] is None
     assert plan["needed_for_target"] == []
     assert plan["spares"] == 0
-    assert plan["cadence_minutes"] == 15.0  # max_loss
+    assert plan["cadence_minutes"] == pytest.approx(15.0 - 10.0 / 60.0)  # max_loss less the copy's time
     assert plan["goodput"] > 0.99
 
 
@@ -124,6 +125,80 @@ def test_a_target_out_of_reach() -> None:
     assert plan["needed_for_target"][1]["blocking_gb_per_s"] is None
     shown = render(plan_blocks(plan), terminal=False)
     assert "no storage is fast enough" in shown
+
+
+SLOW = ("--nodes", "2048", "--checkpoint-bytes", "5e13", "--storage-gb-per-s", "100")
+
+
+def test_max_loss_limits_all_ways_alike_and_its_cost_is_shown(tmp_path: Path) -> None:
+    policy = tmp_path / "p.yaml"
+    policy.write_text("checkpoint: {max_loss: 90m}\n")
+    strict, free = planned(*SLOW), planned(*SLOW, "--policy", str(policy))
+    for way, other in zip(strict["ways"], free["ways"], strict=True):
+        assert way["goodput_without_max_loss"] == pytest.approx(other["goodput_without_max_loss"])
+    memory, _, blocking = strict["ways"]
+    assert memory["durable_cadence_minutes"] >= 10 * 5e13 / 1e11 / 60, (
+        "the storage is idle between its writes"
+    )
+    assert blocking["cadence_minutes"] == 15.0
+    assert blocking["goodput"] < blocking["goodput_without_max_loss"] - 0.2
+    shown = render(plan_blocks(strict), terminal=False)
+    assert re.search(r"max_loss limits each .* to 15 min of training: .*blocking -2\d\.\d\d points", shown)
+    # The way in memory has no longer intervals of writes either, where storage is so fast.
+    fast = planned("--nodes", "16", "--checkpoint-bytes", "1e12", "--storage-gb-per-s", "200")["ways"][0]
+    assert 13.0 < fast["durable_cadence_minutes"] <= 15.0
+    assert fast["goodput"] < fast["goodput_without_max_loss"]
+    assert "max_loss limits" not in render(plan_blocks(planned(*MICRON)), terminal=False)
+
+
+@given(
+    st.integers(1, 10_000), st.floats(0.5, 100.0), st.floats(1e9, 1e14), st.floats(1e9, 1e13),
+    st.floats(60.0, 3600.0), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=200)
+def test_no_failure_costs_more_than_is_said(
+    nodes: int, rate: float, size: float, speed: float, max_loss_s: float, replicated: bool
+) -> None:
+    """And that is `max_loss`, unless a save takes too long or only durable saves survive."""
+    asked = Question(
+        nodes=nodes, rate=prior(rate), checkpoint_bytes=size, write_bytes_per_s=speed,
+        max_loss_s=max_loss_s, replicated=replicated,
+    )  # fmt: skip
+    for way in forecast(asked).ways:
+        assert way.loss_s is not None
+        assert way.durable_loss_s is not None
+        assert way.write_s is not None
+        copies = {
+            "blocking": 0.0,
+            "asynchronous": way.write_s,
+            "memory": size / nodes / REPLICATE_BYTES_PER_S,
+        }
+        copy_s = copies[way.name]
+        least_s = max(1.0, way.write_s if way.name == "blocking" else copy_s)
+        assert way.loss_s <= max(max_loss_s, least_s + copy_s) + 1e-6
+        if way.name != "memory":
+            assert way.durable_loss_s == way.loss_s
+        else:  # the run leaves storage idle between its writes
+            spacing_s = max(max_loss_s, 10.0 * way.write_s + way.interval_s, way.interval_s)
+            assert way.durable_interval_s <= spacing_s + 1e-6
+            assert way.durable_interval_s >= 10.0 * way.write_s - 1e-6
+    memory = forecast(replace(asked, replicated=True))
+    text = dict(facts(plan_view(memory)))["lost"]
+    most_s = max(memory.way.loss_s or 0.0, memory.way.durable_loss_s or 0.0)
+    assert ("holds while one copy" in text or "more than max_loss" in text) == (
+        most_s > max_loss_s * (1 + 1e-9)
+    )
+
+
+def test_a_rate_of_which_no_failure_was_seen_has_no_lower_end() -> None:
+    found = forecast(
+        Question(nodes=64, rate=prior().learned(0.0, 900.0), checkpoint_bytes=1e12, write_bytes_per_s=1e11)
+    )
+    assert found.question.rate.interval()[0] == 0.0
+    assert found.low < found.way.goodput < found.high <= 1.0
+    view = plan_view(found)
+    json.dumps(view, allow_nan=False)
+    assert not re.search(r"\bnan\b|\binf\b", page(view, found))
 
 
 def test_the_curve_is_highest_at_the_cadence_that_was_chosen() -> None:

@@ -285,6 +285,20 @@ def test_the_report_object_has_the_keys_that_programs_read(tmp_path: Path) -> No
     assert report["incidents"][0]["lost_seconds"] > 0
 
 
+@pytest.mark.parametrize(("story", "nodes"), [("swapped", 1), ("crash loop", 0)])
+def test_status_and_report_count_the_same_failures_of_nodes_and_none_of_the_script(
+    tmp_path: Path, story: str, nodes: int
+) -> None:
+    watching = watcher({"swapped": swapped, "crash loop": crash_loop}[story]().finished(), tmp_path)
+    report = report_view(watching, ENDED)
+    rate = watching.view(ENDED, 9e9)["cadence"]["rate"]
+    assert rate["failures"] == report["mtbf"]["failures"] == nodes
+    assert report["mtbf"]["by_charge"]["application"] == (3 if story == "crash loop" else 0)
+    expected = 1000.0 / rate["mean"] / report["nodes"]["active"] * 86_400.0
+    assert report["mtbf"]["predicted_seconds"] == pytest.approx(expected)
+    assert (report["mtbf"]["seconds"] is None) == (nodes == 0)
+
+
 def test_a_report_of_a_running_run_is_provisional(tmp_path: Path) -> None:
     story = swapped()
     report = report_view(watcher(story, tmp_path), ALIVE, story.t + 5.0)
@@ -309,7 +323,10 @@ def test_the_report_text(tmp_path: Path) -> None:
     )
     assert "     swap: replaced: n3 out, a spare in\n" in shown, "the line above has the evidence"
     assert "MTBF " in shown
-    assert "cadence    policy: 20 steps; 1 save, stall 400 ms, 4 MB each; best at this MTBF: every" in shown
+    assert (
+        "cadence    policy: 20 steps; 1 save, stall 400 ms, 4 MB each; best at the expected MTBF: every"
+        in shown
+    )
 
 
 def test_an_empty_report_is_a_report_too(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core.effects import Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.planning.failure_rate import prior
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.recovery import not_stopped
 from jurymast.core.run.state import Phase, Role, RunState
@@ -533,7 +534,7 @@ def test_each_attempt_is_told_how_often_failures_are_expected_by_now() -> None:
     story.lost("n2")
     story.stopped()
     assert story.last(Launch).attempt == 2
-    assert story.last(Launch).mtbf_s == pytest.approx(first * 2.5 / 3.5, rel=1e-2)
+    assert story.last(Launch).mtbf_s == pytest.approx(prior().learned(1.0, 0.0).mtbf_s(2), rel=1e-2)
 
 
 @pytest.mark.parametrize("requeue", [True, False])

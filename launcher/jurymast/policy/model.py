@@ -305,7 +305,10 @@ class Checkpoint(Section):
             {"type": "string", "pattern": r"^\s*\d+\s*steps?\s*$", "examples": ["200 steps"]},
         ),
     ] = _key("auto", 'how often to save: auto, "200 steps", "10m"')
-    max_loss: Duration = _key("15m", "most training time that a failure may cost; limits an auto cadence")
+    max_loss: Duration = _key(
+        "15m",
+        "most training that a failure may cost while a copy in memory survives; limits automatic intervals",
+    )
     tiers: Tiers = _key({}, "where checkpoints are kept")
 
 

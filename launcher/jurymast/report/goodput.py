@@ -12,8 +12,17 @@ from typing import Any
 import jurymast
 from jurymast.core.checkpoints.cadence import young_interval_s
 from jurymast.core.goodput import MAYBE_REWORK, MEANINGS, RATIOS, Account, SaveCounts, ordered
-from jurymast.core.planning.failure_rate import LEVEL, Mtbf, default_mtbf_s, mtbf, mtbf_s
+from jurymast.core.planning.failure_rate import (
+    LEVEL,
+    Mtbf,
+    Watched,
+    between_bursts,
+    failure_times,
+    mtbf,
+    prior,
+)
 from jurymast.core.run.incident import CAUSES
+from jurymast.core.run.recovery import failure_rate
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.report.liveness import Liveness, look, slurm_jobs
@@ -60,8 +69,8 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
     by_charge = {
         who: charged.count(who) for who in ("infrastructure", "application")
     }  # nobody requested them
-    # A failure could have happened while nodes were allocated.
-    failures = mtbf(sum(by_charge.values()), sum(interval.us for interval in account.timeline) / 1e6)
+    failures = _node_failures(account, state)
+    expected_s = _expected_s(state, state.now if state.ended else max(now, state.now))
     word, why = public_state(state, life)
     return {
         "run": state.run or plan.run, "name": state.name or plan.name, "state": word, "end_reason": why,
@@ -82,31 +91,38 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
         "incidents": [
             {**incident_json(i), "lost_seconds": account.incident_us(i.id) / 1e6} for i in state.incidents
         ],
-        "mtbf": _mtbf_json(failures, by_charge, state),
-        "cadence": _cadence_json(watcher.ledger.saves, failures, state),
+        "mtbf": _mtbf_json(failures, by_charge, expected_s),
+        "cadence": _cadence_json(watcher.ledger.saves, expected_s, state),
         "provenance": _provenance(watcher, plan, state),
     }  # fmt: skip
 
 
-def _mtbf_json(found: Mtbf, by_charge: Mapping[str, int], state: RunState) -> dict[str, Any]:
+def _node_failures(account: Account, state: RunState) -> Mtbf:
+    """The nodes' failures, while nodes were allocated: those that `status` counts. The script's say nothing
+    of the nodes."""
+    failures = failure_times(state.incidents)
+    spans = (Watched(held.start / 1e6, held.end / 1e6, 1.0) for held in account.timeline)
+    observed_s = sum(end - start for span in spans for start, end in between_bursts(span, failures))
+    return mtbf(len(failures), observed_s)
+
+
+def _mtbf_json(found: Mtbf, by_charge: Mapping[str, int], expected_s: float) -> dict[str, Any]:
     return {
         "seconds": found.mean_s, "low_seconds": found.low_s, "high_seconds": found.high_s, "level": LEVEL,
         "failures": found.failures, "observed_seconds": found.observed_s,
         "by_charge": by_charge,
-        "predicted_seconds": _predicted_s(state),
+        "predicted_seconds": expected_s,
     }  # fmt: skip
 
 
-def _predicted_s(state: RunState) -> float:
-    """The MTBF of the run's nodes in seconds, at the policy's failure rate or else at the rate that fleets
-    report."""
-    rate = state.settings.rate
-    return default_mtbf_s(state.active) if rate is None else mtbf_s(state.active, rate)
+def _expected_s(state: RunState, now: float) -> float:
+    """The MTBF of the run's nodes in seconds, at the failure rate that `status` shows."""
+    rate = failure_rate(state, now) or prior(state.settings.rate)
+    return rate.mtbf_s(max(1, state.active))
 
 
-def _cadence_json(saves: SaveCounts, failures: Mtbf, state: RunState) -> dict[str, Any]:
+def _cadence_json(saves: SaveCounts, expected_s: float, state: RunState) -> dict[str, Any]:
     stall_s = saves.stall_s / saves.done if saves.done else None
-    expected_s = failures.mean_s or _predicted_s(state)
     return {
         "setting": cadence_words(state.settings), "saves": saves.done, "failed": saves.failed,
         "interval_seconds": saves.interval_s / saves.intervals if saves.intervals else None,
@@ -240,7 +256,9 @@ def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
 
 def mtbf_text(report: Mapping[str, Any]) -> str:
     found = report["mtbf"]
-    seen = f"{count(found['failures'], 'failure')} in {duration(found['observed_seconds'])} with nodes"
+    seen = (
+        f"{count(found['failures'], 'failure')} of nodes in {duration(found['observed_seconds'])} with nodes"
+    )
     predicted = (
         f"expected of {count(report['nodes']['active'], 'node')}: {duration(found['predicted_seconds'])}"
     )
@@ -263,7 +281,7 @@ def cadence_text(report: Mapping[str, Any]) -> str:
         text += f", one every {duration(found['interval_seconds'])}"
     text += f", stall {duration(found['stall_seconds'])}"
     text += f", {size(found['size_bytes'])} each" if found["size_bytes"] else ""
-    return f"{text}; best at this MTBF: every {duration(found['optimal_seconds'])}"
+    return f"{text}; best at the expected MTBF: every {duration(found['optimal_seconds'])}"
 
 
 def source_text(report: Mapping[str, Any]) -> str:

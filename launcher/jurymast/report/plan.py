@@ -65,7 +65,11 @@ def plan_view(found: Forecast, restart: Sequence[str] = ()) -> dict[str, Any]:
         "goodput": way.goodput, "goodput_low": found.low, "goodput_high": found.high,
         "ettr": found.spares.ettr, "allocation_goodput": found.spares.allocation_goodput,
         "definitions": DEFINITIONS,
-        "ways": [_way_json(each) for each in found.ways],
+        "ways": [
+            _way_json(each, free.goodput)
+            for each, free in zip(found.ways, found.unlimited, strict=True)
+        ],
+        "max_loss_minutes": question.max_loss_s / 60.0,
         "spare_choices": [asdict(each) for each in found.more_spares],
         "gain": {"storage_twice_as_fast": found.faster_storage, "one_more_spare": _one_more(found)},
         "sensitivity": {"rate_factor": RATE_FACTOR, "goodput_lost": found.sensitivity},
@@ -76,11 +80,14 @@ def plan_view(found: Forecast, restart: Sequence[str] = ()) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _way_json(way: Way) -> dict[str, Any]:
+def _way_json(way: Way, unlimited: float) -> dict[str, Any]:
+    """`unlimited`: its goodput without `max_loss`."""
     return {
         "way": way.name, "cadence_minutes": way.interval_s / 60.0,
         "durable_cadence_minutes": way.durable_interval_s / 60.0, "stall_seconds": way.stall_s,
-        "write_seconds": way.write_s, "goodput": way.goodput,
+        "write_seconds": way.write_s, "goodput": way.goodput, "goodput_without_max_loss": unlimited,
+        "most_lost_minutes": None if way.loss_s is None else way.loss_s / 60.0,
+        "most_lost_of_durable_minutes": None if way.durable_loss_s is None else way.durable_loss_s / 60.0,
     }  # fmt: skip
 
 
@@ -142,6 +149,8 @@ def restart_lines(
     ]
 
 
+# A loss of goodput that two digits behind the point show.
+LEAST_COST = 0.00005
 WAYS = {
     "blocking": "training waits for each write to shared storage",
     "asynchronous": "training waits for a copy in memory, which is written in the background",
@@ -178,6 +187,7 @@ def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         written = f"{size(round(plan['bytes_per_day']))} a day, {speed(plan['average_write_gb_per_s'])}"
         burst = plan["burst_write_gb_per_s"]
         found.append(("written", f"{written} on average" + (f", {speed(burst)} in bursts" if burst else "")))
+    found += [("lost", lost)] if (lost := _lost(plan)) else []
     choice = next(each for each in plan["spare_choices"] if each["spares"] == plan["spares"])
     found.append(
         ("spares", f"{plan['spares']}; a node is missing {percent_fine(choice['waiting'])} of the time")
@@ -197,6 +207,25 @@ def _save(plan: Mapping[str, Any]) -> str:
     return f"{text}; stall {duration(plan['stall_seconds'])} each"
 
 
+def _lost(plan: Mapping[str, Any]) -> str:
+    """The most training that a failure costs, by the copies that survive it; "" if it is not known."""
+    way = plan["ways"][0]
+    most, durable = way["most_lost_minutes"], way["most_lost_of_durable_minutes"]
+    if most is None:
+        return ""
+    text, limit = (
+        f"at most {minutes(most)} of training by a failure",
+        f"max_loss ({minutes(plan['max_loss_minutes'])})",
+    )
+    within = most <= plan["max_loss_minutes"] * (1.0 + 1e-9)
+    if way["way"] == "memory":
+        worst = "more" if durable is None else minutes(durable)
+        text += f", {worst} by one that destroys both copies in memory"
+        if within and (durable is None or durable > plan["max_loss_minutes"]):
+            text += f"; {limit} holds while one copy survives"
+    return text if within else f"{text}; more than {limit}"
+
+
 def _ways(plan: Mapping[str, Any]) -> list[Block]:
     if len(plan["ways"]) < 2:
         return []
@@ -208,7 +237,18 @@ def _ways(plan: Mapping[str, Any]) -> list[Block]:
         for each in plan["ways"]
     ]  # fmt: skip
     headers = ("WAY TO SAVE", "EVERY", "TO STORAGE", "STALL", "GOODPUT", "")
-    return [Table(headers, rows, right=frozenset({1, 2, 3, 4})), Line("")]
+    notes = [Line(text)] if (text := _limited(plan)) else []
+    return [Table(headers, rows, right=frozenset({1, 2, 3, 4})), *notes, Line("")]
+
+
+def _limited(plan: Mapping[str, Any]) -> str:
+    """What the limit of all intervals costs; "" if it costs nothing."""
+    costs = {each["way"]: each["goodput"] - each["goodput_without_max_loss"] for each in plan["ways"]}
+    told = [f"{name} {points(cost)}" for name, cost in costs.items() if cost <= -LEAST_COST]
+    limit = minutes(plan["max_loss_minutes"])
+    return (
+        f"max_loss limits each of these intervals to {limit} of training: {', '.join(told)}" if told else ""
+    )
 
 
 def _spares(plan: Mapping[str, Any]) -> list[Block]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from jurymast.core.checkpoints.cadence import NEVER, Schedule, cost_if, next_save_step
 from jurymast.core.checkpoints.copies import MEMORY, PEER, SHARED
-from jurymast.core.checkpoints.writes import IDLE_SHARE, durable_every_s
+from jurymast.core.checkpoints.writes import durable_every_s
 from jurymast.core.goodput import Account
-from jurymast.core.planning.failure_rate import failure_times
-from jurymast.core.planning.forecast import Saving
+from jurymast.core.planning.failure_rate import LEVEL, failure_times
+from jurymast.core.planning.forecast import IDLE_SHARE, Saving
 from jurymast.core.run.incident import CAUSES, Incident, meaning
 from jurymast.core.run.recording import pause_s
 from jurymast.core.run.recovery import failure_rate
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 QUIET_S = 30.0
 POLL_S = 0.05
 LOOK_EVERY_S = 5.0
-RATE_LEVEL = 0.95
 
 # If there are more nodes than this, those that work normally are counted instead of listed.
 NODES_LISTED_MAX = 32
@@ -331,9 +330,9 @@ def _rate(state: RunState, plan: RunPlan, now: float) -> dict[str, Any] | None:
     found = failure_rate(state, state.now if state.ended else max(now, state.now))
     if found is None:
         return None
-    low, high = found.interval(RATE_LEVEL)
+    low, high = found.interval()
     return {
-        "mean": found.rate, "low": low, "high": high, "level": RATE_LEVEL,
+        "mean": found.rate, "low": low, "high": high, "level": LEVEL,
         "failures": len(failure_times(state.incidents)), "earlier": plan.earlier_text or None,
         "node_days": found.exposure_node_days,
     }  # fmt: skip

@@ -183,9 +183,9 @@ def durable_interval_s(
 ) -> float:
     """Return the time between durable saves by the two-level optimum. As the share is a guess at first, the
     time is bounded by `max_loss_s` and by a tenth of what the run can lose, its age."""
-    interval_s = best_interval_s(cheap, mtbf_s, max_loss_s)
-    found = two_levels(cheap, durable, mtbf_s, share, interval_s if interval_s > 0.0 else 1.0)
-    return min(found.durable_interval_s, max_loss_s, AGE_SHARE * age_s)
+    interval_s = best_interval_s(cheap, mtbf_s, max_loss_s) or 1.0
+    found = two_levels(cheap, durable, mtbf_s, share, interval_s, most_s=max_loss_s)
+    return min(found.durable_interval_s, AGE_SHARE * age_s)
 
 
 class Due(Enum):

@@ -24,12 +24,10 @@ from jurymast.core.checkpoints.cadence import durable_interval_s, durable_share
 from jurymast.core.checkpoints.copies import RATES, Copies, Reachability, Retries, StateId
 from jurymast.core.effects import Effect, Send
 from jurymast.core.messages import WritePhase
-from jurymast.core.planning.forecast import Saving
+from jurymast.core.planning.forecast import IDLE_SHARE, Saving
 from jurymast.core.run.recording import copied
 from jurymast.core.run.state import RunState
 
-# Whatever interval loses least: the storage is left idle nine tenths of the time.
-IDLE_SHARE = 9.0
 # A copy that takes this long, and three times as long as the one before, is slower than storage should be.
 LATE_S = 15.0
 LATE_TIMES = 3.0

@@ -1,9 +1,14 @@
 """How often nodes fail: a Gamma-Poisson posterior over incidents and node-days.
 
 Failures of a fleet are modeled as a Poisson process of unknown rate r per node-day. With the prior r ~
-Gamma(a, b node-days), k incidents in E node-days give r ~ Gamma(a + k, b + E). Fleets change, so both k and E
-decay with a half-life, and without new evidence the estimate returns towards the prior. Published rates
-spread over a factor of fifteen, so the prior only serves for a run's first days.
+Gamma(a, b node-days), k incidents in E node-days give r ~ Gamma(w a + k, w b + E). The prior's weight w =
+(a / (a + k))^2 falls from 1 as incidents come: a fleet may fail ten times as often as those that published
+their rates, and with w = 1 the estimate would be half of the truth after twenty incidents. Fleets change, so
+both k and E decay with a half-life, and without new evidence the estimate returns towards the prior.
+
+The interval of the rate is that of the prior only until something was observed that could contradict it. Then
+it rests on the observations alone, as that of the mean time between failures does, and so holds for any true
+rate that does not change. (Decay makes it too wide, never too narrow.)
 
 Rates shown to people are failures per 1,000 node-days; times are seconds unless a name says days.
 
@@ -19,8 +24,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from jurymast.core.run.incident import Incident
 
@@ -95,15 +101,22 @@ def gamma_quantile(shape: float, probability: float) -> float:
     return (low + high) / 2.0
 
 
+def poisson_interval(count: float, level: float = LEVEL) -> tuple[float, float]:
+    """Return the numbers of events to be expected between which the true one is with probability `level` or
+    more after `count` events, with equal tails (Garwood, Biometrika 28, 1936)."""
+    tail = (1.0 - level) / 2.0
+    low = gamma_quantile(count, tail) if count > 0.0 else 0.0
+    return low, gamma_quantile(count + 1.0, 1.0 - tail)
+
+
 def mtbf(failures: int, observed_s: float) -> Mtbf:
     """Return the MTBF after `failures` in `observed_s` seconds, with its interval at `LEVEL`."""
     if observed_s <= 0.0:
         return Mtbf(failures, 0.0, None, None, None)
-    tail = (1.0 - LEVEL) / 2.0
-    low = observed_s / gamma_quantile(failures + 1, 1.0 - tail)
+    fewest, most = poisson_interval(failures)
     if failures == 0:
-        return Mtbf(0, observed_s, None, low, None)
-    return Mtbf(failures, observed_s, observed_s / failures, low, observed_s / gamma_quantile(failures, tail))
+        return Mtbf(0, observed_s, None, observed_s / most, None)
+    return Mtbf(failures, observed_s, observed_s / failures, observed_s / most, observed_s / fewest)
 
 
 # ---- the rate
@@ -116,6 +129,10 @@ PRIOR_NODE_DAYS = 500.0
 PRIOR_RATE = PER * PRIOR_SHAPE / PRIOR_NODE_DAYS
 # A rate that a policy states counts as much as this many incidents: 90 % within about half of it either way.
 GIVEN_SHAPE = 10.0
+# The interval of the rate rests on what was observed from so many incidents, or so many node-days, on. Before
+# that, its upper end would be more than twenty times what fleets report.
+TELLING_INCIDENTS = 3.0
+TELLING_NODE_DAYS = 30.0
 # Incidents that start this soon after one are the same trouble: a switch, a power feed, a filesystem.
 MERGE_S = 600.0
 HALF_LIFE_DAYS = 14.0
@@ -134,8 +151,8 @@ AFTER_REPAIR_S = DAY_S
 
 @dataclass(frozen=True)
 class Posterior:
-    """r ~ Gamma(`shape`, `node_days`) failures per node-day; `incidents` in `exposure_node_days` are the
-    evidence after decay; both are 0 for a prior."""
+    """What is believed of the rate: a prior, which is Gamma(`shape`, `node_days`) failures per node-day, and
+    the evidence after decay, which is `incidents` in `exposure_node_days`."""
 
     shape: float = PRIOR_SHAPE
     node_days: float = PRIOR_NODE_DAYS
@@ -145,17 +162,31 @@ class Posterior:
     @property
     def rate(self) -> float:
         """The mean, in failures per 1,000 node-days."""
-        return PER * self.shape / self.node_days
+        shape, node_days = self._gamma()
+        return PER * shape / node_days
 
-    def quantile(self, probability: float) -> float:
-        """Return the rate below which the true one is with this probability, in failures per 1,000
-        node-days."""
-        return PER * gamma_quantile(self.shape, probability) / self.node_days
+    def _gamma(self) -> tuple[float, float]:
+        """The shape and the node-days of the prior and the evidence together."""
+        weight = (self.shape / (self.shape + self.incidents)) ** 2
+        return weight * self.shape + self.incidents, weight * self.node_days + self.exposure_node_days
+
+    @property
+    def observed(self) -> bool:
+        """Whether so much was observed that the interval rests on it alone."""
+        return self.incidents >= TELLING_INCIDENTS or self.exposure_node_days >= TELLING_NODE_DAYS
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
-        """Return the rates between which the true one is with probability `level`, with equal tails."""
+        """Return the rates between which the true one is with probability `level`, in failures per 1,000
+        node-days, with equal tails; the mean is between them, too."""
+        if self.observed and self.exposure_node_days > 0.0:
+            low, high = (
+                PER * count / self.exposure_node_days for count in poisson_interval(self.incidents, level)
+            )
+            return min(low, self.rate), max(high, self.rate)
+        shape, node_days = self._gamma()
         tail = (1.0 - level) / 2.0
-        return self.quantile(tail), self.quantile(1.0 - tail)
+        low, high = (PER * gamma_quantile(shape, at) / node_days for at in (tail, 1.0 - tail))
+        return low, high
 
     def mtbf_s(self, nodes: float) -> float:
         """Return the mean time between failures of a run on `nodes` nodes, at the mean rate."""
@@ -163,9 +194,9 @@ class Posterior:
 
     def learned(self, incidents: float, exposure_node_days: float) -> Posterior:
         """Return the posterior after this many more incidents in this many more node-days."""
-        return Posterior(
-            self.shape + incidents, self.node_days + exposure_node_days,
-            self.incidents + incidents, self.exposure_node_days + exposure_node_days,
+        return replace(
+            self, incidents=self.incidents + incidents,
+            exposure_node_days=self.exposure_node_days + exposure_node_days,
         )  # fmt: skip
 
     def evidence(self) -> str:
@@ -203,19 +234,33 @@ def learned_before(
 ) -> tuple[float, float]:
     """Return what earlier runs teach: (incidents, exposure in node-days), each decayed since it happened.
     Failures close to each other count once even if they hit several runs, because those share switches and
-    power."""
+    power; the time in which further ones would not have counted is no exposure."""
     half_life_s = half_life_days * DAY_S
 
     def left(at_s: float) -> float:
         return float(0.5 ** (max(0.0, now_s - at_s) / half_life_s))
 
     spans = list(watched)
-    node_days = sum(
-        span.nodes * half_life_days / math.log(2.0) * max(0.0, left(span.end_s) - left(span.start_s))
-        for span in spans
-    )
     failures = merged(at_s for span in spans for at_s in span.failures_s)
+    node_days = sum(
+        span.nodes * half_life_days / math.log(2.0) * max(0.0, left(end_s) - left(start_s))
+        for span in spans
+        for start_s, end_s in between_bursts(span, failures)
+    )
     return sum(map(left, failures)), node_days
+
+
+def between_bursts(span: Watched, bursts: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """The parts of the span in which a failure would have counted, with the starts of all `bursts` in
+    order."""
+    start_s = span.start_s
+    first = bisect_left(bursts, span.start_s - MERGE_S)
+    for burst_s in bursts[first : bisect_left(bursts, span.end_s)]:
+        if burst_s > start_s:
+            yield start_s, burst_s
+        start_s = max(start_s, burst_s + MERGE_S)
+    if span.end_s > start_s:
+        yield start_s, span.end_s
 
 
 def mtbf_s(nodes: float, rate: float) -> float:

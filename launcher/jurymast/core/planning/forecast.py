@@ -122,15 +122,17 @@ class TwoLevels:
 
 
 def two_levels(
-    cheap: Saving, durable: Saving, mtbf_s: float, durable_share: float, interval_s: float | None = None
-) -> TwoLevels:
+    cheap: Saving, durable: Saving, mtbf_s: float, durable_share: float, interval_s: float | None = None,
+    least_s: float = 0.0, most_s: float = math.inf,
+) -> TwoLevels:  # fmt: skip
     """The pattern of Benoit et al., "Towards optimal multi-level checkpointing", 2017.
 
     `durable_share` of the failures destroy the cheap copies and lead back to the newest durable save. Each
     level alone has Delta_l = sqrt(2 C_l / lambda_l) (here: its exact form); a durable save is due every
     round(Delta_2 / Delta_1) cheap ones, and never before the previous one is complete. `interval_s` fixes the
-    cheap interval. `durable.stall_s` is what a durable save costs beyond the cheap one from which it is made.
-    Goodput: the exact form with the mean restart, copy and rework of both kinds of failure.
+    cheap interval; the durable one is at least `least_s` and, if that allows, at most `most_s`.
+    `durable.stall_s` is what a durable save costs beyond the cheap one from which it is made. Goodput: the
+    exact form with the mean restart, copy and rework of both kinds of failure.
     """
     share = min(1.0, max(0.0, durable_share))
     first_s = mtbf_s / (1.0 - share) if share < 1.0 else math.inf
@@ -140,7 +142,10 @@ def two_levels(
     wanted_s = optimal_interval_s(durable, second_s) if share > 0.0 else math.inf
     # A durable save that no failure needs has no optimum. One a day is kept for unforeseen failures.
     wanted_s = min(wanted_s, max(86_400.0, durable.copy_s))
-    every = max(1, round(wanted_s / interval_s), math.ceil(durable.copy_s / interval_s - 1e-9))
+    wanted = round(wanted_s / interval_s)
+    if wanted * interval_s > most_s:
+        wanted = int(most_s / interval_s + 1e-9)
+    every = max(1, wanted, math.ceil(max(least_s, durable.copy_s) / interval_s - 1e-9))
     # Failures of the second kind lose half a durable interval instead of half a cheap one, and its copy.
     further_s = share * ((every - 1) * interval_s / 2.0 + durable.copy_s - cheap.copy_s)
     restart_s = (1.0 - share) * cheap.restart_s + share * durable.restart_s
@@ -252,6 +257,8 @@ REPLICATE_GUESS_S = 10.0
 SLOWDOWN = 0.01
 # 3 to 10 % of incidents take several nodes at once, and with them both copies of something.
 DURABLE_SHARE = 0.05
+# Whatever interval loses least: after a write from memory the storage is left idle nine times as long.
+IDLE_SHARE = 9.0
 TARGET = 0.95
 MAX_LOSS_S = 900.0
 # Steps of trainings worth a plan take about a second; a save that costs nothing has no other bound.
@@ -263,7 +270,8 @@ EXPONENT_MAX = 300.0
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What is known before the run. None: not known (`stall_s`: estimated from the bytes; `cadence_s` and
-    `spares`: to be computed). `max_loss_s` limits a computed cadence. `write_bytes_per_s` is the storage's
+    `spares`: to be computed). `max_loss_s` limits each computed interval, that between durable saves
+    as well. `write_bytes_per_s` is the storage's
     bandwidth for all nodes together; `replicated`: saves are kept in the memory of two nodes."""
 
     nodes: int
@@ -314,7 +322,8 @@ class Question:
 class Way:
     """One way to save: a save every `interval_s`, a durable one every `durable_interval_s`, and the resulting
     goodput. `stall_s`: how long training waits for each; `write_s`: duration of the durable write, None if
-    unknown."""
+    unknown. `loss_s`: the most training time that a failure costs while a copy of the newest save survives,
+    and `durable_loss_s` if only durable saves do; None if it depends on an unknown write."""
 
     name: str
     interval_s: float
@@ -322,6 +331,8 @@ class Way:
     stall_s: float
     write_s: float | None
     goodput: float
+    loss_s: float | None
+    durable_loss_s: float | None
 
 
 @dataclass(frozen=True)
@@ -348,14 +359,16 @@ class Needed:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The answer. `way` is the planned one; `low` and `high` are its goodput at the ends of the 90 % interval
-    of the failure rate; `faster_storage`: goodput gained by storage twice as fast, None if it plays no part;
-    `sensitivity`: goodput lost if the cadence is chosen for a rate that is off by a factor of four."""
+    """The answer. `way` is the planned one of `ways`, which are `unlimited` without `max_loss_s`; `low` and
+    `high` are its goodput at the ends of the 90 % interval of the failure rate; `faster_storage`: goodput
+    gained by storage twice as fast, None if it plays no part; `sensitivity`: goodput lost if the cadence is
+    chosen for a rate that is off by a factor of four."""
 
     question: Question
     mtbf_s: float
     way: Way
     ways: tuple[Way, ...]
+    unlimited: tuple[Way, ...]
     low: float
     high: float
     spares: SpareChoice
@@ -388,6 +401,7 @@ def forecast(question: Question) -> Forecast:
         mtbf_s=mtbf,
         way=way,
         ways=ways,
+        unlimited=_ways(replace(question, max_loss_s=math.inf), mtbf),
         low=at_high.goodput,
         high=at_low.goodput,
         spares=_spare_choice(question, way, count),
@@ -418,12 +432,13 @@ def _ways(question: Question, mtbf: float) -> tuple[Way, ...]:
     return tuple(ways)
 
 
-def _interval_s(question: Question, best_s: float, least_s: float = 0.0) -> float:
-    """Return the policy's cadence, or the best one within `max_loss_s`; never before the last save is
+def _interval_s(question: Question, best_s: float, least_s: float = 0.0, copy_s: float = 0.0) -> float:
+    """Return the policy's cadence, or the best one with which a failure costs at most `max_loss_s`, though a
+    save protects only `copy_s` after its step; at least `least_s`, as no save begins before the last one is
     written."""
     if question.cadence_s is not None:
         return max(question.cadence_s, least_s)
-    return max(min(best_s, question.max_loss_s), least_s, LEAST_INTERVAL_S)
+    return max(min(best_s, question.max_loss_s - copy_s), least_s, LEAST_INTERVAL_S)
 
 
 def _allowed(question: Question, mtbf: float) -> Way:
@@ -444,15 +459,17 @@ def _blocking(question: Question, write_s: float, mtbf: float, interval_s: float
     saving = Saving(write_s, restart_s=question.restart_s)
     if interval_s is None:
         interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), write_s)
-    return Way("blocking", interval_s, interval_s, write_s, write_s, async_goodput(interval_s, saving, mtbf))
+    found = async_goodput(interval_s, saving, mtbf)
+    return Way("blocking", interval_s, interval_s, write_s, write_s, found, interval_s, interval_s)
 
 
 def _asynchronous(question: Question, mtbf: float) -> Way:
     write_s = question.write_s
     saving = Saving(question.stall_used_s, write_s or 0.0, question.slowdown, question.restart_s)
-    interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), saving.copy_s)
+    interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), saving.copy_s, saving.copy_s)
     found = async_goodput(interval_s, saving, mtbf)
-    return Way("asynchronous", interval_s, interval_s, saving.stall_s, write_s, found)
+    loss_s = None if write_s is None else interval_s + write_s
+    return Way("asynchronous", interval_s, interval_s, saving.stall_s, write_s, found, loss_s, loss_s)
 
 
 def _memory(question: Question, mtbf: float) -> Way:
@@ -460,13 +477,22 @@ def _memory(question: Question, mtbf: float) -> Way:
     size, write_s = question.checkpoint_bytes, question.write_s
     copy_s = REPLICATE_GUESS_S if size is None else size / question.nodes / REPLICATE_BYTES_PER_S
     cheap = Saving(question.stall_used_s, copy_s, question.slowdown, question.restart_s)
-    durable_s = write_s or 0.0
-    durable = Saving(0.0, durable_s, question.slowdown, question.restart_s + durable_s)
+    read_s = write_s or 0.0
+    durable = Saving(0.0, read_s, question.slowdown, question.restart_s + read_s)
     # The best cadence of the cheap level depends on the failures it can recover alone.
     best_s = optimal_interval_s(cheap, mtbf / max(1e-9, 1.0 - question.durable_share))
-    interval_s = _interval_s(question, best_s, cheap.copy_s)
-    found = two_levels(cheap, durable, mtbf, question.durable_share, interval_s)
-    return Way("memory", interval_s, found.durable_interval_s, cheap.stall_s, write_s, found.goodput)
+    interval_s = _interval_s(question, best_s, cheap.copy_s, cheap.copy_s)
+    found = two_levels(
+        cheap, durable, mtbf, question.durable_share, interval_s,
+        least_s=(1.0 + IDLE_SHARE) * read_s, most_s=question.max_loss_s,
+    )  # fmt: skip
+    durable_s = found.durable_interval_s
+    # A write may begin when the save that it writes is about to be followed by the next one.
+    durable_loss_s = None if write_s is None else durable_s + interval_s + write_s
+    loss_s = interval_s + cheap.copy_s
+    return Way(
+        "memory", interval_s, durable_s, cheap.stall_s, write_s, found.goodput, loss_s, durable_loss_s
+    )  # fmt: skip
 
 
 def _spare_choice(question: Question, way: Way, spares: int) -> SpareChoice:
@@ -486,7 +512,7 @@ def _needed(question: Question, restart_s: float) -> Needed:
 
     def reached(copy_s: float) -> bool:
         saving = Saving(question.stall_used_s, copy_s, question.slowdown, restart_s)
-        interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), copy_s)
+        interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), copy_s, copy_s)
         return async_goodput(interval_s, saving, mtbf) >= question.target
 
     copy_s = _largest(reached, mtbf)
