@@ -3,7 +3,9 @@ new. Nothing that is not known is counted in the run's favour."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jurymast
+from jurymast.agent.ranks import unloadable as why_unloadable
+from jurymast.cli.options import find_run
+from jurymast.cluster import planning
 from jurymast.core import events as ev
 from jurymast.core.goodput import Ledger
 from jurymast.core.run.loops import fruitless
+from jurymast.core.run.state import Phase
+from jurymast.errors import RunNotFoundError, ScriptError
 from jurymast.journal import initial_state
+from jurymast.report.follow import end_lines
+from jurymast.report.goodput import report_view
+from jurymast.report.liveness import Liveness
+from jurymast.report.runs import COLUMNS, ps_blocks, run_row
+from jurymast.report.status import read_status, status_blocks
+from jurymast.report.text import Line, Table, plain_table, render
 from jurymast.worker import link
 from jurymast.worker.beginning import FilesRead, steps_by
 from jurymast.worker.link import Link, read_slot
@@ -232,3 +245,142 @@ def test_steps_are_numbered_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     assert [(one.step, one.given) for one in said] == [(40, True)]
     with pytest.raises(TypeError):
         jurymast.step(1.5)  # type: ignore[arg-type]
+
+
+# ---- what commands say of it
+
+
+def test_every_command_tells_the_same_and_warns(tmp_path: Path) -> None:
+    story = attempt(Story(spares=0).allocated(), 51)
+    failed(story)
+    attempt(story, 51, "unknown").finished()
+    watcher = read_status(story.write(tmp_path / story.plan.run))
+    view, row, report = watcher.view(), run_row(watcher, {}), report_view(watcher)
+    assert view["restarts"] == row["restarts"] == 1
+    assert view["requeues"] == 0
+    assert row["goodput"] == pytest.approx(report["ratios"]["runtime_goodput"], abs=1e-4)
+    assert row["goodput_at_most"] == pytest.approx(report["ratios_at_most"]["runtime_goodput"], abs=1e-4)
+    text = "\n".join(line.text for line in ps_blocks([row]) if isinstance(line, Line))
+    for warnings in (view["warnings"], report["warnings"], [text], end_lines(story.state, Liveness("ended"))):
+        assert any("jurymast.step(n)" in warning for warning in warnings)
+        assert any("no checkpoint through jurymast" in warning for warning in warnings)
+
+
+def test_a_run_that_never_trained_says_so(tmp_path: Path) -> None:
+    story = Story(spares=0).allocated().ranks_up().finished()
+    assert story.state.phase is Phase.SUCCEEDED
+    watcher = read_status(story.write(tmp_path / story.plan.run))
+    assert any("no rank did a training step" in text for text in watcher.view()["warnings"])
+    assert any("no rank did a training step" in text for text in end_lines(story.state, Liveness("ended")))
+
+
+def test_memory_is_gone_with_the_nodes(tmp_path: Path) -> None:
+    """It was saved: the script is not told to save it. But nothing that is left has it."""
+    story = Story(spares=0).running(200)
+    story.feed(ev.Saved(t=story.t, attempt=1, step=200, tier="memory", ok=True, stall_s=0.1, size_bytes=1000))
+    running = read_status(story.write(tmp_path / "running")).view(Liveness("alive"))
+    assert (running["saved_step"], running["tiers"]["memory"]["step"]) == (200, 200)
+    story.finished()
+    view = read_status(story.write(tmp_path / "ended")).view()
+    assert (view["saved_step"], view["tiers"]["memory"]["step"]) == (None, None)
+    told = next(text for text in view["warnings"] if "in no checkpoint" in text)
+    assert "was saved in memory, but did not reach storage" in told
+    assert "would have saved" not in told
+
+
+@pytest.mark.parametrize("width", [None, 200, 120, 100])
+def test_a_narrow_terminal_shows_rows_whole(tmp_path: Path, width: int | None) -> None:
+    story = Story(spares=0).running(200)
+    row = run_row(read_status(story.write(tmp_path / story.plan.run)), {})
+    row.update(partition="accelerated", user="somebody", nodelist="(Nodes required for job are DOWN)")
+    table = ps_blocks([row], width)[0]
+    assert isinstance(table, Table)
+    assert row["run"] in plain_table(table)[1]
+    if width is None:
+        assert len(table.headers) == len(COLUMNS)
+    elif width >= 120:
+        assert max(map(len, plain_table(table))) <= width
+
+
+# ---- an environment without torch
+
+
+def unloadable(story: Story, name: str) -> None:
+    why = "the torchrun host died 2 times: ModuleNotFoundError: No module named 'torch'"
+    story.feed(ev.NodeLost(t=story.t, node=name, how="environment", silent_s=0.0, evidence=why))
+
+
+def joined(*names: str) -> Story:
+    story = Story(active=2, spares=1)
+    story.submitted()
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=1, node="n1"))
+    story.feed(
+        ev.AllocationStarted(
+            t=story.t, slurm_job="17", restarts=0, nodes=names, host="n1", eligible_at=story.t
+        )
+    )
+    for name in names:
+        story.feed(ev.NodeJoined(t=story.t, node=name, address="10.0.0.1", incarnation=name))
+    return story
+
+
+def test_a_missing_torch_is_the_environments_fault(tmp_path: Path) -> None:
+    story = joined("n1", "n2", "n3")
+    unloadable(story, "n1")
+    unloadable(story, "n2")
+    assert story.state.phase is Phase.FAILED
+    assert (story.incident.cause, story.incident.charged) == ("import_failed", "application")
+    assert not story.state.excluded
+    assert story.state.restarts == 0
+    view = read_status(story.write(tmp_path / story.plan.run)).view()
+    first = render(status_blocks(view, now=story.t), terminal=False).splitlines()[:20]
+    assert any("No module named 'torch'" in line for line in first)
+    assert any("repair the environment" in line for line in first)
+
+
+def test_a_node_that_alone_cannot_load_torch_is_replaced() -> None:
+    story = joined("n1", "n2")
+    unloadable(story, "n1")
+    assert not story.state.incidents, "another node shows whose fault it is"
+    story.feed(ev.NodeReady(t=story.t, node="n2", store_port=29000))
+    story.wait(1.0)
+    assert story.state.phase is Phase.REQUEUED
+    assert list(story.state.excluded) == ["n1"]
+
+
+def test_why_python_cannot_load_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "raise ImportError('libcudart.so.99: cannot open shared object file')\n"
+    )
+    broken = asyncio.run(why_unloadable({**os.environ, "PYTHONPATH": str(tmp_path)}, str(tmp_path)))
+    assert broken == "ImportError: libcudart.so.99: cannot open shared object file"
+    (tmp_path / "torch.py").unlink()
+    (tmp_path / "torch").mkdir()
+    for name in ("__init__.py", "distributed.py"):
+        (tmp_path / "torch" / name).write_text("")
+    assert asyncio.run(why_unloadable({**os.environ, "PYTHONPATH": str(tmp_path)}, str(tmp_path))) == ""
+
+
+def test_a_python_without_torch_is_refused_at_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "find_spec", lambda name: None)
+    with pytest.raises(ScriptError, match="No module named 'torch'"):
+        planning._check_torch(sys.executable)
+
+
+# ---- how a run is named
+
+
+def test_a_run_is_named_by_its_beginning_or_as_the_last(tmp_path: Path) -> None:
+    names = ["20261117-100000-gpt-abcd", "20261117-110000-gpt-beef", "20261118-090000-vit-cafe"]
+    for name in names:
+        Story(spares=0).running(1).write(tmp_path / name)
+    assert find_run("20261118", tmp_path).root.name == names[2]
+    assert find_run("20261117-11", tmp_path).root.name == names[1]
+    assert find_run("last", tmp_path).root.name == names[2]
+    assert find_run(names[0], tmp_path).root.name == names[0]
+    with pytest.raises(RunNotFoundError, match="begins the ids of 2 runs"):
+        find_run("20261117", tmp_path)
+    with pytest.raises(RunNotFoundError):
+        find_run("gpt", tmp_path)
+    Story(spares=0).running(1).write(tmp_path / "last")
+    assert find_run("last", tmp_path).root.name == "last", "a name comes first"

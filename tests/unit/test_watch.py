@@ -9,7 +9,7 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core.agent.succession import HEIRS
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
-from jurymast.core.messages import beat_of
+from jurymast.core.messages import Leaving, beat_of
 from jurymast.core.nodes.silence import (
     ANSWER_INTERVAL_S,
     BEATS,
@@ -262,11 +262,11 @@ def test_what_is_told_of_an_older_connection_says_nothing_of_the_node() -> None:
     ears.joins("n3", 2)
     ears.closes("n3", 1)
     ears.does(ears.watch.hung_up("n3", 1))
-    ears.does(ears.watch.left("n3", 1, "its host does not start", ears.now))
+    ears.does(ears.watch.left("n3", 1, Leaving(why="its host does not start"), ears.now))
     assert ears.watch.away() == []
     ears.passes(5.0, beating=NAMES)
     assert ears.lost() == []
-    ears.does(ears.watch.left("n3", 2, "its host does not start", ears.now))
+    ears.does(ears.watch.left("n3", 2, Leaving(why="its host does not start"), ears.now))
     assert ears.lost() == ["n3"]
     ears.closes("n3", 2)
     assert ears.watch.away() == []
@@ -574,7 +574,7 @@ def test_a_lost_node_does_not_hide_how_far_the_others_came() -> None:
     ears = Ears()
     ears.says("n2", 48)
     ears.says("n3", 40)
-    ears.does(ears.watch.left("n3", 1, "", ears.now))
+    ears.does(ears.watch.left("n3", 1, Leaving(why=""), ears.now))
     reach = ears.watch.reports.reach()
     assert reach is not None
     assert reach.step == 48

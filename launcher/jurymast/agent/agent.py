@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -34,6 +35,7 @@ from jurymast.agent.ranks import (
     RankWatch,
     end_ranks,
     signal_ranks,
+    unloadable,
 )
 from jurymast.agent.stacks import StackTaker
 from jurymast.agent.supervision import Connecting, Driver, Succeeding
@@ -212,6 +214,7 @@ class Agent:
         self._stacks = StackTaker(directory, plan, self._temporary, self._driver.say)
         self._node_tests = NodeTestRunner(self._driver, self._environment)
         self._host: HostProcess | None = None
+        self._host_was_ready = False
         self._sweeping: asyncio.Task[None] | None = None
         self._succeeding = Succeeding(directory, node, self._driver)
         self._beat_timer: asyncio.TimerHandle | None = None
@@ -366,6 +369,7 @@ class Agent:
     # The ranks and their host.
 
     async def _start_host(self) -> None:
+        self._host_was_ready = False
         plan = host_plan(self._plan, self._directory.root, self._temporary, self._core_bytes)
         self._host = await HostProcess.start(
             plan, {**self._users, **self._environment()}, self._host_said, self._host_ended, self._driver.fail
@@ -413,6 +417,7 @@ class Agent:
                 self._strangers.heard("the torchrun host", message)
             case _:
                 if isinstance(message, msg.Ready):
+                    self._host_was_ready = True
                     self._sweep()
                 self._driver.act(self._machine.host_said(message, now))
 
@@ -420,7 +425,14 @@ class Agent:
         self._host = None
         evidence = self._evidence.look(code)
         self._sweep()
-        self._driver.act(self._machine.host_ended(code, evidence, self._driver.now))
+        if self._host_was_ready:
+            self._driver.act(self._machine.host_ended(code, evidence, self._driver.now))
+        else:
+            self._driver.spawn(self._explain_end(code, evidence))
+
+    async def _explain_end(self, code: int, evidence: dict[str, Any]) -> None:
+        why = await unloadable({**self._users, **self._environment()}, self._plan.working_directory)
+        self._driver.act(self._machine.host_ended(code, evidence, self._driver.now, why))
 
     def _environment(self) -> dict[str, str]:
         return {

@@ -447,6 +447,27 @@ class HostProcess:
         self._writer.close()
 
 
+IMPORT_LIMIT_S = 120.0
+IMPORT_CHARACTERS = 300
+
+
+async def unloadable(environment: dict[str, str], directory: str) -> str:
+    """Return why a Python with this environment cannot load torch: the last line of what it says; "" if it
+    can, or if that takes too long. Raises OSError."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "import torch.distributed", env=environment, cwd=directory,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        _, told = await asyncio.wait_for(process.communicate(), IMPORT_LIMIT_S)
+    except asyncio.TimeoutError:
+        process.kill()
+        await process.wait()
+        return ""
+    lines = told.decode(errors="replace").strip().splitlines()
+    return lines[-1][:IMPORT_CHARACTERS] if process.returncode and lines else ""
+
+
 async def end_ranks(pids: Sequence[int], grace_s: float) -> None:
     """Send SIGTERM, so that the user's handlers run, and SIGKILL to those still there after `grace_s`."""
     signal_ranks(pids, signal.SIGTERM)

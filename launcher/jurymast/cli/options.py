@@ -1,5 +1,5 @@
-"""What several commands share: RUN (a run id, a Slurm job id or a run directory), --runs, --json, output, and
-requests to a run's supervisor."""
+"""What several commands share: RUN (a run id or its beginning, `last`, a Slurm job id or a run directory),
+--runs, --json, output, and requests to a run's supervisor."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from click.shell_completion import CompletionItem
 
 from jurymast import foreign
 from jurymast.cli.output import echo, echo_coloured
-from jurymast.core.texts import nearest
+from jurymast.core.texts import nearest, some
 from jurymast.errors import NotNowError, RunDirectoryError, RunNotFoundError, UsageError
 from jurymast.rundir import RunDirectory, check_readable, run_names
 
 if TYPE_CHECKING:
     from jurymast.policy.resolve import Resolved
     from jurymast.report.text import Block
+
+
+LAST = "last"  # the newest run, as RUN
+RUNS_TOLD = 4
 
 
 def default_runs() -> Path:
@@ -49,8 +53,9 @@ def _all_ids(runs: Path) -> list[str]:
 
 
 def find_run(text: str, runs: Path | None = None) -> RunDirectory:
-    """The run that `text` names. Raises RunNotFoundError, which names similar runs, and RunDirectoryError for
-    a directory of that name that is not a run of this user."""
+    """The run that `text` names: by its whole name, or else by the beginning of one name among this user's
+    runs, or as `last`, the newest. Raises RunNotFoundError, which names similar runs, and RunDirectoryError
+    for a directory of that name that is not a run of this user."""
     runs = default_runs() if runs is None else runs
     text = text.rstrip("/") or text  # a shell completes the name of a directory with a slash
     places = [foreign.behind_own_link(Path(text).expanduser().absolute())] if text else []
@@ -67,6 +72,16 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
     for place in sorted(places, key=lambda place: not foreign.owns(place)):
         if foreign.exists(place / "plan.json"):
             return RunDirectory(place)
+    if "/" not in text and text and not foreign.is_directory(runs / text):
+        ids = run_ids(runs)
+        begin = ids[:1] if text == LAST else [name for name in ids if name.startswith(text)]
+        if len(begin) == 1:
+            return RunDirectory(runs / begin[0])
+        if begin:
+            told = some(begin, RUNS_TOLD)
+            raise RunNotFoundError(
+                f"{text} begins the ids of {len(begin)} runs: {told}", hint="give more of it"
+            )
     for place in places:
         check_readable(place)
     if places and foreign.is_directory(places[0]):

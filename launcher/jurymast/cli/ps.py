@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 import click
@@ -27,4 +29,4 @@ def command(everything: bool, as_json: bool, runs: Path | None) -> None:
         return
     if not rows:
         echo(f"no runs in {place}", err=True)
-    show(ps_blocks(rows))
+    show(ps_blocks(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))

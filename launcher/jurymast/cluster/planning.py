@@ -101,6 +101,7 @@ def make_plan(
         if line.has("requeue") and line.has("no-requeue"):
             raise UsageError("--requeue and --no-requeue contradict each other")
         what = _training(line.command, directory, working_directory)
+        _check_torch(python)
         active, name = asked.nodes or 1, Path(what["script"]).stem
         ranks = asked.nproc_per_node or ranks_per_node(told)
     name = run_name(asked.name or told.last("job-name") or name)
@@ -199,6 +200,16 @@ def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
             f"the training script {script} {what}", hint=f"looked for {path}; for a module write -- -m MODULE"
         ) from error
     return script if path == tried[0] else str(path.absolute())
+
+
+def _check_torch(python: str) -> None:
+    """Raise ScriptError if the run's Python has no torch, without which no node could start a rank. Nothing
+    is imported, as below."""
+    if python == sys.executable and find_spec("torch") is None:
+        raise ScriptError(
+            f"No module named 'torch' for {python}, with which the nodes would run the script",
+            hint=f"install it there ({python} -m pip install torch), or submit with the Python that has it",
+        )
 
 
 def _check_module(module: str, directory: Path) -> None:

@@ -78,8 +78,9 @@ class NodeReady(Event, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """`how`: silent (no heartbeat for `silent_s`), closed (its connection was reset), left (it said so) or
-    taken (its agent got a SIGTERM, while the job goes on). `oom_kills`: of processes in its cgroup, if such a
+    """`how`: silent (no heartbeat for `silent_s`), closed (its connection was reset), left (it said so),
+    environment (it said that the run's Python cannot load torch there) or taken (its agent got a SIGTERM,
+    while the job goes on). `oom_kills`: of processes in its cgroup, if such a
     kill ended its agent."""
 
     node: str

@@ -332,8 +332,8 @@ class Declined(ToAsker, frozen=True, kw_only=True):
 
 
 class Condition(ToAsker, frozen=True, kw_only=True):
-    """The run's condition where its journal may be silent: what it `waits` for, why the `journal` cannot be
-    written, how `silent` its ranks are, if they are ("" for none of these); the newest `step` done."""
+    """The run's condition where its journal may be silent ("" for nothing): what it `waits` for, why the
+    `journal` cannot be written, how `silent` its ranks are; the newest `step` done."""
 
     state: str
     waits: str
@@ -428,9 +428,10 @@ class HangsUp(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Leaving(ToSupervisor, frozen=True, kw_only=True):
-    """The agent gives up its node."""
+    """The agent gives up its node. `environment`: because the run's Python cannot load torch there."""
 
     why: str
+    environment: bool = False
 
 
 class Launch(ToAgent, frozen=True, kw_only=True):
@@ -507,8 +508,8 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One rank as its agent sees it. Ages (`_s`) are seconds at the time of the report: `quiet_s` since the
     rank last reported anything and `beat_s` since its newest step ended, None before the first; `longest_s`
     the longest step; `idle_s`: without work for a processor, `stopped_s`: in state T (or 0.0). `settled`:
-    the schedule of saves that it has settled last. `explicit`: the script says which step it is; `numbered`:
-    `step` counts from what it said, not from the attempt's start."""
+    the schedule of saves that it has settled last. `step` is `explicit` if the script says it, and `numbered`
+    if it counts from what that said, not from the attempt's start."""
 
     step: int
     beats: int
@@ -664,8 +665,7 @@ class TestedPair(ToSupervisor, frozen=True, kw_only=True):
     error: str = ""
 
 
-# Messages that an agent repeats over its next connection unless they were acknowledged: no hello contains
-# them.
+# An agent repeats these over its next connection unless they were acknowledged: no hello contains them.
 Kept = Failed | RankEvent | AskSources | Unrestorable | Written
 
 _Said = (

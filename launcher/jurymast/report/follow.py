@@ -14,7 +14,7 @@ from jurymast.core.run.state import RunState
 from jurymast.journal import Entry
 from jurymast.report.liveness import Liveness, look
 from jurymast.report.sentences import is_routine, sentence, short_reason
-from jurymast.report.status import StatusWatcher, exit_code_of, public_state, shown_step
+from jurymast.report.status import StatusWatcher, doubts, exit_code_of, public_state, shown_step
 from jurymast.report.text import count, duration, one_line
 from jurymast.rundir import RunDirectory
 
@@ -173,8 +173,9 @@ def end_lines(state: RunState, life: Liveness) -> list[str]:
     if word == "succeeded":
         spent = duration((state.ended_at or state.now) - state.submitted_at)
         incidents = count(len(state.incidents), "incident")
-        return [f"the run succeeded: step {shown_step(state)} after {spent}, {incidents}"]
+        doubted = [f"  warning: {text}" for text in doubts(state)]
+        return [f"the run succeeded: step {shown_step(state)} after {spent}, {incidents}", *doubted]
     lines = [f"the run {word}: {one_line(why, REASON_CHARACTERS)}"]
     if word == "failed" and state.incidents:
         lines += [f"  {line}" for line in state.incidents[-1].traceback.rstrip().splitlines()]
-    return lines
+    return lines + [f"  warning: {text}" for text in doubts(state)]

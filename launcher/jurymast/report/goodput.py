@@ -371,7 +371,10 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
         "parts": {part: kind(PART_CATEGORIES[part]) for part in PARTS},
         "incidents": incidents,
         "sums": [sum(each["seconds"][part] for each in incidents) for part in PARTS],
-        "tiers": {name: {**tier, "at": _clock(tier["at"])} for name, tier in tiers_json(state).items()},
+        "tiers": {
+            name: {**tier, "at": _clock(tier["at"])}
+            for name, tier in tiers_json(state, nodes_gone=state.ended).items()
+        },
         "cadence": cadence_text(report),
         "mtbf": mtbf_text(report),
         "provenance": {

@@ -19,8 +19,20 @@ from jurymast.core.planning.failure_rate import AFTER_REPAIR, learned_before, no
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.jobs import run_command
 from jurymast.report.liveness import ANSWER_LIMIT_S, Liveness, judge, look, slurm_jobs
-from jurymast.report.status import StatusWatcher, public_state, read_status, shown_step
-from jurymast.report.text import Block, Line, Table, clock, count, duration, iso, percent, squeue_time
+from jurymast.report.status import StatusWatcher, doubts, public_state, read_status, restarts, shown_step
+from jurymast.report.text import (
+    Block,
+    Line,
+    Table,
+    clock,
+    count,
+    duration,
+    iso,
+    one_line,
+    percent,
+    plain_table,
+    squeue_time,
+)
 from jurymast.rundir import RunDirectory
 
 # squeue's codes for our states.
@@ -36,7 +48,10 @@ COLUMNS = {
     "nodes": "NODES", "nodelist": "NODELIST(REASON)", "step": "STEP", "restarts": "RESTARTS",
     "goodput": "GOODPUT", "state": "STATE", "run": "RUN",
 }  # fmt: skip
-_RIGHT = frozenset({0, 5, 6, 8, 9, 10})
+_RIGHT = frozenset({"job", "time", "nodes", "step", "restarts", "goodput"})
+# What a narrow terminal lacks, first to last; the node list is only cut.
+_LEAST = ("partition", "user", "st", "nodelist", "name")
+NODELIST_CHARACTERS = 18
 
 Row = dict[str, Any]
 
@@ -92,7 +107,8 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
         nodes=len(state.nodes) or plan.nodes, nodelist=_nodelist(state.placement or tuple(state.nodes)),
         time=squeue_time((ended_at or time.time()) - (state.submitted_at or plan.submitted_at)),
         goodput=None if goodput is None else round(goodput, 4),
-        goodput_at_most=None if at_most is None else round(at_most, 4), restarts=max(0, state.attempt - 1),
+        goodput_at_most=None if at_most is None else round(at_most, 4), restarts=restarts(state),
+        warnings=doubts(state),
         submitted_at=iso(state.submitted_at or plan.submitted_at), directory=str(watcher.directory.root),
     )  # fmt: skip
     if squeue is not None and not state.ended:
@@ -105,7 +121,7 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
 
 
 def _empty(run: str) -> Row:
-    return {**dict.fromkeys(COLUMNS), "name": run, "run": run}
+    return {**dict.fromkeys(COLUMNS), "name": run, "run": run, "warnings": []}
 
 
 def _owner(directory: RunDirectory) -> str:
@@ -127,9 +143,24 @@ def squeue_rows() -> dict[str, list[str]]:
     return {row[0]: row for row in rows if len(row) == 10}
 
 
-def ps_blocks(rows: Sequence[Row]) -> list[Block]:
-    table = [[_cell(key, row) for key in COLUMNS] for row in rows]
-    return [Table(list(COLUMNS.values()), table, right=_RIGHT, wrap=False)]
+def ps_blocks(rows: Sequence[Row], width: int | None = None) -> list[Block]:
+    """The table, and the warnings of each run. Where it would be wider than `width`, it lacks the columns
+    that say least."""
+    keys, most = list(COLUMNS), 1000
+    for less in ("", *_LEAST):
+        if less == "nodelist":
+            most = NODELIST_CHARACTERS
+        elif less:
+            keys.remove(less)
+        cells = [
+            [one_line(_cell(key, row), most if key == "nodelist" else None) for key in keys] for row in rows
+        ]
+        right = frozenset(place for place, key in enumerate(keys) if key in _RIGHT)
+        table = Table([COLUMNS[key] for key in keys], cells, right=right, wrap=False)
+        if width is None or max(map(len, plain_table(table))) <= width:
+            break
+    told = [Line(f"{row['run']}: {text}", "bold yellow") for row in rows for text in row["warnings"]]
+    return [table, *told]
 
 
 def _cell(key: str, row: Row) -> str:

@@ -77,6 +77,7 @@ def _node_lost(e: Entry) -> str:
         "silent": f"silent for {e['silent_s']:.1f} s (limit {e.get('limit_s', 0.0):.1f} s)",
         "closed": "its agent's connection was reset",
         "left": "its agent left",
+        "environment": "the run's Python cannot load torch there",
         "taken": "its agent got a SIGTERM",
     }.get(e["how"], e["how"])
     return f"node {e['node']} lost: {how}" + (f", {e['evidence']}" if e.get("evidence") else "")

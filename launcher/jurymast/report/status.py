@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # While steps are done, a supervisor writes every two seconds, later in a run less often, but then it is
 # asked. If no step is heard of for much longer, a warning is shown.
 QUIET_S = 30.0
+# A run without any checkpoint is warned of after this long with nodes.
+NO_CHECKPOINT_S = 600.0
 POLL_S = 0.05
 LOOK_EVERY_S = 5.0
 
@@ -107,17 +109,20 @@ class StatusWatcher(JournalTail):
                 following, exit_code = f"{told.waits} (jurymast cancel ends this wait)", None
         place = None if state.ended or life.kind == "gone" else find(self.directory.epochs)
         ended_at = state.ended_at
+        nodes_gone = without_nodes(state, life) and not (told is not None and told.waits)
         return {
             "run": state.run or plan.run, "name": state.name or plan.name, "state": word,
             "attempt": state.attempt, "step": step,
             "step_seconds": round(state.step_s, 6) or None,
             "stepped_at": iso(state.stepped_at) if state.first_step_at is not None else None,
-            "saved_step": state.saved_step, "next_save_step": next_save(state), "tiers": tiers_json(state),
+            "saved_step": newest_kept(state, nodes_gone=nodes_gone), "next_save_step": next_save(state),
+            "tiers": tiers_json(state, nodes_gone=nodes_gone),
             "cadence": cadence_json(state, plan, now),
             "next": following,
             "slurm_jobs": [job for job, _ in slurm_jobs(self.directory, state)],
             "cluster": plan.cluster, "active": state.active, "spares": state.spares,
-            "ranks_per_node": state.ranks_per_node, "restarts": state.restarts,
+            "ranks_per_node": state.ranks_per_node, "restarts": restarts(state),
+            "requeues": state.restarts,
             "nodes": [
                 {"name": node.name, "role": node.role.value, "reason": node.reason, "since": iso(node.since)}
                 for node in state.nodes.values()
@@ -158,6 +163,12 @@ def public_state(state: RunState, life: Liveness) -> tuple[str, str]:
     return state.public_state, state.end_reason
 
 
+def without_nodes(state: RunState, life: Liveness) -> bool:
+    """Whether the run has given its nodes back, or lost all of them."""
+    waits = state.phase in (Phase.QUEUED, Phase.REQUEUED) or life.kind == "pending"
+    return state.ended or waits or life.kind == "gone"
+
+
 def exit_code_of(state: RunState, life: Liveness) -> int | None:
     """The run's exit code; None while it runs."""
     if state.ended:
@@ -169,6 +180,11 @@ def exit_code_of(state: RunState, life: Liveness) -> int | None:
 
 def _job(life: Liveness) -> str:
     return f"Slurm job {life.job}" if life.job else f"the local run ({life.id})"
+
+
+def restarts(state: RunState) -> int:
+    """How often the ranks were started again, wherever and for whatever reason."""
+    return max(0, state.attempt - 1)
 
 
 def shown_step(state: RunState) -> int:
@@ -184,11 +200,23 @@ def incident_json(incident: Incident) -> dict[str, Any]:
     return values
 
 
-def tiers_json(state: RunState) -> dict[str, Any]:
+def kept_steps(state: RunState, *, nodes_gone: bool) -> dict[str, int]:
+    """The newest complete step of each tier that can still be read: memory ends with the nodes."""
+    lost = (MEMORY, PEER) if nodes_gone else ()
+    return {n: tier.step for n, tier in state.saved.items() if tier.step is not None and n not in lost}
+
+
+def newest_kept(state: RunState, *, nodes_gone: bool) -> int | None:
+    """The newest step that can still be restored, as far as is known; None for none."""
+    return max(kept_steps(state, nodes_gone=True).values(), default=None) if nodes_gone else state.saved_step
+
+
+def tiers_json(state: RunState, *, nodes_gone: bool) -> dict[str, Any]:
     """The newest complete step of each tier, and what has failed since."""
+    kept = kept_steps(state, nodes_gone=nodes_gone)
     return {
         name: {
-            "step": tier.step, "at": iso(tier.at) if tier.step is not None else None,
+            "step": kept.get(name), "at": iso(tier.at) if name in kept else None,
             "size_bytes": tier.size_bytes, "seconds": round(tier.seconds, 3), "failures": tier.failures,
             "error": tier.error or None,
         }
@@ -225,15 +253,51 @@ def data_gaps(watcher: StatusWatcher, *, waits: bool = False) -> list[str]:
     """The gaps that a report must not leave out: missing parts of the journal, and steps that no checkpoint
     has. `waits`: the run waits for its last checkpoint, so its steps are not lost yet."""
     state, found = watcher.state, list(watcher.unread)
-    kept = [t.step for name, t in state.saved.items() if name not in (MEMORY, PEER) and t.step is not None]
+    kept = list(kept_steps(state, nodes_gone=True).values())
     unsaved = state.step - max(kept, default=0)
     # Only a Checkpointer reports a restore, and counts steps as the training does.
     ended = state.phase is Phase.SUCCEEDED and not waits
     if ended and watcher.restored and state.absolute and unsaved > 0:
         newest = f"the newest is step {max(kept)}" if kept else "there is none"
         found.append(
-            f"the last {count(unsaved, 'step')} are in no checkpoint ({newest}): "
-            f"checkpoint.save({state.step}) at the end of the script would have saved them"
+            f"the last {count(unsaved, 'step')} are in no checkpoint ({newest}): {_why_unsaved(state)}"
+        )
+    return found + doubts(state)
+
+
+def _why_unsaved(state: RunState) -> str:
+    """Why the steps of a run that succeeded are in no checkpoint."""
+    if state.saved_step is None or state.saved_step < state.step:
+        return f"checkpoint.save({state.step}) at the end of the script would have saved them"
+    written = state.saved.get(SHARED)
+    why = f" ({written.error})" if written is not None and written.error else ""
+    told = f"step {state.step} was saved in memory, but did not reach storage before the nodes were released"
+    return told + why
+
+
+def doubts(state: RunState) -> list[str]:
+    """What may be wrong with a training that seems to go well, as far as the journal shows."""
+    found = []
+    if state.phase is Phase.SUCCEEDED and not state.stepped_first:
+        found.append(
+            "no rank did a training step: was this the right script, and was anything left to train?"
+        )
+    if state.saved_step is None and state.stepped_first and not state.checkpoints:
+        if state.attempt > 1 and state.first_step_at is not None and state.base == state.origin is not None:
+            found.append(
+                "no checkpoint: each failure costs all steps, because the script reads nothing it saved"
+            )
+        elif state.phase is Phase.SUCCEEDED or (
+            not state.ended and state.now - state.began_at > NO_CHECKPOINT_S
+        ):
+            found.append(
+                "no checkpoint through jurymast: unless the script saves and resumes by itself, a failure "
+                "costs all steps"
+            )
+    if state.attempt > 1 and state.first_step_at is not None and not state.absolute:
+        found.append(
+            f"where the script resumed in attempt {state.attempt} is not known, so goodput is a range: call "
+            "jurymast.step(n) after each step"
         )
     return found
 
@@ -418,8 +482,8 @@ def _state_detail(view: View, now: float) -> str:
     if view["exit_code"] is not None and not view["next"]:
         return f": {_ended_by(view)}"
     text = f", attempt {view['attempt']}" if view["attempt"] else ""
-    if view["restarts"]:
-        text += f", {count(view['restarts'], 'requeue')}"
+    if view["requeues"]:
+        text += f", {count(view['requeues'], 'requeue')}"
     text += f", submitted {duration(max(0.0, now - _seconds(view['submitted_at'])))} ago"
     return f"{text}; {view['next']}" if view["next"] else text
 

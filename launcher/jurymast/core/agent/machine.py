@@ -300,8 +300,10 @@ class AgentMachine:
         """A rank failed. `evidence`: what the node knows about it, as fields of `messages.Failed`."""
         return self._out(self._said(self.ranks.rank_failed(failed, evidence, now)), now)
 
-    def host_ended(self, code: int, evidence: Mapping[str, Any], now: float) -> list[Effect]:
-        return self._out(self._said(self.ranks.host_ended(code, evidence, now)), now)
+    def host_ended(
+        self, code: int, evidence: Mapping[str, Any], now: float, unloadable: str = ""
+    ) -> list[Effect]:
+        return self._out(self._said(self.ranks.host_ended(code, evidence, now, unloadable)), now)
 
     def rank_said(
         self, event: within.ForSupervisor | within.CheckpointsKept | within.Foreseen, now: float

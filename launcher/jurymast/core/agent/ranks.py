@@ -25,6 +25,8 @@ STOP_MARGIN_S = 2.5
 # Stacks are recorded within 2 s. The ranks are stopped even if the recording does not return.
 STACKS_LIMIT_S = 3.0
 HOST_RESTARTS_MAX = 5
+# Storage may have been late; what is missing stays so.
+UNLOADABLE_RESTARTS_MAX = 1
 
 
 class Ranks:
@@ -211,9 +213,11 @@ class Ranks:
             return last + self._tell_stopped()
         return [] if self._finished else [do.Send(ready)]
 
-    def host_ended(self, code: int, evidence: Mapping[str, Any], now: float) -> list[Effect]:
-        """Handle the end of the host, while it waited or together with its ranks. `evidence` as in
-        `rank_failed`."""
+    def host_ended(
+        self, code: int, evidence: Mapping[str, Any], now: float, unloadable: str = ""
+    ) -> list[Effect]:
+        """Handle the end of the host, before it was ready, while it waited, or together with its ranks.
+        `evidence` as in `rank_failed`; `unloadable`: why Python cannot load torch here, "" if it can."""
         had_ranks, waited = self.state in ("starting", "running"), self.state == "waiting"
         effects: list[Effect] = [do.KillRanks(self.pids)] if self.pids else []
         self._gone()
@@ -224,9 +228,10 @@ class Ranks:
                 message=f"the node's torchrun host ended (code {code}) and took its ranks along", **evidence,
             )  # fmt: skip
             effects += self._tell(failed)
-        if self.host_starts > HOST_RESTARTS_MAX:
+        if self.host_starts > (UNLOADABLE_RESTARTS_MAX if unloadable else HOST_RESTARTS_MAX):
             why = f"the torchrun host died {self.host_starts} times"
-            return [*effects, do.Send(msg.Leaving(why=why)), do.Leave()]
+            why += f": {unloadable}" if unloadable else ""
+            return [*effects, do.Send(msg.Leaving(why=why, environment=bool(unloadable))), do.Leave()]
         if had_ranks or waited:  # one that waited is as little there as one with ranks
             effects += self._tell_stopped()
         return effects + self._start_host()

@@ -402,11 +402,12 @@ class Watch:
         self.expect(node)
         return [Disconnect(node)]
 
-    def left(self, node: str, connection: int, why: str, now: float) -> list[Effect]:
+    def left(self, node: str, connection: int, message: msg.Leaving, now: float) -> list[Effect]:
         """Its agent gives up the node."""
         if not self._is_newest(node, connection):
             return []
-        return self._lose(node, ev.NodeLost(t=now, node=node, how="left", silent_s=0.0, evidence=why))
+        how = "environment" if message.environment else "left"
+        return self._lose(node, ev.NodeLost(t=now, node=node, how=how, silent_s=0.0, evidence=message.why))
 
     def may_be_taken(self, nodes: Iterable[str], now: float) -> None:
         """Their agents were told to end while the job goes on. If these nodes are lost soon, that is why."""

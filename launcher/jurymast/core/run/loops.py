@@ -142,6 +142,18 @@ def acquit(state: RunState, series: Sequence[Incident], cause: Cause) -> None:
     _forgive(state, {cause.node, *(one.node for one in series[:-1])}, series[0].fault_at)
 
 
+def environment_fault(state: RunState) -> Cause | None:
+    """Return the cause if no node of the allocation could load torch, and more than one tried, or the only
+    one: then the environment is broken and not the nodes, none of which is excluded."""
+    tried = [node for node in state.nodes.values() if node.unloadable]
+    if not tried or len(tried) < min(2, state.active) or any(node.ready for node in state.nodes.values()):
+        return None
+    for node in tried:
+        node.faultless = True
+    names = some([node.name for node in tried], NODES_TOLD)
+    return cause_of("import_failed", f"{tried[0].reason} (on {names})")
+
+
 def give_up(state: RunState) -> None:
     """The run stops because it does no new steps. If many nodes failed meanwhile, that does not count against
     any of them: nothing shows that they are the cause."""

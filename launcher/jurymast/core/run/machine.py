@@ -217,6 +217,7 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
         "silent": f"silent for {event.silent_s:.1f} s", "closed": "its agent's connection was reset",
         "taken": "its agent got a SIGTERM",
     }  # fmt: skip
+    node.unloadable = event.how == "environment"
     # What Slurm or somebody ends has not failed.
     node.faultless = event.how == "taken" or state.end_order is not None
     node.become(Role.FAILED, how.get(event.how, event.evidence or "its agent left"), event.t)

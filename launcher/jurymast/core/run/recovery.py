@@ -540,7 +540,9 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
         return []
     late = state.deadline is not None and state.now >= state.deadline
     alive = [n for n in state.nodes.values() if n.role is not Role.FAILED]
-    if not late and len(alive) >= state.active:
+    # If one cannot load torch, another shows whose fault that is.
+    tell = sum(n.unloadable for n in state.nodes.values()) == 1 and any(n.role is Role.JOINING for n in alive)
+    if not late and (len(alive) >= state.active or tell):
         return []
     # Nodes that are still warming up are not to blame, unless they have used all their time.
     missing = [n for n in state.nodes.values() if n.role is Role.FAILED or (late and not n.usable)]
@@ -562,6 +564,11 @@ def _left_out(state: RunState, spares: list[Node]) -> str:
 def _try_elsewhere(state: RunState, missing: list[Node]) -> list[Instruction]:
     """Request another allocation for one that never had enough nodes, but not for ever. If users took the
     nodes out, that is no failure."""
+    if (cause := loops.environment_fault(state)) is not None:
+        open_incident(state, state.now, state.now)
+        incident = settle(state, cause)
+        incident.action, incident.why = "stop", "other nodes would not help"
+        return finish(state, "failed", RunFailedError.exit_code, incident.reason)
     names = some([f"{node.name} ({node.reason})" for node in missing], NODES_TOLD)
     reason = f"fewer than {state.active} nodes came up; missing: {names}"
     open_incident(state, state.now, state.now)

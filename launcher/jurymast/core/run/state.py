@@ -67,6 +67,7 @@ class Node:
     drained: bool = False  # by hand: it stays out
     bad: bool = False  # a finding took it out: it stays out while the finding holds
     faultless: bool = False  # lost with many others, or as somebody ordered: it is not excluded
+    unloadable: bool = False  # the run's Python cannot load torch on it
     cleared: bool = False  # blamed for what was then found to be no fault of its own
     findings: dict[str, Finding] = field(default_factory=dict)  # that hold, or events of this allocation
     gpus: int = 0

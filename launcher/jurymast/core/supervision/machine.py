@@ -388,7 +388,7 @@ class Supervision:
             case msg.HangsUp():
                 effects = self.watch.hung_up(node, connection) + self._hand_over(message.newer)
             case msg.Leaving():
-                effects = self.watch.left(node, connection, message.why, now)
+                effects = self.watch.left(node, connection, message, now)
             case msg.TestedAlone() | msg.TestedPair():
                 effects = self._preflight.heard(node, message, now)
             case _:
