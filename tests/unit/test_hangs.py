@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record, Send
@@ -43,7 +45,7 @@ class Silent:
             self.asked, self.number = self.asked + 1, look.number
             answer = self.answers[effect.node]
             if answer is not None:
-                stands = {self.state.placement.index(effect.node): Stand(*answer)}
+                stands = {self.state.placement.index(effect.node): Stand(*answer, answer[1])}
                 self.hangs.looked(msg.Looked(attempt=look.attempt, number=look.number, stands=stands))
 
     def passes(self, seconds: float, quiet_s: float = 60.0) -> bool:
@@ -75,11 +77,19 @@ def test_all_in_collectives_is_a_hang_within_seconds() -> None:
 
 def test_people_are_told_that_ranks_are_silent_before_it_is_a_hang() -> None:
     silent = Silent()
-    silent.answers = dict.fromkeys(silent.state.placement, (CODE, "in upload at a.py:1"))
+    silent.answers = dict.fromkeys(silent.state.placement, (COLLECTIVE, "in barrier at a.py:30"))
+    silent.answers[silent.state.placement[1]] = (CODE, "in upload at a.py:26")
     assert not silent.passes(1.0, quiet_s=0.3)
-    assert silent.hangs.silent == ""
+    assert silent.hangs.silent == silent.hangs.quiet() == ""
     assert not silent.passes(UNMOVED_S / 2)
-    assert "no rank stepped for 60.0 s" in silent.hangs.silent
+    told = re.fullmatch(
+        r"no step for 60 s \(normally 500 ms\): rank 1 in upload at a.py:26, rank 0 in barrier at a.py:30; "
+        r"if none of them moves, the ranks are restarted in ([0-9]+) s",
+        silent.hangs.silent,
+    )
+    assert told, silent.hangs.silent
+    assert UNMOVED_S / 3 < float(told[1]) < UNMOVED_S
+    assert silent.hangs.quiet() == "no step for 60 s (normally 500 ms)", "also where it cannot be a hang yet"
     assert not silent.passes(1.0, quiet_s=0.3)
     assert silent.hangs.silent == "", "they step again"
 

@@ -60,6 +60,15 @@ def memory_size(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
 
 
+def spoken_s(seconds: float) -> str:
+    """Render seconds for people: 190 ms, 9.5 s, 42 s, 14 min."""
+    if seconds >= 120.0:
+        return f"{seconds / 60:.0f} min"
+    if seconds >= 10.0:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.1f} s" if seconds >= 1.0 else f"{1000 * seconds:.3g} ms"
+
+
 def request(what: str, node: str = "") -> str:
     """Describe what a user requested, like "restart" or "replacement of node n2". The journal calls a
     replacement by a user a drain."""

@@ -118,7 +118,7 @@ class StatusWatcher(JournalTail):
             "saved_step": newest_kept(state, nodes_gone=nodes_gone), "next_save_step": next_save(state),
             "tiers": tiers_json(state, nodes_gone=nodes_gone),
             "cadence": cadence_json(state, plan, now),
-            "next": following,
+            "next": following, "silent": told.silent if told is not None else "",
             "slurm_jobs": [job for job, _ in slurm_jobs(self.directory, state)],
             "cluster": plan.cluster, "active": state.active, "spares": state.spares,
             "ranks_per_node": state.ranks_per_node, "restarts": restarts(state),
@@ -322,8 +322,6 @@ def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition
                 f"copying to the {name} tier failed, {count(tier.failures, 'time')} in a row ({newest}): "
                 f"step {tier.failed_step}: {tier.error}"
             )
-    if told is not None and told.silent:
-        found.append(told.silent)
     if life.kind == "unknown":
         found.append(f"whether {life.id or 'the run'} still runs is not known: {life.detail}")
     last = watcher.last_t
@@ -451,6 +449,7 @@ def status_blocks(view: View, *, now: float, everything: bool = False) -> list[B
     blocks: list[Block] = [
         Line(f"run        {view['run']}", "bold"),
         Line(f"state      {word}{_state_detail(view, now)}", STYLES.get(word, "")),
+        *([Line(f"stalled    {view['silent']}", "bold yellow")] if view["silent"] else []),
         Line(f"training   {_training(view, now)}"),
     ]
     blocks += [Line(text) for text in cadence_lines(view)]

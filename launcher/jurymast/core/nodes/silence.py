@@ -39,7 +39,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jurymast.core.messages import RankReport
-from jurymast.core.nodes.stacks import BLOCKED, CODE, WAITING, Stand
+from jurymast.core.nodes.stacks import BLOCKED, CODE, WAITING, Place, Stand, describe
 
 # ---- whether a node is lost
 
@@ -336,6 +336,14 @@ class Looks:
             wait_s = START_WAITING_S if starting else WAITING_S
             return wait_s if idle else max(wait_s, SPINNING_S * patience)
         return (START_UNMOVED_S if starting and CODE in kinds else UNMOVED_S) * patience
+
+    def places(self) -> str:
+        """Where the ranks are, for people; "" before the first look."""
+        return describe({rank: Place(at.kind, at.text or at.kind) for rank, at in self.stands.items()})
+
+    def left_s(self, patience: float, *, idle: bool, starting: bool, now_s: float) -> float:
+        """Return the seconds until the ranks count as hanging, if none moves."""
+        return max(0.0, self.since_s + self._limit_s(patience, idle, starting) - now_s)
 
     def evidence(self) -> str:
         what = "all ranks waited for each other" if self._all_wait() else "no rank moved"

@@ -155,10 +155,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Stand:
-    """A rank at one look: the `kind` of its place, and a `mark` that changes when the rank moves."""
+    """A rank at one look: the `kind` of its place, a `mark` that changes when the rank moves, and the place
+    for people: `text`."""
 
     kind: str
     mark: str
+    text: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,8 @@ def stand(stack: Sequence[Frame], at: Place, busy: int = 0) -> Stand:
     were."""
     works = at.kind == BACKWARD and not _AUTOGRAD.search(stack[0].file)
     if stack and (at.kind not in (*WAITING, BLOCKED) or works):
-        return Stand(CODE if works else at.kind, f"{zlib.crc32(repr((stack, busy)).encode()):08x}")
-    return Stand(at.kind, at.text)
+        return Stand(CODE if works else at.kind, f"{zlib.crc32(repr((stack, busy)).encode()):08x}", at.text)
+    return Stand(at.kind, at.text, at.text)
 
 
 def frames(dump: str) -> list[Frame]:
@@ -284,11 +286,12 @@ def absent(places: Mapping[int, Place]) -> tuple[int, ...]:
 
 
 def describe(places: Mapping[int, Place]) -> str:
-    """Return one sentence; ranks that are alone somewhere come first. "" without any ranks."""
+    """Return one sentence; ranks that are alone somewhere come first, and of these those that do not wait for
+    others. "" without any ranks."""
     groups: dict[str, list[int]] = {}
     for rank, at in sorted(places.items()):
         groups.setdefault(at.text, []).append(rank)
-    fewest = sorted(groups.items(), key=lambda group: len(group[1]))
+    fewest = sorted(groups.items(), key=lambda group: (len(group[1]), places[group[1][0]].kind in WAITING))
     parts = [f"{_ranks(ranks)} {text}" for text, ranks in fewest[:PLACES_TOLD]]
     if len(fewest) > PLACES_TOLD:
         parts.append(f"the others in {len(fewest) - PLACES_TOLD} more places")

@@ -51,11 +51,13 @@ from jurymast.core.nodes.silence import (
 )
 from jurymast.core.nodes.stacks import UNKNOWN, Stand
 from jurymast.core.run.state import Phase, Role, RunState
-from jurymast.core.texts import NODES_TOLD, some
+from jurymast.core.texts import NODES_TOLD, some, spoken_s
 
 # ---- the ranks
 
 NOTHING = msg.Beat(0, [])
+# People who ask are told of a silence this long, and so many times as long as a step.
+QUIET_S, QUIET_STEPS = 10.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class Hangs:
             return []
         verdict = self._reports.hang()
         if verdict is not None:
-            self.silent = f"the ranks may hang: {verdict.evidence}"
+            self.silent = self._told(verdict)
         if verdict is None:
             self._looks, self._asked = Looks(), False
             return []
@@ -205,6 +207,29 @@ class Hangs:
             evidence += f"; {self._looks.evidence()}"
         self._looks, self._asked = Looks(), False
         return [*effects, Record(self._hung(verdict, evidence, now))]
+
+    def quiet(self) -> str:
+        """Say since when no step was done, if that is unusually long but may still be no hang; else ""."""
+        state = self._state
+        reach = self._reports.reach() if state.phase is Phase.RUNNING else None
+        ago_s = state.now - state.up_at if reach is None else reach.ago_s
+        if state.phase is not Phase.RUNNING or ago_s < max(QUIET_S, QUIET_STEPS * state.step_s):
+            return ""
+        return self._since(ago_s, first=reach is None)
+
+    def _told(self, verdict: HangVerdict) -> str:
+        """Say what is known of a silence: since when, who is where, and what will happen when."""
+        told, patience = self._since(verdict.silent_s, first=verdict.starting), self._state.hang_patience
+        if places := self._looks.places():
+            left_s = self._looks.left_s(
+                patience, idle=verdict.idle, starting=verdict.starting, now_s=self._reports.clock.now
+            )
+            return f"{told}: {places}; if none of them moves, the ranks are restarted in {spoken_s(left_s)}"
+        return f"{told}; {verdict.evidence.partition('; ')[2] or verdict.evidence}; their stacks are read now"
+
+    def _since(self, silent_s: float, *, first: bool) -> str:
+        usual = f" (normally {spoken_s(self._state.step_s)})" if self._state.step_s and not first else ""
+        return f"no {'first ' if first else ''}step for {spoken_s(silent_s)}{usual}"
 
     def looked(self, message: msg.Looked) -> None:
         """Take in what a node's agent saw."""

@@ -573,5 +573,5 @@ class Supervision:
             waits = f"{unsaved} is on its way to {self._directory}/checkpoints{why}"
         return msg.Condition(
             state=self.state.public_state, waits=waits, journal=journal, step=self._teller.step,
-            alerts=tuple(self.state.alerts), silent=self._hangs.silent,
+            alerts=tuple(self.state.alerts), silent=self._hangs.silent or self._hangs.quiet(),
         )  # fmt: skip
