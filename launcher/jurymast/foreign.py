@@ -284,11 +284,11 @@ def _open(path: os.PathLike[str] | str, flags: int = 0) -> int:
         try:
             mode = os.fstat(found).st_mode
             if stat.S_ISLNK(mode):
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+                raise NotAFile(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
             if stat.S_ISDIR(mode):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+                raise NotAFile(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
             if not stat.S_ISREG(mode):
-                raise OSError(errno.EINVAL, "it is not an ordinary file", str(path))
+                raise NotAFile(errno.EINVAL, "it is not an ordinary file", str(path))
             try:
                 return os.open(f"{HELD}{found}", os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:

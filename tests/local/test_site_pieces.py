@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -315,7 +315,7 @@ def test_a_heap_of_files_holds_no_job_up_and_fills_no_log(
     monkeypatch.setattr(sweeping, "SHARED_MEMORY", place)
     config = Config(sweep_processes="off", sweep_shared_memory="remove", min_uid=MIN_UID, log=str(log))
     for name, value, left, told in (
-        ("LIMIT_S", -1.0, 300, ["the rest is left for the next sweep"]),
+        ("LIMIT_S", -1.0, 300, ["nothing is swept"]),
         ("ENTRIES_MAX", 100, 200, ["the rest is left", f"of uid {STRAY}: 100 files, 0 bytes"]),
         ("ENTRIES_MAX", 1000, 0, [f"of uid {STRAY}: 200 files, 0 bytes"]),
     ):
@@ -327,6 +327,51 @@ def test_a_heap_of_files_holds_no_job_up_and_fills_no_log(
         lines = log.read_text().splitlines()
         assert len(lines) == len(told)
         assert all(words in line for words, line in zip(told, lines, strict=True))
+
+
+@pytest.mark.parametrize("after", ["processes", "strays", "signals"])
+def test_a_sweep_has_one_deadline_whatever_takes_its_time(
+    after: str, tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job waits for it. Nobody is ended, and no file removed, as long as not every process is known."""
+    log, place = tmp_path / "log", tmp_path / "shm"
+    place.mkdir()
+    (place / "file").touch()
+    os.chown(place / "file", STRAY, STRAY)
+    os.utime(place / "file", (1, 1))
+    started.append(subprocess.Popen(as_user(STRAY, "sleep", "1000")))
+    wait_until("stray", lambda: of(STRAY))
+    now = [0.0]
+
+    class Clock:
+        monotonic = staticmethod(lambda: now[0])
+        time, sleep = staticmethod(time.time), staticmethod(lambda _: None)
+
+    def late(function: str, call: Callable[..., object]) -> Callable[..., object]:
+        def called(*arguments: object, **named: object) -> object:
+            found = call(*arguments, **named)
+            now[0] += 2 * sweeping.LIMIT_S * (after == function)
+            return found
+
+        return called
+
+    monkeypatch.setattr(sweeping, "time", Clock)
+    monkeypatch.setattr(sweeping, "YOUNG_S", 0.0)
+    monkeypatch.setattr(sweeping, "SHARED_MEMORY", place)
+    monkeypatch.setattr(sweeping, "users_with_jobs", late("processes", sweeping.users_with_jobs))
+    monkeypatch.setattr(sweeping, "_report_strays", late("strays", sweeping._report_strays))
+    monkeypatch.setattr(sweeping, "_signal", late("signals", lambda process, number: None))
+    sweep(Config(sweep_processes="kill", sweep_shared_memory="remove", min_uid=MIN_UID, log=str(log)),
+          Log("test", str(log)))  # fmt: skip
+    assert now[0] == 2 * sweeping.LIMIT_S, "nothing more is done once the time is over"
+    assert of(STRAY)
+    assert (place / "file").exists()
+    assert "left for the next sweep" in log.read_text() or "nothing is swept" in log.read_text()
+
+
+def test_processes_that_are_not_all_known_end_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(processes(time.monotonic() - 1.0)) == []
+    assert len(list(processes())) > 1
 
 
 def test_the_sweep_reports_and_kills_only_when_told(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jurymast import reading
+from jurymast import foreign, reading
 from jurymast.checkpoint.directory import (
     MANIFEST,
     BadCheckpoint,
@@ -50,6 +50,23 @@ def directory(tmp_path: Path) -> CheckpointDirectory:
 
 
 # ---- the rule
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "device", "too long"])
+def test_what_is_no_ordinary_file_is_a_finding_about_what_is_stored(tmp_path: Path, kind: str) -> None:
+    """To wait and try again would change nothing, and would keep an older checkpoint from being restored."""
+    path = tmp_path / "file"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        path.write_bytes(b"too long")
+    with pytest.raises(foreign.NotAFile) as error:
+        foreign.read(path, 5)
+    assert reading.conclusive(error.value)
 
 
 @pytest.mark.parametrize("number", NOW)

@@ -8,6 +8,7 @@ because a failing Prolog or Epilog drains the node.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pwd
 import re
@@ -67,16 +68,22 @@ def sweep(config: Config, log: Log) -> None:
     """Report what is left, and remove what the site's settings say."""
     job_uid = os.environ.get("SLURM_JOB_UID", "")
     end_s = time.monotonic() + LIMIT_S
-    found = list(processes())
+    found = list(processes(end_s))
+    if time.monotonic() > end_s:
+        # Who has a job here is not known as long as processes are missing.
+        log.say(f"too many processes to look at in {LIMIT_S:g} s: nothing is swept")
+        return
     busy = users_with_jobs(found) | ({int(job_uid)} if job_uid.isdigit() and not _is_epilog() else set())
     if config.sweep_processes != "off":
         strays = list(orphans(found, busy, config.min_uid))
         _report_strays(strays, log, end_s)
         if config.sweep_processes == "kill":
-            for process in end(strays):
-                log.say(f"stray {described(process)} does not end")
+            _report_left(end(strays, end_s), log)
     if config.sweep_shared_memory != "off":
-        alive = {process.uid for process in processes()}
+        alive = {process.uid for process in processes(end_s)}
+        if time.monotonic() > end_s:
+            log.say("stale shared memory: all of it is left for the next sweep")
+            return
         stale = stale_files(SHARED_MEMORY, alive | busy, config.min_uid)
         remove = config.sweep_shared_memory == "remove"
         _sweep_files(stale, log, remove=remove, end_s=end_s)
@@ -94,6 +101,14 @@ def _report_strays(strays: Sequence[Process], log: Log, end_s: float) -> None:
         others = f", and {len(theirs) - 1} others" if len(theirs) > 1 else ""
         holds = "".join(f", holds {device}" for device in sorted(held))
         log.say(f"stray {described(first)}, {first.age_s:.0f} s old{others}{holds}")
+
+
+def _report_left(left: Sequence[Process], log: Log) -> None:
+    """Log one line per user: there may be thousands."""
+    for uid in sorted({process.uid for process in left}):
+        theirs = [process for process in left if process.uid == uid]
+        others = f", and {len(theirs) - 1} others" if len(theirs) > 1 else ""
+        log.say(f"stray {described(theirs[0])}{others}: not ended yet, left for the next sweep")
 
 
 def _sweep_files(stale: Iterable[tuple[Path, int, int]], log: Log, *, remove: bool, end_s: float) -> None:
@@ -115,11 +130,13 @@ def _is_epilog() -> bool:
     return os.environ.get("SLURM_SCRIPT_CONTEXT", "").startswith("epilog")
 
 
-def processes() -> Iterator[Process]:
-    """Yield all processes on this node."""
+def processes(end_s: float = math.inf) -> Iterator[Process]:
+    """Yield all processes on this node, or fewer once `end_s` (time.monotonic) has passed."""
     ticks = os.sysconf("SC_CLK_TCK")
     uptime_s = float((PROC / "uptime").read_text().split()[0])
     for entry in PROC.iterdir():
+        if time.monotonic() > end_s:
+            return
         if not entry.name.isdigit():
             continue
         try:
@@ -183,12 +200,15 @@ def gpus_held(pid: int) -> set[str]:
     return held
 
 
-def end(strays: Sequence[Process]) -> list[Process]:
-    """Send SIGTERM, then SIGKILL; returns the processes that are left, blocked in the kernel."""
+def end(strays: Sequence[Process], end_s: float = math.inf) -> list[Process]:
+    """Send SIGTERM, then SIGKILL; returns the processes that are left, blocked in the kernel. Once `end_s`
+    (time.monotonic) has passed, nothing more is sent or waited for: the next sweep does the rest."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in strays:
+            if time.monotonic() > end_s:
+                break
             _signal(process, number)
-        deadline = time.monotonic() + KILL_AFTER_S
+        deadline = min(end_s, time.monotonic() + KILL_AFTER_S)
         while (left := [p for p in strays if _alive(p)]) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         strays = left
