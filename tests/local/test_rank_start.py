@@ -32,6 +32,49 @@ def test_what_a_script_sets_before_torch_counts_and_is_told_once(tmp_path: Path)
     assert "from now on ranks start cold and load everything themselves, which adds" in told
 
 
+SIDE_EFFECTS = """
+import os, sys
+os.mkdir(sys.argv[1])
+print("begins")
+{set}
+import torch
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 1)).sum().backward()
+optimizer.step()
+print("threads", torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads", "why"),
+    [
+        ('if os.path.exists(sys.argv[1]):\n    os.environ["OMP_NUM_THREADS"] = str(len("ab"))', 2,
+         "the script sets OMP_NUM_THREADS before it imports torch"),
+        # As a package does whose text is not read.
+        ('setter = getattr(os, "en" + "viron"); setter["OMP_" + "NUM_THREADS"] = str(len("ab"))', 1,
+         "the script sets OMP_NUM_THREADS before it imports torch"),
+    ],
+    ids=["shown", "not shown"],
+)  # fmt: skip
+def test_a_script_that_leaves_something_behind_begins_once(
+    tmp_path: Path, setting: str, threads: int, why: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SIDE_EFFECTS.replace("{set}", setting))
+    with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script=str(script),
+                   arguments=(str(tmp_path / "made"),)) as run:  # fmt: skip
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert (state.exit_code, state.attempt) == (0, 1), run.story()
+    (printed,) = logs(run, 1)
+    lines = [line for line in printed.splitlines() if not line.startswith("jurymast: ")]
+    assert lines == ["begins", f"threads {threads}"]
+    assert (f"jurymast: {why}, which has no effect here" in printed) == (threads == 1)
+    (cold,) = [event for event in run.events() if isinstance(event, ev.ColdStart)]
+    assert (cold.why, cold.seconds > 0) == (why, threads == 2)
+
+
 def test_a_policy_that_wants_cold_starts_gets_them(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("start: cold\n")

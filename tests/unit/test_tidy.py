@@ -314,6 +314,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/rundir.py",  # a directory, to have renames in it on disk
             "launcher/jurymast/sim/faults.py",
             "launcher/jurymast/sim/checkpoints.py",
+            "launcher/jurymast/worker/before_torch.py",
             "launcher/jurymast/worker/server.py",
         },
     ),

@@ -80,9 +80,12 @@ def begin(
     bundles: Sequence[preload.Bundle],
     presets: dict[str, str],
     program: str,
+    cold: str,
+    repeatable: bool,
 ) -> None:
     """Make a process just forked from the server `parent` a rank, and return to run the script. A `program`
-    replaces the process instead."""
+    replaces the process instead. `cold`: why the script's text demands a cold start, or "". `repeatable`: see
+    `worker.before_torch`."""
     _bind_to_host(parent)
     name_process(name)
     variables = {**environment, **order["environment"]}
@@ -94,6 +97,9 @@ def begin(
     this = _Rank(loaded, variables, _log_size())
     if order["cold"] or len(bundles) == 1:
         this.start_cold("")
+    if cold:
+        this.start_cold(cold)
+    this.repeatable = repeatable
     sys.argv[1:] = order["arguments"]
     sys.orig_argv[len(sys.orig_argv) - len(order["arguments"]) :] = order["arguments"]
     _renew(bundles)
@@ -218,6 +224,7 @@ class _Rank:
         self._has_torch = False
         self.cold = ""  # why it started cold
         self.cold_since = 0.0
+        self.repeatable = False  # whether the script may begin anew once it has begun
 
     def attach(self) -> None:
         """Connect this rank to the agent, and report how it ends."""
@@ -249,13 +256,20 @@ class _Rank:
             self._link.emit(within.ColdStart(why=self.cold, seconds=seconds))
 
     def _stale(self, names: list[str]) -> None:
-        """Start cold because the script has set these variables before it imports torch, or warn if torch is
-        loaded already."""
+        """Start cold because the script has set these variables before it imports torch. Warn instead if
+        torch is loaded already, or if the script has done what must not be done twice."""
         if os.getpid() != self._pid:
             return  # a child of the rank, which cannot start cold
+        when = "after" if self._has_torch else "before"
+        late = f"the script sets {', '.join(names)} {when} it imports torch"
         if not self._has_torch:
-            self.start_cold(f"the script sets {', '.join(names)} before it imports torch")
-        late = f"the script sets {', '.join(names)} after it imports torch"
+            if self.repeatable:
+                self.start_cold(late)
+            if names == ["sys.path"]:
+                raise ImportError(
+                    "another torch is found now than before the script began; with `start: cold` in the "
+                    "policy of jurymast this one is imported"
+                )
         sys.stderr.write(
             f"jurymast: {late}, which has no effect here; with `start: cold` in the policy it does\n"
         )

@@ -7,13 +7,12 @@ forks are sound. It serves the host over a socket pair, by JSON lines:
     server -> host   {"started": PID}, in the order of the requests; {"ended": PID, "code": exit code}
 
 Variables that the script sets before it imports torch (`os.environ["OMP_NUM_THREADS"] = "4"`) are read from
-its text and set before torch is loaded. Only plain settings count: constants, at the top of the script,
-outside of any condition. Others are found when the script runs.
+its text and set before torch is loaded. Only plain settings count: constants, at the top of the script or of
+the user's modules, outside of any condition. If the text shows that there are others, ranks start cold.
 """
 
 from __future__ import annotations
 
-import ast
 import gc
 import json
 import os
@@ -22,7 +21,6 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,7 +33,7 @@ from jurymast.processes import (
     kill_group,
     name_process,
 )
-from jurymast.worker import preload, rank
+from jurymast.worker import before_torch, preload, rank
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
 # ---- variables that the script sets
@@ -45,79 +43,9 @@ from jurymast.worker.agent_pipe import FD_VARIABLE
 COMPILER = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCH_LOGS", "AOTINDUCTOR_", "AOT_INDUCTOR_")
 
 
-def presets(source: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the script has set when it imports torch; {} if the text is not Python."""
-    found: dict[str, str] = {}
-    for name, value, default_only in _settings(source):
-        if value is None:
-            found.pop(name, None)
-        elif not default_only or name not in {**environment, **found}:
-            found[name] = value
-    return found
-
-
-def computed(source: str) -> set[str]:
-    """Return the variables that the script sets before then to values that only running it can tell."""
-    return {name for name, value, _ in _settings(source) if value is None}
-
-
 def names_compiler(source: str) -> bool:
     """Return whether the script names variables of torch's compiler."""
     return any(prefix in source for prefix in COMPILER)
-
-
-_Setting = tuple[str, "str | None", bool]
-
-
-def _settings(source: str) -> Iterator[_Setting]:
-    """Yield (name, value, whether only if it is not set yet) for each unconditional setting before torch is
-    imported; the value is None if the text does not tell it."""
-    try:
-        body = ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    for node in body:
-        if _imports_torch(node):
-            return
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target = node.targets[0]
-            if isinstance(target, ast.Subscript) and _is_environ(target.value):
-                yield from _pair(target.slice, node.value, default_only=False)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            yield from _called(node.value)
-
-
-def _called(call: ast.Call) -> Iterator[_Setting]:
-    function = call.func
-    if not isinstance(function, ast.Attribute) or not _is_environ(function.value):
-        return
-    if function.attr == "setdefault" and len(call.args) == 2:
-        yield from _pair(call.args[0], call.args[1], default_only=True)
-    elif function.attr == "update":
-        for argument in call.args:
-            if isinstance(argument, ast.Dict):
-                for key, value in zip(argument.keys, argument.values, strict=True):
-                    if key is not None:
-                        yield from _pair(key, value, default_only=False)
-        for keyword in call.keywords:
-            if keyword.arg is not None:
-                yield from _pair(ast.Constant(keyword.arg), keyword.value, default_only=False)
-
-
-def _pair(name: ast.expr, value: ast.expr, *, default_only: bool) -> Iterator[_Setting]:
-    if isinstance(name, ast.Constant) and isinstance(name.value, str):
-        plain = isinstance(value, ast.Constant) and isinstance(value.value, str)
-        yield name.value, value.value if plain else None, default_only  # type: ignore[attr-defined]
-
-
-def _is_environ(node: ast.expr) -> bool:
-    return ast.unparse(node) in ("os.environ", "environ")
-
-
-def _imports_torch(node: ast.stmt) -> bool:
-    if isinstance(node, ast.Import):
-        return any(alias.name.partition(".")[0] == "torch" for alias in node.names)
-    return isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch"
 
 
 # ---- the server
@@ -182,15 +110,14 @@ class ForkServer:
             order, parent=self._pid, name=self._ranks_name, environment=self._environment,
             loaded=self._loaded, bundles=self._bundles, presets=self._presets,
             program=self._plan["script"] if self._plan["program"] else "",
+            cold=self._cold, repeatable=self._repeatable,
         )  # fmt: skip
 
     def _load(self, environment: dict[str, str]) -> None:
         """Load torch and the modules that ranks need, with the variables that the script sets first."""
-        source = self._source()
-        self._presets = presets(source, environment)
-        # Ranks start cold if the script computes one of torch's variables first; they need less then.
-        cold = any(preload.is_native(name) for name in computed(source))
-        more = WITHOUT_COMPILER if cold or names_compiler(source) else THEN
+        found = self._before_torch()
+        self._presets = found.presets(environment)
+        more = WITHOUT_COMPILER if found.computed or names_compiler(self._source()) else THEN
         own = preload.Bundle(modules={n: m for n, m in sys.modules.items() if n not in self._loaded})
         before = dict(os.environ)
         os.environ.update(self._presets)
@@ -206,6 +133,16 @@ class ForkServer:
         finally:
             os.environ.clear()
             os.environ.update(before)
+        torch_reads = self._bundles[1].reads if len(self._bundles) > 1 else preload.is_native
+        shown = [name for name in found.computed if name == before_torch.UNKNOWN or torch_reads(name)]
+        self._cold = f"the script sets {', '.join(shown)} before it imports torch" if shown else ""
+        self._repeatable = found.repeatable
+
+    def _before_torch(self) -> before_torch.Before:
+        if self._plan["program"]:
+            return before_torch.Before()
+        read = before_torch.of_module if self._plan["module"] else before_torch.of_script
+        return read(self._plan["script"], sys.path)
 
     def _source(self) -> str:
         """Return the script's text; "" for a module, a program, or a file that cannot be read."""
