@@ -10,6 +10,8 @@ Only the caller imports Accelerate.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,13 +21,43 @@ if TYPE_CHECKING:
 
 __all__ = ["checkpointer"]
 
+log = logging.getLogger("jurymast.checkpoint")
+
 
 def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
     """Return a Checkpointer for everything that the accelerator has prepared or that was registered for its
     checkpoints, and for the random generators; `options` are the Checkpointer's. Loaders are included if they
-    have a state: with `DataLoaderConfiguration(use_stateful_dataloader=True)`."""
+    have a state: with `DataLoaderConfiguration(use_stateful_dataloader=True)`.
+
+    It saves only where gradients are synchronised, as gradients that are being accumulated are in no state:
+    other calls of `step` do nothing, and `save` returns False there with a warning. Raises CheckpointError if
+    the accelerator works with DeepSpeed or Megatron, which keep their states themselves.
+    """
     import jurymast
     from jurymast.checkpoint import RandomState
+    from jurymast.errors import CheckpointError
+
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        raise CheckpointError(
+            f"jurymast_accelerate cannot save the state of {kind.lower()}",
+            hint="use accelerator.save_state, or FSDP",
+        )
+
+    class Synchronised(jurymast.Checkpointer):
+        def step(self, step: int) -> None:
+            if accelerator.sync_gradients:
+                super().step(step)
+
+        def save(self, step: int) -> bool:
+            if accelerator.sync_gradients:
+                return super().save(step)
+            log.warning(
+                "step %d is not saved: gradients are being accumulated; save where "
+                "accelerator.sync_gradients is true",
+                step,
+            )
+            return False
 
     found = {
         "model": accelerator._models,
@@ -35,8 +67,33 @@ def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
         "custom": accelerator._custom_objects,
         "scaler": [accelerator.scaler] if accelerator.scaler is not None else [],
     }
+    if accelerator._dataloaders and not found["loader"] and accelerator.is_main_process:
+        log.warning(
+            "the position of the data loaders is not saved: use "
+            "DataLoaderConfiguration(use_stateful_dataloader=True), or skip what was seen"
+        )
     state = {f"{kind}-{number}": one for kind, all_ in found.items() for number, one in enumerate(all_)}
-    return jurymast.Checkpointer({**state, "random": RandomState()}, **options)
+    return Synchronised({**state, "accelerator": _Counters(accelerator), "random": RandomState()}, **options)
+
+
+class _Counters:
+    """The batches since gradients were last applied, and the epoch of each loader."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        loaders = self._accelerator._dataloaders
+        return {
+            "step": self._accelerator.step,
+            "epochs": [getattr(one, "iteration", None) for one in loaders],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+        for loader, epoch in zip(self._accelerator._dataloaders, state["epochs"], strict=True):
+            if epoch is not None:
+                loader.iteration = epoch
 
 
 def _has_state(loader: Any) -> bool:

@@ -1,7 +1,8 @@
 """A Trainer that resumes from a state restored in place, where it would otherwise resume from files.
 
 The Trainer reads its progress before it has an optimizer; here its model and optimizer are made ready first.
-It does the rest of resuming itself, such as skipping batches that it has already seen.
+It does the rest of resuming itself, such as skipping batches that it has already seen. Its sums and the state
+of its callbacks, which it would not restore from files either, are restored here.
 """
 
 from __future__ import annotations
@@ -12,19 +13,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
+from transformers.trainer_callback import ExportableState, TrainerControl
 
 import jurymast
 from jurymast.checkpoint import HeldRandomState
 from jurymast.errors import CheckpointError
 
-NEEDED = ("_init_training_state", "_prepare_for_training", "_load_rng_state", "_load_from_checkpoint")
+NEEDED = (
+    "_init_training_state", "_prepare_for_training", "_load_rng_state", "_load_from_checkpoint",
+    "_maybe_log_save_evaluate", "_finalize_training",
+)  # fmt: skip
 
 
 def train_on(trainer: Trainer, options: Mapping[str, Any]) -> Any:
     if not all(hasattr(Trainer, name) for name in NEEDED):
         raise CheckpointError("jurymast_transformers needs transformers 5")
+    if trainer.is_deepspeed_enabled:
+        raise CheckpointError(
+            "jurymast_transformers cannot save the state of DeepSpeed's engine",
+            hint="use the Trainer's own checkpoints, or FSDP",
+        )
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (_Resuming, kind), {"__module__": kind.__module__})
     trainer.jurymast_options = options
@@ -34,13 +45,15 @@ def train_on(trainer: Trainer, options: Mapping[str, Any]) -> Any:
             return trainer.train(resume_from_checkpoint=folder)
     finally:
         trainer.__class__ = kind
-        trainer.remove_callback(_Saving)
+        trainer.remove_callback(_Restoring)
 
 
 class _Resuming(Trainer):
-    """Overrides methods of the Trainer's own class, which may be a user's."""
+    """Overrides methods of the Trainer's own class, which may be a user's. It saves after a step's evaluation
+    and log line, or, for an epoch's last step, after those of the epoch."""
 
     state: TrainerState
+    control: TrainerControl
     jurymast_options: Mapping[str, Any]
 
     def get_train_dataloader(self) -> Any:
@@ -52,23 +65,27 @@ class _Resuming(Trainer):
     ) -> tuple[int, int]:
         super()._init_training_state(max_steps, steps_an_epoch, epochs, None, trial)
         self._jurymast_ready = super()._prepare_for_training(max_steps, self._jurymast_loader, None)
-        progress, self._jurymast_random = _Progress(), HeldRandomState()
-        progress.state = self.state
-        checkpoint = jurymast.Checkpointer(
-            {
-                "model": self.model,
-                "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),
-                "schedule": self.lr_scheduler,
-                "trainer": progress,
-                "random": self._jurymast_random,
-            },
-            **self.jurymast_options,
-        )
-        if checkpoint.restore():
-            self.state = progress.state
+        self._jurymast_progress, self._jurymast_sums = _Progress(self), _Sums(self)
+        self._jurymast_random = HeldRandomState()
+        state = {
+            "model": self.model,
+            "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),
+            "schedule": self.lr_scheduler,
+            "trainer": self._jurymast_progress,
+            "sums": self._jurymast_sums,
+            "random": self._jurymast_random,
+        }
+        if self.accelerator.scaler is not None:
+            state["scaler"] = self.accelerator.scaler
+        self._jurymast_checkpoint = jurymast.Checkpointer(state, **self.jurymast_options)
+        restored = self._jurymast_checkpoint.restore()
+        self._jurymast_steps_an_epoch, self._jurymast_seen = steps_an_epoch, -1
+        if restored:
+            self._jurymast_progress.apply()
             self.state.init_training_references(self, max_steps, epochs, trial)
-            self._load_callback_state()
-        self.add_callback(_Saving(checkpoint, progress))
+        self.add_callback(_Restoring(self))
+        if self._jurymast_progress.is_over:
+            return epochs, 0  # what follows the last epoch is still to be done
         skipped = 0 if self.args.ignore_data_skip else self.state.global_step % steps_an_epoch
         return self.state.global_step // steps_an_epoch, skipped * self.args.gradient_accumulation_steps
 
@@ -81,27 +98,100 @@ class _Resuming(Trainer):
     def _load_rng_state(self, folder: str) -> None:
         self._jurymast_random.apply()
 
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        if skip_scheduler and self._jurymast_progress.is_restored:
+            return {}  # the evaluation before the first step
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler)
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
+        super()._maybe_log_save_evaluate(*arguments, **named)
+        step = self.state.global_step
+        of_epoch, self._jurymast_seen = step == self._jurymast_seen, step  # called once more at its end
+        stops = self.control.should_training_stop or self.control.should_epoch_stop
+        if of_epoch or not (stops or step % self._jurymast_steps_an_epoch == 0):
+            self._jurymast_checkpoint.step(step)
+
+    def _finalize_training(self, *arguments: Any) -> Any:
+        if not self._jurymast_progress.is_over:  # else the state of its end is the one that was restored
+            self._jurymast_checkpoint.save(self.state.global_step)
+        return super()._finalize_training(*arguments)
+
 
 class _Progress:
-    """The Trainer's own state: its progress, its log, its best metric."""
+    """The Trainer's own state, the same on all ranks: its progress, its log, its best metric, and the state
+    of its callbacks and of its control."""
 
-    state: TrainerState
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._held: Any = None
+        self.is_restored = self.is_over = False
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self.state)
+        if self._held is not None:
+            return dict(self._held)
+        states = [[type(one).__name__, one.state()] for one in self._exportable()]
+        return {"state": asdict(self._trainer.state), "callbacks": states}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.state = TrainerState(**saved)
+        self._held = saved
+
+    def apply(self) -> None:
+        trainer = self._trainer
+        trainer.state = TrainerState(**self._held["state"])
+        present = self._exportable()
+        for name, state in self._held["callbacks"]:
+            one = next((one for one in present if type(one).__name__ == name), None)
+            if one is None:
+                raise CheckpointError(
+                    f"the state has the callback {name}, which this Trainer lacks",
+                    hint="add the callback again",
+                )
+            present.remove(one)
+            for attribute, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
+                setattr(one, attribute, value)
+        self.is_restored, self.is_over = True, bool(trainer.control.should_training_stop)
+        self._held = None
+
+    def _exportable(self) -> list[Any]:
+        found = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        return [one for one in found if isinstance(one, ExportableState)]
 
 
-class _Saving(TrainerCallback):
-    def __init__(self, checkpoint: jurymast.Checkpointer, progress: _Progress) -> None:
-        self._checkpoint, self._progress = checkpoint, progress
+# What the Trainer adds up between two lines of its log, and over the whole training.
+_SUMS = (
+    "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step",
+    "_initial_num_input_tokens_seen", "current_flos",
+)  # fmt: skip
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        self._progress.state = state
-        self._checkpoint.step(state.global_step)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        self._progress.state = state
-        self._checkpoint.save(state.global_step)
+class _Sums:
+    """Each rank's own sums. They are restored after the Trainer has set them back at its beginning."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._held: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._held is not None:
+            return dict(self._held)
+        return {name: getattr(self._trainer, name) for name in _SUMS if hasattr(self._trainer, name)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._held = saved
+
+    def apply(self) -> None:
+        for name, value in (self._held or {}).items():
+            same_place = isinstance(value, torch.Tensor)
+            setattr(self._trainer, name, value.to(self._trainer.args.device) if same_place else value)
+        self._held = None
+
+
+class _Restoring(TrainerCallback):
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        self._trainer._jurymast_sums.apply()
+        if self._trainer._jurymast_progress.is_over:
+            self._trainer._jurymast_random.apply()
+            control.should_training_stop = True

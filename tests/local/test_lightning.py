@@ -32,7 +32,7 @@ from torchmetrics import MeanMetric
 import jurymast
 from jurymast.errors import CheckpointError
 from jurymast_lightning import Checkpoints
-from support.checkpoints import same
+from support.checkpoints import differences
 from support.instant import InstantCheckpointer, Kept
 
 try:
@@ -346,17 +346,6 @@ def without_paths(state: dict[str, Any]) -> dict[str, Any]:
     if "best_k_models" in state:
         state["best_k_models"] = list(state["best_k_models"].values())
     return {name: value for name, value in state.items() if not name.endswith("_path") and name != "dirpath"}
-
-
-def differences(a: Any, b: Any, where: str = "") -> Iterator[str]:
-    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        for key in a:
-            yield from differences(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
-        for number, (one, other) in enumerate(zip(a, b, strict=True)):
-            yield from differences(one, other, f"{where}[{number}]")
-    elif not same(a, b):
-        yield f"{where}: {a} without a stop, {b} after a restore"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

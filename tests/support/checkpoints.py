@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,15 @@ def flip(path: Path) -> None:
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
+
+
+def differences(a: Any, b: Any, where: str = "") -> Iterator[str]:
+    """Yield where two states differ."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        for key in a:
+            yield from differences(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
+        for number, (one, other) in enumerate(zip(a, b, strict=True)):
+            yield from differences(one, other, f"{where}[{number}]")
+    elif not same(a, b):
+        yield f"{where}: {a} without a stop, {b} after a restore"

@@ -1,0 +1,112 @@
+"""A loop with Accelerate goes on from each of its restore points as if it had never stopped."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import jurymast
+import jurymast_accelerate
+from jurymast.errors import CheckpointError
+from support.checkpoints import differences
+from support.instant import InstantCheckpointer, Kept
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_run")]
+
+EPOCHS, BATCHES = 2, 7
+
+
+@pytest.fixture(autouse=True)
+def _instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jurymast, "Checkpointer", InstantCheckpointer, raising=False)
+
+
+class Points(Dataset[Any]):
+    def __len__(self) -> int:
+        return BATCHES * 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index / 8.0, 1.0])
+
+
+def train(kept: Kept, seed: int, *, accumulate: int, updates: list[int] | None = None) -> dict[str, Any]:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=accumulate, cpu=True,
+        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model: Any = torch.nn.Linear(2, 1)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    loader: Any = StatefulDataLoader(Points(), batch_size=2, generator=torch.Generator())
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    checkpoint = jurymast_accelerate.checkpointer(accelerator, directory=kept)
+    done = checkpoint.restore()
+    while done < EPOCHS * BATCHES:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = (model(batch) * torch.rand(1)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            done += 1
+            if accelerator.sync_gradients and updates is not None:
+                updates.append(done)
+            checkpoint.step(done)
+    return {
+        "weights": dict(model.state_dict()),
+        "optimizer": optimizer.optimizer.state_dict(),
+        "schedule": schedule.scheduler.state_dict(),
+        "step": accelerator.step,
+        "drawn": float(torch.rand(1)),
+    }
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_loop_goes_on_from_each_restore_point(accumulate: int) -> None:
+    kept, updates = Kept(), list[int]()
+    expected = train(kept, 1, accumulate=accumulate, updates=updates)
+    assert [*kept.states] == updates, "it saves where gradients are synchronised, and only there"
+    for step in updates:
+        found = train(kept.at(step), 100 + step, accumulate=accumulate)
+        assert not list(differences(expected, found)), f"restored at step {step}"
+
+
+def test_nothing_is_saved_among_gradients_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    kept = Kept()
+    checkpoint = jurymast_accelerate.checkpointer(accelerator, directory=kept)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with accelerator.accumulate(model):
+        assert checkpoint.save(1) is False
+    assert kept.states == {}
+    assert "step 1 is not saved: gradients are being accumulated" in caplog.text
+    with accelerator.accumulate(model):
+        assert checkpoint.save(2) is True
+
+
+def test_a_state_that_is_kept_elsewhere_is_refused(tmp_path: Path) -> None:
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = "DEEPSPEED"
+    with pytest.raises(CheckpointError, match="cannot save the state of deepspeed"):
+        jurymast_accelerate.checkpointer(accelerator, directory=tmp_path)
+    AcceleratorState._reset_state(True)
