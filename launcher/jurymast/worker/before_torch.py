@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,9 @@ HARMLESS = {
 }  # fmt: skip
 _NATIVE_NAME = re.compile(rf"\b(?!{'|'.join(LATER)})(?:{'|'.join(NATIVE)})[A-Z0-9_]+\b")
 UNKNOWN = "variables whose names only running it tells"
-FILES = 200  # of the user's own; more are not read
+FILES = 100  # of the user's own; more are not read
+# What a text has in it that sets a variable.
+_SETS = re.compile(r"environ|putenv|unsetenv|setenv|\bexec\b|\beval\b|dotenv")
 
 
 @dataclass
@@ -81,8 +82,11 @@ class _Walk:
     def __init__(self, paths: Sequence[str]) -> None:
         self.found = Before()
         # Installed packages are not the user's: what they set is found when the rank runs.
-        installed = ("site-packages", "dist-packages", sys.base_prefix)
-        self._paths = [p for p in paths if p and not any(part in p for part in installed)]
+        ours, standard = str(Path(__file__).parents[2]), os.path.dirname(os.__file__)
+        installed = re.compile(r"(site|dist)-packages\b|\.zip$")
+        self._paths = [
+            p for p in paths if p and p != ours and not p.startswith(standard) and not installed.search(p)
+        ]
         self._seen: set[Path] = set()
 
     def read(self, files: list[Path]) -> Before:
@@ -130,6 +134,7 @@ class _Walk:
             body = ast.parse(source).body
         except (SyntaxError, ValueError, RecursionError):
             return False
+        sets = bool(_SETS.search(source) or _NATIVE_NAME.search(source))
         for node in body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 if self._import(node, package, certain=certain):
@@ -144,7 +149,7 @@ class _Walk:
                     else:
                         self.found.computed[name] = None
             else:
-                self._look(node, package)
+                self._look(node, package, sets=sets)
         return False
 
     def _import(self, node: ast.Import | ast.ImportFrom, package: str, *, certain: bool) -> bool:
@@ -156,20 +161,23 @@ class _Walk:
                     return True
         return False
 
-    def _look(self, statement: ast.stmt, package: str) -> None:
-        """Note what a statement may set, wherever in it: a function may be called, a condition may hold."""
-        reads = set(_reads(statement))
+    def _look(self, statement: ast.stmt, package: str, *, sets: bool) -> None:
+        """Note what a statement may set, wherever in it: a function may be called, a condition may hold.
+        `sets`: whether its file has anything that sets a variable."""
+        if self.found.repeatable and any(map(_may_not_repeat, _run_at_once(statement))):
+            self.found.repeatable = False
+        reads = set(_reads(statement)) if sets else set()
         for node in ast.walk(statement):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._import(node, package, certain=False)
+            elif not sets:
+                continue
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in reads:
                 self.found.computed.update(dict.fromkeys(_NATIVE_NAME.findall(node.value)))
             elif isinstance(node, ast.keyword) and node.arg:
                 self.found.computed.update(dict.fromkeys(_NATIVE_NAME.findall(node.arg)))
             for name in _written(node):
                 self.found.computed[name] = None
-        if any(_may_not_repeat(node) for node in _run_at_once(statement)):
-            self.found.repeatable = False
 
 
 def _imported(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]:
@@ -221,16 +229,27 @@ def _plain(node: ast.stmt) -> list[tuple[str, str, bool]] | None:
     return found
 
 
-def _is_environ(node: ast.expr) -> bool:
-    return ast.unparse(node) in ("os.environ", "environ")
+def _is_environ(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr == "environ" and _last(node.value) == "os"
+    return _last(node) == "environ"
+
+
+def _last(node: ast.AST) -> str:
+    """Return the last part of a dotted name; "" for other expressions."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _is_read(function: ast.expr) -> bool:
+    if _last(function) == "getenv":
+        return True
+    return isinstance(function, ast.Attribute) and function.attr == "get" and _is_environ(function.value)
 
 
 def _reads(statement: ast.stmt) -> Iterator[ast.expr]:
     """Yield the names of variables that are only read, and texts that stand for themselves."""
     for node in ast.walk(statement):
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in (
-            "os.environ.get", "environ.get", "os.getenv", "getenv",
-        ):  # fmt: skip
+        if isinstance(node, ast.Call) and node.args and _is_read(node.func):
             yield node.args[0]
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _is_environ(node.value):
             yield node.slice
@@ -247,9 +266,8 @@ def _written(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.AugAssign) and _is_environ(node.target):
         yield UNKNOWN
     elif isinstance(node, ast.Call):
-        called = ast.unparse(node.func)
-        last = called.rpartition(".")[2]
-        if called in ("exec", "eval", "load_dotenv", "dotenv.load_dotenv"):
+        last = _last(node.func)
+        if last in ("exec", "load_dotenv") or (last == "eval" and isinstance(node.func, ast.Name)):
             yield from () if _tells_all(node) else (UNKNOWN,)
         elif last in ("putenv", "unsetenv", "setenv") and node.args:
             yield _name(node.args[0])
@@ -289,8 +307,6 @@ def _run_at_once(statement: ast.stmt) -> Iterator[ast.AST]:
 
 def _may_not_repeat(node: ast.AST) -> bool:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return any(
-            ast.unparse(one).partition("(")[0].rpartition(".")[2] not in HARMLESS
-            for one in node.decorator_list
-        )
-    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] not in HARMLESS
+        decorators = [one.func if isinstance(one, ast.Call) else one for one in node.decorator_list]
+        return any(_last(one) not in HARMLESS for one in decorators)
+    return isinstance(node, ast.Call) and _last(node.func) not in HARMLESS
