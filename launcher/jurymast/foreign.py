@@ -27,11 +27,13 @@ from typing import Any
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Mode bits that let users other than the owner do anything.
 OTHERS_ANYTHING = stat.S_IRWXG | stat.S_IRWXO
-# Larger than any manifest, even for tens of thousands of nodes.
-BYTES_MAX = 256 << 20
-# The same for a plan or a list of nodes, and for a note. JSON takes up to 30 times its size in memory.
+# Larger than any file of the kind, even for tens of thousands of nodes: the manifest of a checkpoint, or a
+# summary of all runs; a plan, or a list of nodes; a note; a batch script, or the variables of a process. No
+# limit is for all kinds, because JSON takes up to 30 times its size in memory.
+MANIFEST_BYTES_MAX = 32 << 20
 PLAN_BYTES_MAX = 8 << 20
 NOTE_BYTES_MAX = 1 << 20
+SCRIPT_BYTES_MAX = 16 << 20
 # Always readable, whatever size the file shows: some files grow while they are read.
 BYTES_MIN = 64 << 10
 # The directory of the names that `own_directory` yields.
@@ -202,7 +204,7 @@ def reading_own(path: os.PathLike[str] | str) -> BufferedReader:
     return _buffered(open_own(path), path)
 
 
-def read_own(path: Path | str, most: int = BYTES_MAX, closed: int = OTHERS_WRITE) -> bytes:
+def read_own(path: Path | str, most: int, closed: int = OTHERS_WRITE) -> bytes:
     """Read a file that this user has written, of at most `most` bytes. Raises NotOurs, OSError."""
     with _buffered(open_own(path, closed), path) as file:
         return _all_of(file, path, most)
@@ -253,20 +255,21 @@ def reading(path: Path | str) -> BufferedReader:
     return _buffered(_open(path), path)
 
 
-def read(path: Path | str, most: int = BYTES_MAX) -> bytes:
+def read(path: Path | str, most: int) -> bytes:
     """The file's content. Raises OSError, also for more than `most` bytes."""
     with reading(path) as file:
         return _all_of(file, path, most)
 
 
-def load(path: Path | str, most: int = BYTES_MAX) -> Any:
+def load(path: Path | str, most: int) -> Any:
     """The JSON value in the file, of at most `most` bytes. Raises OSError, ValueError."""
     return parse(read(path, most))
 
 
-def load_own(path: Path | str) -> Any:
-    """The JSON value in a file that this user has written. Raises NotOurs, OSError, ValueError."""
-    return parse(read_own(path))
+def load_own(path: Path | str, most: int) -> Any:
+    """The JSON value in a file that this user has written, of at most `most` bytes. Raises NotOurs, OSError,
+    ValueError."""
+    return parse(read_own(path, most))
 
 
 def parse(data: bytes | str) -> Any:

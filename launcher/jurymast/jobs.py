@@ -90,7 +90,7 @@ def is_running(pid: int, started: float) -> bool:
 def _started_here() -> float:
     """Return when this machine was started, in Unix time. psutil, which could say so, does not work in ranks:
     their modules are the script's."""
-    lines = foreign.read("/proc/stat").splitlines()
+    lines = foreign.read("/proc/stat", foreign.NOTE_BYTES_MAX).splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(b"btime "))
 
 
@@ -98,7 +98,7 @@ def began_at(pid: int) -> int | None:
     """Return when this process began, in ticks of the kernel's clock after the machine's start; None if there
     is none. Unlike the time of day it does not change when a clock is set."""
     try:
-        state, *fields = foreign.read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        state, *fields = foreign.read(f"/proc/{pid}/stat", foreign.NOTE_BYTES_MAX).rpartition(b")")[2].split()
     except OSError:
         return None
     return None if state in (b"Z", b"X") else int(fields[18])
@@ -114,9 +114,9 @@ def processes_of(run_directory: str) -> list[int]:
 
 def _belongs(pid: int, named: bytes) -> bool:
     try:
-        words = foreign.read(f"/proc/{pid}/cmdline").split(b"\0")
-        return named in words or b"JURYMAST_RUN_DIR=" + named in foreign.read(f"/proc/{pid}/environ").split(
-            b"\0"
-        )
+        words = foreign.read(f"/proc/{pid}/cmdline", foreign.SCRIPT_BYTES_MAX).split(b"\0")
+        return named in words or b"JURYMAST_RUN_DIR=" + named in foreign.read(
+            f"/proc/{pid}/environ", foreign.SCRIPT_BYTES_MAX
+        ).split(b"\0")
     except OSError:  # it has ended, or is another user's
         return False

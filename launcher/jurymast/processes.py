@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
 import os
 import resource
 import signal
@@ -165,6 +166,13 @@ def leave_no_core() -> int:
     before, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, most))
     return before
+
+
+def leave_out_of_cores(memory: mmap.mmap) -> None:
+    """Have core files of this process leave this memory out: the ranks' images, which are the user's data and
+    far larger than all the rest. (`coredump_filter` cannot tell them from other shared memory.)"""
+    with contextlib.suppress(OSError):  # a kernel that cannot do so writes larger core files
+        memory.madvise(mmap.MADV_DONTDUMP)
 
 
 def allow_core(limit: int) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import inspect
 import json
 import os
 import pickle
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,29 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from jurymast import foreign
 from jurymast.agent.keeping import local_root
-from jurymast.checkpoint.directory import CheckpointDirectory, CheckpointManifest, FileRecord, hash_file
+from jurymast.checkpoint import memory_tier
+from jurymast.checkpoint.directory import (
+    MANIFEST,
+    BadCheckpoint,
+    CheckpointDirectory,
+    CheckpointManifest,
+    FileRecord,
+    hash_file,
+)
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import ScriptState
 from jurymast.cli.main import main
 from jurymast.cli.options import find_run, run_ids
+from jurymast.cluster.allocation import local_process
 from jurymast.cluster.earlier import forgiven_file, forgiven_nodes, past_runs, summary_file
 from jurymast.cluster.slurm import check_runs_directory
 from jurymast.errors import RunDirectoryError
+from jurymast.keeper import memory
+from jurymast.keeper.memory import MappedBuffer
 from jurymast.rundir import RunDirectory
 from jurymast.storage.export import export
+from jurymast.wire import endpoint
 from support.commands import RUN, Place, swapped
 
 MALLORY, ADA = 65533, 65534
@@ -202,7 +217,7 @@ def test_anothers_runs_say_nothing_about_nodes_and_hang_nothing(shared: Place) -
         assert [run.run for run in past_runs(shared.runs)] == [RUN]
         assert run_ids(shared.runs) == [RUN]
         with pytest.raises(OSError, match="not an ordinary file"):
-            foreign.read(pipe / "plan.json")
+            foreign.read(pipe / "plan.json", 10)
 
 
 @as_others
@@ -221,7 +236,7 @@ def test_only_what_this_user_alone_can_write_is_its_own(tmp_path: Path) -> None:
     own.mkdir(mode=0o700)
     (own / "file").write_bytes(b"x")
     assert foreign.owns(own)
-    assert foreign.read_own(own / "file") == b"x"
+    assert foreign.read_own(own / "file", 10) == b"x"
     with foreign.own_directory(own) as place:
         own.rename(tmp_path / "elsewhere")
         assert (place / "file").read_bytes() == b"x"
@@ -233,12 +248,12 @@ def test_only_what_this_user_alone_can_write_is_its_own(tmp_path: Path) -> None:
         path.chmod(0o770)
     assert not foreign.owns(own)
     with pytest.raises(foreign.NotOurs, match="chmod go-w"):
-        foreign.read_own(own / "file")
+        foreign.read_own(own / "file", 10)
     with pytest.raises(foreign.NotOurs), foreign.own_directory(own):
         pass
     (tmp_path / "link").symlink_to(own / "file")
     with pytest.raises(OSError) as caught:
-        foreign.read_own(tmp_path / "link")
+        foreign.read_own(tmp_path / "link", 10)
     assert caught.value.errno == errno.ELOOP
     with pytest.raises(OSError, match="has 1 bytes, at most 0 are allowed"):
         foreign.read(own / "file", 0)
@@ -457,9 +472,9 @@ def test_a_device_is_not_opened(tmp_path: Path) -> None:
     device = tmp_path / "plan.json"
     os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(4, 255))  # nobody has it: to open it is another error
     with pytest.raises(OSError, match="it is not an ordinary file"):
-        foreign.read(device)
+        foreign.read(device, 10)
     with pytest.raises(OSError, match="it is not an ordinary file"):
-        foreign.read_own(device)
+        foreign.read_own(device, 10)
     with pytest.raises(OSError):
         os.open(device, os.O_RDONLY)
 
@@ -467,14 +482,47 @@ def test_a_device_is_not_opened(tmp_path: Path) -> None:
 def test_links_permissions_and_directories_are_named_as_before(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("file")
-    assert foreign.read(tmp_path / "link") == b"x"
+    assert foreign.read(tmp_path / "link", 10) == b"x"
     with pytest.raises(OSError) as refused:
-        foreign.read_own(tmp_path / "link")
+        foreign.read_own(tmp_path / "link", 10)
     assert (refused.value.errno, refused.value.filename) == (errno.ELOOP, str(tmp_path / "link"))
-    with pytest.raises(IsADirectoryError):
-        foreign.read(tmp_path)
+    with pytest.raises(foreign.NotAFile) as refused:
+        foreign.read(tmp_path, 10)
+    assert refused.value.errno == errno.EISDIR
     with pytest.raises(FileNotFoundError):
-        foreign.read(tmp_path / "none")
+        foreign.read(tmp_path / "none", 10)
+
+
+def test_every_reader_states_how_much_it_takes() -> None:
+    """There is no limit for all kinds of files, which would have to be that of the largest."""
+    for read in (foreign.read, foreign.read_own, foreign.load, foreign.load_own):
+        assert inspect.signature(read).parameters["most"].default is inspect.Parameter.empty
+    assert foreign.NOTE_BYTES_MAX < foreign.PLAN_BYTES_MAX < foreign.MANIFEST_BYTES_MAX <= 32 << 20
+
+
+@pytest.mark.parametrize("name", ["a step's manifest", "an endpoint", "a pulse", "local.json"])
+def test_a_file_that_is_too_long_for_its_kind_is_not_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its size alone: nothing of it is parsed."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    files: dict[str, tuple[Path, Callable[[], object]]] = {
+        "a step's manifest": (
+            tmp_path / "checkpoints" / "step-00000100" / MANIFEST,
+            lambda: CheckpointDirectory(tmp_path / "checkpoints").manifest(100),
+        ),
+        "an endpoint": (run.epochs / endpoint.NEWEST, lambda: endpoint.find(run.epochs)),
+        "a pulse": (run.epochs / endpoint.PULSE, lambda: endpoint.read_pulse(run.epochs)),
+        "local.json": (run.submission / "local.json", lambda: local_process(run)),
+    }
+    path, use = files[name]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        file.truncate(foreign.MANIFEST_BYTES_MAX + 1)
+    monkeypatch.setattr(foreign, "parse", lambda data: pytest.fail("it was parsed"))
+    with suppress(OSError, BadCheckpoint):
+        assert not use()
 
 
 def test_a_plan_and_a_note_have_limits_of_their_own(tmp_path: Path) -> None:
@@ -518,3 +566,15 @@ def test_no_core_is_left_of_what_holds_secrets_and_the_ranks_keep_their_limit() 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "True"]
+
+
+def test_images_are_left_out_of_core_files_of_agents_and_ranks() -> None:
+    buffer = MappedBuffer(1 << 20)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(buffer.map))
+    sections = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+    (flags,) = [re.search(r"VmFlags:(.*)", one) for one in sections if one.startswith(f"{start:x}-")]
+    assert flags is not None
+    assert "dd" in flags[1].split()
+    for module in (memory, memory_tier):  # everything that maps them
+        text = inspect.getsource(module)
+        assert text.count("mmap.mmap(") == text.count("leave_out_of_cores(") == 1

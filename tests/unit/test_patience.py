@@ -110,7 +110,7 @@ def test_what_is_waited_for_longest_is_known(tmp_path: Path) -> None:
         foreign.names(tmp_path)
         assert foreign.unanswered()[0] == "outer"
     with pytest.raises(FileNotFoundError):
-        foreign.read(tmp_path / "nothing")
+        foreign.read(tmp_path / "nothing", 10)
     with foreign.own_directory(tmp_path) as held, foreign.asking(held / "a"):
         assert foreign.unanswered()[0] == str(tmp_path / "a")
     assert foreign.unanswered() == ("", 0.0)

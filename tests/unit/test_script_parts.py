@@ -14,7 +14,8 @@ import pytest
 
 from jurymast.cluster.sbatch import CommandLine, words_of
 from jurymast.rundir import RunDirectory
-from jurymast.script.parts import Part, for_all, gather, join, places, shell_text
+from jurymast.script.notes import noted
+from jurymast.script.parts import PART, Part, for_all, gather, join, places, shell_text
 from jurymast.script.recognise import part_of
 from jurymast.script.srun import parse
 from jurymast.script.step import Output, node_command, relayed
@@ -104,7 +105,7 @@ def test_parts_meet_whatever_their_order_and_the_next_training_begins_anew(tmp_p
         (tmp_path / f"train-{count}", number) for count in (1, 2, 3) for number in range(3)
     ]
     for count in (1, 2, 3):
-        found = gather(tmp_path / f"train-{count}", 3)
+        found = gather(tmp_path / f"train-{count}", part("first"), 3)
         assert found is not None
         assert len({each.node for each in found}) == 3
 
@@ -112,7 +113,7 @@ def test_parts_meet_whatever_their_order_and_the_next_training_begins_anew(tmp_p
 def test_parts_whose_others_do_not_come_are_joined_by_nobody(tmp_path: Path) -> None:
     folder, _ = join(tmp_path / "train", part("n1"), 3)
     join(tmp_path / "train", part("n2"), 3)
-    assert gather(folder, 3, limit_s=0.0) is None
+    assert gather(folder, part("n1"), 3, limit_s=0.0) is None
     assert join(tmp_path / "train", part("n3"), 3) == (tmp_path / "train-2", 0)
 
 
@@ -176,15 +177,22 @@ def job(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def test_what_the_parts_told_each_other_does_not_stay(tmp_path: Path) -> None:
-    """Their variables may be secrets."""
-    for node in ("n1", "n2"):
-        folder, _ = join(tmp_path / "t", Part(("torchrun",), node, {"TOKEN": "secret"}, 1), 2)
-    parts = gather(folder, 2)
-    assert parts is not None
-    assert [part.environment for part in parts] == [{"TOKEN": "secret"}] * 2
-    assert not [path for path in folder.iterdir() if "secret" in path.read_text()]
-    later, number = join(tmp_path / "t", Part(("torchrun",), "n1", {"TOKEN": "secret"}, 1), 2)
+def test_no_secret_that_all_parts_have_is_ever_in_a_file_and_none_stays(tmp_path: Path) -> None:
+    """What differs is there until it is read: the variables of one srun may be those of one node."""
+    first = Part(("torchrun",), "n1", {"TOKEN": "secret", "HOST": "n1", "ONLY": "first's"}, 11)
+    second = Part(("torchrun",), "n2", {"TOKEN": "secret", "HOST": "n2", "NEW": "other"}, 12)
+    folder, number = join(tmp_path / "t", first, 2)
+    assert number == 0
+    assert join(tmp_path / "t", second, 2) == (folder, 1)
+    texts = [path.read_text() for path in folder.iterdir()]
+    assert not [text for text in texts if "secret" in text or "first's" in text]
+    assert "other" in "".join(texts)
+    assert gather(folder, first, 2) == [first, second]
+    left = "".join(path.read_text() for path in folder.iterdir())
+    assert "other" not in left
+    assert "hash" not in left
+    assert noted(folder / PART.format(0))["pid"] == 11, "the others wait for it"
+    later, number = join(tmp_path / "t", first, 2)
     assert (later != folder, number) == (True, 0), "it belongs to another training"
-    assert gather(later, 2, 0.0) is None
-    assert not [path for path in later.iterdir() if "secret" in path.read_text()]
+    assert gather(later, first, 2, 0.0) is None
+    assert not [path for path in later.iterdir() if "hash" in path.read_text()]

@@ -111,7 +111,7 @@ class _SeenRank:
     def take_answer(self) -> None:
         """Read the rank's answer, as far as it is written."""
         with suppress(OSError):
-            self.text = foreign.read(self.dump).decode(errors="replace")[:STACK_BYTES_MAX]
+            self.text = foreign.read(self.dump, RECORD_BYTES_MAX).decode(errors="replace")[:STACK_BYTES_MAX]
 
     def process(self) -> str:
         """Describe the process from /proc in a few words: "state D, in nfs_wait_on_request"."""

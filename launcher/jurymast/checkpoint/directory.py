@@ -228,7 +228,7 @@ def _is_present(path: Path) -> bool:
 def _if_present(path: Path) -> bytes | None:
     """Return the file's content, or None if there is none. Raises OSError."""
     try:
-        return foreign.read(path)
+        return foreign.read(path, foreign.PLAN_BYTES_MAX)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -259,11 +259,16 @@ class CheckpointDirectory:
         found = (step_of(name) for name in names_in(self.root))
         return sorted((step for step in found if step is not None), reverse=True)
 
+    def _manifest_bytes(self, step: int) -> bytes:
+        return foreign.read(self.path(step) / MANIFEST, foreign.MANIFEST_BYTES_MAX)
+
     def manifest(self, step: int) -> CheckpointManifest:
         """Read a step's manifest. Raises BadCheckpoint if it is missing, damaged or of another step, and
         Unable."""
         try:
-            data = self._patiently(lambda: foreign.read(self.path(step) / MANIFEST))
+            data = self._patiently(
+                lambda: foreign.read(self.path(step) / MANIFEST, foreign.MANIFEST_BYTES_MAX)
+            )
         except (FileNotFoundError, NotADirectoryError) as error:
             raise BadCheckpoint(f"it has no {MANIFEST}: it is incomplete, or not of jurymast") from error
         except foreign.NotAFile as error:
@@ -500,7 +505,7 @@ class CheckpointDirectory:
         complete checkpoint."""
         self.check_sizes(step, self.manifest(step))
         make_durable_folder(self._pin(step).parent)
-        write_atomically(self._pin(step), _hash_of(foreign.read(self.path(step) / MANIFEST)))
+        write_atomically(self._pin(step), _hash_of(self._manifest_bytes(step)))
         try:
             self.manifest(step)
         except BadCheckpoint:  # retired meanwhile

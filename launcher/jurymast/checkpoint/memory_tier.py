@@ -33,6 +33,7 @@ from jurymast.keeper.manifest import (
     SlotWord,
     Word,
 )
+from jurymast.processes import leave_out_of_cores
 from jurymast.worker import link
 
 log = logging.getLogger("jurymast.checkpoint")
@@ -275,6 +276,7 @@ class MemoryTier:
                 if slot[SlotWord.FD] != number_there:  # then this may be another file
                     raise OSError("the agent has replaced the buffer")
                 buffer = mmap.mmap(descriptor, capacity)
+                leave_out_of_cores(buffer)
             finally:
                 os.close(descriptor)
             fresh = _Mapped(generation, image.Window(buffer))

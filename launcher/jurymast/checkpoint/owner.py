@@ -93,7 +93,7 @@ class Owner:
 def this_host() -> str:
     """Return a name for this machine, from its start to its end, and the processes that are seen here."""
     try:
-        boot = foreign.read("/proc/sys/kernel/random/boot_id").decode().strip()
+        boot = foreign.read("/proc/sys/kernel/random/boot_id", foreign.NOTE_BYTES_MAX).decode().strip()
         seen = os.readlink("/proc/self/ns/pid")
     except OSError:
         boot = seen = "?"
@@ -149,7 +149,7 @@ def fate(owner: Owner) -> Fate:
 
 def _loaded(path: Path) -> dict[str, Any] | None:
     try:
-        loaded: dict[str, Any] = foreign.load(path)
+        loaded: dict[str, Any] = foreign.load(path, foreign.NOTE_BYTES_MAX)
         return loaded
     except FileNotFoundError:
         return None
@@ -192,7 +192,7 @@ def _unanswered(error: ClusterUnavailableError) -> Fate:
 def _of_local(run: RunDirectory) -> Fate:
     """Whether a run on one machine, without Slurm, has ended there."""
     try:
-        record = foreign.load(run.submission / "local.json")
+        record = foreign.load(run.submission / "local.json", foreign.NOTE_BYTES_MAX)
         pid, started, host = int(record["pid"]), float(record["started"]), record.get("host")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Fate(Life.UNKNOWN, f"its process is not known: {error}")

@@ -234,7 +234,9 @@ class BatchProcess:
         it, and this node's view of the shared directory may be older."""
         try:
             renew(self._directory.root)
-            return msgspec.convert(foreign.load(self._directory.outcome_file), core.Outcome)
+            return msgspec.convert(
+                foreign.load(self._directory.outcome_file, foreign.PLAN_BYTES_MAX), core.Outcome
+            )
         except (OSError, ValueError):
             return None
 

@@ -147,7 +147,7 @@ def _stamp(directory: RunDirectory) -> Stamp:
 def _load(path: Path) -> dict[str, Any]:
     """The entries of the file; {} if it is not this user's, since anybody could have made it."""
     try:
-        content = foreign.load_own(path)
+        content = foreign.load_own(path, foreign.MANIFEST_BYTES_MAX)
         entries = content["entries"] if content["v"] == VERSION else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -413,7 +413,7 @@ def is_batch_script(path: Path) -> bool:
 def read_script(path: Path, own: Mapping[str, bool]) -> BatchScript:
     """Read a batch script. Raises ScriptError, and UsageError, which names the line."""
     try:
-        text = foreign.read(path).decode(errors="surrogateescape")
+        text = foreign.read(path, foreign.SCRIPT_BYTES_MAX).decode(errors="surrogateescape")
     except OSError as error:
         raise ScriptError(f"the script {path} cannot be read: {error.strerror}") from error
     return parse(text, str(path), own)

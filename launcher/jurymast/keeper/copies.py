@@ -14,7 +14,7 @@ from pathlib import Path
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, OWN, ImageId
 from jurymast.core.keeper import effects as core
-from jurymast.foreign import NotOurs, check_private, open_own, read_own
+from jurymast.foreign import MANIFEST_BYTES_MAX, NotOurs, check_private, open_own, read_own
 from jurymast.keeper.manifest import BadImage, Manifest, blocks_of
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.reading import Unable, patiently
@@ -222,7 +222,7 @@ def local_copies(root: Path) -> list[StoredCopy]:
 
 def _local_copy(path: Path, key: ImageId) -> StoredCopy | None:
     """Return the image with this manifest, or None if its size is another. Raises OSError, BadImage."""
-    image, data = path.with_suffix(".image"), read_own(path)
+    image, data = path.with_suffix(".image"), read_own(path, MANIFEST_BYTES_MAX)
     manifest = trusted(data, key)
     with open(open_own(image), "rb") as file:
         size = os.fstat(file.fileno()).st_size

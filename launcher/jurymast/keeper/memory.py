@@ -20,6 +20,7 @@ from jurymast.core.keeper.holding import round_up
 from jurymast.core.messages import Room
 from jurymast.health.readings import MOUNT, memory_cgroups, number, text
 from jurymast.keeper.manifest import SlotRecord, SlotWord
+from jurymast.processes import leave_out_of_cores
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 512 << 20
@@ -92,6 +93,7 @@ class MappedBuffer:
             os.ftruncate(self.descriptor, self.capacity)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
             self.map = mmap.mmap(self.descriptor, self.capacity)
+            leave_out_of_cores(self.map)
         except BaseException:
             os.close(self.descriptor)
             raise

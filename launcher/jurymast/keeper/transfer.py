@@ -112,7 +112,7 @@ read_served: Callable[[bytes], Served] = reader(ManifestFollows | BytesFollow | 
 STREAMS = 2
 # Requests under way on one connection: the other side sends the next block while this one is hashed.
 AHEAD = 2
-MANIFEST_BYTES_MAX = 1 << 30
+MANIFEST_BYTES_MAX = 64 << 20  # 19 bytes for each 16 MiB of an image
 Answer = TypeVar("Answer", bound=FromKeeper)
 _BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
 

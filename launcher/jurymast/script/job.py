@@ -54,14 +54,16 @@ def _own_directory(submitted: RunDirectory) -> RunDirectory:
     own = RunDirectory(submitted.root.with_name(f"{submitted.root.name}-task-{task}"))
     if not own.plan_file.exists():  # exists after a requeue
         beside(submitted, own, os.environ["SLURM_JOB_ID"])
-        write_atomically(users_script(own), foreign.read_own(users_script(submitted)))
+        write_atomically(
+            users_script(own), foreign.read_own(users_script(submitted), foreign.SCRIPT_BYTES_MAX)
+        )
     return own
 
 
 def interpreter(script: Path) -> list[str]:
     """The script's interpreter as the kernel reads it from the first line: a program and at most one
     argument."""
-    first, _, _ = foreign.read_own(script).partition(b"\n")
+    first, _, _ = foreign.read_own(script, foreign.SCRIPT_BYTES_MAX).partition(b"\n")
     words = os.fsdecode(first).removeprefix("#!").split(None, 1)
     return [word.strip() for word in words] or ["/bin/sh"]
 

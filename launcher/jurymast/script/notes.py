@@ -37,6 +37,6 @@ def note_first(path: Path, values: Any) -> bool:
 def noted(path: Path) -> Any:
     """The content of the file; None if it is missing."""
     try:
-        return foreign.load_own(path)
+        return foreign.load_own(path, foreign.SCRIPT_BYTES_MAX)
     except FileNotFoundError:
         return None

@@ -7,15 +7,16 @@ run unchanged.
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import psutil
 
 from jurymast.cluster.sbatch import CommandLine, Given
@@ -57,26 +58,43 @@ def run(step: Step, srun: CommandLine, training: str) -> int | None:
     """Run a part of this training; returns its exit code, or None if the part has to run unchanged."""
     part = Part.of(srun, os.environ, step.nodes)
     folder, number = join(step.parts / training, part, step.active)
-    return _lead(step, srun, folder) if number == 0 else _follow(srun, folder, number)
+    return _lead(step, srun, folder, part) if number == 0 else _follow(srun, folder, number)
 
 
 def join(place: Path, part: Part, size: int) -> tuple[Path, int]:
     """Return the folder where the parts of this training meet, and this part's number among them. If the
     parts of one training are complete, the next part begins another: a script may start the same training
     again."""
-    values = asdict(part)
     for count in itertools.count(1):
         folder = place.with_name(f"{place.name}-{count}")
         make_folder(folder)
         for number in range(size):
-            if note_first(folder / PART.format(number), values):
+            first = noted(folder / PART.format(0)) if number else None
+            if note_first(folder / PART.format(number), _kept(part, first)):
                 return folder, number
     raise AssertionError("unreachable")
 
 
-def gather(folder: Path, size: int, limit_s: float = LIMIT_S) -> list[Part] | None:
-    """Return all parts once they have come; None if some do not come in time: then no part can join any
-    more."""
+def _kept(part: Part, first: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a part writes to its file. Its variables may be secrets: the first part writes only hashes of
+    them, with a random key, and each other part only those that differ (None: it has no such variable)."""
+    kept = {"command": part.command, "node": part.node, "pid": part.pid}
+    if first is None or "hashes" not in first:
+        key = os.urandom(32).hex()
+        return {**kept, "key": key, "hashes": _hashes(part.environment, key)}
+    theirs, ours = first["hashes"], _hashes(part.environment, first["key"])
+    differ = [name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)]
+    return {**kept, "own": {name: part.environment.get(name) for name in differ}}
+
+
+def _hashes(environment: Mapping[str, str], key: str) -> dict[str, str]:
+    keyed = key.encode()
+    return {name: hmac.digest(keyed, os.fsencode(text), "sha256").hex() for name, text in environment.items()}
+
+
+def gather(folder: Path, first: Part, size: int, limit_s: float = LIMIT_S) -> list[Part] | None:
+    """Return all parts once they have come, the `first` one of which is this process; None if some do not
+    come in time: then no part can join any more."""
     end = time.monotonic() + limit_s
     files = [folder / PART.format(number) for number in range(size)]
     while not all(file.exists() for file in files):
@@ -87,15 +105,23 @@ def gather(folder: Path, size: int, limit_s: float = LIMIT_S) -> list[Part] | No
                 return None
             break
         time.sleep(POLL_S)
-    parts = [msgspec.convert(noted(file), Part) for file in files]
+    parts = [first, *(_part_in(noted(file), first) for file in files[1:])]
     _forget(files)
     return parts
 
 
+def _part_in(kept: Mapping[str, Any], first: Part) -> Part:
+    environment = {**first.environment, **kept["own"]}
+    return Part(
+        tuple(kept["command"]), kept["node"],
+        {name: text for name, text in environment.items() if text is not None}, kept["pid"],
+    )  # fmt: skip
+
+
 def _forget(files: Sequence[Path]) -> None:
-    """Empty the files, whose variables may be secrets. Their names stay, and with them who has joined."""
+    """Drop what the files say of variables. Their names stay, and with them who has joined."""
     for file in files:
-        note(file, None)
+        note(file, {"pid": (noted(file) or {}).get("pid")})
 
 
 def places(parts: Sequence[Part], nodes: Sequence[str]) -> list[int]:
@@ -127,8 +153,8 @@ def for_all(srun: CommandLine) -> CommandLine:
     return replace(srun, options=options)
 
 
-def _lead(step: Step, srun: CommandLine, folder: Path) -> int | None:
-    parts = gather(folder, step.active)
+def _lead(step: Step, srun: CommandLine, folder: Path, first: Part) -> int | None:
+    parts = gather(folder, first, step.active)
     if parts is None:
         note(folder / WORD, {})
         say(

@@ -83,7 +83,9 @@ def write(directory: RunDirectory, python: str) -> None:
     text = TORCHRUN.format(folder=shlex.quote(str(place)), hook=shlex.quote(str(hook(directory))))
     write_program(place / "torchrun", text)
     name = "sitecustomize.py"
-    write_atomically(hook(directory) / name, foreign.read(Path(__file__).parent / "hook" / name))
+    write_atomically(
+        hook(directory) / name, foreign.read(Path(__file__).parent / "hook" / name, foreign.NOTE_BYTES_MAX)
+    )
 
 
 def write_program(path: Path, text: str) -> None:

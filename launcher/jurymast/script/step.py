@@ -401,7 +401,7 @@ class Step:
         program = folder / "node"
         log = self._job.submission / f"job-{self._allocation.job}-spares.log"
         # srun reads the number of nodes from these.
-        true = foreign.load_own(true_variables_file(self._job))
+        true = foreign.load_own(true_variables_file(self._job), foreign.SCRIPT_BYTES_MAX)
         narrow = {name: os.environ[name] for name in true if name in os.environ}
         shown = {**narrow, **self._hidden, **self._seen()}
         words = list(srun.command)
@@ -511,7 +511,7 @@ def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | 
 
 def _code(path: Path) -> int | None:
     try:
-        return int(foreign.read_own(path))
+        return int(foreign.read_own(path, foreign.NOTE_BYTES_MAX))
     except (OSError, ValueError):
         return None
 

@@ -151,5 +151,5 @@ def beside(submitted: RunDirectory, run: RunDirectory, job: str) -> None:
     run.create()
     (run.submission / "jobs").mkdir(mode=0o700)
     write_atomically(run.submission / "jobs" / job, b"")
-    write_atomically(run.policy_file, foreign.read_own(submitted.policy_file))
+    write_atomically(run.policy_file, foreign.read_own(submitted.policy_file, foreign.NOTE_BYTES_MAX))
     run.save_plan(plan)

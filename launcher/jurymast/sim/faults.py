@@ -34,6 +34,7 @@ BUNDLED_NODES, BUNDLED_DAYS = 400, 348.98
 SHAPE_MIN = 0.1
 # Of one run. Each takes milliseconds.
 FAULTS_MAX = 1_000_000
+TRACE_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def read_trace(path: Path | str, nodes: int | None = None) -> Trace:
         text = (resources.files("jurymast.sim") / "data" / "infinitehbd_node_faults.csv").read_text("utf-8")
         return _trace(text.splitlines(), BUNDLED_TRACE, nodes or BUNDLED_NODES, BUNDLED_DAYS)
     try:
-        text = foreign.read(path).decode()
+        text = foreign.read(path, TRACE_BYTES_MAX).decode()
     except (OSError, UnicodeDecodeError) as error:
         told = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read {path}: {told}", hint="a CSV: node,start_day,end_day") from error

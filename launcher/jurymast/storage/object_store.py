@@ -85,7 +85,7 @@ class BucketKey:
 log = logging.getLogger("jurymast.storage")
 
 PART_BYTES = 32 << 20
-SMALL_BYTES_MAX = 256 << 20  # manifests of a hundred thousand ranks are smaller
+SMALL_BYTES_MAX = foreign.MANIFEST_BYTES_MAX
 PARTS_MAX = 9000  # S3 allows 10,000 parts a file
 # Pauses in seconds before further tries, for a store that fails for a moment.
 PAUSES_S = (0.5, 2.0, 8.0)

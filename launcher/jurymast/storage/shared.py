@@ -210,6 +210,8 @@ def _kind(dtype: str, shape: tuple[int, ...]) -> str:
 METADATA = ".metadata"
 _ANNOUNCED = msgspec.msgpack.Decoder(list[tuple[bytes, bytes]])
 ANNOUNCED_BYTES_MAX = 4 << 30
+# Who writes which items, by their numbers: some bytes for each of them.
+SHARES_BYTES_MAX = 256 << 20
 
 
 def preload() -> None:
@@ -295,7 +297,7 @@ class _Part:
             self._job.turn(WritePhase.HOLD, WritePhase.ANNOUNCE)
             self._announce()
             self._job.turn(WritePhase.ANNOUNCE, WritePhase.WRITE)
-            shares = foreign.load(self._place / WRITES)
+            shares = foreign.load(self._place / WRITES, SHARES_BYTES_MAX)
             self._write({int(rank): numbers for rank, numbers in shares.items()})
         except OSError:
             if self._place.exists():
@@ -401,7 +403,10 @@ class _Part:
 
     def _read_done(self, part: int) -> list[FileRecord]:
         self._job.moved()
-        return [FileRecord(**record) for record in foreign.load(self._place / _done(part))]
+        return [
+            FileRecord(**record)
+            for record in foreign.load(self._place / _done(part), foreign.MANIFEST_BYTES_MAX)
+        ]
 
     def _seal(self, parts: tuple[int, ...], layout: Layout) -> None:
         records = [record for theirs in self._job.each(self._read_done, parts) for record in theirs]

@@ -91,7 +91,7 @@ def read_pulse(epochs: Path) -> str:
 def _read(path: Path) -> str:
     """Read a file; "" if it does not exist. Raises OSError."""
     try:
-        return foreign.read(path).decode(errors="replace")
+        return foreign.read(path, foreign.NOTE_BYTES_MAX).decode(errors="replace")
     except FileNotFoundError:
         return ""
 
@@ -110,6 +110,6 @@ def find(epochs: Path) -> Endpoint | None:
 
 def _endpoint(path: Path) -> Endpoint | None:
     try:
-        return msgspec.convert(foreign.load(path), Endpoint)
+        return msgspec.convert(foreign.load(path, foreign.NOTE_BYTES_MAX), Endpoint)
     except (OSError, ValueError):
         return None

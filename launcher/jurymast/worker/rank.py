@@ -41,7 +41,7 @@ def read_error(path: str) -> dict[str, Any]:
     from jurymast import foreign  # imported here, because ranks only write
 
     try:
-        message: Any = foreign.load(path)["message"]
+        message: Any = foreign.load(path, foreign.PLAN_BYTES_MAX)["message"]
         if isinstance(message, str):
             return {"error": "", "message": message[:1000], "traceback": ""}
         name, _, rest = str(message.get("message", "")).partition(": ")
