@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from datetime import datetime, timezone
 
 from jurymast import foreign
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError
@@ -15,13 +16,17 @@ STATE_LIMIT_S = 10.0
 _AWAY = re.compile(r"Unable to contact|timed out|Connection refused|Zero Bytes|standby mode", re.IGNORECASE)
 
 
-def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S, *, given: str = "") -> str:
-    """Return the standard output of a command of Slurm or munge, which reads `given`. Raises
+def run_command(
+    arguments: list[str], limit_s: float = COMMAND_LIMIT_S, *, given: str = "", utc: bool = False
+) -> str:
+    """Return the standard output of a command of Slurm or munge, which reads `given`. It prints local time
+    without its zone, which is ambiguous in the hour that comes twice a year; or `utc`. Raises
     ClusterUnavailableError with its own words, or ControllerAwayError if slurmctld does not answer."""
     try:
         done = subprocess.run(
-            arguments, input=given, capture_output=True, text=True, timeout=limit_s, check=False
-        )
+            arguments, input=given, capture_output=True, text=True, timeout=limit_s, check=False,
+            env={**os.environ, "TZ": "UTC0"} if utc else None,
+        )  # fmt: skip
     except FileNotFoundError as error:
         raise ClusterUnavailableError(f"{arguments[0]} is not installed on this machine") from error
     except OSError as error:
@@ -43,9 +48,16 @@ ENDED_STATES = frozenset({
 })  # fmt: skip
 
 
-def job_fields(job: str, limit_s: float = COMMAND_LIMIT_S) -> dict[str, str]:
-    """Return the fields of `scontrol show job`. Raises ClusterUnavailableError."""
-    return fields_of(run_command(["scontrol", "show", "job", job, "--oneliner"], limit_s))
+def utc_time(text: str) -> float:
+    """A time that a command of Slurm printed in UTC, in seconds since the epoch. Raises ValueError for any
+    other text (Unknown)."""
+    return datetime.fromisoformat(text).replace(tzinfo=timezone.utc).timestamp()
+
+
+def job_fields(job: str, limit_s: float = COMMAND_LIMIT_S, *, utc: bool = False) -> dict[str, str]:
+    """Return the fields of `scontrol show job`, with times in local time or in `utc`. Raises
+    ClusterUnavailableError."""
+    return fields_of(run_command(["scontrol", "show", "job", job, "--oneliner"], limit_s, utc=utc))
 
 
 def fields_of(line: str) -> dict[str, str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cluster.earlier import parse_accounting, past_runs, watched_in, with_earlier
+from jurymast.cluster.allocation import _eligible_at
+from jurymast.cluster.earlier import out_of_service, parse_accounting, past_runs, watched_in, with_earlier
 from jurymast.core import events as ev
 from jurymast.core.nodes.history import PastRun, Span
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, Watched, learned_before, node_rate, prior
@@ -96,6 +97,41 @@ def test_a_plan_knows_what_was_before(tmp_path: Path, monkeypatch: pytest.Monkey
     assert initial_state(RunPlan.from_json(found.to_json())).earlier == (
         found.earlier_incidents, found.earlier_node_days,
     )  # fmt: skip
+
+
+def test_spares_are_chosen_by_the_rate_of_earlier_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = "; ".join(
+        f'echo "{n}|NODE_FAIL|{NOW - DAY_S:.0f}|{NOW - 3600 * n:.0f}|10"' for n in range(1, 9)
+    )
+    sacct(tmp_path, failures, monkeypatch)
+    rates: list[float] = []
+
+    def spares(rate: float) -> int:
+        rates.append(rate)
+        return 7
+
+    found, _ = with_earlier(plan(), tmp_path / "runs", "", NOW, spares)
+    assert found.spares == 7
+    assert rates[0] > 50.0
+    assert with_earlier(plan(), tmp_path / "runs", "", NOW)[0].spares == plan().spares
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_times_of_slurm_are_right_in_the_hour_that_comes_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """2026-10-25 02:30 in Berlin is 00:30 and 01:30 in UTC. These commands print a time by their zone."""
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    at = 1792888200 + 3600 * number
+    say = f"$(date -d @{at} +%Y-%m-%dT%H:%M:%S)"
+    for program, text in (("scontrol", f"JobId=5 EligibleTime={say}"), ("sinfo", f"n1|down|{say}|bad disk")):
+        (tmp_path / program).write_text(f'#!/bin/sh\necho "{text}"\n')
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert _eligible_at("5") == at
+    assert out_of_service(at + 60.0) == {"n1": (60.0, "bad disk")}
 
 
 @pytest.mark.parametrize("body", ["echo Slurm accounting storage is disabled >&2; exit 1", "echo nonsense"])

@@ -49,6 +49,8 @@ from support.waiting import wait_until
         ("--container-image x.sqsh --container-wo /a torchrun", "torchrun",
          "--container-image x.sqsh --container-workdir /a"),
         ("-K --kill-on-bad-exit=1 --mpi=pmix -l -Whello prog", "prog", "--mpi=pmix -l"),
+        ("-F hosts prog -F x", "prog -F x", "-F hosts"),
+        ("--nodefile=hosts -Fother prog", "prog", "--nodefile=hosts -Fother"),
         ("", "", ""),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +116,7 @@ def command(context: click.Context, /, **options: Any) -> int:
     policy = resolved_policy(options["policy"], options["spares"])
     # The command line together with the variables and the script.
     told = merged(script, os.environ, line)
-    request = _request(line, script, policy, options, runs, told.last("partition") or "")
+    request = _request(line, script, policy, options, runs, told)
     _note_unused(line, options["cluster"])
     from jurymast.cluster.slurm import submit
 
@@ -159,12 +160,13 @@ def command(context: click.Context, /, **options: Any) -> int:
 
 def _request(
     line: CommandLine, script: BatchScript | None, policy: Resolved, options: dict[str, Any], runs: Path,
-    partition: str,
+    told: CommandLine,
 ) -> Request:  # fmt: skip
     """Build the request; finds every mistake that can be found without asking Slurm."""
     from jurymast.cluster.earlier import with_earlier
-    from jurymast.cluster.planning import OwnOptions, make_plan
+    from jurymast.cluster.planning import OwnOptions, make_plan, time_limit_s
     from jurymast.cluster.slurm import build_request, check_runs_directory
+    from jurymast.core.planning.forecast import auto_spares
 
     asked = OwnOptions(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
     plan = make_plan(
@@ -172,7 +174,11 @@ def _request(
         python=sys.executable,
     )  # fmt: skip
     check_runs_directory(runs, script, shared=options["shared_runs"])
-    plan, notes = with_earlier(plan, runs, partition, plan.submitted_at)
+    auto = policy.policy.spares is None
+    plan, notes = with_earlier(
+        plan, runs, told.last("partition") or "", plan.submitted_at,
+        partial(auto_spares, plan.active, run_s=time_limit_s(told.last("time"))) if auto else None,
+    )  # fmt: skip
     for note in notes:
         echo(f"jurymast: note: {note}", err=True)
     return build_request(plan, policy, script)

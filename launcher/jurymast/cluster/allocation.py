@@ -8,7 +8,6 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from jurymast import foreign
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError, SubmissionError
 from jurymast.interpreter import run_module
-from jurymast.jobs import is_running, job_fields, run_command
+from jurymast.jobs import is_running, job_fields, run_command, utc_time
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.wire.addresses import is_up, listen_at_each, listens_at_all, plain
 
@@ -70,7 +69,7 @@ def from_slurm_environment() -> Allocation:
 def _eligible_at(job: str) -> float:
     """When Slurm could have started the job, in seconds since the epoch; 0.0 if Slurm does not say."""
     try:
-        return datetime.fromisoformat(job_fields(job)["EligibleTime"]).timestamp()
+        return utc_time(job_fields(job, utc=True)["EligibleTime"])
     except (ClusterUnavailableError, KeyError, ValueError):
         return 0.0
 

@@ -9,7 +9,6 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cache
 from typing import TypeVar
 
@@ -19,7 +18,7 @@ from jurymast.cluster.sbatch import seconds_of, split_command_line, where_option
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, UsageError
 from jurymast.interpreter import run_module
-from jurymast.jobs import job_fields, run_command
+from jurymast.jobs import job_fields, run_command, utc_time
 from jurymast.rundir import RunDirectory
 
 Answer = TypeVar("Answer")
@@ -171,7 +170,7 @@ def why_ending(allocation: Allocation) -> Ending:
     """
     for pause_s in (0.2, 0.5, 0.0):
         try:
-            fields = job_fields(allocation.job, ANSWER_LIMIT_S)
+            fields = job_fields(allocation.job, ANSWER_LIMIT_S, utc=True)
         except ControllerAwayError:
             break
         except ClusterUnavailableError:
@@ -184,8 +183,8 @@ def why_ending(allocation: Allocation) -> Ending:
 
 def kill_in_s(job: dict[str, str], kill_wait_s: float | None, now: float) -> float | None:
     """The seconds from `now` (Unix time) until Slurm kills a job that ends, from the fields of `scontrol show
-    job`; None if they do not tell. A preempted job that is still running has the rest of its grace time
-    first."""
+    job` in UTC; None if they do not tell. A preempted job that is still running has the rest of its grace
+    time first."""
     if kill_wait_s is None:
         return None
     ends_at, preempted_at = time_of(job.get("EndTime", "")), time_of(job.get("PreemptTime", ""))
@@ -200,9 +199,9 @@ def kill_in_s(job: dict[str, str], kill_wait_s: float | None, now: float) -> flo
 
 
 def time_of(text: str) -> float | None:
-    """Slurm's `2026-01-02T03:04:05` as Unix time; None if it is no time (Unknown, None)."""
+    """Slurm's `2026-01-02T03:04:05`, in UTC, as Unix time; None if it is no time (Unknown, None)."""
     try:
-        return datetime.fromisoformat(text).timestamp()
+        return utc_time(text)
     except ValueError:
         return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +32,7 @@ from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Avoided, RunPlan
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
-from jurymast.jobs import run_command
+from jurymast.jobs import run_command, utc_time
 from jurymast.journal import initial_state, read, take
 from jurymast.reference import counts_against_node
 from jurymast.rundir import RunDirectory, run_names, write_json
@@ -273,11 +273,14 @@ NODE_FAIL = "NODE_FAIL"
 FORMAT = "JobIDRaw,State,Start,End,NNodes"
 
 
-def with_earlier(plan: RunPlan, runs: Path, partition: str, now: float) -> tuple[RunPlan, list[str]]:
+def with_earlier(
+    plan: RunPlan, runs: Path, partition: str, now: float, spares_at: Callable[[float], int] | None = None
+) -> tuple[RunPlan, list[str]]:  # fmt: skip
     """Return the plan with the failures in earlier runs below `runs` that are known by `now` (seconds since
     the epoch), and with nodes excluded that failed there, and messages about these. `partition` is a comma
-    list, "" for the default. Never fails: sources that cannot be read are named in the text and not
-    counted."""
+    list, "" for the default. `spares_at`: the spares that the plan needs at a failure rate (per 1,000
+    node-days), None if their number was asked for. Never fails: sources that cannot be read are named in the
+    text and not counted."""
     if plan.cluster != "slurm":
         return plan, []
     found = past_runs(runs)
@@ -296,6 +299,8 @@ def with_earlier(plan: RunPlan, runs: Path, partition: str, now: float) -> tuple
         texts.append("no Slurm accounting")
     incidents, node_days = learned_before([*seen, *more, *others], now, plan.settings.half_life_s / DAY_S)
     fleet = prior(plan.settings.rate).learned(incidents, node_days).rate
+    if spares_at is not None:
+        plan = replace(plan, spares=spares_at(fleet))
     records = history(found, now, plan.settings.exclusion_s, forgiven=forgiven).values()
     wanted = [] if plan.settings.bad_nodes == "report" else avoided(records)
     names, spared = _kept_out([node.node for node in wanted], (), partition, plan.nodes)
@@ -405,7 +410,7 @@ _OUT = ("down", "drain", "fail")
 
 def _sinfo(fields: str) -> list[list[str]]:
     """These fields (%N|...) of each node, in each of its partitions. Raises ClusterUnavailableError."""
-    told = run_command(["sinfo", "--noheader", "--all", "--Node", f"--format={fields}"])
+    told = run_command(["sinfo", "--noheader", "--all", "--Node", f"--format={fields}"], utc=True)
     return [[part.strip() for part in line.split("|", fields.count("|"))] for line in told.splitlines()]
 
 
@@ -432,7 +437,7 @@ def out_of_service(now: float) -> dict[str, tuple[float, str]]:
     for name, state, since, reason in nodes:
         if state.startswith(_OUT):
             try:
-                seconds = max(0.0, now - datetime.fromisoformat(since).timestamp())
+                seconds = max(0.0, now - utc_time(since))
             except ValueError:  # "Unknown"
                 seconds = 0.0
             found[name] = seconds, "" if reason == "none" else reason

@@ -40,7 +40,7 @@ NONE = (sbatch.NONE - {"parsable", "wait", "ignore-pbs", "no-requeue", "requeue"
     "container-entrypoint-log", "container-writable", "container-readonly",
 }  # fmt: skip
 SHORT = {
-    **{letter: name for letter, name in sbatch.SHORT.items() if letter not in "aFW"},
+    **{letter: name for letter, name in sbatch.SHORT.items() if letter not in "aW"},
     "E": "preserve-env", "I": "immediate", "K": "kill-on-bad-exit", "T": "threads", "W": "wait",
     "X": "disable-status", "Z": "no-allocate", "l": "label", "r": "relative", "u": "unbuffered",
 }  # fmt: skip

@@ -252,8 +252,8 @@ ASKED, ANSWER = "asked-{}.json", "answer-{}.json"
 POLL_S = 0.05
 # Options of a step's srun that jurymast sets itself.
 OURS = frozenset({
-    "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "no-kill",
-    "overlap", "exact", "exclusive", "output",
+    "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "nodefile", "kill-on-bad-exit",
+    "wait", "no-kill", "overlap", "exact", "exclusive", "output",
 })  # fmt: skip
 # Options on sharing processors with other steps. They contradict --overlap, which a step needs so as not to
 # wait for lost ones.
