@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 import jurymast
 from jurymast.agent.ranks import unloadable as why_unloadable
 from jurymast.cli.options import find_run
+from jurymast.cli.resubmit import command as resubmit
 from jurymast.cluster import planning
+from jurymast.cluster.slurm import Request, Submitted
 from jurymast.core import events as ev
 from jurymast.core.goodput import Ledger
 from jurymast.core.run.loops import fruitless
 from jurymast.core.run.state import Phase
-from jurymast.errors import RunNotFoundError, ScriptError
+from jurymast.errors import RunNotFoundError, ScriptError, UsageError
 from jurymast.journal import initial_state
 from jurymast.report.follow import end_lines
 from jurymast.report.goodput import report_view
@@ -384,3 +386,53 @@ def test_a_run_is_named_by_its_beginning_or_as_the_last(tmp_path: Path) -> None:
         find_run("gpt", tmp_path)
     Story(spares=0).running(1).write(tmp_path / "last")
     assert find_run("last", tmp_path).root.name == "last", "a name comes first"
+
+
+# ---- the way on
+
+
+def test_a_run_is_submitted_again_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    story = Story(spares=2)
+    story.plan = replace(story.plan, cluster="local", working_directory=str(tmp_path), ranks_per_node=3)
+    directory = story.allocated().write(tmp_path / "runs" / story.plan.run)
+    directory.policy_file.write_text("failures:\n  restarts:\n    application: 7 per 2h\n")
+    asked: list[Request] = []
+
+    def submitted(request: Request) -> Submitted:
+        asked.append(request)
+        return Submitted(request, pid=1)
+
+    monkeypatch.setattr("jurymast.cluster.slurm.submit", submitted)
+    for words in ([], ["--set", "spares=4", "--set", "failures.attempts_without_step=9"]):
+        resubmit.main([story.plan.run, "--runs", "runs", *words], standalone_mode=False)
+    first, second = (request.plan for request in asked)
+    for plan in (first, second):
+        for name in (
+            "cluster",
+            "active",
+            "ranks_per_node",
+            "script",
+            "arguments",
+            "working_directory",
+            "name",
+        ):
+            assert getattr(plan, name) == getattr(story.plan, name)
+        assert plan.settings.application.count == 7
+        assert plan.run != story.plan.run
+    assert (first.spares, second.spares) == (2, 4)
+    assert second.settings.attempts_without_step == 9
+    with pytest.raises(UsageError, match="KEY=VALUE"):
+        resubmit.main([story.plan.run, "--runs", "runs", "--set", "spares"], standalone_mode=False)
+
+
+def test_the_next_command_is_on_the_first_screen(tmp_path: Path) -> None:
+    story = Story(spares=0, requeue=False).running(20)
+    story.lost("n1")
+    story.stopped()
+    assert story.state.phase is Phase.FAILED
+    view = read_status(story.write(tmp_path / story.plan.run)).view()
+    first = render(status_blocks(view, now=story.t), terminal=False).splitlines()[:20]
+    assert f"next       jurymast resubmit {story.plan.run} --set spares=1" in first
+    assert any(f"resubmit {story.plan.run}" in line for line in end_lines(story.state, Liveness("ended")))

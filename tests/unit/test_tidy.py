@@ -335,6 +335,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/worker/elastic.py",
             "launcher/jurymast/worker/rank.py",
             # They start nothing, but name the Python, or read a command line.
+            "launcher/jurymast/cli/resubmit.py",  # submit's own -m
             "launcher/jurymast/__init__.py",
             "launcher/jurymast/cli/submit.py",
             "launcher/jurymast/cluster/planning.py",

@@ -17,6 +17,7 @@ from jurymast.errors import JurymastError, RunDirectoryError, UsageError
 # What each does. Its module in this package has a click command called `command`.
 COMMANDS = {
     "submit": "Submit a training run.",
+    "resubmit": "Submit a run's command again.",
     "ps": "List my runs.",
     "status": "Show how a run is doing.",
     "events": "Show what happened in a run, and why.",
@@ -71,7 +72,7 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="RUN is a run id, a Slurm job id or a run directory.",
+    epilog="RUN is a run id or its beginning, a Slurm job id, a run directory, or `last`.",
 )
 @click.version_option(package_name="jurymast", message="%(prog)s %(version)s")
 def cli() -> None:

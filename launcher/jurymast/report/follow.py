@@ -14,7 +14,15 @@ from jurymast.core.run.state import RunState
 from jurymast.journal import Entry
 from jurymast.report.liveness import Liveness, look
 from jurymast.report.sentences import is_routine, sentence, short_reason
-from jurymast.report.status import StatusWatcher, doubts, exit_code_of, public_state, shown_step
+from jurymast.report.status import (
+    StatusWatcher,
+    doubts,
+    exit_code_of,
+    incident_json,
+    next_command,
+    public_state,
+    shown_step,
+)
 from jurymast.report.text import count, duration, one_line
 from jurymast.rundir import RunDirectory
 
@@ -177,5 +185,6 @@ def end_lines(state: RunState, life: Liveness) -> list[str]:
         return [f"the run succeeded: step {shown_step(state)} after {spent}, {incidents}", *doubted]
     lines = [f"the run {word}: {one_line(why, REASON_CHARACTERS)}"]
     if word == "failed" and state.incidents:
+        lines.append(f"  next: {next_command(state.run, incident_json(state.incidents[-1]))}")
         lines += [f"  {line}" for line in state.incidents[-1].traceback.rstrip().splitlines()]
     return lines + [f"  warning: {text}" for text in doubts(state)]

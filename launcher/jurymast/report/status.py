@@ -15,7 +15,7 @@ from jurymast.core.checkpoints.writes import durable_every_s
 from jurymast.core.goodput import Account
 from jurymast.core.planning.failure_rate import LEVEL, failure_times
 from jurymast.core.planning.forecast import IDLE_SHARE, Saving
-from jurymast.core.run.incident import CAUSES, Incident, meaning
+from jurymast.core.run.incident import CAUSES, INFRASTRUCTURE, Incident, meaning
 from jurymast.core.run.recording import pause_s
 from jurymast.core.run.recovery import failure_rate
 from jurymast.core.run.state import Phase, Role, RunState
@@ -465,6 +465,7 @@ def status_blocks(view: View, *, now: float, everything: bool = False) -> list[B
     ]
     if word == "failed" and view["incidents"]:
         blocks += cause_blocks(view["incidents"][-1])
+        blocks.append(Line(f"next       {next_command(view['run'], view['incidents'][-1])}", "bold"))
     blocks += _node_blocks(view, everything)
     blocks += _incident_blocks(view, everything)
     notes = view["notes"] if everything else view["notes"][-3:]
@@ -504,6 +505,29 @@ def _training(view: View, now: float) -> str:
     tiers = view["tiers"]
     where = [f"{name} {tier['step']}" for name, tier in tiers.items() if tier["step"] is not None]
     return f"{text}, newest checkpoint step {saved}" + (f" ({', '.join(where)})" if len(tiers) > 1 else "")
+
+
+# Causes of which the rank's own log says more.
+_IN_LOGS = frozenset({
+    "worker_exception", "worker_exit", "worker_crash", "import_failed", "out_of_memory", "gpu_out_of_memory",
+    "gpu_exception", "script_fault",
+})  # fmt: skip
+
+
+def next_command(run: str, incident: View) -> str:
+    """The commands that lead on from a run that this incident ended."""
+    again, cause = f"jurymast resubmit {run}", incident["cause"]
+    if cause == "import_failed" and incident["rank"] is None:
+        return f"jurymast logs {run} --job; when it is repaired: {again}"
+    if cause in _IN_LOGS:
+        named = incident["rank"] is not None and incident["rank"] >= 0
+        rank = f" --rank {incident['rank']}" if named else ""
+        return f"jurymast logs {run}{rank}; when it is repaired: {again}"
+    if cause in ("hang", "collective_timeout", "rank_frozen"):
+        return f"jurymast events {run} (where the ranks waited); when it is repaired: {again}"
+    if incident["charged"] == INFRASTRUCTURE and "spare" in incident["why"]:
+        return f"{again} --set spares=1"
+    return again
 
 
 def cause_blocks(incident: View) -> list[Block]:
