@@ -13,7 +13,15 @@ from typing import Any, NoReturn
 
 from testcluster.cluster import Cluster, resolved
 from testcluster.errors import ClusterError
-from testcluster.settings import DEFAULT_DIR, DEFAULT_SLURMD_TIMEOUT_S, DIR_VARIABLE, SCRATCH, SLURM_CHOICES
+from testcluster.settings import (
+    DEFAULT_DIR,
+    DEFAULT_SLURMD_TIMEOUT_S,
+    DIR_VARIABLE,
+    SCRATCH,
+    SLURM_CHOICES,
+    SLURM_SYSTEM,
+    SLURM_VARIABLE,
+)
 
 _EXIT_ERROR = 1
 _FAULTS_WITHOUT_OPTIONS = {
@@ -87,7 +95,9 @@ def _add_up(commands: Any, common: argparse.ArgumentParser) -> None:
     up.add_argument("--nodes", type=int, default=6)
     up.add_argument("--cpus", type=int, default=8, help="processors that Slurm sees on a node")
     up.add_argument("--gpus", type=int, default=8, help="stand-in GPUs that Slurm sees on a node")
-    up.add_argument("--slurm", choices=SLURM_CHOICES, default=SLURM_CHOICES[0])
+    up.add_argument(
+        "--slurm", choices=SLURM_CHOICES, default=None, help=f"default: ${SLURM_VARIABLE}, {SLURM_SYSTEM}"
+    )
     up.add_argument("--slurmd-timeout", type=int, default=DEFAULT_SLURMD_TIMEOUT_S, metavar="SECONDS")
     up.add_argument("--python", type=Path, default=None, help="the Python that jobs use (the repository's)")
     up.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="more of slurm.conf")
@@ -156,7 +166,11 @@ def _up(arguments: argparse.Namespace) -> int:
         ipv6=arguments.ipv6,
     )
     if arguments.json:
-        print(json.dumps({"nodes": cluster.nodes, "shared": str(cluster.shared), "slurm": arguments.slurm}))
+        print(
+            json.dumps(
+                {"nodes": cluster.nodes, "shared": str(cluster.shared), "slurm": cluster.options.slurm}
+            )
+        )
     else:
         print(f"{len(cluster.nodes)} nodes are up; shared storage is {cluster.shared}")
     return 0

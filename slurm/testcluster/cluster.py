@@ -31,6 +31,8 @@ from testcluster.settings import (
     MIB,
     SCRATCH,
     SLURM_CHOICES,
+    SLURM_SYSTEM,
+    SLURM_VARIABLE,
     USER,
     Layout,
     Options,
@@ -69,7 +71,7 @@ class Cluster:
         *,
         cpus: int = 8,
         gpus: int = 8,
-        slurm: str = "system",
+        slurm: str | None = None,
         directory: Path | None = None,
         slurmd_timeout_s: int = DEFAULT_SLURMD_TIMEOUT_S,
         python: Path | None = None,
@@ -79,6 +81,7 @@ class Cluster:
     ) -> Cluster:
         """Build a cluster, in place of whatever is left in that directory.
 
+        ``slurm``: the release (default: $JURYMAST_TESTCLUSTER_SLURM, else the system's);
         ``python``: the one for jobs (default: the repository's own); ``conf``: more lines for slurm.conf;
         ``site``: with the health check of slurm/site, every 5 s; ``ipv6``: no machine has an IPv4
         address, not even loopback's.
@@ -86,6 +89,7 @@ class Cluster:
         software.require_root_linux()
         if not 1 <= nodes <= MAX_NODES:
             raise ClusterError(f"nodes must be 1 to {MAX_NODES}, not {nodes}")
+        slurm = slurm or os.environ.get(SLURM_VARIABLE) or SLURM_SYSTEM
         if slurm not in SLURM_CHOICES:
             raise ClusterError(f"no Slurm {slurm!r}: choose from {', '.join(SLURM_CHOICES)}")
         options = Options(

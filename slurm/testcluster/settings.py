@@ -10,6 +10,7 @@ from typing import Any
 
 DEFAULT_DIR = Path("/var/lib/jurymast-testcluster")
 DIR_VARIABLE = "JURYMAST_TESTCLUSTER_DIR"
+SLURM_VARIABLE = "JURYMAST_TESTCLUSTER_SLURM"
 HOST_LOCK = Path("/run/jurymast-testcluster.lock")
 BASES = Path("/var/cache/jurymast-testcluster")
 USER = "jurymast-test"

@@ -35,9 +35,7 @@ def cluster(place: Path) -> Iterator[Cluster]:
         pytest.skip("a Slurm cluster on one machine needs root")
     if not Path("/etc/debian_version").exists():
         pytest.skip("a Slurm cluster on one machine needs Debian or Ubuntu")
-    running = Cluster.up(
-        nodes=6, directory=place, slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system")
-    )
+    running = Cluster.up(nodes=6, directory=place)
     forget_earlier_runs(running)
     try:
         yield running

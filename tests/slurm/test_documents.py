@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,6 @@ srun torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29500 t
 def cluster(place: Path) -> Iterator[Cluster]:
     running = Cluster.up(
         nodes=4, directory=place.with_name(f"{place.name}-documents"), conf=BIG,
-        slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system"),
     )  # fmt: skip
     try:
         yield running

@@ -38,7 +38,6 @@ def cluster(place: Path) -> Iterator[Cluster]:
     """One with the site's pieces: beside the session's, whose nodes nobody checks."""
     running = Cluster.up(
         nodes=NODES, directory=place.with_name(f"{place.name}-site"), site=True,
-        slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system"),
     )  # fmt: skip
     forget_earlier_runs(running)
     try:
