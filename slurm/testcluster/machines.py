@@ -178,7 +178,7 @@ class Builder:
         ]
         if name not in (CONTROLLER, LOGIN):
             own.append(Tmpfs(SCRATCH, "1777", options.scratch_mib))
-        files = [(str(self._layout.etc / item), f"/etc/{item}") for item in ("hosts", "passwd")]
+        files = [(str(self._layout.etc / item), f"/etc/{item}") for item in ("hosts", "passwd", "shadow")]
         if options.slurm != SLURM_SYSTEM:
             files.append(("/etc/group", "/etc/group"))
         if name != LOGIN:  # there, /proc is the host's

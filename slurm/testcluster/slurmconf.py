@@ -39,6 +39,9 @@ def write_all(layout: Layout, options: Options, release: tuple[int, ...]) -> Non
     (layout.etc / "cgroup.conf").write_text(_cgroup_conf(release))
     (layout.etc / "hosts").write_text(_hosts(options))
     (layout.etc / "passwd").write_text(_passwd(layout))
+    # Newer systems' `su`, by which Slurm asks for a user's environment, refuses who has no line there.
+    (layout.etc / "shadow").write_text(f"{USER}:*:20000:0:99999:7:::\nroot:*:20000:0:99999:7:::\n")
+    (layout.etc / "shadow").chmod(0o600)
     if options.site:
         _write_site(layout, options)
 
