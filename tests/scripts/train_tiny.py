@@ -59,6 +59,7 @@ parser.add_argument(
 )
 parser.add_argument("--tell-saves", action="store_true", help="every rank prints the steps that it saved")
 parser.add_argument("--buffer-mib", type=int, default=0, help="of state, besides the model's, on each rank")
+parser.add_argument("--slurm", action="store_true", help="ranks are Slurm's tasks, as where srun starts them")
 parser.add_argument("--until", type=Path, help="ends with the next twenty steps once this file is there")
 parser.add_argument("--out", type=Path, default=None, help="JSON with the final weights' sha256")
 
@@ -193,6 +194,9 @@ def main() -> None:
     torch.set_num_threads(1)
     # As use_deterministic_algorithms(True), but without its second of importing torch's compiler.
     torch.set_deterministic_debug_mode("error")
+    if args.slurm:
+        names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
+        os.environ.update({name: os.environ[theirs] for name, theirs in names.items()})
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group("gloo")

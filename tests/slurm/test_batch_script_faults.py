@@ -127,8 +127,8 @@ def test_power_losses_of_a_node_and_of_the_batch_host(
 REQUEUED = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --output=out --open-mode=append
 echo "said: begin $SLURM_RESTART_COUNT $SLURM_NTASKS"
-export MASTER_PORT=29531
-srun python {train} --steps {steps} --step-time 0.04 --save-every "10 steps" --out out.json
+export MASTER_ADDR=$(hostname) MASTER_PORT=29531
+srun python {train} --slurm --steps {steps} --step-time 0.04 --save-every "10 steps" --out out.json
 echo "said: after $?"
 """
 

@@ -188,10 +188,12 @@ class TestFaults:
 
     def test_a_slow_link_delays_each_direction(self, cluster: Cluster) -> None:
         cluster.fault("slow", "n4", delay_ms=100)
-        cluster.login([*_python(cluster), _CONNECT_TO_N4])  # learns the hardware address
-        assert float(cluster.login([*_python(cluster), _CONNECT_TO_N4]).stdout) > 0.2
+        connect = [*_python(cluster), _CONNECT_TO_N4]
+        cluster.login(connect)  # learns the hardware address
+        assert float(cluster.login(connect).stdout) > 0.2
         cluster.fault("slow", "n4", off=True)
-        assert float(cluster.login([*_python(cluster), _CONNECT_TO_N4]).stdout) < 0.1
+        # A busy machine is slow at times, but no slow link is ever quick.
+        wait_until(lambda: float(cluster.login(connect).stdout) < 0.2, 60, "a quick connection")
 
     def test_a_full_disk_refuses_data_until_it_is_freed(self, cluster: Cluster) -> None:
         write = ["bash", "-c", "echo something > /scratch/file"]
