@@ -401,21 +401,28 @@ class FileTail:
     def lines(self, limit_bytes: int = 1 << 24, *, partial: bool = False) -> list[bytes]:
         """The next lines, at most `limit_bytes` in all; [] if there are none at the moment.
 
-        A line longer than the limit comes in pieces. `partial`: include an unfinished last line.
+        A line longer than the limit comes in pieces. `partial`: include an unfinished last line. Only a line
+        feed ends a line: a progress bar is one line, however often it returns to its beginning.
         """
+        lines = self.data(limit_bytes, partial=partial).split(b"\n")
+        return lines if lines[-1] else lines[:-1]
+
+    def data(self, limit_bytes: int = 1 << 24, *, partial: bool = False, bars: bool = False) -> bytes:
+        """The bytes of the next lines, as `lines` chooses them. `bars`: include an unfinished last line that
+        has a carriage return, a progress bar as it is now."""
         self.more = False
         try:
             with foreign.reading(self.path) as file:
                 file.seek(self._offset)
                 data = file.read(limit_bytes)
         except FileNotFoundError:
-            return []
+            return b""
         self.more = len(data) == limit_bytes
         end = data.rfind(b"\n") + 1
-        if (end == 0) if self.more else partial:
+        if (end == 0) if self.more else partial or (bars and b"\r" in data[end:]):
             end = len(data)
         self._offset += end
-        return data[:end].splitlines()
+        return data[:end]
 
 
 class JournalFollower:

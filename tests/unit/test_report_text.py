@@ -432,6 +432,8 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 100)
     long = FileTail(path)
     assert [len(piece) for _ in range(3) for piece in long.lines(40)] == [40, 40]
+    path.write_bytes(b"\r 1%\r 2%\ndone\n")
+    assert FileTail(path).lines() == [b"\r 1%\r 2%", b"done"]
 
 
 def test_a_journal_is_read_only_once(tmp_path: Path) -> None:

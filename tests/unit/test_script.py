@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.cluster.sbatch import words_of
+from jurymast.cluster.sbatch import usable_gpus, words_of
 from jurymast.cluster.slurm import users_script
 from jurymast.core import events as ev
 from jurymast.core.settings import RunPlan
@@ -246,6 +246,9 @@ def test_a_task_sees_its_own_gpus() -> None:
     assert own_gpus({}, 1, 2) == {}
     for typed, environment, each in [
         ("--gpus-per-task=h100:2 x", {}, 2), ("x", {"SLURM_GPUS_PER_TASK": "1"}, 1), ("x", {}, 0),
+        ("--tres-per-task=cpu=2,gres/gpu:1 x", {}, 1), ("--tres-per-task=gres/gpu:h100=2 x", {}, 2),
+        ("--ntasks-per-gpu=1 x", {}, 1), ("--ntasks-per-gpu=2 x", {}, 0),
+        ("x", {"SLURM_TRES_PER_TASK": "gres/gpu=3"}, 3), ("x", {"SLURM_NTASKS_PER_GPU": "1"}, 1),
     ]:  # fmt: skip
         srun = parse(typed.split())
         assert srun is not None
@@ -506,8 +509,8 @@ def test_output_goes_where_srun_was_told(tmp_path: Path) -> None:
     assert srun is not None
     output = Output(srun, {})
     assert output.common == 1
-    output.write(1, [b"a", b"b"])
-    output.write(0, [b"c"])
+    output.write(1, b"a\nb\n")
+    output.write(0, b"c\n")
     output.close()
     assert (tmp_path / "old-1").read_text() == "1: a\n1: b\n"
     assert (tmp_path / "old-0").read_text() == "0: c\n"
@@ -515,7 +518,7 @@ def test_output_goes_where_srun_was_told(tmp_path: Path) -> None:
     assert srun is not None
     output = Output(srun, {})
     os.write(output.common, b"command\n")
-    output.write(3, [b"d"])
+    output.write(3, b"d\n")
     output.close()
     assert (tmp_path / "old-1").read_text() == "1: a\n1: b\ncommand\nd\n"
 
@@ -591,6 +594,40 @@ def test_what_ranks_print_is_relayed_attempt_by_attempt(job: RunDirectory, tmp_p
         prints(3, 0, "to its end")
     output.close()
     assert (tmp_path / "out").read_text() == "second\nthird, to its end\n"
+
+
+@pytest.mark.parametrize("option", ["-o", "-e"])
+def test_a_missing_folder_of_sruns_files_is_an_error_that_names_it(tmp_path: Path, option: str) -> None:
+    srun = parse([option, f"{tmp_path}/none/out-%t", "x"])
+    assert srun is not None
+    with pytest.raises(UsageError, match=f"there is no folder {tmp_path}/none"):
+        Output(srun, {})
+
+
+def test_a_progress_bar_is_relayed_while_it_runs(tmp_path: Path, job: RunDirectory) -> None:
+    log = job.rank_log(1, 0)
+    log.parent.mkdir(parents=True)
+    job.attempt_file.write_text("1")
+    srun = parse(["-l", "-o", f"{tmp_path}/out", "x"])
+    assert srun is not None
+    output, out = Output(srun, {}), tmp_path / "out"
+    with relayed(job, output, after=0):
+        log.write_bytes(b"begun\n\r 10%")
+        wait_until("the bar", lambda: out.exists() and out.read_bytes() == b"0: begun\n0: \r 10%")
+        with log.open("ab") as file:
+            file.write(b"\r 20%\nnot yet whole")
+        wait_until("its next state", lambda: out.read_bytes() == b"0: begun\n0: \r 10%\r 20%\n")
+    output.close()
+    assert out.read_bytes() == b"0: begun\n0: \r 10%\r 20%\n0: not yet whole\n"
+
+
+def test_gpus_are_counted_by_any_vendors_variable_or_by_the_driver(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert usable_gpus({"ROCR_VISIBLE_DEVICES": "0,1,2"}, tmp_path) == 3
+    assert usable_gpus({"ZE_AFFINITY_MASK": "0"}, tmp_path) == 1
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert usable_gpus({}, tmp_path) == 2
 
 
 @pytest.fixture

@@ -174,7 +174,8 @@ def _rounds(directory: RunDirectory, follow: bool, files: Sized) -> Iterator[boo
 def _copy(source: FileTail, prefix: str, tail: int | None, *, whole: bool) -> None:
     kept: list[bytes] = []
     while True:
-        lines = source.lines(READ_BYTES, partial=whole)
+        # Of a progress bar, what a terminal would show last.
+        lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in source.lines(READ_BYTES, partial=whole)]
         if tail is None:
             _echo(prefix, lines)
         else:

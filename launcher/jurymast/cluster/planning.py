@@ -280,7 +280,8 @@ def _active_nodes(told: CommandLine) -> int:
         return int(low)
     tasks, each = told.given("ntasks"), told.given("ntasks-per-node", "tasks-per-node")
     if tasks is None or tasks.value == "1":
-        return 1
+        gpus = told.given("gpus")
+        return 1 if gpus is None else _nodes_of_gpus(gpus, told)
     numbers = [given.value or "" for given in (tasks, each) if given]
     if each is None or not all(number.isdigit() and int(number) for number in numbers):
         raise UsageError(
@@ -289,6 +290,20 @@ def _active_nodes(told: CommandLine) -> int:
             hint="also give --nodes=N",
         )
     return -(-int(numbers[0]) // int(numbers[1]))
+
+
+def _nodes_of_gpus(gpus: Given, told: CommandLine) -> int:
+    """The number of nodes that have this total of GPUs."""
+    total, each = ((text or "").rpartition(":")[2] for text in (gpus.value, told.last("gpus-per-node")))
+    if total.isdigit() and each.isdigit() and int(each) and int(total):
+        return -(-int(total) // int(each))
+    if total == "1":
+        return 1
+    raise UsageError(
+        f"{gpus.where}--gpus={gpus.value} lets Slurm choose the number of nodes, "
+        "so no spare nodes can be added",
+        hint="also give --nodes=N, or --gpus-per-node=G",
+    )
 
 
 def _with_options(plan: RunPlan, script: BatchScript, told: CommandLine) -> RunPlan:

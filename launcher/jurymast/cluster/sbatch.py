@@ -322,9 +322,20 @@ def _typed_counts(text: str, option: str) -> int:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
-    """The number of GPUs that a process with these variables may use."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-    return len([part for part in visible.split(",") if part.strip()])
+    """The number of GPUs that a process with these variables may use; 0 if they do not tell."""
+    name = next((name for name in VISIBLE if environment.get(name)), "")
+    return len([part for part in environment.get(name, "").split(",") if part.strip()])
+
+
+# The lists of the devices that a process may use, of CUDA, ROCm and oneAPI.
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+def usable_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
+    """The same on this node; of GPUs that no variable limits, all that NVIDIA's driver has here."""
+    if any(name in environment for name in VISIBLE):
+        return visible_gpus(environment)
+    return len([path for path in dev.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
 
 
 def seconds_of(text: str) -> int | None:

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jurymast.cluster.sbatch import CommandLine, visible_gpus
+from jurymast.cluster.sbatch import CommandLine, usable_gpus
 from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory, renew
@@ -63,7 +63,7 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
         _really(launcher, arguments)
     training = Training(
         script=launch.script, arguments=launch.arguments, module=launch.module, program=launch.program,
-        ranks=recognise.rank_count(launch.ranks, visible_gpus(os.environ), len(os.sched_getaffinity(0))),
+        ranks=recognise.rank_count(launch.ranks, usable_gpus(os.environ), len(os.sched_getaffinity(0))),
         directory=os.getcwd(), python=sys.executable, ignored=launch.ignored,
     )  # fmt: skip
     return _train(folder, training)

@@ -167,8 +167,16 @@ def _on_one_node(srun: CommandLine, environment: Mapping[str, str]) -> bool:
 def gpus_a_task(srun: CommandLine, environment: Mapping[str, str]) -> int:
     """The number of GPUs that each task is to see; 0 means all GPUs of its node."""
     said = srun.last("gpus-per-task") or environment.get("SLURM_GPUS_PER_TASK", "")
+    tres = srun.last("tres-per-task") or environment.get("SLURM_TRES_PER_TASK", "")
+    for entry in tres.split(","):  # cpu=2,gres/gpu:h100:1 and the like
+        name, _, rest = entry.replace("=", ":").partition(":")
+        if name in ("gres/gpu", "gpu"):
+            said = said or rest or "1"
     number = said.rpartition(":")[2]
-    return int(number) if number.isdigit() else 0
+    if number.isdigit():
+        return int(number)
+    sharing = srun.last("ntasks-per-gpu") or environment.get("SLURM_NTASKS_PER_GPU", "")
+    return 1 if sharing == "1" else 0
 
 
 def tasks_a_node(srun: CommandLine, environment: Mapping[str, str], active: int) -> int:

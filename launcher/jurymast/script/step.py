@@ -38,7 +38,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.core.slurm_variables import kind_of, of_a_task
 from jurymast.core.supervision.batch import Outcome
 from jurymast.core.texts import compressed
-from jurymast.errors import ClusterUnavailableError, RunDirectoryError
+from jurymast.errors import ClusterUnavailableError, RunDirectoryError, UsageError
 from jurymast.interpreter import run_module
 from jurymast.jobs import run_command
 from jurymast.journal import FileTail
@@ -89,22 +89,33 @@ class Output:
     def __init__(self, srun: CommandLine, environment: Mapping[str, str]) -> None:
         self._pattern = srun.last("output") or ""
         self._label = srun.has("label")
+        for name in ("output", "error"):
+            _check_folder(name, srun.last(name) or "none", environment)
         self._environment = environment
         mode = srun.last("open-mode") or environment.get("SLURM_OPEN_MODE", "")
         self._new = 0 if mode.startswith("a") else os.O_TRUNC
         self._files: dict[str, int] = {}
+        self._unfinished: set[int] = set()  # ranks whose last line has no end yet
 
     @property
     def common(self) -> int:
         """A descriptor for what the step's command itself prints."""
         return 1 if is_each_tasks(self._pattern) else self._descriptor(0)
 
-    def write(self, rank: int, lines: Sequence[bytes]) -> None:
-        """Write a rank's lines. Raises OSError if the reader is gone or the disk is full."""
-        prefix = b"%d: " % rank if self._label else b""
-        data = b"".join(prefix + line + b"\n" for line in lines)
+    def write(self, rank: int, data: bytes) -> None:
+        """Write what a rank has printed. Raises OSError if the reader is gone or the disk is full."""
+        if self._label:
+            data = self._labelled(rank, data)
         while data:
             data = data[os.write(self._descriptor(rank), data) :]
+
+    def _labelled(self, rank: int, data: bytes) -> bytes:
+        """The data with the rank before each line that begins in it."""
+        within = rank in self._unfinished
+        (self._unfinished.discard if data.endswith(b"\n") else self._unfinished.add)(rank)
+        lines = re.findall(rb"[^\n]*\n|[^\n]+", data)
+        prefix = b"%d: " % rank
+        return b"".join(line if within and not n else prefix + line for n, line in enumerate(lines))
 
     def close(self) -> None:
         for descriptor in self._files.values():
@@ -119,6 +130,17 @@ class Output:
             how = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | self._new
             self._files[name] = os.open(name, how | os.O_CREAT, 0o666)
         return self._files[name]
+
+
+def _check_folder(option: str, pattern: str, environment: Mapping[str, str]) -> None:
+    """Raise UsageError if srun's `option` names a file in a folder that is not there: before the training,
+    not when its first line is lost."""
+    folder = Path(expanded(pattern, environment, 0)).parent
+    if not folder.is_dir():
+        raise UsageError(
+            f"srun's --{option}={pattern}: there is no folder {folder}",
+            hint=f"make it in the script, before srun: mkdir -p {shlex.quote(str(folder))}",
+        )
 
 
 EVERY_S = 0.5
@@ -156,8 +178,8 @@ def _relay(run: RunDirectory, output: Output, ranks: range, attempt: int, over: 
         for rank in ranks:
             log = run.rank_log(attempt, rank)
             tail = tails.setdefault(log, FileTail(log))
-            while lines := tail.lines(READ_BYTES, partial=whole):
-                output.write(rank, lines)
+            while data := tail.data(READ_BYTES, partial=whole, bars=True):
+                output.write(rank, data if data.endswith(b"\n") or not whole else data + b"\n")
                 if not tail.more:
                     break
 
