@@ -293,17 +293,11 @@ def _active_nodes(told: CommandLine) -> int:
 
 
 def _nodes_of_gpus(gpus: Given, told: CommandLine) -> int:
-    """The number of nodes that have this total of GPUs."""
+    """The number of nodes that have this total of GPUs, as far as the options tell: else one."""
     total, each = ((text or "").rpartition(":")[2] for text in (gpus.value, told.last("gpus-per-node")))
     if total.isdigit() and each.isdigit() and int(each) and int(total):
         return -(-int(total) // int(each))
-    if total == "1":
-        return 1
-    raise UsageError(
-        f"{gpus.where}--gpus={gpus.value} lets Slurm choose the number of nodes, "
-        "so no spare nodes can be added",
-        hint="also give --nodes=N, or --gpus-per-node=G",
-    )
+    return 1
 
 
 def _with_options(plan: RunPlan, script: BatchScript, told: CommandLine) -> RunPlan:
