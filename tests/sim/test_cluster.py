@@ -26,6 +26,7 @@ from support.planted import (
     ends_while_another_rules,
     exactly,
     last_spare_while_clocks_differ,
+    lost_before_a_takeover,
     only_storage_that_hangs_is_left,
     rolled_back_at_a_takeover,
     stalled_and_then_blind,
@@ -104,6 +105,11 @@ def test_no_rule_is_broken_by(
     plans = exactly(faults)
     broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
     assert broken == []
+
+
+def test_whom_the_last_supervisor_did_not_hear_takes_part_under_the_next() -> None:
+    results = [run(lost_before_a_takeover(seed)) for seed in range(60)]
+    assert [f"{one.plan.seed}: {one.broken}" for one in results if one.broken] == []
 
 
 def test_a_restore_from_storage_that_hangs_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from jurymast.core.nodes import silence
 from jurymast.core.nodes.watch import Hangs, Watch
 from jurymast.core.run import ends, machine, recovery
 from jurymast.core.run.attribution import cause_of_end
-from jurymast.core.run.state import RunState
+from jurymast.core.run.state import Node, RunState
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.machine import Supervision
 from jurymast.sim.cluster.agent import SimHost
@@ -269,6 +269,21 @@ def away_while_the_others_cannot_start(chance: Random) -> tuple[Fault, ...]:
     )
 
 
+def lost_before_a_takeover(seed: int) -> Plan:
+    """n3 does not reach the supervisor, on n1, and is replaced by it; then n1 is lost as well. The next
+    supervisor reaches n3."""
+    chance = Random(seed)
+    cut_at = chance.uniform(4.0, 5.0)
+    over_at = cut_at + chance.uniform(3.5, 4.5)
+    faults = (
+        Fault(1.44, "host", node=3),  # so that n4 is the last to be ready, or nearly so
+        Fault(cut_at, "cut", node=2, other=0, seconds=9.9),
+        Fault(over_at, "agent", node=0),
+        Fault(over_at + 0.3, "power", node=0),
+    )
+    return Plan(seed, 3, 1, 1, 5, 8, faults)
+
+
 def _no_spare_and_slow_writes(copy_s: float, *then: Fault) -> Plans:
     """A node is lost, the run is to be requeued, and its last checkpoint takes this long to be written."""
     lost = Fault(8.0, "power", node=1)
@@ -344,6 +359,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "1: who is not back yet has nothing": (
         exactly(damaged_where_it_is_restored),
         [(Checkpoints, "_all_heard", lambda *_: True)],
+    ),
+    "7: whom the last supervisor did not hear is not awaited by the next": (
+        lost_before_a_takeover,
+        [(Node, "may_return", False)],
     ),
     "8: what agents say when they are back is not compared": (
         of("supervisor", "rank", "storage hangs", "stall"),

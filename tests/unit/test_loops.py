@@ -206,6 +206,17 @@ def test_the_node_with_the_same_ranks_dies_each_time_so_the_script_is_the_cause(
     assert strikes(story, tmp_path) == set()
 
 
+def test_two_nodes_that_die_with_the_same_ranks_soon_after_the_start_may_do_so_for_a_reason_outside() -> None:
+    """Two failures within seconds: a power outage does as much. A third one with the same ranks does not."""
+    story = Story(active=3, spares=3).allocated().ranks_up()
+    causes = []
+    for _ in range(3):
+        lose(story, 1, 2.0)
+        up_again(story)
+        causes.append(story.incident.cause)
+    assert causes == ["node_crash", "node_crash", "script_fault"]
+
+
 def test_acquitted_nodes_are_not_excluded_from_a_requeue() -> None:
     story = Story(active=2, spares=1).running(100)
     first, second = lose(story, 0, 60.0), ""

@@ -7,6 +7,7 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.run.state import Node, Phase, Role
+from jurymast.core.settings import Settings
 from support.site import Site
 from support.stories import Story
 
@@ -120,3 +121,96 @@ def test_a_spare_that_never_came_keeps_no_damaged_state_in_the_way() -> None:
     site.hear("n2", msg.Dropped(copy=site.report(1, 10), why="its hash does not match"))
     site.look()
     assert {order.step for _, order in site.ordered(msg.Void)} == {10}
+
+
+# ---- nodes that an earlier supervisor had lost
+
+
+def joined_again(story: Story, name: str) -> None:
+    """The agent of a node that counted as lost, and lived, finds the next supervisor and is ready."""
+    story.t += 0.1
+    incarnation = story.state.nodes[name].incarnation
+    story.feed(ev.NodeJoined(t=story.t, node=name, address="10.0.0.9", incarnation=incarnation))
+    story.feed(ev.NodeReady(t=story.t, node=name, store_port=29002))
+
+
+def taken_over(*, how: str, before_s: float = 0.0) -> Story:
+    """A node was lost and replaced, its replacement died, and another supervisor takes over. Only the first
+    one of them may fill its place."""
+    story = Story(active=3, spares=1).running()
+    first = story.state.placement[1]
+    lost = ev.NodeLost(t=story.t, node=first, how=how, silent_s=1.6, evidence="it was told to")
+    story.feed(lost)
+    story.stopped().backed_off().ranks_up()
+    story.t += before_s
+    second = story.state.placement[1]
+    story.feed(ev.NodeLost(t=story.t, node=second, how="left", silent_s=0.0))
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node=story.state.placement[0]))
+    for name in story.state.placement:
+        if name != second:
+            incarnation = story.state.nodes[name].incarnation
+            story.feed(ev.NodeJoined(t=story.t, node=name, address="", incarnation=incarnation))
+            story.feed(ev.WorkersStopped(t=story.t, node=name, attempt=2, store_port=29003))
+    return story
+
+
+@pytest.mark.parametrize("how", ["silent", "closed"])
+def test_who_an_earlier_supervisor_did_not_hear_may_return_to_the_next(how: str) -> None:
+    story = taken_over(how=how)
+    first = next(name for name, node in story.state.nodes.items() if node.may_return)
+    assert story.state.phase is Phase.WAITING
+    story.wait(5.0)
+    assert story.state.phase is Phase.WAITING
+    joined_again(story, first)
+    assert (story.state.phase, story.state.placement[1]) == (Phase.LAUNCHING, first)
+    assert story.incident.action == "swap"
+
+
+def test_who_does_not_return_to_the_next_supervisor_either_is_lost() -> None:
+    story = taken_over(how="silent")
+    first = next(name for name, node in story.state.nodes.items() if node.may_return)
+    story.t += 9.0
+    story.feed(ev.NodeLost(t=story.t, node=first, how="silent", silent_s=9.0))
+    assert story.state.phase is Phase.REQUEUED
+    assert first in story.state.excluded
+
+
+@pytest.mark.parametrize(("how", "before_s"), [("left", 0.0), ("taken", 0.0), ("silent", 3600.0)])
+def test_whoever_said_that_it_leaves_or_is_lost_for_long_is_not_waited_for(how: str, before_s: float) -> None:
+    assert taken_over(how=how, before_s=before_s).state.phase is Phase.REQUEUED
+
+
+def test_a_run_that_starts_waits_for_whom_an_earlier_supervisor_did_not_hear() -> None:
+    story = Story(active=3, spares=0).submitted()
+    names = ("n1", "n2", "n3")
+    story.feed(
+        ev.AllocationStarted(
+            t=story.t, slurm_job="7", restarts=0, nodes=names, host="n1", eligible_at=story.t
+        )
+    )  # fmt: skip
+    for name in names[1:]:
+        story.feed(ev.NodeJoined(t=story.t, node=name, address="", incarnation="i"))
+    story.state.nodes["n2"].role, story.state.nodes["n2"].unheard = Role.FAILED, True
+    story.state.nodes["n2"].since = story.t
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node="n3"))
+    story.wait(1.0)
+    waited = story.state.phase
+    story.feed(ev.NodeLost(t=story.t + 9.0, node="n2", how="silent", silent_s=9.0))
+    assert (waited, story.state.phase) == (Phase.STARTING, Phase.REQUEUED)
+
+
+def test_a_suspect_that_is_back_first_does_not_take_the_place_of_a_spare() -> None:
+    story = Story(active=2, spares=2, settings=Settings(preflight_s=0.0)).running()
+    (bad, stays), spares = story.state.placement, [node.name for node in story.state.spare_nodes()]
+    suspect, spare = spares
+    story.state.nodes[suspect].become(Role.SUSPECT, "it flapped", story.t)
+    story.lost(bad)
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node=stays))
+    incarnation = story.state.nodes[stays].incarnation
+    story.feed(ev.NodeJoined(t=story.t, node=stays, address="", incarnation=incarnation))
+    story.feed(ev.WorkersStopped(t=story.t, node=stays, attempt=1, store_port=29003))
+    joined_again(story, suspect)
+    waited = story.state.phase
+    joined_again(story, spare)
+    assert (waited, story.state.phase) == (Phase.WAITING, Phase.LAUNCHING)
+    assert spare in story.state.placement

@@ -502,6 +502,41 @@ def test_nodes_that_failed_or_never_came_are_not_waited_for() -> None:
     assert ears.watch.away() == ["n1"]
 
 
+def lost_before(ears: Ears, *nodes: str) -> None:
+    """Another supervisor had lost these nodes, because it did not hear them."""
+    for node in nodes:
+        ears.state.nodes[node].become(Role.FAILED, "silent", ears.now)
+        ears.state.nodes[node].awaited = True
+
+
+def test_who_was_lost_under_an_earlier_supervisor_has_as_long_to_return_as_all_others() -> None:
+    ears = Ears((*NAMES, "n4"))
+    lost_before(ears, "n2", "n4")
+    taken_over(ears)
+    assert sorted(ears.watch.away()) == ["n1", "n2", "n3", "n4"]
+    for node in ("n1", "n3", "n4"):
+        ears.joins(node, 1)
+    ears.passes(COMES_S - 1.0, beating=("n1", "n3", "n4"))
+    assert ears.lost() == []
+    ears.passes(1.5, beating=("n1", "n3", "n4"))
+    assert ears.lost() == ["n2"]
+
+
+def test_who_was_lost_under_an_earlier_supervisor_and_is_dead_delays_nothing_else() -> None:
+    """Neither that the last supervisor's node is lost, nor is it a reason to think that this one is cut
+    off."""
+    ears = Ears((*NAMES, "n4", "n5"))
+    lost_before(ears, "n4", "n5")
+    taken_over(ears)
+    for node in ("n1", "n2"):
+        ears.joins(node, 1)
+    ears.passes(AFTER_OTHERS_S + 0.15, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+    ears.passes(3.0, beating=("n1",))
+    assert ears.lost() == ["n3", "n2"]
+    assert ears.pulses() == []
+
+
 # Isolation.
 
 

@@ -493,7 +493,7 @@ class Checkpoints:
         """Whether all nodes that an earlier supervisor knew have reported. A node that has not may hold what
         seems to be missing; one that never joined holds nothing."""
         return not any(
-            node.incarnation and not node.heard and node.role is not Role.FAILED
+            node.incarnation and not node.heard and (node.role is not Role.FAILED or node.may_return)
             for node in self._state.nodes.values()
             if node.name not in self._holders
         )

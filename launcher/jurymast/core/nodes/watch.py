@@ -12,6 +12,8 @@ closed and it does not return soon, or if it says so. But a late supervisor is n
   others has a few seconds.
 - The node of a supervisor that was replaced had been silent for long before. It is lost if its agent does not
   return with (nearly) all others, to this supervisor or to one in between.
+- Nodes that an earlier supervisor had lost because it did not hear them have as long to return as all others:
+  this one may hear them.
 - A supervisor that hears nobody is more likely cut off than all others are dead. Another one may then take
   over, and only if none does are the others given up. Once it hears an agent again, the others get their full
   time again, because they return one after the other.
@@ -349,6 +351,7 @@ class Watch:
         self._broke_at: deque[float] = deque(maxlen=MANY)
         self._many_until = self._late_until = -math.inf
         self._abandoned: set[str] = set()  # nodes of the last supervisors, while they are to connect
+        self._lost_before: set[str] = set()  # lost under earlier supervisors: they may be dead
         self._heirs: tuple[str, ...] = ()  # the nodes that take over first
         self._look_at = -math.inf
         self._among = 0
@@ -364,11 +367,13 @@ class Watch:
         """Expect all nodes that the journal knows, except the last supervisors' nodes."""
         self.clock.tick(now)
         for name, node in self._state.nodes.items():
-            if node.incarnation and node.role is not Role.FAILED:
+            if node.incarnation and (node.role is not Role.FAILED or node.may_return):
                 self.expect(name)
+            if node.may_return:
+                self._lost_before.add(name)
         for name, heard_at in self._state.abandoned.items():
             last = self.nodes.get(name)
-            if last is not None and last.away is not None:
+            if last is not None and last.away is not None and name not in self._lost_before:
                 self._abandoned.add(name)
                 last.away.before_s = max(0.0, now - heard_at)
 
@@ -469,6 +474,7 @@ class Watch:
         self._away.pop(node, None)
         self._broken.pop(node, None)
         self._abandoned.discard(node)
+        self._lost_before.discard(node)
 
     def _give_time(self) -> None:
         """Give broken connections more time: one that broke a moment ago is no evidence against its node."""
@@ -581,10 +587,11 @@ class Watch:
         with the last one."""
         if not self._abandoned or not self.here:
             return
-        others = self.nodes.keys() - self._abandoned - {self._state.supervised_on}
+        expected = self.nodes.keys() - self._abandoned - self._lost_before
+        others = expected - {self._state.supervised_on}
         if others and others.isdisjoint(self.here):
             return
-        nearly_all = len(self.here) >= NEARLY_ALL * (len(self.nodes) - len(self._abandoned))
+        nearly_all = len(self.here) >= NEARLY_ALL * len(expected)
         for name in self._abandoned:
             if away := self.nodes[name].away:
                 soon_s = self.clock.now - away.since + AFTER_OTHERS_S
@@ -632,7 +639,7 @@ class Watch:
         """The limit for a node. A starting node has nothing to lose yet, and its imports alone may keep a
         busy machine from sending heartbeats for seconds."""
         own_s = watch.arrivals.limit_s(self._fixed_s)
-        more_s = max(0.0, LIMIT_MAX_S - own_s) if _only_starts(name, self._state) else 0.0
+        more_s = max(0.0, LIMIT_MAX_S - own_s) if self._state.only_starts(name) else 0.0
         if watch.away is None:
             return own_s + more_s
         return watch.away.limit_s + (0.0 if watch.away.how == "closed" else more_s)
@@ -654,9 +661,9 @@ class Watch:
 
     def _is_isolated(self, quiet: dict[str, NodeWatch]) -> bool:
         """Whether this node hears none of at least two others: then it is the one that is cut off."""
-        own = self._state.supervised_on
-        others = [watch for name, watch in quiet.items() if name != own]
-        if len(others) < max(2, len(self.nodes) - (own in self.nodes)):
+        expected, own = self.nodes.keys() - self._lost_before, self._state.supervised_on
+        others = [watch for name, watch in quiet.items() if name != own and name in expected]
+        if len(others) < max(2, len(expected) - (own in expected)):
             return False
         limit_s = max(watch.arrivals.limit_s(self._fixed_s) for watch in others)
         return all(self._is_unheard(watch, ISOLATED * limit_s) for watch in others)
@@ -690,9 +697,3 @@ class Watch:
         closed = {name for name, watch in self.nodes.items() if watch.away and watch.away.how == "closed"}
         assert closed == set(self._broken), "other connections broke a moment ago than the nodes say"
         assert self.reports.nodes == set(self.nodes), "nodes that report are not those that are watched"
-
-
-def _only_starts(name: str, state: RunState) -> bool:
-    node = state.nodes.get(name)
-    warming = node is not None and node.role is Role.JOINING and name not in state.places
-    return warming or state.phase is Phase.STARTING

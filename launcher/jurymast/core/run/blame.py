@@ -279,10 +279,10 @@ def _is_out(state: RunState, blame: Blame) -> bool:
 def _replaceable(state: RunState, node: Node) -> bool:
     others = [n for n in state.nodes.values() if n is not node]
     if state.phase is Phase.STARTING:
-        enough = sum(n.role is not Role.FAILED for n in others) >= state.active
+        enough = sum(n.role is not Role.FAILED or n.may_return for n in others) >= state.active
     else:
         spare = node.name not in state.placement
-        coming = any(n.coming and n.role is not Role.SUSPECT for n in others)
+        coming = any(n.coming and n.role not in (Role.SUSPECT, Role.FAILED) for n in others)
         enough = spare or coming or any(n is not node for n in state.spare_nodes())
     return enough or state.may_requeue
 

@@ -31,7 +31,7 @@ _OF_SCRIPTS_TOO = frozenset({
 NODES, NODES_IN_ONE_PLACE = 3, 2
 CHANCE_MAX = 1e-4
 # The same time after the start: within this share of it. Nodes that die soon after each start may do so for a
-# reason outside, a power outage say; only if it is always the one with the same ranks is that the script's.
+# reason outside, a power outage say; only if three with the same ranks do so is that the script's.
 SAME_SHARE, LONG_S, SAME_S = 0.2, 30.0, 2.0
 
 
@@ -83,9 +83,10 @@ def follows_script(state: RunState, cause: Cause) -> list[Incident]:
     here = takewhile(lambda one: _at_the_same_point(one, newest, 0.0, SAME_S), beside)
     all_nodes = state.exposed
     chance = _chance(state, newest, all_nodes)
+    soon = fault.kind == "node_lost" and newest.lived_s < LONG_S
     for found, least, by_chance in (
         (anywhere, NODES, chance),
-        (here, NODES_IN_ONE_PLACE, chance / all_nodes),
+        (here, NODES if soon else NODES_IN_ONE_PLACE, chance / all_nodes),
     ):
         nodes = len({cause.node, *(one.node for one in found)})
         if nodes >= least and by_chance ** (nodes - 1) <= CHANCE_MAX:

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import structs
 
 from jurymast.core import events as ev
+from jurymast.core.agent.link import IDLE_ALONE_LIMIT_S
 from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, SHARED, StateId
 from jurymast.core.effects import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.nodes import preflight, stragglers
@@ -152,6 +153,8 @@ def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> None:
     state.supervised_on = event.node
     for node in state.nodes.values():
         node.heard = False
+        # What the last supervisor did not hear, this one may: its agent is looking for one, if it lives.
+        node.awaited = node.unheard and node.since > state.now - IDLE_ALONE_LIMIT_S
     if state.placement:
         state.rejoin_until = event.t + rejoin_limit_s(len(state.nodes))
     if state.deadline is not None:  # while no supervisor was there nobody could do what it is for
@@ -210,7 +213,7 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
     node = state.nodes.get(event.node)
     if node is None:
         return []
-    node.ready = False
+    node.ready = node.awaited = False
     if node.role is Role.FAILED:
         return []
     how = {
@@ -221,6 +224,7 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
     # What Slurm or somebody ends has not failed.
     node.faultless = event.how == "taken" or state.end_order is not None
     node.become(Role.FAILED, how.get(event.how, event.evidence or "its agent left"), event.t)
+    node.unheard = event.how in ("silent", "closed")
     if event.node not in state.places:
         return []
     if state.phase is Phase.WAITING:  # decided already; its place is one more to fill

@@ -91,7 +91,8 @@ def decide(state: RunState, cause: Cause) -> Decision:
             wait_s = _pause_s(_patient_tries(state, cause), PATIENT_FIRST_S, PATIENT_MAX_S)
         return Decision("restart", why, backoff_s=wait_s)
     coming = [node for node in state.nodes.values() if node.coming]
-    unblamed = [node for node in coming if node.role is not Role.SUSPECT and node.name not in bad]
+    doubtful = (Role.SUSPECT, Role.FAILED)
+    unblamed = [node for node in coming if node.role not in doubtful and node.name not in bad]
     if len(spares) + len(unblamed) >= len(bad):
         names = some(bad, NODES_TOLD)
         return Decision("swap", f"{why}: {names} out, a spare in", bad, wait_s, blames=blames)
@@ -101,9 +102,12 @@ def decide(state: RunState, cause: Cause) -> Decision:
         # Blamed but alive, and nothing to put in its place: a requeue costs more than another try.
         return Decision("restart", f"{why}, but no spare is left: restarted in place", backoff_s=wait_s)
     # A node among these that only lacks a torchrun host takes its own place again, as does a lost one that
-    # has returned; and a suspect that is about to be ready is better than a requeue.
+    # has returned, or that is to return to a supervisor that took over; and a suspect that is about to be
+    # ready is better than a requeue.
+    blamed = {blame.node for blame in blames}
     back = [node for node in state.nodes.values() if node.usable and node.name in bad]
-    if len(spares) + len(back) + len(coming) >= len(bad) and not blames:
+    able = [node for node in (*back, *coming) if node.name not in blamed]
+    if len(spares) + len(able) >= len(bad):
         names = some(bad, NODES_TOLD)
         return Decision("swap", f"{why}: {names} out, unless ready again soon", bad, wait_s)
     if state.may_requeue:
@@ -539,7 +543,7 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
     if one_came:  # nothing is lost by that
         return []
     late = state.deadline is not None and state.now >= state.deadline
-    alive = [n for n in state.nodes.values() if n.role is not Role.FAILED]
+    alive = [n for n in state.nodes.values() if n.role is not Role.FAILED or n.may_return]
     # If one cannot load torch, another shows whose fault that is.
     tell = sum(n.unloadable for n in state.nodes.values()) == 1 and any(n.role is Role.JOINING for n in alive)
     if not late and (len(alive) >= state.active or tell):
@@ -594,7 +598,10 @@ def _replace(state: RunState) -> list[Instruction]:
     spares = [n for n in usable if n.role is Role.SPARE or n.name not in state.places]
     coming = [node for node in state.nodes.values() if node.coming]
     missing = len(open_places) - len(spares)
-    if 0 < missing <= len(coming) or 0 < len(open_places) - len(usable) <= len(coming):
+    # After a take-over suspects may be heard before the spares, which are better.
+    doubted = len(open_places) > sum(node.role is Role.SPARE for node in spares)
+    better = doubted and any(node.role is Role.SPARE and not node.heard for node in coming)
+    if better or 0 < missing <= len(coming) or 0 < len(open_places) - len(usable) <= len(coming):
         state.deadline = state.not_before + _patience_s(state, coming)
         if state.now < state.deadline:
             return []

@@ -69,6 +69,8 @@ class Node:
     faultless: bool = False  # lost with many others, or as somebody ordered: it is not excluded
     unloadable: bool = False  # the run's Python cannot load torch on it
     cleared: bool = False  # blamed for what was then found to be no fault of its own
+    unheard: bool = False  # lost because its supervisor did not hear it: another one may
+    awaited: bool = False  # lost in this way under an earlier supervisor, and not yet under the present one
     findings: dict[str, Finding] = field(default_factory=dict)  # that hold, or events of this allocation
     gpus: int = 0
     tested: str = ""  # verdict of its last tests; "" again once it becomes a suspect
@@ -79,6 +81,7 @@ class Node:
             self.since = t
             self.tested = "" if role is Role.SUSPECT else self.tested
             self.cleared = self.cleared and role is not Role.FAILED
+            self.unheard = self.awaited = False
         self.role, self.reason = role, reason
 
     @property
@@ -94,7 +97,12 @@ class Node:
     def coming(self) -> bool:
         """Whether it may be usable soon: it warms up, or is to return to a supervisor that took over."""
         here = bool(self.incarnation) and self.role in (Role.JOINING, Role.SPARE, Role.SUSPECT)
-        return here and not self.usable
+        return here and not self.usable or self.may_return
+
+    @property
+    def may_return(self) -> bool:
+        """Whether it counts as lost, but its agent may yet join a supervisor that took over."""
+        return self.awaited and self.role is Role.FAILED and not (self.drained or self.bad)
 
 
 @dataclass
@@ -331,6 +339,12 @@ class RunState:
         """Return the newest step saved in this tier; 0 for none."""
         known = self.saved.get(tier)
         return known.step or 0 if known is not None else 0
+
+    def only_starts(self, name: str) -> bool:
+        """Whether this node warms up, and has no ranks to lose yet."""
+        node = self.nodes.get(name)
+        warming = node is not None and node.role is Role.JOINING and name not in self.places
+        return warming or self.phase is Phase.STARTING
 
     def failed_to_restore(self) -> set[StateId]:
         """States (step, attempt) that were tried often enough."""
