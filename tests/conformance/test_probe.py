@@ -29,6 +29,7 @@ KNOWN = {
     # Values that no two runs of torchrun share either, or that tell of who restarts ranks.
     r"environ\.(MASTER_ADDR|MASTER_PORT|TORCHELASTIC_RUN_ID|TORCHELASTIC_ERROR_FILE|_)": "another run",
     r"environ\.TORCHELASTIC_MAX_RESTARTS": "the supervisor counts restarts, torch's agent does not",
+    r"process\.oom": "where memory runs out, ranks are ended before their agent",
     r"process\.descriptors\.\d{3,}": "the file that stacks are written to; high, so that no script's moves",
     r"process\.status\.SigCgt": "the signal that stacks are asked for with: see test_one_signal_more",
     r"process\.descriptors\.[12]\.0": "one log for both streams, not a file for each",
