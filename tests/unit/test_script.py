@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -530,6 +531,24 @@ def test_signals_for_the_batch_process_reach_the_script(tmp_path: Path, warns: b
         told, _ = process.communicate(timeout=20)
     assert (told, process.returncode) == ("a b\n", 0)
     assert (tmp_path / "warned").exists() is not warns
+
+
+def test_a_warning_while_the_scripts_commands_come_and_go(tmp_path: Path) -> None:
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    traps = "trap : USR1; trap 'exec echo done' USR2; echo > ready"
+    users_script(job).write_text(
+        f"#!/bin/bash\ncd {tmp_path}\n{traps}\nwhile :; do (/bin/true; :) | /bin/true; done\n"
+    )
+    command = [sys.executable, "-c", RUN_SCRIPT, str(users_script(job)), ""]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        wait_until("the script's traps", (tmp_path / "ready").exists)
+        for _ in range(200):
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.002)
+        process.send_signal(signal.SIGUSR2)
+        told, _ = process.communicate(timeout=20)
+    assert (told, process.returncode) == ("done\n", 0)
 
 
 def test_a_signal_that_comes_before_the_script_waits_for_its_traps(tmp_path: Path) -> None:

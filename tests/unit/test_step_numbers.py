@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +38,7 @@ from jurymast.worker import link
 from jurymast.worker.beginning import FilesRead, steps_by
 from jurymast.worker.link import Link, read_slot
 from support.stories import Story
+from support.waiting import wait_until
 
 TO_KNOW = [("fresh", True), ("unknown", False), ("lost", False)]
 
@@ -361,6 +364,32 @@ def test_why_python_cannot_load_torch(tmp_path: Path) -> None:
     for name in ("__init__.py", "distributed.py"):
         (tmp_path / "torch" / name).write_text("")
     assert asyncio.run(why_unloadable({**os.environ, "PYTHONPATH": str(tmp_path)}, str(tmp_path))) == ""
+
+
+@pytest.mark.parametrize("ends", ["is cancelled", "is killed"])
+def test_no_look_at_torch_outlives_the_agent(tmp_path: Path, ends: str) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import os, time, pathlib\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    code = (
+        "import asyncio, os, sys\n"
+        "from jurymast.agent.ranks import unloadable\n"
+        "async def look():\n"
+        f"    environment = {{**os.environ, 'PYTHONPATH': {str(tmp_path)!r}}}\n"
+        f"    task = asyncio.create_task(unloadable(environment, {str(tmp_path)!r}))\n"
+        "    await asyncio.to_thread(sys.stdin.readline)\n"
+        "    task.cancel()\n"
+        "    await asyncio.wait([task])\n"
+        "asyncio.run(look())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as agent:
+        wait_until("the look", lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        look = psutil.Process(int((tmp_path / "pid").read_text()))
+        if ends == "is killed":
+            agent.kill()
+        else:
+            agent.communicate(b"\n", timeout=60)
+        look.wait(timeout=20)
 
 
 def test_a_python_without_torch_is_refused_at_submission(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from jurymast.core.nodes.devices import work_around
 from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
 from jurymast.core.nodes.silence import IDLE_SHARE
 from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
-from jurymast.processes import kill_group
+from jurymast.processes import die_with_parent, kill_group
 from jurymast.worker.agent_pipe import FD_VARIABLE
 from jurymast.worker.link import SCHEDULE_BYTES, SLOT_BYTES, RankBeat, ScheduleRecord, read_slot
 
@@ -457,13 +458,15 @@ async def unloadable(environment: dict[str, str], directory: str) -> str:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "import torch.distributed", env=environment, cwd=directory,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        preexec_fn=die_with_parent,
     )  # fmt: skip
     try:
         _, told = await asyncio.wait_for(process.communicate(), IMPORT_LIMIT_S)
     except asyncio.TimeoutError:
-        process.kill()
-        await process.wait()
         return ""
+    finally:  # also if the agent is told to leave in the meantime
+        with suppress(ProcessLookupError):
+            process.kill()
     lines = told.decode(errors="replace").strip().splitlines()
     return lines[-1][:IMPORT_CHARACTERS] if process.returncode and lines else ""
 

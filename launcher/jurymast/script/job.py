@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -68,6 +69,16 @@ def interpreter(script: Path) -> list[str]:
     return [word.strip() for word in words] or ["/bin/sh"]
 
 
+def _warn_trainings(script: int) -> None:
+    """Warn the front ends of the script's training steps. Raises nothing: the script's commands come and go
+    at any time, and an error in a handler of signals would end the job."""
+    with suppress(psutil.Error):
+        for process in psutil.Process(script).children(recursive=True):
+            with suppress(psutil.Error):
+                if process.name() == PROCESS_NAME:
+                    process.send_signal(WARNING)
+
+
 def run_script(script: Path, arguments: list[str], environment: dict[str, str], *, warns: bool) -> int:
     """Run the script as a child process; returns its exit code. If a signal ends the script, this process
     ends by the same signal. `warns`: USR2 is our own warning of the time limit, not for the script."""
@@ -77,9 +88,7 @@ def run_script(script: Path, arguments: list[str], environment: dict[str, str], 
         if child is None:
             return
         if number in WARNINGS:
-            for process in psutil.Process(child.pid).children(recursive=True):
-                if process.name() == PROCESS_NAME:
-                    process.send_signal(WARNING)
+            _warn_trainings(child.pid)
         if number != WARNING or not warns:
             child.send_signal(number)
 
