@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -35,6 +36,23 @@ from support.planted import (
 )
 
 SEEDS = range(200)
+# Each broke a rule once.
+MENDED = {
+    "a rank fails within a second of a stray SIGTERM": (
+        '{"seed":537,"active":4,"spares":1,"ranks":1,"cadence_steps":null,"room":8,"parity":2,"faults":['
+        '{"at":8.46,"kind":"signal all","node":0,"other":4},{"at":8.89,"kind":"rank","node":1,"other":4}]}'
+    ),
+    "a rank fails seconds after a stray SIGTERM": (
+        '{"seed":777000005,"active":4,"spares":0,"ranks":1,"cadence_steps":null,"room":8,"parity":2,"faults":['
+        '{"at":5.13,"kind":"signal all"},{"at":7.49,"kind":"rank"}]}'
+    ),
+    "a node that writes the last checkpoint is lost, and another has it all": (
+        '{"seed":986,"active":2,"spares":0,"ranks":1,"cadence_steps":5,"room":8,"parity":2,"copy_s":5.6,'
+        '"faults":[{"at":7.02,"kind":"grace","seconds":0.3},{"at":8.44,"kind":"storage hangs","seconds":4.0},'
+        '{"at":16.18,"kind":"isolate","node":1,"seconds":6.0},{"at":23.06,"kind":"freeze","node":1,'
+        '"seconds":4.0}]}'
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +84,13 @@ def test_no_rule_is_broken() -> None:
     assert sum(one.state == "succeeded" for one in results) > len(SEEDS) / 6, "runs come to their end"
     assert sum(one.lives > 1 for one in results) > len(SEEDS) / 10, "and go on after a requeue"
     assert sum("None" not in restore for one in results for restore in one.restores) > len(SEEDS) / 3
+
+
+@pytest.mark.parametrize("text", MENDED.values(), ids=MENDED)
+def test_a_plan_that_broke_a_rule_once_breaks_none(text: str) -> None:
+    plan = Plan.from_json(text)
+    for seed in range(plan.seed, plan.seed + 5):
+        assert run(replace(plan, seed=seed)).broken == ""
 
 
 def test_a_seed_and_its_json_give_the_same_again() -> None:

@@ -347,6 +347,20 @@ def test_a_sigterm_without_a_supervisor_is_told_to_the_next_or_else_the_agent_le
     assert do.Send(msg.Terminated()) not in found.connected_to(91.0), "it was told"
 
 
+def test_a_sigterm_is_told_again_to_each_supervisor_until_it_is_explained() -> None:
+    """The one that was told may be gone before it has said that the job goes on."""
+    ranks = Ranks(5.0)
+    made = connected(link(ranks=ranks))
+    ranks.terminated()
+    made.terminated(20.0)
+    for lost_at in (21.0, 31.0):
+        made.lost(lost_at)
+        assert do.Send(msg.Terminated()) in made.connected_to(lost_at + 1.0)
+    ranks.job_goes_on()
+    made.lost(41.0)
+    assert do.Send(msg.Terminated()) not in made.connected_to(42.0)
+
+
 def test_a_sigterm_without_a_supervisor_ends_no_ranks() -> None:
     ranks = Ranks(5.0)
     ranks.begin(0.0)

@@ -273,6 +273,29 @@ def test_what_the_end_of_the_job_explains_is_no_failure() -> None:
     assert stopped(1, 7) in ranks.host_said(msg.Ready(store_port=7), 5.0), "the supervisor waits for it"
 
 
+def test_a_failure_after_a_sigterm_is_told_once_the_job_is_known_to_go_on() -> None:
+    """It was a stray signal: otherwise nobody would ever hear of the end of these ranks."""
+    ranks = running()
+    ranks.terminated()
+    failed = msg.Failed(attempt=1, rank=0, exit_code=1)
+    ranks.rank_failed(failed, {}, 4.0)
+    ranks.host_said(msg.Ready(store_port=7), 5.0)
+    assert ranks.job_goes_on() == [do.Send(failed), stopped(1, 7)]
+    assert ranks.job_goes_on() == []
+    assert do.Send(failed) in ranks.rank_failed(failed, {}, 6.0), "it counts at once again"
+
+
+def test_a_launch_after_a_sigterm_shows_that_the_job_goes_on() -> None:
+    ranks = running()
+    ranks.terminated()
+    ranks.rank_failed(msg.Failed(attempt=1, rank=0, exit_code=1), {}, 4.0)
+    ranks.host_said(msg.Ready(store_port=7), 5.0)
+    ranks.launch(launch(2), 6.0)
+    failed = msg.Failed(attempt=2, rank=0, exit_code=1)
+    assert do.Send(failed) in ranks.rank_failed(failed, {}, 7.0)
+    assert ranks.job_goes_on() == []
+
+
 def test_only_ranks_that_run_are_looked_at() -> None:
     assert running().look(msg.Look(attempt=1, number=5), 4.0) == [do.LookAtRanks(5, PIDS)]
     assert running().look(msg.Look(attempt=2, number=5), 4.0) == []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import GATHER_LIMIT_S
-from jurymast.core.checkpoints.copies import RETRY_S
+from jurymast.core.checkpoints.copies import INTERRUPTED_S, RETRY_S
 from jurymast.core.effects import AskSuperseded, GiveWay, Send, WhyEnding
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.silence import LIMIT_MAX_S
@@ -216,6 +216,23 @@ def test_an_image_that_one_node_cannot_put_together_is_put_together_by_another()
         site.hear(holder, msg.Unreplicated(step=20, attempt=1, rank=1, part=order.part, why="timed out"))
         site.time += RETRY_S
     assert sorted(tried) == ["n1", "n3", "s1"]
+
+
+def test_a_lost_node_delays_the_last_write_by_a_second_only() -> None:
+    """Storage has not failed, and Slurm may kill the job soon. A partner has all that the node wrote."""
+    site = Site(shared_every_s=3600.0)
+    site.save()
+    for rank in range(3):
+        site.hold(rank, "s1", tier="peer", part="own")
+    assert not site.secured()
+    assert {node for node, _ in site.ordered(msg.Write)} == {"n1", "n2", "n3"}
+    site.hold(2, "n1", tier="peer", part="all")
+    site.lost("n3")
+    site.secured()
+    assert not site.ordered(msg.Write), "others may be lost in the same moment"
+    site.time += INTERRUPTED_S
+    site.secured()
+    assert {node: order.ranks for node, order in site.ordered(msg.Write)} == {"n1": (0, 2), "n2": (1,)}
 
 
 def test_what_one_node_cannot_write_others_do_before_the_nodes_go() -> None:

@@ -96,6 +96,7 @@ ORDERS: list[msg.ToAgent] = [
     msg.Dismiss(),
     msg.CadenceSet(attempt=1, schedule=Schedule(1, 2, 3, 4), decided=-1),
     msg.GoOn(time=1.5, patience_s=2.5, heard=3),
+    msg.JobGoesOn(),
     msg.Leave(over=True),
     msg.Moved(place=PLACE),
     msg.Look(attempt=1, number=2),

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.effects import AskSuperseded, Effect, End, Journal, WhyEnding
+from jurymast.core.effects import AskSuperseded, Effect, End, Journal, Send, WhyEnding
 from jurymast.core.run import explained
 from jurymast.core.run.state import Phase
 from jurymast.core.supervision.departure import (
@@ -256,6 +256,22 @@ def test_slurm_that_says_later_that_the_job_goes_on_revokes_the_departure() -> N
     assert run.story.state.phase is Phase.RUNNING
     run.waits(60.0)
     assert not run.home
+
+
+@pytest.mark.parametrize("explained_before", [False, True])
+def test_agents_with_a_signal_are_told_when_the_job_goes_on(explained_before: bool) -> None:
+    """Until then they tell of no failure of their ranks."""
+    run = Leaving()
+    agents_sigterm(run)
+    if explained_before:  # Slurm revokes what it ordered
+        run.says("preempted", GRACE_S)
+    run.effects.clear()
+    run.says("running", None)
+    goes_on = [one.node for one in run.effects if isinstance(one, Send) and one.message == msg.JobGoesOn()]
+    assert goes_on == sorted(run.story.state.placement)
+    run.effects.clear()
+    run.says("running", None)
+    assert not run.effects, "told twice"
 
 
 def test_a_node_that_goes_after_its_agents_signal_was_taken_and_has_not_failed() -> None:

@@ -494,6 +494,10 @@ class Moved(ToAgent, frozen=True, kw_only=True):
     place: Endpoint
 
 
+class JobGoesOn(ToAgent, frozen=True, kw_only=True):
+    """Slurm does not end the job, although this agent got a SIGTERM."""
+
+
 class Leave(ToAgent, frozen=True, kw_only=True):
     """End this agent; `over`: the run has ended as well, with this `exit_code`."""
 
@@ -673,8 +677,8 @@ _Said = (
     | Looked | Stacks | HealthFound | VerdictLeft | TestedAlone | TestedPair | AboutCheckpoints | Ask
 )  # fmt: skip
 _Order = (
-    Launch | Stop | Dismiss | CadenceSet | GoOn | Moved | Leave | Look | LeaveVerdict | TestAlone | TestPair
-    | TestOver | CheckpointOrder
+    Launch | Stop | Dismiss | CadenceSet | GoOn | Moved | JobGoesOn | Leave | Look | LeaveVerdict | TestAlone
+    | TestPair | TestOver | CheckpointOrder
 )  # fmt: skip
 _Answer = Accepted | Declined | Condition
 

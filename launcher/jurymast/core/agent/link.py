@@ -222,7 +222,8 @@ class SupervisorLink:
         self._hearing.begin(now)
         self._peek_later()
         kept, self._kept, self._said = self._kept, [], 0
-        again: list[Effect] = [do.Send(msg.Terminated())] if self._leave_at < NEVER else []
+        untold = self._leave_at < NEVER or self._ranks.unexplained  # a SIGTERM, or the answer was lost
+        again: list[Effect] = [do.Send(msg.Terminated())] if untold else []
         self._leave_at = NEVER
         return [do.Greet(), *again, *(effect for _, message in kept for effect in self.say(message))]
 

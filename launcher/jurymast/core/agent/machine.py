@@ -263,6 +263,8 @@ class AgentMachine:
                 return self.ranks.stop(self.ranks.attempt, now)
             case msg.Look():
                 return self.ranks.look(order, now)
+            case msg.JobGoesOn():
+                return self.ranks.job_goes_on()
             case msg.CadenceSet():
                 if order.attempt != self.ranks.attempt:
                     return []

@@ -59,7 +59,7 @@ class Ranks:
         self._stacks_until = NEVER
         self._force_at = NEVER
         self._cold = False  # the script cannot use what was loaded ahead of it
-        self._terminating = False
+        self._held: list[msg.Failed | msg.Stopped] | None = None  # since a SIGTERM that nobody explained yet
 
     @property
     def state(self) -> msg.RanksState:
@@ -102,6 +102,7 @@ class Ranks:
         if order.attempt <= max(self.attempt, self._stopping) or not self.host_starts:
             return []
         self.attempt, self._launch = order.attempt, order
+        self._held = None  # the job goes on, and what is held is about an attempt that is over
         self._cold = self._cold or order.cold
         self._finished = False
         stop = self._begin_stop(False, now) if self._alive and not self._ending else []
@@ -151,9 +152,19 @@ class Ranks:
         here = order.attempt == self._told and self.state == "running"
         return [do.LookAtRanks(order.number, self.pids)] if here else []
 
+    @property
+    def unexplained(self) -> bool:
+        """Whether there was a SIGTERM, and it is not known what for."""
+        return self._held is not None
+
     def terminated(self) -> None:
-        """Note that Slurm ends the job or removes the node, so that the end of the ranks is no failure."""
-        self._terminating = True
+        """Note that Slurm may end the job or remove the node. Then the end of the ranks is no failure, so it
+        is told only if the job goes on."""
+        self._held = self._held or []
+
+    def job_goes_on(self) -> list[Effect]:
+        held, self._held = self._held or [], None
+        return [do.Send(message) for message in held if message.attempt >= self.attempt]
 
     def _begin_stop(self, stacks: bool, now: float) -> list[Effect]:
         self._ending = True
@@ -251,9 +262,12 @@ class Ranks:
         return self._tell(msg.Stopped(attempt=attempt, store_port=self.store_port))
 
     def _tell(self, message: msg.Failed | msg.Stopped) -> list[Effect]:
-        """Tell the supervisor, unless the end of the job explains it."""
+        """Tell the supervisor, unless the end of the job may explain it."""
         asked = isinstance(message, msg.Stopped) and self._stopping >= self.attempt
-        return [] if self._terminating and not asked else [do.Send(message)]
+        if self._held is None or asked:
+            return [do.Send(message)]
+        self._held.append(message)
+        return []
 
 
 # ---- tests of this node

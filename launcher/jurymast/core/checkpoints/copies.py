@@ -519,6 +519,8 @@ def _cheapest(copies: Copies, key: StateId, rank: int, node: str) -> Iterator[tu
 # further time, because storage may hang for hours.
 RETRY_S = 5.0
 RETRY_MAX_S = 300.0
+# A node that is lost says nothing about the tier. Others may be lost in the same moment.
+INTERRUPTED_S = 1.0
 
 
 @dataclass
@@ -533,6 +535,7 @@ class Retries:
     """Retries by tier. `now` is Unix time in seconds."""
 
     _failing: dict[str, _Failing] = field(default_factory=dict)
+    _interrupted: dict[str, float] = field(default_factory=dict)  # when a lost node last ended a try
 
     def due(self, tier: str, now: float, *, hurry: bool = False) -> bool:
         """Return True unless it failed a short while ago. In a `hurry` it is tried as often as after one
@@ -541,11 +544,11 @@ class Retries:
 
     def due_at(self, tier: str, *, hurry: bool = False) -> float:
         """Return when it is tried again; minus infinity unless the last try failed."""
-        last = self._failing.get(tier)
+        last, interrupted_at = self._failing.get(tier), self._interrupted.get(tier, -math.inf)
         if last is None:
-            return -math.inf
+            return interrupted_at + INTERRUPTED_S
         pause_s = RETRY_S if hurry else min(RETRY_MAX_S, RETRY_S * 2.0 ** min(last.times - 1, 10))
-        return last.at + pause_s
+        return max(last.at + pause_s, interrupted_at + INTERRUPTED_S)
 
     def failed_at(self, tier: str) -> float:
         """Return when the last try failed, if none has succeeded since."""
@@ -560,8 +563,15 @@ class Retries:
         self._failing[tier] = _Failing(now, last.times + 1 if last else 1, reason)
         return last is None or last.why != reason
 
+    def interrupted(self, tier: str, now: float) -> bool:
+        """Note that a node was lost which took part; returns True if it is news, as above."""
+        is_news = tier not in self._interrupted
+        self._interrupted[tier] = now
+        return is_news
+
     def succeeded(self, tier: str) -> None:
         self._failing.pop(tier, None)
+        self._interrupted.pop(tier, None)
 
 
 TRIES = 2

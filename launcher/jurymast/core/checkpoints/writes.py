@@ -290,10 +290,11 @@ class Writes:
         return effects
 
     def lost(self, node: str, why: str, now: float) -> list[Effect]:
-        """The node is lost and will not report on its orders."""
+        """The node is lost and will not report on its orders. The tier has not failed: what others hold is
+        written soon, for there may be little time left."""
         self._reach.forget(node)
         theirs = [write for write in self._under_way.values() if node in write.waiting]
-        return [effect for write in theirs for effect in self._failed(write, node, why, now)]
+        return [effect for write in theirs for effect in self._failed(write, node, why, now, lost=True)]
 
     def go_back(self, step: int, now: float) -> list[Effect]:
         """The run goes back: nothing newer is written or counts."""
@@ -321,20 +322,28 @@ class Writes:
                 effects.append(copied(write.tier, write.key, now, why=why))
         return effects
 
-    def _failed(self, write: OpenWrite, node: str, why: str, now: float) -> list[Effect]:
+    def _failed(
+        self, write: OpenWrite, node: str, why: str, now: float, *, lost: bool = False
+    ) -> list[Effect]:
         """A node will never finish its part."""
         del write.waiting[node]
-        return self._end(write, why, now)
+        return self._end(write, why, now, lost=lost)
 
-    def _end(self, write: OpenWrite, why: str, now: float) -> list[Effect]:
-        """End a write: it is complete, or (`why`) will not be, and then no node continues."""
+    def _end(self, write: OpenWrite, why: str, now: float, *, lost: bool = False) -> list[Effect]:
+        """End a write: it is complete, or (`why`) will not be, and then no node continues. `lost`: because a
+        node was lost."""
         del self._under_way[write.tier]
         cancel = msg.CancelWrite(id=write.id)
         effects: list[Effect] = [Send(node, cancel) for node in sorted(write.waiting)]
         took_s = now - write.started_at
         if why:
             self._tried.pop(write.tier, None)
-            if not self.retries.failed(write.tier, why, now):
+            is_news = (
+                self.retries.interrupted(write.tier, now)
+                if lost
+                else self.retries.failed(write.tier, why, now)
+            )
+            if not is_news:
                 return effects
         else:
             self._succeeded(write, took_s, now)

@@ -544,7 +544,7 @@ class Supervision:
         if why == STILL_RUNNING:
             return self._revoke(now)
         if why in ENDINGS:
-            self.watch.ending, self._ask_at, self._signalled = True, math.inf, set()
+            self.watch.ending, self._ask_at = True, math.inf
             event = ev.Asked(t=now, what="cancel", by=by) if by else ev.Signalled(t=now, signal=why)
             out = self.record(event, flush=True) if why != self.departure.why else []
             return out + self._do(self.departure.on_explained(why, kill_in_s, now), now)
@@ -556,13 +556,15 @@ class Supervision:
 
     def _revoke(self, now: float) -> list[Effect]:
         """The job goes on: it was a stray signal, or one for nodes that are taken away. Those are used until
-        they are gone, as nobody knows which it was. A run that wants to leave by itself still does."""
+        they are gone, as nobody knows which it was, and their ranks' failures count. A run that wants to
+        leave by itself still does."""
         ordered, self._ask_at = self.departure.ordered, math.inf
         nodes, self._signalled = self._signalled, set()
         self.watch.may_be_taken(nodes, now)
         self.departure.on_revoked()
         self.watch.ending = self.departure.leaving
-        return self.record(ev.Signalled(t=now, signal=STILL_RUNNING)) if ordered else []
+        out = self.record(ev.Signalled(t=now, signal=STILL_RUNNING)) if ordered else []
+        return [*out, *(Send(node, msg.JobGoesOn()) for node in sorted(nodes & self.watch.here))]
 
     def condition(self, journal: str) -> msg.Condition:
         """Return what the journal does not show yet. `journal`: why it cannot be written, or ""."""
