@@ -23,6 +23,7 @@ from jurymast.sim.cluster.oracle import TOLD_S
 from jurymast.sim.cluster.world import Process, World
 from support.planted import (
     away_while_the_others_cannot_start,
+    cut_off_alone,
     damaged_where_it_is_restored,
     ends_while_another_rules,
     exactly,
@@ -135,6 +136,12 @@ def test_no_rule_is_broken_by(
 def test_whom_the_last_supervisor_did_not_hear_takes_part_under_the_next() -> None:
     results = [run(lost_before_a_takeover(seed)) for seed in range(60)]
     assert [f"{one.plan.seed}: {one.broken}" for one in results if one.broken] == []
+
+
+def test_a_node_that_is_cut_off_alone_does_not_train_beside_who_has_replaced_it() -> None:
+    results = [run(cut_off_alone(seed)) for seed in range(30)]
+    assert [f"{one.plan.seed}: {one.broken}" for one in results if one.broken] == []
+    assert sum(len(one.restores) > 1 for one in results) > 5, "nodes are replaced"
 
 
 def test_a_restore_from_storage_that_hangs_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,8 @@ class Node:
             case do.FindSupervisor():
                 self.epoch += self.chance.random() < 0.2
                 newest = Endpoint(self.epoch, ("h",), 1, "n9", "17.0", 1)
-                self.carry_out(self.machine.found(self.chance.choice([None, newest]), self.now))
+                place, attempt = self.chance.choice([None, newest]), self.chance.choice([None, self.attempt])
+                self.carry_out(self.machine.found(place, self.now, attempt=attempt))
             case do.ReadPulse():
                 self.pulse += self.chance.random() < 0.5
                 value = self.chance.choice([None, *[f"{self.epoch}:{self.pulse}"] * 3])

@@ -11,6 +11,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.agent import link
 from jurymast.core.agent.machine import NodeWrites
+from jurymast.core.agent.ranks import Ranks
 from jurymast.core.checkpoints import checkpoints as restoring
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.checkpoints import Checkpoints, Securing
@@ -284,6 +285,14 @@ def lost_before_a_takeover(seed: int) -> Plan:
     return Plan(seed, 3, 1, 1, 5, 8, faults)
 
 
+def cut_off_alone(seed: int) -> Plan:
+    """One of three nodes reaches neither of the others, but storage; the only active one, or the
+    supervisor's. No collective stops its ranks."""
+    chance = Random(seed)
+    cut = Fault(chance.uniform(6.0, 12.0), "isolate", node=seed % 3, seconds=chance.uniform(20.0, 40.0))
+    return Plan(seed, 1, 2, 1, 5, 8, (cut,))
+
+
 def _no_spare_and_slow_writes(copy_s: float, *then: Fault) -> Plans:
     """A node is lost, the run is to be requeued, and its last checkpoint takes this long to be written."""
     lost = Fault(8.0, "power", node=1)
@@ -330,6 +339,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "3: ranks go on beside those of the next attempt": (
         of("restart", "isolate", "freeze"),
         [(SimHost, "_leave", _leave_nobody)],
+    ),
+    "3: a node that is cut off alone does not see that it was replaced": (
+        cut_off_alone,
+        [(Ranks, "newest_begun", _nothing)],
     ),
     "4: nobody is told what is on storage": (
         exactly(_only_storage_is_left),

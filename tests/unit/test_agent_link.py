@@ -412,6 +412,36 @@ def test_who_lost_its_supervisor_reads_the_pulse_on_slurm_only() -> None:
     assert do.ReadPulse() not in met("local").lost(20.0)
 
 
+def test_who_reads_that_a_newer_attempt_has_begun_ends_its_ranks_and_tries_on() -> None:
+    made = launched(rank=1)
+    assert do.FindSupervisor() in made.lost(20.0)
+    made.unreached(20.1)
+    effects = made.found(at(7), 20.2, attempt=2)
+    assert do.StopRanks(1) in effects
+    assert not [one for one in effects if isinstance(one, do.Leave | do.Send)]
+    assert do.FindSupervisor() in made.tick(made.link.wake_at)
+    made.host_said(msg.Ready(store_port=2), 22.0)
+    made.connected(23.0)
+    assert (made.ranks.state, made.ranks.attempt) == ("waiting", 1), "as the hello says"
+    made.check()
+
+
+def test_ranks_that_were_replaced_end_also_while_a_silent_supervisor_is_waited_for() -> None:
+    """Nothing has closed the connection."""
+    made = launched(rank=1)
+    assert do.StopRanks(1) in made.found(at(7), 14.0, attempt=2)
+    stopped = do.Send(msg.Stopped(attempt=1, store_port=2))
+    assert stopped in made.host_said(msg.Ready(store_port=2), 15.0)
+
+
+def test_what_storage_does_not_say_ends_no_ranks() -> None:
+    made = launched(rank=1)
+    made.lost(20.0)
+    for attempt in (None, 0, 1):
+        assert do.StopRanks(1) not in made.found(None, 21.0, attempt=attempt)
+    assert made.ranks.state == "starting"
+
+
 def test_nothing_is_tested_beside_ranks() -> None:
     made, test = met(), msg.TestAlone(limit_s=5.0)
     assert do.StartTests(1, 1) in made.heard(test, 11.0)

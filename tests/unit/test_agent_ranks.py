@@ -175,6 +175,40 @@ def test_a_stop_for_an_attempt_whose_launch_was_lost_ends_what_runs_and_says_so(
     assert stopped(2, 4001) in ranks.host_said(msg.Ready(store_port=4001), 5.0)
 
 
+@pytest.mark.parametrize("make", [starting, running])
+def test_ranks_that_a_newer_attempt_has_replaced_are_stopped_and_the_node_may_serve_again(
+    make: Callable[[int], Ranks],
+) -> None:
+    ranks = make(3)
+    for not_newer in (None, 0, 2, 3):
+        assert ranks.newest_begun(not_newer, 9.0) == []
+    assert ranks.newest_begun(4, 10.0) == [do.StopRanks(3)], "and nothing else: images stay"
+    assert ranks.newest_begun(4, 10.1) == [], "once is enough"
+    assert stopped(3, 4001) in ranks.host_said(msg.Ready(store_port=4001), 11.0)
+    assert (ranks.state, ranks.newest_begun(4, 11.1)) == ("waiting", [])
+    order = launch(5)
+    assert ranks.launch(order, 12.0) == [do.Prepare(order)]
+    ranks.check()
+
+
+def test_a_launch_that_a_newer_attempt_has_replaced_starts_nothing() -> None:
+    ranks = warm()
+    ranks.launch(launch(3), 2.0)
+    assert ranks.newest_begun(4, 2.1) == [stopped(3, PORT)]
+    assert ranks.prepared(3, 2.2) == []
+    behind = running(3)
+    behind.launch(launch(4), 4.0)
+    assert behind.newest_begun(4, 4.1) == [], "it waits for the ranks before it"
+    assert behind.newest_begun(5, 4.2) == []
+    assert stopped(4, 4001) in behind.host_said(msg.Ready(store_port=4001), 5.0)
+
+
+def test_ranks_that_do_not_end_when_they_are_replaced_are_killed() -> None:
+    ranks = running(3)
+    ranks.newest_begun(4, 10.0)
+    assert ranks.tick(10.0 + GRACE_S + machine.STOP_MARGIN_S) == [do.KillRanks(PIDS), do.KillHost()]
+
+
 def test_a_launch_waits_for_the_ranks_before_it() -> None:
     """Their stop was lost."""
     ranks, order = running(1), launch(2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from jurymast.agent.supervision import read_run_directory
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import effects as do
 from jurymast.core import events as ev
@@ -95,6 +96,18 @@ def test_a_damaged_number_of_the_newest_attempt_is_not_known(directory: RunDirec
     damaged(directory.attempt_file, how)
     with pytest.raises(RunDirectoryError):
         directory.newest_attempt()
+
+
+@every_damage
+def test_an_agent_that_cannot_read_the_newest_attempt_finds_its_supervisor_and_knows_of_none(
+    directory: RunDirectory, how: str
+) -> None:
+    place = endpoint.Endpoint(1, ("127.0.0.1",), 7, "n1", "7.0", 1)
+    endpoint.announce(directory.epochs, place)
+    directory.save_attempt(4)
+    assert read_run_directory(directory) == (place, 4)
+    damaged(directory.attempt_file, how)
+    assert read_run_directory(directory) == (place, None)
 
 
 def test_a_supervisor_that_cannot_read_the_newest_attempt_counts_one_more_and_goes_on() -> None:

@@ -18,7 +18,7 @@ from jurymast.core.agent import effects as do
 from jurymast.core.agent.effects import NEVER, Effect, WakeAt
 from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.message import Strangers
-from jurymast.errors import never
+from jurymast.errors import RunDirectoryError, never
 from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
@@ -99,12 +99,23 @@ REFUSED_S = 0.5
 FIND_LIMIT_S = 2.0
 
 
+def read_run_directory(directory: RunDirectory) -> tuple[msg.Endpoint | None, int | None]:
+    """Return the newest supervisor's address and the number of the newest attempt, each None if it cannot be
+    known."""
+    place = attempt = None
+    with suppress(OSError):
+        place = endpoint.find(directory.epochs)
+    with suppress(OSError, RunDirectoryError):
+        attempt = directory.newest_attempt()
+    return place, attempt
+
+
 class Connecting:
     """The agent's connection. `address` is this node's address on the way to the supervisor, "" before the
     first connection."""
 
     def __init__(self, directory: RunDirectory, driver: Driver, strangers: Strangers) -> None:
-        self._epochs = directory.epochs
+        self._directory = directory
         self._secret = directory.secret()
         self._driver = driver
         self._machine = driver.machine
@@ -161,11 +172,11 @@ class Connecting:
 
     async def _find(self) -> None:
         try:
-            look = asyncio.to_thread(endpoint.find, self._epochs)
-            found = await asyncio.wait_for(look, FIND_LIMIT_S)
-        except (OSError, asyncio.TimeoutError):
-            found = None
-        self._driver.act(self._machine.found(found, self._driver.now))
+            look = asyncio.to_thread(read_run_directory, self._directory)
+            place, attempt = await asyncio.wait_for(look, FIND_LIMIT_S)
+        except asyncio.TimeoutError:
+            place = attempt = None
+        self._driver.act(self._machine.found(place, self._driver.now, attempt=attempt))
 
     async def _listen(self, connection: Channel[msg.Order]) -> None:
         await connection.listen(partial(self._hear, connection.peer_address))

@@ -151,8 +151,8 @@ class Connect(Struct, frozen=True):
 
 
 class FindSupervisor(Struct, frozen=True):
-    """Look in the run directory for the newest supervisor's address. Answered by `found`, unless a Greet came
-    first."""
+    """Look in the run directory for the newest supervisor's address, and for the newest attempt. Answered by
+    `found`, unless a Greet came first."""
 
 
 class Greet(Struct, frozen=True):

@@ -229,8 +229,10 @@ class AgentMachine:
 
     # The supervisor.
 
-    def found(self, place: msg.Endpoint | None, now: float) -> list[Effect]:
-        return self._out(self.link.found(place, now), now)
+    def found(self, place: msg.Endpoint | None, now: float, *, attempt: int | None = None) -> list[Effect]:
+        """What the run directory says: the newest supervisor's address, and which attempt is the newest that
+        has begun. None: it does not say, or does not answer."""
+        return self._out(self._said(self.ranks.newest_begun(attempt, now)) + self.link.found(place, now), now)
 
     def unreached(self, now: float, *, refused: bool = False) -> list[Effect]:
         """No supervisor was reached. `refused`: nothing listens at that address."""

@@ -148,6 +148,14 @@ class Ranks:
             self._finished = False  # without a port the host is on its way to wait: that will be news
         return [do.Send(msg.Stopped(attempt=attempt, store_port=self.store_port))]
 
+    def newest_begun(self, attempt: int | None, now: float) -> list[Effect]:
+        """Stop ranks that were replaced without this agent: `attempt` has begun, as the run directory says
+        (None: it does not say). None begins before the ranks of earlier ones have ended, but for those on
+        nodes that count as lost."""
+        if attempt is None or attempt <= self.attempt or self.state not in ("starting", "running"):
+            return []
+        return self.stop(self.attempt, now)
+
     def look(self, order: msg.Look, now: float) -> list[Effect]:
         here = order.attempt == self._told and self.state == "running"
         return [do.LookAtRanks(order.number, self.pids)] if here else []

@@ -325,14 +325,14 @@ class SimAgent:
     def _find(self) -> None:
         number, answered = self._tries, [False]
 
-        def found(place: Endpoint | OSError | None) -> None:
+        def found(seen: tuple[Endpoint | None, int] | OSError | None) -> None:
             if not answered[0] and number == self._tries:
                 answered[0] = True
-                known = None if isinstance(place, OSError) else place
-                self._carry_out(self.machine.found(known, self.now))
+                place, attempt = seen if isinstance(seen, tuple) else (None, None)
+                self._carry_out(self.machine.found(place, self.now, attempt=attempt))
 
         disk, name = self.cluster.disk, self.site.name
-        self.cluster.storage.do(name, self.process, lambda: disk.find(name), found)
+        self.cluster.storage.do(name, self.process, lambda: (disk.find(name), disk.attempt), found)
         self.world.after(FIND_LIMIT_S, self.process, found, None)
 
     def _pulse(self, value: str | OSError) -> None:

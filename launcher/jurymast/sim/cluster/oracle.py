@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimSite
     from jurymast.sim.cluster.cluster import Cluster
     from jurymast.sim.cluster.supervisor import SimSupervisor
-    from jurymast.sim.cluster.training import SimGroup
+    from jurymast.sim.cluster.training import SimGroup, SimMember
     from jurymast.sim.cluster.world import Token
 
 NOTHING_LOST = "1: no committed step is lost while it can be reached"
@@ -38,6 +38,8 @@ STEADY_S = 12.0
 BLAME_S = 30.0
 # The supervisor knows it by then, if nothing is wrong.
 TOLD_S = 2.0
+# An agent that can read the run directory has found out by then that its ranks were replaced, and ended them.
+REPLACED_S = 4.0
 STILL_LIMIT_S = 40.0
 OUTCOME_S = 6.0  # a supervisor writes an outcome in this time
 SLOTS_LIMIT_S = 25.0
@@ -66,6 +68,7 @@ class Oracle:
         self._complete: set[StateId] = set()
         self._planned: dict[int, int] = {}
         self._newest: SimGroup | None = None
+        self._newest_since = 0.0
         self._unfound: set[int] = set()  # attempts whose ranks saw no checkpoint, and knew of one
         self._rollbacks: list[Rollback] = []
         self._on_storage: list[Rollback] = []
@@ -270,7 +273,7 @@ class Oracle:
 
     def group_started(self, group: SimGroup) -> None:
         if self._newest is None or group.attempt >= self._newest.attempt:
-            self._newest = group
+            self._newest, self._newest_since = group, self.cluster.world.now
 
     def unfound(self, group: SimGroup) -> None:
         self._unfound.add(group.attempt)
@@ -310,6 +313,16 @@ class Oracle:
         fenced = group.attempt < self.cluster.disk.attempt or not self.storage_fine(STEADY_S)
         if not (cut_off and fenced):
             self.fail(ONE_WORLD, f"attempt {group.attempt} steps, and attempt {newest.attempt} has started")
+        since = max(self._newest_since, *(self._reads_since(member) for member in group.members.values()))
+        beside_s = self.cluster.world.now - since
+        if beside_s > REPLACED_S and self.storage_fine(REPLACED_S):
+            self.fail(ONE_WORLD, f"attempt {group.attempt} steps {beside_s:.1f} s beside {newest.attempt}")
+
+    def _reads_since(self, member: SimMember) -> float:
+        """Since when this node's agent can read the run directory."""
+        agent, faults = member.agent, self.cluster.storage.faults
+        kinds = "storage hangs here", "stale handles"
+        return max(agent.process.until, *(faults.get((kind, agent.site.name), 0.0) for kind in kinds))
 
     def _goes_back(self, group: SimGroup) -> None:
         """Check that ranks go back: what they do instead would be lost at the next fault."""
