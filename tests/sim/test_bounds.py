@@ -29,7 +29,8 @@ def ran(faults: list[TraceFault], *, cadence: Cadence, spares: int = 0, **durati
     setup = Setup(
         nodes=4, spares=spares, seconds=DAY_S, durations=Durations(**durations),  # type: ignore[arg-type]
         settings=Settings(
-            cadence_s=cadence.seconds, cadence_steps=cadence.steps, attempts_without_step=None
+            cadence_s=cadence.seconds, cadence_steps=cadence.steps,
+            attempts_without_step=None,  # as a policy may say: the simulation's own bounds are what ends it
         ),
     )  # fmt: skip
     return Simulation(setup, faults, cadence).run()

@@ -53,6 +53,10 @@ MENDED = {
         '{"at":16.18,"kind":"isolate","node":1,"seconds":6.0},{"at":23.06,"kind":"freeze","node":1,'
         '"seconds":4.0}]}'
     ),
+    "a node cannot write its share of the last checkpoint, and no time is left for the others": (
+        '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
+        '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'
+    ),
 }
 
 

@@ -37,7 +37,7 @@ def replayed(nodes: int, cadence: str, stall_s: float) -> float:
     seconds = TRACE.days * 86_400.0 * TRACE.nodes / nodes
     setup = Setup(
         nodes=nodes, spares=max(10, nodes // 50), seconds=seconds, durations=durations,
-        settings=Settings(max_loss_s=math.inf, attempts_without_step=None),  # the other one goes on for ever
+        settings=Settings(max_loss_s=math.inf),
     )  # fmt: skip
     asked = asked_cadence(cadence, nodes, TRACE.rate, durations)
     plan = TRACE.draw(nodes, seconds, random.Random(0), shift=False)

@@ -79,7 +79,7 @@ def test_a_launch_that_was_half_told_is_not_told_again_but_replaced_by_the_next(
     assert Fence(3) in [*stopped[-1], *after.waits(1.0)]
     assert {node: one.attempt for node, one in after.fenced(3).items()} == {ran: 3, waited: 3}
     incident = story.state.incidents[-1]
-    assert (incident.cause, incident.charged, incident.node) == ("restart_asked", "nobody", "")
+    assert (incident.cause, incident.charged, incident.node) == ("relaunch_asked", "nobody", "")
 
 
 def test_a_launch_that_all_were_told_of_goes_on_under_the_next_supervisor() -> None:

@@ -146,7 +146,7 @@ def test_an_attempt_that_the_journal_does_not_know_is_stopped_and_the_next_one_b
     assert (story.last(StopWorkers).attempt, story.last(StopWorkers).nodes) == (2, story.state.placement)
     assert story.feed(found) == []
     story.stopped()
-    assert (story.incident.cause, story.incident.charged) == ("restart_asked", "nobody")
+    assert (story.incident.cause, story.incident.charged) == ("relaunch_asked", "nobody")
     assert "the journal ends in attempt 1" in story.incident.evidence
     assert story.last(Launch).attempt == 3
 

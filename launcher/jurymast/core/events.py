@@ -287,8 +287,12 @@ class SavesTo(Event, frozen=True, kw_only=True):
     directory: str
 
 
+RELAUNCH = "relaunch"
+
+
 class Asked(Event, frozen=True, kw_only=True):
-    """A user requested something: cancel, restart, save, rollback, or drain: the replacement of `node`."""
+    """A user requested something: cancel, restart, save, rollback, or drain: the replacement of `node`. Or
+    the supervisor itself did: a relaunch, which is a restart that nobody ordered."""
 
     what: str
     by: str

@@ -329,7 +329,9 @@ class Failures(Section):
         "unlimited", "how often the Slurm job may be requeued, not counting preemptions"
     )
     attempts_without_step: Annotated[int | None, _Written(read_whole_number, _COUNT, unlimited=None)] = _key(
-        20, "attempts in a row without a new step, whatever ends them, after which the run stops"
+        20,
+        "attempts in a row without a new step, whatever ends them, after which the run stops; twice as "
+        "many if lost nodes alone end them, and it may be chance",
     )
     stop_grace: Duration = _key(
         "1s", "time from SIGTERM to SIGKILL when ranks are stopped; torchrun waits 30 s"

@@ -462,7 +462,7 @@ class Checkpoints:
         effects = void + self._give_incomplete_up(attempt, now)
         if why is Skip.REFUSED:  # its state outgrew the node: started again, all ranks save to storage
             by = f"jurymast, because rank {rank}: {why.value}"
-            effects.append(Record(ev.Asked(t=now, what="restart", by=by)))
+            effects.append(Record(ev.Asked(t=now, what=ev.RELAUNCH, by=by)))
         return effects
 
     def _give_incomplete_up(self, attempt: int, now: float) -> list[Effect]:

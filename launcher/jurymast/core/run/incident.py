@@ -103,6 +103,8 @@ _CLASSES = (
                "ask who took the node, if it was not announced"),
     CauseClass("straggler", NOBODY, "a node slowed down all others",
                "nothing; the node is tested before it is used again"),
+    CauseClass("relaunch_asked", NOBODY, "a supervisor had all ranks started anew, for want of another way",
+               "nothing; the evidence says why"),
     CauseClass("restart_asked", NOBODY, "a user requested a restart", ""),
     CauseClass("drain_asked", NOBODY, "a user removed a node", ""),
     CauseClass("rollback_asked", NOBODY, "a user rolled back to an older checkpoint", ""),
@@ -124,7 +126,9 @@ def of_finding(finding: findings.Finding) -> str:
 
 
 # Ends that somebody or Slurm ordered: no failures, neither of a node nor of the script.
-ORDERED = frozenset(cause.name for cause in _CLASSES if cause.charged in (PREEMPTION, NOBODY)) - {"straggler"}
+ORDERED = frozenset(cause.name for cause in _CLASSES if cause.charged in (PREEMPTION, NOBODY)) - {
+    "straggler", "relaunch_asked",
+}  # fmt: skip
 
 
 def meaning(name: str) -> str:

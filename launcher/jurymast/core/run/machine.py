@@ -316,7 +316,7 @@ def _attempt_found(state: RunState, event: ev.AttemptFound) -> list[Instruction]
     if not state.placement or state.phase is Phase.REQUEUED:
         return []  # the node that runs it is dismissed
     by = f"the supervisor, because the journal ends in attempt {behind}, before attempt {event.attempt}"
-    state.findings.asked = ev.Asked(t=event.t, what="restart", by=by)
+    state.findings.asked = ev.Asked(t=event.t, what=ev.RELAUNCH, by=by)
     return recovery.begin(state, event.t, event.t)
 
 

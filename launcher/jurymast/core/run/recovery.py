@@ -30,7 +30,14 @@ from jurymast.core.run.attribution import (
     cause_of,
     cause_of_end,
 )
-from jurymast.core.run.incident import APPLICATION, FROM_FINDINGS, NOBODY, PREEMPTION, Incident
+from jurymast.core.run.incident import (
+    APPLICATION,
+    FROM_FINDINGS,
+    NOBODY,
+    ORDERED,
+    PREEMPTION,
+    Incident,
+)
 from jurymast.core.run.state import (
     WITH_RANKS,
     Blame,
@@ -141,7 +148,7 @@ def _hopeless(state: RunState, cause: Cause) -> str:
     """Why another attempt cannot help, if the same cause returned without progress or a restart budget is
     spent; otherwise ""."""
     if cause.charged in (NOBODY, PREEMPTION):
-        return ""
+        return "" if cause.kind in ORDERED else loops.endless(state)
     incidents, application = loops.failed(state.incidents), cause.charged == APPLICATION
     own = application and cause.kind != loops.SCRIPT_FAULT
     most = SAME_APPLICATION_ERROR if own else SAME_INFRASTRUCTURE_ERROR

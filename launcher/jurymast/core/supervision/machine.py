@@ -327,7 +327,7 @@ class Supervision:
         told = ours and hello.ranks in ("starting", "running", "finished")
         if told or not launching or node not in self.state.places:
             return []
-        return self.record(ev.Asked(t=now, what="restart", by=HALF_TOLD))
+        return self.record(ev.Asked(t=now, what=ev.RELAUNCH, by=HALF_TOLD))
 
     def _missed(self, node: str, hello: msg.Hello, now: float, *, ours: bool) -> ev.Event | None:
         """What the agent may have reported while there was no connection. `ours`: it has this attempt's

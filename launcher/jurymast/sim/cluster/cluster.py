@@ -518,6 +518,7 @@ class Cluster:
         if fault.kind not in ("stale handles", "storage hangs here", "old view", "unmounted"):
             raise ValueError(f"there is no fault {fault.kind!r}")
         self.oracle.touch(site.name, until)
+        self.oracle.unwritable_until = max(self.oracle.unwritable_until, until)
         faults[fault.kind, site.name] = until
         if fault.kind == "old view":
             self.storage.old_s[site.name] = self.world.chance.uniform(2.0, 40.0)

@@ -45,6 +45,8 @@ OUTCOME_S = 6.0  # a supervisor writes an outcome in this time
 SLOTS_LIMIT_S = 25.0
 AGREE_LIMIT_S = 12.0
 BACK_LIMIT_S = 15.0
+# A write that fails on one node begins again after this long, without that node.
+AGAIN_S = 8.0
 KEYS_MAX, IMAGES_PER_RANK_MAX, LINES_A_SECOND = 8, 4, 8.0
 
 
@@ -60,6 +62,7 @@ class Oracle:
         self.cluster = cluster
         self.touched: dict[str, float] = {}  # node, or pair of nodes: until when
         self.storage_touched = -1e9
+        self.unwritable_until = -1e9  # on some node
         self.supervisor: SimSupervisor | None = None  # the newest that listens
         self.lines = 0
         self.restores_from: list[str] = []
@@ -214,6 +217,8 @@ class Oracle:
         best, disk = self.best(supervisor.site.name, told_s=TOLD_S + slow_s), self.cluster.disk
         if best is None or not self.storage_fine(STEADY_S):
             return
+        if copy_s and self.unwritable_until > self.cluster.world.now - AGAIN_S - copy_s:
+            return  # there may have been no time to write it all once more
         if best[0] > max((step for step, _ in disk.shared), default=-1):
             self.fail(NOTHING_LOST, f"{how}, and {best} is on none of {[*disk.shared]}")
 
