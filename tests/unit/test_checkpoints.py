@@ -448,7 +448,7 @@ def test_a_rank_that_skips_makes_the_step_void_and_is_told_once() -> None:
 def test_a_state_that_outgrew_its_node_starts_the_ranks_again() -> None:
     site = Site()
     site.skip(20, 1, within.Skip.REFUSED)
-    assert [e.what for e in site.events if isinstance(e, ev.Asked)] == ["restart"]
+    assert [e.what for e in site.events if isinstance(e, ev.Asked)] == [ev.RELAUNCH]
 
 
 def launch(*placement: str) -> Launch:
