@@ -29,11 +29,13 @@ from support.planted import (
     exactly,
     last_spare_while_clocks_differ,
     lost_before_a_takeover,
+    never_beyond_a_step,
     only_storage_that_hangs_is_left,
     rolled_back_at_a_takeover,
     stalled_and_then_blind,
     stalled_while_views_are_old,
     taken_over_when_the_journal_is_long,
+    uneven_by_design,
 )
 
 SEEDS = range(200)
@@ -52,6 +54,10 @@ MENDED = {
         '"faults":[{"at":7.02,"kind":"grace","seconds":0.3},{"at":8.44,"kind":"storage hangs","seconds":4.0},'
         '{"at":16.18,"kind":"isolate","node":1,"seconds":6.0},{"at":23.06,"kind":"freeze","node":1,'
         '"seconds":4.0}]}'
+    ),
+    "with parity, a node is lost while the others make XORs": (
+        '{"seed":777005971,"active":3,"spares":2,"ranks":2,"cadence_steps":5,"room":8,"parity":3,"copy_s":3.0,'
+        '"faults":[{"at":7.95,"kind":"supervisor"},{"at":9.14,"kind":"freeze","node":3,"seconds":4.0}]}'
     ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
@@ -135,6 +141,16 @@ def test_no_rule_is_broken_by(
     plans = exactly(faults)
     broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
     assert broken == []
+
+
+def test_a_run_that_never_gets_beyond_a_step_gives_up() -> None:
+    results = [run(exactly(never_beyond_a_step)(seed)) for seed in range(10)]
+    assert {(one.broken, one.state) for one in results} == {("", "failed")}
+
+
+def test_ranks_that_do_more_than_others_keep_their_node() -> None:
+    results = [run(exactly(uneven_by_design)(seed)) for seed in range(4)]
+    assert {(one.broken, len(one.restores)) for one in results} == {("", 1)}
 
 
 def test_whom_the_last_supervisor_did_not_hear_takes_part_under_the_next() -> None:

@@ -21,8 +21,9 @@ from jurymast.core.checkpoints.writes import OpenWrite, Writes
 from jurymast.core.effects import Send
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes import silence
+from jurymast.core.nodes.stragglers import Windows
 from jurymast.core.nodes.watch import Hangs, Watch
-from jurymast.core.run import ends, machine, recovery
+from jurymast.core.run import ends, loops, machine, recovery
 from jurymast.core.run.attribution import cause_of_end
 from jurymast.core.run.state import Node, RunState
 from jurymast.core.supervision.departure import Departure
@@ -124,6 +125,13 @@ def _seal_with_the_lead(self: Writes, write: OpenWrite, node: str, now: float) -
 
 def _nothing(*_: Any, **__: Any) -> list[Any]:
     return []
+
+
+def _ever_more_patient(state: RunState, event: ev.RanksHung) -> Any:
+    before = state.hang_patience
+    decided = machine._ranks_hung(state, event)
+    state.hang_patience = 8.0 * before
+    return decided
 
 
 def of(*kinds: str) -> Plans:
@@ -304,6 +312,15 @@ def _signalled_while_slurm_is_silent(chance: Random) -> tuple[Fault, ...]:
     return Fault(at, "slurm silent", seconds=30.0), Fault(at + 0.5, "signal all")
 
 
+def never_beyond_a_step(chance: Random) -> tuple[Fault, ...]:
+    return (Fault(chance.uniform(6.0, 12.0), "breaks", seconds=400.0),)
+
+
+def uneven_by_design(chance: Random) -> tuple[Fault, ...]:
+    """For as long as it takes to notice a straggler."""
+    return Fault(0.0, "uneven", node=chance.randrange(2)), Fault(45.0, "snap", node=1)
+
+
 # name: (plans that may show it, and what is replaced)
 PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "B1: an older checkpoint on storage is preferred": (of(), [(cp, "plan_restore", _shared_first)]),
@@ -414,6 +431,19 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         exactly(_signalled_while_slurm_is_silent),
         [(Departure, "unexplained", False)],
     ),
+    "11: attempts without a new step have no bound": (
+        exactly(never_beyond_a_step),
+        [(loops, "endless", lambda _: "")],
+    ),
+    "6: patience with hangs only grows": (
+        exactly(never_beyond_a_step),
+        [(machine, "_HANDLERS", {**_handlers, ev.RanksHung: _ever_more_patient})],
+    ),
+    "7: ranks that are slow by design cost their node its place": (
+        exactly(uneven_by_design),
+        [(Windows, "_by_design", lambda *_: False)],
+    ),
+    "12: no replica is ever ordered": (of(), [(Replicas, "under_way", False)]),
     "10: a rollback that no supervisor was asked for is only noted": (
         exactly(rolled_back_at_a_takeover),
         [(restoring.RestoreChoice, "missed_rollback", lambda *_: None)],

@@ -206,6 +206,24 @@ def test_a_pair_of_nodes_that_cannot_talk_costs_no_checkpoint() -> None:
     assert 1 <= len(told) <= 4, "as often as they are given up"
 
 
+def test_what_a_lost_node_kept_others_from_making_is_ordered_again_without_it() -> None:
+    """An XOR failed because a member was not there. Else nobody would be asked for XORs for five minutes."""
+    site = Site(parity=2)
+    site.save()
+    tried = set()
+    while orders := [one for one in site.ordered(msg.Replicate) if one[1].group]:
+        for node, order in orders:
+            tried.add(node)
+            site.hear(node, unreplicated(order, "n3: timed out"))
+        site.time += RETRY_S + 0.1
+        site.look()
+    assert tried == {"s1", "n2"}
+    site.lost("n3")
+    site.joined("n3", incarnation="another")
+    site.save(20)
+    assert (0, 2) in {order.group for _, order in site.ordered(msg.Replicate)}
+
+
 def refuse(site: Site, orders: list[tuple[str, msg.Replicate]]) -> None:
     for node, order in orders:
         site.hear(node, msg.Refused(why="no room", group=order.group))

@@ -39,6 +39,7 @@ from jurymast.core.run.state import Phase, Role, RunState
 
 # Nodes in a group when nodes turn out to have no memory for whole replicas.
 AUTO_NODES = 4
+XOR = ""  # in a pair, for the nodes whose images are in it
 NODES_MIN = 3
 
 Group = tuple[int, ...]
@@ -309,7 +310,7 @@ class Replicas:
         if self._bare:  # it may have the memory that nobody had
             self._safe = None
         self._ordered.pop(node, None)
-        self._reach.forget(node)
+        self._forget(node)
 
     def tell_safe(self, node: str) -> list[Effect]:
         """Tell a node that is here again which state is safe, as it may have missed that. Otherwise it would
@@ -318,6 +319,13 @@ class Replicas:
 
     def lost(self, node: str) -> None:
         self._ordered.pop(node, None)
+        self._forget(node)
+
+    def _forget(self, node: str) -> None:
+        """Failures with this node no longer count, nor those of XORs: one of their members may have been
+        here."""
+        self._reach.forget(node)
+        self._reach.forget(XOR)
 
     def held(self, copy: Copy) -> None:
         self._dirty = True
@@ -343,7 +351,7 @@ class Replicas:
         return news
 
     def _pair(self, node: str, rank: int, group: tuple[int, ...]) -> tuple[str, str]:
-        return node, "" if group else self._state.node_of(rank)
+        return node, XOR if group else self._state.node_of(rank)
 
     def order_anew(self, now: float) -> None:
         """Start again, because copies are lost: what was ordered, or looked at, no longer counts."""

@@ -11,7 +11,7 @@ from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.checkpoints.copies import StateId
-from jurymast.core.messages import CadenceReport, Endpoint, RankReport, beat_of
+from jurymast.core.messages import CadenceReport, Endpoint, RankReport, Times, beat_of
 from jurymast.core.nodes.silence import beat_every_s
 from jurymast.core.nodes.stacks import COLLECTIVE, Stand
 from jurymast.sim.cluster.keeper import SimKeeper
@@ -372,11 +372,15 @@ class SimAgent:
             return []
         return host.group.reports(host.member)
 
+    def _times(self) -> list[Times] | None:
+        host = self.host
+        return host.group.times(host.member) if host and host.group and host.member else None
+
     def _beat(self, beat: do.Beat) -> None:
-        ranks = self._reports() if beat.pids else []
+        ranks, times = (self._reports(), self._times()) if beat.pids else ([], None)
         settings, record = self.cluster.plan.settings, self.page.record
         cadence = CadenceReport(record.number, record.decided, settings.cadence_steps, None)
-        self._send(beat_of(beat.attempt, ranks, cadence))
+        self._send(beat_of(beat.attempt, ranks, cadence, times))
         self._beats += 1
         next_s = beat_every_s(settings.heartbeat_s, ranks, self.cluster.plan.active)
         self.world.after(next_s, self.process, self._beat_again, self._beats)

@@ -3,6 +3,7 @@ these faults."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Collection
@@ -18,7 +19,7 @@ from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.core.supervision.machine import STILL_RUNNING
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
-from jurymast.sim.cluster.oracle import Oracle, Violation
+from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, Oracle, Violation
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.training import SimGroup
 from jurymast.sim.cluster.world import RunDisk, SimNetwork, Storage, World
@@ -70,6 +71,11 @@ KINDS: dict[str, tuple[float, float]] = {
     "slurm silent": (0.5, 20.0),  # it cannot be asked
     "grace": (0.5, 40.0),  # as "preempted", but the job has this long before Slurm signals once more
     "signal all": (0.4, 0.0),  # the supervisor and all agents get a SIGTERM, and the job goes on
+    "breaks": (0.2, 60.0),  # no rank gets beyond the step that it is at: killed, hung and failed in turns
+    "uneven": (
+        0.2,
+        0.0,
+    ),  # the first node's ranks, or the last one's, do more than the others in all attempts
 }
 # Some faults wait for one of these phases of the run.
 WHEN = ("stopping", "waiting", "launching")
@@ -202,8 +208,8 @@ class Cluster:
         self.ranks_per_node = wanted.ranks
         settings = Settings(
             cadence_steps=wanted.cadence_steps, max_loss_s=4.0, join_limit_s=30.0, start_limit_s=20.0,
-            preflight_s=0.0, application=Budget(), shared_every_s=chance.choice((None, 10.0)), straggler=0.0,
-            parity=wanted.parity,
+            preflight_s=0.0, application=Budget(), shared_every_s=chance.choice((None, 10.0)),
+            parity=wanted.parity, attempts_without_step=ATTEMPTS_WITHOUT_STEP,
         )  # fmt: skip
         self.plan = RunPlan(
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,
@@ -223,7 +229,10 @@ class Cluster:
         self.sites = dict(self._new_site() for _ in range(wanted.nodes))
         self._start_job()
         self._waiting: list[Fault] = []  # for a phase
-        self.slurm_silent_until = self._kill_at = 0.0
+        self.slurm_silent_until = self._kill_at = self._breaks_until = 0.0
+        self._breaks_at, self._turns = 0, itertools.count()  # the step, and how the ranks end there
+        uneven = [fault.node % 2 for fault in wanted.faults if fault.kind == "uneven"]
+        self.slow_place = uneven[0] * (wanted.active - 1) if uneven else None
         for fault in wanted.faults:
             self.world.at(fault.at, None, self._waiting.append if fault.when else self._strike, fault)
         self.world.after(LOOK_S, None, self._look)
@@ -400,6 +409,10 @@ class Cluster:
                 self._signal_all()
             case "rank" | "hang" | "host" | "corrupt":
                 self._strike_ranks(fault, site)
+            case "breaks":
+                self._breaks_until = max(until, self._breaks_until)
+            case "uneven":  # from the beginning
+                pass
             case _:
                 self._strike_storage(fault, site)
 
@@ -508,6 +521,20 @@ class Cluster:
             case _:
                 if agent.keeper.held:
                     self.world.chance.choice(agent.keeper.held).corrupt = True
+
+    def breaks(self, group: SimGroup) -> bool:
+        """Break the ranks of this group if they are about to do the step that they never get beyond."""
+        if self.world.now >= self._breaks_until:
+            return False
+        self._breaks_at = self._breaks_at or group.step + 1
+        if group.step + 1 < self._breaks_at:
+            return False
+        member, turn = group.members[0], next(self._turns) % 4
+        if turn % 2 and group.beats:
+            member.hung = True
+        else:
+            member.host.fail(group, *((-9, "") if turn in (0, 3) else (1, "it breaks")))
+        return True
 
     def _strike_storage(self, fault: Fault, site: SimSite) -> None:
         until, faults = self.world.now + fault.seconds, self.storage.faults

@@ -32,6 +32,8 @@ NO_BLAME = "7: nobody healthy is blamed"
 AGREES = "8: journal and reality agree"
 NO_GROWTH = "9: state does not grow with time"
 NOT_BACK = "10: what was rolled back is neither restored nor gone on with"
+BOUNDED = "11: attempts without a new step are bounded"
+KEPT_TWICE = "12: no node alone has what was saved"
 
 # A fault this long ago no longer affects a node.
 STEADY_S = 12.0
@@ -47,6 +49,10 @@ AGREE_LIMIT_S = 12.0
 BACK_LIMIT_S = 15.0
 # A write that fails on one node begins again after this long, without that node.
 AGAIN_S = 8.0
+# The policy's bound; and twice as many, if only lost nodes end them, besides those that somebody ended.
+ATTEMPTS_WITHOUT_STEP = 6
+FRUITLESS_MAX = 2 * ATTEMPTS_WITHOUT_STEP + 6
+CALM_S, KEPT_LIMIT_S = 5.0, 8.0
 KEYS_MAX, IMAGES_PER_RANK_MAX, LINES_A_SECOND = 8, 4, 8.0
 
 
@@ -79,6 +85,8 @@ class Oracle:
         self._unfindable_at = self._ordered_at = 0.0
         self._saved_at: dict[str, float] = {}
         self._differ_since: dict[str, float] = {}
+        self._best_step = self._stepped_in = 0  # the newest step of all, and the attempt that did it first
+        self._kept_at = 0.0
         self.steps = 0
 
     def fail(self, rule: str, how: str) -> None:
@@ -163,6 +171,8 @@ class Oracle:
                 self._choice(supervisor, event)
             case ev.NodeLost():
                 self._blamed(supervisor, event)
+            case ev.Straggling() if any(isinstance(one, StopWorkers) for one in entry.decided):
+                self.fail(NO_BLAME, f"{event.node} is swapped, and its ranks are slow by design")
             case ev.Tick() if any(isinstance(one, StopWorkers) for one in entry.decided):
                 hung = supervisor.state.findings.hung
                 if hung is not None and not self.storage_fine(60.0):
@@ -202,6 +212,8 @@ class Oracle:
         ]
         if state.incidents and state.incidents[-1].attempt in self._unfound or self._ending:
             return  # people would be told to mount it; and no node has ended the job
+        if state.phase is Phase.FAILED and state.attempt >= self._stepped_in + ATTEMPTS_WITHOUT_STEP - 1:
+            return
         if state.phase is Phase.FAILED or len(fine) >= self.cluster.plan.active:
             self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {decided.reason}")
 
@@ -279,6 +291,8 @@ class Oracle:
     def group_started(self, group: SimGroup) -> None:
         if self._newest is None or group.attempt >= self._newest.attempt:
             self._newest, self._newest_since = group, self.cluster.world.now
+        if group.attempt > self._stepped_in + FRUITLESS_MAX:
+            self.fail(BOUNDED, f"attempt {group.attempt} starts; the last new step is of {self._stepped_in}")
 
     def unfound(self, group: SimGroup) -> None:
         self._unfound.add(group.attempt)
@@ -309,6 +323,8 @@ class Oracle:
     def stepped(self, group: SimGroup) -> None:
         self.steps += 1
         self._step_at = self.cluster.world.now
+        if group.step > self._best_step:
+            self._best_step, self._stepped_in = group.step, group.attempt
         self._goes_back(group)
         newest = self._newest
         if newest is None or newest is group or newest.over:
@@ -371,6 +387,37 @@ class Oracle:
             self.fail(NO_SILENCE, f"no supervisor since {self._supervised_at:.1f} s")
         if supervisor is not None and supervisor.listens and not self._ending:
             self._compare(supervisor)
+            self._look_at_replicas(supervisor)
+
+    def _look_at_replicas(self, supervisor: SimSupervisor) -> None:
+        """Check that all others together have some state, whichever node is lost, once all has been calm. A
+        pair of nodes that could not reach each other is left alone for long."""
+        now, state = self.cluster.world.now, supervisor.state
+        up_at = state.up_at - supervisor.now + now
+        backs = (back.at + BACK_LIMIT_S for back in self.cluster.disk.rollbacks)
+        calm_since = max([self._supervises_since, up_at, *self.touched.values(), *backs])
+        calm = state.phase is Phase.RUNNING and state.incident is None and now > calm_since + CALM_S
+        room = self.cluster.wanted.room > 1 and not supervisor.machine.departure.begun
+        calm = calm and not self.cluster.network.any_cut and all(map(supervisor.connected, state.placement))
+        if not (calm and room and self._complete) or self._kept_twice():
+            self._kept_at = now
+        elif now > self._kept_at + KEPT_LIMIT_S:
+            self.fail(KEPT_TWICE, f"without replicas since {self._kept_at:.1f} s")
+
+    def _kept_twice(self) -> bool:
+        keepers = [*self.cluster.keepers.values()]
+        if any(image.corrupt for keeper in keepers for image in keeper.held):
+            return True  # nobody knows until it is read
+        world = self.cluster.plan.active * self.cluster.ranks_per_node
+        return any(
+            all(
+                whole(
+                    [image for keeper in keepers if keeper is not gone for image in keeper.held], key, world
+                )
+                for gone in keepers
+            )
+            for key in sorted(self._complete)[-4:]
+        )
 
     def _compare(self, supervisor: SimSupervisor) -> None:
         now = self.cluster.world.now

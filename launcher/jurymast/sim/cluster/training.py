@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.copies import MEMORY, SHARED, StateId
-from jurymast.core.messages import RankReport
+from jurymast.core.messages import RankReport, Times
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.sim.cluster.keeper import SIZE_BYTES
 from jurymast.sim.cluster.world import Steps, Token
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.1
 STALL_S = (0.001, 0.02)
+# Of a step, what ranks do by themselves, and wait for others: most ranks, and the slow ones.
+OWN_SHARES = (0.3, 0.7), (0.8, 0.2)
 _serial = itertools.count(1)
 
 
@@ -205,6 +207,8 @@ class SimGroup:
             if self._blocked():
                 yield world.now + RETRY_S
                 continue
+            if self.cluster.breaks(self):
+                continue
             if 0 < self.cluster.wanted.last_step <= self.step:
                 self._finish()
                 return
@@ -273,6 +277,14 @@ class SimGroup:
             quiet_s if stuck else 0.0, 0.0,
         )  # fmt: skip
         return [report] * self.cluster.ranks_per_node
+
+    def times(self, member: SimMember) -> list[Times] | None:
+        """How long the parts of all steps took, if that is not the same for all ranks."""
+        if self.cluster.slow_place is None:
+            return None
+        own, waits = OWN_SHARES[member.order.rank == self.cluster.slow_place]
+        all_s = self.beats * self.cluster.step_s
+        return [Times(self.beats, own * all_s, waits * all_s, 0.0)] * self.cluster.ranks_per_node
 
 
 def follower(cluster: Cluster, page: Page) -> ScheduleFollower:
