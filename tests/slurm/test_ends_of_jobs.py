@@ -16,7 +16,7 @@ import pytest
 
 from jurymast.core import events as ev
 from support.runs import result
-from support.slurm_runs import TRAIN, SlurmRun, forget_earlier_runs, submit
+from support.slurm_runs import TRAIN, SlurmRun, forget_earlier_runs, kill_rank, submit
 from support.waiting import wait_until
 from testcluster import Cluster
 
@@ -161,7 +161,8 @@ def test_a_write_longer_than_kill_wait_is_done_before_the_time_limit(
 def test_a_signal_that_does_not_end_the_job_ends_no_run(
     cluster: Cluster, training: Training, trained_plainly: Callable[..., str], to: str
 ) -> None:
-    """scancel --signal=TERM; that to the steps ends the ranks, and they are started again."""
+    """scancel --signal=TERM; that to the steps ends the ranks, and they are started again. So are ranks that
+    fail later."""
     run = training.submit()
     training.copied(run)
     nodes = run.state().placement
@@ -170,6 +171,9 @@ def test_a_signal_that_does_not_end_the_job_ends_no_run(
         signalled(run, "running")
     else:
         run.wait("the restart", lambda s: s.attempt > 1 and s.incident is None, LIMIT_S)
+    attempt = run.state().attempt
+    kill_rank(run, nodes[1])
+    run.wait("the next restart", lambda s: s.attempt > attempt and s.incident is None, LIMIT_S)
     run.wait_safe(run.state().step + 30, LIMIT_S)
     assert run.state().placement == nodes
     training.let_end()
