@@ -55,6 +55,10 @@ MENDED = {
         '{"at":16.18,"kind":"isolate","node":1,"seconds":6.0},{"at":23.06,"kind":"freeze","node":1,'
         '"seconds":4.0}]}'
     ),
+    "somebody gives up the last checkpoint of a run that is over": (
+        '{"seed":777004292,"active":3,"spares":0,"ranks":1,"cadence_steps":5,"room":1,"parity":2,"last_step":82,'
+        '"copy_s":5.0,"faults":[{"at":15.57,"kind":"given up"}]}'
+    ),
     "with parity, a node is lost while the others make XORs": (
         '{"seed":777005971,"active":3,"spares":2,"ranks":2,"cadence_steps":5,"room":8,"parity":3,"copy_s":3.0,'
         '"faults":[{"at":7.95,"kind":"supervisor"},{"at":9.14,"kind":"freeze","node":3,"seconds":4.0}]}'

@@ -222,6 +222,8 @@ class Oracle:
             self._goes(supervisor, "the nodes go")
 
     def _goes(self, supervisor: SimSupervisor, how: str) -> None:
+        if supervisor.machine.departure.given_up_by:
+            return  # somebody did not want to wait for the last checkpoint of a run that is over
         # If Slurm ends the job, a state has to wait until the one before it is written, and ranks go on
         # saving until the nodes go.
         copy_s = self.cluster.wanted.copy_s if self.cluster.ending else 0.0
