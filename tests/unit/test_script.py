@@ -24,6 +24,7 @@ from jurymast.journal import JournalWriter, first_events
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import recognise, shims
 from jurymast.script.job import interpreter
+from jurymast.script.output import Output, relayed
 from jurymast.script.recognise import (
     gpus_a_task,
     in_container,
@@ -35,7 +36,7 @@ from jurymast.script.recognise import (
     tasks_a_node,
 )
 from jurymast.script.srun import parse
-from jurymast.script.step import Output, container_command, expanded, node_command, relayed
+from jurymast.script.step import container_command, node_command
 from jurymast.script.trainings import Training, Trainings
 from jurymast.worker.elastic import as_a_task, own_gpus
 from support.waiting import wait_until
@@ -488,20 +489,6 @@ def test_a_python_of_the_scripts_own_goes_on(tmp_path: Path) -> None:
 def test_a_scripts_interpreter(tmp_path: Path, first: str, words: list[str]) -> None:
     (tmp_path / "job").write_text(f"{first}\necho\n")
     assert interpreter(tmp_path / "job") == words
-
-
-@pytest.mark.parametrize(
-    ("pattern", "name"),
-    [
-        ("logs/%x_%j.log", "logs/my job_7.log"),
-        ("out-%3t-%%-%A", "out-005-%-7"),
-        ("%n.%u.%Q.%a", "5.me.%Q.%a"),
-        ("plain", "plain"),
-    ],
-)
-def test_sruns_names_of_output_files(pattern: str, name: str) -> None:
-    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "my job", "USER": "me"}
-    assert expanded(pattern, environment, 5) == name
 
 
 RUN_SCRIPT = """

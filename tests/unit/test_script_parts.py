@@ -15,10 +15,11 @@ import pytest
 from jurymast.cluster.sbatch import CommandLine, words_of
 from jurymast.rundir import RunDirectory
 from jurymast.script.notes import noted
+from jurymast.script.output import Output, relayed
 from jurymast.script.parts import PART, Part, for_all, gather, join, places, shell_text
 from jurymast.script.recognise import part_of
 from jurymast.script.srun import parse
-from jurymast.script.step import Output, node_command, relayed
+from jurymast.script.step import node_command
 
 NODES = ("n1", "n2", "n3")
 TWO = {"./node.sh": "#!/bin/bash\ntorchrun --nnodes=3 --node_rank=$1 --master_addr=$2 train.py\n"}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jurymast.core.settings import RunPlan
-from jurymast.errors import UsageError
 from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.script.output import NUMBER_FILE, CannotOpen, Output, expanded, relayed
 from jurymast.script.srun import parse
-from jurymast.script.step import Output, relayed
 from support.waiting import wait_until
 
 
@@ -29,11 +31,15 @@ def job(tmp_path: Path) -> RunDirectory:
     return directory
 
 
+def output_of(*options: str, environment: Mapping[str, str] | None = None, **more: Any) -> Output:
+    srun = parse([*options, "x"])
+    assert srun is not None
+    return Output(srun, environment or {}, **more)
+
+
 def test_output_goes_where_srun_was_told(tmp_path: Path) -> None:
     (tmp_path / "old-1").write_text("from before\n")
-    srun = parse(["-l", "-o", f"{tmp_path}/old-%t", "x"])
-    assert srun is not None
-    output = Output(srun, {})
+    output = output_of("-l", "-o", f"{tmp_path}/old-%t", nodes=("n1", "n2"))
     assert output.common == 1
     output.write(1, b"a\nb\n")
     output.write(0, b"c\n")
@@ -53,8 +59,108 @@ def test_output_goes_where_srun_was_told(tmp_path: Path) -> None:
 def test_a_missing_folder_of_sruns_files_is_an_error_that_names_it(tmp_path: Path, option: str) -> None:
     srun = parse([option, f"{tmp_path}/none/out-%t", "x"])
     assert srun is not None
-    with pytest.raises(UsageError, match=f"there is no folder {tmp_path}/none"):
+    with pytest.raises(CannotOpen, match=f"there is no folder {tmp_path}/none") as raised:
         Output(srun, {})
+    assert raised.value.exit_code == 1
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_the_training(tmp_path: Path) -> None:
+    with pytest.raises(CannotOpen, match="could not open stdout file .*: Is a directory"):
+        assert output_of("-o", str(tmp_path)).common
+
+
+# What srun 22.05 made of them: job 102, step 3, task 1 of its node n2.
+NAMES = [
+    ("%u-%x-%A-%a-%s-%J-%n-%N", "me-my job-102-4294967294-3-102.3-1-n2"),
+    ("%3t-%3n-%15t", "001-001-0000000001"),
+    ("%20j-%3s-%9J-%5x-%4N", "0000000102-003-000000102.3-my job-n2"),
+    ("%%-%5j", "%-00102"),
+    ("back\\%j", "back%j"),
+    ("back\\%t-%t", "back%t-%t"),
+    ("%q-%2m", "%q-2m"),
+    ("plain", "plain"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "name"), NAMES)
+def test_names_of_files_are_sruns(pattern: str, name: str) -> None:
+    environment = {
+        "SLURM_JOB_ID": "102", "SLURM_STEP_ID": "3", "SLURM_JOB_NAME": "my job", "USER": "me",
+    }  # fmt: skip
+    assert expanded(pattern, environment, 1, 1, "n2") == name
+
+
+def test_a_name_with_the_steps_number_waits_for_it(tmp_path: Path) -> None:
+    output = output_of("-o", f"{tmp_path}/%J", environment={"SLURM_JOB_ID": "102"}, folder=tmp_path)
+    assert output.common == 1
+    (tmp_path / NUMBER_FILE).write_text("3\n")
+    output.write(0, b"a\n")
+    output.close()
+    assert (tmp_path / "102.3").read_text() == "a\n"
+
+
+def test_files_and_labels_are_the_tasks(tmp_path: Path, job: RunDirectory) -> None:
+    """Two ranks of one torchrun are one task; a step's part has one task, of its own."""
+    job.save_plan(replace(job.own_plan(), ranks_per_node=2))
+    job.attempt_file.write_text("1")
+    for rank in range(4):
+        log = job.rank_log(1, rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"rank {rank}\n")
+    output = output_of("-l", "-o", f"{tmp_path}/%t-%n-%N", nodes=("n1", "n2"))
+    with relayed(job, output, after=0):
+        pass
+    assert (tmp_path / "0-0-n1").read_text() == "0: rank 0\n0: rank 1\n"
+    assert (tmp_path / "1-1-n2").read_text() == "1: rank 2\n1: rank 3\n"
+    tasks = output_of("-l", "-o", f"{tmp_path}/each-%t-%n-%N", nodes=("n1", "n2"), tasks=2)
+    part = output_of("-o", f"{tmp_path}/part-%t-%n-%N", nodes=("n2",))
+    with relayed(job, tasks, after=0), relayed(job, part, after=0, place=1):
+        pass
+    assert (tmp_path / "each-3-1-n2").read_text() == "3: rank 3\n"
+    assert (tmp_path / "part-0-0-n2").read_text() == "rank 2\nrank 3\n"
+
+
+def test_labels_are_as_wide_as_the_last_tasks() -> None:
+    read, write = os.pipe()
+    before = os.dup(1)
+    os.dup2(write, 1)
+    try:
+        output = output_of(nodes=("n1", "n2"), tasks=6, environment={"SLURM_LABELIO": "1"})
+        output.write(6, b"a\n")
+        output.write(11, b"b\n")
+    finally:
+        os.dup2(before, 1)
+        os.close(write)
+    assert os.read(read, 100) == b" 6: a\n11: b\n"
+    os.close(before)
+    os.close(read)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [("1", "b\n"), ("all", "a\nb\n"), ("-", "a\nb\n"), ("NONE", ""), ("allreduce.log", "a\nb\n")],
+)
+def test_words_that_are_no_files(
+    said: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = output_of("-o", said, nodes=("n1", "n2"))
+    output.write(0, b"a\n")
+    output.write(1, b"b\n")
+    output.close()
+    assert capfd.readouterr().out == told
+    assert [path for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def test_unbuffered_output_waits_for_no_line_end(tmp_path: Path, job: RunDirectory) -> None:
+    log = job.rank_log(1, 0)
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"Loading...")
+    job.attempt_file.write_text("1")
+    output, out = output_of("-u", "-o", f"{tmp_path}/out"), tmp_path / "out"
+    with relayed(job, output, after=0):
+        wait_until("the beginning of a line", lambda: out.exists() and out.read_bytes() == b"Loading...")
+    output.close()
 
 
 def test_a_progress_bar_is_relayed_while_it_runs(tmp_path: Path, job: RunDirectory) -> None:

@@ -22,8 +22,9 @@ import psutil
 from jurymast.cluster.sbatch import CommandLine, Given
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.script.notes import note, note_first, noted, say
+from jurymast.script.output import Output, relayed
 from jurymast.script.recognise import named_node
-from jurymast.script.step import ANSWER, POLL_S, Output, Step, relayed
+from jurymast.script.step import ANSWER, POLL_S, Step
 
 # The parts of a loop in a script come within seconds, or within minutes if it sleeps after the first one.
 LIMIT_S = 300.0
@@ -58,7 +59,7 @@ def run(step: Step, srun: CommandLine, training: str) -> int | None:
     """Run a part of this training; returns its exit code, or None if the part has to run unchanged."""
     part = Part.of(srun, os.environ, step.nodes)
     folder, number = join(step.parts / training, part, step.active)
-    return _lead(step, srun, folder, part) if number == 0 else _follow(srun, folder, number)
+    return _lead(step, srun, folder, part) if number == 0 else _follow(step, srun, folder, number)
 
 
 def join(place: Path, part: Part, size: int) -> tuple[Path, int]:
@@ -172,7 +173,7 @@ def _lead(step: Step, srun: CommandLine, folder: Path, first: Part) -> int | Non
     return code
 
 
-def _follow(srun: CommandLine, folder: Path, number: int) -> int | None:
+def _follow(step: Step, srun: CommandLine, folder: Path, number: int) -> int | None:
     leader = noted(folder / PART.format(0))["pid"]
     while (word := noted(folder / WORD)) is None:
         if not psutil.pid_exists(leader):
@@ -180,9 +181,10 @@ def _follow(srun: CommandLine, folder: Path, number: int) -> int | None:
         time.sleep(POLL_S)
     if not word:
         return None
-    output = Output(srun, os.environ)
+    place, together = word["places"][number], Path(word["step"])
+    output = Output(srun, os.environ, step.seen(place), folder=together)
     try:
-        return _hand_on(folder, Path(word["step"]), leader, output, word["places"][number])
+        return _hand_on(folder, together, leader, output, place)
     finally:
         output.close()
 

@@ -14,15 +14,12 @@ for what the ranks print.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -38,171 +35,16 @@ from jurymast.core.settings import RunPlan
 from jurymast.core.slurm_variables import kind_of, of_a_task
 from jurymast.core.supervision.batch import Outcome
 from jurymast.core.texts import compressed
-from jurymast.errors import ClusterUnavailableError, RunDirectoryError, UsageError
+from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
 from jurymast.jobs import run_command
-from jurymast.journal import FileTail
 from jurymast.processes import name_process
 from jurymast.rundir import RunDirectory, make_folder, write_json
 from jurymast.script import shims
 from jurymast.script.notes import note, noted, say
+from jurymast.script.output import NUMBER_FILE, VARIABLES, Output, is_each_tasks, newest_attempt, relayed
 from jurymast.script.recognise import gpus_a_task, in_container, python_command, read_shell_script
 from jurymast.script.trainings import Training, Trainings
-
-# ---- the output
-
-# %n and %t are equal if a node has one task; people look for the rank's number.
-TASK_FIELDS = "tnN"
-FIELDS = {
-    "j": "SLURM_JOB_ID", "A": "SLURM_ARRAY_JOB_ID", "a": "SLURM_ARRAY_TASK_ID", "x": "SLURM_JOB_NAME",
-    "u": "USER",
-}  # fmt: skip
-FIELD = re.compile(r"%(\d*)([a-zA-Z%])")
-
-
-def expanded(pattern: str, environment: Mapping[str, str], task: int) -> str:
-    """srun's file name with its % fields filled in; unknown fields stay."""
-
-    def fill(match: re.Match[str]) -> str:
-        width, name = int(match[1] or 0), match[2]
-        if name == "%":
-            return "%"
-        if name in TASK_FIELDS:
-            return str(task).zfill(width)
-        variable = FIELDS.get(name)
-        if variable is None or variable not in environment and name != "A":
-            return match[0]
-        value = environment.get(variable) or environment["SLURM_JOB_ID"]  # %A outside an array
-        return value.zfill(width) if value.isdigit() else value
-
-    return FIELD.sub(fill, pattern)
-
-
-def is_each_tasks(pattern: str) -> bool:
-    """Whether each task has a file of its own."""
-    return any(match[2] in TASK_FIELDS for match in FIELD.finditer(pattern))
-
-
-class Output:
-    """The output of one step."""
-
-    def __init__(self, srun: CommandLine, environment: Mapping[str, str]) -> None:
-        self._pattern = srun.last("output") or ""
-        self._label = srun.has("label")
-        for name in ("output", "error"):
-            _check_folder(name, srun.last(name) or "none", environment)
-        self._environment = environment
-        mode = srun.last("open-mode") or environment.get("SLURM_OPEN_MODE", "")
-        self._new = 0 if mode.startswith("a") else os.O_TRUNC
-        self._files: dict[str, int] = {}
-        self._unfinished: set[int] = set()  # ranks whose last line has no end yet
-
-    @property
-    def common(self) -> int:
-        """A descriptor for what the step's command itself prints."""
-        return 1 if is_each_tasks(self._pattern) else self._descriptor(0)
-
-    def write(self, rank: int, data: bytes) -> None:
-        """Write what a rank has printed. Raises OSError if the reader is gone or the disk is full."""
-        if self._label:
-            data = self._labelled(rank, data)
-        while data:
-            data = data[os.write(self._descriptor(rank), data) :]
-
-    def _labelled(self, rank: int, data: bytes) -> bytes:
-        """The data with the rank before each line that begins in it."""
-        within = rank in self._unfinished
-        (self._unfinished.discard if data.endswith(b"\n") else self._unfinished.add)(rank)
-        lines = re.findall(rb"[^\n]*\n|[^\n]+", data)
-        prefix = b"%d: " % rank
-        return b"".join(line if within and not n else prefix + line for n, line in enumerate(lines))
-
-    def close(self) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files = {}
-
-    def _descriptor(self, rank: int) -> int:
-        if not self._pattern:
-            return 1
-        name = "/dev/null" if self._pattern == "none" else expanded(self._pattern, self._environment, rank)
-        if name not in self._files:
-            how = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | self._new
-            self._files[name] = os.open(name, how | os.O_CREAT, 0o666)
-        return self._files[name]
-
-
-def _check_folder(option: str, pattern: str, environment: Mapping[str, str]) -> None:
-    """Raise UsageError if srun's `option` names a file in a folder that is not there: before the training,
-    not when its first line is lost."""
-    folder = Path(expanded(pattern, environment, 0)).parent
-    if not folder.is_dir():
-        raise UsageError(
-            f"srun's --{option}={pattern}: there is no folder {folder}",
-            hint=f"make it in the script, before srun: mkdir -p {shlex.quote(str(folder))}",
-        )
-
-
-EVERY_S = 0.5
-READ_BYTES = 1 << 20
-# If there are more ranks, only the first is relayed: one process reads the logs of all.
-RANKS_MAX = 64
-
-
-@contextmanager
-def relayed(run: RunDirectory, output: Output, after: int, place: int | None = None) -> Iterator[None]:
-    """Copy the ranks' logs to the step's output in this context, on a thread of its own. Leaving the context
-    waits until everything is copied.
-
-    Copies attempts later than `after`; all ranks, or only those of the node at this `place`.
-    """
-    plan = run.plan()
-    each, first = plan.ranks_per_node, (place or 0) * plan.ranks_per_node
-    ranks = range(plan.active * each) if place is None else range(first, first + each)
-    if len(ranks) > RANKS_MAX:
-        ranks = ranks[:1]
-    over = threading.Event()
-    thread = threading.Thread(target=_relay, args=(run, output, ranks, after + 1, over), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _relay(run: RunDirectory, output: Output, ranks: range, attempt: int, over: threading.Event) -> None:
-    tails: dict[Path, FileTail] = {}
-
-    def copy(*, whole: bool) -> None:
-        for rank in ranks:
-            log = run.rank_log(attempt, rank)
-            tail = tails.setdefault(log, FileTail(log))
-            while data := tail.data(READ_BYTES, partial=whole, bars=True):
-                output.write(rank, data if data.endswith(b"\n") or not whole else data + b"\n")
-                if not tail.more:
-                    break
-
-    last = False
-    try:
-        while not last:
-            last = over.wait(EVERY_S)
-            newest = newest_attempt(run)
-            while attempt < newest:  # an older attempt is complete
-                copy(whole=True)
-                attempt += 1
-            copy(whole=last)
-    except OSError:
-        return  # the reader is gone; the logs have everything
-
-
-def newest_attempt(run: RunDirectory) -> int:
-    """The number of the newest attempt; 0 if there is none or it cannot be read."""
-    try:
-        return run.newest_attempt()
-    except RunDirectoryError:
-        return 0
-
 
 # ---- what a node sees
 
@@ -219,6 +61,7 @@ NODE_COMMAND = """\
 {own}
 {told}
 if [ "$SLURM_NODEID" -ge {active} ]; then exec >> {log} 2>&1; fi
+if [ "$SLURM_NODEID" = 0 ]; then echo "$SLURM_STEP_ID" > {number}; fi
 "$@"
 code=$?
 if [ "$SLURM_NODEID" -ge {active} ]; then code=0; fi
@@ -258,7 +101,7 @@ def node_command(
     told = "\n".join(f'export {prefix}_{name}="${name}"' for prefix in telling for name in PLACE)
     return NODE_COMMAND.format(
         exports=exports, own=text, ours=shims.exports(job, step), told=told, active=active,
-        log=shlex.quote(str(log)), folder=shlex.quote(str(step)),
+        log=shlex.quote(str(log)), folder=shlex.quote(str(step)), number=shlex.quote(str(step / NUMBER_FILE)),
     )  # fmt: skip
 
 
@@ -343,6 +186,11 @@ class Step:
         last = sorted(self.nodes, key=lambda node: node == self._allocation.host)
         return [node for node in self.nodes if node in last[: self.active]]
 
+    def seen(self, place: int | None = None) -> list[str]:
+        """The step's nodes as the script sees them, or the one that its part at this place names."""
+        seen = self.nodes[: self.active]
+        return seen if place is None else seen[place : place + 1]
+
     @property
     def parts(self) -> Path:
         """The folder where the steps of one node each meet, in this life of the job."""
@@ -354,16 +202,17 @@ class Step:
         folder: Path | None = None,
         own: Mapping[str, str] | None = None,
         place: int | None = None,
+        tasks: int = 1,
     ) -> int:
         """Run a training step; returns the exit code that srun would return. `folder`: a new one for the step
-        if it is made already.
+        if it is made already. `tasks`: how many srun would start on each node.
 
         A step in place of one per node has shell text for each node's `own` command, and its own output gets
         what is printed by the ranks of the node at this `place` among the active ones.
         """
         name_process(PROCESS_NAME)
         folder = folder or self.new_folder()
-        output = Output(srun, os.environ)
+        output = Output(srun, os.environ, self.seen(place), tasks, folder)
         process = self._start(srun, folder, output.common, own or {})
         for number in count(1):
             training = _await_training(folder / ASKED.format(number), process)
@@ -389,7 +238,7 @@ class Step:
         self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}
         options = [given for given in srun.options if given.name not in SHARED_OUT]
         options.append(Given("cpu-bind", "none", ("--cpu-bind=none",)))
-        return self.run(CommandLine(options=options, command=command))
+        return self.run(CommandLine(options=options, command=command), tasks=tasks)
 
     def around_lost(
         self, environment: Mapping[str, str], arguments: Sequence[str], srun: CommandLine | None
@@ -425,7 +274,8 @@ class Step:
         # srun reads the number of nodes from these.
         true = foreign.load_own(true_variables_file(self._job), foreign.SCRIPT_BYTES_MAX)
         narrow = {name: os.environ[name] for name in true if name in os.environ}
-        shown = {**narrow, **self._hidden, **self._seen()}
+        ours = {name: os.environ[name] for name in (VARIABLES["output"],) if name in os.environ}
+        shown = {**narrow, **ours, **self._hidden, **self._seen()}
         words = list(srun.command)
         if place := in_container(words, read_shell_script):
             shims.write_program(folder / "contained", container_command(self._job, folder))
@@ -446,6 +296,7 @@ class Step:
         command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
         command += [str(program), *words]
         environment = {**shims.with_shims(os.environ, self._job), **true}
+        environment.pop(VARIABLES["output"], None)
         return subprocess.Popen(command, env=environment, stdout=output)
 
     def _seen(self) -> dict[str, str]:
