@@ -33,7 +33,7 @@ from jurymast.rundir import RunDirectory, sync_directory
 
 # Version of the events, which `tests/data/golden/journal.txt` lists. A field that is added has a default, and
 # keeps the version; any other change raises it.
-VERSION = 5
+VERSION = 6
 # A shared file system that hangs must not stop the recovery: decisions wait this long for the disk.
 FLUSH_LIMIT_S = 0.5
 # No later line would make the writer try again what did not fit on the disk at the end.
@@ -201,7 +201,7 @@ def first_events(directory: RunDirectory, t: float, version: str) -> list[ev.Eve
         ev.RunStarted(
             t=t, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
             ranks_per_node=plan.ranks_per_node, script=plan.script, submitted_at=plan.submitted_at,
-            policy_hash=plan.policy_hash, version=version,
+            policy_hash=plan.policy_hash, version=version, guessed=plan.guessed,
         )
     ]  # fmt: skip
 

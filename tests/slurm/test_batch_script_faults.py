@@ -190,3 +190,37 @@ def test_cancel_ends_the_script_too(cluster: Cluster, tmp_path: Path) -> None:
     cluster.wait_job(run.job, "CANCELLED", deadline_s=LIMIT_S)
     assert run.state().phase.value == "cancelled", run.story()
     assert "said" not in (work / "out").read_text()
+
+
+SHARD = """import os, sys, time
+if os.environ["SLURM_PROCID"] == "0":
+    sys.exit(3)
+while not os.path.exists("go"):
+    time.sleep(0.05)
+print("said: finished", flush=True)
+"""
+SHARDS = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --output=out --partition=main
+srun python guessed.py
+echo "said: guessed $?"
+srun python shard.py
+echo "said: shard $?"
+"""
+
+
+def test_independent_tasks_finish_although_one_fails(cluster: Cluster, tmp_path: Path) -> None:
+    """Also those whose text looks like a training; they are not run again."""
+    work = cluster.shared / tmp_path.name
+    cluster.login(["mkdir", str(work)])
+    (work / "shard.py").write_text(SHARD)
+    (work / "guessed.py").write_text("import torch.distributed\n" + SHARD)
+    run = submit_script(cluster, work, SHARDS, "--spares=0")
+    run.wait("the failure", lambda s: bool(s.findings.failures), LIMIT_S)
+    (work / "go").touch()
+    state = run.wait_end(LIMIT_S)
+    assert (state.attempt, state.exit_code, state.incidents[0].rank) == (1, 3, 0), run.story()
+    cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
+    printed = (work / "out").read_text()
+    said = [line for line in printed.splitlines() if line.startswith("said")]
+    assert said == ["said: finished", "said: guessed 3", "said: finished", "said: shard 3"], printed
+    assert "python shard.py: taken for 2 independent tasks" in printed

@@ -17,6 +17,7 @@ LIMIT_S = 240.0
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=2 --mem=100
 #SBATCH --job-name=parity --output=%x-%A-%a.out --comment=none
+#JURYMAST train: yes
 ulimit -n 777
 umask 027
 export OWN="a value"
@@ -104,6 +105,7 @@ def compared(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> list[st
 AS_A_SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=2 --mem=100
 #SBATCH --job-name=parity --output=%x-%A-%a.out --comment=none
+#JURYMAST train: yes
 cd sub
 srun torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29518 \\
     $DUMP rank RANK

@@ -64,7 +64,7 @@ def submit(
 
 def submit_script(cluster: Cluster, work: Path, script: str, *options: str) -> SlurmRun:
     """A batch script, from a new directory `work`."""
-    cluster.login(["mkdir", str(work)])
+    cluster.login(["mkdir", "-p", str(work)])
     (work / "job.sbatch").write_text(script)
     job = submit_again(cluster, work, *options)
     return SlurmRun(cluster, find_run(str(job), work / "runs").root, job)

@@ -100,7 +100,8 @@ def host_plan(
         "directory": plan.working_directory, "run_directory": str(run_directory),
         "temporary": str(temporary), "grace_s": plan.settings.stop_grace_s,
         "warm": plan.settings.warm_start, "slurm": plan.cluster == "slurm", "tasks": plan.tasks,
-        "program": plan.program, "gpus": plan.gpus_per_task, "core_bytes": core_bytes,
+        "guessed": plan.guessed, "program": plan.program, "gpus": plan.gpus_per_task,
+        "core_bytes": core_bytes,
     }  # fmt: skip
 
 

@@ -100,6 +100,10 @@ def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None
     "--cluster", type=click.Choice(["slurm", "local"]), default="slurm",
     help="Submit to Slurm, or run on this machine.  [slurm]",
 )  # fmt: skip
+@click.option(
+    "--train", type=click.Choice(["", "yes", "no"]), default="", metavar="yes|no",
+    help="Whether tasks of Python that a script's srun starts are one training.  [as they show]",
+)  # fmt: skip
 @click.option("--name", default="", metavar="NAME", help="Part of the run's id.  [the script's name]")
 @runs_of("Where run directories are kept; all nodes must see it.  [$JURYMAST_RUNS, or ./runs]")
 @click.option("--shared-runs", is_flag=True, help="Accept a runs directory in which others can replace runs.")
@@ -168,7 +172,10 @@ def _request(
     from jurymast.cluster.slurm import build_request, check_runs_directory
     from jurymast.core.planning.forecast import auto_spares
 
-    asked = OwnOptions(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
+    asked = OwnOptions(
+        options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs,
+        options["train"],
+    )  # fmt: skip
     plan = make_plan(
         asked, line, policy, script=script, environment=os.environ, working_directory=Path.cwd(),
         python=sys.executable,

@@ -73,6 +73,7 @@ class OwnOptions:
     name: str = ""
     cluster: str = "slurm"
     runs: Path = Path("runs")
+    train: str = ""
 
 
 def make_plan(
@@ -122,6 +123,7 @@ def make_plan(
         working_directory=str(directory),
         python=python,
         sbatch_options=tuple(words_of(line.options, CONSUMED if script else CONSUMED_ALONE)),
+        train=asked.train,
         exclude=tuple(node for one in told.options if one.name == "exclude" for node in excluded_hosts(one)),
         requeue=requeue is None or requeue.name == "requeue",
         submitted_at=time.time(),

@@ -477,7 +477,7 @@ def _read_sbatch_lines(lines: Iterable[tuple[str, str]]) -> list[Given]:
 
 
 def _own_words(body: str, own: Mapping[str, bool]) -> list[str]:
-    line = split_command_line(_words(body), own)
+    line = split_command_line(_words(re.sub(r"^\s*train:\s*", "--train=", body)), own)
     _check(line)
     if line.options:
         said = line.options[0].words[0]

@@ -28,6 +28,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     submitted_at: float
     policy_hash: str = ""
     version: str = ""
+    guessed: bool = False  # as in the plan
 
 
 class AllocationStarted(Event, frozen=True, kw_only=True):
@@ -267,6 +268,14 @@ class BeganAt(Event, frozen=True, kw_only=True):
     step: int | None
     reads: str = ""
     given: bool = False
+
+
+class GroupMade(Event, frozen=True, kw_only=True):
+    """A task makes a process group with others, so that all are the ranks of one training. Recorded once."""
+
+    attempt: int
+    node: str
+    rank: int
 
 
 class ColdStart(Event, frozen=True, kw_only=True):

@@ -113,6 +113,9 @@ class RunPlan:
     batch: bool = False
     # Each of its ranks stands for a task that srun would have started, not for one of torchrun's.
     tasks: bool = False
+    # Nobody has said that they are one training: until one of them makes a process group, each is for itself.
+    guessed: bool = False
+    train: str = ""  # what the user says of such tasks: yes, no, or nothing
     gpus_per_task: int = 0  # 0: each sees all of its node's
     # `script` is a program, a shell say, that starts the Python of its rank itself.
     program: bool = False

@@ -65,6 +65,10 @@ class BeganAt(FromRank, frozen=True, kw_only=True):
     given: bool = False
 
 
+class GroupMade(FromRank, frozen=True, kw_only=True):
+    """The script, a task, is about to make a process group with others."""
+
+
 class RestoreWaits(FromRank, frozen=True, kw_only=True):
     """The storage of `path`, from which this rank restores, has not answered for `seconds`."""
 
@@ -130,7 +134,9 @@ class Image(FromRank, frozen=True, kw_only=True):
     stall_s: float = 0.0
 
 
-ForSupervisor = Saved | Restored | BeganAt | RestoreWaits | Unrestored | ColdStart | Skipped | SavesTo
+ForSupervisor = (
+    Saved | Restored | BeganAt | GroupMade | RestoreWaits | Unrestored | ColdStart | Skipped | SavesTo
+)
 ForKeeper = CheckpointsKept | Foreseen | Image
 FromRanks = ForSupervisor | ForKeeper | Cadence | Strange
 

@@ -22,7 +22,8 @@ def main(what: str, arguments: list[str]) -> int:
     if what == "tasks":
         from jurymast.script.node import run_tasks
 
-        return run_tasks(int(arguments[0]), int(arguments[1]), arguments[2:])
+        count, gpus, guessed = map(int, arguments[:3])
+        return run_tasks(count, gpus, arguments[3:], guessed=bool(guessed))
     from jurymast.script.node import run as run_launcher
 
     return run_launcher(what, arguments)

@@ -74,8 +74,9 @@ def _on_each_node(launch: recognise.TorchrunLaunch, job: RunDirectory) -> bool:
     return launch.nodes == "1" and job.own_plan().active > 1
 
 
-def run_tasks(count: int, gpus: int, command: list[str]) -> int:
-    """Run `count` tasks of a command on this node, as srun would have started them, each with `gpus` GPUs."""
+def run_tasks(count: int, gpus: int, command: list[str], *, guessed: bool) -> int:
+    """Run `count` tasks of a command on this node, as srun would have started them, each with `gpus` GPUs.
+    `guessed`: see `RunPlan`."""
     python = python_command(command)
     program, *arguments = command
     training = Training(
@@ -83,7 +84,7 @@ def run_tasks(count: int, gpus: int, command: list[str]) -> int:
         arguments=python.arguments if python else tuple(arguments),
         module=python is not None and python.module,
         program=python is None,
-        tasks=True, gpus=gpus, ranks=count, directory=os.getcwd(), python=sys.executable,
+        tasks=True, guessed=guessed, gpus=gpus, ranks=count, directory=os.getcwd(), python=sys.executable,
     )  # fmt: skip
     return _train(Path(os.environ[shims.STEP_VARIABLE]), training)
 

@@ -106,10 +106,31 @@ def _as_training(step: Step, srun: CommandLine) -> int | None:
         return parts.run(step, srun, training)
     if tasks * step.active > 1:
         if recognise.starts_ranks(srun.command, read):
-            return step.run_tasks(srun, tasks)
+            return _as_ranks(step, srun, tasks)
         if recognise.names_python(srun.command):
             say(
                 f"{srun.command[0]}: not recognized as a training; "
                 "ranks that it starts run without failure handling"
             )
     return None
+
+
+def _as_ranks(step: Step, srun: CommandLine, tasks: int) -> int | None:
+    """Run tasks of Python as the ranks of a training, or let srun run them if each is for itself. If nobody
+    says which they are, their text is read; where that does not show it, what they do decides."""
+    from jurymast.script import evidence
+
+    said = step.train
+    if said == "no":
+        return None
+    shown = (
+        evidence.Shown() if said else evidence.shows(srun.command, recognise.read_shell_script, os.environ)
+    )
+    if not said and shown.independent:
+        say(
+            f"{' '.join(srun.command[:2])}: taken for {tasks * step.active} independent tasks, as nothing in "
+            "it makes a process group; srun runs them, without failure handling "
+            "(#JURYMAST --train=yes makes them one training)"
+        )
+        return None
+    return step.run_tasks(srun, tasks, guessed=not said and not shown.foreign)

@@ -172,7 +172,7 @@ class Step:
         self._trainings = Trainings(job, self._allocation.key)
         self._lost = self._trainings.lost()
         self._hidden: dict[str, str] = {}  # variables that only the step's command may see, not its srun
-        self.active = self._plan.active
+        self.active, self.train = self._plan.active, self._plan.train
 
     @property
     def nodes(self) -> list[str]:
@@ -223,16 +223,17 @@ class Step:
         output.close()
         return code
 
-    def run_tasks(self, srun: CommandLine, tasks: int) -> int:
+    def run_tasks(self, srun: CommandLine, tasks: int, *, guessed: bool) -> int:
         """The same for a command of which srun would start this many tasks per node: Python's, or a
-        shell's."""
+        shell's. `guessed`: see `RunPlan`."""
         place = in_container(srun.command, read_shell_script)
         own = srun.command[place:]
         python = own[0] if python_command(own) else sys.executable
         if python == sys.executable and (place or self._mounts(srun)):
             python = "python3"  # the container's own
         gpus = str(gpus_a_task(srun, os.environ))
-        agent = run_module("jurymast.script", "tasks", str(tasks), gpus, *own, python=python)
+        how = [str(tasks), gpus, str(int(guessed))]
+        agent = run_module("jurymast.script", "tasks", *how, *own, python=python)
         command = [*srun.command[:place], *agent]
         # The agent is one task that shares out what it has to its ranks, so it must have the whole node.
         self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}

@@ -49,6 +49,7 @@ class Training:
     python: str
     ignored: tuple[str, ...] = ()
     tasks: bool = False
+    guessed: bool = False
     gpus: int = 0
     program: bool = False
 
@@ -62,7 +63,8 @@ class Training:
         """The plan of `run`, one training of the batch script whose plan is `job`."""
         return replace(
             job, run=run.root.name, directory=str(run.root), script=self.script, arguments=self.arguments,
-            module=self.module, program=self.program, tasks=self.tasks, gpus_per_task=self.gpus,
+            module=self.module, program=self.program, tasks=self.tasks, guessed=self.guessed,
+            gpus_per_task=self.gpus,
             ranks_per_node=self.ranks, working_directory=self.directory, python=self.python,
         )  # fmt: skip
 

@@ -264,7 +264,9 @@ class ImpatientAgent(LocalElasticAgent):
 
     def _ranks_state(self) -> WorkerState:
         if self._report_failures():
-            return WorkerState.FAILED
+            # Tasks may each be for themselves: the supervisor stops the others if they are not.
+            lives = self._plan["guessed"] and None in self._server.codes()
+            return WorkerState.HEALTHY if lives else WorkerState.FAILED
         done = all(code == 0 for code in self._server.codes())
         return WorkerState.SUCCEEDED if done else WorkerState.HEALTHY
 

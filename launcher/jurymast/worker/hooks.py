@@ -19,6 +19,7 @@ it; the nvidia probe finds causes on the GPU itself (clocks, throttling).
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -85,6 +86,23 @@ class StepParts:
             self._steps += step_done
             self._link.timed(self._steps, self._forward_s, self._backward_s, self._update_s)
         self._mark = now
+
+
+def watch_groups(link: Link) -> None:
+    """Report that the script makes a process group, before it waits for other ranks."""
+    for name in ("", ".distributed_c10d", ".device_mesh"):
+        module: Any = sys.modules.get(f"torch.distributed{name}")
+        if hasattr(module, "init_process_group"):
+            module.init_process_group = _telling(module.init_process_group, link)
+
+
+def _telling(function: Callable[..., None], link: Link) -> Callable[..., None]:
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> None:
+        link.emit(within.GroupMade())
+        function(*args, **kwargs)
+
+    return told
 
 
 LET_GO_S = 0.02

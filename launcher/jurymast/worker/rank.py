@@ -249,6 +249,8 @@ class _Rank:
             self.attach()
         told = functools.partial(beginning.began_at, read=self._read)
         hooks.watch_steps(self._link, told if self._variables.get("RANK") == "0" else None)
+        if link.LOCAL_RANK_VARIABLE in self._variables:
+            hooks.watch_groups(self._link)
         # After the script's end the rank may run for long, for example for uploads; no steps are due then.
         threading._register_atexit(self._script_ends)  # type: ignore[attr-defined]
         if self.cold:

@@ -191,7 +191,7 @@ class Hangs:
     def tick(self, now: float) -> list[Effect]:
         """Look for hangs. To be called often while the ranks run."""
         self.silent = ""
-        if self._state.phase is not Phase.RUNNING:
+        if self._state.phase is not Phase.RUNNING or self._state.alone:
             return []
         verdict = self._reports.hang()
         if verdict is not None:
@@ -215,7 +215,11 @@ class Hangs:
         state = self._state
         reach = self._reports.reach() if state.phase is Phase.RUNNING else None
         ago_s = state.now - state.up_at if reach is None else reach.ago_s
-        if state.phase is not Phase.RUNNING or ago_s < max(QUIET_S, QUIET_STEPS * state.step_s):
+        if (
+            state.phase is not Phase.RUNNING
+            or state.alone
+            or ago_s < max(QUIET_S, QUIET_STEPS * state.step_s)
+        ):
             return ""
         return self._since(ago_s, first=reach is None)
 

@@ -143,6 +143,10 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
     return instructions
 
 
+def _run_started(state: RunState, event: ev.RunStarted) -> None:
+    state.alone = event.guessed
+
+
 def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> None:
     state.epoch = event.epoch
     silent = {name for name in state.abandoned if name in state.nodes and not state.nodes[name].heard}
@@ -285,6 +289,8 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
         node.become(Role.JOINING, "its torchrun host died, another is warming up", event.t)
     elif node.ready and node.role is Role.JOINING:  # it was ready before, as the journal does not know
         node.become(Role.SPARE, "ready", event.t)
+    if _ended_alone(state, event):
+        return _all_finished(state, event.node)
     unasked = state.phase is Phase.RUNNING and event.node in state.places and event.node not in state.finished
     if unasked and event.attempt == state.attempt:
         # It was reported with its reason while no supervisor listened.
@@ -330,12 +336,35 @@ def _launch_waits(state: RunState, event: ev.LaunchWaits) -> list[Instruction]:
 def _node_finished(state: RunState, event: ev.NodeFinished) -> list[Instruction]:
     if state.phase not in (Phase.RUNNING, Phase.LAUNCHING):
         return []
-    if event.node in state.places:
-        state.finished.add(event.node)
+    return _all_finished(state, event.node)
+
+
+def _all_finished(state: RunState, node: str) -> list[Instruction]:
+    """End the run if this was the last node with ranks."""
+    if node in state.places:
+        state.finished.add(node)
     if len(state.finished) < len(state.placement):
         return []
-    recovery.close_incident(state, event.t)
-    return recovery.finish(state, "succeeded", 0, "every rank ended with exit code 0")
+    recovery.close_incident(state, state.now)
+    if state.alone and state.findings.failures:
+        return recovery.tasks_ended(state)
+    told = f"; {recovery.ALONE}" if state.alone else ""
+    return recovery.finish(state, "succeeded", 0, f"every rank ended with exit code 0{told}")
+
+
+def _ended_alone(state: RunState, event: ev.WorkersStopped) -> bool:
+    """Whether a node's tasks, each for itself, have ended, some of them with an error."""
+    runs = state.alone and state.phase in (Phase.LAUNCHING, Phase.RUNNING) and event.attempt == state.attempt
+    return runs and any(node == event.node for node, *_ in state.findings.failures)
+
+
+def _group_made(state: RunState, event: ev.GroupMade) -> list[Instruction]:
+    """The tasks are ranks of one training. Those that failed before count now."""
+    state.alone = False
+    failures = state.findings.failures.values()
+    if not failures or state.phase not in WITH_RANKS:
+        return []
+    return recovery.begin(state, event.t, min(failure.t for failure in failures))
 
 
 def _began_at(state: RunState, event: ev.BeganAt) -> None:
@@ -540,7 +569,7 @@ def _cadence_set(state: RunState, event: ev.CadenceSet) -> None:
 
 
 def _straggling(state: RunState, event: ev.Straggling) -> list[Instruction]:
-    if not stragglers.is_current(state, event):
+    if state.alone or not stragglers.is_current(state, event):
         return []
     told = f"{event.node}: {event.evidence}"
     again = stragglers.slow_before(state, event)
@@ -604,6 +633,7 @@ _AFTER_THE_END = (ev.AllocationStarted, ev.AllocationEnded, ev.Saved, ev.Noted, 
 _LETS_TEST = (ev.Tick, ev.NodeTested)
 # From some events nothing ever follows at once: their handlers return nothing.
 _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | None]] = {
+    ev.RunStarted: _run_started,
     ev.AllocationStarted: _allocation_started,
     ev.SupervisorStarted: _supervisor_started,
     ev.NodeJoined: _node_joined,
@@ -624,6 +654,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.Fetched: _fetched,
     ev.Restored: _restored,
     ev.BeganAt: _began_at,
+    ev.GroupMade: _group_made,
     ev.ColdStart: _cold_start,
     ev.SavesTo: _saves_to,
     ev.Asked: _asked,

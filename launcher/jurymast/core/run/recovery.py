@@ -150,7 +150,7 @@ def _hopeless(state: RunState, cause: Cause) -> str:
     if cause.charged in (NOBODY, PREEMPTION):
         return "" if cause.kind in ORDERED else loops.endless(state)
     incidents, application = loops.failed(state.incidents), cause.charged == APPLICATION
-    own = application and cause.kind != loops.SCRIPT_FAULT
+    own = application and (cause.kind != loops.SCRIPT_FAULT or cause.signature.code == "hang")
     most = SAME_APPLICATION_ERROR if own else SAME_INFRASTRUCTURE_ERROR
     most = SAME_PATIENT_ERROR if cause.kind in LASTING else most
     if cause.kind not in ("node_lost", "node_crash"):
@@ -287,6 +287,11 @@ SPARE_WAIT_S = 30.0
 STARTS_MAX = 3
 # At most this many nodes that were left out as likely to fail are named.
 NAMED_MAX = 3
+# What was taken for what, and how to choose.
+ALONE = (
+    "no task made a process group, so each was for itself as under srun "
+    "(#JURYMAST --train=yes makes them one training)"
+)
 RANKS_GONE = "RanksGone"  # an error that no rank tells
 
 
@@ -346,7 +351,22 @@ def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
     if event.rank >= 0:  # the reason came after all
         state.findings.failures.pop((event.node, -1, RANKS_GONE), None)
     state.findings.failures.setdefault((event.node, event.rank, event.error), event)
+    if state.alone and event.rank >= 0 and event.exit_code:
+        return []  # the others are not concerned, unless they prove to be ranks of one training
     return begin(state, event.t, event.t)
+
+
+def tasks_ended(state: RunState) -> list[Instruction]:
+    """End a run of tasks that were each for themselves, after one of them failed: with srun's exit code, and
+    nothing is done again."""
+    failures = [*state.findings.failures.values()]
+    open_incident(state, state.now, min(event.t for event in failures))
+    cause = attribute(state.findings, _surroundings(state, state.incidents[-1]))
+    incident = settle(state, cause)
+    incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
+    incident.action, incident.why = "stop", f"{ALONE}, so the others finished and nothing is done again"
+    codes = (f.exit_code if f.exit_code > 0 else 128 - f.exit_code for f in failures)
+    return finish(state, "failed", max(codes), incident.reason)
 
 
 def not_stopped(state: RunState) -> tuple[str, ...]:

@@ -183,6 +183,7 @@ class RunState:
     unnamed: int = 0  # active nodes besides those: in a simulation one of them stands for many
     spares: int = 0
     ranks_per_node: int = 1
+    alone: bool = False  # its ranks are tasks, of which none has made a process group yet
     submitted_at: float = 0.0
     failures: FailureRate | None = None  # since the first nodes came
     began_at: float = 0.0  # when the first nodes came

@@ -415,6 +415,9 @@ class Supervision:
                 return self.record(ev.Restored(t=now, attempt=attempt, **fields))
             case within.BeganAt():
                 return self.record(ev.BeganAt(t=now, attempt=attempt, **fields))
+            case within.GroupMade():
+                made = ev.GroupMade(t=now, attempt=attempt, node=node, rank=rank)
+                return self.record(made) if self.state.alone else []
             case within.RestoreWaits():
                 return self.record(ev.RestoreWaits(t=now, attempt=attempt, node=node, rank=rank, **fields))
             case within.Unrestored():

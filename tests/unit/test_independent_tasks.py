@@ -1,0 +1,97 @@
+"""Tasks that srun would start: what their text shows, and srun's rules until they are a training."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from jurymast.cluster.sbatch import parse
+from jurymast.core import events as ev
+from jurymast.core.effects import Finish, StopWorkers
+from jurymast.core.run.state import Phase
+from jurymast.script.evidence import shows
+from support.stories import Story
+
+SHARD = (
+    "import os, sys\nimport numpy as np\nfrom lib.part import work\nwork(int(os.environ['SLURM_PROCID']))\n"
+)
+PARTS = {"lib/__init__.py": " ", "lib/part.py": "from . import more\n", "lib/more.py": "import json\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "training", "whole"),
+    [
+        (PARTS, "", True),
+        ({**PARTS, "lib/more.py": "import torch.distributed as dist\n"}, "torch.distributed", True),
+        ({**PARTS, "lib/more.py": "from lightning import Trainer\n"}, "lightning", True),
+        ({**PARTS, "lib/more.py": "from torch import distributed\n"}, "from torch import distributed", True),
+        ({**PARTS, "lib/more.py": "import jax\njax.distributed.initialize()\n"}, "jax.distributed", True),
+        ({**PARTS, "lib/more.py": "import torch\nimport transformers\n"}, "", True),
+        ({**PARTS, "lib/more.py": "import mylab_trainer\n"}, "", False),
+        ({**PARTS, "lib/more.py": "import importlib\n"}, "", False),
+        ({**PARTS, "lib/more.py": "this is no Python"}, "", False),
+        ({"lib/__init__.py": " "}, "", False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("words", [["python", "-u", "shard.py"], ["bash", "-c", "python -m shard --all"]])
+def test_what_the_text_of_tasks_shows(
+    words: list[str], files: dict[str, str], training: str, whole: bool
+) -> None:
+    texts = {**files, "shard.py": SHARD}
+    found = shows(words, lambda name: texts.get(name.removeprefix("./"), ""), {})
+    assert (found.training, found.whole) == (training, whole)
+    assert found.independent is (whole and not training)
+    assert found.foreign is training.startswith("jax")
+
+
+def test_a_script_that_is_not_found_shows_nothing() -> None:
+    assert not shows(["python", "shard.py"], lambda name: "", {}).independent
+
+
+@pytest.mark.parametrize("line", ["--train=no", " --train no", " train: no"])
+def test_how_a_script_says_whether_its_tasks_train(line: str) -> None:
+    script = parse(f"#!/bin/bash\n#JURYMAST {line.strip()}\n", "job", {"--train": True})
+    assert script.own in (("--train=no",), ("--train", "no"))
+
+
+def tasks() -> Story:
+    """Two nodes with a task each, of which nobody knows whether they are one training."""
+    story = Story(active=2).submitted()
+    story.feed(structs.replace(story.events[0], guessed=True))
+    return story.allocated().told().ranks_up()
+
+
+def test_one_fails_and_the_others_finish() -> None:
+    story = tasks()
+    failed, other = story.state.placement
+    assert story.failed(0, exit_code=3) == []
+    story.t += 3600.0
+    stopped = ev.WorkersStopped(t=story.t, node=failed, attempt=1, store_port=29000)
+    assert story.feed(stopped) == [], "its tasks have ended, the others run on"
+    assert story.state.phase is Phase.RUNNING
+    story.feed(ev.NodeFinished(t=story.t, node=other, attempt=1))
+    end = story.last(Finish)
+    assert (end.state, end.exit_code, story.state.attempt) == ("failed", 3, 1)
+    assert "rank 0" in end.reason
+    assert "#JURYMAST --train=yes" in end.reason
+    assert story.incident.action == "stop"
+
+
+def test_tasks_that_make_a_process_group_are_a_training() -> None:
+    """Also one that failed before the others began to wait for it."""
+    story = tasks()
+    failed, other = story.state.placement
+    story.failed(0, exit_code=3)
+    story.feed(ev.WorkersStopped(t=story.t, node=failed, attempt=1, store_port=29000))
+    story.feed(ev.GroupMade(t=story.t, attempt=1, node=other, rank=1))
+    assert set(story.last(StopWorkers).nodes) == {failed, other}
+    story.stopped()
+    assert (story.state.attempt, story.incident.action, story.incident.rank) == (2, "restart", 0)
+    assert story.feed(ev.NodeFinished(t=story.t, node=other, attempt=1)) == []
+
+
+def test_a_lost_node_takes_its_tasks_along() -> None:
+    story = tasks()
+    story.lost(story.state.placement[1])
+    story.stopped()
+    assert story.state.attempt == 2
