@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jurymast.core.nodes.silence import (
+    AFTER_TORCH_S,
     BLOCKED_S,
     BUSY_BYTES,
     BUSY_FLOOR_S,
@@ -18,6 +19,7 @@ from jurymast.core.nodes.silence import (
     START_IDLE_S,
     START_UNMOVED_S,
     START_WAITING_S,
+    TORCH_LIMIT_S,
     UNMOVED_S,
     WAITING_S,
     HangLimits,
@@ -26,7 +28,7 @@ from jurymast.core.nodes.silence import (
     judge,
     works,
 )
-from jurymast.core.nodes.stacks import BACKWARD, BLOCKED, CODE, COLLECTIVE, LOADER, Stand
+from jurymast.core.nodes.stacks import BACKWARD, BLOCKED, CODE, COLLECTIVE, LOADER, UNKNOWN, Stand
 
 AUTO = HangLimits(fixed_s=None, start_s=1800.0)
 VIEW = RankView(
@@ -146,8 +148,11 @@ WAIT = {0: Stand(BACKWARD, "in backward at x.py:5"), 1: Stand(COLLECTIVE, "in re
     ("kinds", "limit_s", "started_limit_s"),
     [
         ((COLLECTIVE, BACKWARD), START_WAITING_S, WAITING_S),
-        ((COLLECTIVE, CODE), START_UNMOVED_S, UNMOVED_S),
-        ((COLLECTIVE, LOADER), UNMOVED_S, UNMOVED_S),
+        ((CODE, CODE), START_UNMOVED_S, UNMOVED_S),
+        ((COLLECTIVE, UNKNOWN), UNMOVED_S, UNMOVED_S),
+        # What the others wait for may be right: torch ends it.
+        ((COLLECTIVE, CODE), TORCH_LIMIT_S + AFTER_TORCH_S, TORCH_LIMIT_S + AFTER_TORCH_S),
+        ((COLLECTIVE, LOADER), TORCH_LIMIT_S + AFTER_TORCH_S, TORCH_LIMIT_S + AFTER_TORCH_S),
         ((COLLECTIVE, BLOCKED), BLOCKED_S, BLOCKED_S),
     ],
 )
@@ -178,7 +183,7 @@ def test_ranks_that_all_wait_for_each_other_hang_at_the_second_look() -> None:
 
 def test_a_rank_in_its_own_code_may_stand_still_for_longer() -> None:
     looks = Looks()
-    stands = {**WAIT, 1: Stand(CODE, "5f1e2a30")}
+    stands = {0: Stand(CODE, "4d2c1b90"), 1: Stand(CODE, "5f1e2a30")}
     for second in range(0, int(UNMOVED_S), int(LOOK_SELDOM_S)):
         looks.add(float(second), stands)
         assert not looks.stuck(1.0, idle=True)

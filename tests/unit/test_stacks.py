@@ -201,21 +201,29 @@ def stopped_with(story: Story, places: dict[int, Place], **values: Any) -> None:
     story.stopped()
 
 
-def test_a_hang_names_the_rank_that_is_elsewhere_and_its_node_goes_the_second_time() -> None:
+@pytest.mark.parametrize("at", [WORKS, READS, Place(UNKNOWN, "without a stack")])
+def test_a_hang_names_the_rank_that_is_elsewhere_and_the_second_time_who_is_at_fault(at: Place) -> None:
+    """The script, if the rank stands at the same line of it again; otherwise the node."""
     story = Story(active=3).running()
     culprit = story.state.placement[1]
     for again in (False, True):
         (stop,) = story.hung()
         assert getattr(stop, "stacks", None) is True
-        stopped_with(story, {0: WAITS, 1: WORKS, 2: WAITS})
+        stopped_with(story, {0: WAITS, 1: at, 2: WAITS})
         incident = story.incident
-        assert (incident.cause, incident.node, incident.rank) == ("hang", culprit, 1)
+        of_script = again and at.kind != UNKNOWN
+        cause = ("script_fault", "application") if of_script else ("hang", "infrastructure")
+        assert (incident.cause, incident.charged) == cause
+        assert (incident.node, incident.rank) == (culprit, 1)
         assert incident.evidence.endswith(
-            "rank 1 in f at a.py:3, ranks 0, 2 in all_reduce at a.py:1; "
+            f"rank 1 {at.text}, ranks 0, 2 in all_reduce at a.py:1; "
             "rank 1 never reached the place where the others wait; stacks in evidence/attempt-0001"
         )
-        assert incident.action == ("swap" if again else "restart")
+        assert incident.action == ("swap" if again and not of_script else "restart")
         story.recovered(10, 20)
+    if at.kind != UNKNOWN:
+        assert f"hang 2 times in a row at the same place ({at.text})" in story.incident.evidence
+        assert story.state.incidents[0].charged == "application", "so was the first"
 
 
 def test_a_hang_without_stacks_or_without_a_difference_names_nobody() -> None:

@@ -20,8 +20,9 @@ long is too long follows from the longest gap between steps seen so far (`longes
 Silence alone proves nothing: a script may evaluate, upload or wait for a process of its own for the first
 time, and a needless restart would cost more than any time-out saves. So from then on the ranks' stacks are
 read again and again. The ranks hang if none of them moves: for `WAITING_S` if all are idle in collectives (no
-rank is left to wake them), for `SPINNING_S` if they are busy there, otherwise for `UNMOVED_S`. torch's own
-time-outs apply as well.
+rank is left to wake them), for `SPINNING_S` if they are busy there, otherwise for `UNMOVED_S`. But if some
+wait for one that stands in the script's own code, or loads data, that may be right, and torch's own time-out
+is left to end it.
 
 Before the first step there is no scale, and one rank may prepare something for the others. So stacks are read
 after `START_IDLE_S` in which no rank used its processor (`START_BUSY_S` if one did), and ranks count as
@@ -39,7 +40,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jurymast.core.messages import RankReport
-from jurymast.core.nodes.stacks import BLOCKED, CODE, WAITING, Place, Stand, describe
+from jurymast.core.nodes.stacks import BLOCKED, CODE, LOADER, WAITING, Place, Stand, describe
 
 # ---- whether a node is lost
 
@@ -177,6 +178,11 @@ FROZEN_S = 1.0
 WAITING_S = 1.0
 SPINNING_S = 30.0
 UNMOVED_S = 120.0
+# A rank that stands in the script's own code while others wait for it may rightly wait for a service, or for
+# data. torch ends such a wait by its time-out, 30 min at most unless the script gives another; so it is not
+# ended here before that.
+TORCH_LIMIT_S = 1800.0
+AFTER_TORCH_S = 60.0
 START_IDLE_S = 20.0
 START_BUSY_S = 300.0
 START_WAITING_S = 10.0
@@ -335,6 +341,8 @@ class Looks:
         if self._all_wait():
             wait_s = START_WAITING_S if starting else WAITING_S
             return wait_s if idle else max(wait_s, SPINNING_S * patience)
+        if kinds & set(WAITING) and kinds & {CODE, LOADER}:
+            return TORCH_LIMIT_S + AFTER_TORCH_S
         return (START_UNMOVED_S if starting and CODE in kinds else UNMOVED_S) * patience
 
     def places(self) -> str:

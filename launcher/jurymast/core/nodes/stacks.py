@@ -102,6 +102,7 @@ def _of_group(name: str, ones: Sequence[Entered]) -> Missing | None:
 COLLECTIVE, BACKWARD, LOADER, CODE, UNKNOWN = "collective", "backward", "loader", "code", "unknown"
 BLOCKED = "blocked"  # by a process of its own that is stopped, or gone
 WAITING = (COLLECTIVE, BACKWARD)
+OF_THE_SCRIPT = (CODE, LOADER)  # a line of the script says where such a rank is
 MAY_BLOCK = (LOADER, UNKNOWN)  # its loader's processes are worth a look
 PLACES_TOLD = 4
 RANKS_TOLD = 6

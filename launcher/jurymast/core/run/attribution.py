@@ -35,7 +35,7 @@ from jurymast.core.run import incident
 from jurymast.core.run.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
 from jurymast.core.run.incident import APPLICATION, CAUSES
 from jurymast.core.run.state import EndOrder, Findings
-from jurymast.core.signatures import Signature, error_signature
+from jurymast.core.signatures import ErrorSignature, Signature, error_signature
 from jurymast.core.texts import NODES_TOLD, count, request, some
 
 # ---- what the end of a rank says
@@ -424,7 +424,10 @@ def _hang_cause(kind: str, hung: RanksHung, taken: Sequence[StacksTaken]) -> Cau
     node = nodes[0] if len(nodes) == 1 else ""
     rank = next(iter(hung.ranks or missing), None)
     evidence = "; ".join([hung.evidence, *stacks.evidence(taken)])
-    return cause_of(kind, evidence, node, nodes, rank=rank)
+    at = stacks.places(taken).get(-1 if rank is None or hung.ranks else rank)
+    where = at.text if at is not None and at.kind in stacks.OF_THE_SCRIPT else ""
+    signature = Signature(kind, error=ErrorSignature(message=where))
+    return cause_of(kind, evidence, node, nodes, rank=rank, signature=signature)
 
 
 def describe_exit(exit_code: int) -> str:

@@ -86,6 +86,8 @@ def follows_script(state: RunState, cause: Cause) -> list[Incident]:
     """Return the newest failures in a row without a new step, if `cause`, that of the newest, and they are
     one fault on node after node; otherwise []."""
     newest = state.incidents[-1]
+    if again := _same_place(state, cause):
+        return [*again, newest]
     if cause.kind not in _OF_SCRIPTS_TOO or not cause.node:
         return []
     fault, place = _fault(cause.signature), state.places.get(cause.node, -1)
@@ -106,6 +108,15 @@ def follows_script(state: RunState, cause: Cause) -> list[Incident]:
         if nodes >= least and by_chance ** (nodes - 1) <= CHANCE_MAX:
             return [*earlier[::-1], newest]  # also those before: no attempt has come past that point
     return []
+
+
+def _same_place(state: RunState, cause: Cause) -> list[Incident]:
+    """Return the failures in a row before this hang in which the rank that the others waited for stood at the
+    same line of the script; otherwise []."""
+    if cause.kind != "hang" or not cause.signature.error.message:
+        return []
+    before = failed(state.incidents[:-1])[::-1]
+    return [*takewhile(lambda one: _fault(one.signature) == cause.signature, before)][::-1]
 
 
 def _chance(state: RunState, newest: Incident, nodes: int) -> float:
@@ -137,9 +148,12 @@ def script_fault(series: Sequence[Incident], cause: Cause) -> Cause:
     newest = series[-1]
     after = f"after {count(newest.steps_done, 'step')}" if newest.steps_done else f"{newest.lived_s:.0f} s"
     where = f"{after}{'' if newest.steps_done else ' after the start'}"
+    times = f"on {count(len(nodes), 'node')} one after the other ({some(nodes, NODES_TOLD)})"
+    if cause.kind == "hang" and cause.signature.error.message:
+        times = f"{len(series)} times in a row at the same place ({cause.signature.error.message})"
     evidence = (
-        f"{cause.kind} on {count(len(nodes), 'node')} one after the other ({some(nodes, NODES_TOLD)}), each "
-        f"about {where}, so the script causes it and no node is blamed; the last: {cause.evidence}"
+        f"{cause.kind} {times}, each about {where}, so the script causes it and no node is blamed; "
+        f"the last: {cause.evidence}"
     )
     signature = replace(cause.signature, kind=SCRIPT_FAULT, node="", code=_fault(cause.signature).kind)
     return cause_of(
@@ -179,7 +193,7 @@ def give_up(state: RunState) -> None:
 
 
 def _forgive(state: RunState, nodes: Collection[str], since: float) -> None:
-    for name in nodes:
+    for name in filter(None, nodes):
         state.acquitted[name] = (min(since, state.acquitted.get(name, (since, 0.0))[0]), state.now)
         state.excluded.pop(name, None)
         if name in state.nodes:
