@@ -63,6 +63,10 @@ MENDED = {
         '{"seed":777005971,"active":3,"spares":2,"ranks":2,"cadence_steps":5,"room":8,"parity":3,"copy_s":3.0,'
         '"faults":[{"at":7.95,"kind":"supervisor"},{"at":9.14,"kind":"freeze","node":3,"seconds":4.0}]}'
     ),
+    "with parity, an agent is soon back, and its images are not": (
+        '{"seed":778006046,"active":3,"spares":1,"ranks":2,"cadence_steps":5,"room":8,"parity":3,"copy_s":5.6,'
+        '"faults":[{"at":10.93,"kind":"agent","node":3,"seconds":0.73}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from jurymast.agent.keeping import failure_domain
 from jurymast.core import events as ev
@@ -12,7 +13,7 @@ from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.copies import RETRY_MAX_S, RETRY_S, Copy, StateId
 from jurymast.core.checkpoints.replicas import REST_SHARE
 from jurymast.core.checkpoints.writes import WRITE_LIMIT_S
-from jurymast.core.effects import Launch
+from jurymast.core.effects import Launch, Send
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.supervision.machine import Supervision
 from support.holding import without
@@ -222,6 +223,19 @@ def test_what_a_lost_node_kept_others_from_making_is_ordered_again_without_it() 
     site.joined("n3", incarnation="another")
     site.save(20)
     assert (0, 2) in {order.group for _, order in site.ordered(msg.Replicate)}
+
+
+def test_nothing_is_ordered_of_images_that_nobody_is_known_to_have() -> None:
+    """A rank is about to restore it, say. That the order fails would count against who gets it."""
+    site = Site(parity=2)
+    site.save()
+    ((node, order),) = [one for one in site.ordered(msg.Replicate) if one[1].group]
+    one, other = order.members
+    lacking = structs.replace(order, step=20, members=(one, structs.replace(other, sources=())))
+    asks = site.checkpoints.replicas.order
+    assert asks(node, lacking) == []
+    known = structs.replace(lacking, members=order.members)
+    assert asks(node, known) == [Send(node, known)], "that was no order"
 
 
 def refuse(site: Site, orders: list[tuple[str, msg.Replicate]]) -> None:

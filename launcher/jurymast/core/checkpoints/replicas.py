@@ -442,8 +442,9 @@ class Replicas:
     # ---- orders
 
     def order(self, holder: str, order: msg.Replicate) -> list[Effect]:
-        """Send an order once, to a node that is here."""
-        if holder not in self._holders:
+        """Send an order once, to a node that is here, and not before somebody has what it is to copy: its
+        failure would count against the node."""
+        if holder not in self._holders or not all(one.sources for one in order.members or (order,)):
             return []
         key = StateId(order.step, order.attempt)
         ordered = self._ordered.setdefault(holder, set())
