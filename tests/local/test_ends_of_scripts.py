@@ -23,3 +23,31 @@ def test_the_message_of_an_exit_is_told_as_the_cause(tmp_path: Path) -> None:
     assert state.exit_code == 1
     shown = jurymast("status", str(run.directory.root)).stdout
     assert "evidence   rank 0 on local-1: exit code 1; its log ends: no data at /data\n" in shown
+
+
+UNEVEN = """import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+for step in range(6 if dist.get_rank() == 0 else 3):
+    parameter.grad = torch.ones(1)
+    dist.all_reduce(parameter.grad)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_rank_that_ends_early_is_named_and_no_node_goes_for_it(nodes: int, tmp_path: Path) -> None:
+    """Its data were fewer. The others lose their connections to it, at the same step each time."""
+    script = tmp_path / "train.py"
+    script.write_text(UNEVEN)
+    each = ("--nodes", str(nodes), "--spares", "1", "--nproc-per-node", str(2 // nodes))
+    with local_run(tmp_path / "runs", *each, script=str(script)) as run:
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    told = {(i.cause, i.charged, i.rank) for i in state.incidents}
+    assert told == {("worker_exit", "application", 1)}, run.story()
+    assert len(state.incidents) == 3
+    assert "rank 1 ended early, with exit code 0; the others then failed: rank 0" in state.end_reason
+    assert not state.excluded

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
+from jurymast.core import events as ev
 from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
 from jurymast.core.run.attribution import attribute, describe_exit
 from support.attribution import found
+from support.stories import Story
 
 
 def failed(rank: int, exit_code: int = 1, error: str = "", message: str = "", node: str = "") -> WorkerFailed:
@@ -131,3 +133,22 @@ def test_a_killed_process_is_never_a_communication_failure() -> None:
 )
 def test_exit_codes_in_words(code: int, told: str) -> None:
     assert describe_exit(code) == told
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_rank_that_ends_early_is_the_scripts_fault_and_no_node_goes(hangs: bool) -> None:
+    """The others lose their connections, or wait for it for ever."""
+    story = Story(active=3).running()
+    for action in ("restart", "restart", "stop"):
+        if hangs:
+            story.hung()
+        else:
+            story.failed(0, error="RuntimeError", message="Connection closed by peer [10.0.0.3]:4711")
+        story.feed(ev.RanksEnded(t=story.t, attempt=story.state.attempt, ranks=(1,)))
+        story.stopped()
+        incident = story.incident
+        assert (incident.cause, incident.charged, incident.rank) == ("worker_exit", "application", 1)
+        assert incident.evidence.startswith("rank 1 ended early, with exit code 0; the others ")
+        assert incident.action == action
+        if action == "restart":
+            story.backed_off().ranks_up()

@@ -117,6 +117,13 @@ class WorkerFailed(Event, frozen=True, kw_only=True):
     log: str = ""
 
 
+class RanksEnded(Event, frozen=True, kw_only=True):
+    """These ranks had reached the end of their script, without an error, before the others were stopped."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+
+
 class RanksHung(Event, frozen=True, kw_only=True):
     """No rank stepped for `silent_s`, longer than `limit_s`; `ranks` are those with evidence against them."""
 

@@ -293,7 +293,7 @@ def describe(places: Mapping[int, Place]) -> str:
     for rank, at in sorted(places.items()):
         groups.setdefault(at.text, []).append(rank)
     fewest = sorted(groups.items(), key=lambda group: (len(group[1]), places[group[1][0]].kind in WAITING))
-    parts = [f"{_ranks(ranks)} {text}" for text, ranks in fewest[:PLACES_TOLD]]
+    parts = [f"{ranks_told(ranks)} {text}" for text, ranks in fewest[:PLACES_TOLD]]
     if len(fewest) > PLACES_TOLD:
         parts.append(f"the others in {len(fewest) - PLACES_TOLD} more places")
     return ", ".join(parts)
@@ -330,20 +330,21 @@ def evidence(taken: Sequence[StacksTaken]) -> list[str]:
     flight = in_flight(taken)
     if flight is not None:
         told.append(
-            f"{_ranks(flight.ranks)} never entered {flight.collective} number {flight.number} of group "
-            f"{flight.group}, where {_ranks(flight.waiting)} wait{'s' * (len(flight.waiting) == 1)}"
+            f"{ranks_told(flight.ranks)} never entered {flight.collective} number {flight.number} of group "
+            f"{flight.group}, where {ranks_told(flight.waiting)} wait{'s' * (len(flight.waiting) == 1)}"
         )
     elif late := absent(at):
-        told.append(f"{_ranks(late)} never reached the place where the others wait")
+        told.append(f"{ranks_told(late)} never reached the place where the others wait")
     asked = [rank for event in taken if event.recorded for rank in event.ranks]
     silent = sorted(set(asked) - {rank for event in taken for rank in event.records})
     if silent:
-        told.append(f"no flight record from {_ranks(silent)}")
+        told.append(f"no flight record from {ranks_told(silent)}")
     folder = next((event.folder for event in taken if event.folder), "")
     return [*told, f"stacks in {folder}"] if folder else told
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_told(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2", or only how many there are."""
     if len(ranks) > RANKS_TOLD:
         return f"{len(ranks)} ranks"
     names = ", ".join(map(str, ranks))

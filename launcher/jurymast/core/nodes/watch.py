@@ -124,6 +124,11 @@ class Reports:
         limits = HangLimits(settings.hang_s, settings.start_limit_s, patience)
         return judge(views, limits, self._longest_before_s)
 
+    def ended(self, before: float) -> tuple[int, ...]:
+        """Return the ranks that reached the end of their script at `before` (Unix time) or earlier."""
+        ago_s = self._state.now - before
+        return tuple(v.rank for v in self._views() if v.phase == "done" and v.quiet_s >= ago_s)
+
     def attempt_over(self) -> None:
         """Remember what this attempt showed about step times."""
         seen = [beat.longest_s for beat, _ in self._placed() if beat.attempt == self._state.attempt]

@@ -596,6 +596,11 @@ def _stacks_taken(state: RunState, event: ev.StacksTaken) -> None:
         state.findings.stacks.append(event)
 
 
+def _ranks_ended(state: RunState, event: ev.RanksEnded) -> None:
+    if state.phase is Phase.STOPPING:
+        state.findings.ended = event.ranks
+
+
 def _noted(state: RunState, event: ev.Noted) -> None:
     where = f"{event.node}: " if event.node else ""
     state.notes.append((event.t, f"{where}{event.message}"))
@@ -664,6 +669,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.NodeTested: _node_tested,
     ev.Straggling: _straggling,
     ev.StacksTaken: _stacks_taken,
+    ev.RanksEnded: _ranks_ended,
     ev.Noted: _noted,
     ev.Tick: _tick,
 }

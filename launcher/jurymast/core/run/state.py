@@ -118,6 +118,7 @@ class Findings:
     health: dict[str, Finding] = field(default_factory=dict)
     straggling: ev.Straggling | None = None
     stacks: list[ev.StacksTaken] = field(default_factory=list)
+    ended: tuple[int, ...] = ()  # ranks that had ended before, without an error
 
 
 @dataclass(frozen=True)

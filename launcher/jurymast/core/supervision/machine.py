@@ -146,9 +146,24 @@ class Supervision:
             or (isinstance(event, ev.NodeFinished) and self._is_last(self.state.finished))
         ):
             out = self._tell_progress(event.t, forced=True)
+        if isinstance(event, ev.WorkersStopped) and self._is_last(self.state.stopped):
+            out += self._tell_ended(event.t)
         if isinstance(event, ev.NodeLost):
             out += self._do(self.checkpoints.lost(event.node, event.t), event.t)
         return out
+
+    def _tell_ended(self, now: float) -> list[Effect]:
+        """Record which ranks ended before the incident, which explains what the others met."""
+        state = self.state
+        if state.incident is None or state.phase is not Phase.STOPPING:
+            return []
+        failed = {rank for _, rank, _ in state.findings.failures}
+        ended = set(self.watch.reports.ended(state.incident.detected_at)) - failed
+        return (
+            self.record(ev.RanksEnded(t=now, attempt=state.attempt, ranks=tuple(sorted(ended))))
+            if ended
+            else []
+        )
 
     def _is_last(self, said: set[str]) -> bool:
         """Whether the report of one more node completes those of all."""
