@@ -427,6 +427,24 @@ def test_our_torchrun_takes_itself_out_of_path_whatever_the_run_is_called(
     ]  # fmt: skip
 
 
+def test_a_signal_that_ends_the_shell_of_a_background_step_ends_the_step(tmp_path: Path) -> None:
+    job = RunDirectory(tmp_path / "run")
+    job.create()
+    shims.write(job, sys.executable)
+    (tmp_path / "bin").mkdir()
+    loop = "while :; do sleep 0.05; done"
+    shims.write_program(
+        tmp_path / "bin" / "srun",
+        f"#!/bin/bash\ncd {tmp_path}\ntrap 'exec echo > ended' TERM\necho > ready\n{loop}\n",
+    )
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    environment = shims.with_shims({"PATH": path, "SLURM_JOB_ID": "7"}, job)
+    script = f"srun hostname & until [ -e {tmp_path}/ready ]; do sleep 0.05; done; kill $!; wait $!"
+    done = subprocess.run(["bash", "-c", script], env=environment, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+    wait_until("the end of the real srun", (tmp_path / "ended").exists)
+
+
 def test_a_job_that_the_script_submits_has_nothing_of_ours(tmp_path: Path) -> None:
     program = tmp_path / "torchrun"
     program.write_text(f"#!{sys.executable}\nprint('[\"torch itself\"]')\n")

@@ -29,8 +29,12 @@ STEP_VARIABLE = "JURYMAST_STEP"
 # A module that the script loads may put the real srun before ours on PATH, but a shell function comes before
 # everything on PATH.
 FUNCTION = "BASH_FUNC_srun%%"
+# In `srun ... &`, $! is the shell that runs the function, so a signal that ends that shell is the step's end.
+SHELL_VARIABLE = "JURYMAST_SCRIPT_SHELL"
 FUNCTION_TEXT = """\
-() {{  if [ "${job}" = "$SLURM_JOB_ID" ]; then {srun} "$@"; else command srun "$@"; fi
+() {{  if [ "${job}" = "$SLURM_JOB_ID" ]; then
+  if [ "$BASHPID" = "$$" ]; then {srun} "$@"; else {shell}=$BASHPID {srun} "$@"; fi
+ else command srun "$@"; fi
 }}"""
 # Directories that containers see in addition to their own. If both variables are set, apptainer reads only
 # the first, so our directory is added to the user's.
@@ -100,7 +104,9 @@ def with_shims(environment: Mapping[str, str], directory: RunDirectory) -> dict[
     place = str(folder(directory))
     values["PATH"] = os.pathsep.join([place, values.get("PATH", os.defpath)])
     values["PYTHONPATH"] = os.pathsep.join([str(hook(directory)), *filter(None, [values.get("PYTHONPATH")])])
-    values[FUNCTION] = FUNCTION_TEXT.format(job=JOB_VARIABLE, srun=shlex.quote(f"{place}/srun"))
+    values[FUNCTION] = FUNCTION_TEXT.format(
+        job=JOB_VARIABLE, shell=SHELL_VARIABLE, srun=shlex.quote(f"{place}/srun")
+    )
     values[RUN_VARIABLE] = str(directory.root)
     values[JOB_VARIABLE] = environment.get("SLURM_JOB_ID", "")
     return values
@@ -128,7 +134,7 @@ def without_shims(environment: Mapping[str, str]) -> dict[str, str]:
     values = dict(environment)
     run = values.pop(RUN_VARIABLE, "")
     in_step = values.pop(STEP_VARIABLE, None) is not None
-    for name in (FUNCTION, JOB_VARIABLE):
+    for name in (FUNCTION, JOB_VARIABLE, SHELL_VARIABLE):
         values.pop(name, None)
     if not run:
         return values

@@ -8,12 +8,15 @@ To find the command after srun's options, their grammar is needed: the union of 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from jurymast.cluster import sbatch as sbatch
 from jurymast.cluster.sbatch import CommandLine
 from jurymast.errors import UsageError
+from jurymast.processes import die_with_parent
 from jurymast.rundir import RunDirectory
 from jurymast.script import recognise, shims
 from jurymast.script.notes import say
@@ -60,6 +63,7 @@ def parse(arguments: Sequence[str], program: str = "srun") -> CommandLine | None
 
 def run(arguments: list[str]) -> int:
     """Run in place of srun; returns its exit code. Raises what a step raises."""
+    _end_with_the_shell(os.environ.pop(shims.SHELL_VARIABLE, ""))
     if not shims.in_the_script(os.environ):
         _really(arguments, shims.without_shims(os.environ))
     if shims.STEP_VARIABLE in os.environ:
@@ -76,6 +80,15 @@ def run(arguments: list[str]) -> int:
         environment, arguments = step.around_lost(os.environ, arguments, srun)
         _really(arguments, environment)
     return code
+
+
+def _end_with_the_shell(shell: str) -> None:
+    """Arrange for SIGTERM when a background shell (by its process id) that only waits for this process is
+    ended: the script means the step. The real srun, which may replace this process, gets it as well."""
+    if shell == str(os.getppid()):
+        die_with_parent(signal.SIGTERM)
+        if shell != str(os.getppid()):
+            sys.exit(128 + signal.SIGTERM)
 
 
 def _really(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:

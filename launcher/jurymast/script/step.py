@@ -18,19 +18,23 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
 
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts
-from jurymast.cluster.batch import SIGNALS, SURVIVE, Agents, BatchProcess, end_srun
+from jurymast.cluster.batch import SIGNALS, SURVIVE, Agents, BatchProcess, end_srun, end_with_us
+from jurymast.cluster.control import STILL_RUNNING, why_ending
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
+from jurymast.core.messages import Accepted
 from jurymast.core.settings import RunPlan
 from jurymast.core.slurm_variables import kind_of, of_a_task
 from jurymast.core.supervision.batch import Outcome
@@ -45,6 +49,7 @@ from jurymast.script.notes import note, noted, say
 from jurymast.script.output import NUMBER_FILE, VARIABLES, Output, is_each_tasks, newest_attempt, relayed
 from jurymast.script.recognise import gpus_a_task, in_container, python_command, read_shell_script
 from jurymast.script.trainings import Training, Trainings
+from jurymast.wire.channel import ask
 
 # ---- what a node sees
 
@@ -133,6 +138,7 @@ SHARES = (
 )  # fmt: skip
 # Slurm ends a job within seconds; until then, commands that follow the step in the script must not begin.
 END_LIMIT_S = 120.0
+CANCEL_TRIES, CANCEL_EVERY_S = 20, 0.5
 STARTED_BY = os.getppid()  # the shell that runs the script
 
 
@@ -160,6 +166,29 @@ class StepAgents(Agents):
 
     def give_up(self) -> None:
         end_srun(self._process)
+
+
+class StepProcess(BatchProcess):
+    """The batch process of one training step. A SIGTERM while Slurm does not end the job means the step: the
+    script, or a `timeout` in it, ends it as it would end srun."""
+
+    ended_by_script = False
+    _asks: threading.Thread | None = None
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        super()._forward(number, frame)
+        if number == signal.SIGTERM and (self._asks is None or not self._asks.is_alive()):
+            self._asks = threading.Thread(target=self._ask_slurm, daemon=True)
+            self._asks.start()
+
+    def _ask_slurm(self) -> None:
+        if why_ending(self._allocation).why != STILL_RUNNING:
+            return
+        self.ended_by_script = True
+        for _ in range(CANCEL_TRIES):  # a supervisor may just be starting
+            if isinstance(ask(self._directory, "cancel", by="the script, by SIGTERM"), Accepted):
+                return
+            time.sleep(CANCEL_EVERY_S)
 
 
 class Step:
@@ -298,7 +327,7 @@ class Step:
         command += [str(program), *words]
         environment = {**shims.with_shims(os.environ, self._job), **true}
         environment.pop(VARIABLES["output"], None)
-        return subprocess.Popen(command, env=environment, stdout=output)
+        return subprocess.Popen(command, env=environment, stdout=output, preexec_fn=end_with_us)
 
     def _seen(self) -> dict[str, str]:
         """The variables that hide the step's spare nodes from its command."""
@@ -336,21 +365,27 @@ class Step:
         after = newest_attempt(run)
         agents = StepAgents(answer, {"run": str(run.root), "after": after}, process)
         with relayed(run, output, after, place):
-            outcome = self._supervise(run, plan, agents)
+            outcome, by_script = self._supervise(run, plan, agents)
         self._lost |= set(outcome.lost)
+        if by_script and outcome.state == "cancelled":
+            process.terminate()  # as srun, which ends the step's command as well
+            self._trainings.told(run, outcome.lost)
+            return
         if outcome.state == "cancelled":  # by Slurm or by hand: that means the whole job
             run_command(["scancel", self._allocation.job])
         if outcome.state in ("requeued", "cancelled"):
             _await_end()
         self._trainings.told(run, outcome.lost)
 
-    def _supervise(self, run: RunDirectory, plan: RunPlan, agents: StepAgents) -> Outcome:
-        """Run the training's supervisor until the outcome."""
+    def _supervise(self, run: RunDirectory, plan: RunPlan, agents: StepAgents) -> tuple[Outcome, bool]:
+        """Run the training's supervisor until the outcome; returns that, and whether the script ended the
+        step."""
         allocation = replace(self._allocation, nodes=tuple(self.nodes))
         path = run.submission / f"job-{allocation.job}.log"
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            return BatchProcess(run, plan, allocation, agents, log).run()
+            process = StepProcess(run, plan, allocation, agents, log)
+            return process.run(), process.ended_by_script
         finally:
             os.close(log)
             for number in SIGNALS:
