@@ -424,6 +424,18 @@ class FileTail:
         self._offset += end
         return data[:end]
 
+    def bar(self, limit_bytes: int = 1 << 16) -> bytes:
+        """The unfinished last line if it has a carriage return, a progress bar, as far as it was not returned
+        yet; b"" if there is none. It stays unread."""
+        try:
+            with foreign.reading(self.path) as file:
+                start = max(self._offset, os.fstat(file.fileno()).st_size - limit_bytes)
+                file.seek(start)
+                data = file.read(limit_bytes)
+        except FileNotFoundError:
+            return b""
+        return data if b"\r" in data and b"\n" not in data else b""
+
 
 class JournalFollower:
     """The state that results from a growing journal: `catch_up` reads what is new."""

@@ -193,6 +193,19 @@ def test_logs_are_followed_through_attempts_to_the_end(place: Place) -> None:
     assert rest == "[r1] three\n"
 
 
+def test_a_progress_bar_is_followed_before_its_line_ends(place: Place) -> None:
+    directory = place.story(swapped(finished=False))
+    write_logs(directory, 2, {0: "begun\n 10%\r 20%"})
+    with place.following("logs", RUN, "--follow") as following:
+        assert following.stdout is not None
+        assert [following.stdout.readline() for _ in range(2)] == ["[r0] begun\n", "[r0]  20%\n"]
+        with directory.rank_log(2, 0).open("a") as file:
+            file.write("\r100%\n")
+        assert following.stdout.readline() == "[r0] 100%\n"
+        record_cancel(directory, by="ada")
+        assert following.stdout.read() == ""
+
+
 def test_ps_has_squeues_columns_first(place: Place) -> None:
     place.story(swapped(finished=False, began_at=time.time() - 120.0))
     place.program(

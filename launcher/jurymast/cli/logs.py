@@ -24,6 +24,8 @@ FOLLOW_EVERY_S = 0.2
 READ_BYTES = 1 << 20
 # If there are more ranks, not all of them are shown by default.
 RANKS_SHOWN_MAX = 64
+# A progress bar has no line ends; as it is, it is printed as often as this.
+BAR_EVERY_S = 5.0
 # Following thousands of logs reads at most this many per second: storage serves others, too.
 FILES_A_SECOND = 2000.0
 
@@ -132,6 +134,7 @@ def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed
 
     directory = find.directory
     tails: dict[Path, FileTail] = {}
+    bars: dict[Path, tuple[float, bytes]] = {}
     began = attempt
     for over in _rounds(directory, follow, tails):
         newest = attempt if fixed else _newest(directory, attempt)
@@ -142,6 +145,8 @@ def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed
             for prefix, path in files.items():
                 source = tails.setdefault(path, FileTail(path))
                 _copy(source, prefix, tail, whole=over)
+                if not over:
+                    _show_bar(source, prefix, bars)
         attempt, tail = newest, None
 
 
@@ -174,8 +179,7 @@ def _rounds(directory: RunDirectory, follow: bool, files: Sized) -> Iterator[boo
 def _copy(source: FileTail, prefix: str, tail: int | None, *, whole: bool) -> None:
     kept: list[bytes] = []
     while True:
-        # Of a progress bar, what a terminal would show last.
-        lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in source.lines(READ_BYTES, partial=whole)]
+        lines = [_last_state(line) for line in source.lines(READ_BYTES, partial=whole)]
         if tail is None:
             _echo(prefix, lines)
         else:
@@ -183,6 +187,20 @@ def _copy(source: FileTail, prefix: str, tail: int | None, *, whole: bool) -> No
         if not source.more:
             break
     _echo(prefix, kept)
+
+
+def _show_bar(source: FileTail, prefix: str, shown: dict[Path, tuple[float, bytes]]) -> None:
+    """Print the progress bar with which the log ends, if it has moved. `shown`: when which was, by file."""
+    now = time.monotonic()
+    at, before = shown.get(source.path, (-BAR_EVERY_S, b""))
+    if now >= at + BAR_EVERY_S and (bar := _last_state(source.bar())) not in (b"", before):
+        _echo(prefix, [bar])
+        shown[source.path] = now, bar
+
+
+def _last_state(line: bytes) -> bytes:
+    """Of a progress bar, what a terminal would show last."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _echo(prefix: str, lines: list[bytes]) -> None:
