@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
     from jurymast.cluster.slurm import Request, Submitted
+    from jurymast.core.settings import RunPlan
     from jurymast.policy.resolve import Resolved
 
 
@@ -125,7 +127,9 @@ def command(context: click.Context, /, **options: Any) -> int:
     from jurymast.cluster.slurm import submit
 
     if options["dry_run"]:
-        echo(json.dumps(request.to_json(), indent=1) if options["as_json"] else _shown(request))
+        lines = _lines(script, told, request.plan)
+        values = request.to_json() | ({"lines": lines} if script else {})
+        echo(json.dumps(values, indent=1) if options["as_json"] else _shown(request) + _lines_shown(lines))
         return 0
     if request.plan.cluster == "slurm":
         from jurymast.cluster import slurm
@@ -207,6 +211,23 @@ def _shown(request: Request) -> str:
     if request.script:
         parts += ["", f"# {script_file(request.plan)}", request.script.rstrip()]
     return "\n".join([*parts, "", f"# {request.run_directory.policy_file}", request.policy.rstrip()])
+
+
+def _lines(script: BatchScript | None, told: CommandLine, plan: RunPlan) -> list[dict[str, Any]]:
+    from jurymast.script.foreseen import foreseen
+
+    return [asdict(one) for one in foreseen(script.text, told, plan.active, plan.train)] if script else []
+
+
+def _lines_shown(lines: list[dict[str, Any]]) -> str:
+    """What will happen to the lines of a batch script, for people."""
+    if not lines:
+        return ""
+    texts = ["", "", "# what happens to its lines; all others run as under sbatch"]
+    for one in lines:
+        fate = "protected" if one["protected"] else "unprotected"
+        texts += [f"line {one['line']:<5} {fate:<12} {one['command']}", f"{'':24}{one['why']}"]
+    return "\n".join(texts)
 
 
 def _announce(submitted: Submitted, options: dict[str, Any], runs: Path) -> None:
