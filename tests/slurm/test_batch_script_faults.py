@@ -192,6 +192,16 @@ def test_cancel_ends_the_script_too(cluster: Cluster, tmp_path: Path) -> None:
     assert "said" not in (work / "out").read_text()
 
 
+def test_a_launcher_that_does_not_find_jurymast_is_said(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name
+    script = "#!/bin/bash\n#SBATCH --output=out\nsrun python -I -m torch.distributed.run --help\n"
+    run = submit_script(cluster, work, script, "--spares=0")
+    cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
+    printed = (work / "out").read_text()
+    assert "usage: run.py" in printed
+    assert printed.count("jurymast: no launcher in this step found jurymast") == 1
+
+
 SHARD = """import os, sys, time
 if os.environ["SLURM_PROCID"] == "0":
     sys.exit(3)

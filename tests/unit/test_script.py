@@ -36,7 +36,7 @@ from jurymast.script.recognise import (
     tasks_a_node,
 )
 from jurymast.script.srun import parse
-from jurymast.script.step import container_command, node_command
+from jurymast.script.step import REACHED, container_command, node_command, warn_if_unreached
 from jurymast.script.trainings import Training, Trainings
 from jurymast.worker.elastic import as_a_task, own_gpus
 from support.waiting import wait_until
@@ -683,6 +683,16 @@ def test_an_end_that_the_script_has_not_heard_of_is_told_and_not_repeated(job: R
     cancel(run)
     same, code = Trainings(job, "7.1").claim(training("a"))
     assert (same.root, code) == (run.root, RunCancelledError.exit_code)
+
+
+def test_a_launcher_that_does_not_find_us_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warn_if_unreached(tmp_path, ["python", "prepare.py"])
+    assert capsys.readouterr().err == ""
+    warn_if_unreached(tmp_path, ["python", "-I", "-m", "torch.distributed.run", "train.py"])
+    assert "no launcher in this step found jurymast" in capsys.readouterr().err
+    (tmp_path / REACHED).touch()
+    warn_if_unreached(tmp_path, ["torchrun", "--nnodes=1", "train.py"])
+    assert capsys.readouterr().err == ""
 
 
 def test_a_step_whose_script_is_gone_waits_for_nothing() -> None:

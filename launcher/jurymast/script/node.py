@@ -18,7 +18,7 @@ from jurymast.rundir import RunDirectory, renew
 from jurymast.script import recognise, shims
 from jurymast.script.notes import note_first, noted, say
 from jurymast.script.recognise import python_command
-from jurymast.script.step import ANSWER, ASKED, Step
+from jurymast.script.step import ANSWER, ASKED, REACHED, Step
 from jurymast.script.trainings import Training
 
 POLL_S = 0.05
@@ -53,6 +53,7 @@ def _really(launcher: str, arguments: list[str]) -> NoReturn:
 
 def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
     """Request the training, wait for its run, and become its agent on this node."""
+    (folder / REACHED).touch()
     launch = recognise.parse(arguments, os.environ, launch=launcher == "launch")
     if _on_each_node(launch, job := RunDirectory(os.environ[shims.RUN_VARIABLE])):
         node, active = int(os.environ["SLURM_NODEID"]), job.own_plan().active

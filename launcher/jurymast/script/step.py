@@ -47,7 +47,13 @@ from jurymast.rundir import RunDirectory, make_folder, write_json
 from jurymast.script import shims
 from jurymast.script.notes import note, noted, say
 from jurymast.script.output import NUMBER_FILE, VARIABLES, Output, is_each_tasks, newest_attempt, relayed
-from jurymast.script.recognise import gpus_a_task, in_container, python_command, read_shell_script
+from jurymast.script.recognise import (
+    gpus_a_task,
+    in_container,
+    python_command,
+    read_shell_script,
+    starts_launcher,
+)
 from jurymast.script.trainings import Training, Trainings
 from jurymast.wire.channel import ask
 
@@ -118,6 +124,7 @@ def container_command(job: RunDirectory, step: Path) -> str:
 # ---- the step
 
 PROCESS_NAME = "jurymast-step"
+REACHED = "reached"  # a launcher in the step was ours
 ASKED, ANSWER = "asked-{}.json", "answer-{}.json"
 POLL_S = 0.05
 # Options of a step's srun that jurymast sets itself.
@@ -249,6 +256,7 @@ class Step:
                 break
             self._train(training, process, folder / ANSWER.format(number), output, place)
         code = self._end(process, folder)
+        warn_if_unreached(folder, srun.command)
         output.close()
         return code
 
@@ -405,6 +413,15 @@ class Step:
             if ended:
                 return process.returncode if process.returncode >= 0 else 128 - process.returncode
             time.sleep(POLL_S)
+
+
+def warn_if_unreached(folder: Path, command: Sequence[str]) -> None:
+    """Say so if a step's command names a launcher, and none in it has found jurymast."""
+    if starts_launcher(command, read_shell_script) and not (folder / REACHED).exists():
+        say(
+            "no launcher in this step found jurymast: what it trained had no failure handling, and ran on "
+            "spare nodes as well (extend PYTHONPATH instead of setting it anew; leave out python's -I, -E)"
+        )
 
 
 def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | None:
