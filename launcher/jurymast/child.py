@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from jurymast.interpreter import run_module
 
-LINE_BYTES_MAX = 1 << 20
+LINE_BYTES_MAX = 2 << 20
 
 
 class Child:

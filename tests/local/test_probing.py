@@ -384,6 +384,50 @@ def test_a_machine_whose_clock_was_set_does_not_move_the_probes_clock(acme: Call
     assert abs(finding.at - time.time()) < 600.0
 
 
+@pytest.mark.parametrize("how", ["long", "many", "nan", "name"])
+def test_a_probe_that_finds_what_is_too_much_or_wrong_is_still_heard(
+    acme: Callable[..., Acme], how: str
+) -> None:
+    package, watched = acme("acme"), Watched("acme", once=True)
+    package.tell("acme", f"hostile {how}")
+    asyncio.run(watched.watcher.run())
+    told = watched.watcher.findings()
+    assert told
+    assert {finding.probe for finding in told} == {"acme"}
+    assert all(len(finding.message) <= 500 for finding in told)
+    assert ("probe-failed" in {finding.code for finding in told}) == (how in ("many", "nan"))
+    assert how not in ("long", "many") or any(f.message.endswith("[cut]") for f in told)
+    assert len(told) == (100 if how == "many" else 1)
+
+
+@pytest.mark.parametrize("how", ["garbage", "other", "infinite"])
+def test_a_probe_that_writes_to_the_pipe_is_left_out_and_the_others_go_on(
+    acme: Callable[..., Acme], how: str
+) -> None:
+    package, watched = acme("acme", "other"), Watched("acme", "other")
+    package.tell("acme", f"hostile {how}")
+
+    async def work() -> None:
+        await watched.until("end of it", lambda: watched.told)
+        looks = len(package.looks("other"))
+        await watched.until("look of the other", package.looked_more, "other", looks + 2)
+
+    watch(watched, work)
+    assert watched.codes() == [("acme", "probe-crashes", "unknown")]
+
+
+def test_what_a_probe_started_is_killed_with_it(acme: Callable[..., Acme], tmp_path: Path) -> None:
+    package, watched = acme("acme"), Watched("acme")
+    package.tell("acme", "hostile leaves")
+    left = tmp_path / "acme" / "acme" / "left"
+
+    async def work() -> None:
+        await watched.until("its child", lambda: left.exists() and left.read_text())
+
+    watch(watched, work)
+    wait_until("end of it", lambda: not psutil.pid_exists(int(left.read_text())), 10.0)
+
+
 def test_one_look_each_with_probes_that_cannot_or_need_not_be_opened(acme: Callable[..., Acme]) -> None:
     package = acme("acme", "broken", "other")
     package.tell("broken", "refuse")

@@ -58,6 +58,36 @@ class Acme:
         if word == "find":
             return [Finding(probe=self.name, code="acme-high", verdict=Verdict(rest), kind="host",
                             message="acme is high", device="acme0")]
+        if word == "hostile":
+            return self.hostile(rest)
+        return []
+    def hostile(self, how):
+        def finding(**values):
+            return Finding(**{**dict(probe=self.name, code="acme-high", verdict=Verdict.UNKNOWN, kind="host",
+                                     message="acme is high", device="acme0"), **values})
+        if how == "long":
+            return [finding(message="x" * (20 << 20))]
+        if how == "many":
+            return (finding(device=f"acme{i}", message="y" * 1000) for i in range(100_000))
+        if how == "nan":
+            return [finding(at=float("nan"))]
+        if how == "name":
+            return [finding(probe="other")]
+        if how == "leaves":
+            if not (self.folder / "left").exists():
+                import subprocess
+                left = subprocess.Popen(["sleep", "600"])
+                (self.folder / "left").write_text(str(left.pid))
+            while True:
+                signal.pause()
+        raw = {"garbage": b"\\xff\\xfe\\x00\\n", "deep": b"[" * 500_000 + b"\\n", "other": b'{"say": 5}\\n',
+               "list": b"[1]\\n", "infinite": b'{"say": "look", "limit_s": Infinity}\\n'}[how]
+        for fd in map(int, os.listdir("/proc/self/fd")):  # the pipe to the agent among them
+            if fd > 2:
+                try:
+                    os.write(fd, raw)
+                except OSError:
+                    pass
         return []
     def close(self):
         (self.folder / "closed").touch()
@@ -100,8 +130,8 @@ class Acme:
 
     def tell(self, name: str, word: str) -> None:
         """At a look: ok, `find VERDICT`, `count VALUE` (bad if more than at first), `blind DEVICE`,
-        `event TIME`, now, raise, hang, `spin SECONDS`, `stat PATH`, abort; when it is opened: nothing,
-        refuse."""
+        `event TIME`, now, raise, hang, `spin SECONDS`, `stat PATH`, abort,
+        `hostile HOW`; when it is opened: nothing, refuse."""
         partial = self._folder / name / "partial"
         partial.write_text(word)
         partial.rename(self._folder / name / "word")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 from jurymast.processes import become_helper, die_first
@@ -11,6 +12,8 @@ NICE = 19
 
 
 def main() -> None:
+    # What a probe starts ends with it. No session, by which the agent knows what ranks left behind.
+    os.setpgid(0, 0)
     die_first()  # probes may be plugins
     output = become_helper(NICE)  # before the imports, which take longer than all looks
     from jurymast.health.child import ProbeChild

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from jurymast.core.nodes.findings import Finding, Verdict
@@ -86,7 +87,11 @@ class ProbeChild:
         self._say({"say": "look", "limit_s": self._limit_s(INTERVALS * probe.interval_s)})
         self._due = time.monotonic() + interval_s  # also if it raises
         now = self._epoch + time.monotonic()
-        found = [self._checked(f) for f in probe.look(now) if f.verdict is not Verdict.OK]
+        wrong = (f for f in probe.look(now) if f.verdict is not Verdict.OK)
+        found = [self._checked(f) for f in islice(wrong, FINDINGS_MAX)]
+        if next(wrong, None) is not None:  # the first are told, and that there are more
+            error = ValueError(f"more than {FINDINGS_MAX} findings")
+            found[-1] = failed(self._name, error, "tell all that it found").to_json()
         memory = self._changed_memory(probe)
         self._due = time.monotonic() + interval_s
         self._looked("looked", found, memory)
@@ -109,7 +114,7 @@ class ProbeChild:
     def _looked(self, state: str, found: Sequence[dict[str, Any]], memory: Any = None) -> None:
         self._say(
             {
-                "say": "looked", "state": state, "findings": found[:FINDINGS_MAX], "memory": memory,
+                "say": "looked", "state": state, "findings": found, "memory": memory,
                 "remembers": bool(self._remembered), "next_s": self._next_s(),
             }
         )  # fmt: skip
@@ -117,8 +122,7 @@ class ProbeChild:
     def _checked(self, finding: Finding) -> dict[str, Any]:
         """A finding as JSON, with its time by the clock as it is now. Raises if its reader would not accept
         it."""
-        values = finding.to_json()
-        Finding.from_json(values)
+        values = Finding.from_json(finding.to_json()).bounded().to_json()
         was_set_s = time.time() - time.monotonic() - self._epoch
         if values["at"] and abs(was_set_s) >= CLOCK_SET_S:
             values["at"] += was_set_s

@@ -16,8 +16,10 @@ from typing import Any
 from jurymast.child import Child
 from jurymast.core.nodes.findings import Finding
 from jurymast.core.nodes.own_health import ChildEnd, ProbeLooked, ProbeLooks
+from jurymast.health.child import FINDINGS_MAX
 from jurymast.health.probe import Context, installed
 from jurymast.health.readings import stands_in, waits_for_storage
+from jurymast.processes import kill_group
 
 # How long a child may be silent at its start, or beyond the limit that it announced.
 START_LIMIT_S = 60.0
@@ -25,6 +27,10 @@ START_LIMIT_S = 60.0
 GONE_S = 5.0
 # Signals that other processes send to a child; they do not point at the probe that was looking.
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+SECONDS_MAX = 1e7  # longer than any run
+# What reading a message may raise that is none of the child module's.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+UNREADABLE_TEXT = "its process said what cannot be read"
 
 
 class ProbeWatcher:
@@ -83,7 +89,7 @@ class ProbeWatcher:
     async def close(self) -> None:
         """Kill the probes' processes; `run` returns soon."""
         self._closing.set()
-        await asyncio.gather(*(child.kill(GONE_S) for child in self._children.values()))
+        await asyncio.gather(*(_kill(child) for child in self._children.values()))
 
     async def _pause(self, seconds: float) -> None:
         with suppress(asyncio.TimeoutError):
@@ -117,24 +123,29 @@ class ProbeWatcher:
                     continue
                 detail = f"no answer for {limit_s * (starved + 1):.0f} s, in state {state}"
                 detail += f" in {where}" if where else ""
-                undead = not await child.kill(GONE_S)
+                undead = not await _kill(child)
                 how = "hung" if looking else "gone"
                 return ChildEnd(how, name, detail, waits_for_storage(where), undead)
-            except ValueError:
+            except (ValueError, RecursionError):
                 message = {}
             if not message:
                 return await self._ended(name, child, looking)
             starved = 0
-            if message["say"] == "look":
-                looking, limit_s = True, float(message["limit_s"])
-            else:
-                self._looked(name, message)
-                looking, limit_s = False, float(message["next_s"]) + START_LIMIT_S
-        await child.kill(GONE_S)
+            await asyncio.sleep(0)  # lines without end keep nobody else waiting
+            try:
+                if message["say"] == "look":
+                    looking, limit_s = True, _seconds(message["limit_s"])
+                else:
+                    self._looked(name, message)
+                    looking, limit_s = False, _seconds(message["next_s"]) + START_LIMIT_S
+            except UNREADABLE:  # a plugin wrote to its process's pipe; the other probes go on
+                undead = not await _kill(child)
+                return ChildEnd("crashed", name, UNREADABLE_TEXT, undead=undead)
+        await _kill(child)
         return ChildEnd("done", name)
 
     def _looked(self, name: str, message: dict[str, Any]) -> None:
-        found = [Finding.from_json(values) for values in message["findings"]]
+        found = [_read(name, values) for values in message["findings"][:FINDINGS_MAX]]
         memory = message["memory"]
         if memory is None and message["remembers"]:
             memory = self._looks.memory(name)  # it has not changed
@@ -142,8 +153,11 @@ class ProbeWatcher:
             self._found(finding)
 
     async def _ended(self, name: str, child: Child, looking: bool) -> ChildEnd:
-        if not await child.gone(GONE_S):  # it has only closed its output
-            await child.kill(GONE_S)
+        if not await child.gone(GONE_S):  # it has only closed its output, or said what cannot be read
+            undead = not await _kill(child)
+            if looking:
+                return ChildEnd("crashed", name, UNREADABLE_TEXT, undead=undead)
+        kill_group(child.pid)  # what the probe started and left
         code = child.code
         if code == 0 and not looking:
             return ChildEnd("done", name)
@@ -152,6 +166,29 @@ class ProbeWatcher:
             return ChildEnd("gone", name, how)
         how = f"exit code {code}" if (code or 0) >= 0 else f"signal {-(code or 0)}"
         return ChildEnd("crashed", name, how)
+
+
+async def _kill(child: Child) -> bool:
+    """Kill the process with all that its probe started; False if it still exists."""
+    if child.code is None:
+        kill_group(child.pid)
+    return await child.kill(GONE_S)
+
+
+def _read(name: str, values: dict[str, Any]) -> Finding:
+    """A finding of the probe `name`, within bounds. No probe speaks in another's name, but all report Xids as
+    the nvidia probe's (`probe.xid_finding`). Raises one of UNREADABLE."""
+    found = Finding.from_json(values).bounded()
+    shared = found.probe == "nvidia" and found.code.startswith("xid-")
+    return found if shared else replace(found, probe=name)
+
+
+def _seconds(value: Any) -> float:
+    """A duration from a message. Raises one of UNREADABLE, also if it is not finite."""
+    seconds = float(value)
+    if not 0 <= seconds <= SECONDS_MAX:
+        raise ValueError(f"{seconds} s is no duration")
+    return seconds
 
 
 def names_to_ask(off: Collection[str]) -> list[str]:

@@ -3,7 +3,7 @@ decides."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -30,6 +30,12 @@ SYMPATHETIC = "sympathetic"  # a GPU's report after another GPU or node failed
 # seen".
 NOT_OBSERVABLE = "not-observable"
 KINDS = (HARDWARE, NETWORK, HOST, STORAGE, APPLICATION, SYMPATHETIC)
+
+
+# A time beyond this, in seconds since the epoch, is no time.
+AT_MAX = 1e12
+MESSAGE_MAX, NAME_MAX = 500, 100  # characters
+CUT = " [cut]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,15 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict.value}
 
+    def bounded(self) -> Finding:
+        """The finding with texts of at most MESSAGE_MAX and NAME_MAX characters, which say if they were
+        cut."""
+        return replace(
+            self, message=_cut(self.message, MESSAGE_MAX), probe=_cut(self.probe, NAME_MAX),
+            code=_cut(self.code, NAME_MAX), device=_cut(self.device, NAME_MAX),
+            unit=_cut(self.unit, NAME_MAX),
+        )  # fmt: skip
+
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:
         """Read what `to_json` wrote. Raises ValueError for anything else."""
@@ -70,7 +85,12 @@ class Finding:
         if not (
             all(isinstance(text, str) for text in texts)
             and type(found.at) in (int, float)
+            and 0 <= found.at <= AT_MAX  # false for NaN
             and type(found.once) is bool
         ):
             raise ValueError(f"no finding: a value of the wrong type in {values}")
         return found
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - len(CUT)] + CUT
