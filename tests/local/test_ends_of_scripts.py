@@ -51,3 +51,26 @@ def test_a_rank_that_ends_early_is_named_and_no_node_goes_for_it(nodes: int, tmp
     assert len(state.incidents) == 3
     assert "rank 1 ended early, with exit code 0; the others then failed: rank 0" in state.end_reason
     assert not state.excluded
+
+
+DIVERGES = """import jurymast, torch
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+for step in range(1, 6):
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    jurymast.step(step, loss=torch.tensor(float("nan") if step > 2 else 1.0))
+"""
+
+
+def test_a_loss_that_is_not_finite_is_told_of_a_run_that_succeeded(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(DIVERGES)
+    with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script=str(script)) as run:
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    for command in (("status",), ("ps", "--json", "--runs"), ("report",)):
+        where = tmp_path / "runs" if "ps" in command else run.directory.root
+        shown = " ".join(jurymast(*command, str(where)).stdout.split())
+        assert "the loss was nan at step 3 (rank 0)" in shown, shown

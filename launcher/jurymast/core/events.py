@@ -285,6 +285,15 @@ class GroupMade(Event, frozen=True, kw_only=True):
     rank: int
 
 
+class LossNotFinite(Event, frozen=True, kw_only=True):
+    """A rank's script says that its loss at `step` is `loss`: nan, inf or -inf. Recorded once in a run."""
+
+    attempt: int
+    rank: int
+    step: int
+    loss: str
+
+
 class ColdStart(Event, frozen=True, kw_only=True):
     """A rank had to load everything itself, which took `seconds`, because the preloaded modules do not fit
     its script. Recorded once in a run; later attempts start without preloading."""

@@ -69,6 +69,13 @@ class GroupMade(FromRank, frozen=True, kw_only=True):
     """The script, a task, is about to make a process group with others."""
 
 
+class LossNotFinite(FromRank, frozen=True, kw_only=True):
+    """The script says that its loss at `step` is `loss`: nan, inf or -inf. Said once by a rank."""
+
+    step: int
+    loss: str
+
+
 class RestoreWaits(FromRank, frozen=True, kw_only=True):
     """The storage of `path`, from which this rank restores, has not answered for `seconds`."""
 
@@ -135,7 +142,16 @@ class Image(FromRank, frozen=True, kw_only=True):
 
 
 ForSupervisor = (
-    Saved | Restored | BeganAt | GroupMade | RestoreWaits | Unrestored | ColdStart | Skipped | SavesTo
+    Saved
+    | Restored
+    | BeganAt
+    | GroupMade
+    | LossNotFinite
+    | RestoreWaits
+    | Unrestored
+    | ColdStart
+    | Skipped
+    | SavesTo
 )
 ForKeeper = CheckpointsKept | Foreseen | Image
 FromRanks = ForSupervisor | ForKeeper | Cadence | Strange

@@ -235,6 +235,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "NodeTested": _node_tested,
     "Straggling": _straggling,
     "StacksTaken": _stacks_taken,
+    "LossNotFinite": lambda e: f"rank {e['rank']} says that its loss at step {e['step']} is {e['loss']}",
     "RanksEnded": lambda e: f"ranks that had ended before: {', '.join(map(str, e['ranks']))}",
     "AttemptFound": lambda e: (
         f"{e['node'] or 'the run directory'} has attempt {e['attempt']}, which is not in the journal"

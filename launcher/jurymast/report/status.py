@@ -278,7 +278,12 @@ def _why_unsaved(state: RunState) -> str:
 def doubts(state: RunState) -> list[str]:
     """What may be wrong with a training that seems to go well, as far as the journal shows."""
     found = []
-    if state.phase is Phase.SUCCEEDED and not state.stepped_first:
+    if (loss := state.loss) is not None:
+        found.append(
+            f"the loss was {loss.loss} at step {loss.step} (rank {loss.rank}): what was trained since is "
+            "likely worthless; `jurymast checkpoints` lists steps before it"
+        )
+    if state.phase is Phase.SUCCEEDED and not state.stepped_first and not state.alone:
         found.append(
             "no rank did a training step: was this the right script, and was anything left to train?"
         )

@@ -31,6 +31,7 @@ x86 all stores are seen in order anyway. A fence costs some tenths of a microsec
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import struct
@@ -274,6 +275,7 @@ class Link:
         self._beat_at = 0.0
         self._longest_s = 0.0
         self._scaled = False
+        self._loss_told = False
         self._phase_at = time.monotonic()
         self._write()
 
@@ -340,6 +342,12 @@ class Link:
         if os.environ.get("RANK") == "0":
             self.began(within.BeganAt(step=max(0, step - max(1, self._step)), given=True))
         self.explicit_steps = True
+
+    def lost(self, step: int, loss: float) -> None:
+        """Report the first loss that is not finite."""
+        if not (math.isfinite(loss) or self._loss_told):
+            self._loss_told = True
+            self.emit(within.LossNotFinite(step=step, loss=str(loss)))
 
     def stirred(self) -> None:
         """Show that the rank is alive although it has not finished a step."""
@@ -426,14 +434,19 @@ def current() -> Link:
     return _current
 
 
-def step(done: int) -> None:
+def step(done: int, loss: float | None = None) -> None:
     """Report that `done` steps are done since the beginning of the training, not of the attempt.
 
     For scripts that save by themselves, after each step and on every rank: reports can then tell new steps
     from those that were done again after a failure. Scripts with a `Checkpointer` call its method `step`
     instead. Costs about a microsecond, and does nothing outside of a run. Raises TypeError if `done` is not a
-    whole number."""
+    whole number.
+
+    `loss`: the newest loss; people are warned of the first that is not finite. A tensor on a GPU
+    is waited for."""
     number = index(done)
     link = current()
     link.number_given(number)
     link.beat(number)
+    if loss is not None:
+        link.lost(number, float(loss))

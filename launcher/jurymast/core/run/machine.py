@@ -520,6 +520,10 @@ def _fetched(state: RunState, event: ev.Fetched) -> None:
     state.notes.append((event.t, f"rank {event.rank} on {event.node}: {'; '.join(event.why)}"))
 
 
+def _loss_not_finite(state: RunState, event: ev.LossNotFinite) -> None:
+    state.loss = state.loss or event
+
+
 def _cold_start(state: RunState, event: ev.ColdStart) -> None:
     state.cold = event.why
 
@@ -660,6 +664,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.Restored: _restored,
     ev.BeganAt: _began_at,
     ev.GroupMade: _group_made,
+    ev.LossNotFinite: _loss_not_finite,
     ev.ColdStart: _cold_start,
     ev.SavesTo: _saves_to,
     ev.Asked: _asked,

@@ -247,6 +247,7 @@ class RunState:
     unanswered: dict[int, ev.RestoreWaits] = field(default_factory=dict)  # by rank of this attempt
     unrestored: dict[StateId, int] = field(default_factory=dict)  # states: attempts that could not
     checkpoints: str = ""  # the shared directory to which the ranks save; "" for the run's own
+    loss: ev.LossNotFinite | None = None  # the first that was not finite
     cold: str = ""  # why ranks load everything by themselves, once one of them had to
     cadence: ev.CadenceSet | None = None  # what this attempt's ranks agreed on last
 

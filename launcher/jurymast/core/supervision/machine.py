@@ -433,6 +433,9 @@ class Supervision:
             case within.GroupMade():
                 made = ev.GroupMade(t=now, attempt=attempt, node=node, rank=rank)
                 return self.record(made) if self.state.alone else []
+            case within.LossNotFinite():
+                loss = ev.LossNotFinite(t=now, attempt=attempt, rank=rank, **fields)
+                return [] if self.state.loss else self.record(loss)
             case within.RestoreWaits():
                 return self.record(ev.RestoreWaits(t=now, attempt=attempt, node=node, rank=rank, **fields))
             case within.Unrestored():
