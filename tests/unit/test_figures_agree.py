@@ -1,0 +1,30 @@
+"""One figure is the same in every command, for one run's journal."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from support.runs import jurymast
+from support.stories import Story
+
+
+def test_what_commands_say_of_one_run_agrees(tmp_path: Path) -> None:
+    story = Story(began_at=time.time() - 3600.0).running(40)
+    story.failed(0)
+    story.stopped()
+    story.recovered(30, 60)
+    story.lost("n3")
+    story.stopped()
+    story.recovered(50, 80)
+    story.finished()
+    run = tmp_path / "runs" / story.plan.run
+    story.write(run)
+    status = json.loads(jurymast("status", str(run), "--json").stdout)
+    (row,) = json.loads(jurymast("ps", "--all", "--json", "--runs", str(run.parent)).stdout)
+    report = json.loads(jurymast("report", str(run), "--json").stdout)
+    assert status["restarts"] == row["restarts"] == len(report["incidents"]) == 2
+    assert status["step"] == row["step"] == report["steps"]["done"] == 80
+    assert report["mtbf"]["failures"] == report["mtbf"]["by_charge"]["infrastructure"] == 1
+    assert status["warnings"] == report["warnings"]
