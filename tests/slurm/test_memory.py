@@ -28,14 +28,20 @@ def small(cluster: Cluster) -> Iterator[Path]:
 
 
 def train(cluster: Cluster, folder: Path) -> tuple[SlurmRun, Path]:
-    """A run on n1 and n2, and the file whose existence makes its second rank leak."""
-    now = cluster.shared / f"{folder.name}.now"
-    now.unlink(missing_ok=True)  # an earlier session's
-    leak = ("--buffer-mib", "64", "--leak-once", f"{now}:1:rank")
+    """A run on n1 and n2 that goes on until it is let end, and the file whose existence makes its second rank
+    leak."""
+    now, enough = cluster.shared / f"{folder.name}.now", enough_of(cluster, folder)
+    for file in (now, enough):
+        file.unlink(missing_ok=True)  # an earlier session's
+    options = ("--steps", "100000", "--until", str(enough), "--buffer-mib", "64")
     run = submit(cluster, folder, "--nodes", "2", "--spares", "0", "--nodelist", "n1,n2",
-                 arguments=(*TRAIN, *leak))  # fmt: skip
+                 arguments=(*TRAIN, *options, "--leak-once", f"{now}:1:rank"))  # fmt: skip
     assert run.wait_safe(20).placement == ("n1", "n2")
     return run, now
+
+
+def enough_of(cluster: Cluster, folder: Path) -> Path:
+    return cluster.shared / f"{folder.name}.end"
 
 
 def recovered(state: RunState) -> bool:
@@ -43,10 +49,11 @@ def recovered(state: RunState) -> bool:
 
 
 def ended_as_undisturbed(run: SlurmRun, folder: Path, plain: Callable[..., str]) -> None:
+    enough_of(run.cluster, folder).touch()
     assert run.wait_end().exit_code == 0, run.story()
     assert run.state().excluded == {}
     found = result(run.cluster.shared / f"{folder.name}.json")
-    assert found["sha256"] == plain(*TRAIN, "--buffer-mib", "64"), run.story()
+    assert found["sha256"] == plain("--steps", str(found["steps"]), "--buffer-mib", "64"), run.story()
 
 
 def test_a_rank_that_takes_all_memory_dies_and_its_node_stays(

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.cluster.control import reason_of
+from jurymast.cluster.control import kill_in_s, reason_of
 from jurymast.cluster.lift import start_time
 from jurymast.cluster.sbatch import seconds_of, split_command_line, where_options
+from jurymast.jobs import utc_time
 
 
 @pytest.mark.parametrize(
     ("job", "reason"),
     [
         ({"JobState": "RUNNING"}, "running"),
+        # while Slurm sends the very signal because of which it is asked, and while a node is given back
+        ({"JobState": "SIGNALING"}, "running"),
+        ({"JobState": "RUNNING,SIGNALING"}, "running"),
+        ({"JobState": "RESIZING"}, "running"),
+        ({"JobState": "SUSPENDED"}, "running"),
+        ({"JobState": "SIGNALING", "PreemptTime": "2026-01-02T03:04:05"}, "preempted"),
+        ({"JobState": "SIGNALING,COMPLETING", "Restarts": "2"}, "requeued"),
         ({"JobState": "CANCELLED"}, "cancelled"),
         ({"JobState": "CANCELLED,COMPLETING"}, "cancelled"),
         ({"JobState": "TIMEOUT"}, "timeout"),
@@ -30,6 +38,14 @@ from jurymast.cluster.sbatch import seconds_of, split_command_line, where_option
 )
 def test_why_a_job_ends(job: dict[str, str], reason: str) -> None:
     assert reason_of(job, restarts=1) == reason
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "SIGNALING"])
+def test_a_preempted_job_has_its_grace_time_also_while_it_is_being_signalled(state: str) -> None:
+    job = {"JobState": state, "EndTime": "2026-11-26T13:32:35", "PreemptTime": "2026-11-26T13:31:35"}
+    now = utc_time("2026-11-26T13:31:36")
+    assert kill_in_s(job, 5.0, now) == 64.0
+    assert kill_in_s({**job, "JobState": "COMPLETING", "EndTime": "2026-11-26T13:31:35"}, 5.0, now) == 4.0
 
 
 @pytest.mark.parametrize(

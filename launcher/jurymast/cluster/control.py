@@ -24,6 +24,7 @@ from jurymast.rundir import RunDirectory
 Answer = TypeVar("Answer")
 
 STILL_RUNNING = "running"
+_GOES_ON = frozenset({"RUNNING", "SIGNALING", "RESIZING", "CONFIGURING", "SUSPENDED", "STOPPED"})
 # How long a command waits for slurmctld after a SIGTERM, in seconds; and what slurmd waits at least between
 # its SIGTERM and its SIGKILL.
 ANSWER_LIMIT_S = 5.0
@@ -190,7 +191,7 @@ def kill_in_s(job: dict[str, str], kill_wait_s: float | None, now: float) -> flo
     ends_at, preempted_at = time_of(job.get("EndTime", "")), time_of(job.get("PreemptTime", ""))
     if ends_at is None:
         return None
-    if job.get("JobState") != "RUNNING":  # it has ended, and its processes get a SIGTERM
+    if not goes_on(job):  # it has ended, and its processes get a SIGTERM
         return kill_wait_s - min(kill_wait_s, max(0.0, now - ends_at))
     if preempted_at is None:
         return None
@@ -206,19 +207,29 @@ def time_of(text: str) -> float | None:
         return None
 
 
+def goes_on(job: dict[str, str]) -> bool:
+    """Whether the job has its nodes and is not being ended, as far as its state says. While Slurm sends a
+    signal to a job, or while the job waits or changes, it shows that in place of RUNNING."""
+    return _states(job) <= _GOES_ON
+
+
+def _states(job: dict[str, str]) -> set[str]:
+    return set(job.get("JobState", "").split(","))
+
+
 def was_requeued(job: dict[str, str], restarts: int) -> bool:
     """Whether Slurm has requeued the job, whatever for, since it was restarted this often."""
-    return int(job.get("Restarts", "0")) > restarts or "PENDING" in job.get("JobState", "").split(",")
+    return int(job.get("Restarts", "0")) > restarts or "PENDING" in _states(job)
 
 
 def reason_of(job: dict[str, str], restarts: int) -> str:
     """The same from the fields of `scontrol show job`. While a job is completing, Slurm 22.05 shows
     COMPLETING in place of the reason, which then follows from the other fields."""
-    states = set(job.get("JobState", "").split(","))
+    states = _states(job)
     preempted = job.get("PreemptTime", "None")
     if preempted not in ("None", "") and preempted >= job.get("StartTime", ""):
-        return "preempted"  # the state remains RUNNING during the grace time
-    if states == {"RUNNING"}:
+        return "preempted"  # the job goes on during the grace time
+    if goes_on(job):
         return STILL_RUNNING
     for word in ("CANCELLED", "TIMEOUT", "PREEMPTED"):
         if word in states:
