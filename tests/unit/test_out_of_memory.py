@@ -18,7 +18,7 @@ from jurymast.agent.keeping import StorageProcesses
 from jurymast.cluster import earlier
 from jurymast.core import events as ev
 from jurymast.core.effects import Finish, Launch, Requeue
-from jurymast.core.nodes.history import judged
+from jurymast.core.nodes.history import PastRun, judged
 from jurymast.core.run import explained, recovery
 from jurymast.core.run.attribution import attribute
 from jurymast.core.run.state import Phase, Role
@@ -83,7 +83,7 @@ def test_other_ends_stay_what_they_are(report: ev.WorkerFailed, kind: str) -> No
 def joins_again(story: Story, node: str, kills: int = 1) -> None:
     story.feed(
         ev.NodeJoined(
-            t=story.t, node=node, address="10.0.0.9", incarnation=f"{node}-again", pid=9, oom_kills=kills
+            t=story.t, node=node, address="10.0.0.9", incarnation=f"{node}@{story.t}", pid=9, oom_kills=kills
         )
     )  # fmt: skip
 
@@ -92,10 +92,14 @@ def closed(story: Story, node: str) -> None:
     story.feed(ev.NodeLost(t=story.t, node=node, how="closed", silent_s=0.3, limit_s=0.25))
 
 
+def past(story: Story, tmp_path: Path) -> PastRun:
+    """As a later run reads the journal."""
+    return earlier.past_runs(story.write(tmp_path / "run").root.parent)[0]
+
+
 def departures(story: Story, tmp_path: Path) -> list[bool]:
-    """Whether each departure is a strike, as a later run reads the journal."""
-    run = earlier.past_runs(story.write(tmp_path / "run").root.parent)[0]
-    return [struck for _, struck, _ in judged(run.departures)]
+    """Whether each departure is a strike."""
+    return [struck for _, struck, _ in judged(past(story, tmp_path).departures)]
 
 
 def test_an_agent_killed_for_memory_that_is_back_at_once_is_the_programs_failure(tmp_path: Path) -> None:
@@ -164,6 +168,117 @@ def test_too_few_spares_for_the_lost_nodes_wait_for_the_word_of_their_next_agent
     story.stopped()
     assert (story.incident.cause, story.incident.charged) == ("out_of_memory", "application")
     assert not [entry for entry in story.entries if isinstance(entry, Requeue)]
+
+
+def test_the_word_that_comes_after_the_recovery_corrects_what_was_told(tmp_path: Path) -> None:
+    story = Story(active=2, spares=1).running()
+    node = story.state.placement[1]
+    closed(story, node)
+    story.stopped().recovered(5, 20)
+    assert (story.state.incident, story.incident.charged) == (None, "infrastructure")
+    joins_again(story, node, kills=2)
+    incident = story.incident
+    assert (incident.cause, incident.charged, incident.node) == ("out_of_memory", "application", node)
+    assert "2 out-of-memory kills in the node's cgroup; before that was known: " in incident.evidence
+    assert (story.state.phase, story.state.nodes[node].role) == (Phase.RUNNING, Role.JOINING)
+    run = past(story, tmp_path)
+    assert (run.failures, run.excluded) == ((), ())
+    assert [struck for _, struck, _ in judged(run.departures)] == [False]
+
+
+def test_the_word_that_comes_after_the_requeue_lifts_the_exclusion(tmp_path: Path) -> None:
+    story = Story(active=2, spares=0).running()
+    node = story.state.placement[1]
+    closed(story, node)
+    story.stopped(explained_yet=False).wait(explained.LIMIT_S + 1.0)
+    assert list(story.state.excluded) == [node]
+    assert story.state.expected_times(story.state.nodes[node]) > 1.0
+    joins_again(story, node)
+    assert story.state.excluded == {}
+    assert story.state.expected_times(story.state.nodes[node]) == 1.0
+    assert (story.incident.cause, story.incident.charged) == ("out_of_memory", "application")
+    run = past(story, tmp_path)
+    assert (run.failures, run.excluded) == ((), ())
+    assert [struck for _, struck, _ in judged(run.departures)] == [False]
+
+
+@pytest.mark.parametrize("how", ["closed", "silent"])
+def test_each_of_several_nodes_that_were_lost_is_explained_for_itself(how: str) -> None:
+    """One that runs out of memory may be silent for a while before."""
+    story = Story(active=3, spares=2).running()
+    one, other = story.state.placement[1:]
+    for node in (one, other):
+        story.feed(ev.NodeLost(t=story.t, node=node, how=how, silent_s=1.6, limit_s=1.5))
+    story.stopped()
+    incident, kind = story.incident, {"closed": "node_crash", "silent": "node_lost"}[how]
+    assert (incident.cause, incident.node) == (kind, "")
+    joins_again(story, one)
+    assert (incident.cause, incident.charged, incident.node) == (kind, "infrastructure", other)
+    joins_again(story, other)
+    assert (incident.cause, incident.charged) == ("out_of_memory", "application")
+    assert "and 1 more node" in incident.evidence
+
+
+def test_a_node_that_was_lost_by_itself_explains_no_incident() -> None:
+    story = Story(active=2, spares=2).running()
+    closed(story, story.state.placement[1])
+    story.stopped()
+    (spare,) = (node.name for node in story.state.spare_nodes())
+    closed(story, spare)
+    joins_again(story, spare)
+    assert story.incident.cause == "node_crash"
+
+
+def swapped(story: Story) -> str:
+    """The agent of the second place's node is killed, and a ready spare takes over; that node."""
+    node = story.state.placement[1]
+    story.t += 1.0
+    closed(story, node)
+    story.stopped().backed_off()
+    return node
+
+
+def test_a_program_that_fills_the_memory_of_node_after_node_is_stopped_by_the_word_of_the_last() -> None:
+    """Each time a spare has taken over before the next agent tells."""
+    story = Story(active=2, spares=2).running()
+    for number in range(1, recovery.SAME_APPLICATION_ERROR + 1):
+        node = swapped(story)
+        story.told().ranks_up()
+        assert not story.state.ended
+        joins_again(story, node, kills=number)
+        story.feed(ev.NodeReady(t=story.t, node=node, store_port=1))
+    finish = story.last(Finish)
+    assert (finish.state, finish.exit_code) == ("failed", 137)
+    assert "its agent was killed after 3 out-of-memory kills" in finish.reason
+    assert "crash loop: the same failure 3 times without a new step" in finish.reason
+    assert story.incident.action == "stop"
+
+
+def test_words_that_come_after_the_next_loss_stop_it_as_well() -> None:
+    story = Story(active=2, spares=4).running()
+    before = ""
+    for number in range(1, recovery.SAME_APPLICATION_ERROR + 2):
+        node = swapped(story)
+        story.told().ranks_up()
+        if before:
+            joins_again(story, before, kills=number)
+        before = node
+    assert story.incident.cause == "node_crash", "nothing else is known of the last"
+    assert "crash loop: the same failure 3 times" in story.last(Finish).reason
+
+
+def test_a_program_that_fills_the_memory_now_and_then_spends_its_budget() -> None:
+    story = Story(active=2, spares=4).running()
+    most = story.state.settings.application.count
+    assert most is not None
+    for number in range(1, most + 2):
+        assert not story.state.ended
+        node = swapped(story)
+        story.ranks_up().restored(number * 10).stepped(number * 10 + 11)
+        joins_again(story, node)
+    finish = story.last(Finish)
+    assert f"the application budget of {most} failures per 3600 s is spent: out_of_memory" in finish.reason
+    assert story.incident.action == "swap", "it did go on after that"
 
 
 def test_a_program_that_fills_the_memory_each_time_is_stopped() -> None:

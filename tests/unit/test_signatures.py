@@ -11,7 +11,7 @@ from jurymast.core.checkpoints.copies import Retries
 from jurymast.core.events import WorkerFailed
 from jurymast.core.run.attribution import attribute
 from jurymast.core.run.incident import Incident
-from jurymast.core.run.recovery import repeats
+from jurymast.core.run.loops import repeats
 from jurymast.core.signatures import ErrorSignature, Signature, error_signature
 from support.attribution import found
 

@@ -208,7 +208,8 @@ class _Reader:
                 )  # fmt: skip
 
     def _clear(self, node: str) -> None:
-        """Take back the node's newest departure: many nodes had the same failure, so none is to blame."""
+        """Take back the node's newest departure: it proved to be no fault of the node."""
+        self._excluded.discard(node)
         for number in reversed(range(len(self._left))):
             if self._left[number].node == node:
                 self._left[number] = replace(self._left[number], failed=False)

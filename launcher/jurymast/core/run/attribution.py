@@ -188,7 +188,7 @@ def attribute(found: Findings, around: Surroundings | None = None) -> Cause:
     """Return the root cause of an incident with these findings; there must be one (ValueError)."""
     around, hung = around or Surroundings(), found.hung
     if found.lost:
-        return _lost_cause(found.lost, around)
+        return lost_cause(found.lost, around)
     if found.asked is not None:
         told = f"{request(found.asked.what, found.asked.node)} requested by {found.asked.by}"
         return cause_of(f"{found.asked.what}_asked", told, found.asked.node)
@@ -328,6 +328,8 @@ OF_AN_END = frozenset({
     "worker_terminated", "worker_killed", "worker_exit", "host_died", "node_crash", "node_taken",
     "communication", "collective_timeout",
 })  # fmt: skip
+# Causes that a node's loss leads to.
+OF_A_LOSS = frozenset({"node_lost", "node_crash", "fabric_fault"})
 # What Slurm says of jobs whose end nobody ordered. All other words are orders.
 FAILED_JOBS = {
     "node_fail": "allocation_lost", "boot_fail": "allocation_lost", "launch_failed": "allocation_lost",
@@ -344,14 +346,15 @@ def cause_of_end(order: EndOrder | None) -> Cause:
     return cause_of(kind, f"Slurm ended the job; {said}")
 
 
-def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
+def lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
+    """The cause if nodes were lost, or only their agents were killed for want of memory."""
     words = {
         "closed": "its agent's connection was reset", "left": "its agent left",
         "taken": "its agent got a SIGTERM while the job went on",
     }  # fmt: skip
     parts = []
     if len(killed := [event for event in lost if event.oom_kills]) == len(lost):
-        return out_of_memory(killed[0].node, killed[0].oom_kills, len(killed) - 1)
+        return _out_of_memory(killed[0].node, killed[0].oom_kills, len(killed) - 1)
     lost = [event for event in lost if not event.oom_kills]
     names = tuple(dict.fromkeys(event.node for event in lost))
     for event in lost:
@@ -367,7 +370,7 @@ def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
     return cause_of(kind, evidence, node, names, signature=Signature(kind, node))
 
 
-def out_of_memory(node: str, kills: int, more: int = 0) -> Cause:
+def _out_of_memory(node: str, kills: int, more: int = 0) -> Cause:
     """The cause if the kernel killed the agent of a node, and of `more` others, for want of memory. The
     program used the memory, so no node is at fault."""
     evidence = f"{node}: its agent was killed after {count(kills, 'out-of-memory kill')} in the node's cgroup"

@@ -7,10 +7,10 @@ supervisor knows the reason; what they report belongs to the order.
 from __future__ import annotations
 
 from jurymast.core.effects import Instruction
-from jurymast.core.run import loops
+from jurymast.core.run import explained, loops
 from jurymast.core.run.attribution import OF_AN_END, cause_of_end
 from jurymast.core.run.incident import ORDERED, PREEMPTION, Incident
-from jurymast.core.run.recovery import finish, open_incident, recharge, settle, spent
+from jurymast.core.run.recovery import finish, open_incident, settle, spent
 from jurymast.core.run.state import EndOrder, Phase, RunState
 from jurymast.errors import RunFailedError
 
@@ -90,7 +90,7 @@ def _explain(state: RunState) -> None:
     order = state.end_order
     incident = _part_of(state, order)
     if order is not None and incident is not None and incident.cause in OF_AN_END:
-        recharge(state, incident, cause_of_end(order))
+        explained.recharge(state, incident, cause_of_end(order))
 
 
 def _part_of(state: RunState, order: EndOrder | None) -> Incident | None:

@@ -1,13 +1,20 @@
-"""A node whose agent's connection was reset: the node is lost, or only its agent was killed for want of
-memory. Then another agent starts there at once, and tells so. The program used the memory, so the node is not
-at fault."""
+"""What is known of an incident only after it was told.
+
+A node whose agent's connection was reset is lost, or only its agent was killed for want of memory. Then
+another agent starts there at once, and tells so, maybe when the node has been replaced already. The program
+used the memory, so the node is not at fault.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from msgspec import structs
 
-from jurymast.core.run.attribution import out_of_memory
-from jurymast.core.run.state import Node, Phase, Role, RunState
+from jurymast.core.events import NodeLost
+from jurymast.core.run.attribution import OF_A_LOSS, Cause, Surroundings, lost_cause
+from jurymast.core.run.incident import INFRASTRUCTURE, Incident
+from jurymast.core.run.state import Node, Role, RunState
 
 # The next agent of a node that lives connects within this time (seconds).
 LIMIT_S = 5.0
@@ -23,17 +30,43 @@ def awaited(state: RunState) -> bool:
     return sum(node.usable for node in state.nodes.values()) < len(lost)
 
 
-def explain(state: RunState, node: Node, kills: int) -> None:
-    """Take in that the agent of a node that counts as lost was killed for want of memory. An incident that
-    was told as the node's loss is told anew, as long as it is open."""
+def explain(state: RunState, node: Node, kills: int) -> Cause | None:
+    """Take in that the agent of a node that counts as lost was killed for want of memory. Nothing counts
+    against the node. An incident that was told as its loss is told anew, also if it is over: return what it
+    is told as."""
+    lost_at = node.since
     node.cleared = True
     node.become(Role.JOINING, "warming up after its memory ran out", state.now)
+    state.excluded.pop(node.name, None)
+    if (frail := state.frail.get(node.name)) is not None and frail.fresh_until is None:
+        state.frail[node.name] = replace(frail, fresh_until=0.0)
     if node.name in state.places:
         state.stopped.add(node.name)
-    findings, incident = state.findings, state.incident
-    findings.lost = [structs.replace(e, oom_kills=kills) if e.node == node.name else e for e in findings.lost]
-    told = state.phase is not Phase.STOPPING and incident is not None
-    if told and incident is not None and (incident.cause, incident.node) == ("node_crash", node.name):
-        cause = out_of_memory(node.name, kills)
-        incident.cause, incident.charged, incident.signature = cause.kind, cause.charged, cause.signature
-        incident.evidence = cause.evidence
+
+    def told(lost: NodeLost) -> NodeLost:
+        this = (lost.node, lost.t) == (node.name, lost_at)
+        return structs.replace(lost, oom_kills=kills) if this else lost
+
+    state.findings.lost = [told(lost) for lost in state.findings.lost]
+    for incident in reversed(state.incidents):
+        if (lost := tuple(map(told, incident.lost))) != incident.lost:
+            incident.lost = lost
+            if incident.cause in OF_A_LOSS:
+                cause = lost_cause(lost, Surroundings(nodes=len(state.placement)))
+                recharge(state, incident, cause)
+                return cause
+    return None
+
+
+def recharge(state: RunState, incident: Incident, cause: Cause) -> None:
+    """Give an incident another cause, now that more is known."""
+    if state.failures is not None and incident.charged == INFRASTRUCTURE != cause.charged:
+        state.failures.withdraw(incident.fault_at)
+    was = incident.evidence
+    enter(incident, cause)
+    incident.evidence = f"{cause.evidence}; before that was known: {was}" if was else cause.evidence
+
+
+def enter(incident: Incident, cause: Cause) -> None:
+    incident.cause, incident.charged, incident.signature = cause.kind, cause.charged, cause.signature
+    incident.node, incident.rank, incident.evidence = cause.node, cause.rank, cause.evidence

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from jurymast.core.events import NodeLost
 from jurymast.core.nodes import findings
 from jurymast.core.signatures import Signature
 
@@ -188,6 +189,7 @@ class Incident:
     recovered_at: float | None = None
     ended_at: float | None = None
     tiers: dict[str, int] = field(default_factory=dict)
+    lost: tuple[NodeLost, ...] = ()  # nodes, if that was told as the cause
     numbered: bool = True
     rework_known: bool = True
 

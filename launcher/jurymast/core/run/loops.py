@@ -55,6 +55,15 @@ def fruitless(state: RunState) -> list[Incident]:
     return max(stuck, [*alike][::-1], key=len)
 
 
+def repeats(incidents: Sequence[Incident], cause: Cause, at_step: int | None = None) -> int:
+    """Return how many of the newest incidents in a row have this cause, each `at_step` if that is given."""
+    same = takewhile(
+        lambda one: one.signature == cause.signature and at_step in (None, one.step_lost_from),
+        reversed(incidents),
+    )
+    return sum(1 for _ in same)
+
+
 def endless(state: RunState) -> str:
     """Say that there were too many attempts without a new step, and what ended them; otherwise ""."""
     stuck, most = fruitless(state), state.settings.attempts_without_step

@@ -190,8 +190,8 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     if node.drained or node.bad:
         return [Dismiss(node=node.name, reason=node.reason)]
     if node.role is Role.FAILED and event.oom_kills and not returning:
-        explained.explain(state, node, event.oom_kills)
-        return recovery.advance(state, one_came=True)
+        cause = explained.explain(state, node, event.oom_kills)
+        return recovery.reconsider(state, cause) if cause is not None else []
     if node.role is Role.FAILED:
         if state.phase is Phase.STOPPING and node.name in state.places:
             state.stopped.add(node.name)  # it is dismissed, nobody asks it to stop

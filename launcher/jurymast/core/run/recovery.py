@@ -23,6 +23,7 @@ from jurymast.core.run import blame, explained, loops
 from jurymast.core.run.attribution import (
     LOCAL_PATHS,
     NEAR_S,
+    OF_A_LOSS,
     OF_AN_END,
     Cause,
     Surroundings,
@@ -37,6 +38,7 @@ from jurymast.core.run.incident import (
     ORDERED,
     PREEMPTION,
     Incident,
+    because,
 )
 from jurymast.core.run.state import (
     WITH_RANKS,
@@ -149,20 +151,42 @@ def _hopeless(state: RunState, cause: Cause) -> str:
     spent; otherwise ""."""
     if cause.charged in (NOBODY, PREEMPTION):
         return "" if cause.kind in ORDERED else loops.endless(state)
-    incidents, application = loops.failed(state.incidents), cause.charged == APPLICATION
-    own = application and (cause.kind != loops.SCRIPT_FAULT or cause.signature.code == "hang")
-    most = SAME_APPLICATION_ERROR if own else SAME_INFRASTRUCTURE_ERROR
-    most = SAME_PATIENT_ERROR if cause.kind in LASTING else most
+    incidents, most = loops.failed(state.incidents), _most_repeats(cause)
     if cause.kind not in ("node_lost", "node_crash"):
         # A script that counts from 0 in every attempt does new steps each time, maybe without progress.
         step = incidents[-1].step_lost_from
-        alike = repeats(incidents, cause, step)
+        alike = loops.repeats(incidents, cause, step)
         if alike >= most and step and not state.absolute:
             return f"crash loop: the same failure {alike} times, each after {step} steps"
-        repeated = repeats(loops.fruitless(state), cause)
-        if repeated >= most:
-            return f"crash loop: the same failure {repeated} times without a new step"
+        if loop := _crash_loop(loops.fruitless(state), cause):
+            return loop
     return loops.endless(state) or spent(state, cause.charged)
+
+
+def _most_repeats(cause: Cause) -> int:
+    script = cause.kind != loops.SCRIPT_FAULT or cause.signature.code == "hang"
+    own = cause.charged == APPLICATION and script
+    most = SAME_APPLICATION_ERROR if own else SAME_INFRASTRUCTURE_ERROR
+    return SAME_PATIENT_ERROR if cause.kind in LASTING else most
+
+
+def _crash_loop(stuck: Sequence[Incident], cause: Cause) -> str:
+    if (repeated := loops.repeats(stuck, cause)) < _most_repeats(cause):
+        return ""
+    return f"crash loop: the same failure {repeated} times without a new step"
+
+
+def reconsider(state: RunState, cause: Cause) -> list[Instruction]:
+    """An incident that was decided proves to have `cause`: stop if another attempt cannot help."""
+    stuck = loops.fruitless(state)
+    while stuck and stuck[-1].lost and stuck[-1].signature != cause.signature:
+        stuck.pop()  # it came later, and may prove to be another one as well
+    why = _crash_loop(stuck, cause) or spent(state, cause.charged)
+    if not why or state.phase is Phase.STOPPING:
+        return []
+    if state.incident is not None:
+        state.incident.action, state.incident.why = "stop", why
+    return finish(state, "failed", job_exit_code(cause), because(cause.evidence, why))
 
 
 def spent(state: RunState, charged: str, *, coming: int = 0) -> str:
@@ -179,15 +203,6 @@ def spent(state: RunState, charged: str, *, coming: int = 0) -> str:
         told = f": {loops.causes_of(paid[-budget.count - 1 :])}" if charged != PREEMPTION else ""
         return f"the {charged} budget of {budget.count} {what} per {budget.window_s:.0f} s is spent{told}"
     return ""
-
-
-def repeats(incidents: Sequence[Incident], cause: Cause, at_step: int | None = None) -> int:
-    """Return how many of the newest incidents in a row have this cause, each `at_step` if that is given."""
-    same = takewhile(
-        lambda one: one.signature == cause.signature and at_step in (None, one.step_lost_from),
-        reversed(incidents),
-    )
-    return sum(1 for _ in same)
 
 
 def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
@@ -402,7 +417,7 @@ def settle(state: RunState, cause: Cause) -> Incident:
     """Enter the cause of the newest incident, whose ranks are gone by now. A failure of the infrastructure
     counts for the nodes' failure rate."""
     incident = state.incidents[-1]
-    _enter(incident, cause)
+    explained.enter(incident, cause)
     incident.place = state.places.get(cause.node, -1)
     incident.stopped_at = incident.decided_at = state.now
     if state.failures is not None and incident.charged == INFRASTRUCTURE:
@@ -414,20 +429,6 @@ def settle(state: RunState, cause: Cause) -> Incident:
 def close_incident(state: RunState, t: float) -> None:
     if state.incident is not None:
         state.incident.recovered_at = state.incident.ended_at = max(t, state.incident.detected_at)
-
-
-def recharge(state: RunState, incident: Incident, cause: Cause) -> None:
-    """Give an incident another cause, now that more is known."""
-    if state.failures is not None and incident.charged == INFRASTRUCTURE != cause.charged:
-        state.failures.withdraw(incident.fault_at)
-    was = incident.evidence
-    _enter(incident, cause)
-    incident.evidence = f"{cause.evidence}; before that was known: {was}" if was else cause.evidence
-
-
-def _enter(incident: Incident, cause: Cause) -> None:
-    incident.cause, incident.charged, incident.signature = cause.kind, cause.charged, cause.signature
-    incident.node, incident.rank, incident.evidence = cause.node, cause.rank, cause.evidence
 
 
 def finish(state: RunState, how: str, exit_code: int, reason: str) -> list[Instruction]:
@@ -458,6 +459,7 @@ def _diagnose(state: RunState) -> list[Instruction]:
         cause = loops.script_fault(series, cause)
         loops.acquit(state, series, cause)
     incident, failures = settle(state, cause), state.findings.failures.values()
+    incident.lost = tuple(state.findings.lost) if cause.kind in OF_A_LOSS else ()
     incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
     decision = decide(state, cause)
     if decision.action == "stop" and loops.endless(state):
