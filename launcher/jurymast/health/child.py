@@ -125,7 +125,7 @@ class ProbeChild:
         values = Finding.from_json(finding.to_json()).bounded().to_json()
         was_set_s = time.time() - time.monotonic() - self._epoch
         if values["at"] and abs(was_set_s) >= CLOCK_SET_S:
-            values["at"] += was_set_s
+            values["at"] = max(0.0, values["at"] + was_set_s)
         return values
 
     def _limit_s(self, wanted_s: float) -> float:
