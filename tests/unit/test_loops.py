@@ -275,6 +275,8 @@ def test_nodes_that_die_wherever_at_the_same_point_are_acquitted(how: str, tmp_p
             story.stepped(100)
         lose(story, number, 300.0 * (1 if how == "after the same time" else number + 1))
         up_again(story, 90)
+        story.state.restores()  # as the supervisor asks now and then
+    assert story.state.restores() == (0, 0), "no failure of the infrastructure"
     assert [incident.cause for incident in story.state.incidents] == ["script_fault"] * 3
     assert strikes(story, tmp_path) == set()
 

@@ -176,7 +176,9 @@ def test_the_word_that_comes_after_the_recovery_corrects_what_was_told(tmp_path:
     closed(story, node)
     story.stopped().recovered(5, 20)
     assert (story.state.incident, story.incident.charged) == (None, "infrastructure")
+    assert story.state.restores() == (1, 1)
     joins_again(story, node, kills=2)
+    assert story.state.restores() == (0, 0), "no failure of the infrastructure"
     incident = story.incident
     assert (incident.cause, incident.charged, incident.node) == ("out_of_memory", "application", node)
     assert "2 out-of-memory kills in the node's cgroup; before that was known: " in incident.evidence

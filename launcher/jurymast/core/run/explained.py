@@ -62,6 +62,7 @@ def recharge(state: RunState, incident: Incident, cause: Cause) -> None:
     """Give an incident another cause, now that more is known."""
     if state.failures is not None and incident.charged == INFRASTRUCTURE != cause.charged:
         state.failures.withdraw(incident.fault_at)
+    state.recount()
     was = incident.evidence
     enter(incident, cause)
     incident.evidence = f"{cause.evidence}; before that was known: {was}" if was else cause.evidence

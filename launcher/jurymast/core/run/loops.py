@@ -177,6 +177,7 @@ def acquit(state: RunState, series: Sequence[Incident], cause: Cause) -> None:
         if state.failures is not None and one.charged == INFRASTRUCTURE:
             state.failures.withdraw(one.fault_at)
         one.cause, one.charged, one.signature = cause.kind, cause.charged, cause.signature
+    state.recount()
     _forgive(state, {cause.node, *(one.node for one in series[:-1])}, series[0].fault_at)
 
 

@@ -311,6 +311,10 @@ class RunState:
                 self._counted = self.incidents, number, restored, shared
         return restored, shared
 
+    def recount(self) -> None:
+        """Let `restores` count all incidents again: one that is over was given another cause."""
+        self._counted = [], 0, 0, 0
+
     @property
     def ended(self) -> bool:
         return self.phase in ENDED
