@@ -556,6 +556,28 @@ def test_a_warning_while_the_scripts_commands_come_and_go(tmp_path: Path) -> Non
     assert (told, process.returncode) == ("done\n", 0)
 
 
+@pytest.mark.parametrize(("traps", "printed"), [(False, ""), (True, "trapped\nafter 143\n")])
+def test_a_script_does_not_go_on_before_slurms_sigterm_has_reached_it_too(
+    tmp_path: Path, traps: bool, printed: str
+) -> None:
+    ready = tmp_path / "ready"
+    code = (
+        "import os, pathlib, signal, time\nfrom jurymast.script.step import end_after_the_script\n"
+        "signal.signal(signal.SIGTERM, end_after_the_script)\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(60)\n"
+    )
+    trap = "trap 'echo trapped' TERM\n" if traps else ""
+    script = f"{trap}{shlex.join([sys.executable, '-c', code])}\necho after $?\n"
+    with subprocess.Popen(["/bin/bash", "-c", script], stdout=subprocess.PIPE, text=True) as shell:
+        wait_until("the step", ready.exists)
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):  # it waits for the shell
+            shell.wait(0.3)
+        shell.send_signal(signal.SIGTERM)
+        assert shell.communicate(timeout=60)[0] == printed
+
+
 def test_a_signal_that_comes_before_the_script_waits_for_its_traps(tmp_path: Path) -> None:
     job = RunDirectory(tmp_path)
     job.submission.mkdir()

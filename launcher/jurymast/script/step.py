@@ -42,7 +42,7 @@ from jurymast.core.texts import compressed
 from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
 from jurymast.jobs import run_command
-from jurymast.processes import name_process
+from jurymast.processes import end_like, name_process
 from jurymast.rundir import RunDirectory, make_folder, write_json
 from jurymast.script import shims
 from jurymast.script.notes import note, noted, say
@@ -146,6 +146,9 @@ SHARES = (
 # Slurm ends a job within seconds; until then, commands that follow the step in the script must not begin.
 END_LIMIT_S = 120.0
 CANCEL_TRIES, CANCEL_EVERY_S = 20, 0.5
+# Slurm signals all processes of a job within so many seconds, also where the machine is busy. A shell with a
+# trap for SIGTERM goes on after that.
+SHELL_LIMIT_S = 2.0
 STARTED_BY = os.getppid()  # the shell that runs the script
 
 
@@ -398,6 +401,7 @@ class Step:
             os.close(log)
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, end_after_the_script)
 
     def _end(self, process: subprocess.Popen[bytes], folder: Path) -> int:
         """Wait for the step's end; returns the exit code of its command on the nodes that are left. srun
@@ -440,6 +444,15 @@ def _code(path: Path) -> int | None:
         return int(foreign.read_own(path, foreign.NOTE_BYTES_MAX))
     except (OSError, ValueError):
         return None
+
+
+def end_after_the_script(number: int, _frame: FrameType | None) -> None:
+    """For a SIGTERM: end by it, but after the script's shell. Slurm, which ends the job, signals that as
+    well, perhaps a moment later, and until then the shell must not begin with the next command."""
+    until = time.monotonic() + SHELL_LIMIT_S
+    while time.monotonic() < until and os.getppid() == STARTED_BY:
+        time.sleep(POLL_S)
+    end_like(-number)
 
 
 def _await_end() -> None:
