@@ -21,8 +21,9 @@ from jurymast.core.checkpoints.writes import OpenWrite, Writes
 from jurymast.core.effects import Send
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes import silence
+from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.stragglers import Windows
-from jurymast.core.nodes.watch import Hangs, Watch
+from jurymast.core.nodes.watch import Watch
 from jurymast.core.run import ends, loops, machine, recovery
 from jurymast.core.run.attribution import cause_of_end
 from jurymast.core.run.state import Node, RunState

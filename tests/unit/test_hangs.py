@@ -8,9 +8,9 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.messages import beat_of
+from jurymast.core.nodes.hangs import Hangs, Reports
 from jurymast.core.nodes.silence import LOOK_AGAIN_S, UNMOVED_S, WatcherClock
 from jurymast.core.nodes.stacks import CODE, COLLECTIVE, Stand
-from jurymast.core.nodes.watch import Hangs, Reports
 from jurymast.core.run.state import Phase
 from support.reports import reported
 from support.stories import Story

@@ -19,7 +19,7 @@ from jurymast.cluster import earlier
 from jurymast.core import events as ev
 from jurymast.core.effects import Finish, Launch, Requeue
 from jurymast.core.nodes.history import PastRun, judged
-from jurymast.core.run import explained, recovery
+from jurymast.core.run import explained, loops
 from jurymast.core.run.attribution import attribute
 from jurymast.core.run.state import Phase, Role
 from jurymast.storage import orders
@@ -243,7 +243,7 @@ def swapped(story: Story) -> str:
 def test_a_program_that_fills_the_memory_of_node_after_node_is_stopped_by_the_word_of_the_last() -> None:
     """Each time a spare has taken over before the next agent tells."""
     story = Story(active=2, spares=2).running()
-    for number in range(1, recovery.SAME_APPLICATION_ERROR + 1):
+    for number in range(1, loops.SAME_APPLICATION_ERROR + 1):
         node = swapped(story)
         story.told().ranks_up()
         assert not story.state.ended
@@ -259,7 +259,7 @@ def test_a_program_that_fills_the_memory_of_node_after_node_is_stopped_by_the_wo
 def test_words_that_come_after_the_next_loss_stop_it_as_well() -> None:
     story = Story(active=2, spares=4).running()
     before = ""
-    for number in range(1, recovery.SAME_APPLICATION_ERROR + 2):
+    for number in range(1, loops.SAME_APPLICATION_ERROR + 2):
         node = swapped(story)
         story.told().ranks_up()
         if before:
@@ -285,7 +285,7 @@ def test_a_program_that_fills_the_memory_now_and_then_spends_its_budget() -> Non
 
 def test_a_program_that_fills_the_memory_each_time_is_stopped() -> None:
     story = Story(active=2, spares=0).running()
-    for number in range(recovery.SAME_APPLICATION_ERROR):
+    for number in range(loops.SAME_APPLICATION_ERROR):
         node = story.state.placement[1]
         story.feed(
             ev.NodeJoined(t=story.t, node=node, address="a", incarnation=f"{number}", pid=9, oom_kills=2)

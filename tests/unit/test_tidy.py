@@ -289,6 +289,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/keeper/transfer.py",
             "launcher/jurymast/storage/local.py",
             "launcher/jurymast/worker/link.py",
+            "launcher/jurymast/script/output.py",  # what the user names for output, as srun opens it
             # In a directory that was made for this user alone, or found to be.
             "launcher/jurymast/agent/agent.py",
             "launcher/jurymast/cluster/allocation.py",

@@ -552,10 +552,9 @@ class Times(NamedTuple):
 
 
 class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
-    """An agent's heartbeat. `ranks` by local rank, [] while none runs; `cadence` None: no Checkpointer. From
-    time to time it has all ranks' `times`. The rest saves a supervisor of thousands of nodes from computing
-    it: `quiet_s`, the shortest of the ranks that have not ended, whether one is `stopped`, the longest step,
-    `longest_s`, and the local rank with the least progress, `slowest`."""
+    """An agent's heartbeat. `ranks` by local rank, [] while none runs; `cadence` None: no Checkpointer; now
+    and then all `times`. The rest spares a supervisor of thousands of nodes work: of ranks that have not
+    ended the shortest `quiet_s`; whether one is `stopped`, the longest step, who has the least progress."""
 
     attempt: int
     ranks: list[RankReport]
@@ -568,8 +567,7 @@ class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
 
 
 def how_far(report: RankReport) -> tuple[bool, int, float]:
-    """Return a key that is less for a rank with less progress: without a step, with fewer steps, or longer
-    ago."""
+    """A key that is less for a rank with less progress: no step, fewer steps, or a step longer ago."""
     return report.beats > 0, report.step, -(report.beat_s or 0.0)
 
 
@@ -640,8 +638,7 @@ class TestAlone(ToAgent, frozen=True, kw_only=True):
 
 
 class TestPair(ToAgent, frozen=True, kw_only=True):
-    """Test the node with another one. The two nodes have the `rank`s 0 and 1; both meet at the store of the
-    first, under the pair's `name`."""
+    """Test the node with another one: `rank`s 0 and 1, which meet at the first's store by the `name`."""
 
     name: str
     host: str
@@ -680,24 +677,23 @@ _Order = (
     Launch | Stop | Dismiss | CadenceSet | GoOn | Moved | JobGoesOn | Leave | Look | LeaveVerdict | TestAlone
     | TestPair | TestOver | CheckpointOrder
 )  # fmt: skip
-_Answer = Accepted | Declined | Condition
 
 # Between an agent and its torchrun host: JSON lines over a socket pair.
 _FromHost = Ready | Started | Failed | Finished
+FromHosts = _FromHost | Strange
 HostOrder = Launch | Stop | Strange
 
 # Readers for the supervisor, an agent, and a command.
-FromHosts = _FromHost | Strange
 Said = Beat | _Said | Strange
 Order = _Order | Strange
-Answer = _Answer | Strange
+Answer = Accepted | Declined | Condition | Strange
 
 _read_beat: Callable[[bytes], Beat | Strange] = reader(Beat)
 _read_words: Callable[[bytes], Said] = reader(_Said)
 read_host: Callable[[bytes], FromHosts] = reader(_FromHost)
 read_host_order: Callable[[bytes], HostOrder] = reader(Launch | Stop)
 read_order: Callable[[bytes], Order] = reader(_Order)
-read_answer: Callable[[bytes], Answer] = reader(_Answer)
+read_answer: Callable[[bytes], Answer] = reader(Accepted | Declined | Condition)
 
 
 def read_said(payload: bytes) -> Said:

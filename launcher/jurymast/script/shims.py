@@ -33,7 +33,7 @@ FUNCTION = "BASH_FUNC_srun%%"
 SHELL_VARIABLE = "JURYMAST_SCRIPT_SHELL"
 FUNCTION_TEXT = """\
 () {{  if [ "${job}" = "$SLURM_JOB_ID" ]; then
-  if [ "$BASHPID" = "$$" ]; then {srun} "$@"; else {shell}=$BASHPID {srun} "$@"; fi
+  if [ "$BASHPID" = "$$" ]; then {srun} "$@"; else {background}=$BASHPID {srun} "$@"; fi
  else command srun "$@"; fi
 }}"""
 # Directories that containers see in addition to their own. If both variables are set, apptainer reads only
@@ -105,7 +105,7 @@ def with_shims(environment: Mapping[str, str], directory: RunDirectory) -> dict[
     values["PATH"] = os.pathsep.join([place, values.get("PATH", os.defpath)])
     values["PYTHONPATH"] = os.pathsep.join([str(hook(directory)), *filter(None, [values.get("PYTHONPATH")])])
     values[FUNCTION] = FUNCTION_TEXT.format(
-        job=JOB_VARIABLE, shell=SHELL_VARIABLE, srun=shlex.quote(f"{place}/srun")
+        job=JOB_VARIABLE, background=SHELL_VARIABLE, srun=shlex.quote(f"{place}/srun")
     )
     values[RUN_VARIABLE] = str(directory.root)
     values[JOB_VARIABLE] = environment.get("SLURM_JOB_ID", "")

@@ -1,6 +1,4 @@
-"""Which nodes are there, by their connections and heartbeats, and which of them are lost; how far the ranks
-of every node are, and whether they hang. If ranks are silent, their stacks on all nodes show whether they
-hang.
+"""Which nodes are there, by their connections and heartbeats, and which of them are lost.
 
 A node is lost if it is silent for longer than its own limit (see `core.nodes.silence`), if its connection
 closed and it does not return soon, or if it says so. But a late supervisor is no evidence against a node:
@@ -27,257 +25,27 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.agent.succession import HEIRS
-from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record, Send
+from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
 from jurymast.core.messages import Beat
+from jurymast.core.nodes.hangs import Reports
 from jurymast.core.nodes.silence import (
     BEATS,
-    IDLE_FLOOR_S,
     LIMIT_MAX_S,
     Arrivals,
-    HangLimits,
-    HangVerdict,
     Lateness,
-    Looks,
-    RankView,
     WatcherClock,
-    judge,
     patience_s,
     rejoin_limit_s,
 )
-from jurymast.core.nodes.stacks import UNKNOWN, Stand
-from jurymast.core.run.state import Phase, Role, RunState
-from jurymast.core.texts import NODES_TOLD, some, spoken_s
-
-# ---- the ranks
-
-NOTHING = msg.Beat(0, [])
-# People who ask are told of a silence this long, and so many times as long as a step.
-QUIET_S, QUIET_STEPS = 10.0, 5.0
-
-
-@dataclass(frozen=True)
-class Reach:
-    """How far all ranks are: the slowest one's step, and how many seconds ago it ended. `absolute` and
-    `given`: as in `events.Progress`."""
-
-    step: int
-    ago_s: float
-    absolute: bool
-    given: bool = False
-
-
-class Reports:
-    """The reports of all nodes that are not lost. Ages are as of the newest tick of `clock`."""
-
-    def __init__(self, state: RunState, clock: WatcherClock) -> None:
-        self._state, self.clock = state, clock
-        # Each node's newest beat with ranks, and when it came: ranks that have ended stay where they were.
-        self._nodes: dict[str, tuple[msg.Beat, float]] = {}
-        self._longest_before_s = 0.0
-
-    @property
-    def nodes(self) -> set[str]:
-        return set(self._nodes)
-
-    def expect(self, node: str) -> None:
-        """Expect a node whose ranks have not reported yet, or not to this supervisor."""
-        self._nodes[node] = NOTHING, 0.0
-
-    def forget(self, node: str) -> None:
-        self._nodes.pop(node, None)
-
-    def beat(self, node: str, beat: msg.Beat) -> None:
-        if beat.ranks or beat.attempt != self._nodes[node][0].attempt:
-            self._nodes[node] = beat, self.clock.now
-
-    def reach(self) -> Reach | None:
-        """Return how far the attempt is; None until every rank has done a step in it."""
-        found: list[tuple[msg.RankReport, float]] = []  # by node, with the time of the report
-        for beat, at in self._placed():
-            if not self._is_whole(beat) or beat.ranks[beat.slowest].beats == 0:
-                return None
-            found.append((beat.ranks[beat.slowest], at))
-        if not found:
-            return None
-        slowest, at = min(found, key=lambda one: msg.how_far(one[0]))
-        ago_s, base = (slowest.beat_s or 0.0) + self.clock.now - at, self._state.base
-        if slowest.explicit or slowest.numbered:
-            return Reach(slowest.step, ago_s, absolute=True, given=slowest.explicit)
-        return Reach(slowest.step + (base or 0), ago_s, absolute=base is not None)
-
-    def hang(self) -> HangVerdict | None:
-        """Return what the ranks' silence indicates, before any look at their stacks."""
-        if self._moves():
-            return None
-        views = self._views()
-        if any(view.phase == "done" for view in views):
-            # Some ranks have ended. The others may evaluate or save for long now, but not for ever.
-            views = [replace(view, phase="saving") for view in views if view.phase != "done"]
-        settings, patience = self._state.settings, self._state.hang_patience
-        limits = HangLimits(settings.hang_s, settings.start_limit_s, patience)
-        return judge(views, limits, self._longest_before_s)
-
-    def ended(self, before: float) -> tuple[int, ...]:
-        """Return the ranks that reached the end of their script at `before` (Unix time) or earlier."""
-        ago_s = self._state.now - before
-        return tuple(v.rank for v in self._views() if v.phase == "done" and v.quiet_s >= ago_s)
-
-    def attempt_over(self) -> None:
-        """Remember what this attempt showed about step times."""
-        seen = [beat.longest_s for beat, _ in self._placed() if beat.attempt == self._state.attempt]
-        self._longest_before_s = max([self._longest_before_s, *seen])
-
-    def _placed(self) -> list[tuple[msg.Beat, float]]:
-        return [self._nodes[name] for name in self._state.placement if name in self._nodes]
-
-    def _is_whole(self, beat: msg.Beat) -> bool:
-        return (
-            beat.attempt == self._state.attempt
-            and len(beat.ranks) == self._state.ranks_per_node > beat.slowest
-        )
-
-    def _moves(self) -> bool:
-        """Return True if no rank is stopped and one has just done something: then the ranks of thousands of
-        nodes need not be examined."""
-        hang_s = self._state.settings.hang_s
-        floor_s = IDLE_FLOOR_S if hang_s is None else hang_s
-        placed, now = self._placed(), self.clock.now
-        return not any(beat.stopped for beat, _ in placed) and any(
-            beat.quiet_s is not None and beat.quiet_s + now - at < floor_s for beat, at in placed
-        )
-
-    def _views(self) -> list[RankView]:
-        """Return every rank of the attempt on a node that is not lost; [] until all of these have
-        reported."""
-        views = []
-        for place, name in enumerate(self._state.placement):
-            if name not in self._nodes:
-                continue
-            beat, at = self._nodes[name]
-            if not self._is_whole(beat):
-                return []
-            first, since_s = place * self._state.ranks_per_node, self.clock.now - at
-            views += [self._view(first + i, name, one, since_s) for i, one in enumerate(beat.ranks)]
-        return views
-
-    def _view(self, rank: int, node: str, report: msg.RankReport, since_s: float) -> RankView:
-        """Return a rank whose node reported `since_s` ago."""
-        quiet_s, incident = report.quiet_s, self._state.incident
-        if quiet_s is None:  # the script has not begun: since the launch
-            launched_at = incident.launched_at if incident else None
-            quiet_s = self._state.now - (launched_at or self._state.now)
-        return RankView(
-            rank, node, report.phase, report.beats, quiet_s + since_s, report.longest_s,
-            report.idle_s + since_s if report.idle_s else 0.0,
-            report.stopped_s + since_s if report.stopped_s else 0.0,
-        )  # fmt: skip
-
-
-class Hangs:
-    """Watches for hangs. Waits are measured by the clock of `reports`, which stands still while the
-    supervisor does."""
-
-    def __init__(self, state: RunState, reports: Reports) -> None:
-        self._state, self._reports = state, reports
-        self._looks = Looks()
-        self._asked = False  # in this silence
-        self._asked_at = 0.0
-        self._number = 0
-        self._answers: dict[int, Stand] = {}
-        self.silent = ""  # for people: that ranks may hang, before that is certain
-
-    def tick(self, now: float) -> list[Effect]:
-        """Look for hangs. To be called often while the ranks run."""
-        self.silent = ""
-        if self._state.phase is not Phase.RUNNING or self._state.alone:
-            return []
-        verdict = self._reports.hang()
-        if verdict is not None:
-            self.silent = self._told(verdict)
-        if verdict is None:
-            self._looks, self._asked = Looks(), False
-            return []
-        effects: list[Effect] = []
-        evidence = verdict.evidence
-        if not verdict.certain:
-            effects = self._look()
-            patience, starting = self._state.hang_patience, verdict.starting
-            if not self._looks.stuck(patience, idle=verdict.idle, starting=starting):
-                return effects
-            evidence += f"; {self._looks.evidence()}"
-        self._looks, self._asked = Looks(), False
-        return [*effects, Record(self._hung(verdict, evidence, now))]
-
-    def quiet(self) -> str:
-        """Say since when no step was done, if that is unusually long but may still be no hang; else ""."""
-        state = self._state
-        reach = self._reports.reach() if state.phase is Phase.RUNNING else None
-        ago_s = state.now - state.up_at if reach is None else reach.ago_s
-        if (
-            state.phase is not Phase.RUNNING
-            or state.alone
-            or ago_s < max(QUIET_S, QUIET_STEPS * state.step_s)
-        ):
-            return ""
-        return self._since(ago_s, first=reach is None)
-
-    def _told(self, verdict: HangVerdict) -> str:
-        """Say what is known of a silence: since when, who is where, and what will happen when."""
-        told, patience = self._since(verdict.silent_s, first=verdict.starting), self._state.hang_patience
-        if places := self._looks.places():
-            left_s = self._looks.left_s(
-                patience, idle=verdict.idle, starting=verdict.starting, now_s=self._reports.clock.now
-            )
-            return f"{told}: {places}; if none of them moves, the ranks are restarted in {spoken_s(left_s)}"
-        return f"{told}; {verdict.evidence.partition('; ')[2] or verdict.evidence}; their stacks are read now"
-
-    def _since(self, silent_s: float, *, first: bool) -> str:
-        usual = f" (normally {spoken_s(self._state.step_s)})" if self._state.step_s and not first else ""
-        return f"no {'first ' if first else ''}step for {spoken_s(silent_s)}{usual}"
-
-    def looked(self, message: msg.Looked) -> None:
-        """Take in what a node's agent saw."""
-        if (message.attempt, message.number) == (self._state.attempt, self._number):
-            self._answers.update(message.stands)
-
-    def _look(self) -> list[Effect]:
-        """Ask all nodes again, once the answers to the last question are counted."""
-        at = self._reports.clock.now
-        if at - self._asked_at < self._looks.interval_s():
-            return []
-        if self._asked:
-            self._looks.add(self._asked_at, {**self._silent(), **self._answers})
-        self._number += 1
-        self._asked, self._asked_at, self._answers = True, at, {}
-        look = msg.Look(attempt=self._state.attempt, number=self._number)
-        return [Send(node, look) for node in self._state.placement]
-
-    def _silent(self) -> dict[int, Stand]:
-        """The ranks without an answer this time: their agent is slow, or their node in a bad state. Nodes
-        whose ranks have all ended do not answer."""
-        count = self._state.ranks_per_node
-        return {
-            place * count + local: Stand(UNKNOWN, "no answer")
-            for place, node in enumerate(self._state.placement)
-            if node not in self._state.finished
-            for local in range(count)
-        }
-
-    def _hung(self, verdict: HangVerdict, evidence: str, now: float) -> ev.RanksHung:
-        return ev.RanksHung(
-            t=now, attempt=self._state.attempt, ranks=verdict.ranks, node=verdict.node,
-            silent_s=verdict.silent_s, limit_s=verdict.limit_s, evidence=evidence,
-        )  # fmt: skip
-
-
-# ---- the nodes
+from jurymast.core.run.state import Role, RunState
+from jurymast.core.texts import NODES_TOLD, some
 
 # Between two ticks, at most and at least.
 WATCH_INTERVAL_S, SOON_S = 0.05, 0.01

@@ -15,12 +15,22 @@ from itertools import takewhile
 
 from jurymast.core.planning.failure_rate import Posterior
 from jurymast.core.run.attribution import Cause, cause_of
-from jurymast.core.run.incident import INFRASTRUCTURE, ORDERED, Incident
+from jurymast.core.run.incident import APPLICATION, INFRASTRUCTURE, ORDERED, Incident
 from jurymast.core.run.state import RunState
 from jurymast.core.signatures import Signature
 from jurymast.core.texts import NODES_TOLD, count, some
 
 SCRIPT_FAULT = "script_fault"
+# So many times in a row without a new step: the cause is not going away by itself.
+SAME_APPLICATION_ERROR = 3
+SAME_INFRASTRUCTURE_ERROR = 5
+# Causes that people repair elsewhere and no other node avoids: the run waits for them, an hour and a half.
+PATIENT = frozenset({"storage_full", "storage_failed", "fabric_fault"})
+SAME_PATIENT_ERROR = 20
+# A network may take as long to recover, and may do so at any moment: it is tried as often, with shorter
+# waits.
+LASTING = PATIENT | {"communication"}
+PATIENT_WINDOW_S = 3600.0
 # Failures of machines that a script can cause as well: it fills memory or disks, or kills or stops processes.
 _OF_SCRIPTS_TOO = frozenset({
     "node_lost", "node_crash", "worker_killed", "bus_error", "shm_full", "host_died", "rank_frozen", "hang",
@@ -62,6 +72,29 @@ def repeats(incidents: Sequence[Incident], cause: Cause, at_step: int | None = N
         reversed(incidents),
     )
     return sum(1 for _ in same)
+
+
+def most_repeats(cause: Cause) -> int:
+    """How often in a row this cause ends the run."""
+    script = cause.kind != SCRIPT_FAULT or cause.signature.code == "hang"
+    own = cause.charged == APPLICATION and script
+    most = SAME_APPLICATION_ERROR if own else SAME_INFRASTRUCTURE_ERROR
+    return SAME_PATIENT_ERROR if cause.kind in LASTING else most
+
+
+def crash_loop(stuck: Sequence[Incident], cause: Cause) -> str:
+    """Say that the newest of `stuck`, failures without a new step, had this cause too often; otherwise ""."""
+    if (repeated := repeats(stuck, cause)) < most_repeats(cause):
+        return ""
+    return f"crash loop: the same failure {repeated} times without a new step"
+
+
+def patient_tries(state: RunState, cause: Cause) -> int:
+    """How often the cause came within the hour. A script that saves for itself does some steps each time, so
+    new steps do not reset this."""
+    since = state.now - PATIENT_WINDOW_S
+    recent = sum(1 for one in state.incidents if one.cause == cause.kind and one.detected_at > since)
+    return max(len(fruitless(state)), recent)
 
 
 def endless(state: RunState) -> str:

@@ -11,7 +11,7 @@ from msgspec import structs
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.copies import StateId
 from jurymast.core.effects import Record
-from jurymast.core.nodes.watch import Reach, Reports
+from jurymast.core.nodes.hangs import Reach, Reports
 from jurymast.core.run.state import Phase, RunState
 
 # Everything is journalled while a run is young; then about this many lines of a kind until it is twice as

@@ -55,20 +55,10 @@ from jurymast.errors import RunFailedError
 
 # ---- the restart ladder
 
-# A cause that comes back without one new step between is not going away by itself.
-SAME_APPLICATION_ERROR = 3
-SAME_INFRASTRUCTURE_ERROR = 5
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
-# Causes that people repair elsewhere and no other node avoids: the run waits for them, an hour and a half.
-PATIENT = frozenset({"storage_full", "storage_failed", "fabric_fault"})
-SAME_PATIENT_ERROR = 20
-# A network may take as long to recover, and may do so at any moment: it is tried as often, with shorter
-# waits.
-LASTING = PATIENT | {"communication"}
 PATIENT_FIRST_S = 15.0
 PATIENT_MAX_S = 300.0
-PATIENT_WINDOW_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -96,8 +86,8 @@ def decide(state: RunState, cause: Cause) -> Decision:
         bad += tuple(b.node for b in aside)
         why += "; also removed: " + ", ".join(f"{b.node} ({b.evidence})" for b in aside)
     if not bad:
-        if cause.kind in PATIENT:
-            wait_s = _pause_s(_patient_tries(state, cause), PATIENT_FIRST_S, PATIENT_MAX_S)
+        if cause.kind in loops.PATIENT:
+            wait_s = _pause_s(loops.patient_tries(state, cause), PATIENT_FIRST_S, PATIENT_MAX_S)
         return Decision("restart", why, backoff_s=wait_s)
     coming = [node for node in state.nodes.values() if node.coming]
     doubtful = (Role.SUSPECT, Role.FAILED)
@@ -130,14 +120,6 @@ def _pause_s(in_a_row: int, first_s: float, most_s: float) -> float:
     return 0.0 if in_a_row <= 1 else min(most_s, first_s * 2.0 ** (in_a_row - 2))
 
 
-def _patient_tries(state: RunState, cause: Cause) -> int:
-    """How often the cause came within the hour. A script that saves for itself does some steps each time, so
-    new steps do not reset this."""
-    since = state.now - PATIENT_WINDOW_S
-    recent = sum(1 for one in state.incidents if one.cause == cause.kind and one.detected_at > since)
-    return max(len(loops.fruitless(state)), recent)
-
-
 def job_exit_code(cause: Cause) -> int:
     """Return the application's own code, as a shell gives it (128 + signal); jurymast's if no rank ended by
     itself."""
@@ -151,29 +133,16 @@ def _hopeless(state: RunState, cause: Cause) -> str:
     spent; otherwise ""."""
     if cause.charged in (NOBODY, PREEMPTION):
         return "" if cause.kind in ORDERED else loops.endless(state)
-    incidents, most = loops.failed(state.incidents), _most_repeats(cause)
+    incidents, most = loops.failed(state.incidents), loops.most_repeats(cause)
     if cause.kind not in ("node_lost", "node_crash"):
         # A script that counts from 0 in every attempt does new steps each time, maybe without progress.
         step = incidents[-1].step_lost_from
         alike = loops.repeats(incidents, cause, step)
         if alike >= most and step and not state.absolute:
             return f"crash loop: the same failure {alike} times, each after {step} steps"
-        if loop := _crash_loop(loops.fruitless(state), cause):
+        if loop := loops.crash_loop(loops.fruitless(state), cause):
             return loop
     return loops.endless(state) or spent(state, cause.charged)
-
-
-def _most_repeats(cause: Cause) -> int:
-    script = cause.kind != loops.SCRIPT_FAULT or cause.signature.code == "hang"
-    own = cause.charged == APPLICATION and script
-    most = SAME_APPLICATION_ERROR if own else SAME_INFRASTRUCTURE_ERROR
-    return SAME_PATIENT_ERROR if cause.kind in LASTING else most
-
-
-def _crash_loop(stuck: Sequence[Incident], cause: Cause) -> str:
-    if (repeated := loops.repeats(stuck, cause)) < _most_repeats(cause):
-        return ""
-    return f"crash loop: the same failure {repeated} times without a new step"
 
 
 def reconsider(state: RunState, cause: Cause) -> list[Instruction]:
@@ -181,7 +150,7 @@ def reconsider(state: RunState, cause: Cause) -> list[Instruction]:
     stuck = loops.fruitless(state)
     while stuck and stuck[-1].lost and stuck[-1].signature != cause.signature:
         stuck.pop()  # it came later, and may prove to be another one as well
-    why = _crash_loop(stuck, cause) or spent(state, cause.charged)
+    why = loops.crash_loop(stuck, cause) or spent(state, cause.charged)
     if not why or state.phase is Phase.STOPPING:
         return []
     if state.incident is not None:

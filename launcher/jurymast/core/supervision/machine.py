@@ -41,10 +41,11 @@ from jurymast.core.effects import (
     WhyEnding,
 )
 from jurymast.core.messages import Endpoint
+from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.health import NodeHealth, SickNodes
 from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.stragglers import Stragglers
-from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Hangs, Watch
+from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.recording import Teller
 from jurymast.core.run.state import Phase, RunState

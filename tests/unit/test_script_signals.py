@@ -1,0 +1,113 @@
+"""Signals for a batch script: what reaches it, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from jurymast.cluster.slurm import users_script
+from jurymast.rundir import RunDirectory
+from support.waiting import wait_until
+
+RUN_SCRIPT = """
+import sys
+from pathlib import Path
+from jurymast.script.job import run_script
+sys.exit(run_script(Path(sys.argv[1]), ["a b"], {}, warns=sys.argv[2] == "warns"))
+"""
+
+
+@pytest.mark.parametrize("warns", [True, False])
+def test_signals_for_the_batch_process_reach_the_script(tmp_path: Path, warns: bool) -> None:
+    """But for our own warning of the time limit, and the SIGTERM that Slurm sends to all."""
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    traps = "trap 'exec echo $1' USR1; trap 'echo > warned' USR2; echo > ready"
+    loop = "while :; do sleep 0.01; done"
+    users_script(job).write_text(f"#!/bin/bash\ncd {tmp_path}\n{traps}\n{loop}\n")
+    command = [sys.executable, "-c", RUN_SCRIPT, str(users_script(job)), "warns" if warns else ""]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        wait_until("the script's traps", (tmp_path / "ready").exists)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR2)
+        if not warns:
+            wait_until("its warning", (tmp_path / "warned").exists)
+        process.send_signal(signal.SIGUSR1)
+        told, _ = process.communicate(timeout=20)
+    assert (told, process.returncode) == ("a b\n", 0)
+    assert (tmp_path / "warned").exists() is not warns
+
+
+def has_heard(heard: Path, times: int) -> bool:
+    return heard.exists() and heard.stat().st_size >= times
+
+
+def test_a_warning_while_the_scripts_commands_come_and_go(tmp_path: Path) -> None:
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    heard = tmp_path / "heard"
+    loop = "until [[ -e enough ]]; do (/bin/true; :) | /bin/true; done"
+    users_script(job).write_text(
+        f"#!/bin/bash\ncd {tmp_path}\ntrap 'echo >> heard' USR1; echo > ready\n{loop}\necho done\n"
+    )
+    command = [sys.executable, "-c", RUN_SCRIPT, str(users_script(job)), ""]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        wait_until("the script's traps", (tmp_path / "ready").exists)
+        for number in range(1, 101):
+            process.send_signal(signal.SIGUSR1)
+            wait_until("the trap", partial(has_heard, heard, number))
+        (tmp_path / "enough").touch()
+        told, _ = process.communicate(timeout=20)
+    assert (told, process.returncode) == ("done\n", 0)
+
+
+@pytest.mark.parametrize(("traps", "printed"), [(False, ""), (True, "trapped\nafter 143\n")])
+def test_a_script_does_not_go_on_before_slurms_sigterm_has_reached_it_too(
+    tmp_path: Path, traps: bool, printed: str
+) -> None:
+    ready = tmp_path / "ready"
+    code = (
+        "import os, pathlib, signal, time\nfrom jurymast.script.step import end_after_the_script\n"
+        "signal.signal(signal.SIGTERM, end_after_the_script)\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(60)\n"
+    )
+    trap = "trap 'echo trapped' TERM\n" if traps else ""
+    script = f"{trap}{shlex.join([sys.executable, '-c', code])}\necho after $?\n"
+    with subprocess.Popen(["/bin/bash", "-c", script], stdout=subprocess.PIPE, text=True) as shell:
+        wait_until("the step", ready.exists)
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):  # it waits for the shell
+            shell.wait(0.3)
+        shell.send_signal(signal.SIGTERM)
+        assert shell.communicate(timeout=60)[0] == printed
+
+
+def test_a_signal_that_comes_before_the_script_waits_for_its_traps(tmp_path: Path) -> None:
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    script = "#!/bin/bash\ntrap 'exec echo trapped' USR1\nwhile :; do sleep 0.01; done\n"
+    users_script(job).write_text(script)
+    early = "import os, signal\nfrom jurymast.script import hold\nhold()\n"
+    early += "os.kill(os.getpid(), signal.SIGUSR1)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", early + RUN_SCRIPT, str(users_script(job)), ""], capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("trapped\n", 0)
+
+
+def test_a_script_that_a_signal_ends_ends_its_batch_process_so(tmp_path: Path) -> None:
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    users_script(job).write_text("#!/bin/sh\nkill -INT $$\n")
+    command = [sys.executable, "-c", RUN_SCRIPT, str(users_script(job)), ""]
+    done = subprocess.run(command, timeout=20, check=False)
+    assert done.returncode == -signal.SIGINT
