@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from msgspec import structs
 
@@ -27,6 +30,8 @@ PARTS = {"lib/__init__.py": " ", "lib/part.py": "from . import more\n", "lib/mor
         ({**PARTS, "lib/more.py": "from torch import distributed\n"}, "from torch import distributed", True),
         ({**PARTS, "lib/more.py": "import jax\njax.distributed.initialize()\n"}, "jax.distributed", True),
         ({**PARTS, "lib/more.py": "import torch\nimport transformers\n"}, "", True),
+        ({**PARTS, "lib/more.py": "from transformers import Seq2SeqTrainer\n"}, "Seq2SeqTrainer", True),
+        ({**PARTS, "lib/more.py": "from transformers import TrainingArguments as A\n"}, "TrainingArguments", True),
         ({**PARTS, "lib/more.py": "import mylab_trainer\n"}, "", False),
         ({**PARTS, "lib/more.py": "import importlib\n"}, "", False),
         ({**PARTS, "lib/more.py": "this is no Python"}, "", False),
@@ -52,6 +57,30 @@ def test_a_script_that_is_not_found_shows_nothing() -> None:
 def test_how_a_script_says_whether_its_tasks_train(line: str) -> None:
     script = parse(f"#!/bin/bash\n#JURYMAST {line.strip()}\n", "job", {"--train": True})
     assert script.own in (("--train=no",), ("--train", "no"))
+
+
+GROUP = """
+import datetime, os, sys
+import torch.distributed as dist
+from jurymast.worker import hooks
+class Link:
+    def emit(self, message): print(type(message).__name__)
+hooks.watch_groups(Link())
+how = {"store": dist.HashStore(), "rank": 0, "world_size": int(sys.argv[1])}
+try:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=0.2), **how)
+except Exception:
+    print("nobody came")
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("size", "told"), [("1", ""), ("2", "GroupMade\nnobody came\n")])
+def test_a_group_of_several_is_told_before_it_waits(size: str, told: str) -> None:
+    """A group of one is no sign of a training: each task for itself may make one."""
+    command = [sys.executable, "-c", GROUP, size]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == told
 
 
 def tasks() -> Story:

@@ -19,7 +19,7 @@ from jurymast.script.recognise import PYTHON
 # Whatever makes a process group of torch's, or has another library make one.
 GROUPS = re.compile(
     r"\btorch\.distributed\b|\bfrom\s+torch\s+import\b[^\n]*\bdistributed\b|\binit_process_group\b|"
-    r"\bDistributedDataParallel\b|\b(pytorch_)?lightning\b|\baccelerate\b|\bdeepspeed\b|\bTrainer\b|"
+    r"\bDistributedDataParallel\b|\b(pytorch_)?lightning\b|\baccelerate\b|\bdeepspeed\b|\w*Train(er|ingArguments)\b|"
     r"\btorchtitan\b|\bmegatron\b|\bcomposer\b|\bcolossalai\b|\bnemo\b|\bjurymast\b|"
     r"\bMASTER_ADDR\b|\bWORLD_SIZE\b"
 )

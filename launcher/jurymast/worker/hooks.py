@@ -19,6 +19,7 @@ it; the nvidia probe finds causes on the GPU itself (clocks, throttling).
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 import weakref
@@ -89,7 +90,7 @@ class StepParts:
 
 
 def watch_groups(link: Link) -> None:
-    """Report that the script makes a process group, before it waits for other ranks."""
+    """Report that the script makes a process group of several ranks, before it waits for the others."""
     for name in ("", ".distributed_c10d", ".device_mesh"):
         module: Any = sys.modules.get(f"torch.distributed{name}")
         if hasattr(module, "init_process_group"):
@@ -99,7 +100,9 @@ def watch_groups(link: Link) -> None:
 def _telling(function: Callable[..., None], link: Link) -> Callable[..., None]:
     @functools.wraps(function)
     def told(*args: Any, **kwargs: Any) -> None:
-        link.emit(within.GroupMade())
+        size = args[3] if len(args) > 3 else kwargs.get("world_size", -1)
+        if (os.environ.get("WORLD_SIZE") if size == -1 else str(size)) != "1":
+            link.emit(within.GroupMade())
         function(*args, **kwargs)
 
     return told
