@@ -31,7 +31,7 @@ PARTS = {"lib/__init__.py": " ", "lib/part.py": "from . import more\n", "lib/mor
         ({**PARTS, "lib/more.py": "import jax\njax.distributed.initialize()\n"}, "jax.distributed", True),
         ({**PARTS, "lib/more.py": "import torch\nimport transformers\n"}, "", True),
         ({**PARTS, "lib/more.py": "from transformers import Seq2SeqTrainer\n"}, "Seq2SeqTrainer", True),
-        ({**PARTS, "lib/more.py": "from transformers import TrainingArguments as A\n"}, "TrainingArguments", True),
+        ({**PARTS, "lib/more.py": "from transformers import TrainingArguments\n"}, "TrainingArguments", True),
         ({**PARTS, "lib/more.py": "import mylab_trainer\n"}, "", False),
         ({**PARTS, "lib/more.py": "import importlib\n"}, "", False),
         ({**PARTS, "lib/more.py": "this is no Python"}, "", False),
