@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 from jurymast.interpreter import run_module
 
 LINE_BYTES_MAX = 2 << 20
+REST_LIMIT_S = 1.0
 
 
 class Child:
@@ -73,4 +75,13 @@ class Child:
                 self._process.kill()
             except ProcessLookupError:
                 pass
-        return await self.gone(limit_s)
+        gone = await self.gone(limit_s)
+        # RuntimeError: somebody else reads it. A process in a session of its own may hold the pipe open.
+        with suppress(asyncio.TimeoutError, RuntimeError, OSError):
+            await asyncio.wait_for(self._read_rest(), REST_LIMIT_S)
+        return gone
+
+    async def _read_rest(self) -> None:
+        """Read what nobody wants: asyncio closes a pipe only at its end, and reads none that is full."""
+        while await self._stdout.read(LINE_BYTES_MAX):
+            pass

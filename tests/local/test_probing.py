@@ -400,7 +400,7 @@ def test_a_probe_that_finds_what_is_too_much_or_wrong_is_still_heard(
     assert len(told) == (100 if how == "many" else 1)
 
 
-@pytest.mark.parametrize("how", ["garbage", "other", "infinite"])
+@pytest.mark.parametrize("how", ["garbage", "deep", "other", "infinite"])
 def test_a_probe_that_writes_to_the_pipe_is_left_out_and_the_others_go_on(
     acme: Callable[..., Acme], how: str
 ) -> None:
