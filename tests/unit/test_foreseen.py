@@ -42,4 +42,4 @@ def test_what_happens_to_a_line(
 def test_what_the_script_says_of_its_tasks_counts() -> None:
     for train, protected in (("yes", True), ("no", False)):
         (found,) = foreseen("srun -N2 python shard.py", CommandLine(), 2, train)
-        assert (found.protected, found.why.endswith(f"--train={train}")) == (protected, True)
+        assert (found.protected, found.why.endswith(f"`train: {train}`")) == (protected, True)

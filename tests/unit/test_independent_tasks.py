@@ -102,7 +102,7 @@ def test_one_fails_and_the_others_finish() -> None:
     end = story.last(Finish)
     assert (end.state, end.exit_code, story.state.attempt) == ("failed", 3, 1)
     assert "rank 0" in end.reason
-    assert "#JURYMAST --train=yes" in end.reason
+    assert "`#JURYMAST train: yes`" in end.reason
     assert story.incident.action == "stop"
 
 

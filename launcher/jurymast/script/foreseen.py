@@ -99,10 +99,10 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
     if train:
         return (
             train == "yes",
-            f"each task {'is a rank' if train == 'yes' else 'is for itself'}: --train={train}",
+            f"each task {'is a rank' if train == 'yes' else 'is for itself'}, by `train: {train}`",
         )
     shown = evidence.shows(step.command, read, variables)
     if shown.independent:
-        return False, "independent tasks, as nothing in it makes a process group (#JURYMAST --train=yes)"
+        return False, "independent tasks, as nothing in it makes a process group (`#JURYMAST train: yes`)"
     why = f"`{shown.training}` in it shows a training" if shown.training else "its text does not show which"
     return True, f"each task is a rank: {why}; srun's rules hold until the tasks make a process group"

@@ -143,7 +143,7 @@ def _as_ranks(step: Step, srun: CommandLine, tasks: int) -> int | None:
         say(
             f"{' '.join(srun.command[:2])}: taken for {tasks * step.active} independent tasks, as nothing in "
             "it makes a process group; srun runs them, without failure handling "
-            "(#JURYMAST --train=yes makes them one training)"
+            "(`#JURYMAST train: yes` makes them one training)"
         )
         return None
     return step.run_tasks(srun, tasks, guessed=not said and not shown.foreign)

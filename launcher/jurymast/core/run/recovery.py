@@ -274,7 +274,7 @@ NAMED_MAX = 3
 # What was taken for what, and how to choose.
 ALONE = (
     "no task made a process group, so each was for itself as under srun "
-    "(#JURYMAST --train=yes makes them one training)"
+    "(`#JURYMAST train: yes` makes them one training)"
 )
 RANKS_GONE = "RanksGone"  # an error that no rank tells
 
