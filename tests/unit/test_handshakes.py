@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import os
@@ -288,6 +289,42 @@ def test_a_handshake_completes_while_a_flood_goes_on(
             more = count() + FLOODED
             wait_until(f"{more} strangers", lambda more=more: count() >= more)  # type: ignore[misc]
             stream.connect("127.0.0.1", port, SECRET, who, read_served, LIMIT_S).close()
+
+
+def reset_while_connecting(patch: pytest.MonkeyPatch) -> list[object]:
+    """Let the server seem to have reset the first connection before connect(2) returned. Returns where to
+    all of them went."""
+    places: list[object] = []
+    connect = socket.socket.connect
+
+    def reset_first(plug: socket.socket, place: Any) -> None:
+        places.append(place)
+        if len(places) == 1:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        connect(plug, place)
+
+    patch.setattr(socket.socket, "connect", reset_first)
+    return places
+
+
+def test_a_keeper_that_resets_while_a_node_connects_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as closed:
+        port, who = keepers(closed)
+        places = reset_while_connecting(monkeypatch)
+        stream.connect("127.0.0.1", port, SECRET, who, read_served, LIMIT_S).close()
+        assert places == 2 * [("127.0.0.1", port)]
+
+
+def test_a_supervisor_that_resets_while_a_node_connects_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        async with listening() as port:
+            places = reset_while_connecting(monkeypatch)
+            (await channel.connect("127.0.0.1", port, SECRET, read_said, LIMIT_S)).close()
+            assert places == 2 * [("127.0.0.1", port)]
+
+    run(work())
 
 
 # What else strangers do.

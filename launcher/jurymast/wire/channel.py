@@ -312,17 +312,24 @@ async def connect(
     loop = asyncio.get_running_loop()
     end = loop.time() + limit_s
     while True:
-        made = Connection(await asyncio.wait_for(_plugged(host, port), end - loop.time()))
         try:
-            return await asyncio.wait_for(_shake(made, secret, f"{host}:{port}", read), end - loop.time())
+            return await _connected(host, port, secret, read, end)
         except ConnectionResetError:  # a server that strangers beset closes what it has no time for
-            made.close()
             if loop.time() + protocol.CONNECT_AGAIN_S > end:
                 raise
             await asyncio.sleep(protocol.CONNECT_AGAIN_S)
-        except BaseException:
-            made.close()
-            raise
+
+
+async def _connected(
+    host: str, port: int, secret: bytes, read: Callable[[bytes], Hears], end: float
+) -> Channel[Hears]:
+    time = asyncio.get_running_loop().time
+    made = Connection(await asyncio.wait_for(_plugged(host, port), end - time()))
+    try:
+        return await asyncio.wait_for(_shake(made, secret, f"{host}:{port}", read), end - time())
+    except BaseException:
+        made.close()
+        raise
 
 
 async def _shake(

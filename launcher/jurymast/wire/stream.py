@@ -124,17 +124,23 @@ def connect(
     """Connect to `whom` and authenticate. Raises OSError, AuthenticationError or ProtocolError."""
     end = time.monotonic() + limit_s
     while True:
-        connection = socket.create_connection((host, port), max(0.001, end - time.monotonic()))
         try:
-            return _shaken(connection, secret, whom, f"{host}:{port}", read, end)
+            return _connected(host, port, secret, whom, read, end)
         except ConnectionResetError:  # a server that strangers beset closes what it has no time for
-            connection.close()
             if time.monotonic() + protocol.CONNECT_AGAIN_S > end:
                 raise
             time.sleep(protocol.CONNECT_AGAIN_S)
-        except BaseException:
-            connection.close()
-            raise
+
+
+def _connected(
+    host: str, port: int, secret: bytes, whom: str, read: Callable[[bytes], Hears], end: float
+) -> Stream[Hears]:
+    connection = socket.create_connection((host, port), max(0.001, end - time.monotonic()))
+    try:
+        return _shaken(connection, secret, whom, f"{host}:{port}", read, end)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _shaken(
