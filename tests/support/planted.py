@@ -27,6 +27,7 @@ from jurymast.core.nodes.watch import Watch
 from jurymast.core.run import ends, loops, machine, recovery
 from jurymast.core.run.attribution import cause_of_end
 from jurymast.core.run.state import Node, RunState
+from jurymast.core.supervision import machine as supervision
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.machine import Supervision
 from jurymast.sim.cluster.agent import SimHost
@@ -398,6 +399,14 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "8: what agents say when they are back is not compared": (
         of("supervisor", "rank", "storage hangs", "stall"),
         [(Supervision, "_missed", lambda *_, **__: None)],
+    ),
+    "6: a restart of which only some agents were told is not begun anew": (
+        of("half told"),
+        [(Supervision, "_if_half_told", _nothing)],
+    ),
+    "7: who was not told to stop is not told by the next supervisor either": (
+        of("half told"),
+        [(supervision, "resume", _nothing), (Supervision, "_tell_again", _nothing)],
     ),
     "B8: a supervisor that reads a long journal does not show that it lives": (
         exactly(taken_over_when_the_journal_is_long),

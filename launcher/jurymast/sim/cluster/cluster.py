@@ -19,7 +19,7 @@ from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.core.supervision.machine import STILL_RUNNING
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
-from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, Oracle, Violation
+from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, STILL_LIMIT_S, Oracle, Violation
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.training import SimGroup
 from jurymast.sim.cluster.world import RunDisk, SimNetwork, Storage, World
@@ -45,6 +45,7 @@ KINDS: dict[str, tuple[float, float]] = {
     "hang": (1, 40.0),  # until they are stopped; the cluster is simulated at least this long
     "host": (1, 0.0),  # its torchrun host dies
     "supervisor": (3, 0.0),  # is killed
+    "half told": (0.7, 0.0),  # after it has told only some agents of a restart: to stop, or to launch
     "stall": (1.5, 8.0),  # the supervisor's process stands still
     "storage hangs": (1.5, 70.0),
     "storage full": (1, 30.0),
@@ -231,6 +232,7 @@ class Cluster:
         self._waiting: list[Fault] = []  # for a phase
         self.slurm_silent_until = self._kill_at = self._breaks_until = 0.0
         self._breaks_at, self._turns = 0, itertools.count()  # the step, and how the ranks end there
+        self._half_told: tuple[type[msg.ToAgent], int] | None = None  # dies after so many orders of this kind
         uneven = [fault.node % 2 for fault in wanted.faults if fault.kind == "uneven"]
         self.slow_place = uneven[0] * (wanted.active - 1) if uneven else None
         for fault in wanted.faults:
@@ -392,6 +394,10 @@ class Cluster:
                     site.agent.connection.snap(half=fault.kind == "half")
             case "clock":
                 site.clock_s += self.world.chance.uniform(-JUMP_S, JUMP_S)
+            case "half told":
+                told = 1 + fault.other % max(1, self.wanted.active - 1)
+                self._half_told = (msg.Stop if fault.node % 2 else msg.Launch), told
+                self._ask(msg.Ask(what="restart", by="you"))
             case "drained":
                 touch(site.name, 1e9)
                 self._ask(msg.Ask(what="drain", by="you", node=site.name))
@@ -475,6 +481,16 @@ class Cluster:
         if allocation == self.allocation and self.allocated:
             self.oracle.killed()
             self._end_job(again=self.ending == "preempted")
+
+    def dies_before(self, order: msg.ToAgent) -> bool:
+        """Whether the supervisor dies before it sends this order: see "half told"."""
+        kind, left = self._half_told or (msg.Leave, 0)
+        if self._half_told is None or not isinstance(order, kind):
+            return False
+        self._half_told = (kind, left - 1) if left else None
+        if not left:  # what is missing shows later
+            self._until = max(self._until, self.world.now + STILL_LIMIT_S + AFTER_S)
+        return not left
 
     def _roll_back(self, supervisor: SimSupervisor) -> None:
         """Roll back to the second newest checkpoint, if there is one: on storage first, then by asking the

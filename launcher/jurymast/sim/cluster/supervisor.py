@@ -249,6 +249,8 @@ class SimSupervisor:
 
     def _one(self, effect: do.Effect) -> None:
         match effect:
+            case do.Send() if self.cluster.dies_before(effect.message):
+                self.end()
             case do.Send():
                 if isinstance(effect.message, msg.Leave):
                     self.cluster.oracle.sends_home(self)
