@@ -257,6 +257,43 @@ def test_what_one_node_cannot_write_others_do_before_the_nodes_go() -> None:
     assert site.secured()
 
 
+def test_what_one_node_cannot_write_is_with_others_at_once() -> None:
+    """Slurm's SIGKILL may come within the pause that storage has after a failure: what others lack they get
+    meanwhile, and write it as soon as they have it. After a second node's failure storage has its pause."""
+    site = with_an_unsaved_state()
+    assert not site.secured()
+    first, *_ = site.ordered(msg.Write)
+    site.answer([first], why="it is not mounted")
+    assert not site.secured()
+    ((holder, order),) = site.ordered(msg.Replicate)
+    assert order.rank == 0
+    site.hold(0, holder, at=20, tier="peer")
+    assert not site.secured()
+    orders = site.ordered(msg.Write)
+    assert {node for node, _ in orders} == {holder, "n2", "n3"}
+    site.answer([one for one in orders if one[0] == "n3"], why="it is not mounted")
+    for rank in range(3):
+        site.hold(rank, "s1", at=20, tier="peer")
+    assert not site.secured()
+    assert site.ordered(msg.Write) == []
+    site.time += RETRY_S + 0.1
+    assert not site.secured()
+    assert {node for node, _ in site.ordered(msg.Write)} == {"n2", "s1"}
+
+
+def test_after_a_warning_others_write_at_once_what_one_node_could_not() -> None:
+    site = with_an_unsaved_state()
+    site.hold(0, "s1", at=20, tier="peer")
+    site.do(site.checkpoints.hasten(site.time))
+    first, *_ = site.ordered(msg.Write)
+    assert first[0] == "n1"
+    site.answer([first], why="it is not mounted")
+    site.look()
+    assert {node: order.ranks for node, order in site.ordered(msg.Write)} == {
+        "s1": (0,), "n2": (1,), "n3": (2,),
+    }  # fmt: skip
+
+
 def test_who_could_not_write_is_asked_again_when_nobody_can_take_its_images() -> None:
     """As soon as that is known, or after a while."""
     site = Site(replicas=0, shared_every_s=3600.0)

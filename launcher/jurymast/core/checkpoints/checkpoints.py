@@ -230,14 +230,17 @@ class Securing:
         """Have the newest state written, without anything after which ranks could not save the next one. What
         nodes would have to put together first is left out."""
         keys = self._writes.unsaved()
-        free = self._writes.free(cp.SHARED, now, hurry=True)
-        return self._writes.write(cp.SHARED, keys[0], now) if keys and free else []
+        return self._write(keys[0], now) if keys else []
+
+    def _write(self, key: StateId, now: float) -> list[Effect]:
+        """Have a state written, if that is due; nothing, unless it is whole."""
+        return self._writes.write(cp.SHARED, key, now) if self._writes.ready(key, now) else []
 
     def secure(self, now: float) -> list[Effect]:
         """Order what is due. Called repeatedly until `secured`."""
         keys = [key for key in self._writes.unsaved() if key not in self._hopeless] or self._press()
         self.secured = not keys
-        if not keys or not self._writes.free(cp.SHARED, now, hurry=True):
+        if not keys or self._writes.is_writing(cp.SHARED):
             return []
         key, unfit = keys[0], self._writes.unfit(cp.SHARED, now)
         writers = [self._writes.writer(key, rank, unfit) for rank in range(self._copies.world(key))]
@@ -246,14 +249,14 @@ class Securing:
         tried_until = self._writes.retries.failed_at(cp.SHARED) + GATHER_LIMIT_S
         late = whole and now > max(tried_until, self.gathers_until)
         if not ranks or late:
-            return self._writes.write(cp.SHARED, key, now)
+            return self._write(key, now)
         effects = self._have_room_made(keys)
         takers = self._with_room(unfit) or ([] if whole else self._with_room(()))
         if not takers and not whole:
             self._hopeless.add(key)
         if takers and now >= self._gather_at:
             return effects + self._gather(key, ranks, takers, now)
-        return effects + self._writes.write(cp.SHARED, key, now)  # nothing, unless it is whole
+        return effects + self._write(key, now)
 
     def _press(self) -> list[StateId]:
         """Try again to write the newest state that had no room to be gathered. Older states are in the shared

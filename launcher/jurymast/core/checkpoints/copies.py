@@ -544,11 +544,15 @@ class Retries:
 
     def due_at(self, tier: str, *, hurry: bool = False) -> float:
         """Return when it is tried again; minus infinity unless the last try failed."""
-        last, interrupted_at = self._failing.get(tier), self._interrupted.get(tier, -math.inf)
+        last = self._failing.get(tier)
         if last is None:
-            return interrupted_at + INTERRUPTED_S
+            return self.calm_at(tier)
         pause_s = RETRY_S if hurry else min(RETRY_MAX_S, RETRY_S * 2.0 ** min(last.times - 1, 10))
-        return max(last.at + pause_s, interrupted_at + INTERRUPTED_S)
+        return max(last.at + pause_s, self.calm_at(tier))
+
+    def calm_at(self, tier: str) -> float:
+        """Return when the loss of a node no longer makes that of others likely."""
+        return self._interrupted.get(tier, -math.inf) + INTERRUPTED_S
 
     def failed_at(self, tier: str) -> float:
         """Return when the last try failed, if none has succeeded since."""

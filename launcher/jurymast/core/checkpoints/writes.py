@@ -138,9 +138,24 @@ class Writes:
     def knows(self, id: str) -> bool:
         return any(write.id == id for write in self._under_way.values())
 
-    def free(self, tier: str, now: float, *, hurry: bool = False) -> bool:
+    def is_writing(self, tier: str) -> bool:
+        return tier in self._under_way
+
+    def free(self, tier: str, now: float) -> bool:
         """Whether no write to this tier is under way, and its last failure is some time ago."""
-        return tier not in self._under_way and self.retries.due(tier, now, hurry=hurry)
+        return not self.is_writing(tier) and self.retries.due(tier, now)
+
+    def ready(self, key: StateId, now: float) -> bool:
+        """Whether this state can be written to shared storage now, in a hurry. What one node could not write
+        others write at once, if they have it: only a second node's failure says something about the
+        storage."""
+        if self.is_writing(cp.SHARED):
+            return False
+        unfit = self.unfit(cp.SHARED, now)
+        writers = (self.writer(key, rank, unfit) for rank in range(self._copies.world(key)))
+        if len(unfit) == 1 and all(node and node not in unfit for node in writers):
+            return now >= self.retries.calm_at(cp.SHARED)
+        return self.retries.due(cp.SHARED, now, hurry=True)
 
     def due_at(self, tier: str) -> float:
         """Return when the next write to the tier may begin, if none is under way; 0.0: at once."""
@@ -172,7 +187,7 @@ class Writes:
 
     def _due(self, tier: str, key: StateId, now: float) -> bool:
         hurry = tier == cp.SHARED and (self._hastened is not None or now < self._hasty_until)
-        idle = self.free(tier, now, hurry=hurry) and (hurry or now >= self.due_at(tier))
+        idle = self.ready(key, now) if hurry else self.free(tier, now) and now >= self.due_at(tier)
         return idle and self._tried.get(tier) != key and self._copies.in_memory(key)
 
     def write(self, tier: str, key: StateId, now: float) -> list[Effect]:
