@@ -281,6 +281,21 @@ def test_what_one_node_cannot_write_is_with_others_at_once() -> None:
     assert {node for node, _ in site.ordered(msg.Write)} == {"n2", "s1"}
 
 
+def test_a_report_that_crosses_the_order_to_give_it_up_is_not_believed() -> None:
+    """The node has the order by the time at which its report is read, and says nothing of what it drops."""
+    site = with_an_unsaved_state()
+    assert not site.secured()
+    first, *_ = site.ordered(msg.Write)
+    site.answer([first], why="it is not mounted")
+    assert not site.secured()
+    ((holder, order),) = site.ordered(msg.Replicate)
+    site.save(30)
+    site.replicas_made(30)
+    assert holder in dict(site.ordered(msg.Committed))
+    site.hold(order.rank, holder, at=20, tier="peer")
+    assert [copy for copy in site.checkpoints.copies.every() if copy.step == 20] == []
+
+
 def test_after_a_warning_others_write_at_once_what_one_node_could_not() -> None:
     site = with_an_unsaved_state()
     site.hold(0, "s1", at=20, tier="peer")

@@ -407,6 +407,8 @@ class Checkpoints:
                 effects.append(Send(node, msg.Void(step=key.step, attempt=key.attempt)))
                 continue
             copies = report.on(node)
+            if self.replicas.gives_up(copies[0]):
+                continue
             for copy in copies:
                 self.copies.hold(copy)
             self.replicas.held(copies[0])

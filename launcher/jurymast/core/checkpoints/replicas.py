@@ -292,6 +292,8 @@ class Replicas:
         self._domains: dict[str, str] = {}
         self._reach = Reachability()
         self._ordered: dict[str, set[tuple[StateId, str, int, tuple[int, ...]]]] = {}  # by holder
+        # By holder: what is older it gives up, as it was told, and a report of that is older than the order.
+        self._given_up: dict[str, StateId] = {}
         self._pass: _Pass | None = None
         self._safe: StateId | None = None
         self._bare = False  # no node had memory for some of its replicas
@@ -309,7 +311,6 @@ class Replicas:
         self._dirty = True
         if self._bare:  # it may have the memory that nobody had
             self._safe = None
-        self._ordered.pop(node, None)
         self._forget(node)
 
     def tell_safe(self, node: str) -> list[Effect]:
@@ -318,14 +319,20 @@ class Replicas:
         return [] if self._safe is None else self.give_up_older(self._safe, [node])
 
     def lost(self, node: str) -> None:
-        self._ordered.pop(node, None)
         self._forget(node)
 
     def _forget(self, node: str) -> None:
-        """Failures with this node no longer count, nor those of XORs: one of their members may have been
-        here."""
+        """What this node was told, and failures with it, no longer count, nor do those of XORs: one of their
+        members may have been here."""
+        self._ordered.pop(node, None)
+        self._given_up.pop(node, None)
         self._reach.forget(node)
         self._reach.forget(XOR)
+
+    def gives_up(self, copy: Copy) -> bool:
+        """Whether the copy's holder gives it up as soon as it hears what it was told, and says no more."""
+        given_up = self._given_up.get(copy.node)
+        return copy.tier == cp.PEER and given_up is not None and cp.age(copy.key) < cp.age(given_up)
 
     def held(self, copy: Copy) -> None:
         self._dirty = True
@@ -452,6 +459,8 @@ class Replicas:
         if name in ordered:
             return []
         ordered.add(name)
+        if cp.age(key) < cp.age(self._given_up.get(holder, key)):
+            del self._given_up[holder]
         room = self._make_room(key, holder, order.group) if order.group else []
         return [*room, Send(holder, order)]
 
@@ -494,6 +503,7 @@ class Replicas:
             self._ask_again(one)
             for node in [""] if len(nodes) == len(self._holders) else nodes:  # "": all
                 self._copies.drop_where(one, node=node, tiers=(cp.MEMORY, cp.PEER))
+        self._given_up.update(dict.fromkeys(nodes, key))
         return [Send(node, committed) for node in nodes]
 
     def _ask_again(self, key: StateId) -> None:
