@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import asdict
 
 from jurymast.agent.ranks import process_state
-from jurymast.agent.stacks import StackTaker
+from jurymast.agent.stacks import StackTaker, loader_workers
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.nodes import stacks
@@ -526,3 +526,27 @@ def test_what_the_user_has_set_stays(taken: Taken, monkeypatch: pytest.MonkeyPat
     assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment, "newer releases warn about it"
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "10")
     assert "TORCH_FR_BUFFER_SIZE" not in taken[0].launch(order(3, 0))
+
+
+STARTS_ONE = """
+import multiprocessing, sys, time
+if __name__ == "__main__":
+    worker = multiprocessing.get_context(sys.argv[1]).Process(target=time.sleep, args=(1000,), daemon=True)
+    worker.start()
+    print(worker.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_that_a_loader_starts_is_a_worker_and_a_server_of_such_is_none(
+    tmp_path: Path, method: str
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(STARTS_ONE)
+    command = [sys.executable, str(script), method]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        worker = int(rank.stdout.readline())
+        assert loader_workers(rank.pid) == [worker]
+        rank.communicate("")

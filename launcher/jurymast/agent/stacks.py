@@ -72,6 +72,7 @@ POLL_S = 0.02
 WORKER_LIMIT_S = 0.3
 LOADER_WORKER = "pt_data_worker"
 SPAWNED = "--multiprocessing-fork"
+FORK_SERVER = "multiprocessing.forkserver"
 # A file that has not grown for this many looks is complete, because faulthandler writes no end mark.
 STILL_LOOKS = 2
 STACK_BYTES_MAX = 256 * 1024
@@ -266,7 +267,7 @@ def _ask(ranks: list[_SeenRank], end: float) -> None:
     for rank in ranks:
         rank.proc = {name: _text_of(f"/proc/{rank.pid}/{name}") for name in PROC_FILES}
         # Provisional, from outside, so that one that is stopped or gone is reported even if time runs out.
-        workers = enumerate(_loader_workers(rank.pid))
+        workers = enumerate(loader_workers(rank.pid))
         rank.workers = [stacks.LoaderWorker(number, process_state(pid)[0], ()) for number, pid in workers]
     while waiting and time.monotonic() < end:
         time.sleep(POLL_S)
@@ -282,7 +283,7 @@ def _ask_workers(rank: _SeenRank, end: float) -> None:
     """Ask the rank's loader workers one after another, because those forked from the rank answer into the
     rank's file."""
     own, found = rank.text, list[stacks.LoaderWorker]()
-    for pid in _loader_workers(rank.pid):
+    for pid in loader_workers(rank.pid):
         worker = _SeenRank(rank.rank, pid, rank.dump)
         if _can_answer(worker) and stack_signal.listens(pid):
             _ask_one(worker, min(end, time.monotonic() + WORKER_LIMIT_S))
@@ -303,7 +304,7 @@ def _ask_one(process: _SeenRank, end: float) -> None:
         time.sleep(POLL_S)
 
 
-def _loader_workers(pid: int) -> list[int]:
+def loader_workers(pid: int) -> list[int]:
     """Return a rank's loader workers in the order in which they started. torch names them; if none has that
     name (torchdata's have not), every process that multiprocessing has started counts."""
     named, started = list[tuple[float, int]](), list[tuple[float, int]]()
@@ -314,9 +315,18 @@ def _loader_workers(pid: int) -> list[int]:
                 age = (child.create_time(), child.pid)
                 if child.name() == LOADER_WORKER:
                     named.append(age)
-                elif (own := child.cmdline()) == command or SPAWNED in own:
+                elif _is_started(child, pid, command):
                     started.append(age)
     return [worker for _, worker in sorted(named or started)]
+
+
+def _is_started(child: psutil.Process, rank: int, command: list[str]) -> bool:
+    """Whether multiprocessing has started this process of a rank: by fork, spawn, or its fork server, which
+    is none of those that it starts, and their parent. It is the usual way from Python 3.14 on."""
+    own = child.cmdline()
+    if any(FORK_SERVER in word for word in own):
+        return child.ppid() != rank
+    return own == command or SPAWNED in own
 
 
 def _family(pid: int) -> list[psutil.Process]:
