@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 from jurymast.interpreter import run_module
 from jurymast.sim.cluster.cluster import Plan, Result, random_plan, run, smallest
@@ -38,7 +39,8 @@ def every(seeds: range, processes: int) -> Iterator[Result]:
         for part in parts:
             yield from several(part)
         return
-    with ProcessPoolExecutor(processes) as pool:
+    # From Python 3.14 on the usual way starts a Python, which imports from the directory it is started in.
+    with ProcessPoolExecutor(processes, get_context("fork")) as pool:
         for results in pool.map(several, parts):
             yield from results
 
