@@ -4,7 +4,7 @@
 # TORCH_INDEX=URL           where torch comes from, if not from pip's usual index. For the CPU build, which is
 #                           all that demo and tests need: https://download.pytorch.org/whl/cpu
 # PINNED=yes                everything else in the versions, and with the hashes, of tests/requirements.txt
-# PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS and BENCH_FLAGS likewise
+# PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS, BENCH_FLAGS and MATRIX_FLAGS likewise
 # TEST_WORKERS=3            so many tests run at the same time, but for those that measure time
 # TEST_LIMIT=90m            each of the two parts of the tests is ended after this long
 
@@ -23,6 +23,7 @@ TEST_FLAGS := --dist=loadfile --no-loadscope-reorder
 SHORT ?= --short
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
+MATRIX_FLAGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,10 +36,6 @@ CLOSED := ! -type l '(' ! -perm -o+r -o -type d ! -perm -o+x ')'
 # Every run of the tests starts hundreds of interpreters; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# All Pythons that jurymast supports, as far as they are here, and all torches: the oldest and the newest one.
-PYTHONS ?= python3.10 python3.11 python3.12 python3.13
-TORCHES ?= torch==2.6.0 torch==2.13.0
-
 .PHONY: help install demo test test-all lint bench styles matrix docs man
 .DELETE_ON_ERROR:
 
@@ -50,7 +47,7 @@ help:
 	@echo 'make lint      ruff, mypy, and the layers of the imports'
 	@echo 'make bench     all benchmarks'
 	@echo 'make styles    batch scripts in forty public styles, on a real Slurm cluster'
-	@echo 'make matrix    unit and conformance tests on each Python that is here, with each torch'
+	@echo 'make matrix    the tests on several Pythons, torches, Debians and Slurms, as a table; hours'
 	@echo 'make docs      the documents as a site, in dist/site'
 	@echo 'make man       manual pages of all commands, in dist/man'
 
@@ -119,21 +116,8 @@ bench: install
 styles: install
 	@umask 022; JURYMAST_STYLES=all $(BIN)/python -m pytest tests/slurm/test_batch_scripts.py $(PYTEST_FLAGS)
 
-# Each has an environment of its own below .venv. A torch that does not support a Python is said, and left out.
-matrix:
-	@mkdir -p $(VENV)/matrix; failed=(); tried=0; \
-	for python in $(PYTHONS); do \
-	  command -v $$python >/dev/null || { echo "== $$python is not here"; continue; }; \
-	  for torch in $(TORCHES); do \
-	    place=$(VENV)/matrix/$$python-$${torch/==/-}; tried=$$((tried + 1)); \
-	    echo "== $$python, $$torch"; \
-	    $(MAKE) --no-print-directory install VENV=$$place PYTHON=$$python TORCH=$$torch > $$place.log 2>&1 || \
-	      { echo "not installable: $$place.log"; failed+=("$$python/$$torch"); continue; }; \
-	    $$place/bin/python -m pytest tests/unit tests/conformance $(PYTEST_FLAGS) || failed+=("$$python/$$torch"); \
-	  done; \
-	done; \
-	if ((tried == 0)); then echo 'no Python is here' >&2; exit 1; fi; \
-	if (($${#failed[@]} > 0)); then echo "failed: $${failed[*]}" >&2; exit 1; fi
+matrix: install
+	@PYTHONPATH=slurm $(BIN)/python .ci/matrix.py $(MATRIX_FLAGS)
 
 docs: install
 	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || { umask 022; $(PIP) --editable '.[docs]'; }

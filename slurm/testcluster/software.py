@@ -77,24 +77,29 @@ def ensure_base(slurm: str) -> Path:
     if slurm == SLURM_SYSTEM:
         return Path("/")
     suite = SUITE_OF[slurm]
-    base = BASES / suite
-    if (base / _COMPLETE).exists():
-        return base
+    return debian(suite, BASES / suite, _PACKAGES)
+
+
+def debian(suite: str, place: Path, packages: str) -> Path:
+    """A base system of Debian's `suite` with `packages` (comma-separated) at `place`; made once, which takes
+    minutes."""
+    if (place / _COMPLETE).exists():
+        return place
     if _find("debootstrap") is None:
         _apt_install(["debootstrap"])
-    partial = BASES / f"{suite}.partial"
+    partial = place.with_name(f"{place.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)
     partial.parent.mkdir(parents=True, exist_ok=True)
-    options = ["--variant=minbase", f"--include={_PACKAGES}"]
+    options = ["--variant=minbase", f"--include={packages}"]
     script = [] if (_DEBOOTSTRAP_SCRIPTS / suite).exists() else [str(_DEBOOTSTRAP_SCRIPTS / "sid")]
     run(["debootstrap", *options, suite, str(partial), _MIRROR, *script], timeout_s=_INSTALL_DEADLINE_S)
     (partial / "etc" / "hosts").touch()
     (partial / _COMPLETE).touch()
-    if base.exists():
-        shutil.rmtree(base)
-    partial.rename(base)
-    return base
+    if place.exists():
+        shutil.rmtree(place)
+    partial.rename(place)
+    return place
 
 
 def slurm_release(base: Path) -> tuple[int, ...]:
