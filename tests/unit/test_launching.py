@@ -167,6 +167,7 @@ def test_an_older_attempt_s_number_never_replaces_a_newer_one_s(tmp_path: Path) 
         story.state,
         JournalWriter(directory.journal, 9),
         lambda: Ending("unknown"),
+        lambda: None,
         Hold(directory.epochs, 9),
     )  # fmt: skip
     supervisor._write_attempt(3)

@@ -232,6 +232,7 @@ def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path
             story.state,
             JournalWriter(directory.journal, 9),
             lambda: Ending("unknown"),
+            lambda: None,
             Hold(directory.epochs, 9),
         )  # fmt: skip
         handshakes = Handshakes(directory.secret(), SUPERVISOR)

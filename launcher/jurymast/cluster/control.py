@@ -3,6 +3,7 @@ or end it."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -197,6 +198,23 @@ def kill_in_s(job: dict[str, str], kill_wait_s: float | None, now: float) -> flo
         return None
     # Slurm's clock may differ from ours.
     return kill_wait_s + min(max(0.0, ends_at - preempted_at), max(0.0, ends_at - now))
+
+
+def ends_in_s(allocation: Allocation) -> float | None:
+    """The seconds until Slurm ends the job for its time limit; infinity: never; None if Slurm does not
+    say."""
+    try:
+        return limit_in_s(job_fields(allocation.job, ANSWER_LIMIT_S, utc=True), time.time())
+    except ClusterUnavailableError:
+        return None
+
+
+def limit_in_s(job: dict[str, str], now: float) -> float | None:
+    """The same from the fields of `scontrol show job` in UTC, at `now` (Unix time)."""
+    ends_at = time_of(job.get("EndTime", ""))
+    if not goes_on(job) or ends_at is None:
+        return math.inf if job.get("TimeLimit") == "UNLIMITED" else None
+    return max(0.0, ends_at - now)
 
 
 def time_of(text: str) -> float | None:

@@ -148,6 +148,10 @@ class WhyEnding(msgspec.Struct, frozen=True):
     connection: int = 0
 
 
+class AskTimeLimit(msgspec.Struct, frozen=True):
+    """Ask Slurm when it ends the job for its time limit. Answered by `time_limit`."""
+
+
 class LookAtStorage(msgspec.Struct, frozen=True):
     """See which checkpoints are in the directory to which the ranks save, and call `found_on_storage`."""
 
@@ -166,5 +170,5 @@ class GiveWay(msgspec.Struct, frozen=True):
 
 Effect = (
     Send | Record | Answer | Disconnect | Pulse | GiveBack | SaveFirst | Journal | Fence | WhyEnding
-    | LookAtStorage | AskSuperseded | End | GiveWay
+    | AskTimeLimit | LookAtStorage | AskSuperseded | End | GiveWay
 )  # fmt: skip

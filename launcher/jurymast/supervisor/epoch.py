@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jurymast
 from jurymast.cluster.allocation import Allocation, announced_by, listen
 from jurymast.cluster.batch import tell_of_requeue
-from jurymast.cluster.control import Ending, kill_wait_s, requeue, why_ending
+from jurymast.cluster.control import Ending, ends_in_s, kill_wait_s, requeue, why_ending
 from jurymast.core import events as ev
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.batch import SUPERSEDED
@@ -74,7 +74,7 @@ async def supervise(
 
     if plan.cluster == "slurm":  # later, slurmctld may be silent
         asyncio.get_running_loop().run_in_executor(None, kill_wait_s)
-    supervisor = Supervisor(directory, state, journal, why, hold)
+    supervisor = Supervisor(directory, state, journal, why, lambda: ends_in_s(allocation), hold)
     if state.epoch == 0:
         for event in first_events(directory, supervisor.now(), jurymast.__version__):
             supervisor.feed(event)

@@ -165,13 +165,14 @@ class Supervisor:
         state: RunState,
         journal: JournalWriter,
         why_ending: Callable[[], Ending],
+        ends_in_s: Callable[[], float | None],
         hold: Hold,
     ) -> None:
         self._directory = directory
         self._secret = directory.secret()
         self.state = state
         self._journal = journal
-        self._why_ending = why_ending
+        self._why_ending, self._ends_in_s = why_ending, ends_in_s
         self._hold = hold
         # The journal stays in order even if this node's clock is behind that of an earlier supervisor.
         self._clock_offset_s = max(time.time(), state.now) - time.monotonic()
@@ -259,6 +260,8 @@ class Supervisor:
                 self._spawn(self._give_back(effect))
             case do.WhyEnding():
                 self._spawn(self._ask_why_ending(effect))
+            case do.AskTimeLimit():
+                self._spawn(self._ask_time_limit())
             case do.LookAtStorage():
                 self._spawn(self._look_at_storage())
             case do.AskSuperseded():
@@ -336,6 +339,9 @@ class Supervisor:
         if ending.why == "cancelled":
             by = "a signal" if self._allocation.startswith("local-") else "scancel"
         self._do(self._machine.why_ending(effect, ending.why, by, self.now(), ending.kill_in_s))
+
+    async def _ask_time_limit(self) -> None:
+        self._do(self._machine.time_limit(await asyncio.to_thread(self._ends_in_s), self.now()))
 
     async def _ask_superseded(self) -> None:
         self._do(self._machine.superseded(await self._hold.is_superseded(), self.now()))

@@ -610,11 +610,16 @@ class Checkpoints:
         bringing it together, of which they report only the end."""
         return max(self.writes.moved_at, self._held_at, self.securing.gathers_until)
 
-    def hasten(self, now: float) -> list[Effect]:
-        """Have the newest committed state written to shared storage at once: the nodes may go soon."""
+    def write_s(self, now: float) -> float:
+        """Return how long it takes to write the newest committed state to shared storage."""
+        return 0.0 if self._commit.key is None else self.writes.takes_s(self._commit.key, now)
+
+    def hasten(self, now: float, until: float = -math.inf) -> list[Effect]:
+        """Have the newest committed state written to shared storage at once: the nodes may go soon, or at
+        `until`."""
         if self._commit.key is None:
             return []
-        self.writes.hasten(self._commit.key, now)
+        self.writes.hasten(self._commit.key, now, until)
         return self.look(now)
 
     def check(self) -> None:

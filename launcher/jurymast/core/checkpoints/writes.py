@@ -51,14 +51,18 @@ def durable_every_s(state: RunState, took_s: float, now: float) -> float | None:
     return durable_interval_s(cheap, durable, known.mtbf_s, share, settings.max_loss_s, now - state.began_at)
 
 
+def usual_s(state: RunState, tier: str, size_bytes: int, nodes: int) -> float:
+    """Return how long a copy to the tier takes: as long as the last one, or as its size says."""
+    known = state.saved.get(tier)
+    if known is not None and known.seconds:
+        return known.seconds
+    return FIRST_S + size_bytes / (RATES[tier] * nodes)
+
+
 def late_after_s(state: RunState, tier: str, size_bytes: int, nodes: int) -> float:
     """Return how long a copy to the tier may take before the user is told that the storage is slow, or
     hangs."""
-    known = state.saved.get(tier)
-    usual_s = known.seconds if known is not None else 0.0
-    if not usual_s:
-        usual_s = FIRST_S + size_bytes / (RATES[tier] * nodes)
-    return LATE_S + LATE_TIMES * usual_s
+    return LATE_S + LATE_TIMES * usual_s(state, tier, size_bytes, nodes)
 
 
 SHARED_PAUSE_MIN_S = 1.0
@@ -161,12 +165,21 @@ class Writes:
         """Return when the next write to the tier may begin, if none is under way; 0.0: at once."""
         return self._next_at.get(tier, 0.0)
 
-    def hasten(self, key: StateId, now: float) -> None:
+    def takes_s(self, key: StateId, now: float) -> float:
+        """Return how long it takes to write this state to shared storage, as far as that was measured: a
+        write that is under way may show that storage is slower by now."""
+        nodes = max(1, len(self._state.placement))
+        usual = usual_s(self._state, cp.SHARED, self._copies.size_bytes(key), nodes)
+        write = self._under_way.get(cp.SHARED)
+        return usual if write is None else max(usual, now - write.started_at)
+
+    def hasten(self, key: StateId, now: float, until: float) -> None:
         """Have this state, or a newer one, written to shared storage as soon as no other write is under way
-        (that one may be the last to succeed), and for a while each that is the newest when a write ends."""
+        (that one may be the last to succeed), and for a while, or `until` later, each that is the newest when
+        a write ends."""
         newest = max(map(cp.age, self.shared), default=(-1, -1))
         self._hastened = key if cp.age(key) > newest else None
-        self._hasty_until = now + HASTE_S
+        self._hasty_until = max(now + HASTE_S, until)
 
     # ---- beginning
 

@@ -23,6 +23,7 @@ from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.checkpoints.copies import SHARED, StateId
 from jurymast.core.effects import (
+    AskTimeLimit,
     Dismiss,
     Effect,
     Fence,
@@ -51,6 +52,7 @@ from jurymast.core.run.recording import Teller
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
+from jurymast.core.supervision.limit import TimeLimit
 from jurymast.errors import never
 
 # Repeated reports of agents are among this many last saves.
@@ -62,7 +64,8 @@ STEADY_LOOKS = 3
 SAVE_LIMIT_S, SAVE_LIMIT_STEPS = 60.0, 6
 REQUESTS = {"cancel", "restart", "drain", "rollback", "save"}
 LOCAL_JOB = "local-"  # how the allocation of a run without Slurm begins
-WARNING = "Slurm's warning"
+# Who requests the last save before the job's end, which is then written to storage at once.
+WARNING, TIME_LIMIT = "Slurm's warning", "the job's time limit"
 ON_STORAGE = "a user while no supervisor was reachable"
 # Slurm's answer when a job does not end at all.
 STILL_RUNNING = "running"
@@ -94,6 +97,7 @@ class Supervision:
         self.agreement = Agreement(state)
         self.launching = Launching(state, self.watch, self.checkpoints, directory)
         self.departure = Departure(state, self.watch, self.checkpoints)
+        self.limit = TimeLimit()
         self._directory = directory
         self._teller = Teller(state, self.watch.reports)
         self._hangs = Hangs(state, self.watch.reports)
@@ -205,8 +209,8 @@ class Supervision:
 
     def _saved_first(self, why: str, in_time: bool, now: float) -> list[Effect]:
         """The requested save is complete, or was not possible in time."""
-        if why == WARNING:
-            return self._do(self.checkpoints.hasten(now), now)
+        if why in (WARNING, TIME_LIMIT):
+            return self._hasten(now)
         event, out = self._after_saves.pop(why), list[Effect]()
         if isinstance(event, ev.Asked) and not in_time and self.state.phase is Phase.RUNNING:
             out = self.note("", f"the save requested by {why}, did not finish in time", now)
@@ -290,6 +294,7 @@ class Supervision:
         if next(self._ticks) % STEADY_LOOKS and self.steady:
             return out
         out += self._tell_progress(now)
+        out += self._look_at_limit(now)
         out += self._do(self.checkpoints.look(now), now)
         out += self._do(self.agreement.look(now, copying=self.checkpoints.writes.any_under_way), now)
         for by, in_time in self.agreement.saved_first(now):
@@ -528,10 +533,40 @@ class Supervision:
     def warned(self, now: float) -> list[Effect]:
         """Slurm warned (SIGUSR2) that a time limit or a preemption is near: what is done is saved, and
         written to storage at once."""
-        out = self.record(ev.Signalled(t=now, signal="SIGUSR2"))
-        if not self.agreement.save_first(WARNING, self._save_limit_s, now):
-            return out + self._do(self.checkpoints.hasten(now), now)
-        return out + self.record(ev.Asked(t=now, what="save", by=WARNING))
+        self.limit.warned(now)
+        return self.record(ev.Signalled(t=now, signal="SIGUSR2")) + self._save_last(WARNING, now)
+
+    def time_limit(self, ends_in_s: float | None, now: float) -> list[Effect]:
+        """Slurm ends the job in so many seconds; infinity: never; None: it did not say."""
+        self.limit.answered(ends_in_s, now)
+        return []
+
+    def _look_at_limit(self, now: float) -> list[Effect]:
+        """Warn of the time limit, wherever it is by now, as long before as the last checkpoint takes. Slurm's
+        own warning does not know how long that is, and the job may have none."""
+        out: list[Effect] = []
+        if now >= self.limit.ask_at and not self.state.allocation.startswith(LOCAL_JOB):
+            self.limit.asked(now)
+            out.append(AskTimeLimit())
+        if not self.limit.unwarned:
+            return out
+        write_s = self.checkpoints.write_s(now)
+        if not self.limit.is_near(write_s, self._save_limit_s, now):
+            return out
+        self.limit.begun()
+        text = (
+            f"the job reaches its time limit in {self.limit.ends_at - now:.0f} s, and a write to shared "
+            f"storage takes {write_s:.0f} s: the newest step is saved and written now"
+        )
+        return [*out, *self.note("", text, now), *self._save_last(TIME_LIMIT, now)]
+
+    def _save_last(self, by: str, now: float) -> list[Effect]:
+        if not self.agreement.save_first(by, self._save_limit_s, now):
+            return self._hasten(now)
+        return self.record(ev.Asked(t=now, what="save", by=by))
+
+    def _hasten(self, now: float) -> list[Effect]:
+        return self._do(self.checkpoints.hasten(now, self.limit.hurried_until), now)
 
     def terminated(self, now: float) -> list[Effect]:
         """Slurm ends the job, or hurries that, or somebody else has sent the SIGTERM. Slurm is asked, as the

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
@@ -355,6 +356,14 @@ class Cluster:
     def kill_in_s(self) -> float | None:
         """When Slurm kills the job, as it says, in seconds from now."""
         return self._kill_at - self.world.now if self.ending else None
+
+    @property
+    def ends_in_s(self) -> float | None:
+        """When Slurm ends the job for its time limit, as it says, in seconds from now."""
+        if self.world.now < self.slurm_silent_until:
+            return None
+        limits = [one.at for one in self.wanted.faults if one.kind == "timeout" and not one.when]
+        return min((at - self.world.now for at in limits if at >= self.world.now), default=math.inf)
 
     def _strike(self, fault: Fault) -> None:
         site, other = [*self.sites.values()][fault.node], [*self.sites.values()][fault.other]

@@ -276,6 +276,8 @@ class SimSupervisor:
             case do.WhyEnding():
                 self._asked_why = effect
                 self._after(0.2, lambda: self._why_ending(effect))
+            case do.AskTimeLimit():
+                self._after(0.2, lambda: self.machine.time_limit(self.cluster.ends_in_s, self.now))
             case do.LookAtStorage():  # all ranks save to the run directory
                 pass
             case do.AskSuperseded():

@@ -1,0 +1,54 @@
+"""Slurm's time limit: when it ends the job, and when the last checkpoint has to be begun for that."""
+
+from __future__ import annotations
+
+import math
+
+ASK_EVERY_S = 60.0
+# At least this long before the limit, and as long as Slurm's own warning (--signal=B:USR2@120).
+LEAST_S = 120.0
+# Slurm's signals come up to this much earlier than asked for. A limit that is moved by less was warned of.
+MOVED_S = 60.0
+# A write that is under way ends, and then the newest checkpoint is written.
+WRITES = 2
+
+
+class TimeLimit:
+    """What Slurm said last of the time limit, which may be moved at any time. `now` is the supervisor's
+    clock, as are `ends_at` and `ask_at`, from when on Slurm is to be asked again."""
+
+    def __init__(self) -> None:
+        self.ends_at = math.inf
+        self.ask_at = -math.inf
+        self._warned_for = -math.inf
+
+    def asked(self, now: float) -> None:
+        self.ask_at = now + ASK_EVERY_S
+
+    def answered(self, ends_in_s: float | None, now: float) -> None:
+        """Slurm ends the job in so many seconds; infinity: never; None: it did not say."""
+        if ends_in_s is not None:
+            self.ends_at = now + ends_in_s
+
+    @property
+    def unwarned(self) -> bool:
+        return self._warned_for + MOVED_S < self.ends_at < math.inf
+
+    def is_near(self, write_s: float, save_s: float, now: float) -> bool:
+        """Whether the last checkpoint has to be begun: ranks save in `save_s`, and a write takes
+        `write_s`."""
+        return self.unwarned and now >= self.ends_at - max(LEAST_S, WRITES * write_s + save_s)
+
+    def warned(self, now: float) -> None:
+        """Slurm itself has warned, of this limit or of something else."""
+        if now >= self.ends_at - LEAST_S - MOVED_S:
+            self.begun()
+
+    def begun(self) -> None:
+        """The last checkpoint of this limit is begun."""
+        self._warned_for = self.ends_at
+
+    @property
+    def hurried_until(self) -> float:
+        """Until when the newest checkpoint is written again and again; in the past if nothing is begun."""
+        return self._warned_for
