@@ -19,7 +19,8 @@ from jurymast.core.run.state import RunState
 from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import Cluster, Fault, Plan, random_plan, run
 from jurymast.sim.cluster.keeper import SimImage
-from jurymast.sim.cluster.oracle import TOLD_S
+from jurymast.sim.cluster.oracle import TOLD_S, Oracle
+from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.world import Process, World
 from support.planted import (
     away_while_the_others_cannot_start,
@@ -92,6 +93,27 @@ def test_slow_writes_and_orders_to_leave(copy_s: float, faults: tuple[Fault, ...
         assert not done.broken, done.plan.to_json()
         if faults[0].kind in ("power", "grace") and len(faults) == 1:
             assert done.lives == 2, "it was not started again"
+
+
+def test_a_supervisor_that_dies_in_the_grace_time_of_a_silent_slurm_is_read_rightly_by_the_next_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Again and again, and at last nobody writes an outcome. Slurm keeps accounts in every second
+    plan."""
+    told: list[tuple[bool, str, str]] = []
+
+    def started_again(self: Oracle, supervisor: SimSupervisor) -> None:
+        incident = supervisor.state.incidents[-1]
+        told.append((self.cluster.accounts, incident.cause, incident.charged))
+
+    monkeypatch.setattr(Oracle, "started_again", started_again)
+    dies = [Fault(at, "supervisor") for at in (31.0, 40.0, 49.0, 58.0, 79.5)]
+    faults = (Fault(29.0, "slurm silent", seconds=60.0), Fault(30.0, "grace", seconds=20.0), *dies)
+    for seed in range(6):
+        done = run(Plan(seed, 2, 1, 1, 5, 8, faults, copy_s=60.0))
+        assert (done.broken, done.lives) == ("", 2), done.plan.to_json()
+    known, unknown = (True, "preempted", "preemption"), (False, "job_ended", "nobody")
+    assert sorted(told) == [unknown] * 3 + [known] * 3
 
 
 def test_no_rule_is_broken() -> None:

@@ -380,6 +380,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         of("preempted"),
         [(ends, "cause_of_end", lambda _: cause_of_end(None))],
     ),
+    "7: what Slurm's accounts say of a job that just died is not asked": (
+        of("killed"),
+        [(ends, "unexplained", lambda _: False)],
+    ),
     "7: agents cling to a late supervisor": (
         of("power", "stall", "freeze"),
         [(silence, "patience_s", _long_patience), (link, "PEEK_EVERY_S", 60.0)],

@@ -85,7 +85,9 @@ class Story:
         )  # fmt: skip
         return self
 
-    def allocated(self, *nodes: str, job: str = "17", restarts: int = 0, queue_s: float = 10.0) -> Story:
+    def allocated(
+        self, *nodes: str, job: str = "17", restarts: int = 0, queue_s: float = 10.0, before: str = ""
+    ) -> Story:
         """The queue lets the job start; its nodes join and are ready, all within 3 s."""
         eligible_at = self.t
         self.t += queue_s
@@ -96,7 +98,7 @@ class Story:
         self.feed(
             ev.AllocationStarted(
                 t=self.t, slurm_job=job, restarts=restarts, nodes=names, host=names[0],
-                eligible_at=eligible_at,
+                eligible_at=eligible_at, before=before,
             )
         )  # fmt: skip
         self.join(*names)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.cluster.control import ended_life
 from jurymast.cluster.earlier import past_runs
 from jurymast.core import events as ev
 from jurymast.core.effects import Requeue
@@ -25,9 +26,9 @@ def signalled(story: Story, *signals: str) -> Story:
     return story
 
 
-def started_again(story: Story, step: int, *nodes: str, queue_s: float = 600.0) -> Story:
+def started_again(story: Story, step: int, *nodes: str, queue_s: float = 600.0, before: str = "") -> Story:
     """Slurm starts the job again, and the run goes on from `step`."""
-    story.allocated(*nodes, restarts=story.state.restarts + 1, queue_s=queue_s)
+    story.allocated(*nodes, restarts=story.state.restarts + 1, queue_s=queue_s, before=before)
     return story.ranks_up().restored(step).stepped(step + 1).stepped(step + 100)
 
 
@@ -114,6 +115,72 @@ def test_slurms_reason_for_the_end_of_an_allocation(words: tuple[str, ...], caus
     assert charges(story) == [(cause, charged)]
     assert failures(story) == pytest.approx(float(charged == "infrastructure"), abs=0.01)
     assert not story.incident.open
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "cause", "charged"),
+    [
+        ((), "preempted", "preempted", "preemption"),
+        ((), "requeued", "job_ended", "nobody"),
+        ((), "node_fail", "allocation_lost", "infrastructure"),
+        (("SIGTERM",), "preempted", "preempted", "preemption"),
+        (("SIGTERM", "unknown"), "node_fail", "allocation_lost", "infrastructure"),
+        (("SIGTERM", "preempted"), "node_fail", "preempted", "preemption"),
+    ],
+)
+def test_what_slurms_accounts_say_afterwards_counts_if_nobody_knew_better(
+    words: tuple[str, ...], before: str, cause: str, charged: str
+) -> None:
+    """All processes died without a signal, or the supervisor did while slurmctld was silent."""
+    story = started_again(signalled(Story().running(100), *words), 90, before=before)
+    assert charges(story) == [(cause, charged)]
+    assert failures(story) == pytest.approx(float(charged == "infrastructure"), abs=0.01)
+    assert not story.incident.open
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_agents_that_a_preemption_without_a_signal_killed_first_are_no_failures(
+    swapped: bool, tmp_path: Path
+) -> None:
+    """The supervisor, on the last node, still sees that others are gone, and may even have replaced one."""
+    story = Story(active=2, spares=1).running(100)
+    gone = [story.state.placement[1]]
+    if not swapped:
+        gone += [name for name in story.state.nodes if name not in story.state.placement]
+    for name in gone:
+        story.feed(ev.NodeLost(t=story.t, node=name, how="closed", silent_s=0.0))
+    if swapped:
+        story.stopped()
+        assert story.state.phase is Phase.LAUNCHING
+    started_again(story, 90, before="preempted")
+    assert charges(story)[-1] == ("preempted", "preemption")
+    assert "infrastructure" not in dict(charges(story)).values()
+    assert failures(story) == 0.0
+    assert not story.state.excluded
+    story.finished()
+    story.write(tmp_path / "runs" / story.plan.run)
+    (past,) = past_runs(tmp_path / "runs")
+    assert {left.node for left in past.departures} == set(gone)
+    assert not any(left.failed for left in past.departures)
+    assert past.failures == ()
+
+
+def test_how_an_earlier_life_of_a_job_ended_is_found_among_the_others() -> None:
+    """The id was another job's months ago, and the next life runs."""
+    began = 1_795_000_000
+    lives = [
+        f"NODE_FAIL|{began - 9_000_000}|{began - 8_000_000}",
+        f"REQUEUED|{began - 2000}|{began - 1000}",
+        f"PREEMPTED|{began}|{began + 500}",
+        f"RUNNING|{began + 700}|Unknown",
+    ]
+    text = "\n".join(lives)
+    assert ended_life(text, began + 30.0) == "preempted"
+    assert ended_life(text, began - 1970.0) == "requeued"
+    assert ended_life(lives[0], began + 30.0) == ""
+    assert ended_life(lives[3], began + 730.0) == ""
+    assert ended_life(f"CANCELLED by 1001|{began}|{began + 5}", began + 1.0) == "cancelled"
+    assert ended_life("", began) == ended_life("what?", began) == ""
 
 
 def test_each_preemption_is_one_though_no_step_is_done_between_them() -> None:

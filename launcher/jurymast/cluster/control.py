@@ -200,6 +200,30 @@ def kill_in_s(job: dict[str, str], kill_wait_s: float | None, now: float) -> flo
     return kill_wait_s + min(max(0.0, ends_at - preempted_at), max(0.0, ends_at - now))
 
 
+# A life of a job has begun at most so long before its first supervisor noted that, and, as clocks differ, so
+# long after it, in seconds.
+NOTED_S, CLOCKS_DIFFER_S = 3600.0, 60.0
+
+
+def ended_as(job: str, begun_at: float) -> str:
+    """How a life of the job ended that had begun by `begun_at` (Unix time), in the words of `reason_of`; ""
+    if Slurm keeps no accounts, or they do not say. slurmctld itself keeps nothing of an earlier life."""
+    command = ["env", "SLURM_TIME_FORMAT=%s", "sacct", "--noheader", "--parsable2", "--allocations"]
+    command += ["--duplicates", f"--jobs={job}", "--format=State,Start,End"]
+    try:
+        return ended_life(run_command(command, ANSWER_LIMIT_S), begun_at)
+    except ClusterUnavailableError:
+        return ""
+
+
+def ended_life(text: str, begun_at: float) -> str:
+    """The same from sacct's lines. An id may have been another job's before."""
+    lives = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
+    known = [(float(begun), state) for state, begun, end in lives if begun.isdigit() and end.isdigit()]
+    fitting = [life for life in known if -NOTED_S <= life[0] - begun_at <= CLOCKS_DIFFER_S]
+    return max(fitting)[1].split()[0].lower() if fitting else ""
+
+
 def ends_in_s(allocation: Allocation) -> float | None:
     """The seconds until Slurm ends the job for its time limit; infinity: never; None if Slurm does not
     say."""

@@ -32,13 +32,16 @@ class RunStarted(Event, frozen=True, kw_only=True):
 
 
 class AllocationStarted(Event, frozen=True, kw_only=True):
-    """Slurm (or the local cluster) granted nodes to the run; `restarts` counts requeues of this Slurm job."""
+    """Slurm (or the local cluster) granted nodes to the run; `restarts` counts requeues of this Slurm job.
+    `before`: how the allocation before ended, if nobody has recorded why: in the words of `Signalled`, by
+    Slurm's accounting; "" if that says nothing."""
 
     slurm_job: str
     restarts: int
     nodes: tuple[str, ...]
     host: str
     eligible_at: float
+    before: str = ""
 
 
 class AllocationEnded(Event, frozen=True, kw_only=True):

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import jurymast
 from jurymast.cluster.allocation import Allocation, announced_by, listen
 from jurymast.cluster.batch import tell_of_requeue
-from jurymast.cluster.control import Ending, ends_in_s, kill_wait_s, requeue, why_ending
+from jurymast.cluster.control import Ending, ended_as, ends_in_s, kill_wait_s, requeue, why_ending
 from jurymast.core import events as ev
+from jurymast.core.run.ends import unexplained
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.errors import JurymastError, RunDirectoryError
@@ -90,10 +91,13 @@ async def supervise(
     if trouble := allow_files(plan.nodes):
         supervisor.feed(ev.Noted(t=supervisor.now(), message=trouble))
     if state.allocation != allocation.key:
+        before, begun_at = state.allocation.rpartition(".")[0], state.allocated_at
+        asks = plan.cluster == "slurm" and unexplained(state)
         supervisor.feed(
             ev.AllocationStarted(
                 t=supervisor.now(), slurm_job=allocation.job, restarts=allocation.restarts,
                 nodes=allocation.nodes, host=allocation.host, eligible_at=allocation.eligible_at,
+                before=await asyncio.to_thread(ended_as, before, begun_at) if asks else "",
             )
         )  # fmt: skip
     await supervisor.read_attempt()

@@ -340,7 +340,11 @@ FAILED_JOBS = {
 def cause_of_end(order: EndOrder | None) -> Cause:
     """Return why an allocation ended without a decision of the run."""
     if order is None:
-        return cause_of("allocation_lost", "the allocation ended, and the supervisor recorded no reason")
+        return cause_of(
+            "allocation_lost",
+            "the allocation ended, and it is not known why: neither its supervisor nor Slurm's accounting "
+            "has a reason",
+        )
     kind = "preempted" if order.why == "preempted" else FAILED_JOBS.get(order.why, "job_ended")
     said = f"Slurm's reason: {order.why}" if order.why else "Slurm gave no reason"
     return cause_of(kind, f"Slurm ended the job; {said}")

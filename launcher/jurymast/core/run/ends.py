@@ -11,7 +11,7 @@ from jurymast.core.run import explained, loops
 from jurymast.core.run.attribution import OF_AN_END, cause_of_end
 from jurymast.core.run.incident import ORDERED, PREEMPTION, Incident
 from jurymast.core.run.recovery import finish, open_incident, settle, spent
-from jurymast.core.run.state import EndOrder, Phase, RunState
+from jurymast.core.run.state import EndOrder, Phase, Role, RunState
 from jurymast.errors import RunFailedError
 
 # So long before the order may come what it does to ranks and agents, in seconds.
@@ -50,12 +50,28 @@ def goes_on(state: RunState) -> list[Instruction]:
     return []
 
 
-def allocation_gone(state: RunState, t: float) -> list[Instruction]:
-    """The allocation ended without a decision of this run, and at `t` there is another one."""
+def undecided(state: RunState) -> bool:
+    """Whether an allocation that is gone ended without a decision of this run."""
+    return not state.ended and state.phase not in (Phase.QUEUED, Phase.REQUEUED)
+
+
+def unexplained(state: RunState) -> bool:
+    """Whether it is not known why such an allocation ended either."""
+    return undecided(state) and (state.end_order is None or not state.end_order.why)
+
+
+def allocation_gone(state: RunState, t: float, told: str) -> list[Instruction]:
+    """The allocation ended without a decision of this run, and at `t` there is another one. `told`: how it
+    ended, as Slurm says afterwards, or ""."""
+    if told and unexplained(state):  # it may have been at any time since the last step
+        since = state.end_order.at if state.end_order is not None else state.stepped_at or t
+        state.end_order = EndOrder(since, told)
     order, cause = state.end_order, cause_of_end(state.end_order)
     _explain(state)
+    if order is not None and cause.kind in ORDERED:
+        _acquit(state, order)
     begun = _part_of(state, order)
-    if begun is None or begun.cause != cause.kind:
+    if begun is None or begun.cause not in ("", cause.kind):
         at = t if order is None else min(t, max(order.at, state.stepped_at))
         open_incident(state, at, (state.stepped_at or t) if order is None else at)
     incident = settle(state, cause)
@@ -91,6 +107,14 @@ def _explain(state: RunState) -> None:
     incident = _part_of(state, order)
     if order is not None and incident is not None and incident.cause in OF_AN_END:
         explained.recharge(state, incident, cause_of_end(order))
+
+
+def _acquit(state: RunState, order: EndOrder) -> None:
+    """Nodes that were lost just before count for nothing against them: their agents were ended, too."""
+    for node in state.nodes.values():
+        if node.role is Role.FAILED and node.since >= order.at - BEFORE_ORDER_S:
+            state.acquitted[node.name] = (node.since, state.now)
+            state.excluded.pop(node.name, None)
 
 
 def _part_of(state: RunState, order: EndOrder | None) -> Incident | None:

@@ -60,6 +60,7 @@ KINDS: dict[str, tuple[float, float]] = {
     "warning": (0.5, 0.0),  # Slurm says that a time limit is near
     "signal": (0.5, 0.0),  # the supervisor gets a SIGTERM, and the job goes on
     "preempted": (0.5, 0.0),  # Slurm ends the job, all get a SIGTERM; it is requeued
+    "killed": (0.3, 0.0),  # the same, without a signal: all processes die
     "cancelled": (0.3, 0.0),  # and it is not
     "timeout": (0.3, 0.0),
     "rollback": (0.7, 0.0),  # somebody goes back to an older checkpoint
@@ -223,6 +224,8 @@ class Cluster:
         self.oracle = Oracle(self)
         self.step_s = chance.uniform(0.1, 0.4)
         self.allocated, self.ending, self.restarts = True, "", 0
+        self.accounts = wanted.seed % 2 == 0  # whether Slurm keeps some
+        self.ended_as = ""  # the life before, as they say
         self._until = wanted.seconds
         self._port, self._nodes = 1000, 0
         self.ports: dict[tuple[str, int], SimSupervisor] = {}
@@ -317,6 +320,7 @@ class Cluster:
         for supervisor in self.ports.values():
             supervisor.listens = False
         self.ports.clear()
+        self.ended_as = self.ending if self.accounts else ""
         self.allocated, self.ending = False, ""
         if again:
             if self.restarts < WATCHED_LIVES:
@@ -418,6 +422,8 @@ class Cluster:
                 self._strike_supervisor(fault)
             case "preempted" | "cancelled" | "timeout":
                 self._terminate(fault.kind)
+            case "killed":
+                self._kill_at_once()
             case "grace":
                 self._terminate("preempted", fault.seconds)
             case "signal all":
@@ -474,6 +480,12 @@ class Cluster:
         if grace_s:
             self.world.after(grace_s, None, self._hurry, self.allocation)
         self.world.at(self._kill_at, None, self._kill, self.allocation)
+
+    def _kill_at_once(self) -> None:
+        """Preempt the job without a signal, or a word to anybody: all its processes die."""
+        if self.allocated and not self.ending:
+            self.ending = "preempted"
+            self._end_job(again=True)
 
     def _hurry(self, allocation: str) -> None:
         if allocation == self.allocation and self.allocated:

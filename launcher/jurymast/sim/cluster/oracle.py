@@ -12,7 +12,7 @@ from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.checkpoints.copies import MEMORY, StateId, age
 from jurymast.core.effects import Finish, Requeue, StopWorkers
 from jurymast.core.run.incident import INFRASTRUCTURE
-from jurymast.core.run.state import EndOrder, Phase
+from jurymast.core.run.state import Phase
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
 
 if TYPE_CHECKING:
@@ -269,11 +269,11 @@ class Oracle:
         self.supervisor = None
         self._differ_since.clear()
 
-    def started_again(self, supervisor: SimSupervisor, order: EndOrder) -> None:
-        """Slurm ended the job before by an order that the journal has, and starts it again."""
+    def started_again(self, supervisor: SimSupervisor) -> None:
+        """Slurm ended the job before, as the journal or its accounting says, and starts it again."""
         newest = supervisor.state.incidents[-1]
         if newest.charged == INFRASTRUCTURE:
-            self.fail(NO_BLAME, f"a job that Slurm ended ({order.why}) has failed: {newest.evidence}")
+            self.fail(NO_BLAME, f"a job that Slurm ended has failed: {newest.evidence}")
 
     def rolled_back(self, back: Rollback) -> None:
         """A rollback is on storage; the supervisor is about to be asked."""

@@ -13,7 +13,8 @@ from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.messages import Endpoint
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.run import ends
+from jurymast.core.run.state import RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import FLUSH_LIMIT_S
 from jurymast.sim.cluster.world import Item, SimConnection, Steps
@@ -158,15 +159,16 @@ class SimSupervisor:
             )
         )  # fmt: skip
         if state.allocation != cluster.allocation:
-            order, undecided = state.end_order, state.phase is not Phase.REQUEUED and not state.ended
+            undecided, unexplained = ends.undecided(state), ends.unexplained(state)
+            known = state.end_order is not None or cluster.ended_as
             self.feed(
                 ev.AllocationStarted(
                     t=self.now, slurm_job="7", restarts=cluster.restarts, nodes=tuple(cluster.sites),
-                    host=cluster.batch_host, eligible_at=0.0,
+                    host=cluster.batch_host, eligible_at=0.0, before=cluster.ended_as if unexplained else "",
                 )
             )  # fmt: skip
-            if order is not None and undecided:
-                cluster.oracle.started_again(self, order)
+            if known and undecided:
+                cluster.oracle.started_again(self)
         self._on_disk(lambda: cluster.disk.attempt, self._knows_attempt)
 
     def _knows_attempt(self, newest: int) -> None:
