@@ -24,7 +24,7 @@ from jurymast.core.messages import Beat, CadenceReport
 from jurymast.core.run.machine import step as take
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
-from jurymast.worker.link import Link, ScheduleFollower, open_page
+from jurymast.worker.link import EXPLICIT, Link, ScheduleFollower, open_page
 from support.reports import reported
 from support.waiting import wait_until
 
@@ -38,7 +38,7 @@ class Rank:
         self, memory: RankMemory, local_rank: int, wait: Callable[[Callable[[], bool]], None]
     ) -> None:
         self.link = Link(open_page(memory.page_path), "", local_rank)
-        self.link.explicit_steps = True
+        self.link.numbering = EXPLICIT
         schedule = self.link.schedule
         assert schedule is not None
         self.follower = ScheduleFollower(schedule, self.link.settled, wait=wait)

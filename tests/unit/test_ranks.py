@@ -65,7 +65,7 @@ def test_each_rank_beats_in_a_slot_of_its_own() -> None:
         assert [beat.pid for beat in memory.beats()] == [0, 0, 0]
         before = time.monotonic()
         rank(memory, 0, "link.optimizer_stepped(); link.optimizer_stepped()")
-        rank(memory, 2, "link.explicit_steps = True; link.beat(700); link.enter(m.SAVING)")
+        rank(memory, 2, "link.numbering = m.EXPLICIT; link.beat(700); link.enter(m.SAVING)")
         first, second, third = memory.beats()
         assert (first.step, first.beats, first.phase, first.explicit) == (2, 2, "stepping", False)
         assert (second.pid, second.beats) == (0, 0)

@@ -261,10 +261,10 @@ class Link:
     No file stays open: a script gets the same file descriptors as under torchrun."""
 
     def __init__(self, page: Page | None, events: str, local_rank: int) -> None:
-        # Set once the script reports its own step numbers (`jurymast.step`, Checkpointer): they are absolute,
-        # whereas the optimizer hook can only count, from the start of this process or from `resume_at`.
-        self.explicit_steps = False
-        self.numbered = False
+        # Added to the phase. EXPLICIT once the script reports its own step numbers (`jurymast.step`,
+        # Checkpointer): they are absolute, whereas the optimizer hook can only count, from the start of this
+        # process or from `resume_at`, which sets NUMBERED.
+        self.numbering = 0
         self._page = page
         self._events = events
         self._offset = local_rank * SLOT_BYTES
@@ -293,12 +293,8 @@ class Link:
         if self._page is not None:
             SLOT.pack_into(
                 self._page, self._offset, self._step, self._beats, self._pid,
-                self._phase + self._numbering, self._beat_at, self._longest_s, self._phase_at,
+                self._phase + self.numbering, self._beat_at, self._longest_s, self._phase_at,
             )  # fmt: skip
-
-    @property
-    def _numbering(self) -> int:
-        return EXPLICIT * self.explicit_steps + NUMBERED * self.numbered
 
     def beat(self, step: int) -> None:
         """Record that `step` steps are done. Costs well under 1 us; never raises."""
@@ -316,7 +312,7 @@ class Link:
         if self._page is not None:
             SLOT.pack_into(
                 self._page, self._offset, step, self._beats, self._pid,
-                STEPPING + self._numbering, now, self._longest_s, self._phase_at,
+                STEPPING + self.numbering, now, self._longest_s, self._phase_at,
             )  # fmt: skip
 
     def timed(self, steps: int, forward_s: float, backward_s: float, update_s: float) -> None:
@@ -326,22 +322,22 @@ class Link:
 
     def optimizer_stepped(self) -> None:
         """Count an optimizer step of this process as a heartbeat, unless the script numbers its steps."""
-        if not self.explicit_steps and self._phase <= STEPPING:
+        if self._phase <= STEPPING and not self.numbering & EXPLICIT:
             self.beat(self._step + 1)
 
     def began(self, began: within.BeganAt) -> None:
         """Report where this attempt begins, unless its steps have numbers already."""
-        if not (self.explicit_steps or self.numbered):
+        if not self.numbering:
             self.emit(began)
 
     def number_given(self, step: int) -> None:
         """The script says that `step` steps are done: from now on its numbers count, not those of its
         optimizer."""
-        if self.explicit_steps:
+        if self.numbering & EXPLICIT:
             return
         if os.environ.get("RANK") == "0":
             self.began(within.BeganAt(step=max(0, step - max(1, self._step)), given=True))
-        self.explicit_steps = True
+        self.numbering |= EXPLICIT
 
     def lost(self, step: int, loss: float) -> None:
         """Report the first loss that is not finite."""
@@ -366,7 +362,8 @@ class Link:
 
         The next step is timed from now, so that a restore or a save does not count as a long step.
         """
-        self._step, self.numbered = step, True
+        self._step = step
+        self.numbering |= NUMBERED
         self._phase = STEPPING if self._beats else STARTING
         self._beat_at = self._phase_at = time.monotonic()
         self._write()
