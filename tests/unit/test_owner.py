@@ -43,7 +43,7 @@ def test_the_first_run_that_writes_owns_the_directory(tmp_path: Path, root: Path
     assert (root / OWNER).stat().st_mode & 0o777 == 0o600
     with pytest.raises(CheckpointError) as raised:
         claim(root, second)
-    assert f"run first ({first.directory}), which has not ended, saves to" in str(raised.value)
+    assert f"run first ({first.directory}), which may not have ended, saves to" in str(raised.value)
     assert "run second cannot save there" in str(raised.value)
     assert str(root / OWNER) in raised.value.hint
     assert (is_foreign(root, first), is_foreign(root, second)) == (False, True)
@@ -177,6 +177,71 @@ def test_a_claim_on_a_full_disk_leaves_nothing(
     claim(root, a_run(tmp_path, "second"))
 
 
+def slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """squeue, as slurmctld answers it: what it says is in this file."""
+    squeue = folder / "bin" / "squeue"
+    squeue.parent.mkdir()
+    monkeypatch.setenv("PATH", str(squeue.parent), prepend=os.pathsep)
+    return squeue
+
+
+def answers(squeue: Path, body: str) -> None:
+    squeue.write_text(f"#!/bin/sh\n{body}\n")
+    squeue.chmod(0o755)
+
+
+AWAY = 'echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
+GONE = 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1'
+
+
+def test_while_slurm_is_silent_an_owner_is_neither_gone_nor_alive(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is no refusal, which would end the training: it is a trouble of the moment."""
+    squeue = slurm(tmp_path, monkeypatch)
+    first, second = Owner("first", str(tmp_path), job="17"), a_run(tmp_path, "second")
+    claim(root, first)
+    answers(squeue, AWAY)
+    said: list[str] = []
+    with pytest.raises(TimeoutError, match="it is not known whether that has ended") as raised:
+        claim(root, second, 0.1, say=said.append)
+    assert raised.value.filename == str(root)
+    assert "Unable to contact" in str(raised.value)
+    assert len(said) == 1
+    assert owner(root) == first
+    answers(squeue, "echo 'RUNNING|None'")
+    with pytest.raises(CheckpointError, match="which has not ended"):
+        claim(root, second)
+    answers(squeue, "echo 'squeue: no such option' >&2; exit 1")
+    with pytest.raises(CheckpointError, match="which may not have ended"):
+        claim(root, second)
+    answers(squeue, GONE)
+    claim(root, second)
+    assert owner(root) == second
+
+
+def test_a_training_goes_on_while_slurm_is_silent_and_saves_once_it_answers(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm is not asked at each save, for which ranks would stand still."""
+    shared_tier = pytest.importorskip("jurymast.checkpoint.shared_tier")
+    squeue = slurm(tmp_path, monkeypatch)
+    asked = tmp_path / "asked"
+    claim(root, Owner("first", str(tmp_path), job="17"))
+    answers(squeue, f"echo >> {asked}; {AWAY}")
+    monkeypatch.setattr(shared_tier, "WAIT_S", 0.0)
+    alone = shared_tier.Group()
+    tier = shared_tier.SharedTier(root, alone, keep=1, attempt=1, stale=lambda: "")
+    for _ in range(3):
+        assert "it is not known whether that has ended" in tier.claim()
+    assert asked.read_text().count("\n") == 1
+    answers(squeue, GONE)
+    assert tier.claim() != ""
+    monkeypatch.setattr(tier, "_ask_again_at", 0.0)
+    assert tier.claim() == ""
+    assert tier.claimed
+
+
 def test_what_agents_write_is_for_the_owner_too(tmp_path: Path, root: Path) -> None:
     first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
     claim(root, first)
@@ -186,6 +251,6 @@ def test_what_agents_write_is_for_the_owner_too(tmp_path: Path, root: Path) -> N
         root=str(root), step=2, attempt=1, world=1, images=(), lead=True, nonce="01", keep=1, run=second.run,
         run_directory=second.directory,
     )  # fmt: skip
-    with pytest.raises(StorageFailure, match="run first .* which has not ended"):
+    with pytest.raises(StorageFailure, match="run first .* which may not have ended"):
         shared.write(order, Job(order.limit_s))
     assert theirs.is_dir()

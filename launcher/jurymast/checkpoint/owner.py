@@ -9,11 +9,14 @@ directory before its first step, and owns it until it has ended; then the next t
 may read.
 
 A run has ended if its outcome says so, or if its jobs are gone: Slurm is asked about them, or this machine
-about their processes. What cannot be found out is not taken for an end.
+about their processes. What cannot be found out is not taken for an end. Nor is it taken for a living owner
+while slurmctld does not answer, as when it is restarted: that is a trouble like storage that fails, and a
+training goes on meanwhile without owning the directory.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -262,7 +265,8 @@ def claim(
     """Claim `root` before the first write to it. Waits up to `wait_s` for an owner that is ending, and for
     Slurm's answer; `say` is then called once, with why. Without `us`, only see that nobody else owns it.
 
-    Raises OSError, and CheckpointError if another run owns it that has not ended, or may not have."""
+    Raises OSError, also if Slurm has not answered by then, and CheckpointError if another run owns it that
+    has not ended, or of which nothing can be found out."""
     end, said = time.monotonic() + wait_s, False
     tries = 0
     while tries < TRIES:
@@ -272,6 +276,8 @@ def claim(
         known = fate(found) if found is not None else Fate(Life.ENDED)
         if found is not None and known.life is not Life.ENDED:
             if known.life not in CHANGING or time.monotonic() >= end:
+                if known.life is Life.UNANSWERED:
+                    raise _unknown(root, found, known)
                 raise _refused(root, found, known, us)
             if not said:
                 say(f"{found.described} owns {root}: waiting for its end, because {known.why}")
@@ -288,10 +294,16 @@ def claim(
     )
 
 
+def _unknown(root: Path, found: Owner, known: Fate) -> OSError:
+    text = f"{found.described} owns it, and it is not known whether that has ended: {known.why}"
+    return OSError(errno.ETIMEDOUT, text, str(root))
+
+
 def _refused(root: Path, found: Owner, known: Fate, us: Owner | None) -> CheckpointError:
     ours = f"run {us.run}" if us is not None and us.directory else "this training"
+    ended = "may not have ended" if known.life is Life.UNKNOWN else "has not ended"
     return CheckpointError(
-        f"{found.described}, which has not ended, saves to {root}: {ours} cannot save there as well"
+        f"{found.described}, which {ended}, saves to {root}: {ours} cannot save there as well"
         + (f" ({known.why})" if known.why else ""),
         hint=f"end it, choose another directory=, or, if it has ended, run: rm {root / OWNER}",
     )

@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,7 +34,7 @@ from jurymast.checkpoint.directory import (
     remove_trees,
 )
 from jurymast.checkpoint.group import Candidate, Group, RankFailed, RankUnable, SaveResult, is_inability
-from jurymast.checkpoint.owner import Life, Owner, claim, fate, is_foreign, owner
+from jurymast.checkpoint.owner import WAIT_S, Life, Owner, claim, fate, is_foreign, owner
 from jurymast.checkpoint.state import Captured, ScriptState
 from jurymast.checkpoint.tree import reader
 from jurymast.errors import CheckpointError
@@ -44,6 +45,8 @@ log = logging.getLogger("jurymast.checkpoint")
 LOOK_EVERY_S = 0.1
 # A claim goes on in the background once its storage has not answered for this long.
 ANSWER_LIMIT_S = 10.0
+# Whoever did not answer a claim is asked again after this long, in seconds: the training waits for each try.
+ASK_AGAIN_S = 120.0
 
 
 class _HashingFiles(FileSystem):
@@ -120,6 +123,8 @@ class SharedTier:
         self._attempt = attempt
         self._stale = stale
         self.claimed = False
+        self._unanswered: TimeoutError | None = None  # the last try to claim, by whomever; only rank 0's
+        self._ask_again_at = 0.0
         # Steps that this process found damaged; only rank 0's matter.
         self._damaged: set[int] = set()
         self._cleared = False
@@ -138,12 +143,23 @@ class SharedTier:
         return ""
 
     def _claim(self) -> None:
-        """Claim the directory, but do not let storage that hangs hold up the training."""
+        """Claim the directory, but do not let storage that hangs, or Slurm, hold up the training: what did
+        not answer in time is not asked again at once."""
+        if self._unanswered is not None and time.monotonic() < self._ask_again_at:
+            raise self._unanswered
+        first, self._unanswered = self._unanswered is None, None
+        try:
+            self._claim_in_time(WAIT_S if first else 0.0)
+        except TimeoutError as error:
+            self._unanswered, self._ask_again_at = error, time.monotonic() + ASK_AGAIN_S
+            raise
+
+    def _claim_in_time(self, wait_s: float) -> None:
         ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
         def work() -> None:
             try:
-                claim(self._directory.root, self._us, say=log.warning)
+                claim(self._directory.root, self._us, wait_s, say=log.warning)
                 ended.put(None)
             except Exception as error:
                 ended.put(error)
