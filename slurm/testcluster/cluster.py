@@ -45,7 +45,9 @@ _UP_DEADLINE_S = 180.0
 _DOWN_DEADLINE_S = 60.0
 _REPAIR_DEADLINE_S = 180.0
 _COMMAND_DEADLINE_S = 180.0
-_SLURM_POLL_S = 0.05
+_STRAYS_DEADLINE_S = 20.0
+# Each question starts two processes and waits for slurmctld: those of three clusters would fill a processor.
+_SLURM_POLL_S = 0.3
 _REASON = "testcluster: replaced"
 
 
@@ -438,7 +440,9 @@ class Cluster:
         """End all jobs, mend what is broken, and clean up; returns what ended jobs had left behind.
 
         Afterwards every node is healthy and IDLE. For use between tests: what is returned was found after the
-        jobs had been cancelled (SIGTERM, and SIGKILL ``KillWait`` later), and has been removed.
+        jobs had been cancelled (SIGTERM, and SIGKILL ``KillWait`` later), did not end by itself, and has been
+        removed. Slurm sees a job's end before the last killed process has given back its memory, which
+        takes seconds on a busy machine.
         """
         for name in (CONTROLLER, LOGIN):
             self.fault("heal", name)
@@ -453,6 +457,8 @@ class Cluster:
                 wait_until(lambda: not self.squeue(), _REPAIR_DEADLINE_S, "the jobs to end", _SLURM_POLL_S)
             except DeadlineError as error:
                 raise DeadlineError("\n".join([f"{error}; left are:", *self.leftovers()])) from error
+        with contextlib.suppress(DeadlineError):
+            wait_until(lambda: not self.leftovers(), _STRAYS_DEADLINE_S, "the last processes", _SLURM_POLL_S)
         strays = self.leftovers()
         if strays:
             self._inspector.clean()

@@ -42,7 +42,7 @@ def test_rework_is_true_or_said_to_be_unknown(
     truth, folder = tmp_path / "truth", tmp_path / "own"
     folder.mkdir()
     with local_run(
-        tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_styles.py",
+        tmp_path / "runs", "--nodes", "1", "--nproc-per-node", "2", "--spares", "0", script="train_styles.py",
         arguments=(
             "--style", style, "--optimizer", optimizer, "--steps", str(STEPS), "--truth", str(truth),
             "--folder", str(folder), "--die", *map(str, die),

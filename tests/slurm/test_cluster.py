@@ -228,8 +228,7 @@ class TestFaults:
             cluster.fault("crash", "login")
 
     def test_a_slow_link_limits_the_rate_and_loses_nothing(self, cluster: Cluster) -> None:
-        seconds = {}
-        for rate in (None, 80.0):
+        def seconds(rate: float | None) -> float:
             cluster.fault("slow", "n4", delay_ms=1, rate_mbit=rate)
             receiver = cluster.popen_exec(
                 "n4", [*_python(cluster), _RECEIVE], stdout=subprocess.PIPE, text=True
@@ -237,15 +236,20 @@ class TestFaults:
             assert receiver.stdout is not None
             receiver.stdout.readline()
             cluster.exec("n2", [*_python(cluster), _SEND_8_MB])
-            received, seconds[rate] = receiver.communicate(timeout=20)[0].split()
+            received, took_s = receiver.communicate(timeout=120)[0].split()
             assert received == "8000000"
-        # 8 MB are 64 Mbit.
-        assert float(seconds[80.0]) > 0.7
-        assert float(seconds[None]) < 0.7
+            return float(took_s)
+
+        # 8 MB are 64 Mbit. On a busy machine they may take as long without a limit, but not each time.
+        wait_until(lambda: seconds(None) < 0.7, 240.0, "a fast transfer")
+        assert seconds(80.0) > 0.7
 
 
 class TestCleaning:
-    def test_what_a_job_leaves_behind_is_found_and_removed(self, cluster: Cluster) -> None:
+    def test_what_a_job_leaves_behind_is_found_and_removed(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("testcluster.cluster._STRAYS_DEADLINE_S", 0.0)
         cluster.exec("n1", ["touch", "/dev/shm/left"])
         escaped = "setsid sleep 600 > /dev/null 2>&1 < /dev/null &"
         cluster.login(["srun", "--nodelist=n2", "bash", "-c", escaped], check=False)

@@ -26,7 +26,8 @@ from support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
-POLL_S = 0.02
+POLL_S = 0.05
+PROCESSES_POLL_S = 0.2  # a look at all processes of this machine takes 20 ms and more
 # For what is sure to come: on a busy machine that may take minutes.
 LIMIT_S = 240.0
 
@@ -185,7 +186,7 @@ def wait_gone(directory: Path, limit_s: float = 60.0) -> None:
             told: list[Any] = [(p.pid, p.cmdline()[:6]) for p in left]
             end_all(left)
             raise AssertionError(f"left over after the run: {told}")
-        time.sleep(POLL_S)
+        time.sleep(PROCESSES_POLL_S)
 
 
 @contextmanager

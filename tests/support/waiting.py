@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
-POLL_S = 0.02
+POLL_S = 0.05
 
 
 def wait_until(what: str, condition: Callable[[], Result], limit_s: float = 60.0) -> Result:
