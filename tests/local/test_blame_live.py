@@ -93,7 +93,7 @@ def test_the_same_on_every_node_stops_nobody_for_long_and_alerts(tmp_path: Path,
         nodes = list(run.wait_safe(20).nodes)
         for node in nodes:
             (nodes_found / node).write_text("bad")
-        wait_until("finding on every node", lambda: {e.node for e in findings(run)} == set(nodes), 60.0)
+        wait_until("finding on every node", lambda: {e.node for e in findings(run)} == set(nodes))
         enough.touch()
         state = run.wait_end()
         wait_gone(run.directory.root)

@@ -179,7 +179,7 @@ def test_killed_while_copying_leaves_the_other_image(keeper: Keeper, tmp_path: P
     process = subprocess.Popen(command, env=environment, cwd=tmp_path)
     try:
         slots = [keeper.slot(0, number) for number in (0, 1)]
-        wait_until("an image in each slot", lambda: all(slot[SlotWord.SEQ] == 2 for slot in slots), 60.0)
+        wait_until("an image in each slot", lambda: all(slot[SlotWord.SEQ] == 2 for slot in slots))
         while slots[0][SlotWord.SEQ] % 2 == 0:
             assert process.poll() is None
             keeper.free(0)

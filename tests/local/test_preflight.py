@@ -111,7 +111,7 @@ def test_nodes_are_tested_before_ranks_start_and_a_suspect_once_more(tmp_path: P
             lambda s: s.nodes[suspect].role is Role.SPARE and s.incident is None,
         )
         jurymast("cancel", str(run.directory.root))
-        state = run.wait_end(20)
+        state = run.wait_end()
         wait_gone(run.directory.root)
     found = results(before)
     assert set(found) == set(state.nodes)

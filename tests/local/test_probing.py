@@ -80,7 +80,7 @@ def watch(watched: Watched, work: Callable[[], Coroutine[Any, Any, None]]) -> No
             await work()
         finally:
             await watched.watcher.close()
-            await asyncio.wait_for(watching, 10.0)
+            await asyncio.wait_for(watching, 120.0)
 
     asyncio.run(both())
     assert not [p for p in psutil.Process().children() if "jurymast.health" in " ".join(p.cmdline())]
@@ -135,7 +135,7 @@ def test_probes_that_hang_twice_are_findings_and_the_others_go_on(acme: Callable
 
     async def work() -> None:
         for name in HANG:
-            await watched.until("first child", lambda name=name: package.looks(name) == ["hang"])  # type: ignore[misc]
+            await watched.until("first child", lambda name=name: package.looks(name) == ["hang"])
         for name in HANG:
             os.kill(package.pid(name), 15)  # deaf to it, and hangs on
         await watched.until("look of the other", lambda: len(package.looks("other")) > 2)
@@ -427,7 +427,7 @@ def test_what_a_probe_started_is_killed_with_it(acme: Callable[..., Acme], tmp_p
         await watched.until("its child", lambda: left.exists() and left.read_text())
 
     watch(watched, work)
-    wait_until("end of it", lambda: not psutil.pid_exists(int(left.read_text())), 10.0)
+    wait_until("end of it", lambda: not psutil.pid_exists(int(left.read_text())))
 
 
 def test_one_look_each_with_probes_that_cannot_or_need_not_be_opened(acme: Callable[..., Acme]) -> None:
@@ -505,14 +505,14 @@ def test_a_finding_of_a_run_reaches_its_journal_and_is_over_again(
         def found() -> list[ev.HealthFound]:
             return [e for e in run.events() if isinstance(e, ev.HealthFound) and e.probe == "acme"]
 
-        wait_until("look of the agent's child", lambda: package.looks("acme"), 60.0)
+        wait_until("look of the agent's child", lambda: package.looks("acme"))
         child = psutil.Process(package.pid("acme"))
         assert child.nice() == 19
         assert child.ppid() == run.agent_pid(found_node(run.events()))
         package.tell("acme", "find unknown")
-        wait_until("finding in the journal", found, 20.0)
+        wait_until("finding in the journal", found)
         package.tell("acme", "ok")
-        wait_until("end of it in the journal", lambda: len(found()) == 2, 20.0)
+        wait_until("end of it in the journal", lambda: len(found()) == 2)
         state = run.wait_end()
         assert (state.exit_code, state.incidents) == (0, [])
         wait_gone(run.directory.root)

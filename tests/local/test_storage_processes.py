@@ -536,7 +536,7 @@ def test_it_ends_with_its_stdin() -> None:
     with StorageProcess() as process:
         assert process.process.stdin is not None
         process.process.stdin.close()
-        assert process.process.wait(timeout=20) == 0
+        assert process.process.wait(timeout=120) == 0
 
 
 # ---- the agent's side

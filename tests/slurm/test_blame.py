@@ -207,7 +207,7 @@ def test_a_script_that_finds_the_shared_storage_full_costs_no_spare(
         assert "storage_full" in told, told
         assert "unexpected pos" in told, told  # torch.save does not pass the errno on
     filler.unlink()
-    state = run.wait_end(120)
+    state = run.wait_end()
     assert state.exit_code == 0, run.story()
     assert {(i.cause, i.action, i.node) for i in state.incidents} == {("storage_full", "restart", "")}, (
         run.story()

@@ -37,7 +37,7 @@ def test_ranks_that_were_replaced_end_while_their_node_is_cut_off(
     assert ranks <= alive()
     cluster.fault("partition", victim)
     run.wait("the next attempt", lambda s: s.attempt > before and s.phase.value == "running")
-    wait_until("end of the ranks that were replaced", lambda: not ranks & alive(), limit_s=30.0)
+    wait_until("end of the ranks that were replaced", lambda: not ranks & alive())
     assert run.agent_pid(victim) in alive(), "with the images that it holds"
     cluster.fault("heal", victim)
     run.wait("its return", lambda s: s.nodes[victim].role.value in ("suspect", "spare"))

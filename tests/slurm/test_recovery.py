@@ -89,7 +89,7 @@ def test_the_batch_host_dies(cluster: Cluster, tmp_path: Path, undisturbed: str,
     run = submit(cluster, tmp_path, "--nodes", "3", "--spares", str(spares))
     host = run.wait_safe(30).host
     power_loss(run, host)
-    state = run.wait_end(150)
+    state = run.wait_end()
     assert (state.phase.value, state.epoch >= 2) == ("succeeded", True), run.story()
     assert [i.action for i in state.incidents] == ([] if spares else ["requeue"]), run.story()
     check_restores(run, least=0 if spares else 30)
@@ -106,7 +106,7 @@ def test_a_script_that_always_crashes_ends_the_job_with_its_code(cluster: Cluste
     assert code == 0, error
     job = told.strip()
     run = SlurmRun(cluster, find_run(job, runs).root, int(job))
-    state = run.wait_end(60)
+    state = run.wait_end()
     victim = state.placement[1]
     code, told, _ = jurymast(cluster, "status", "--runs", str(runs), job)
     assert code == 0
@@ -129,7 +129,7 @@ def test_cancel_ends_the_job_and_the_run(cluster: Cluster, tmp_path: Path) -> No
     run.wait_step(5)
     code, _, error = jurymast(cluster, "cancel", str(run.directory.root))
     assert code == 0, error
-    state = run.wait_end(20)
+    state = run.wait_end()
     assert (state.phase.value, state.incidents) == ("cancelled", []), run.story()
     cluster.wait_job(run.job, "CANCELLED", "FAILED")
 
@@ -166,7 +166,7 @@ def test_what_is_no_failure_raises_no_alarm(cluster: Cluster, tmp_path: Path, un
     cluster.fault("slurmctld-restart")
     run.wait_saved(20)
     cluster.fault("slow", victim, off=True)
-    state = run.wait_end(150)
+    state = run.wait_end()
     assert (state.exit_code, state.incidents) == (0, []), run.story()
     assert weights(cluster, tmp_path) == undisturbed
 

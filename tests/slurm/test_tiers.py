@@ -112,8 +112,8 @@ def test_without_a_spare_a_requeue_restores_from_what_outlived_the_job(
     began = time.monotonic()
     power_loss(run, victim)
     run.wait("the requeue", lambda s: s.restarts == 1)
-    run.wait("the recovery", lambda s: s.incident is None)
     assert time.monotonic() - began < 115, run.story()  # Slurm alone would not start it before 121 s
+    run.wait("the recovery", lambda s: s.incident is None)
     state = ended_well(cluster, tmp_path, run, undisturbed)
     incident = state.incidents[0]
     assert incident.action == "requeue"

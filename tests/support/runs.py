@@ -22,14 +22,12 @@ from jurymast.core.run.state import RunState
 from jurymast.journal import JournalFollower, events, read
 from jurymast.processes import is_tracker
 from jurymast.rundir import RunDirectory
-from support.waiting import wait_until
+from support.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 POLL_S = 0.05
 PROCESSES_POLL_S = 0.2  # a look at all processes of this machine takes 20 ms and more
-# For what is sure to come: on a busy machine that may take minutes.
-LIMIT_S = 240.0
 
 
 class RunUnderTest:
@@ -159,7 +157,7 @@ def end_all(processes: list[psutil.Process]) -> None:
             process.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(processes, timeout=5)
+    psutil.wait_procs(processes, timeout=60)
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:
@@ -177,7 +175,7 @@ def processes_of(directory: Path) -> list[psutil.Process]:
     return found
 
 
-def wait_gone(directory: Path, limit_s: float = 60.0) -> None:
+def wait_gone(directory: Path, limit_s: float = LIMIT_S) -> None:
     """No process of an ended run is left, once it has brought its last checkpoint to storage."""
     wait_until("outcome", RunDirectory(directory).outcome_file.exists, LIMIT_S)
     end = time.monotonic() + limit_s

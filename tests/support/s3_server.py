@@ -82,7 +82,7 @@ class S3Server:
                     stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 )  # fmt: skip
             self._processes.append(process)
-        wait_until("answer of the object store", self._healthy, limit_s=40.0)
+        wait_until("answer of the object store", self._healthy)
 
     def stop(self) -> None:
         for process in self._processes:

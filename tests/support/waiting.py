@@ -8,9 +8,11 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 POLL_S = 0.05
+# For what is sure to come: on a busy machine that may take minutes.
+LIMIT_S = 240.0
 
 
-def wait_until(what: str, condition: Callable[[], Result], limit_s: float = 60.0) -> Result:
+def wait_until(what: str, condition: Callable[[], Result], limit_s: float = LIMIT_S) -> Result:
     """The first true value of `condition`; AssertionError says `what` did not happen within `limit_s`."""
     end = time.monotonic() + limit_s
     while not (value := condition()):

@@ -331,12 +331,12 @@ def supervisor(directory: RunDirectory, answer: Accepted | Declined) -> Iterator
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(120)
     try:
         yield heard
     finally:
         loops[0].call_soon_threadsafe(over.set)
-        thread.join(10)
+        thread.join(120)
 
 
 @pytest.mark.parametrize(
@@ -487,6 +487,6 @@ def test_cancel_of_a_local_run_ends_its_own_process_only(place: Place) -> None:
         reaper = threading.Thread(target=sleeper.wait)
         reaper.start()
         shown = place.good("cancel", "20261117-100001-gpt-bbbb")
-        reaper.join(10)
+        reaper.join(120)
         assert f"process {sleeper.pid} ended" in shown
         assert replay(second).end_reason == "cancel requested by ada"

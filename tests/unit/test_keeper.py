@@ -190,7 +190,7 @@ def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
 
     def halted() -> None:
         reached.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
 
     def room() -> Room:
         if during == "the question for memory" and asking:

@@ -537,7 +537,7 @@ def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPat
 
     def wait_and_send(*what: Any) -> None:
         begun.set()
-        assert gate.wait(20.0)
+        assert gate.wait(120.0)
         send_from(*what)
 
     monkeypatch.setattr(transfer, "_send_from", wait_and_send)

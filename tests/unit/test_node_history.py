@@ -245,13 +245,13 @@ def test_what_was_read_once_of_two_hundred_runs_takes_next_to_no_time(tmp_path: 
         os.link(first.plan_file, copy / "plan.json")
         for path in first.journal_files():
             os.link(path, copy / "journal" / path.name)
-    began = time.monotonic()
+    began = time.process_time()
     assert len(past_runs(tmp_path)) == 200
-    cold_s = time.monotonic() - began
-    began = time.monotonic()
+    cold_s = time.process_time() - began
+    began = time.process_time()
     runs = past_runs(tmp_path)
     history(runs, START + DAY_S, EXPIRE_S)
-    warm_s = time.monotonic() - began
+    warm_s = time.process_time() - began
     assert warm_s < cold_s / 3
 
 

@@ -40,7 +40,7 @@ def test_signals_for_the_batch_process_reach_the_script(tmp_path: Path, warns: b
         if not warns:
             wait_until("its warning", (tmp_path / "warned").exists)
         process.send_signal(signal.SIGUSR1)
-        told, _ = process.communicate(timeout=20)
+        told, _ = process.communicate(timeout=120)
     assert (told, process.returncode) == ("a b\n", 0)
     assert (tmp_path / "warned").exists() is not warns
 
@@ -64,7 +64,7 @@ def test_a_warning_while_the_scripts_commands_come_and_go(tmp_path: Path) -> Non
             process.send_signal(signal.SIGUSR1)
             wait_until("the trap", partial(has_heard, heard, number))
         (tmp_path / "enough").touch()
-        told, _ = process.communicate(timeout=20)
+        told, _ = process.communicate(timeout=120)
     assert (told, process.returncode) == ("done\n", 0)
 
 
@@ -110,5 +110,5 @@ def test_a_script_that_a_signal_ends_ends_its_batch_process_so(tmp_path: Path) -
     job.submission.mkdir()
     users_script(job).write_text("#!/bin/sh\nkill -INT $$\n")
     command = [sys.executable, "-c", RUN_SCRIPT, str(users_script(job)), ""]
-    done = subprocess.run(command, timeout=20, check=False)
+    done = subprocess.run(command, timeout=120, check=False)
     assert done.returncode == -signal.SIGINT

@@ -29,7 +29,7 @@ WAYS = (GMAC, GCM)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 30.0))
+    asyncio.run(asyncio.wait_for(work, 120.0))
 
 
 def key(way: bytes) -> bytes:

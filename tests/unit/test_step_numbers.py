@@ -389,7 +389,7 @@ def test_no_look_at_torch_outlives_the_agent(tmp_path: Path, ends: str) -> None:
             agent.kill()
         else:
             agent.communicate(b"\n", timeout=60)
-        look.wait(timeout=20)
+        look.wait(timeout=120)
 
 
 def test_a_python_without_torch_is_refused_at_submission(monkeypatch: pytest.MonkeyPatch) -> None:
