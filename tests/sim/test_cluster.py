@@ -42,6 +42,16 @@ from support.planted import (
 SEEDS = range(200)
 # Each broke a rule once.
 MENDED = {
+    "an agent was told to stop an attempt of which the next supervisor knows nothing": (
+        '{"seed":40000506,"active":2,"spares":1,"ranks":1,"cadence_steps":null,"room":8,"faults":['
+        '{"at":6.43,"kind":"storage hangs here","node":0,"other":1,"seconds":5.11},'
+        '{"at":7.33,"kind":"rank","node":1},{"at":9.31,"kind":"half told","node":1}]}'
+    ),
+    "most agents were told to stop an attempt that storage never saw": (
+        '{"seed":40002640,"active":3,"spares":1,"ranks":2,"cadence_steps":null,"room":8,"faults":['
+        '{"at":1.31,"kind":"storage hangs","node":1,"seconds":20.43},'
+        '{"at":10.63,"kind":"half told","node":3,"other":2,"when":"launching"}]}'
+    ),
     "a rank fails within a second of a stray SIGTERM": (
         '{"seed":537,"active":4,"spares":1,"ranks":1,"cadence_steps":null,"room":8,"parity":2,"faults":['
         '{"at":8.46,"kind":"signal all","node":0,"other":4},{"at":8.89,"kind":"rank","node":1,"other":4}]}'

@@ -149,7 +149,9 @@ def test_a_launch_that_is_old_or_was_stopped_already_is_none() -> None:
     for attempt in (1, 2, 3):
         assert ranks.launch(launch(attempt), 4.0) == []
     ranks.stop(5, 4.0)
+    assert ranks.known == 3, "its ranks are still of this one"
     ranks.host_said(msg.Ready(store_port=4001), 5.0)
+    assert ranks.known == 5, "the next supervisor may not know that this number is used"
     assert ranks.launch(launch(5), 6.0) == []
     assert ranks.launch(launch(4), 6.0) == []
     assert ranks.state == "waiting"

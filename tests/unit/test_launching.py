@@ -173,3 +173,16 @@ def test_an_older_attempt_s_number_never_replaces_a_newer_one_s(tmp_path: Path) 
     supervisor._write_attempt(3)
     supervisor._write_attempt(2)
     assert directory.newest_attempt() == 3
+
+
+def test_the_number_of_an_attempt_that_only_agents_know_is_not_used_again() -> None:
+    """The supervisor before died while storage hung, after it had told some to stop that attempt."""
+    story = Story(active=2, spares=1).running()
+    one, other = story.state.placement
+    after = Successor(story)
+    for node in (one, other):
+        after.joins(node, ranks="running", attempt=1)
+    after.hears(one, msg.Stopped(attempt=2, store_port=1))
+    assert (story.state.attempt, story.state.phase) == (2, Phase.STOPPING)
+    after.hears(other, msg.Stopped(attempt=2, store_port=1))
+    assert (story.state.attempt, story.state.phase) == (3, Phase.LAUNCHING)

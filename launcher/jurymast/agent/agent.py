@@ -343,7 +343,7 @@ class Agent:
         hello = msg.Hello(
             node=self._node, allocation=self._allocation, address=self._connecting.address,
             incarnation=self._incarnation, pid=os.getpid(), boot_id=boot_id(),
-            gpus=visible_gpus(os.environ), attempt=ranks.attempt, ranks=ranks.state,
+            gpus=visible_gpus(os.environ), attempt=ranks.known, ranks=ranks.state,
             store_port=ranks.store_port, pids=ranks.pids, data_port=self._keeping.keeper.port,
             copies=self._keeping.keeper.inventory(), room=self._keeping.keeper.room(), domain=own_domain(),
             health=self._probing.known(), oom_kills=self._oom_kills,

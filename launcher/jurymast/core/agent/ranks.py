@@ -72,6 +72,12 @@ class Ranks:
         return "waiting" if self.store_port else "warming"
 
     @property
+    def known(self) -> int:
+        """The newest attempt that this agent knows of; with ranks, theirs. The next supervisor may have no
+        record of one that was stopped before it was launched here, and must not use its number again."""
+        return self.attempt if self.state in ("starting", "running") else max(self.attempt, self._stopping)
+
+    @property
     def wake_at(self) -> float:
         return min(self._stacks_until, self._force_at)
 

@@ -329,8 +329,7 @@ class Supervision:
         )  # fmt: skip
         out += self.record(joined)
         out += self._do(self._health.joined(node, hello.health, now), now)
-        if hello.attempt > self.state.attempt:
-            out += self.record(ev.AttemptFound(t=now, node=node, attempt=hello.attempt))
+        out += self._if_unknown(node, hello.attempt, now)
         ours = hello.attempt == self.state.attempt and node in self.state.places
         out += self._if_half_told(node, hello, now, ours=ours)
         if (missed := self._missed(node, hello, now, ours=ours)) is not None:
@@ -340,6 +339,12 @@ class Supervision:
         if node in self.state.places:
             out += self._tell_again(node, hello.attempt)
         return out + self._do(self.launching.look(now), now)
+
+    def _if_unknown(self, node: str, attempt: int, now: float) -> list[Effect]:
+        """Take in an attempt that the journal lacks, as storage did not answer, and that this node knows."""
+        if attempt <= self.state.attempt:
+            return []
+        return self.record(ev.AttemptFound(t=now, node=node, attempt=attempt))
 
     def _if_half_told(self, node: str, hello: msg.Hello, now: float, *, ours: bool) -> list[Effect]:
         """Start another attempt if this node missed what to restore, because what the others were told is no
@@ -392,7 +397,8 @@ class Supervision:
                 fields = asdict(message) | {"flights": tuple(to_builtins(message.flights))}
                 return self.record(ev.StacksTaken(t=now, node=node, **fields))
             case msg.Stopped():
-                return self.record(ev.WorkersStopped(t=now, node=node, **asdict(message)))
+                stopped = ev.WorkersStopped(t=now, node=node, **asdict(message))
+                return self._if_unknown(node, message.attempt, now) + self.record(stopped)
             case msg.Finished():
                 return self.record(ev.NodeFinished(t=now, node=node, **asdict(message)))
             case msg.RankEvent():

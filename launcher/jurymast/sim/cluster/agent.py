@@ -360,7 +360,7 @@ class SimAgent:
         self._send(
             msg.Hello(
                 node=self.site.name, allocation=self.cluster.allocation, address=self.site.name,
-                incarnation=self.incarnation, pid=1, boot_id="b", gpus=0, attempt=ranks.attempt,
+                incarnation=self.incarnation, pid=1, boot_id="b", gpus=0, attempt=ranks.known,
                 ranks=ranks.state, store_port=ranks.store_port, pids=ranks.pids,
                 data_port=self.data_port, copies=self.keeper.machine.inventory(),
             )
