@@ -377,6 +377,7 @@ def initial_state(plan: RunPlan) -> RunState:
         ranks_per_node=plan.ranks_per_node,
         submitted_at=plan.submitted_at,
         requeue_allowed=plan.requeue,
+        signal_s=plan.signal_s,
         earlier=(plan.earlier_incidents, plan.earlier_node_days),
         frail={frail.node: frail for frail in plan.frail},
     )

@@ -20,7 +20,8 @@ RUN_SCRIPT = """
 import sys
 from pathlib import Path
 from jurymast.script.job import run_script
-sys.exit(run_script(Path(sys.argv[1]), ["a b"], {}, warns=sys.argv[2] == "warns"))
+goes_on = lambda: sys.argv[3:] == ["goes on"]
+sys.exit(run_script(Path(sys.argv[1]), ["a b"], {}, warns=sys.argv[2] == "warns", goes_on=goes_on))
 """
 
 
@@ -43,6 +44,24 @@ def test_signals_for_the_batch_process_reach_the_script(tmp_path: Path, warns: b
         told, _ = process.communicate(timeout=120)
     assert (told, process.returncode) == ("a b\n", 0)
     assert (tmp_path / "warned").exists() is not warns
+
+
+@pytest.mark.parametrize(("traps", "ends"), [(True, 0), (False, -signal.SIGTERM)])
+def test_a_sigterm_that_does_not_end_the_job_is_for_the_script(
+    tmp_path: Path, traps: bool, ends: int
+) -> None:
+    """As with `--signal=B:TERM@60`, which Slurm sends to the batch process alone."""
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    trap = "trap 'exec echo trapped' TERM\n" if traps else ""
+    loop = "while :; do sleep 0.01; done"
+    users_script(job).write_text(f"#!/bin/bash\ncd {tmp_path}\n{trap}echo > ready\n{loop}\n")
+    command = [sys.executable, "-c", RUN_SCRIPT, str(users_script(job)), "", "goes on"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        wait_until("the script's traps", (tmp_path / "ready").exists)
+        process.send_signal(signal.SIGTERM)
+        told, _ = process.communicate(timeout=60)
+    assert (told, process.returncode) == ("trapped\n" if traps else "", ends)
 
 
 def has_heard(heard: Path, times: int) -> bool:

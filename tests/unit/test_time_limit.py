@@ -26,8 +26,9 @@ class Run:
     """Two nodes, whose step 16 is in memory, and due on shared storage in hours: step 8 was written there, in
     `write_s`."""
 
-    def __init__(self, write_s: float = WRITE_S) -> None:
+    def __init__(self, write_s: float = WRITE_S, signal_s: float = 0.0) -> None:
         self.story = Story(active=2, spares=0, settings=Settings(shared_every_s=36_000.0)).running()
+        self.story.state.signal_s = signal_s
         self.after = Successor(self.story)
         self.nodes = self.story.state.placement
         self.asked = self.warned = 0
@@ -121,6 +122,16 @@ def test_a_write_that_takes_longer_than_the_last_one_did_counts() -> None:
     assert run.steps == [8, 16]
     run.waits(300.0)
     assert run.warned == 1
+
+
+def test_a_signal_that_ends_something_before_the_limit_comes_after_the_last_checkpoint() -> None:
+    """Slurm may send it a minute earlier than asked for."""
+    run = Run(write_s=2.0, signal_s=600.0)
+    run.limit(600.0 + MOVED_S + LEAST_S + 20.0)
+    run.waits(10.0)
+    assert (run.warned, run.steps) == (0, [8])
+    run.waits(20.0)
+    assert (run.warned, run.steps) == (1, [8, 16])
 
 
 def test_slurms_own_warning_is_enough_where_writes_are_fast() -> None:

@@ -41,6 +41,7 @@ from jurymast.agent.stacks import StackTaker
 from jurymast.agent.supervision import Connecting, Driver, Succeeding
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.sbatch import visible_gpus
+from jurymast.cluster.signals import WARNINGS
 from jurymast.cluster.verdicts import boot_id
 from jurymast.core import messages as msg
 from jurymast.core import slurm_variables, within
@@ -227,7 +228,7 @@ class Agent:
         driver, loop = self._driver, asyncio.get_running_loop()
         adopt_orphans()
         loop.add_signal_handler(signal.SIGTERM, lambda: driver.act(self._machine.terminated(driver.now)))
-        for warning in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # from --signal
+        for warning in (*WARNINGS, signal.SIGINT):  # from --signal
             loop.add_signal_handler(warning, lambda: None)
         loop.add_reader(self._memory.events_fd, self._ranks_said)
         threading.Thread(target=remove_abandoned, name="remove-abandoned", daemon=True).start()

@@ -172,7 +172,7 @@ def _request(
 ) -> Request:  # fmt: skip
     """Build the request; finds every mistake that can be found without asking Slurm."""
     from jurymast.cluster.earlier import with_earlier
-    from jurymast.cluster.planning import OwnOptions, make_plan, time_limit_s
+    from jurymast.cluster.planning import OwnOptions, make_plan, signal_note, time_limit_s
     from jurymast.cluster.slurm import build_request, check_runs_directory
     from jurymast.core.planning.forecast import auto_spares
 
@@ -190,7 +190,7 @@ def _request(
         plan, runs, told.last("partition") or "", plan.submitted_at,
         partial(auto_spares, plan.active, run_s=time_limit_s(told.last("time"))) if auto else None,
     )  # fmt: skip
-    for note in notes:
+    for note in filter(None, [signal_note(told, script), *notes]):
         echo(f"jurymast: note: {note}", err=True)
     return build_request(plan, policy, script)
 

@@ -25,6 +25,7 @@ import msgspec
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts, from_slurm_environment, listen, loopback
 from jurymast.cluster.control import requeue
+from jurymast.cluster.signals import WARNINGS
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision import batch as core
 from jurymast.errors import JurymastError, RunDirectoryError, never
@@ -125,8 +126,6 @@ def end_with_us() -> None:
 # ---- the batch process
 
 LOOK_S = 0.5
-# Those of Slurm's --signal=B:... that a user may have chosen as well. None of them ends the run by itself.
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
 
 

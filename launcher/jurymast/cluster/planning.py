@@ -27,6 +27,7 @@ from jurymast.cluster.sbatch import (
     where_options,
     words_of,
 )
+from jurymast.cluster.signals import JobSignal
 from jurymast.core.planning.forecast import auto_spares
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ScriptError, UsageError
@@ -126,6 +127,7 @@ def make_plan(
         train=asked.train,
         exclude=tuple(node for one in told.options if one.name == "exclude" for node in excluded_hosts(one)),
         requeue=requeue is None or requeue.name == "requeue",
+        signal_s=_signal_s(told, script),
         submitted_at=time.time(),
         policy_hash=policy.digest,
         settings=policy.settings(),
@@ -146,6 +148,21 @@ def _check_options(told: CommandLine, refused: Mapping[str, str]) -> None:
                 f"{given.where}--no-kill=off would end the job with its first lost node",
                 hint="leave it out; to end a run at the first failure, use --no-requeue and --spares 0",
             )
+
+
+def _signal_s(told: CommandLine, script: BatchScript | None) -> float:
+    asked = JobSignal.read(told.last("signal"))
+    return asked.seconds if asked is not None and asked.ends_in(script.text if script else None) else 0.0
+
+
+def signal_note(told: CommandLine, script: BatchScript | None) -> str:
+    """Say what the job's --signal will do, with its line, if not all of that was asked for; else ""."""
+    given = told.given("signal")
+    asked = JobSignal.read(given.value) if given is not None else None
+    if given is None or asked is None:
+        return ""
+    what = asked.told(script.text if script else None)
+    return f"{given.where}--signal={given.value}: {what}" if what else ""
 
 
 def time_limit_s(text: str | None) -> float | None:

@@ -124,6 +124,8 @@ class RunPlan:
     sbatch_options: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()  # by hand
     avoided: tuple[Avoided, ...] = ()
+    # So long before the time limit the job's own --signal may end something of the run.
+    signal_s: float = 0.0
     requeue: bool = True  # False: the user said --no-requeue, the Slurm job must never be requeued
     submitted_at: float = 0.0
     policy_hash: str = ""

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -15,7 +17,9 @@ import psutil
 
 from jurymast import foreign
 from jurymast.cluster.allocation import from_slurm_environment
+from jurymast.cluster.control import STILL_RUNNING, why_ending
 from jurymast.cluster.planning import WARN_SIGNAL
+from jurymast.cluster.signals import WARNINGS
 from jurymast.cluster.slurm import users_script
 from jurymast.core.slurm_variables import of_active_nodes
 from jurymast.core.texts import compressed
@@ -25,9 +29,6 @@ from jurymast.script.step import PROCESS_NAME, true_variables_file
 from jurymast.script.trainings import beside
 
 WARNING = signal.SIGUSR2
-# Those that a script may have chosen for the warning, with --signal. More warnings than there are only have
-# something saved and written to storage.
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 TRAPS_S = 1.0
 
 
@@ -44,7 +45,10 @@ def run(run_directory: str, arguments: list[str]) -> int:
     write_json(true_variables_file(directory), true)
     warns = plan.sbatch_options[-1:] == (f"--signal={WARN_SIGNAL}",)
     script = users_script(directory)
-    return run_script(script, arguments, shims.with_shims(environment, directory), warns=warns)
+    return run_script(
+        script, arguments, shims.with_shims(environment, directory), warns=warns,
+        goes_on=lambda: why_ending(allocation).why == STILL_RUNNING,
+    )  # fmt: skip
 
 
 def _own_directory(submitted: RunDirectory) -> RunDirectory:
@@ -79,9 +83,13 @@ def _warn_trainings(script: int) -> None:
                     process.send_signal(WARNING)
 
 
-def run_script(script: Path, arguments: list[str], environment: dict[str, str], *, warns: bool) -> int:
+def run_script(
+    script: Path, arguments: list[str], environment: dict[str, str], *, warns: bool,
+    goes_on: Callable[[], bool],
+) -> int:  # fmt: skip
     """Run the script as a child process; returns its exit code. If a signal ends the script, this process
-    ends by the same signal. `warns`: USR2 is our own warning of the time limit, not for the script."""
+    ends by the same signal. `warns`: USR2 is our own warning of the time limit, not for the script.
+    `goes_on`: ask Slurm whether it does not end the job."""
     child: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -92,9 +100,23 @@ def run_script(script: Path, arguments: list[str], environment: dict[str, str], 
         if number != WARNING or not warns:
             child.send_signal(number)
 
+    asks: threading.Thread | None = None
+
+    def pass_term_on() -> None:
+        """Slurm sends the SIGTERM that ends a job to the script as well, but any other one to this process
+        alone: `--signal=B:TERM`, or `scancel --batch`."""
+        if goes_on() and child is not None:
+            _warn_trainings(child.pid)
+            child.terminate()
+
+    def terminated(_number: int, _frame: FrameType | None) -> None:
+        nonlocal asks
+        if asks is None or not asks.is_alive():
+            asks = threading.Thread(target=pass_term_on, daemon=True)
+            asks.start()
+
     hold()
-    # Slurm sends SIGTERM to the script as well, which decides itself whether to end.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, terminated)
     for number in PASSED_ON:
         signal.signal(number, pass_on)
     command = [*interpreter(script), str(script), *arguments]

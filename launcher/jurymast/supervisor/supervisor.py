@@ -25,8 +25,9 @@ from typing import Any
 
 from jurymast import background
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
-from jurymast.cluster.batch import SIGNALS, WARNINGS
+from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import Ending, give_back
+from jurymast.cluster.signals import WARNINGS
 from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg

@@ -191,6 +191,7 @@ class RunState:
     earlier: tuple[float, float] = (0.0, 0.0)  # incidents and node-days of other runs, as of the submission
     frail: dict[str, Frail] = field(default_factory=dict)  # by node, as other runs and this one know them
     requeue_allowed: bool = True
+    signal_s: float = 0.0
 
     phase: Phase = Phase.QUEUED
     now: float = 0.0

@@ -17,7 +17,10 @@ class TimeLimit:
     """What Slurm said last of the time limit, which may be moved at any time. `now` is the supervisor's
     clock, as are `ends_at` and `ask_at`, from when on Slurm is to be asked again."""
 
-    def __init__(self) -> None:
+    def __init__(self, signal_s: float) -> None:
+        """`signal_s`: a signal that the job asked for comes so long before the limit, or up to a minute
+        earlier, and may end what it reaches; 0.0: none does."""
+        self._sooner_s = signal_s + MOVED_S if signal_s else 0.0
         self.ends_at = math.inf
         self.ask_at = -math.inf
         self._warned_for = -math.inf
@@ -37,11 +40,13 @@ class TimeLimit:
     def is_near(self, write_s: float, save_s: float, now: float) -> bool:
         """Whether the last checkpoint has to be begun: ranks save in `save_s`, and a write takes
         `write_s`."""
-        return self.unwarned and now >= self.ends_at - max(LEAST_S, WRITES * write_s + save_s)
+        return self.unwarned and now >= self.ends_at - self._sooner_s - max(
+            LEAST_S, WRITES * write_s + save_s
+        )
 
     def warned(self, now: float) -> None:
         """Slurm itself has warned, of this limit or of something else."""
-        if now >= self.ends_at - LEAST_S - MOVED_S:
+        if now >= self.ends_at - self._sooner_s - LEAST_S - MOVED_S:
             self.begun()
 
     def begun(self) -> None:

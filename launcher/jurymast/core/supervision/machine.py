@@ -97,7 +97,7 @@ class Supervision:
         self.agreement = Agreement(state)
         self.launching = Launching(state, self.watch, self.checkpoints, directory)
         self.departure = Departure(state, self.watch, self.checkpoints)
-        self.limit = TimeLimit()
+        self.limit = TimeLimit(state.signal_s)
         self._directory = directory
         self._teller = Teller(state, self.watch.reports)
         self._hangs = Hangs(state, self.watch.reports)
