@@ -192,6 +192,29 @@ def test_cancel_ends_the_script_too(cluster: Cluster, tmp_path: Path) -> None:
     assert "said" not in (work / "out").read_text()
 
 
+ASKS_FOR_SIGTERM = """#!/bin/bash
+#SBATCH --output=out --signal=B:TERM@60
+trap 'echo said: trapped; touch stop' TERM
+torchrun $SUM --until &
+wait $!
+wait $!
+echo said: after $?
+"""
+
+
+def test_a_script_gets_the_sigterm_that_slurm_sends_to_it_alone(cluster: Cluster, tmp_path: Path) -> None:
+    """As it asked for; Slurm sends it here in the same way, but sooner."""
+    work = cluster.shared / tmp_path.name
+    run = submit_script(cluster, work, ASKS_FOR_SIGTERM, "--spares=0")
+    wait_until("the first step", (work / "started").exists, limit_s=LIMIT_S)
+    cluster.login(["scancel", "--batch", "--signal=TERM", str(run.job)])
+    cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
+    printed = (work / "out").read_text()
+    said = [line for line in printed.splitlines() if line.startswith("said")]
+    assert said == ["said: trapped", "said: after 0"], printed
+    assert run.state().phase.value == "succeeded", run.story()
+
+
 def test_a_launcher_that_does_not_find_jurymast_is_said(cluster: Cluster, tmp_path: Path) -> None:
     work = cluster.shared / tmp_path.name
     script = "#!/bin/bash\n#SBATCH --output=out\nsrun python -I -m torch.distributed.run --help\n"
