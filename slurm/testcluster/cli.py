@@ -101,7 +101,7 @@ def _add_up(commands: Any, common: argparse.ArgumentParser) -> None:
     up.add_argument("--slurmd-timeout", type=int, default=DEFAULT_SLURMD_TIMEOUT_S, metavar="SECONDS")
     up.add_argument("--python", type=Path, default=None, help="the Python that jobs use (the repository's)")
     up.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="more of slurm.conf")
-    up.add_argument("--site", action="store_true", help="with the health check of slurm/site, every 5 s")
+    up.add_argument("--site", action="store_true", help="with the health check of slurm/site, every 20 s")
     up.add_argument("--ipv6", action="store_true", help="without any IPv4 address")
     up.add_argument("--json", action="store_true")
     up.set_defaults(run=_up)

@@ -85,7 +85,7 @@ class Cluster:
 
         ``slurm``: the release (default: $JURYMAST_TESTCLUSTER_SLURM, else the system's);
         ``python``: the one for jobs (default: the repository's own); ``conf``: more lines for slurm.conf;
-        ``site``: with the health check of slurm/site, every 5 s; ``ipv6``: no machine has an IPv4
+        ``site``: with the health check of slurm/site; ``ipv6``: no machine has an IPv4
         address, not even loopback's.
         """
         software.require_root_linux()

@@ -125,6 +125,7 @@ def test_no_spare_left_requeues_without_the_bad_node(tmp_path: Path, undisturbed
     assert result(out)["sha256"] == undisturbed
 
 
+@pytest.mark.long
 def test_a_script_that_always_crashes_is_started_three_times_and_told_why(tmp_path: Path) -> None:
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="crash.py",
                    arguments=("--rank", "1")) as run:  # fmt: skip

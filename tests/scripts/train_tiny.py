@@ -51,8 +51,9 @@ parser.add_argument(
     "--rest-once", default="", metavar="STEP:RANK:SECONDS", help="waits by itself, in the first attempt"
 )
 parser.add_argument(
-    "--leak-once", default="", metavar="FILE:RANK:WHO", help="once FILE is there, in the first attempt: the "
-    "rank itself, its loader, or a child of the rank in a session of its own takes all memory",
+    "--leak-once", default="", metavar="FILE:RANK:WHO,...", help="once FILE.1 is there, in attempt 1 the "
+    "first WHO takes all memory, and so on: rank, the rank itself; loader, its loader; child, a child of "
+    "the rank in a session of its own",
 )  # fmt: skip
 parser.add_argument(
     "--slow", default="", metavar="STEP:NODE:SECONDS", help="that node loads its data so slowly from STEP on"
@@ -147,10 +148,11 @@ class LeakingLoader(torch.utils.data.Dataset):  # type: ignore[misc]
 
 
 def leak_if_told(place: str, rank: int) -> None:
-    file, of, who = place.rsplit(":", 2)
-    first = os.environ.get("JURYMAST_ATTEMPT", "1") == "1"
-    if not first or rank != int(of) or not os.path.exists(file):
+    file, of, names = place.rsplit(":", 2)
+    attempt, each = int(os.environ.get("JURYMAST_ATTEMPT", "1")), names.split(",")
+    if attempt > len(each) or rank != int(of) or not os.path.exists(f"{file}.{attempt}"):
         return
+    who = each[attempt - 1]
     if who == "rank":
         leak()
     elif who == "loader":

@@ -18,7 +18,7 @@ from jurymast.core.nodes.findings import HARDWARE, Finding, Verdict
 from support.fake_gpus import FakeGpus, build
 from support.runs import SCRIPTS
 from support.slurm_runs import SlurmRun, forget_earlier_runs
-from support.waiting import wait_until
+from support.waiting import ASK_POLL_S, wait_until
 from testcluster import Cluster
 from testcluster.settings import SITE_LOG
 
@@ -64,6 +64,22 @@ def site_log(cluster: Cluster, node: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
+def look(cluster: Cluster, name: str) -> None:
+    """The site's look at a node, before Slurm has its next one; nothing if Slurm has one just now."""
+    check = str(cluster.layout.health_check)
+    cluster.exec(name, [check], env={"SLURMD_NODENAME": name}, root=True, cwd="/")
+
+
+def wait_looking(what: str, cluster: Cluster, name: str, condition: Callable[[], Any]) -> Any:
+    """As `wait_until`, with looks at the node."""
+
+    def looked() -> Any:
+        look(cluster, name)
+        return condition()
+
+    return wait_until(what, looked, LIMIT_S, ASK_POLL_S)
+
+
 def node(cluster: Cluster, name: str) -> tuple[str, str]:
     """(Slurm's state, reason) of a node."""
     told = cluster.slurm(["sinfo", "--noheader", "--Node", f"--nodes={name}", "--format=%T|%E"])
@@ -99,18 +115,18 @@ def test_a_lost_gpu_is_swapped_out_drained_and_back_after_its_repair(
     run = SlurmRun(cluster, find_run(job, cluster.shared / tmp_path.name).root, int(job))
     state = run.wait_saved(40)
     victim = next(name for name in state.placement if name != state.host)
-    wait_until("the job in root's book", lambda: job in _jobs_seen(cluster, victim), LIMIT_S)
+    wait_until("the job in root's book", lambda: job in _jobs_seen(cluster, victim), LIMIT_S)  # by Slurm
     gpus[victim].xid(3, 79)
     gpus[victim].set(gpu=3, lost=1)
     state = run.wait("the swap", lambda s: bool(s.incidents) and s.incident is None)
     incident = state.incidents[0]
     assert (incident.cause, incident.node, incident.action) == ("gpu_bad", victim, "swap"), run.story()
     assert victim in state.excluded
-    wait_until("the drain", lambda: node(cluster, victim)[0].startswith("drain"), LIMIT_S)
+    wait_looking("the drain", cluster, victim, lambda: node(cluster, victim)[0].startswith("drain"))
     _, reason = node(cluster, victim)
     assert reason.startswith("jurymast: [hardware] code=gpu-lost gpu=3 "), reason
     assert f"job={job} ts=" in reason
-    wait_until("the node's return to Slurm", lambda: node(cluster, victim)[0] == "drained", DOUBT_S + LIMIT_S)
+    wait_until("its return to Slurm", lambda: node(cluster, victim)[0] == "drained", LIMIT_S, ASK_POLL_S)
     left = cluster.slurm(["scontrol", "show", "hostnames", cluster.job(int(job))["NodeList"]]).split()
     assert victim not in left
     assert len(left) == 2
@@ -122,7 +138,8 @@ def test_a_lost_gpu_is_swapped_out_drained_and_back_after_its_repair(
     assert node(cluster, victim)[0] == "drained"
     cluster.fault("repaired", victim)
     back = ("none", "jurymast: back in service")  # 24.11 takes no empty reason
-    wait_until("its return", lambda: node(cluster, victim) in [("idle", word) for word in back], LIMIT_S)
+    returned = [("idle", word) for word in back]
+    wait_looking("its return", cluster, victim, lambda: node(cluster, victim) in returned)
 
     code, told, error = submit(cluster, tmp_path, "--nodes", "2", "--dry-run")
     assert (code, f"--exclude={victim}" in told) == (0, True), error
@@ -167,7 +184,9 @@ class Spool:
     def wait_empty(self) -> None:
         """Until root has taken all."""
         spool = self._cluster.layout.verdicts
-        wait_until("an empty spool", lambda: not list(spool.glob(f"{self._node}.*")), LIMIT_S)
+        wait_looking(
+            "an empty spool", self._cluster, self._node, lambda: not list(spool.glob(f"{self._node}.*"))
+        )
 
 
 @pytest.fixture
@@ -175,7 +194,7 @@ def busy(cluster: Cluster, gpus: dict[str, FakeGpus]) -> Spool:
     """The spool of a node that serves a job of the user; the job is the node's only one."""
     job = cluster.sbatch("#!/bin/sh\nsleep 1000\n", "--nodes=1", "--exclusive")
     name = cluster.wait_job(job, "RUNNING")["NodeList"]
-    wait_until("the job in root's book", lambda: str(job) in _jobs_seen(cluster, name), LIMIT_S)
+    wait_looking("the job in root's book", cluster, name, lambda: str(job) in _jobs_seen(cluster, name))
     return Spool(cluster, name, job)
 
 
@@ -243,7 +262,7 @@ def test_the_reason_of_somebody_else_stays(cluster: Cluster, gpus: dict[str, Fak
     wait_until("its word", lambda: "by somebody else: new disk, ask Ada" in site_log(cluster, name), LIMIT_S)
     cluster.fault("repaired", name)
     gpus[name].clear()
-    wait_until("another look", _another_look(cluster, name), LIMIT_S)
+    wait_looking("another look", cluster, name, _another_look(cluster, name))
     assert node(cluster, name)[1] == "new disk, ask Ada"
 
 
@@ -273,7 +292,7 @@ def test_beyond_the_site_s_limit_a_bad_node_stays_and_somebody_is_told(
     assert node(cluster, name)[1] == "none"
     out(cluster, other, time.time() - 3700.0)
     busy.drop("an-hour-later", busy.seal())
-    wait_until("the drain", lambda: node(cluster, name)[0].startswith("drain"), LIMIT_S)
+    wait_looking("the drain", cluster, name, lambda: node(cluster, name)[0].startswith("drain"))
     assert node(cluster, name)[1].startswith("jurymast: [hardware] code=gpu-lost gpu=3 ")
 
 

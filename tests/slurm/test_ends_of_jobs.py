@@ -17,13 +17,14 @@ import pytest
 from jurymast.core import events as ev
 from support.runs import result
 from support.slurm_runs import TRAIN, SlurmRun, forget_earlier_runs, kill_rank, submit
-from support.waiting import wait_until
+from support.waiting import ASK_POLL_S, wait_until
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 LIMIT_S = 240.0
 KILL_WAIT_S, GRACE_S = 5, 60
+WARNED_S = 180  # before a time limit; long for a busy machine
 # Of partitions that preempt, and are preempted.
 CONF = (
     f"KillWait={KILL_WAIT_S}",
@@ -127,7 +128,7 @@ def test_a_write_longer_than_kill_wait_is_done_in_the_grace_time_of_a_preemption
         urgent = cluster.sbatch("#!/bin/sh\nsleep 1000\n", "--partition=high", "--nodes=3", "--exclusive")
         longer_than_kill_wait_after(signalled(run, "preempted"))
         assert run.job_state() == "RUNNING", run.story()
-    wait_until("the requeue", lambda: cluster.job(run.job).get("Restarts") == "1", LIMIT_S)
+    wait_until("the requeue", lambda: cluster.job(run.job).get("Restarts") == "1", LIMIT_S, ASK_POLL_S)
     assert (run.state().saved["shared"].step or 0) >= newest, run.story()
     cluster.login(["scancel", str(urgent)])
     run.wait("the next life", lambda s: s.restarts == 1, LIMIT_S)
@@ -137,19 +138,27 @@ def test_a_write_longer_than_kill_wait_is_done_in_the_grace_time_of_a_preemption
     assert {incident.cause for incident in run.state().incidents} == {"preempted"}, run.story()
 
 
+def change(cluster: Cluster, job: int, limit: str) -> None:
+    """The job's limit. Slurm looks twice a minute whom it is to warn, and whom to end."""
+    cluster.slurm(["scontrol", "update", f"JobId={job}", limit])
+
+
 def test_a_write_longer_than_kill_wait_is_done_before_the_time_limit(
     cluster: Cluster, training: Training, trained_plainly: Callable[..., str]
 ) -> None:
     """Slurm's warning has it begun early enough. The run, submitted again, goes on from there."""
-    run = training.submit("--time=2", "--signal=B:USR2@60")
+    run = training.submit("--time=60", f"--signal=B:USR2@{WARNED_S}")
     training.copied(run)
+    change(cluster, run.job, f"EndTime=now+{WARNED_S}")
     with training.slow_storage():
         warned_at = signalled(run, "SIGUSR2")
         before = run.state().step
         longer_than_kill_wait_after(warned_at)
+    run.wait("the copy", lambda s: (s.saved["shared"].step or 0) > before, LIMIT_S)
+    wait_until("a minute", lambda: cluster.job(run.job)["RunTime"] >= "00:01:00", LIMIT_S, ASK_POLL_S)
+    change(cluster, run.job, "TimeLimit=1")  # nothing more would happen until the end
     assert run.wait_end(LIMIT_S).end_reason == "the Slurm job reached its time limit", run.story()
     cluster.wait_job(run.job, "TIMEOUT", deadline_s=LIMIT_S)
-    assert (run.state().saved["shared"].step or 0) > before, run.story()
     again = training.submit()
     again.wait("steps", lambda s: s.step > before, LIMIT_S)
     training.let_end()

@@ -31,12 +31,12 @@ def small(cluster: Cluster) -> Iterator[Path]:
 def train(cluster: Cluster, folder: Path) -> tuple[SlurmRun, Path]:
     """A run on n1 and n2 that goes on until it is let end, and the file whose existence makes its second rank
     leak."""
-    now, enough = cluster.shared / f"{folder.name}.now", enough_of(cluster, folder)
+    now, enough = cluster.shared / f"{folder.name}.1", enough_of(cluster, folder)
     for file in (now, enough):
         file.unlink(missing_ok=True)  # an earlier session's
     options = ("--steps", "100000", "--until", str(enough), "--buffer-mib", "64")
     run = submit(cluster, folder, "--nodes", "2", "--spares", "0", "--nodelist", "n1,n2",
-                 arguments=(*TRAIN, *options, "--leak-once", f"{now}:1:rank"))  # fmt: skip
+                 arguments=(*TRAIN, *options, "--leak-once", f"{now.with_suffix('')}:1:rank"))  # fmt: skip
     assert run.wait_safe(20).placement == ("n1", "n2")
     return run, now
 

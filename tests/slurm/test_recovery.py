@@ -107,7 +107,10 @@ def test_a_script_that_always_crashes_ends_the_job_with_its_code(cluster: Cluste
     job = told.strip()
     run = SlurmRun(cluster, find_run(job, runs).root, int(job))
     state = run.wait_end()
-    victim = state.placement[1]
+    victim, incident = state.placement[1], state.incidents[-1]
+    assert (incident.action, incident.rank, incident.node) == ("stop", 1, victim)
+    assert "ZeroDivisionError" in incident.traceback
+    assert len(state.incidents) == 3
     code, told, _ = jurymast(cluster, "status", "--runs", str(runs), job)
     assert code == 0
     for words in ("failed", "ZeroDivisionError", "rank 1", victim, "crash loop"):
@@ -116,6 +119,7 @@ def test_a_script_that_always_crashes_ends_the_job_with_its_code(cluster: Cluste
     assert ended["ExitCode"] == "1:0"
 
 
+@pytest.mark.long
 def test_cancel_ends_the_job_and_the_run(cluster: Cluster, tmp_path: Path) -> None:
     run = submit(
         cluster,

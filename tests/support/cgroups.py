@@ -64,7 +64,8 @@ def moved_to(place: Path, pids: Iterable[int]) -> Iterator[None]:
     """Have these processes, and all that they start, in the cgroup; all that is left there is moved out at
     the end."""
     for pid in pids:
-        (place / "cgroup.procs").write_text(str(pid))
+        with suppress(ProcessLookupError):  # it has ended by now
+            (place / "cgroup.procs").write_text(str(pid))
     try:
         yield
     finally:
