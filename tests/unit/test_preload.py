@@ -119,6 +119,21 @@ assert not torch.LOG.disabled
     )
 
 
+@pytest.mark.parametrize("kind", ["nb_func", "function"])
+def test_what_complains_of_being_left_over_is_taken_apart_at_the_end(run: Path, kind: str) -> None:
+    """With the rest, also where the script has imported none of it; nothing else is gone through."""
+    (run / "torch/late.py").write_text(f"left = type('{kind}', (), {{}})()\n")
+    check(
+        run,
+        f"""
+import gc
+gc.freeze()
+hidden.end()
+assert ("torch.late" in sys.modules, gc.get_freeze_count() == 0) == 2 * ({kind == "nb_func"},)
+""",
+    )
+
+
 def test_the_script_is_nobodys_to_keep(run: Path) -> None:
     check(run, "assert all(m is not sys.modules['__main__'] for s in bundles for m in s.modules.values())\n")
 

@@ -12,11 +12,12 @@ modules in the bundle.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.abc import Loader
@@ -32,6 +33,8 @@ NATIVE = (
 # Exceptions, which are read only when a process group is made, or only by Python code (Lightning sets some).
 LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_", "TORCH_UCC_", "TORCH_ELASTIC_", "PYTORCH_NVML_")
 
+NANOBINDS_FUNCTION = "nb_func"
+
 
 @dataclass
 class Bundle:
@@ -45,6 +48,7 @@ class Bundle:
     filters: list[Any] = field(default_factory=list)
     path: list[str] = field(default_factory=list)
     loggers: list[Any] = field(default_factory=list)
+    complains: bool = False  # at the interpreter's end, of what is left of it
 
     def reads(self, name: str) -> bool:
         """Return whether this bundle's imports depend on this variable."""
@@ -54,6 +58,13 @@ class Bundle:
 def is_native(name: str) -> bool:
     """Return whether torch's native libraries may read this variable when they are loaded."""
     return name.startswith(NATIVE) and not name.startswith(LATER)
+
+
+def _complains(modules: Iterable[ModuleType]) -> bool:
+    """Whether one of them was made with nanobind, as triton's are since torch 2.15: it writes a page of lines
+    about functions that the interpreter's end has not taken apart."""
+    found = (value for module in modules for value in list(vars(module).values()))
+    return any(type(value).__name__ == NANOBINDS_FUNCTION for value in found)
 
 
 def load(names: Sequence[str], *, native: bool = False) -> Bundle:
@@ -71,6 +82,7 @@ def load(names: Sequence[str], *, native: bool = False) -> Bundle:
     bundle.modules = {
         n: module for n, module in sys.modules.items() if n not in modules and module is not main
     }
+    bundle.complains = _complains(bundle.modules.values())
     bundle.loggers = [logger for name, logger in _loggers().items() if name not in loggers]
     bundle.filters = [entry for entry in warnings.filters if entry not in filters]
     bundle.path = [entry for entry in sys.path if entry not in path]
@@ -243,6 +255,16 @@ class Hidden:
             setattr(holder, child, module)
         if "torch" in modules:
             self._torch_loaded()
+
+    def end(self) -> None:
+        """Let the interpreter take apart at its end what was loaded ahead, if some of it complains otherwise.
+        It takes as long as without us, where nothing is frozen or hidden."""
+        if not any(bundle.complains for bundle in self._bundles):
+            return
+        for modules in self._groups.values():
+            for name, module in modules.items():
+                sys.modules.setdefault(name, module)
+        gc.unfreeze()
 
     def _watched(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
         """Find torch in the ordinary way, and have `torch_loaded` called once it is loaded."""

@@ -222,6 +222,7 @@ class _Rank:
         self._attached = attached
         self._pid = os.getpid()
         self._has_torch = False
+        self._hidden: preload.Hidden | None = None
         self.cold = ""  # why it started cold
         self.cold_since = 0.0
         self.repeatable = False  # whether the script may begin anew once it has begun
@@ -234,10 +235,12 @@ class _Rank:
         atexit.register(self._ends)
 
     def hide(self, bundles: Sequence[preload.Bundle], assumed: Mapping[str, str]) -> None:
-        self._hidden = preload.Hidden(bundles, self._loaded, assumed, self._stale, self._torch_loaded)
-        self._hidden.hide()
+        self._hidden = hidden = preload.Hidden(
+            bundles, self._loaded, assumed, self._stale, self._torch_loaded
+        )
+        hidden.hide()
         if len(bundles) > 1:
-            os.register_at_fork(before=self._hidden.check)
+            os.register_at_fork(before=hidden.check)
 
     def _torch_loaded(self) -> None:
         import threading
@@ -300,3 +303,5 @@ class _Rank:
         if error is not None:
             write_error(error, "".join(traceback.format_exception(error)))
         self._link.enter(link.DONE)
+        if self._hidden is not None:
+            self._hidden.end()
