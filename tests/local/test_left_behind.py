@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 import psutil
 import pytest
 
+from support.ports import free_port
 from support.runs import jurymast, local_run, wait_gone
 from support.waiting import wait_until
 
@@ -27,11 +27,6 @@ def left_by_ranks(place: Path) -> list[psutil.Process]:
         if "time.sleep(100000)" in " ".join(command) and command[-1] == str(place):
             found.append(process)
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_what_ranks_leave_behind_is_gone_with_the_attempt(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import getpass
 import importlib.util
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -14,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from support.ports import free_port
 from support.waiting import wait_until
 
 KINDS = ("account", "container", "object", "proxy")
@@ -30,12 +30,6 @@ FILTERS = {
 
 def installed() -> bool:
     return importlib.util.find_spec("swift") is not None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class S3Server:
