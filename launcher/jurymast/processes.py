@@ -7,6 +7,7 @@ import ctypes
 import logging
 import mmap
 import os
+import re
 import resource
 import signal
 import sys
@@ -77,6 +78,15 @@ def kill_group(group: int) -> None:
     """Kill a rank's process group. Python's resource tracker in it lives on: it removes the shared memory
     with a name that the others leave behind, and then ends by itself."""
     _kill(lambda: {one.pid for one in _processes() if one.group == group})
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for the signal; False if it is gone. See proc(5)."""
+    try:
+        found = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
 
 
 def _kill(found: Callable[[], set[int]]) -> None:

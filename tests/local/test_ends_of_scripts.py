@@ -53,6 +53,40 @@ def test_a_rank_that_ends_early_is_named_and_no_node_goes_for_it(nodes: int, tmp
     assert not state.excluded
 
 
+SAVES = """import os, signal, time
+import torch
+rank = int(os.environ["RANK"])
+def save(*_):
+    if rank == 0:
+        time.sleep(3)
+        os.write(os.open("saved", os.O_CREAT | os.O_APPEND | os.O_WRONLY), b"saved, ")
+    os._exit(143)
+signal.signal(signal.SIGTERM, save)
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+while True:
+    optimizer.step()
+    time.sleep(0.05)
+"""
+
+
+def test_a_cancelled_script_has_the_time_to_save_though_other_ranks_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would have from scancel: longer than ranks have at a restart."""
+    script = tmp_path / "train.py"
+    script.write_text(SAVES)
+    monkeypatch.chdir(tmp_path)
+    each = ("--nodes", "1", "--spares", "0", "--nproc-per-node", "2")
+    with local_run(tmp_path / "runs", *each, script=str(script)) as run:
+        run.wait_step(1)
+        assert jurymast("cancel", str(run.directory.root)).returncode == 0
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert (tmp_path / "saved").read_text() == "saved, ", run.story()
+    assert state.phase.value == "cancelled"
+
+
 DIVERGES = """import jurymast, torch
 parameter = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([parameter], lr=0.1)

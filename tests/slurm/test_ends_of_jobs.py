@@ -16,7 +16,7 @@ import pytest
 
 from jurymast.core import events as ev
 from support.runs import result
-from support.slurm_runs import TRAIN, SlurmRun, forget_earlier_runs, kill_rank, submit
+from support.slurm_runs import TRAIN, SlurmRun, forget_earlier_runs, kill_rank, submit, submit_script
 from support.waiting import ASK_POLL_S, wait_until
 from testcluster import Cluster
 
@@ -112,6 +112,13 @@ def longer_than_kill_wait_after(at: float) -> None:
     wait_until("the end of KillWait", lambda: time.time() > at + 2 * KILL_WAIT_S, LIMIT_S)
 
 
+def left_of(run: SlurmRun) -> list[str]:
+    """Processes with the run's name on their command line. A script's shell that ends at once hides them from
+    Slurm, if that finds processes by their parents."""
+    found = [process for node in run.cluster.nodes for process in run.cluster.processes(node)]
+    return [process.command for process in found if run.directory.root.name in process.command]
+
+
 def restored(run: SlurmRun) -> int:
     steps = [e.step for e in run.events() if isinstance(e, ev.Restored) and e.step]
     assert steps, run.story()
@@ -164,6 +171,51 @@ def test_a_write_longer_than_kill_wait_is_done_before_the_time_limit(
     training.let_end()
     training.ended_as_undisturbed(again, trained_plainly)
     assert restored(again) > before
+
+
+SAVES = f"""import os, signal, sys, time
+import torch
+def save(*_):
+    open(f"signals-{{os.environ['RANK']}}", "a").write("SIGTERM ")
+    if os.environ["RANK"] == "0":
+        time.sleep({KILL_WAIT_S / 2})
+        open("saved", "a").write("saved ")
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+while True:
+    optimizer.step()
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("srun", [False, True], ids=["plain run", "batch script"])
+def test_a_script_that_saves_at_slurms_sigterm_has_the_time_for_it(
+    cluster: Cluster, tmp_path: Path, srun: bool
+) -> None:
+    """Ranks that have nothing to save exit at once, with 0, which is not the end of the training. Each gets
+    one SIGTERM: another would interrupt what the first has begun."""
+    work = cluster.shared / tmp_path.name
+    cluster.login(["mkdir", "-p", str(work)])
+    (work / "train.py").write_text(SAVES)
+    options = ("--spares", "0", "--policy", str(work / "policy.yaml"))
+    (work / "policy.yaml").write_text("failures: {requeues: 0}\n")
+    train = f"cd {work}; srun torchrun --nnodes=2 --nproc-per-node=2 train.py"
+    if srun:
+        script = f"#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n{train}\n"
+        run = submit_script(cluster, work, script, *options)
+    else:
+        nodes = ("--nodes", "2", "--nproc-per-node", "2")
+        run = submit(cluster, tmp_path, *options, *nodes, f"--chdir={work}", script=work / "train.py")
+    run.wait("steps", lambda s: s.step > 0, LIMIT_S)
+    cluster.login(["scancel", str(run.job)])
+    wait_until("what is saved", lambda: (work / "saved").exists(), LIMIT_S)
+    wait_until("the end of the run's processes", lambda: not left_of(run), LIMIT_S)
+    signals = {path.name: path.read_text() for path in work.glob("signals-*")}
+    assert signals == {f"signals-{rank}": "SIGTERM " for rank in range(4)}, run.story()
+    assert (work / "saved").read_text() == "saved "
+    assert run.state().public_state == "cancelled", run.story()
 
 
 @pytest.mark.parametrize("to", ["steps", "batch"])

@@ -309,6 +309,14 @@ def test_what_the_end_of_the_job_explains_is_no_failure() -> None:
     assert stopped(1, 7) in ranks.host_said(msg.Ready(store_port=7), 5.0), "the supervisor waits for it"
 
 
+def test_ranks_that_exit_with_0_at_a_sigterm_have_not_ended_the_training() -> None:
+    """They have saved, and a requeued job goes on from there."""
+    ranks, finished = running(), msg.Finished(attempt=1)
+    ranks.terminated()
+    assert ranks.host_said(finished, 4.0) == [do.Beat(1, PIDS)]
+    assert ranks.job_goes_on() == [do.Send(finished)]
+
+
 def test_a_failure_after_a_sigterm_is_told_once_the_job_is_known_to_go_on() -> None:
     """It was a stray signal: otherwise nobody would ever hear of the end of these ranks."""
     ranks = running()

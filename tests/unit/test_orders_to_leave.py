@@ -189,6 +189,45 @@ def test_each_pair_of_orders(first: Callable[[Leaving], None], second: Callable[
     assert len(ended) == 1
 
 
+@pytest.mark.parametrize(
+    ("order", "least", "most"),
+    [(timeout, 20, KILL_WAIT_S - 5), (cancelled, 20, KILL_WAIT_S - 5),
+     (preempted, GRACE_S + KILL_WAIT_S - 10, GRACE_S + KILL_WAIT_S - 5),
+     (user_cancel, KILL_WAIT_S, KILL_WAIT_S), (requeue, 0, 0)],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)  # fmt: skip
+def test_ranks_have_slurms_grace_less_what_the_last_checkpoint_took(
+    order: Callable[[Leaving], None], least: float, most: float
+) -> None:
+    """A script may save when it gets a SIGTERM. Slurm's was 3 s before the order to leave."""
+    run = Leaving()
+    order(run)
+    run.waits(3.0)
+    (one, write), (other, _) = written(run.effects).items()
+    for phase in list(msg.WritePhase)[1:-1]:
+        for node in (one, other) if phase is msg.WritePhase.ANNOUNCE else (one,):
+            run.did(run.after.hears(node, msg.WriteReached(id=write.id, phase=phase)))
+    for node in (other, one):
+        run.did(run.after.hears(node, msg.Written(id=write.id, tier="shared", ok=True, size_bytes=9, why="")))
+    run.waits(1.0)
+    leave = [e.message for e in run.effects if isinstance(e, Send) and isinstance(e.message, msg.Leave)]
+    assert leave
+    assert all(least <= one.grace_s <= most for one in leave), leave
+    run.waits(least - 2.0 if least else LEAVE_LIMIT_S + 1.0)
+    assert (End() in run.effects) == (order is requeue), "agents are waited for while their ranks save"
+
+
+def test_a_second_cancel_does_not_wait_for_ranks_that_save() -> None:
+    run = Leaving()
+    user_cancel(run)
+    user_cancel(run)
+    run.waits(1.0)
+    assert run.home
+    user_cancel(run)
+    run.waits(LEAVE_LIMIT_S + 1.0)
+    assert End() in run.effects
+
+
 @pytest.mark.parametrize("own", [requeue, script_ends, user_cancel], ids=names)
 @pytest.mark.parametrize("times", [1, 2])
 def test_slurms_order_hurries_a_departure_of_the_run_s_own(

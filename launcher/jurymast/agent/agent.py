@@ -34,6 +34,7 @@ from jurymast.agent.ranks import (
     RankMemory,
     RankWatch,
     end_ranks,
+    gone,
     signal_ranks,
     unloadable,
 )
@@ -47,6 +48,7 @@ from jurymast.core import messages as msg
 from jurymast.core import slurm_variables, within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
+from jurymast.core.agent.ranks import STOP_MARGIN_S
 from jurymast.core.message import Strangers
 from jurymast.core.nodes.silence import beat_every_s
 from jurymast.core.settings import RunPlan
@@ -282,7 +284,7 @@ class Agent:
             case do.Leave():
                 self._keeping.run_is_over = effect.over
                 self.exit_code = effect.exit_code if effect.over else INTERRUPTED
-                self._driver.over.set()
+                self._driver.spawn(self._leave(effect.grace_s))
             case do.StartTests() | do.TestDevices() | do.TestTogether() | do.EndTests():
                 self._node_tests.carry_out(effect)
             case do.WakeAt():
@@ -376,6 +378,14 @@ class Agent:
         self._host = await HostProcess.start(
             plan, {**self._users, **self._environment()}, self._host_said, self._host_ended, self._driver.fail
         )
+
+    async def _leave(self, grace_s: float) -> None:
+        """End the ranks, and then this agent. Until then it sends heartbeats, and the supervisor waits."""
+        ranks = self._machine.ranks
+        if ranks.pids:
+            self._tell(msg.Stop(attempt=ranks.attempt, grace_s=grace_s))
+            await gone(ranks.pids, max(grace_s, self._plan.settings.stop_grace_s) + STOP_MARGIN_S)
+        self._driver.over.set()
 
     async def _prepare(self, attempt: int) -> None:
         """Wait until test processes, and what earlier ranks left behind, have released the devices, which the

@@ -474,11 +474,16 @@ async def unloadable(environment: dict[str, str], directory: str) -> str:
 async def end_ranks(pids: Sequence[int], grace_s: float) -> None:
     """Send SIGTERM, so that the user's handlers run, and SIGKILL to those still there after `grace_s`."""
     signal_ranks(pids, signal.SIGTERM)
+    await gone(pids, grace_s)
+    signal_ranks(pids, signal.SIGKILL)
+
+
+async def gone(pids: Sequence[int], limit_s: float) -> None:
+    """Wait until the processes are gone, at most `limit_s`."""
     loop = asyncio.get_running_loop()
-    end = loop.time() + grace_s
+    end = loop.time() + limit_s
     while loop.time() < end and any(Path(f"/proc/{pid}").exists() for pid in pids):
         await asyncio.sleep(0.01)
-    signal_ranks(pids, signal.SIGKILL)
 
 
 def signal_ranks(pids: Sequence[int], number: signal.Signals) -> None:

@@ -144,8 +144,7 @@ class Unrestorable(ToSupervisor, frozen=True, kw_only=True):
 
 
 class AskSources(ToSupervisor, frozen=True, kw_only=True):
-    """The image that a rank is to restore from its own node's memory is missing or incomplete: who else has
-    it? Answered by Sources."""
+    """The image to restore from the node's own memory is missing: who else has it? Answered by Sources."""
 
     step: int
     attempt: int
@@ -421,8 +420,7 @@ class Terminated(ToSupervisor, frozen=True, kw_only=True):
 
 
 class HangsUp(ToSupervisor, frozen=True, kw_only=True):
-    """The agent has heard nothing for too long and looks for another supervisor, or has found a `newer`
-    one."""
+    """The agent has heard nothing for too long and looks for a supervisor, or has found a `newer` one."""
 
     newer: Endpoint | None = None
 
@@ -457,10 +455,11 @@ class Launch(ToAgent, frozen=True, kw_only=True):
 
 
 class Stop(ToAgent, frozen=True, kw_only=True):
-    """Stop the ranks of `attempt`, if requested after recording their `stacks`."""
+    """Stop the ranks of `attempt` within the policy's or this grace, if requested after their `stacks`."""
 
     attempt: int
     stacks: bool = False
+    grace_s: float = 0.0
 
 
 class Dismiss(ToAgent, frozen=True, kw_only=True):
@@ -499,10 +498,11 @@ class JobGoesOn(ToAgent, frozen=True, kw_only=True):
 
 
 class Leave(ToAgent, frozen=True, kw_only=True):
-    """End this agent; `over`: the run has ended as well, with this `exit_code`."""
+    """End this agent and its ranks, see `effects.Leave`."""
 
     over: bool = False
     exit_code: int = 0
+    grace_s: float = 0.0
 
 
 # Nodes and their ranks: heartbeats, findings, stacks, tests.

@@ -27,6 +27,7 @@ class AgentPipe:
         self._lock = threading.Lock()
         self._launches: queue.SimpleQueue[msg.Launch] = queue.SimpleQueue()
         self._stop_up_to = 0
+        self.grace_s = 0.0  # that of the last order to stop
         self.stop_signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable if a stop is requested
         threading.Thread(target=self._read, name="agent-pipe", daemon=True).start()
 
@@ -50,6 +51,7 @@ class AgentPipe:
                         self._launches.put(order)
                     case msg.Stop():
                         self._stop_up_to = max(self._stop_up_to, order.attempt)
+                        self.grace_s = order.grace_s
                         os.eventfd_write(self.stop_signal, 1)
                     case Strange():
                         strangers.heard("the agent", order)

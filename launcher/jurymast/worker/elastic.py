@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from torch.distributed import is_nccl_available
@@ -35,7 +36,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from jurymast.core import messages as msg
 from jurymast.core.slurm_variables import of_a_task
-from jurymast.processes import kill_group
+from jurymast.processes import catches, kill_group
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import link, stack_signal
 from jurymast.worker import rank as rank_start
@@ -148,12 +149,14 @@ class RankServer:
                 self._ended[int(message["ended"])] = int(message["code"])
         return messages
 
-    def stop(self, grace_s: float) -> None:
+    def stop(self, grace_s: float, *, told: bool = False) -> None:
         """Send SIGTERM to the ranks and their children, such as loader workers, as torchrun does, and SIGKILL
-        to those that still run after `grace_s`; forget them."""
+        to those that still run after `grace_s`; forget them. `told`: Slurm has sent SIGTERM to all processes
+        here, and a handler must not run twice."""
         for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_LIMIT_S)):
             for pid in self._pids:
-                self._signal(pid, number)
+                if not (told and number == signal.SIGTERM and catches(pid, number)):
+                    self._signal(pid, number)
                 self._signal(pid, signal.SIGCONT)  # a stopped process acts on SIGTERM only once it continues
             if self._wait(limit_s):
                 break
@@ -183,10 +186,16 @@ class ImpatientAgent(LocalElasticAgent):
         super().__init__(spec, logs_specs=plan)  # only for torch's start_processes, which is not called
         self._plan, self._rendezvous_handler, self._server = plan, rendezvous, server
         self._reported: set[int] = set()
+        self._job_ends = False  # as far as a SIGTERM tells
+
+    def on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        """Slurm ends the job, or what this node does for it: a rank may save long after others have ended,
+        and only the supervisor stops it, if the job goes on after all."""
+        self._job_ends = True
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks with torch's environment and arguments, replacing its `start_processes`."""
-        self._reported = set()
+        self._reported, self._job_ends = set(), False
         local_elastic_agent.start_processes = self._start_ranks
         started: dict[int, Any] = super()._start_workers(worker_group)
         pids = [started[local_rank] for local_rank in sorted(started)]
@@ -265,8 +274,9 @@ class ImpatientAgent(LocalElasticAgent):
     def _ranks_state(self) -> WorkerState:
         if self._report_failures():
             # Tasks may each be for themselves: the supervisor stops the others if they are not.
-            lives = self._plan["guessed"] and None in self._server.codes()
-            return WorkerState.HEALTHY if lives else WorkerState.FAILED
+            lives = None in self._server.codes()
+            alone = self._plan["guessed"] or self._job_ends
+            return WorkerState.HEALTHY if lives and alone else WorkerState.FAILED
         done = all(code == 0 for code in self._server.codes())
         return WorkerState.SUCCEEDED if done else WorkerState.HEALTHY
 
@@ -274,7 +284,8 @@ class ImpatientAgent(LocalElasticAgent):
         """Report what has already failed, then stop the ranks. torch's time limit, which its releases pass in
         different ways, is ignored."""
         self._report_failures()
-        self._server.stop(self._plan["grace_s"])
+        grace_s = max(self._plan["grace_s"], self._rendezvous_handler.pipe.grace_s)
+        self._server.stop(grace_s, told=self._job_ends)
         self._pcontext = None
 
     def _exit_barrier(self) -> None:
@@ -301,6 +312,8 @@ def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
             args=tuple(plan["arguments"]), rdzv_handler=rendezvous, max_restarts=UNLIMITED,
             monitor_interval=MONITOR_INTERVAL_S,
         )  # fmt: skip
-        ImpatientAgent(spec, plan, rendezvous, server).run()
+        agent = ImpatientAgent(spec, plan, rendezvous, server)
+        signal.signal(signal.SIGTERM, agent.on_sigterm)
+        agent.run()
         # All ranks of this node are done. After another node's failure they may have to run again.
         rendezvous.pipe.tell(msg.Finished(attempt=rendezvous.launch.attempt))

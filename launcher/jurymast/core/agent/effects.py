@@ -43,11 +43,12 @@ class Obey(Struct, frozen=True):
 
 
 class Leave(Struct, frozen=True):
-    """End this agent and its ranks. `over`: the run has ended, too, with this `exit_code`, so nobody will
-    restore from this node's disk."""
+    """End the ranks, which have `grace_s` for what they do at a SIGTERM, and then this agent. `over`: the run
+    has ended, too, with this `exit_code`, so nobody will restore from this node's disk."""
 
     over: bool = False
     exit_code: int = 0
+    grace_s: float = 0.0
 
 
 # The ranks and their host.

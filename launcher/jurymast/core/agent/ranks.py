@@ -28,6 +28,8 @@ HOST_RESTARTS_MAX = 5
 # Storage may have been late; what is missing stays so.
 UNLOADABLE_RESTARTS_MAX = 1
 
+Ended = msg.Failed | msg.Stopped | msg.Finished
+
 
 class Ranks:
     """Starts and stops ranks as the supervisor orders. `now` is monotonic, in seconds.
@@ -59,7 +61,9 @@ class Ranks:
         self._stacks_until = NEVER
         self._force_at = NEVER
         self._cold = False  # the script cannot use what was loaded ahead of it
-        self._held: list[msg.Failed | msg.Stopped] | None = None  # since a SIGTERM that nobody explained yet
+        self._held: list[msg.Failed | msg.Stopped | msg.Finished] | None = (
+            None  # since a SIGTERM that nobody explained yet
+        )
 
     @property
     def state(self) -> msg.RanksState:
@@ -172,8 +176,9 @@ class Ranks:
         return self._held is not None
 
     def terminated(self) -> None:
-        """Note that Slurm may end the job or remove the node. Then the end of the ranks is no failure, so it
-        is told only if the job goes on."""
+        """Note that Slurm may end the job or remove the node. Then the end of the ranks is no failure, nor,
+        where they exit with 0 once they have saved, the end of the training, so it is told only if the job
+        goes on."""
         self._held = self._held or []
 
     def job_goes_on(self) -> list[Effect]:
@@ -213,7 +218,7 @@ class Ranks:
                 self.pids, self.host_starts = message.pids, 1
                 return [do.Send(message), self.beat()]
             case msg.Finished():
-                effects: list[Effect] = [self.beat(), do.Send(message)]
+                effects: list[Effect] = [self.beat(), *self._tell(message)]
                 if not self._ending:  # otherwise the one who stops them still waits for the host
                     self._gone()
                     self._finished = True
@@ -275,7 +280,7 @@ class Ranks:
         attempt = max(self.attempt, self._stopping)
         return self._tell(msg.Stopped(attempt=attempt, store_port=self.store_port))
 
-    def _tell(self, message: msg.Failed | msg.Stopped) -> list[Effect]:
+    def _tell(self, message: Ended) -> list[Effect]:
         """Tell the supervisor, unless the end of the job may explain it."""
         asked = isinstance(message, msg.Stopped) and self._stopping >= self.attempt
         if self._held is None or asked:

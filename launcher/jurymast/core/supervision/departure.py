@@ -146,6 +146,12 @@ class Departure:
         order = self._order
         return order is not None and not order.why and not self._own and now > order.kill_at + SPARED_S
 
+    def give_up(self, by: str, now: float) -> None:
+        """Somebody does not want to wait for the last checkpoint of an ended run, nor for its ranks."""
+        self.given_up_by = by
+        if self._stage is Stage.LEAVES:
+            self._leave_until = min(self._leave_until, now + LEAVE_LIMIT_S)
+
     def _begin(self, now: float) -> None:
         if self._stage is Stage.STAYS:
             self._stage, self._since, self._tell_at = Stage.SECURES, now, now + TELL_EVERY_S
@@ -180,10 +186,19 @@ class Departure:
                 by = f": {self.given_up_by} ended the wait for it" if self.given_up_by else ""
                 effects.append(Record(ev.Noted(t=now, message=f"{lost} was lost with the nodes{by}")))
         self._stage, self._watch.ending = Stage.LEAVES, True
-        self._leave_until = now + _leave_s(self._order, now)
+        grace_s = self._grace_s(now)
+        self._leave_until = now + grace_s + _leave_s(self._order, now + grace_s)
         over = self._state.ended
-        leave = msg.Leave(over=over, exit_code=self._state.exit_code if over else 0)
+        leave = msg.Leave(over=over, exit_code=self._state.exit_code if over else 0, grace_s=grace_s)
         return [*effects, *(Send(node, leave) for node in sorted(self._watch.here))]
+
+    def _grace_s(self, now: float) -> float:
+        """How long ranks have for what they do at a SIGTERM, as without us: until the SIGKILL of Slurm that
+        is to come, or of one that would come if a cancelled run were a cancelled job."""
+        order = self._order
+        if order is not None and order.kill_at < math.inf:
+            return max(0.0, order.kill_at - order.reserve_s - now)
+        return KILL_WAIT_S if order is not None or self._state.public_state == "cancelled" else 0.0
 
     @property
     def _still_limit_s(self) -> float:

@@ -508,7 +508,7 @@ class Supervision:
             return msg.Declined(why=why), []
         accepted = msg.Accepted()
         if ask.what == "cancel" and self.state.ended:
-            self.departure.given_up_by = ask.by
+            self.departure.give_up(ask.by, now)
             accepted = msg.Accepted(gives_up=self.checkpoints.unsaved())
         return accepted, self._obey(ask, now)
 
