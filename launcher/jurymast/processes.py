@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -176,6 +177,25 @@ def leave_no_core() -> int:
     before, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, most))
     return before
+
+
+# Nobody can change the size of memory with these: a page that is gone ends by SIGBUS whoever touches it.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def shared_memory(name: str, size: int) -> tuple[int, mmap.mmap]:
+    """Make memory of `size` bytes that other processes of this user may map, and can neither shorten nor
+    extend. Return its descriptor and its mapping, which no core file has. Raises OSError."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        memory = mmap.mmap(descriptor, size)
+        leave_out_of_cores(memory)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, memory
 
 
 def leave_out_of_cores(memory: mmap.mmap) -> None:

@@ -220,6 +220,30 @@ def broad_silence(source: Source) -> Iterator[str]:
             yield f"{source.name}:{node.lineno}: swallows every error"
 
 
+LISTENS = re.compile(
+    r"(^|\.)(create_server|start_server|start_unix_server|\w*HTTPServer|TCPServer|TCPStore|bind)$"
+    r"|^(addresses\.)?listen_at\w*$"
+    r"|\w*(listener|plug|sock|socket|server)\.listen$"
+)
+
+
+def listens(source: Source) -> Iterator[str]:
+    """`wire.handshakes` has all who connect prove the run's secret, and bounds how many wait. Any other
+    listener would be open to everybody on the network."""
+    if source.name.startswith((*PRODUCT, "slurm/site/")):
+        for call in source.calls():
+            if LISTENS.search(ast.unparse(call.func)):
+                yield f"{source.name}:{call.lineno}: listens by itself"
+
+
+def memories(source: Source) -> Iterator[str]:
+    """`processes.shared_memory` alone makes memory that others may map: nobody can shorten it."""
+    if source.name.startswith(PRODUCT):
+        for call in source.calls():
+            if ast.unparse(call.func).endswith(("memfd_create", "SharedMemory", "shm_open")):
+                yield f"{source.name}:{call.lineno}: makes shared memory by itself"
+
+
 Rule = Callable[[Source], Iterator[str]]
 
 # rule: (a source that breaks it, as if it were that file; the files that may break it)
@@ -258,6 +282,23 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/cli/patience.py",  # without Python's buffers; it cleans by itself
             "launcher/jurymast/report/text.py",  # renders into a string, of clean parts
         },
+    ),
+    listens: (
+        Source("launcher/a.py", "import asyncio\nasyncio.start_server(f, '', 1)\n"),
+        {
+            "launcher/jurymast/wire/addresses.py",  # makes listeners for `wire.handshakes`
+            "launcher/jurymast/wire/handshakes.py",
+            # They pass what that makes on to `wire.handshakes`.
+            "launcher/jurymast/cluster/allocation.py",
+            "launcher/jurymast/keeper/transfer.py",
+            # torch's stores, which know no authentication: see docs/security.md.
+            "launcher/jurymast/preflight.py",
+            "launcher/jurymast/worker/rendezvous.py",
+        },
+    ),
+    memories: (
+        Source("launcher/a.py", "import os\nos.memfd_create('x')\n"),
+        {"launcher/jurymast/processes.py"},
     ),
     shells: (Source("slurm/a.py", "import subprocess\nsubprocess.run('x', shell=True)\n"), set()),
     pickles: (

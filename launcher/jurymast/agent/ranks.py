@@ -25,14 +25,22 @@ from typing import Any
 from jurymast import background, foreign, worker
 from jurymast.core import messages as msg
 from jurymast.core import within
+from jurymast.core.message import Strange
 from jurymast.core.nodes import devices
 from jurymast.core.nodes.devices import work_around
 from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
 from jurymast.core.nodes.silence import IDLE_SHARE
 from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
-from jurymast.processes import die_with_parent, kill_group
+from jurymast.processes import die_with_parent, kill_group, shared_memory
 from jurymast.worker.agent_pipe import FD_VARIABLE
-from jurymast.worker.link import SCHEDULE_BYTES, SLOT_BYTES, RankBeat, ScheduleRecord, read_slot
+from jurymast.worker.link import (
+    EVENT_BYTES_MAX,
+    SCHEDULE_BYTES,
+    SLOT_BYTES,
+    RankBeat,
+    ScheduleRecord,
+    read_slot,
+)
 
 # ---- heartbeats and processes
 
@@ -45,6 +53,10 @@ BUSY_WINDOW_S = 0.4
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
+# What a rank's process writes into the pipe by itself, or a part of it.
+TOO_LONG = Strange("", f"a rank's message has more than {EVENT_BYTES_MAX} bytes")
+
+
 class RankMemory:
     """The page for the ranks' heartbeats and the pipe for their events, both anonymous and the agent's.
 
@@ -54,9 +66,7 @@ class RankMemory:
 
     def __init__(self, ranks: int) -> None:
         size = max(mmap.PAGESIZE, ranks * SLOT_BYTES + SCHEDULE_BYTES)
-        self._page_fd = os.memfd_create("jurymast-ranks", os.MFD_CLOEXEC)
-        os.ftruncate(self._page_fd, size)
-        self.page = mmap.mmap(self._page_fd, size)
+        self._page_fd, self.page = shared_memory("jurymast-ranks", size)
         self._schedule = ScheduleRecord(self.page)
         self._asked: within.Cadence | None = None
         self.events_fd, self._events_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -108,8 +118,9 @@ class RankMemory:
             data = os.read(self.events_fd, 65536)
         except BlockingIOError:
             return []
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [within.read_rank(line) for line in lines]
+        *lines, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[: EVENT_BYTES_MAX + 1]  # enough to see that the line is too long
+        return [within.read_rank(line) if len(line) <= EVENT_BYTES_MAX else TOO_LONG for line in lines]
 
 
 @dataclass

@@ -106,6 +106,8 @@ def _kind(payload: bytes) -> str:
     return next((kind for kind in kinds if isinstance(kind, str)), "")[:KIND_CHARACTERS]
 
 
+# Kinds that are counted for each sender, who may make up any number of them; the rest is counted together.
+KINDS_COUNTED, OTHERS = 50, "others"
 KINDS_TOLD = 5
 
 
@@ -120,7 +122,7 @@ class Strangers:
     def heard(self, sender: str, what: Strange) -> None:
         """Count a message; the sender's first one is reported at once."""
         kinds = self._said.setdefault(sender, Counter())
-        kinds[what.kind] += 1
+        kinds[what.kind if what.kind in kinds or len(kinds) < KINDS_COUNTED else OTHERS] += 1
         if sender not in self._told:
             self._told[sender] = 1
             self._note(sender, f"an unknown message was ignored: {what}")

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -31,6 +30,7 @@ import xxhash
 
 from jurymast import foreign
 from jurymast.core.checkpoints.copies import ALL, COMMON, OWN, ImageId, parts_of
+from jurymast.processes import shared_memory
 from jurymast.worker.link import fence
 
 # ---- images
@@ -95,6 +95,11 @@ class Manifest:
         hashes = {part: tuple(hash_block(image[a:b]) for a, b in self.spans(part)) for part in PARTS}
         return replace(self, blocks=hashes)
 
+    def count(self, part: str) -> int:
+        """Return the number of a part's blocks, which need not exist: a manifest may claim any size."""
+        start, end = self.extent(part)
+        return -(-(end - start) // BLOCK_BYTES)
+
     def spans(self, part: str) -> list[tuple[int, int]]:
         """Return (start, end) in the image for each block of a part."""
         start, end = self.extent(part)
@@ -131,7 +136,7 @@ HEADROOM_BYTES = 1 << 20
 def room_of(manifest: Manifest) -> int:
     """Return the bytes of a slot for this image and its manifest, in which it has room to grow."""
     growing = manifest.size_bytes - manifest.fixed_bytes
-    blocks = sum(len(manifest.spans(part)) for part in PARTS)
+    blocks = sum(map(manifest.count, PARTS))
     return manifest.size_bytes + growing + 2 * BLOCK_ENTRY_BYTES * blocks + HEADROOM_BYTES
 
 
@@ -155,11 +160,11 @@ def blocks_of(manifest: Manifest, part: str = ALL) -> list[Block]:
     """List the blocks of a part. Raises BadImage if the manifest's hashes do not fit its sizes."""
     blocks = []
     for one in parts_of(part):
-        spans, hashes = manifest.spans(one), manifest.blocks.get(one, ())
-        if len(hashes) != len(spans):
-            size = sum(end - start for start, end in spans)
-            raise BadImage(f"its manifest has {len(hashes)} hashes for {size} bytes of the {one} part")
-        for number, ((start, end), value) in enumerate(zip(spans, hashes, strict=True)):
+        hashes = manifest.blocks.get(one, ())
+        if len(hashes) != manifest.count(one):
+            start, end = manifest.extent(one)
+            raise BadImage(f"its manifest has {len(hashes)} hashes for {end - start} bytes of the {one} part")
+        for number, ((start, end), value) in enumerate(zip(manifest.spans(one), hashes, strict=True)):
             blocks.append(Block(one, number, start, end - start, value))
     return blocks
 
@@ -257,6 +262,4 @@ class SlotRecord(_Words):
 
 def create_page(ranks: int) -> tuple[int, mmap.mmap]:
     """Create the agent's page, with a record for each local rank. Return (memfd's descriptor, mapping)."""
-    descriptor = os.memfd_create("jurymast-keeper", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, max(1, ranks) * RANK_BYTES)
-    return descriptor, mmap.mmap(descriptor, 0)
+    return shared_memory("jurymast-keeper", max(1, ranks) * RANK_BYTES)

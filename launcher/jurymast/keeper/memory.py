@@ -10,7 +10,6 @@ processes of the job, so `room` is checked before memory is taken.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from jurymast.core.keeper.holding import round_up
 from jurymast.core.messages import Room
 from jurymast.health.readings import MOUNT, memory_cgroups, number, text
 from jurymast.keeper.manifest import SlotRecord, SlotWord
-from jurymast.processes import leave_out_of_cores
+from jurymast.processes import shared_memory
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 512 << 20
@@ -72,15 +71,13 @@ def _table(path: Path) -> dict[str, int]:
 
 _PIECE_BYTES = 32 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class MappedBuffer:
     """A buffer of up to `capacity` bytes; only reserved bytes take memory. `number` is the keeper's. Raises
     OSError.
 
-    The size is sealed, so that nobody can remove the pages under a mapping, which would end its user by
-    SIGBUS. `copies.CopyTable` counts the `readers`.
+    `copies.CopyTable` counts the `readers`.
     """
 
     def __init__(self, capacity: int, number: int = 0) -> None:
@@ -88,15 +85,7 @@ class MappedBuffer:
         self.number = number
         self.readers = 0
         self._reserved: list[tuple[int, int]] = []
-        self.descriptor = os.memfd_create("jurymast-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, self.capacity)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.map = mmap.mmap(self.descriptor, self.capacity)
-            leave_out_of_cores(self.map)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
+        self.descriptor, self.map = shared_memory("jurymast-image", self.capacity)
 
     @property
     def path(self) -> str:

@@ -32,7 +32,7 @@ from jurymast.wire import channel, protocol
 from jurymast.wire.addresses import plain
 from jurymast.wire.endpoint import Endpoint, find
 from jurymast.wire.handshakes import TURN_EVERY_S, Handshakes, Proven
-from jurymast.wire.protocol import HANDSHAKE_LIMIT_S, Frames, Handshake
+from jurymast.wire.protocol import FRAME_BYTES_MAX, HANDSHAKE_LIMIT_S, Frames, Handshake
 
 BUFFER_BYTES = 256 * 1024
 # Bytes that are held until somebody takes them; few, because a stranger may have sent them.
@@ -261,8 +261,13 @@ class Channel(Generic[Hears]):
 
     def send(self, *messages: msgspec.Struct) -> None:
         """Queue these messages for sending; never blocks. `receive` raises if the connection is dead."""
-        frames = [self._frames.seal(encode(message)) for message in messages]
-        self._connection.write(frames[0] if len(frames) == 1 else b"".join(frames))
+        payloads = [encode(message) for message in messages]
+        frames = [self._frames.seal(one) for one in payloads if len(one) <= FRAME_BYTES_MAX]
+        if len(frames) < len(payloads):
+            # The other side would close the connection for it, and the next one, over which it is sent again.
+            log.error("a message to %s is too long, and is not sent", self.peer_address)
+        if frames:
+            self._connection.write(frames[0] if len(frames) == 1 else b"".join(frames))
 
     async def receive(self) -> Hears:
         """Return the next message. Raises AuthenticationError, and ProtocolError for one that is too long."""

@@ -242,6 +242,10 @@ class RankBeat:
     timed: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
 
 
+# The kernel's own limit (PID_MAX_LIMIT).
+PID_MAX = 1 << 22
+
+
 def read_slot(page: Page, local_rank: int) -> RankBeat:
     offset = local_rank * SLOT_BYTES
     step, beats, pid, phase, beat_at, longest_s, phase_at = SLOT.unpack_from(page, offset)
@@ -249,9 +253,15 @@ def read_slot(page: Page, local_rank: int) -> RankBeat:
     name = PHASES[phase % EXPLICIT] if phase % EXPLICIT < len(PHASES) else "starting"
     timed = TIMED.unpack_from(page, offset + TIMED_OFFSET)
     return RankBeat(
-        step, beats, pid, name, bool(phase & EXPLICIT), bool(phase & NUMBERED), beat_at, longest_s, phase_at,
-        settled, timed,
+        step, beats, pid if 0 < pid <= PID_MAX else 0, name, bool(phase & EXPLICIT), bool(phase & NUMBERED),
+        _seconds(beat_at), _seconds(longest_s), _seconds(phase_at), settled,
+        (timed[0], *map(_seconds, timed[1:])),
     )  # fmt: skip
+
+
+def _seconds(value: float) -> float:
+    """A rank's word, or 0.0 if it is no number of seconds: its whole process may write into the page."""
+    return value if 0.0 <= value < math.inf else 0.0
 
 
 class Link:
