@@ -9,7 +9,27 @@ import pytest
 from jurymast.cluster.sbatch import CommandLine
 from jurymast.script.foreseen import foreseen
 
-HEAD = "#!/bin/bash\n#SBATCH -N2\nmodule load cuda\n"
+# What stands around the line, with what only looks as if it started something.
+HEAD = """#!/bin/bash
+#SBATCH -N2
+module load cuda; pip install accelerate
+WORK=$(pwd) HIDDEN="torchrun"
+export LAUNCHER="torchrun \\
+    --nproc-per-node 2 \\
+    --nnodes $SLURM_NNODES \\
+    "
+OPTIONS="--wait=60 --kill-on-bad-exit=1"
+if [ -n "$OWN" ]; then OPTIONS="--no-such-option"; fi
+declare -a LIST=(
+    --label  # its tasks
+    --unbuffered
+)
+cat <<END > run.sh
+srun torchrun train.py
+END
+echo "srun torchrun train.py" '`srun python train.py`'
+"""
+TAIL = "pkill -f torchrun; echo it's done\n"
 
 
 @pytest.mark.parametrize(
@@ -23,9 +43,32 @@ HEAD = "#!/bin/bash\n#SBATCH -N2\nmodule load cuda\n"
         ("srun --nodes=$SLURM_NNODES \\\n  python train.py", True, "`torch.distributed` in it shows"),
         ("srun python shard.py", False, "independent tasks"),
         ("srun python elsewhere.py", True, "its text does not show which"),
-        ("srun -N1 -n1 python train.py", False, "not a training"),
+        ("srun -N1 -n1 python train.py", False, "not taken for a training"),
+        ("srun --cpu_bind=v --accel-bind=gn python train.py", True, "`torch.distributed` in it shows"),
         ("/usr/bin/srun torchrun train.py", False, "by its full path"),
         ("python train.py", False, "runs once, on the first node"),
+        # Variables, lists and quotes over several lines.
+        ('srun $OPTIONS bash -c "$LAUNCHER $WORK/train.py"', True, "under the agents"),
+        ('srun "${LIST[@]}" python ${SCRIPT:-train.py}', True, "`torch.distributed` in it shows"),
+        ("srun bash -c '$LAUNCHER train.py' 2>&1 | tee log", True, "under the agents"),
+        ("srun bash -c '$HIDDEN train.py'", False, "not a training"),
+        ("srun --label bash -c '\n cd x\n torchrun train.py\n'", True, "under the agents"),
+        ("srun $(which torchrun) train.py", True, "under the agents"),
+        ('eval "$LAUNCHER train.py"', True, "as if srun preceded it"),
+        ("srun $ELSEWHERE train.py", False, "is known only when it runs"),
+        # Other commands around it.
+        ("cd x && timeout 1h srun torchrun train.py > log &", True, "under the agents"),
+        ("(cat hosts | xargs -I{} srun -N1 -n1 -w {} torchrun --nnodes=2 x.py)", True, "a part for one node"),
+        ('ssh $host "cd $PWD; torchrun train.py"', False, "ssh: starts it outside the job's steps"),
+        # Not on all nodes, or not one in each.
+        ("srun --ntasks-per-node=4 torchrun train.py", False, "in each of 4 tasks a node"),
+        ("srun -N1 -n1 torchrun train.py", False, "on one node of several"),
+        ("srun -N $((N - 1)) -n $((N - 1)) torchrun train.py", False, "is known only when it runs"),
+        ("torchrun --standalone train.py", False, "on the first node, without failure handling"),
+        # Shell scripts that start it, or that cannot be read here.
+        ("srun bash -c 'cd . && ./launch.sh'", True, "under the agents"),
+        ("srun ./later.sh", False, "./later.sh cannot be read from here"),
+        ("srun my-wrapper python train.py", False, "my-wrapper is not known to start ranks"),
     ],
 )
 def test_what_happens_to_a_line(
@@ -34,8 +77,10 @@ def test_what_happens_to_a_line(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import torch.distributed\n")
     Path("shard.py").write_text("import numpy\n")
-    (found,) = foreseen(f"{HEAD}{line}\necho done # python x.py\n", CommandLine(), 2)
-    assert (found.line, found.protected) == (4, protected), found
+    Path("launch.sh").write_text("#!/bin/sh\n# not here: srun\nexec bash ./inner.sh\n")
+    Path("inner.sh").write_text("#!/bin/sh\ntorchrun train.py\n")
+    (found,) = foreseen(f"{HEAD}{line}\necho done # python x.py\n{TAIL}", CommandLine(), 2)
+    assert (found.line, found.protected) == (HEAD.count("\n") + 1, protected), found
     assert why in found.why
 
 

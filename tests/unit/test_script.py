@@ -81,6 +81,14 @@ def test_what_srun_alone_understands_is_left_to_it(typed: str) -> None:
         (["./launch.sh", "x"], {"./launch.sh": "#!/bin/bash\nexec torchrun $*\n"}, True),
         (["bash", "launch.sh"], {"launch.sh": "#!/bin/sh\ntorchrun t.py\n"}, True),
         (["python", "prepare.py"], {"prepare.py": "import torchrun_helpers  # torchrun\n"}, False),
+        (["bash", "-c", "cd x; ./launch.sh"], {"./launch.sh": "#!/bin/sh\ntorchrun t.py\n"}, True),
+        (["bash", "a.sh"], {"a.sh": "#!/bin/sh\nsource b.sh\n", "b.sh": "#!/bin/sh\ntorchrun t.py\n"}, True),
+        (["bash", "a.sh"], {"a.sh": "#!/bin/sh\n  # or torchrun t.py\nbash a.sh; hostname\n"}, False),
+        (["bash", "-c", "$LAUNCHER --node_rank $SLURM_PROCID train.py"], {}, True),
+        (["bash", "-c", "${COMMAND} $SLURM_PROCID"], {}, True),
+        (["sh", "a.sh"], {"a.sh": "#!/bin/sh\nexec $LAUNCHER train.py\n"}, True),
+        (["bash", "-c", "$OTHER train.py"], {}, False),
+        (["bash", "-c", "$LOOP"], {}, False),
         (["hostname"], {}, False),
         (["rsync", "-a", "torchrunner/", "/tmp"], {}, False),
         (["accelerate", "env"], {}, False),
@@ -89,7 +97,8 @@ def test_what_srun_alone_understands_is_left_to_it(typed: str) -> None:
 def test_launchers_are_found_wherever_they_stand(
     command: list[str], files: dict[str, str], found: bool
 ) -> None:
-    assert starts_launcher(command, lambda name: files.get(name, "")) is found
+    variables = {"LAUNCHER": "torchrun --nnodes 2", "COMMAND": "$LAUNCHER --node_rank", "LOOP": "$LOOP $LOOP"}
+    assert starts_launcher(command, lambda name: files.get(name, ""), variables) is found
 
 
 @pytest.mark.parametrize(
@@ -150,6 +159,9 @@ def test_python_commands(command: str, script: str | None, module: bool) -> None
         (["apptainer", "exec", "image.sif", "bash", "-c", "python train.py"], {}, True),
         (["apptainer", "exec", "image.sif", "./run.sh"], {"./run.sh": "#!/bin/sh\npython x.py\n"}, True),
         (["apptainer", "exec", "image.sif", "nvidia-smi", "-L"], {}, False),
+        (["bash", "-c", "RANK=$SLURM_PROCID $CMD"], {}, True),
+        (["bash", "-c", "./a.sh"], {"./a.sh": "#!/bin/sh\n./b.sh\n", "./b.sh": "#!/bin/sh\n$CMD\n"}, True),
+        (["bash", "-c", "$OTHER train.py"], {}, False),
         (["env", "A=1", "hostname"], {}, False),
         (["python", "-c", "import torch", "x.py"], {}, False),
         (["bash", "-c", "python -c 'import torch'"], {}, False),
@@ -160,7 +172,7 @@ def test_python_commands(command: str, script: str | None, module: bool) -> None
     ],
 )
 def test_shells_that_run_python(command: list[str], files: dict[str, str], found: bool) -> None:
-    assert starts_ranks(command, lambda name: files.get(name, "")) is found
+    assert starts_ranks(command, lambda name: files.get(name, ""), {"CMD": "python -u train.py"}) is found
 
 
 def test_python_is_named_by_commands_that_are_not_known_to_start_it() -> None:

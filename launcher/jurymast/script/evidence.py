@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jurymast.script.recognise import PYTHON
+from jurymast.script import recognise
 
 # Whatever makes a process group of torch's, or has another library make one.
 GROUPS = re.compile(
@@ -58,8 +58,7 @@ def shows(command: Sequence[str], read: Callable[[str], str], variables: Mapping
     """Return what the Python scripts of a task's command show. `read` returns the text of a file, "" for any
     other word; `variables`: of the step."""
     path = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    line = " ".join(command)
-    texts = [line, *(text for word in command if (text := read(word)).startswith("#!"))]
+    texts = recognise.texts(command, read, variables)
     if found := next((match for text in texts if (match := GROUPS.search(text))), None):
         return Shown(found[0])
     named = [program for text in texts for program in _programs(text)]
@@ -71,7 +70,7 @@ def shows(command: Sequence[str], read: Callable[[str], str], variables: Mapping
 
 def _programs(text: str) -> Iterator[str]:
     """The scripts, and after `-m ` the modules, that a text runs with Python."""
-    for match in PYTHON.finditer(text):
+    for match in recognise.PYTHON.finditer(text):
         if match[2] is None:
             yield from re.findall(r"\S+\.py\b", match[0])
         else:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jurymast.cluster.sbatch import CommandLine
-from jurymast.script import evidence, recognise, srun
+from jurymast.script import evidence, recognise, shell, srun
 
 # Words before a command that do not change which one it is.
-BEFORE = frozenset({"!", "command", "do", "else", "exec", "if", "nohup", "then", "time", "while"})
+BEFORE = frozenset({
+    "!", "command", "do", "elif", "else", "eval", "exec", "if", "nohup", "setsid", "then", "time", "until",
+    "while", "{",
+})  # fmt: skip
+# Programs after whose options another command may stand.
+AROUND = recognise.WRAPPERS | {"parallel", "sudo", "xargs"}
 # Launchers whose ranks jurymast does not see.
 UNSEEN = {
-    "deepspeed": "starts its ranks by itself (ssh, pdsh)", "horovodrun": "starts its ranks by itself",
-    "mpiexec": "MPI starts the ranks", "mpirun": "MPI starts the ranks",
+    "composer": "starts its ranks by itself", "deepspeed": "starts its ranks by itself (ssh, pdsh)",
+    "horovodrun": "starts its ranks by itself", "mpiexec": "MPI starts the ranks",
+    "mpirun": "MPI starts the ranks", "ray": "Ray starts the ranks",
 }  # fmt: skip
+# Programs that start a command outside the job's steps.
+ELSEWHERE = frozenset({"clush", "parallel-ssh", "pdsh", "pssh", "ssh"})
 INSTEAD = "put `srun torchrun --nproc-per-node=N` in its place"
-NODES = re.compile(r"\$\{?SLURM_(JOB_NUM_NODES|NNODES)\}?")
+SIZES = ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node")
 
 
 @dataclass(frozen=True)
@@ -35,48 +42,69 @@ class Foreseen:
 def foreseen(text: str, told: CommandLine, active: int, train: str = "") -> list[Foreseen]:
     """Return the lines of a batch script that start trainings, steps or Python. `told`: sbatch's options;
     `active`: nodes of the run; `train`: see `RunPlan`."""
-    variables = {"SLURM_NNODES": str(active)}
-    for name, option in (("SLURM_NTASKS_PER_NODE", "ntasks-per-node"), ("SLURM_NTASKS", "ntasks")):
-        if (value := told.last(option)) is not None:
-            variables[name] = value
+    variables = _of_slurm(told, active)
     found = []
-    for number, line in _lines(NODES.sub(str(active), text)):
-        if (fate := _fate(line, variables, active, train)) is not None:
-            found.append(Foreseen(number, line, *fate))
+    for command in shell.commands(text, variables):
+        if (fate := _fate(command.words, {**command.exported, **variables}, active, train)) is not None:
+            found.append(Foreseen(command.line, command.text, *fate))
     return found
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines with the numbers of their first; those that end in a backslash are joined."""
-    whole, first = "", 1
-    for number, line in enumerate(text.split("\n"), 1):
-        first = first if whole else number
-        whole += line.strip()
-        if whole.endswith("\\"):
-            whole = whole[:-1].rstrip() + " "
-            continue
-        if whole and not whole.startswith("#"):
-            yield first, whole
-        whole = ""
+def _of_slurm(told: CommandLine, active: int) -> dict[str, str]:
+    """Variables that Slurm will give the script, as far as they are known before."""
+    variables = {"SLURM_NNODES": str(active), "SLURM_JOB_NUM_NODES": str(active)}
+    each, tasks = told.last("ntasks-per-node", "tasks-per-node"), told.last("ntasks")
+    if each is not None and each.isdigit():
+        variables["SLURM_NTASKS_PER_NODE"] = each
+        tasks = str(int(each) * active) if tasks is None else tasks
+    if tasks is not None:
+        variables["SLURM_NTASKS"] = variables["SLURM_NPROCS"] = tasks
+    return variables
 
 
-def _fate(line: str, variables: Mapping[str, str], active: int, train: str) -> tuple[bool, str] | None:
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError:  # a quote that another line closes
-        words = line.split()
+def _fate(
+    words: Sequence[str], variables: Mapping[str, str], active: int, train: str
+) -> tuple[bool, str] | None:
+    words = list(words)
     while words and (words[0] in BEFORE or re.match(r"\w+=", words[0])):
         words.pop(0)
-    program = words[0].rpartition("/")[2] if words else ""
+    if words and _name(words[0]) in AROUND:
+        step = next((place for place, word in enumerate(words) if _name(word) == "srun"), 0)
+        words = words[step:]
+    program = _name(words[0]) if words else ""
     if program == "srun":
         return _step(words, variables, active, train)
     if program in UNSEEN:
         return False, f"{program}: {UNSEEN[program]}, so nothing is handled; {INSTEAD}"
-    if recognise.starts_launcher(words, recognise.read_shell_script):
+    line = shell.spelled_out(" ".join(words), variables)
+    if program in ELSEWHERE and (recognise.LAUNCHER.search(line) or recognise.PYTHON.search(line)):
+        return False, f"{program}: starts it outside the job's steps, so nothing is handled; {INSTEAD}"
+    if not words or not _may_start(words):
+        return None
+    if recognise.starts_launcher(words, recognise.read_shell_script, variables):
+        if _on_each_node(words):
+            return active == 1, "one training on the first node" + ", without failure handling" * (active > 1)
         return True, "a launcher: runs on all nodes, as if srun preceded it"
-    if recognise.names_python(words):
+    if recognise.names_python(words, variables):
         return False, "runs once, on the first node, as under sbatch; `srun` or `torchrun` before it trains"
     return None
+
+
+def _name(word: str) -> str:
+    return word.rpartition("/")[2]
+
+
+def _may_start(words: Sequence[str]) -> bool:
+    """Whether the command's program, rather than one of its arguments, may be what starts a training."""
+    program = _name(words[0])
+    known = program in recognise.SHELLS or program in AROUND or program in recognise.CONTAINERS
+    named = re.match(r"python|torchrun|accelerate|fabric|lightning", program) is not None
+    return known or named or recognise.read_shell_script(words[0]).startswith("#!")
+
+
+def _on_each_node(command: Sequence[str]) -> bool:
+    alone = recognise.NODES.search(" ".join(command))
+    return "--standalone" in command or (alone is not None and alone[1] == "1")
 
 
 def _step(words: list[str], variables: Mapping[str, str], active: int, train: str) -> tuple[bool, str]:
@@ -85,17 +113,18 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
     read, step = recognise.read_shell_script, srun.parse(words[1:])
     if step is None:
         return False, "its options are not known here, or it has several parts: runs as under sbatch"
-    program = step.command[0].rpartition("/")[2] if step.command else ""
-    tasks = recognise.tasks_a_node(step, variables, active)
-    if recognise.starts_launcher(step.command, read):
-        alone = recognise.NODES.search(" ".join(step.command))
-        if "--standalone" in step.command or (alone is not None and alone[1] == "1"):
-            return active == 1, "one training on each node" + (", without failure handling" * (active > 1))
-        return True, "a launcher: runs under the agents on all nodes, spares in reserve"
+    program = _name(step.command[0]) if step.command else ""
+    if program.startswith("$"):
+        return False, f"what {program} stands for is known only when it runs; a training is recognized then"
+    if recognise.starts_launcher(step.command, read, variables):
+        return _launcher(step, variables, active)
     if program in UNSEEN:
         return False, f"{program}: {UNSEEN[program]}, so nothing is handled; {INSTEAD}"
-    if tasks * active <= 1 or not recognise.starts_ranks(step.command, read):
-        return False, "not a training: runs as under sbatch"
+    tasks = recognise.tasks_a_node(step, variables, active)
+    if not recognise.starts_ranks(step.command, read, variables):
+        return False, _no_ranks(step, tasks * active, variables)
+    if tasks * active <= 1:
+        return False, "one task, or not on all nodes: not taken for a training; `srun torchrun` makes it one"
     if train:
         return (
             train == "yes",
@@ -106,3 +135,36 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
         return False, "independent tasks, as nothing in it makes a process group (`#JURYMAST train: yes`)"
     why = f"`{shown.training}` in it shows a training" if shown.training else "its text does not show which"
     return True, f"each task is a rank: {why}; srun's rules hold until the tasks make a process group"
+
+
+def _no_ranks(step: CommandLine, tasks: int, variables: Mapping[str, str]) -> str:
+    if tasks > 1 and recognise.names_python(step.command, variables):
+        return f"{_name(step.command[0])} is not known to start ranks: they run without failure handling"
+    line = shell.spelled_out(" ".join(step.command), variables)
+    for script in recognise.SHELL_SCRIPT.findall(line):
+        if not recognise.read_shell_script(script):
+            return f"{script} cannot be read from here: a training in it is recognized when it runs"
+    return "not a training: runs as under sbatch"
+
+
+def _launcher(step: CommandLine, variables: Mapping[str, str], active: int) -> tuple[bool, str]:
+    if _on_each_node(step.command):
+        return active == 1, "one training on each node" + ", without failure handling" * (active > 1)
+    if recognise.on_one_node(step, variables) and active > 1:
+        if recognise.is_part(step.command, recognise.read_shell_script, variables):
+            return True, "a part for one node: joined to one training, if there is one for each node"
+        return False, "a launcher on one node of several: runs without failure handling"
+    if any("$" in (step.last(size) or "") for size in SIZES):
+        return (
+            False,
+            "how many nodes and tasks it has is known only when it runs; on all nodes, it is handled",
+        )
+    tasks = recognise.tasks_a_node(step, variables, active)
+    if tasks == 1:
+        return True, "a launcher: runs under the agents on all nodes, spares in reserve"
+    if not tasks:
+        return False, "a launcher that is not on all nodes: runs without failure handling"
+    return (
+        False,
+        f"a launcher in each of {tasks} tasks a node: runs without failure handling; one task a node",
+    )

@@ -14,11 +14,13 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jurymast import foreign
 from jurymast.cluster.sbatch import CommandLine
 from jurymast.errors import UsageError
+from jurymast.script import shell
 
 # ---- what a step starts
 
@@ -46,14 +48,38 @@ CONTAINERS = frozenset({"apptainer", "shifter", "singularity"})
 # In the first line of an apptainer image file, which can be run like a script.
 IMAGE_PROGRAM = "run-singularity"
 SCRIPT_BYTES_MAX = 1 << 16
+# Shell scripts by their names in a text; lines of a script that say nothing of what it does.
+SHELL_SCRIPT = re.compile(r"(?<![\w./$}-])(?:[\w.-]*/)*[\w.-]+\.(?:ba|z|k)?sh\b|(?<![\w./$}-])\./[\w./-]+")
+COMMENT = re.compile(r"^[ \t]*#(?!!).*$", re.MULTILINE)
+SCRIPTS_MAX = 20
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
-def starts_launcher(command: Sequence[str], read: Callable[[str], str]) -> bool:
-    """Whether the command contains one of torch's launchers, also in a shell's -c or in a shell script that
-    it runs. `read` returns the text of a file, "" for any other word."""
-    if LAUNCHER.search(" ".join(command)):
-        return True
-    return any(LAUNCHER.search(text) for word in command if (text := read(word)).startswith("#!"))
+def texts(
+    command: Sequence[str], read: Callable[[str], str], variables: Mapping[str, str] = NO_VARIABLES
+) -> list[str]:
+    """The command as one line, and the shell scripts that it runs: those among its words, those in the text
+    of a shell's -c, and those that these scripts run. `variables` are put in, as their shells put them in.
+    `read` returns the text of a file, "" for any other word."""
+    line = shell.spelled_out(" ".join(command), variables)
+    found, known = [line], set()
+    ahead = [*command, *SHELL_SCRIPT.findall(line)]
+    while ahead and len(found) <= SCRIPTS_MAX:
+        if (word := ahead.pop(0)) in known:
+            continue
+        known.add(word)
+        if (text := read(word)).startswith("#!"):
+            text = shell.spelled_out(COMMENT.sub("", text), variables)
+            found.append(text)
+            ahead += SHELL_SCRIPT.findall(text)
+    return found
+
+
+def starts_launcher(
+    command: Sequence[str], read: Callable[[str], str], variables: Mapping[str, str] = NO_VARIABLES
+) -> bool:
+    """Whether the command contains one of torch's launchers; see `texts`."""
+    return any(LAUNCHER.search(text) for text in texts(command, read, variables))
 
 
 @dataclass(frozen=True)
@@ -80,18 +106,18 @@ def python_command(command: Sequence[str]) -> PythonCommand | None:
     return PythonCommand(rest[0], tuple(rest[1:]))
 
 
-def starts_ranks(command: Sequence[str], read: Callable[[str], str]) -> bool:
+def starts_ranks(
+    command: Sequence[str], read: Callable[[str], str], variables: Mapping[str, str] = NO_VARIABLES
+) -> bool:
     """Whether the command runs a script or module with Python, directly or through a shell (by -c, or by a
-    shell script) or a wrapper, in a container or not."""
+    shell script) or a wrapper, in a container or not; see `texts`."""
     command = command[in_container(command, read) :]
     if python_command(command) is not None:
         return True
     program = _name(command[0]) if command else ""
-    texts = list(command) if program in SHELLS else []
-    if program in WRAPPERS or program.startswith("python"):
-        texts.append(" ".join(command))
-    texts += [text for word in command if (text := read(word)).startswith("#!")]
-    return any(PYTHON.search(text) for text in texts)
+    line, *scripts = texts(command, read, variables)
+    direct = program in SHELLS or program in WRAPPERS or program.startswith("python")
+    return any(PYTHON.search(text) for text in ([line, *scripts] if direct else scripts))
 
 
 def in_container(command: Sequence[str], read: Callable[[str], str]) -> int:
@@ -119,9 +145,9 @@ def _name(word: str) -> str:
     return word.rpartition("/")[2]
 
 
-def names_python(command: Sequence[str]) -> bool:
+def names_python(command: Sequence[str], variables: Mapping[str, str] = NO_VARIABLES) -> bool:
     """Whether the command contains a Python script or module, whichever program starts it."""
-    return PYTHON.search(" ".join(command)) is not None
+    return PYTHON.search(shell.spelled_out(" ".join(command), variables)) is not None
 
 
 def part_of(
@@ -129,18 +155,18 @@ def part_of(
 ) -> str | None:
     """A name for the training of which a step on one of these nodes is a part: the same for all parts. None
     if the step is no such part."""
-    if len(nodes) < 2 or not _on_one_node(srun, environment):
+    if len(nodes) < 2 or not on_one_node(srun, environment):
         return None
     line = " ".join(srun.command)
-    texts = [line, *(text for word in srun.command if (text := read(word)).startswith("#!"))]
-    counts = [count for text in texts for count in NODES.findall(text)]
-    numbered = any(NODE_NUMBER.search(text) for text in texts)
+    there = texts(srun.command, read, environment)
+    counts = [count for text in there for count in NODES.findall(text)]
+    numbered = any(NODE_NUMBER.search(text) for text in there)
     known = {str(len(nodes)), f"{len(nodes)}:{len(nodes)}"}
     if not (counts or numbered) or any(re.match(r"\d", c) and c not in known for c in counts):
         return None
     words = NODE_NUMBER.sub(r"\1-", line).split(" ")
     node = named_node(srun, nodes)
-    if len(texts) > 1 and node in nodes:  # a shell script's arguments may name its node
+    if len(there) > 1 and node in nodes:  # a shell script's arguments may name its node
         if (number := str(nodes.index(node))) in words:
             words[words.index(number)] = "-"
         words = ["-" if word in nodes else word for word in words]
@@ -155,7 +181,13 @@ def named_node(srun: CommandLine, nodes: Sequence[str]) -> str:
     return srun.last("nodelist") or ""
 
 
-def _on_one_node(srun: CommandLine, environment: Mapping[str, str]) -> bool:
+def is_part(command: Sequence[str], read: Callable[[str], str], variables: Mapping[str, str]) -> bool:
+    """Whether a launcher's command says how many nodes there are, or which one this is."""
+    found = texts(command, read, variables)
+    return any(NODES.search(text) or NODE_NUMBER.search(text) for text in found)
+
+
+def on_one_node(srun: CommandLine, environment: Mapping[str, str]) -> bool:
     """Whether srun starts only one task."""
     nodes, tasks = srun.last("nodes"), srun.last("ntasks")
     if nodes is None or tasks is not None:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from jurymast.cluster import sbatch as sbatch
@@ -30,8 +31,10 @@ REQUIRED = (sbatch.REQUIRED - {"array", "wrap", "export-file", "ignore-pbs"}) | 
     "max-exit-timeout", "max-threads", "mpi", "msg-timeout", "pack-group", "prolog", "relative",
     "slurmd-debug", "task-epilog", "task-prolog", "threads", "treewidth", "wait",
     "container-image", "container-mounts", "container-workdir", "container-name", "container-save",
-    "container-env",
+    "container-env", "cpu_bind",
 }  # fmt: skip
+# Other names of options, which no --help has.
+ALIASES = {"cpu_bind": "cpu-bind"}
 OPTIONAL = (sbatch.OPTIONAL - {"get-user-env"}) | {
     "bcast", "compress", "exclusive", "immediate", "kill-on-bad-exit", "send-libs", "x11",
 }  # fmt: skip
@@ -58,7 +61,10 @@ def parse(arguments: Sequence[str], program: str = "srun") -> CommandLine | None
         )
     except UsageError:
         return None
-    return None if ":" in line.command else line  # options of a second step: heterogeneous
+    if ":" in line.command:  # options of a second step: heterogeneous
+        return None
+    options = [replace(given, name=ALIASES.get(given.name, given.name)) for given in line.options]
+    return replace(line, options=options)
 
 
 def run(arguments: list[str]) -> int:
@@ -98,9 +104,9 @@ def _really(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
 def _may_train(srun: CommandLine | None) -> bool:
     read = recognise.read_shell_script
     return srun is not None and (
-        recognise.starts_launcher(srun.command, read)
-        or recognise.starts_ranks(srun.command, read)
-        or recognise.names_python(srun.command)
+        recognise.starts_launcher(srun.command, read, os.environ)
+        or recognise.starts_ranks(srun.command, read, os.environ)
+        or recognise.names_python(srun.command, os.environ)
     )
 
 
@@ -108,7 +114,7 @@ def _as_training(step: Step, srun: CommandLine) -> int | None:
     """Run a training step; returns its exit code, or None if the step is not a training."""
     tasks = recognise.tasks_a_node(srun, os.environ, step.active)
     read = recognise.read_shell_script
-    if recognise.starts_launcher(srun.command, read):
+    if recognise.starts_launcher(srun.command, read, os.environ):
         if tasks == 1:
             return step.run(srun)
         training = recognise.part_of(srun, os.environ, step.nodes[: step.active], read)
@@ -118,9 +124,9 @@ def _as_training(step: Step, srun: CommandLine) -> int | None:
 
         return parts.run(step, srun, training)
     if tasks * step.active > 1:
-        if recognise.starts_ranks(srun.command, read):
+        if recognise.starts_ranks(srun.command, read, os.environ):
             return _as_ranks(step, srun, tasks)
-        if recognise.names_python(srun.command):
+        if recognise.names_python(srun.command, os.environ):
             say(
                 f"{srun.command[0]}: not recognized as a training; "
                 "ranks that it starts run without failure handling"

@@ -421,7 +421,7 @@ class Step:
 
 def warn_if_unreached(folder: Path, command: Sequence[str]) -> None:
     """Say so if a step's command names a launcher, and none in it has found jurymast."""
-    if starts_launcher(command, read_shell_script) and not (folder / REACHED).exists():
+    if starts_launcher(command, read_shell_script, os.environ) and not (folder / REACHED).exists():
         say(
             "no launcher in this step found jurymast: what it trained had no failure handling, and ran on "
             "all nodes of the job (extend PYTHONPATH instead of setting it anew; leave out python's -I, -E)"
