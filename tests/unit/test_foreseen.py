@@ -67,7 +67,7 @@ TAIL = "pkill -f torchrun; echo it's done\n"
         ("torchrun --standalone train.py", False, "on the first node, without failure handling"),
         # Shell scripts that start it, or that cannot be read here.
         ("srun bash -c 'cd . && ./launch.sh'", True, "under the agents"),
-        ("srun ./later.sh", False, "./later.sh cannot be read from here"),
+        ("srun ./later.sh", False, "./later.sh cannot be read here"),
         ("srun my-wrapper python train.py", False, "my-wrapper is not known to start ranks"),
     ],
 )

@@ -82,6 +82,7 @@ def test_what_srun_alone_understands_is_left_to_it(typed: str) -> None:
         (["bash", "launch.sh"], {"launch.sh": "#!/bin/sh\ntorchrun t.py\n"}, True),
         (["python", "prepare.py"], {"prepare.py": "import torchrun_helpers  # torchrun\n"}, False),
         (["bash", "-c", "cd x; ./launch.sh"], {"./launch.sh": "#!/bin/sh\ntorchrun t.py\n"}, True),
+        (["bash", "-c", "cd /w && ./a.sh"], {"/w/./a.sh": "#!/bin/sh\ntorchrun t.py\n"}, True),
         (["bash", "a.sh"], {"a.sh": "#!/bin/sh\nsource b.sh\n", "b.sh": "#!/bin/sh\ntorchrun t.py\n"}, True),
         (["bash", "a.sh"], {"a.sh": "#!/bin/sh\n  # or torchrun t.py\nbash a.sh; hostname\n"}, False),
         (["bash", "-c", "$LAUNCHER --node_rank $SLURM_PROCID train.py"], {}, True),

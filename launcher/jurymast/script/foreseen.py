@@ -140,10 +140,9 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
 def _no_ranks(step: CommandLine, tasks: int, variables: Mapping[str, str]) -> str:
     if tasks > 1 and recognise.names_python(step.command, variables):
         return f"{_name(step.command[0])} is not known to start ranks: they run without failure handling"
-    line = shell.spelled_out(" ".join(step.command), variables)
-    for script in recognise.SHELL_SCRIPT.findall(line):
-        if not recognise.read_shell_script(script):
-            return f"{script} cannot be read from here: a training in it is recognized when it runs"
+    line, *read = recognise.texts(step.command, recognise.read_shell_script, variables)
+    if (scripts := recognise.SHELL_SCRIPT.findall(line)) and not read:
+        return f"{scripts[0]} cannot be read here: if the job cannot either, a training in it is not seen"
     return "not a training: runs as under sbatch"
 
 

@@ -50,6 +50,7 @@ IMAGE_PROGRAM = "run-singularity"
 SCRIPT_BYTES_MAX = 1 << 16
 # Shell scripts by their names in a text; lines of a script that say nothing of what it does.
 SHELL_SCRIPT = re.compile(r"(?<![\w./$}-])(?:[\w.-]*/)*[\w.-]+\.(?:ba|z|k)?sh\b|(?<![\w./$}-])\./[\w./-]+")
+FOLDER = re.compile(r"\bcd\s+[\"']?([^\s;|&\"')]+)")
 COMMENT = re.compile(r"^[ \t]*#(?!!).*$", re.MULTILINE)
 SCRIPTS_MAX = 20
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
@@ -59,18 +60,20 @@ def texts(
     command: Sequence[str], read: Callable[[str], str], variables: Mapping[str, str] = NO_VARIABLES
 ) -> list[str]:
     """The command as one line, and the shell scripts that it runs: those among its words, those in the text
-    of a shell's -c, and those that these scripts run. `variables` are put in, as their shells put them in.
-    `read` returns the text of a file, "" for any other word."""
+    of a shell's -c, and those that these run, also after a `cd`. `variables` are put in, as shells put them
+    in. `read` returns the text of a file, "" for any other word."""
     line = shell.spelled_out(" ".join(command), variables)
-    found, known = [line], set()
+    found, known, folders = [line], set(), ["", *FOLDER.findall(line)]
     ahead = [*command, *SHELL_SCRIPT.findall(line)]
     while ahead and len(found) <= SCRIPTS_MAX:
         if (word := ahead.pop(0)) in known:
             continue
         known.add(word)
-        if (text := read(word)).startswith("#!"):
+        there = (read(os.path.join(folder, word)) for folder in folders[:SCRIPTS_MAX])
+        if text := next((text for text in there if text.startswith("#!")), ""):
             text = shell.spelled_out(COMMENT.sub("", text), variables)
             found.append(text)
+            folders += FOLDER.findall(text)
             ahead += SHELL_SCRIPT.findall(text)
     return found
 
