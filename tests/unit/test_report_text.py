@@ -126,6 +126,30 @@ def test_a_failed_run_shows_cause_rank_node_and_traceback(tmp_path: Path) -> Non
     assert "exit code 1: crash loop: the same failure 3 times without a new step" in shown
 
 
+def test_a_run_that_recovers_says_from_what_and_what_can_be_done(tmp_path: Path) -> None:
+    story = Story(spares=0).running(40).saved(40)
+    story.lost("n1")
+    view = watcher(story, tmp_path / "at-first").view(ALIVE, story.t)
+    assert "\ncause      being diagnosed\n" in text(status_blocks(view, now=story.t))
+    story.stopped()
+    view = watcher(story, tmp_path).view(Liveness("pending", "PENDING (Resources)", "17"), story.t)
+    assert view["state"] == "requeued"
+    shown = text(status_blocks(view, now=story.t))
+    assert "\ncause      node_lost (node n1)\nmeaning    a node went silent" in shown
+    assert "\ndecision   requeue: " in shown
+    assert "\nnext       squeue --start --jobs 17: when Slurm expects to go on\n" in shown
+
+
+def test_lines_break_between_words_but_commands_can_be_copied() -> None:
+    blocks: list[Block] = [
+        Line(f"evidence   {'what happened ' * 8}", indent=11), Line(f"next       {'jurymast logs ' * 8}"),
+    ]  # fmt: skip
+    first, second, third = render(blocks, terminal=True, width=80).splitlines()
+    assert len(first) <= 80
+    assert second.startswith((f"{'':11}what ", f"{'':11}happened "))
+    assert len(third) > 80
+
+
 @pytest.mark.parametrize(
     ("life", "state", "exit_code", "words"),
     [

@@ -197,7 +197,7 @@ def _request(
 
 def _note_unused(line: CommandLine, cluster: str) -> None:
     """Print which of sbatch's options have no effect on the local cluster."""
-    used = ("gpus-per-node", "gpus-per-task", "gres", "job-name", "chdir")
+    used = ("gpus-per-node", "gpus-per-task", "gres", "job-name", "chdir", "requeue", "no-requeue")
     unused = [" ".join(given.words) for given in line.options if given.name not in used]
     if cluster == "local" and unused:
         echo(f"jurymast: note: not used on the local cluster: {' '.join(unused)}", err=True)

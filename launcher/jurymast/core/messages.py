@@ -114,8 +114,7 @@ class Room(msgspec.Struct, frozen=True):
 
 
 class Foreseen(ToSupervisor, frozen=True, kw_only=True):
-    """How large the images of this node's ranks will be together, how much of that no other node has, and the
-    room there is."""
+    """How large this node's ranks' images will be together, how much of that only they have, the room."""
 
     image_bytes: int
     own_bytes: int
@@ -185,8 +184,7 @@ class WritePhase(IntEnum):
 
 
 class WriteReached(ToSupervisor, frozen=True, kw_only=True):
-    """The node has done its part in this phase of a write, and waits for the next. It says so again to each
-    supervisor that it connects to."""
+    """The node has done its part in this phase of a write; it says so again to each new supervisor."""
 
     id: str
     phase: WritePhase
@@ -331,8 +329,8 @@ class Declined(ToAsker, frozen=True, kw_only=True):
 
 
 class Condition(ToAsker, frozen=True, kw_only=True):
-    """The run's condition where its journal may be silent ("" for nothing): what it `waits` for, why the
-    `journal` cannot be written, how `silent` its ranks are; the newest `step` done."""
+    """What the journal may not show ("" for nothing): what the run `waits` for, why the `journal` cannot be
+    written, how `silent` ranks are. Others wait for `late`; all restart at `restart_at`, if it is not 0."""
 
     state: str
     waits: str
@@ -340,6 +338,8 @@ class Condition(ToAsker, frozen=True, kw_only=True):
     step: int
     alerts: tuple[Alert, ...] = ()
     silent: str = ""
+    restart_at: float = 0.0
+    late: tuple[int, ...] = ()
 
 
 RanksState = Literal["warming", "waiting", "starting", "running", "finished"]

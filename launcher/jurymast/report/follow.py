@@ -19,11 +19,11 @@ from jurymast.report.status import (
     doubts,
     exit_code_of,
     incident_json,
-    next_command,
     public_state,
     shown_step,
 )
 from jurymast.report.text import count, duration, one_line
+from jurymast.report.trouble import after_failure
 from jurymast.rundir import RunDirectory
 
 POLL_S = 0.2
@@ -185,6 +185,7 @@ def end_lines(state: RunState, life: Liveness) -> list[str]:
         return [f"the run succeeded: step {shown_step(state)} after {spent}, {incidents}", *doubted]
     lines = [f"the run {word}: {one_line(why, REASON_CHARACTERS)}"]
     if word == "failed" and state.incidents:
-        lines.append(f"  next: {next_command(state.run, incident_json(state.incidents[-1]))}")
+        ways = after_failure(state.run, incident_json(state.incidents[-1]))
+        lines.append(f"  next: {'; '.join(ways)}")
         lines += [f"  {line}" for line in state.incidents[-1].traceback.rstrip().splitlines()]
     return lines + [f"  warning: {text}" for text in doubts(state)]

@@ -15,7 +15,7 @@ from jurymast.core.checkpoints.writes import durable_every_s
 from jurymast.core.goodput import Account
 from jurymast.core.planning.failure_rate import LEVEL, failure_times
 from jurymast.core.planning.forecast import IDLE_SHARE, Saving
-from jurymast.core.run.incident import CAUSES, INFRASTRUCTURE, Incident, meaning
+from jurymast.core.run.incident import Incident, meaning
 from jurymast.core.run.recording import pause_s
 from jurymast.core.run.recovery import failure_rate
 from jurymast.core.run.state import Phase, Role, RunState
@@ -23,8 +23,9 @@ from jurymast.core.settings import RunPlan
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.liveness import JournalTail, Liveness, hear, look, slurm_jobs
-from jurymast.report.sentences import decision, short_reason
+from jurymast.report.sentences import short_reason
 from jurymast.report.text import STYLES, Block, Line, Table, count, duration, iso, one_line, some
+from jurymast.report.trouble import INDENT, traceback_blocks, trouble_blocks
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find
 
@@ -44,7 +45,6 @@ NODES_LISTED_MAX = 32
 INCIDENTS_LISTED = 10
 ALERTS_LISTED = 3
 TEXT_CHARACTERS = 200
-EVIDENCE_CHARACTERS = 600  # if it is shown only once
 
 View = Mapping[str, Any]
 
@@ -119,6 +119,8 @@ class StatusWatcher(JournalTail):
             "tiers": tiers_json(state, nodes_gone=nodes_gone),
             "cadence": cadence_json(state, plan, now),
             "next": following, "silent": told.silent if told is not None else "",
+            "restart_at": iso(told.restart_at or None) if told is not None else None,
+            "late_ranks": list(told.late) if told is not None else [],
             "slurm_jobs": [job for job, _ in slurm_jobs(self.directory, state)],
             "cluster": plan.cluster, "active": state.active, "spares": state.spares,
             "ranks_per_node": state.ranks_per_node, "restarts": restarts(state),
@@ -347,6 +349,8 @@ def _quiet_limit_s(state: RunState, now: float, told: Condition | None) -> float
     """The age of the journal, in seconds, from which on a step is missing."""
     if state.phase is not Phase.RUNNING or (told is not None and told.step > shown_step(state)):
         return math.inf
+    if told is not None and told.silent:
+        return math.inf  # said already, and better
     return QUIET_S if told is not None else max(QUIET_S, 2 * pause_s(state, now))
 
 
@@ -453,24 +457,23 @@ def status_blocks(view: View, *, now: float, everything: bool = False) -> list[B
     word = view["state"]
     blocks: list[Block] = [
         Line(f"run        {view['run']}", "bold"),
-        Line(f"state      {word}{_state_detail(view, now)}", STYLES.get(word, "")),
-        *([Line(f"stalled    {view['silent']}", "bold yellow")] if view["silent"] else []),
-        Line(f"training   {_training(view, now)}"),
+        Line(f"state      {word}{_state_detail(view, now)}", STYLES.get(word, ""), INDENT),
+        *([Line(f"stalled    {_stalled(view)}", "bold yellow", INDENT)] if view["silent"] else []),
+        *trouble_blocks(view),
+        Line(f"training   {_training(view, now)}", indent=INDENT),
     ]
-    blocks += [Line(text) for text in cadence_lines(view)]
+    blocks += [Line(text, indent=INDENT) for text in cadence_lines(view)]
     jobs = ", ".join(view["slurm_jobs"]) or ("none yet" if view["cluster"] == "slurm" else view["job"]["id"])
     if jobs:
         blocks.append(Line(f"{'job' if len(view['slurm_jobs']) < 2 else 'jobs':<10} {jobs}"))
     blocks.append(Line(f"directory  {view['directory']}"))
-    blocks += [Line(f"warning    {text}", "bold yellow") for text in view["warnings"]]
+    blocks += [Line(f"warning    {text}", "bold yellow", INDENT) for text in view["warnings"]]
     alerts = view["alerts"] if everything else view["alerts"][-ALERTS_LISTED:]
     blocks += [
-        Line(f"alert      {_clock(a['at'])} on {some(a['nodes'])}: {a['message']}", "bold yellow")
+        Line(f"alert      {_clock(a['at'])} on {some(a['nodes'])}: {a['message']}", "bold yellow", INDENT)
         for a in alerts
     ]
-    if word == "failed" and view["incidents"]:
-        blocks += cause_blocks(view["incidents"][-1])
-        blocks.append(Line(f"next       {next_command(view['run'], view['incidents'][-1])}", "bold"))
+    blocks += traceback_blocks(view)
     blocks += _node_blocks(view, everything)
     blocks += _incident_blocks(view, everything)
     notes = view["notes"] if everything else view["notes"][-3:]
@@ -493,6 +496,12 @@ def _state_detail(view: View, now: float) -> str:
     return f"{text}; {view['next']}" if view["next"] else text
 
 
+def _stalled(view: View) -> str:
+    if view["restart_at"] is None:
+        return str(view["silent"])
+    return f"{view['silent']}; restart at {_clock(view['restart_at'])} unless one of them moves"
+
+
 def _ended_by(view: View) -> str:
     """Why the run ended, without what the block on the cause shows."""
     last = view["incidents"][-1] if view["state"] == "failed" and view["incidents"] else None
@@ -510,47 +519,6 @@ def _training(view: View, now: float) -> str:
     tiers = view["tiers"]
     where = [f"{name} {tier['step']}" for name, tier in tiers.items() if tier["step"] is not None]
     return f"{text}, newest checkpoint step {saved}" + (f" ({', '.join(where)})" if len(tiers) > 1 else "")
-
-
-# Causes of which the rank's own log says more.
-_IN_LOGS = frozenset({
-    "worker_exception", "worker_exit", "worker_crash", "import_failed", "out_of_memory", "gpu_out_of_memory",
-    "gpu_exception", "script_fault",
-})  # fmt: skip
-
-
-def next_command(run: str, incident: View) -> str:
-    """The commands that lead on from a run that this incident ended."""
-    again, cause = f"jurymast resubmit {run}", incident["cause"]
-    if cause == "import_failed" and incident["rank"] is None:
-        return f"jurymast logs {run} --job; when it is repaired: {again}"
-    if cause in _IN_LOGS:
-        named = incident["rank"] is not None and incident["rank"] >= 0
-        rank = f" --rank {incident['rank']}" if named else ""
-        return f"jurymast logs {run}{rank}; when it is repaired: {again}"
-    if cause in ("hang", "collective_timeout", "rank_frozen"):
-        return f"jurymast events {run} (where the ranks waited); when it is repaired: {again}"
-    if incident["charged"] == INFRASTRUCTURE and "spare" in incident["why"]:
-        return f"{again} --set spares=1"
-    return again
-
-
-def cause_blocks(incident: View) -> list[Block]:
-    """Why a run failed: cause, node, rank, evidence and the traceback."""
-    where = [f"rank {incident['rank']}"] if incident["rank"] is not None else []
-    where += [f"node {incident['node']}"] if incident["node"] else []
-    told = CAUSES.get(incident["cause"])
-    blocks: list[Block] = [
-        Line(""),
-        Line(f"cause      {incident['cause']}" + (f" ({', '.join(where)})" if where else ""), "bold red"),
-        *([Line(f"meaning    {told.meaning}" + (f"; {told.todo}" if told.todo else ""))] if told else []),
-        Line(f"evidence   {one_line(incident['evidence'], EVIDENCE_CHARACTERS)}"),
-        Line(f"decision   {decision(incident)}"),
-    ]
-    if incident["traceback"]:
-        lines = incident["traceback"].rstrip().splitlines()
-        blocks += [Line(one_line(f"  {line}", EVIDENCE_CHARACTERS)) for line in lines]
-    return blocks
 
 
 def _node_blocks(view: View, everything: bool) -> list[Block]:

@@ -95,8 +95,12 @@ STYLES = {
 
 @dataclass(frozen=True)
 class Line:
+    """A line. With `indent`, a terminal that is too narrow shows the rest of it below, between words and so
+    far to the right; without it the terminal breaks it anywhere, so that it can be copied whole."""
+
     text: str
     style: str = ""
+    indent: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,18 @@ def plain_table(table: Table) -> list[str]:
     return lines
 
 
+def _wrapped(line: Line, width: int) -> str:
+    text = one_line(line.text)
+    if not line.indent or len(text) <= width:
+        return text
+    from textwrap import fill
+
+    return fill(
+        text, width, subsequent_indent=" " * line.indent, break_long_words=False, break_on_hyphens=False,
+        replace_whitespace=False, drop_whitespace=True,
+    )  # fmt: skip
+
+
 def _rich(blocks: Sequence[Block], width: int) -> str:
     import io
 
@@ -159,7 +175,7 @@ def _rich(blocks: Sequence[Block], width: int) -> str:
     console = Console(file=out, force_terminal=True, width=width, highlight=False, emoji=False)
     for block in blocks:
         if isinstance(block, Line):
-            console.print(Text(one_line(block.text), style=block.style), soft_wrap=True)
+            console.print(Text(_wrapped(block, width), style=block.style), soft_wrap=True)
             continue
         if not block.wrap:
             for number, line in enumerate(plain_table(block)):

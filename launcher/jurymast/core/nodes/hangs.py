@@ -155,16 +155,19 @@ class Hangs:
         self._asked_at = 0.0
         self._number = 0
         self._answers: dict[int, Stand] = {}
-        self.silent = ""  # for people: that ranks may hang, before that is certain
+        # For people, before a hang is certain: that ranks may hang, when they are restarted if none moves
+        # (Unix time; 0: not known), and for which of them the others wait.
+        self.silent, self.restart_at = "", 0.0
+        self.late: tuple[int, ...] = ()
 
     def tick(self, now: float) -> list[Effect]:
         """Look for hangs. To be called often while the ranks run."""
-        self.silent = ""
+        self.silent, self.restart_at, self.late = "", 0.0, ()
         if self._state.phase is not Phase.RUNNING or self._state.alone:
             return []
         verdict = self._reports.hang()
         if verdict is not None:
-            self.silent = self._told(verdict)
+            self._tell(verdict, now)
         if verdict is None:
             self._looks, self._asked = Looks(), False
             return []
@@ -192,15 +195,17 @@ class Hangs:
             return ""
         return self._since(ago_s, first=reach is None)
 
-    def _told(self, verdict: HangVerdict) -> str:
+    def _tell(self, verdict: HangVerdict, now: float) -> None:
         """Say what is known of a silence: since when, who is where, and what will happen when."""
         told, patience = self._since(verdict.silent_s, first=verdict.starting), self._state.hang_patience
         if places := self._looks.places():
             left_s = self._looks.left_s(
                 patience, idle=verdict.idle, starting=verdict.starting, now_s=self._reports.clock.now
             )
-            return f"{told}: {places}; if none of them moves, the ranks are restarted in {spoken_s(left_s)}"
-        return f"{told}; {verdict.evidence.partition('; ')[2] or verdict.evidence}; their stacks are read now"
+            self.silent, self.restart_at, self.late = f"{told}: {places}", now + left_s, self._looks.late()
+        else:
+            why = verdict.evidence.partition("; ")[2] or verdict.evidence
+            self.silent = f"{told}; {why}; their stacks are read now"
 
     def _since(self, silent_s: float, *, first: bool) -> str:
         usual = f" (normally {spoken_s(self._state.step_s)})" if self._state.step_s and not first else ""

@@ -40,7 +40,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jurymast.core.messages import RankReport
-from jurymast.core.nodes.stacks import BLOCKED, CODE, LOADER, WAITING, Place, Stand, describe
+from jurymast.core.nodes.stacks import BLOCKED, CODE, LOADER, WAITING, Place, Stand, absent, describe
 
 # ---- whether a node is lost
 
@@ -347,7 +347,14 @@ class Looks:
 
     def places(self) -> str:
         """Where the ranks are, for people; "" before the first look."""
-        return describe({rank: Place(at.kind, at.text or at.kind) for rank, at in self.stands.items()})
+        return describe(self._places())
+
+    def late(self) -> tuple[int, ...]:
+        """The ranks for which the others wait; () if it cannot be told."""
+        return absent(self._places())
+
+    def _places(self) -> dict[int, Place]:
+        return {rank: Place(at.kind, at.text or at.kind) for rank, at in self.stands.items()}
 
     def left_s(self, patience: float, *, idle: bool, starting: bool, now_s: float) -> float:
         """Return the seconds until the ranks count as hanging, if none moves."""

@@ -639,4 +639,5 @@ class Supervision:
         return msg.Condition(
             state=self.state.public_state, waits=waits, journal=journal, step=self._teller.step,
             alerts=tuple(self.state.alerts), silent=self._hangs.silent or self._hangs.quiet(),
+            restart_at=self._hangs.restart_at, late=self._hangs.late,
         )  # fmt: skip
