@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jurymast.core import events as ev
+from support.ports import free_port
 from support.runs import RunUnderTest, end_all, telling_where, tree, wait_gone
-from support.s3_server import free_port
 from support.waiting import wait_until
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"

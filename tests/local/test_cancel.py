@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from support.runs import end_all, jurymast, local_run, processes_of, tree, wait_gone
+from support.runs import command_of, end_all, jurymast, local_run, processes_of, tree, wait_gone
 from support.waiting import wait_until
 
 
@@ -69,8 +69,8 @@ def test_a_run_whose_supervisors_all_crash_trains_on_and_can_be_ended(tmp_path: 
 
         def kill_supervisor() -> bool:
             for child in batch.children():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if "jurymast.supervisor" in child.cmdline():
+                if "jurymast.supervisor" in command_of(child):
+                    with contextlib.suppress(psutil.NoSuchProcess):
                         child.kill()
             return "no supervisor stays up" in log.read_text()
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -497,11 +497,13 @@ def frozen_while_saving(process: psutil.Popen, directory: Path) -> bool:
         if any(name.startswith(".saving") for name in names) and CheckpointDirectory(directory).complete():
             workers = process.children()
             for worker in workers:
-                worker.suspend()
+                with suppress(psutil.NoSuchProcess):  # the training ends
+                    worker.suspend()
             if any(directory.glob(".saving-*/__*")):
                 return True
             for worker in workers:
-                worker.resume()
+                with suppress(psutil.NoSuchProcess):
+                    worker.resume()
         time.sleep(0.001)  # a save takes some ten times that
     return False
 

@@ -11,7 +11,7 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.run.state import Role, RunState
-from support.runs import hosts, jurymast, local_run, processes_of, wait_gone
+from support.runs import command_of, hosts, jurymast, local_run, processes_of, wait_gone
 
 pytestmark = pytest.mark.torch
 
@@ -101,8 +101,8 @@ def test_nodes_are_tested_before_ranks_start_and_a_suspect_once_more(tmp_path: P
                    arguments=("--steps", "100000", "--step-time", "0.05")) as run:  # fmt: skip
         state = run.wait_step(3)
         processes = processes_of(run.directory.root)
-        left = [p.pid for p in processes if "jurymast.preflight" in p.cmdline()]
-        agents = [p for p in processes if "jurymast.agent" in p.cmdline()]
+        left = [p.pid for p in processes if "jurymast.preflight" in command_of(p)]
+        agents = [p for p in processes if "jurymast.agent" in command_of(p)]
         suspect, before = state.placement[1], run.events()
         for host in hosts(run.agent_pid(suspect)):
             host.kill()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from jurymast.core.run.state import RunState
-from support.runs import RunUnderTest, hosts, local_run, result, wait_gone
+from support.runs import RunUnderTest, command_of, hosts, local_run, result, wait_gone
 from support.saves import check_restores
 
 pytestmark = pytest.mark.torch
@@ -58,11 +59,9 @@ def kill_storage_processes(run: RunUnderTest, state: RunState, chance: random.Ra
 def kill_children(run: RunUnderTest, node: str, name: str) -> None:
     """Of the node's agent."""
     for child in psutil.Process(run.agent_pid(node)).children():
-        try:
-            if name in child.cmdline():
+        if name in command_of(child):
+            with suppress(psutil.NoSuchProcess):
                 child.kill()
-        except psutil.NoSuchProcess:  # also of a zombie
-            continue
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,11 @@ def processes() -> Iterator[list[StorageProcess]]:
 
 def niceness(process: StorageProcess) -> set[int]:
     pid = process.process.pid
-    return {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
+    found: set[int] = set()
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):  # it has ended by now
+            found.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
+    return found
 
 
 def test_torch_is_loaded_as_fast_as_ranks_run_and_only_writes_stand_back(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ def status(run: RunUnderTest) -> dict[str, Any]:
 
 def images_of(run: RunUnderTest, node: str) -> list[Path]:
     """The buffers of the node's agent, each once: a mapping has a descriptor of its own."""
-    descriptors = Path(f"/proc/{run.agent_pid(node)}/fd").iterdir()
-    return list(
-        {path.stat().st_ino: path for path in descriptors if "jurymast-image" in os.readlink(path)}.values()
-    )
+    found: dict[int, Path] = {}
+    for path in Path(f"/proc/{run.agent_pid(node)}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            if "jurymast-image" in os.readlink(path):
+                found[path.stat().st_ino] = path
+    return [*found.values()]
 
 
 def flip_bits(path: Path) -> None:

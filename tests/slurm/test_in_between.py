@@ -73,7 +73,11 @@ def frozen_host(cluster: Cluster, node: str) -> Iterator[None]:
 
 
 def named(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
+    """Its name; "" if it has ended by now."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def saved_more(run: SlurmRun) -> RunState:

@@ -119,6 +119,14 @@ def hosts(agent: int) -> list[psutil.Process]:
     return [process for process in tree(agent) if process.name() == "jurymast-host"]
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """The words of its command; none if it has ended by now."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # also of a zombie
+        return []
+
+
 def tree(pid: int) -> list[psutil.Process]:
     """A process and all its descendants."""
     try:
@@ -181,7 +189,7 @@ def wait_gone(directory: Path, limit_s: float = LIMIT_S) -> None:
     end = time.monotonic() + limit_s
     while left := processes_of(directory):
         if time.monotonic() > end:
-            told: list[Any] = [(p.pid, p.cmdline()[:6]) for p in left]
+            told: list[Any] = [(p.pid, command_of(p)[:6]) for p in left]
             end_all(left)
             raise AssertionError(f"left over after the run: {told}")
         time.sleep(PROCESSES_POLL_S)
