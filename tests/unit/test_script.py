@@ -438,6 +438,27 @@ def test_our_torchrun_takes_itself_out_of_path_whatever_the_run_is_called(
     ]  # fmt: skip
 
 
+def test_a_script_finds_itself_whatever_its_path_and_that_of_the_run(tmp_path: Path) -> None:
+    """The real scontrol is one that shows two jobs, of which the first is the script's, and then fails."""
+    job, users = RunDirectory(tmp_path / ODD), f"/home/{ODD} & co/job.sbatch"
+    submitted = f"{job.submission}/job.sh"
+    shims.write(job, sys.executable, submitted, users)
+    shims.write(job, sys.executable, submitted, "(null)")  # of a requeued job only the training is known
+    real = tmp_path / "real"
+    real.mkdir()
+    rest = f" a\n\n   Command=/other{submitted}\nStdOut={submitted}\n\n"
+    (tmp_path / "shown").write_text(f"   Command={submitted}{rest}")
+    text = f'#!/bin/sh\necho "$*" >&2\ncat {shlex.quote(str(tmp_path / "shown"))}\nexit 3\n'
+    shims.write_program(real / "scontrol", text)
+    for words, told in ((["-o", "show", "job", "7"], users), (["show", "hostnames"], submitted)):
+        done = subprocess.run(
+            [shims.folder(job) / "scontrol", *words], text=True, capture_output=True, check=False, timeout=30,
+            env={"PATH": f"{shims.folder(job)}:{real}:/usr/bin:/bin"},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (3, " ".join(words) + "\n")
+        assert done.stdout == f"   Command={told}{rest}"
+
+
 def test_a_signal_that_ends_the_shell_of_a_background_step_ends_the_step(tmp_path: Path) -> None:
     job = RunDirectory(tmp_path / "run")
     job.create()

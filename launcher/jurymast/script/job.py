@@ -20,7 +20,7 @@ from jurymast.cluster.allocation import from_slurm_environment
 from jurymast.cluster.control import STILL_RUNNING, why_ending
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.signals import WARNINGS
-from jurymast.cluster.slurm import users_script
+from jurymast.cluster.slurm import script_file, users_script
 from jurymast.core.slurm_variables import of_active_nodes
 from jurymast.core.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
@@ -38,7 +38,8 @@ def run(run_directory: str, arguments: list[str]) -> int:
     plan = directory.own_plan()
     allocation = from_slurm_environment()
     allocation.save(directory)
-    shims.write(directory, sys.executable)
+    submitted = RunDirectory(Path(run_directory)).submission / script_file(plan).name
+    shims.write(directory, sys.executable, str(submitted), _users_path(plan.script))
     hosts = compressed(allocation.nodes[: plan.active])
     environment = of_active_nodes(os.environ, plan.nodes, plan.active, hosts)
     true = {name: value for name, value in os.environ.items() if environment[name] != value}
@@ -49,6 +50,12 @@ def run(run_directory: str, arguments: list[str]) -> int:
         script, arguments, shims.with_shims(environment, directory), warns=warns,
         goes_on=lambda: why_ending(allocation).why == STILL_RUNNING,
     )  # fmt: skip
+
+
+def _users_path(name: str) -> str:
+    """The path of the script that was submitted by this name, as Slurm would show it."""
+    path = os.path.join(os.environ.get("SLURM_SUBMIT_DIR", ""), name)
+    return os.path.normpath(path) if os.path.isfile(path) else "(null)"
 
 
 def _own_directory(submitted: RunDirectory) -> RunDirectory:

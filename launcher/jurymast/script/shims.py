@@ -49,9 +49,9 @@ SRUN = """\
 #!/bin/sh
 exec {ours} "$@"
 """
-# For a script that has replaced PYTHONPATH; the hook does the rest. The shell itself removes the folder from
-# PATH, because it takes quoted text literally: a run directory may have any name.
-TORCHRUN = """\
+# The shell itself removes the folder from PATH, because it takes quoted text literally: a run directory may
+# have any name.
+WITHOUT_FOLDER = """\
 #!/bin/sh
 PATH=:$PATH:
 while case "$PATH" in *:{folder}:*) ;; *) false ;; esac; do
@@ -59,10 +59,32 @@ while case "$PATH" in *:{folder}:*) ;; *) false ;; esac; do
 done
 PATH=${{PATH#:}}
 PATH=${{PATH%:}}
+"""
+# A script finds itself, and what is beside it, by `scontrol show job` and its Command=. That is the file
+# that jurymast has submitted, in the run directory; the script is another.
+SCONTROL = (
+    WITHOUT_FOLDER
+    + """\
+case "$*" in *show*job*) ;; *) exec scontrol "$@" ;; esac
+told=$(scontrol "$@"; code=$?; echo .; exit $code)
+code=$? told=${{told%.}}
+ours={ours} theirs={theirs}
+while case "$told" in *"Command=$ours"*) ;; *) false ;; esac; do
+  told="${{told%%"Command=$ours"*}}Command=$theirs${{told#*"Command=$ours"}}"
+done
+printf %s "$told"
+exit $code
+"""
+)
+# For a script that has replaced PYTHONPATH; the hook does the rest.
+TORCHRUN = (
+    WITHOUT_FOLDER
+    + """\
 PYTHONPATH={hook}${{PYTHONPATH:+:$PYTHONPATH}}
 export PATH PYTHONPATH
 exec torchrun "$@"
 """
+)
 
 
 def folder(directory: RunDirectory) -> Path:
@@ -78,14 +100,20 @@ def trainings(directory: RunDirectory) -> Path:
     return directory.submission / "trainings"
 
 
-def write(directory: RunDirectory, python: str) -> None:
-    """Write the programs into the run directory. Raises OSError."""
+def write(directory: RunDirectory, python: str, submitted: str = "", users: str = "") -> None:
+    """Write the programs into the run directory. `submitted`: the file that sbatch got in place of the
+    `users` own; "" if no such file is known. Raises OSError."""
     place = folder(directory)
     make_folder(hook(directory))
     ours = shlex.join(run_module("jurymast.script", "srun", python=python))
     write_program(place / "srun", SRUN.format(ours=ours))
     text = TORCHRUN.format(folder=shlex.quote(str(place)), hook=shlex.quote(str(hook(directory))))
     write_program(place / "torchrun", text)
+    if submitted and not (place / "scontrol").exists():  # after a requeue only the training is known
+        text = SCONTROL.format(
+            folder=shlex.quote(str(place)), ours=shlex.quote(submitted), theirs=shlex.quote(users)
+        )
+        write_program(place / "scontrol", text)
     name = "sitecustomize.py"
     write_atomically(
         hook(directory) / name, foreign.read(Path(__file__).parent / "hook" / name, foreign.NOTE_BYTES_MAX)
