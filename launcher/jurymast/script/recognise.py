@@ -50,6 +50,7 @@ IMAGE_PROGRAM = "run-singularity"
 SCRIPT_BYTES_MAX = 1 << 16
 # Shell scripts by their names in a text; lines of a script that say nothing of what it does.
 SHELL_SCRIPT = re.compile(r"(?<![\w./$}-])(?:[\w.-]*/)*[\w.-]+\.(?:ba|z|k)?sh\b|(?<![\w./$}-])\./[\w./-]+")
+SHELL_ENDINGS = (".sh", ".bash", ".ksh", ".zsh", ".csh")
 FOLDER = re.compile(r"\bcd\s+[\"']?([^\s;|&\"')]+)")
 COMMENT = re.compile(r"^[ \t]*#(?!!).*$", re.MULTILINE)
 SCRIPTS_MAX = 20
@@ -69,8 +70,10 @@ def texts(
         if (word := ahead.pop(0)) in known:
             continue
         known.add(word)
-        there = (read(os.path.join(folder, word)) for folder in folders[:SCRIPTS_MAX])
-        if text := next((text for text in there if text.startswith("#!")), ""):
+        there = filter(None, (read(os.path.join(folder, word)) for folder in folders[:SCRIPTS_MAX]))
+        # A shell that is told which script to run needs no first line that names it.
+        named = word.endswith(SHELL_ENDINGS)
+        if text := next((text for text in there if named or text.startswith("#!")), ""):
             text = shell.spelled_out(COMMENT.sub("", text), variables)
             found.append(text)
             folders += FOLDER.findall(text)
