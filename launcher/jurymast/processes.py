@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -121,40 +121,70 @@ def kill_strays() -> None:
     _kill(_strays)
 
 
-def end_strays(limit_s: float = STRAYS_LIMIT_S) -> bool:
+def end_strays(limit_s: float = STRAYS_LIMIT_S, *, probes: bool = False) -> bool:
     """Kill all that ranks have left behind, as `kill_strays` does, and wait for it. False if something is
-    left after `limit_s` seconds."""
+    left after `limit_s` seconds. `probes`: none runs either, and what they left behind is killed too."""
+
+    def strays() -> set[int]:
+        return _strays(probes=probes)
+
     end = time.monotonic() + limit_s
-    kill_strays()
-    while left := _strays():
+    _kill(strays)
+    while left := strays():
         for pid in left:
             with contextlib.suppress(ChildProcessError):  # another process of ours has adopted it
                 os.waitpid(pid, os.WNOHANG)
         if time.monotonic() > end:
-            for pid in _strays():  # a tracker that does not end
+            for pid in strays():  # a tracker that does not end
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             return False
         time.sleep(STRAYS_POLL_S)
-        kill_strays()
+        _kill(strays)
     return True
 
 
-def _strays() -> set[int]:
-    """The descendants of this process in other sessions than its own, without those that have ended and wait
-    for another parent to notice."""
+def kill_below(pid: int) -> None:
+    """Kill the group of this process, and all that descends from it, in whatever session or group; but not
+    the process itself, which would leave those to others that it still starts."""
+
+    def found() -> set[int]:
+        processes = list(_processes())
+        group = {one.pid for one in processes if one.group == pid}
+        return (group | {one.pid for one in _below(pid, processes)}) - {pid}
+
+    _kill(found)
+
+
+def _below(pid: int, processes: Iterable[_Process]) -> Iterator[_Process]:
     children: dict[int, list[_Process]] = {}
-    for process in _processes():
+    for process in processes:
         children.setdefault(process.parent, []).append(process)
-    own, session = os.getpid(), os.getsid(0)
-    found, below = set[int](), [own]
+    below = [pid]
     while below:
-        parent = below.pop()
-        for process in children.get(parent, ()):
+        for process in children.get(below.pop(), ()):
             below.append(process.pid)
-            if process.session != session and (process.state not in "ZX" or parent == own):
-                found.add(process.pid)
-    return found
+            yield process
+
+
+def _strays(*, probes: bool = False) -> set[int]:
+    """The descendants of this process in other sessions than its own, without those that have ended and wait
+    for another parent to notice. With `probes`, also those in its session that run others' code."""
+    own, session = os.getpid(), os.getsid(0)
+    probes = probes and not _dies_first(own)
+    return {
+        process.pid for process in _below(own, _processes())
+        if (process.session != session or (probes and _dies_first(process.pid)))
+        and (process.state not in "ZX" or process.parent == own)
+    }  # fmt: skip
+
+
+def _dies_first(pid: int) -> bool:
+    """Whether the process, or one that it descends from, has called `die_first`."""
+    try:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii")) == OOM_SCORE_FIRST
+    except (OSError, ValueError):
+        return False
 
 
 def become_helper(nice: int) -> int:

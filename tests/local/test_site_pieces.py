@@ -608,3 +608,25 @@ def test_the_programs_import_nothing_of_a_users(tmp_path: Path) -> None:
             env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)},
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("what", ["a pipe", "a pipe that nobody empties", "a link", "another name of a file"])
+def test_root_s_log_waits_for_nobody_and_changes_no_other_file(tmp_path: Path, what: str) -> None:
+    log, other = tmp_path / "log", tmp_path / "other"
+    other.write_text("as it was")
+    if what.startswith("a pipe"):
+        os.mkfifo(log)
+    elif what == "a link":
+        log.symlink_to(other)
+    else:
+        os.link(other, log)
+    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK) if what.endswith("empties") else -1
+    lines = Log("test", str(log))
+    for _ in range(200):
+        lines.say("x" * 600)
+    if reader >= 0:
+        os.close(reader)
+    assert other.read_text() == "as it was"
+    own = tmp_path / "own"
+    Log("test", str(own)).say("told")
+    assert own.read_text().endswith(": told\n")

@@ -9,16 +9,24 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from jurymast.agent.ranks import RankMemory, RankWatch
+from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.copies import ImageId
+from jurymast.core.effects import Record
 from jurymast.core.message import KINDS_COUNTED, Strange, Strangers
+from jurymast.core.nodes.findings import MESSAGE_MAX, Finding, Verdict
+from jurymast.core.nodes.health import FINDINGS_OF_NODE, NEWS_AT_ONCE, NodeHealth
+from jurymast.health.child import ProbeChild
+from jurymast.health.probe import Context
+from jurymast.health.watcher import UNREADABLE, ProbeWatcher
 from jurymast.keeper.copies import trusted
 from jurymast.keeper.manifest import BadImage, Manifest, create_page, room_of
 from jurymast.keeper.memory import MappedBuffer
@@ -230,3 +238,90 @@ def test_a_manifest_that_claims_what_is_not_costs_nothing(claim: str) -> None:
         room_of(Manifest.from_bytes(data))
     except BadImage:
         pass
+
+
+# ---- findings, from an agent or a probe
+
+SEEN = Finding(probe="p", code="c", verdict=Verdict.SUSPECT, kind="hardware", message="m", device="d")
+
+
+def found(findings: Iterable[Finding], every_s: float = 0.0) -> list[Any]:
+    health = NodeHealth()
+    records = [health.found("n1", one, number * every_s) for number, one in enumerate(findings)]
+    return [effect.event for effects in records for effect in effects if isinstance(effect, Record)]
+
+
+FINDINGS: dict[str, Callable[[int], Finding]] = {
+    "a million devices": lambda n: replace(SEEN, device=f"d{n}"),
+    "a million codes": lambda n: replace(SEEN, code=f"c{n}"),
+    "a million probes": lambda n: replace(SEEN, probe=f"p{n}"),
+    "bad and well in turn": lambda n: replace(SEEN, verdict=(Verdict.BAD, Verdict.OK)[n % 2]),
+    "one kind after another": lambda n: replace(SEEN, kind=("hardware", "host")[n % 2]),
+    "the same event, later each time": lambda n: replace(SEEN, once=True, at=float(n + 1)),
+}
+
+
+@pytest.mark.parametrize("attack", FINDINGS)
+def test_however_many_findings_a_node_reports_they_have_an_end(attack: str) -> None:
+    told = found(map(FINDINGS[attack], range(5000)))
+    assert len(told) == NEWS_AT_ONCE + 1
+    assert isinstance(told[-1], ev.Noted)
+
+
+def test_different_findings_have_an_end_however_slowly_they_come() -> None:
+    told = found((replace(SEEN, device=f"d{n}") for n in range(5000)), every_s=10.0)
+    assert len(told) == FINDINGS_OF_NODE + 1
+    again = found(
+        (replace(SEEN, verdict=(Verdict.BAD, Verdict.OK)[n % 2]) for n in range(5000)), every_s=10.0
+    )
+    assert len(again) == 5000, "what comes as often as news does is told"
+
+
+@pytest.mark.parametrize("field", ["message", "probe", "code", "device", "unit"])
+def test_a_text_of_a_finding_has_an_end(field: str) -> None:
+    (event,) = found([replace(SEEN, **{field: "x" * 1_000_000})])
+    assert len(getattr(event, field)) <= MESSAGE_MAX
+
+
+class Wrong:
+    name, interval_s = "p", 1.0
+
+    def __init__(self, wrong: Any) -> None:
+        self._wrong = wrong
+
+    def look(self, now: float) -> list[Any]:
+        return [SEEN, self._wrong, replace(SEEN, device="e")]
+
+
+WRONG: dict[str, Any] = {
+    "no number for a time": replace(SEEN, at=NAN), "an endless time": replace(SEEN, at=INF),
+    "a time before all": replace(SEEN, at=-1.0), "a number for a text": replace(SEEN, message=5),
+    "nothing for a text": replace(SEEN, device=None), "a text for a flag": replace(SEEN, once="yes"),
+    "no finding": 7, "none": None, "a verdict that there is not": replace(SEEN, verdict="fine"),
+    "bytes": replace(SEEN, code=b"c"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_finding_that_is_wrong_takes_no_others_with_it(wrong: str) -> None:
+    read, write = os.pipe()
+    order = {
+        "context": asdict(Context()), "name": "p", "point": "x:y", "memory": None, "epoch": 0.0, "once": True,
+    }  # fmt: skip
+    try:
+        ProbeChild(order, write)._look(Wrong(WRONG[wrong]))  # type: ignore[arg-type]
+        _, line = os.read(read, 1 << 16).splitlines()
+    finally:
+        os.close(read)
+        os.close(write)
+    said = json.loads(line)["findings"]
+    assert [one["code"] for one in said] == ["c", "probe-failed", "c"]
+
+
+@pytest.mark.parametrize("state", [[1], {}, None, 5, "left out", ""])
+def test_a_probe_says_no_state_that_is_not_its_to_say(state: Any) -> None:
+    watcher = ProbeWatcher(Context(), ["p"], lambda finding: None)
+    said = {"findings": [], "state": state, "memory": None, "remembers": False, "next_s": 1.0}
+    with pytest.raises(UNREADABLE):
+        watcher._looked("p", said)
+    assert watcher.probes == {}

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jurymast.processes import is_tracker
 from support.semaphores import abandoned, semaphores
 from support.waiting import wait_until
@@ -117,3 +119,45 @@ def test_a_semaphore_is_abandoned_once_nobody_has_it_and_its_tracker_was_killed(
         maker.kill()
     assert abandoned([file]) == {file}
     file.unlink()
+
+
+BELOW = """
+import os, subprocess, sys
+from jurymast import processes
+processes.adopt_orphans()
+child = subprocess.Popen([sys.executable, "-c", "import os, subprocess, sys; os.setpgid(0, 0); {mark}"
+    "p = subprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3, {how});"
+    "print(p.pid, flush=True); sys.stdin.read()"],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+pid = int(child.stdout.readline())
+{then}
+print(os.path.exists(f"/proc/{{pid}}"), child.poll(), pid)
+child.kill(); child.wait()
+"""
+
+
+def below(how: str, then: str, mark: str = "") -> list[str]:
+    code = BELOW.format(how=how, then=then, mark=mark)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("how", ["start_new_session=True", "preexec_fn=os.setpgrp", ""])
+def test_what_a_probe_started_ends_with_it_in_whatever_session_or_group(how: str) -> None:
+    then = "processes.kill_below(child.pid)"
+    then += "\nwhile open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] != 'Z': pass"
+    assert below(how, then)[:2] == ["True", "None"], "it has ended, and the probe itself has not"
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_what_a_probe_of_a_killed_agent_has_left_in_its_session_is_ended_too(marked: bool) -> None:
+    """By the guard, which runs no probe and none of our other processes then."""
+    mark = "from jurymast.processes import die_first; die_first();" if marked else ""
+    then = "child.kill(); child.wait(); print(processes.end_strays(5.0, probes=True))"
+    told = below("preexec_fn=os.setpgrp", then, mark)
+    assert told[:2] == ["True", str(not marked)]
+    if not marked:
+        os.kill(int(told[3]), signal.SIGKILL)

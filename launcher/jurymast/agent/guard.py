@@ -53,7 +53,7 @@ def run(agent: Callable[[int], int]) -> int:
             kills = gains.add(time.monotonic(), oom_kills(counter))
         short_lives = short_lives + 1 if time.monotonic() < began + SHORT_LIFE_S else 1
         if code != -signal.SIGKILL or not kills or short_lives > RESTARTS_MAX:
-            end_strays()
+            end_strays(probes=True)
             return code if code >= 0 else end_like(code)
         log.warning("the agent was killed for want of memory (%d kills in its cgroup): another starts", kills)
         kill_strays()  # without waiting: the supervisor is about to take the node for lost

@@ -87,8 +87,8 @@ class ProbeChild:
         self._say({"say": "look", "limit_s": self._limit_s(INTERVALS * probe.interval_s)})
         self._due = time.monotonic() + interval_s  # also if it raises
         now = self._epoch + time.monotonic()
-        wrong = (f for f in probe.look(now) if f.verdict is not Verdict.OK)
-        found = [self._checked(f) for f in islice(wrong, FINDINGS_MAX)]
+        wrong = (f for f in probe.look(now) if getattr(f, "verdict", None) is not Verdict.OK)
+        found = [self._told(f) for f in islice(wrong, FINDINGS_MAX)]
         if next(wrong, None) is not None:  # the first are told, and that there are more
             error = ValueError(f"more than {FINDINGS_MAX} findings")
             found[-1] = failed(self._name, error, "tell all that it found").to_json()
@@ -118,6 +118,13 @@ class ProbeChild:
                 "remembers": bool(self._remembered), "next_s": self._next_s(),
             }
         )  # fmt: skip
+
+    def _told(self, finding: Finding) -> dict[str, Any]:
+        """A finding as JSON, or that it is none: one that is wrong takes no others with it."""
+        try:
+            return self._checked(finding)
+        except Exception as error:  # whatever a plugin put into it
+            return failed(self._name, error, "tell one of its findings").to_json()
 
     def _checked(self, finding: Finding) -> dict[str, Any]:
         """A finding as JSON, with its time by the clock as it is now. Raises if its reader would not accept

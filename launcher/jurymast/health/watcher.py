@@ -19,7 +19,7 @@ from jurymast.core.nodes.own_health import ChildEnd, ProbeLooked, ProbeLooks
 from jurymast.health.child import FINDINGS_MAX
 from jurymast.health.probe import Context, installed
 from jurymast.health.readings import stands_in, waits_for_storage
-from jurymast.processes import kill_group
+from jurymast.processes import kill_below, kill_group
 
 # How long a child may be silent at its start, or beyond the limit that it announced.
 START_LIMIT_S = 60.0
@@ -149,7 +149,9 @@ class ProbeWatcher:
         memory = message["memory"]
         if memory is None and message["remembers"]:
             memory = self._looks.memory(name)  # it has not changed
-        for finding in self._looks.looked(name, message["state"], found, time.time(), memory):
+        if (state := message["state"]) not in ("looked", "nothing", "failed"):
+            raise ValueError(f"{state!r} is no state")
+        for finding in self._looks.looked(name, state, found, time.time(), memory):
             self._found(finding)
 
     async def _ended(self, name: str, child: Child, looking: bool) -> ChildEnd:
@@ -171,7 +173,7 @@ class ProbeWatcher:
 async def _kill(child: Child) -> bool:
     """Kill the process with all that its probe started; False if it still exists."""
     if child.code is None:
-        kill_group(child.pid)
+        kill_below(child.pid)
     return await child.kill(GONE_S)
 
 

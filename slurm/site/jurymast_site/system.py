@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import syslog
 import time
@@ -56,10 +57,14 @@ class Log:
         syslog.syslog(priority, line)
         if self._path:
             stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            # O_NONBLOCK: opening a pipe must not wait for a process at its other end.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             try:
                 descriptor = os.open(self._path, flags, 0o640)
                 with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    status = os.fstat(descriptor)
+                    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+                        return  # nor may it be a link to another file of root's
                     file.write(f"{stamp} {self._program}[{os.getpid()}]: {line}\n")
             except OSError:
                 pass  # syslog has it

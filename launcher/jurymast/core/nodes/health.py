@@ -4,22 +4,28 @@ told, and Slurm gets the node back."""
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.admission import Rate
 from jurymast.core.effects import Effect, GiveBack, Record, Send
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.run.state import Phase, RunState
 
-MESSAGE_MAX = 1000
-Key = tuple[str, str, str, str]
+# What one node may report: different findings, and news of them. The first are all that people can read; more
+# comes from an agent or a probe that is broken.
+FINDINGS_OF_NODE, NEWS_AT_ONCE, NEWS_PER_S = 1000, 1000, 1.0
+Key = tuple[str, str, str]
 
 
 class NodeHealth:
     def __init__(self) -> None:
-        self._known: dict[Key, Finding] = {}
+        self._known = defaultdict[str, dict[Key, Finding]](dict)
+        self._news = defaultdict[str, Rate](lambda: Rate(NEWS_PER_S, NEWS_AT_ONCE))
+        self._too_many: set[str] = set()  # nodes of which that was told
 
     def joined(self, node: str, told: Iterable[Finding], now: float) -> list[Effect]:
         """Return the findings that hold on a node whose agent has just (re)connected, and those that have
@@ -27,14 +33,23 @@ class NodeHealth:
         return [effect for finding in told for effect in self.found(node, finding, now)]
 
     def found(self, node: str, finding: Finding, now: float) -> list[Effect]:
-        key = (node, finding.probe, finding.code, finding.device)
-        known = self._known.get(key)
-        if known is not None and _is_same(known, finding):
+        finding = finding.bounded()
+        known, key = self._known[node], (finding.probe, finding.code, finding.device)
+        if key in known and _is_same(known[key], finding):
             return []
-        self._known[key] = finding
-        values = {**finding.to_json(), "message": finding.message[:MESSAGE_MAX]}
+        if (key not in known and len(known) >= FINDINGS_OF_NODE) or not self._news[node].allows(now):
+            return self._ignored(node, now)
+        known[key] = finding
+        values = finding.to_json()
         del values["once"]
         return [Record(ev.HealthFound(t=now, node=node, **values))]
+
+    def _ignored(self, node: str, now: float) -> list[Effect]:
+        if node in self._too_many:
+            return []
+        self._too_many.add(node)
+        told = f"over {FINDINGS_OF_NODE} findings, or more than {NEWS_PER_S:g} a second: the rest is ignored"
+        return [Record(ev.Noted(t=now, node=node, message=told))]
 
 
 def _is_same(known: Finding, told: Finding) -> bool:
