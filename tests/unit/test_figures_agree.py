@@ -6,6 +6,8 @@ import json
 import time
 from pathlib import Path
 
+import pytest
+
 from support.runs import jurymast
 from support.stories import Story
 
@@ -28,3 +30,24 @@ def test_what_commands_say_of_one_run_agrees(tmp_path: Path) -> None:
     assert status["step"] == row["step"] == report["steps"]["done"] == 80
     assert report["mtbf"]["failures"] == report["mtbf"]["by_charge"]["infrastructure"] == 1
     assert status["warnings"] == report["warnings"]
+
+
+def test_rework_that_the_next_failure_cut_short_is_the_incidents_too(tmp_path: Path) -> None:
+    """Nothing was saved, so each attempt does all steps again, and dies before it has them."""
+    story = Story(began_at=time.time() - 3600.0).running(40)
+    for done in (30, 20):
+        story.failed(0)
+        story.stopped()
+        story.backed_off().ranks_up().restored(0).stepped(done)
+    story.failed(0)
+    story.stopped()
+    run = tmp_path / "runs" / story.plan.run
+    story.write(run)
+    status = json.loads(jurymast("status", str(run), "--json").stdout)
+    report = json.loads(jurymast("report", str(run), "--json").stdout)
+    told = [incident["seconds"]["rework"] for incident in status["incidents"]]
+    assert told == [incident["seconds"]["rework"] for incident in report["incidents"]]
+    assert told[0] > told[1] > told[2] == 0.0
+    # The accounts count the first step of each attempt as warm-up, and the one that was cut short as rework.
+    counted = report["categories"]["rework"] + report["categories"]["warm_up"]
+    assert sum(told) * story.plan.active == pytest.approx(counted, rel=0.05)

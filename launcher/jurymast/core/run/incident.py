@@ -160,7 +160,8 @@ class Incident:
     for `action`, without the evidence. The attempt had done `steps_done`, and its ranks had been up for
     `lived_s`; `place` is the node's group rank, -1 if none is at fault. Unless `numbered`, the step from
     which it lost counts from the attempt's start; unless `rework_known`, nobody knows when that was done
-    again, and the rework took at least what is told."""
+    again, and the rework took at least what is told. Another failure, or the run's end, may
+    have cut the rework short."""
 
     id: int
     fault_at: float
@@ -187,6 +188,7 @@ class Incident:
     restore_s: float = 0.0
     step_restored: int | None = None
     recovered_at: float | None = None
+    cut_short_at: float | None = None
     ended_at: float | None = None
     tiers: dict[str, int] = field(default_factory=dict)
     lost: tuple[NodeLost, ...] = ()  # nodes, if that was told as the cause
@@ -201,6 +203,13 @@ class Incident:
     def open(self) -> bool:
         return self.ended_at is None
 
+    def end_unrecovered(self, t: float, stepped_at: float | None, until: float) -> None:
+        """End it at `t`, before all lost steps were done again. Of these, some were from `stepped_at`, the
+        attempt's first step, `until` then."""
+        self.ended_at = t
+        if self.launched_at is not None and stepped_at is not None:
+            self.cut_short_at = max(until, stepped_at)
+
     def seconds(self) -> dict[str, float]:
         """Return the exclusive phases in order; they sum to the time from fault to recovery (or the last
         known point)."""
@@ -212,7 +221,7 @@ class Incident:
             ("replace", self.launched_at),
             ("launch", restore_from if restore_from is not None else self.started_at),
             ("restore", self.restored_at),
-            ("rework", self.recovered_at),
+            ("rework", self.recovered_at or self.cut_short_at),
         )
         parts: dict[str, float] = {}
         reached = self.fault_at

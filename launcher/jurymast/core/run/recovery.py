@@ -295,9 +295,9 @@ def deadline(state: RunState, t: float) -> float:
 def open_incident(state: RunState, detected_at: float, fault_at: float) -> Incident:
     """Open an incident for this finding. A failure during a recovery ends that incident and opens the
     next."""
-    if state.incident is not None:
-        state.incident.ended_at = detected_at
     number, fault_at = len(state.incidents) + 1, min(fault_at, detected_at)
+    if state.incident is not None:
+        state.incident.end_unrecovered(detected_at, state.first_step_at, fault_at)
     before = state.incidents[-1].step_lost_from if state.without_progress and state.incidents else 0
     incident = Incident(
         number, fault_at, detected_at, state.attempt, max(state.step, before), steps_done=state.step,
@@ -403,7 +403,7 @@ def close_incident(state: RunState, t: float) -> None:
 def finish(state: RunState, how: str, exit_code: int, reason: str) -> list[Instruction]:
     state.phase, state.exit_code, state.end_reason, state.ended_at = Phase(how), exit_code, reason, state.now
     if state.incident is not None:
-        state.incident.ended_at = state.now
+        state.incident.end_unrecovered(state.now, state.first_step_at, state.now)
     return [Finish(state=how, exit_code=exit_code, reason=reason)]
 
 
