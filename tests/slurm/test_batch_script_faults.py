@@ -155,7 +155,7 @@ SINGLETON = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --output=out-%j --open-mode=append
 #SBATCH --job-name="only one" --dependency=singleton
 echo $SLURM_JOB_ID begins ${SLURM_RESTART_COUNT:-0} >> order
-srun torchrun --nnodes=2 --nproc-per-node=1 $SUM --until
+[[ -e stop ]] || srun torchrun --nnodes=2 --nproc-per-node=1 $SUM --until  # only the first one trains
 echo $SLURM_JOB_ID ends $? >> order
 """
 
