@@ -28,6 +28,7 @@ from jurymast.storage import shared
 from jurymast.storage.local import LocalDirectory
 from jurymast.storage.orders import (
     Answer,
+    AnyOrder,
     Continue,
     Done,
     ImageAt,
@@ -555,6 +556,26 @@ def alone() -> Phases:
 
     phases = Phases(reached)
     return phases
+
+
+def test_orders_that_wait_for_the_same_process_have_numbers_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer to one would end another."""
+    numbers: list[int] = []
+
+    async def carry_out(tier: object, order: AnyOrder, phases: Phases) -> Done:
+        numbers.append(order.id)
+        await asyncio.sleep(0)  # others come meanwhile
+        return Done()
+
+    async def work() -> None:
+        storage = StorageProcesses()
+        await asyncio.gather(*(storage.carry_out(Warm()) for _ in range(4)))
+
+    monkeypatch.setattr("jurymast.agent.keeping._Tier.carry_out", carry_out)
+    asyncio.run(work())
+    assert len(set(numbers)) == 4, numbers
 
 
 def test_the_agents_side(tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ class StorageProcesses:
         """
         tier = self._tiers.setdefault(order.tier, _Tier(order.tier, self._grace_s, self._oom_kills))
         self._next_id += 1
+        numbered = msgspec.structs.replace(order, id=self._next_id)  # before others come, in the wait
         async with tier.lock:
-            numbered = msgspec.structs.replace(order, id=self._next_id)
             return await tier.carry_out(numbered, phases or Phases(lambda phase: None))
 
     async def close(self) -> None:

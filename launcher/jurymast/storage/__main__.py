@@ -33,8 +33,9 @@ def serve(waiting: queue.SimpleQueue[AnyOrder], jobs: dict[int, Job], output: in
     """Carry out orders; this runs in a thread of its own, so that they can be cancelled meanwhile."""
     while True:
         order = waiting.get()
-        _say(output, msgspec.structs.replace(_carried_out(order, jobs[order.id]), id=order.id))
-        del jobs[order.id]
+        answer = _carried_out(order, jobs[order.id])
+        del jobs[order.id]  # nothing more is said of it once it is answered
+        _say(output, msgspec.structs.replace(answer, id=order.id))
 
 
 _saying = threading.Lock()
