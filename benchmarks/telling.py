@@ -69,6 +69,7 @@ class Crowd:
             replay(directory),
             JournalWriter(directory.journal, 1),
             lambda: Ending("unknown"),
+            lambda: None,
             self._hold,
         )
         for event in first_events(directory, self.supervisor.now(), ""):

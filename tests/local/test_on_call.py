@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import LIMIT_S, RunUnderTest, local_run, wait_gone
-from support.waiting import wait_until
+from support.runs import RunUnderTest, local_run, wait_gone
+from support.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.torch
 

@@ -51,3 +51,17 @@ def test_rework_that_the_next_failure_cut_short_is_the_incidents_too(tmp_path: P
     # The accounts count the first step of each attempt as warm-up, and the one that was cut short as rework.
     counted = report["categories"]["rework"] + report["categories"]["warm_up"]
     assert sum(told) * story.plan.active == pytest.approx(counted, rel=0.05)
+
+
+def test_time_without_a_step_before_the_end_is_no_rework(tmp_path: Path) -> None:
+    story = Story(began_at=time.time() - 3600.0).running(40)
+    story.failed(0)
+    story.stopped()
+    story.backed_off().ranks_up().restored(0).stepped(20)
+    stepped_at = story.state.stepped_at
+    story.wait(600.0)
+    story.asked("cancel")
+    story.stopped()
+    incident = story.state.incidents[0]
+    assert story.state.ended_at is not None
+    assert incident.cut_short_at == stepped_at

@@ -46,7 +46,7 @@ class Run:
 
     def takes(self, effects: Sequence[Effect]) -> None:
         self.asked += effects.count(AskTimeLimit())
-        told = [one.event.message for one in effects if isinstance(one, Journal) and noted(one.event)]
+        told = [note.message for one in effects if isinstance(one, Journal) for note in notes(one.event)]
         self.warned += sum("reaches its time limit" in text for text in told)
         if orders := written(list(effects)):
             self.orders = orders
@@ -69,8 +69,8 @@ class Run:
         self.takes(self.after.machine.time_limit(ends_in_s, self.story.t))
 
 
-def noted(event: ev.Event) -> bool:
-    return isinstance(event, ev.Noted)
+def notes(event: ev.Event) -> list[ev.Noted]:
+    return [event] if isinstance(event, ev.Noted) else []
 
 
 def test_the_last_checkpoint_is_begun_two_writes_before_the_limit_wherever_it_is_by_then() -> None:

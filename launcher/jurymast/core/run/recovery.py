@@ -403,7 +403,7 @@ def close_incident(state: RunState, t: float) -> None:
 def finish(state: RunState, how: str, exit_code: int, reason: str) -> list[Instruction]:
     state.phase, state.exit_code, state.end_reason, state.ended_at = Phase(how), exit_code, reason, state.now
     if state.incident is not None:
-        state.incident.end_unrecovered(state.now, state.first_step_at, state.now)
+        state.incident.end_unrecovered(state.now, state.first_step_at, state.stepped_at)
     return [Finish(state=how, exit_code=exit_code, reason=reason)]
 
 
