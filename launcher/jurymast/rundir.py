@@ -281,7 +281,7 @@ class RunDirectory:
         except ValueError as error:
             damage = f"not JSON ({error})"
             if isinstance(error, msgspec.ValidationError):
-                damage = "a value of the plan is missing or of a wrong type"
+                damage = f"a value of the plan is missing or wrong: {error}"
             raise RunDirectoryError(f"{self.plan_file} is damaged: {damage}") from error
 
     def journal_files(self) -> Iterator[Path]:

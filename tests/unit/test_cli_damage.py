@@ -112,6 +112,21 @@ def test_a_damaged_plan_is_told_in_words(place: Place, text: str, says: str) -> 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "values", [{"submitted_at": 1e308}, {"submitted_at": -1.0}, {"active": -3}, {"spares": 10**9}]
+)
+@pytest.mark.parametrize("command", ["status", "report", "events", "checkpoints"])
+def test_a_plan_with_numbers_that_cannot_be_is_damaged(
+    place: Place, command: str, values: dict[str, float]
+) -> None:
+    directory = place.story(swapped())
+    directory.plan_file.write_text(json.dumps({**json.loads(directory.plan_file.read_text()), **values}))
+    done = place.run(command, RUN)
+    assert (done.returncode, "Traceback" in done.stderr) == (73, False)
+    assert "is damaged: a value of the plan is missing or wrong: Expected" in done.stderr
+    assert next(iter(values)) in done.stderr
+
+
 def test_a_full_disk_at_submit_leaves_no_directory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = RunDirectory(place.runs / "new")
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from jurymast.core.nodes.history import Frail
+
+# What a damaged plan, or a stranger's, may say at most.
+COUNT_MAX = 10_000_000
+Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+# Seconds since the epoch, before the year 10000: what a date can be written of.
+Clock = Annotated[float, msgspec.Meta(ge=0.0, lt=253_402_300_800.0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +109,9 @@ class RunPlan:
     name: str
     directory: str
     cluster: str  # slurm | local
-    active: int
-    spares: int
-    ranks_per_node: int
+    active: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)]
+    spares: Count
+    ranks_per_node: Count
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False  # `script` is a module name, as with `python -m`
@@ -116,7 +122,7 @@ class RunPlan:
     # Nobody has said that they are one training: until one of them makes a process group, each is for itself.
     guessed: bool = False
     train: str = ""  # what the user says of such tasks: yes, no, or nothing
-    gpus_per_task: int = 0  # 0: each sees all of its node's
+    gpus_per_task: Count = 0  # 0: each sees all of its node's
     # `script` is a program, a shell say, that starts the Python of its rank itself.
     program: bool = False
     working_directory: str = "."
@@ -127,7 +133,7 @@ class RunPlan:
     # So long before the time limit the job's own --signal may end something of the run.
     signal_s: float = 0.0
     requeue: bool = True  # False: the user said --no-requeue, the Slurm job must never be requeued
-    submitted_at: float = 0.0
+    submitted_at: Clock = 0.0
     policy_hash: str = ""
     earlier_incidents: float = 0.0  # of the infrastructure in other runs, after decay
     earlier_node_days: float = 0.0
