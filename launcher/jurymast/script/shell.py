@@ -39,7 +39,7 @@ class Command:
 def commands(text: str, variables: Mapping[str, str]) -> Iterator[Command]:
     """Return the commands of a script one after the other. `variables`: what its environment has."""
     values = {name: [value] for name, value in variables.items()}
-    yield from _Reader(text, values, exported=set(variables)).commands()
+    yield from _WordReader(text, values, exported=set(variables)).commands()
 
 
 def spelled_out(text: str, variables: Mapping[str, str]) -> str:
@@ -53,7 +53,7 @@ def spelled_out(text: str, variables: Mapping[str, str]) -> str:
 
 
 @dataclass
-class _Reader:
+class _WordReader:
     """Goes through the text once, with what it has set so far."""
 
     text: str
@@ -193,7 +193,7 @@ class _Reader:
         if found is None or (self.choices and found[1] in self.values and not found[2]):
             return
         if found[3].startswith("("):
-            inner = _Reader(found[3][1:-1].replace("\n", " "), self.values)
+            inner = _WordReader(found[3][1:-1].replace("\n", " "), self.values)
             value = [text for raw in inner._all_words() for text in self.expanded(raw)]
         else:
             value = [" ".join(self.expanded(f'"{found[3]}"' if found[3][:1] not in "'\"" else found[3]))]
@@ -213,7 +213,7 @@ class _Reader:
 
     def expanded(self, raw: str) -> list[str]:
         """The words that a word becomes, without its quotes. What cannot be known stays as it is written."""
-        reader, texts, there, text = _Reader(raw, self.values), [], False, ""
+        reader, texts, there, text = _WordReader(raw, self.values), [], False, ""
         while reader.at < len(raw):
             piece = reader._piece()
             if LIST.fullmatch(piece) and (parts := self._value(piece[1:-1])) is not None:
