@@ -257,15 +257,22 @@ def test_what_one_node_cannot_write_others_do_before_the_nodes_go() -> None:
     assert site.secured()
 
 
-def test_what_one_node_cannot_write_is_with_others_at_once() -> None:
-    """Slurm's SIGKILL may come within the pause that storage has after a failure: what others lack they get
-    meanwhile, and write it as soon as they have it. After a second node's failure storage has its pause."""
+def where_one_node_cannot_write() -> tuple[Site, str, msg.Replicate]:
+    """With the node that is to get what that one has, and the order for it."""
     site = with_an_unsaved_state()
     assert not site.secured()
     first, *_ = site.ordered(msg.Write)
     site.answer([first], why="it is not mounted")
     assert not site.secured()
     ((holder, order),) = site.ordered(msg.Replicate)
+    assert isinstance(order, msg.Replicate)
+    return site, holder, order
+
+
+def test_what_one_node_cannot_write_is_with_others_at_once() -> None:
+    """Slurm's SIGKILL may come within the pause that storage has after a failure: what others lack they get
+    meanwhile, and write it as soon as they have it. After a second node's failure storage has its pause."""
+    site, holder, order = where_one_node_cannot_write()
     assert order.rank == 0
     site.hold(0, holder, at=20, tier="peer")
     assert not site.secured()
@@ -283,12 +290,7 @@ def test_what_one_node_cannot_write_is_with_others_at_once() -> None:
 
 def test_a_report_that_crosses_the_order_to_give_it_up_is_not_believed() -> None:
     """The node has the order by the time at which its report is read, and says nothing of what it drops."""
-    site = with_an_unsaved_state()
-    assert not site.secured()
-    first, *_ = site.ordered(msg.Write)
-    site.answer([first], why="it is not mounted")
-    assert not site.secured()
-    ((holder, order),) = site.ordered(msg.Replicate)
+    site, holder, order = where_one_node_cannot_write()
     site.save(30)
     site.replicas_made(30)
     assert holder in dict(site.ordered(msg.Committed))

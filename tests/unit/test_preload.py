@@ -121,8 +121,9 @@ assert not torch.LOG.disabled
 
 @pytest.mark.parametrize("kind", ["nb_func", "function"])
 def test_what_complains_of_being_left_over_is_taken_apart_at_the_end(run: Path, kind: str) -> None:
-    """With the rest, also where the script has imported none of it; nothing else is gone through."""
-    (run / "torch/late.py").write_text(f"left = type('{kind}', (), {{}})()\n")
+    """With the rest, also where the script has imported none of it. What native code made has no file of its
+    own."""
+    (run / "torch/late.py").write_text(f"left = type('{kind}', (), {{}})()\ndel __file__\n")
     check(
         run,
         f"""

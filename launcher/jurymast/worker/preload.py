@@ -63,8 +63,8 @@ def is_native(name: str) -> bool:
 def _complains(modules: Iterable[ModuleType]) -> bool:
     """Whether one of them was made with nanobind, as triton's are since torch 2.15: it writes a page of lines
     about functions that the interpreter's end has not taken apart."""
-    found = (value for module in modules for value in list(vars(module).values()))
-    return any(type(value).__name__ == NANOBINDS_FUNCTION for value in found)
+    native = (names for names in map(vars, modules) if not str(names.get("__file__")).endswith(".py"))
+    return any(type(value).__name__ == NANOBINDS_FUNCTION for names in native for value in names.values())
 
 
 def load(names: Sequence[str], *, native: bool = False) -> Bundle:

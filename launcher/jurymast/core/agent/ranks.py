@@ -61,9 +61,7 @@ class Ranks:
         self._stacks_until = NEVER
         self._force_at = NEVER
         self._cold = False  # the script cannot use what was loaded ahead of it
-        self._held: list[msg.Failed | msg.Stopped | msg.Finished] | None = (
-            None  # since a SIGTERM that nobody explained yet
-        )
+        self._held: list[Ended] | None = None  # since a SIGTERM that nobody has explained yet
 
     @property
     def state(self) -> msg.RanksState:

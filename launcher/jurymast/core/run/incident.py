@@ -160,8 +160,8 @@ class Incident:
     for `action`, without the evidence. The attempt had done `steps_done`, and its ranks had been up for
     `lived_s`; `place` is the node's group rank, -1 if none is at fault. Unless `numbered`, the step from
     which it lost counts from the attempt's start; unless `rework_known`, nobody knows when that was done
-    again, and the rework took at least what is told. Another failure, or the run's end, may
-    have cut the rework short."""
+    again, and the rework took at least what is told. Another failure, or the run's end, may have cut the
+    rework short."""
 
     id: int
     fault_at: float
