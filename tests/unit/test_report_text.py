@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,20 @@ def test_a_failed_run_shows_cause_rank_node_and_traceback(tmp_path: Path) -> Non
     assert "cause      worker_exception (rank 1, node n3)" in shown
     assert '    File "train.py", line 7, in <module>' in shown
     assert "exit code 1: crash loop: the same failure 3 times without a new step" in shown
+
+
+def test_what_is_not_over_has_taken_until_now_while_the_run_lives(tmp_path: Path) -> None:
+    story = Story().running(40)
+    story.failed(0)
+    story.stopped()
+    story.backed_off().ranks_up().restored(0).stepped(20)
+    view = watcher(story, tmp_path).view(ALIVE, story.t)
+    assert view["incidents"][0]["open"]
+    at = view["incidents"][0]["at"]
+    later = datetime.fromisoformat(at).timestamp() + 300.0
+    assert "5 min 00 s so far" in text(status_blocks(view, now=later))
+    gone = {**view, "state": "failed"}
+    assert "5 min 00 s so far" not in text(status_blocks(gone, now=later))
 
 
 def test_a_run_that_recovers_says_from_what_and_what_can_be_done(tmp_path: Path) -> None:

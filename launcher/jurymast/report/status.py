@@ -475,7 +475,7 @@ def status_blocks(view: View, *, now: float, everything: bool = False) -> list[B
     ]
     blocks += traceback_blocks(view)
     blocks += _node_blocks(view, everything)
-    blocks += _incident_blocks(view, everything)
+    blocks += _incident_blocks(view, everything, now)
     notes = view["notes"] if everything else view["notes"][-3:]
     blocks += [Line("")] if notes else []
     blocks += [Line(f"note {_clock(note['at'])}  {_cut(note['message'])}") for note in notes]
@@ -539,15 +539,16 @@ def _node_blocks(view: View, everything: bool) -> list[Block]:
     return blocks
 
 
-def _incident_blocks(view: View, everything: bool) -> list[Block]:
+def _incident_blocks(view: View, everything: bool, now: float) -> list[Block]:
     incidents = view["incidents"] if everything else view["incidents"][-INCIDENTS_LISTED:]
     if not incidents:
         return []
     earlier = len(view["incidents"]) - len(incidents)
+    lives = view["state"] not in ("succeeded", "failed", "cancelled")
     rows = [
         [
             str(i["id"]), _clock(i["at"]), _cause(i), i["node"] or "-",
-            i["action"] or "-", _steps(i), _took(i),
+            i["action"] or "-", _steps(i), _took(i, now if lives else None),
             short_reason(i["evidence"], i["why"], TEXT_CHARACTERS),
         ]
         for i in incidents
@@ -566,8 +567,13 @@ def _cause(incident: View) -> str:
     return incident["cause"] or ("(being diagnosed)" if incident["open"] else "-")
 
 
-def _took(incident: View) -> str:
-    return duration(sum(incident["seconds"].values())) + (" so far" if incident["open"] else "")
+def _took(incident: View, now: float | None) -> str:
+    """How long it took. `now`: the run still lives, so that what is not over, lost steps that are done again
+    among it, has taken until now."""
+    told: float = sum(incident["seconds"].values())
+    if not incident["open"]:
+        return duration(told)
+    return duration(told if now is None else max(told, now - _seconds(incident["at"]))) + " so far"
 
 
 def _steps(incident: View) -> str:
