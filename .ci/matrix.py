@@ -95,6 +95,10 @@ class NotHere(Exception):
     """Something that a row needs cannot be had on this machine."""
 
 
+class NotInstalled(Exception):
+    """The row's Python is here, and jurymast cannot be installed into it."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
@@ -115,7 +119,7 @@ def main() -> int:
     ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
     results = [result_of(row, options.flags) for row in rows]
     print(json.dumps({"rows": [asdict(one) for one in results]}) if options.json else table(results))
-    return int(any(one.outcome == "failed" for one in results))
+    return int(any(one.outcome.startswith("failed") for one in results))
 
 
 def result_of(row: Row, flags: Sequence[str]) -> Result:
@@ -130,6 +134,8 @@ def result_of(row: Row, flags: Sequence[str]) -> Result:
         result.outcome, result.tests = tested(row, within, flags, log)
     except (NotHere, ClusterError) as error:
         result.outcome = f"not run: {error}"
+    except NotInstalled as error:
+        result.outcome = f"failed: {error}"
     print(f"{row.name}: {result.outcome}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return result
 
@@ -168,7 +174,7 @@ def install(row: Row, within: Sequence[str], log: Path) -> None:
         pip = [f"{place}/bin/python", "-m", "pip", "install", "--quiet"]
         steps = [[row.python, "-m", "venv", place], [*pip, "--editable", ".", *FOR_TESTS]]
     if any(run([*within, *step], log) for step in steps):
-        raise NotHere(f"jurymast cannot be installed, see {log}")
+        raise NotInstalled(f"jurymast cannot be installed, see {log}")
 
 
 def relative(row: Row) -> Path:
