@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
+from collections.abc import Iterable
 from datetime import datetime, timezone
 
 from jurymast import foreign
@@ -12,6 +14,7 @@ from jurymast.errors import ClusterUnavailableError, ControllerAwayError
 
 COMMAND_LIMIT_S = 30.0
 STATE_LIMIT_S = 10.0
+END_POLL_S = 0.02
 # What Slurm's commands print if slurmctld did not answer. Any other error means that it refused.
 _AWAY = re.compile(r"Unable to contact|timed out|Connection refused|Zero Bytes|standby mode", re.IGNORECASE)
 
@@ -114,6 +117,19 @@ def began_at(pid: int) -> int | None:
     except OSError:
         return None
     return None if state in (b"Z", b"X") else int(fields[18])
+
+
+def await_ended(pids: Iterable[int], limit_s: float) -> bool:
+    """Wait until these processes have ended; False if one still runs after `limit_s` seconds. An ended one
+    whose parent does not ask for its exit code, as the first process of many containers, still has an entry
+    in /proc, and psutil would wait for it in vain."""
+    began = {pid: began_at(pid) for pid in pids}
+    end = time.monotonic() + limit_s
+    while any(then is not None and began_at(pid) == then for pid, then in began.items()):
+        if time.monotonic() > end:
+            return False
+        time.sleep(END_POLL_S)
+    return True
 
 
 def processes_of(run_directory: str) -> list[int]:

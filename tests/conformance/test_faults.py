@@ -12,6 +12,7 @@ import pytest
 from conformance.harness import LIMIT_S, Case, jurymast_run, torchruns_weights
 from jurymast.core import events as ev
 from jurymast.core.run.state import Phase
+from jurymast.jobs import await_ended
 from support.runs import RunUnderTest, wait_gone
 from support.waiting import wait_until
 
@@ -72,7 +73,7 @@ def test_loader_workers_of_a_killed_rank_are_gone_soon(tmp_path: Path, session_f
         assert len(workers) == 4
         assert all(psutil.pid_exists(pid) for pid in workers)
         os.kill(run.pids("local-1")[1], signal.SIGKILL)
-        wait_until("end of the loader workers", lambda: not any(map(psutil.pid_exists, workers)), GONE_S)
+        assert await_ended(workers, GONE_S), "loader workers"
         state = run.wait_end(LIMIT_S)
         wait_gone(run.directory.root)
     assert state.phase is Phase.SUCCEEDED, run.story()

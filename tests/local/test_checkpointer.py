@@ -26,6 +26,7 @@ import jurymast
 from jurymast.checkpoint import RandomState
 from jurymast.checkpoint.directory import CheckpointDirectory, final_name
 from jurymast.errors import CheckpointError
+from jurymast.jobs import await_ended
 from support.checkpoints import (
     Holder,
     assert_special_tensors_are_back,
@@ -478,6 +479,7 @@ def torchrun(folder: Path, *arguments: str) -> Iterator[psutil.Popen]:
     finally:
         if process.is_running():
             kill([process, *process.children(recursive=True)])
+            process.wait(LIMIT_S)
 
 
 def kill(processes: list[psutil.Process]) -> None:
@@ -486,7 +488,7 @@ def kill(processes: list[psutil.Process]) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             pass
-    psutil.wait_procs(processes, timeout=LIMIT_S)
+    await_ended([process.pid for process in processes], LIMIT_S)
 
 
 def frozen_while_saving(process: psutil.Popen, directory: Path) -> bool:

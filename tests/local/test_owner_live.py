@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.checkpoint.owner import owner
+from jurymast.jobs import await_ended
 from support.runs import SCRIPTS, RunUnderTest, end_all, jurymast, local_run, tree, wait_gone
-from support.waiting import wait_until
+from support.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -35,7 +35,7 @@ def killed(run: RunUnderTest) -> None:
     """As by a power cut, or by Slurm's SIGKILL: nothing says how it ended."""
     pid = json.loads((run.directory.submission / "local.json").read_text())["pid"]
     end_all(tree(pid))
-    wait_until("end of its processes", lambda: not psutil.pid_exists(pid) or not tree(pid))
+    assert await_ended([pid], LIMIT_S)
     assert not run.directory.outcome_file.exists()
 
 

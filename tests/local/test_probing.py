@@ -6,7 +6,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ from jurymast.core.nodes.own_health import OFFSETS
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.health.probe import Context, Finding
 from jurymast.health.watcher import ProbeWatcher
+from jurymast.jobs import await_ended, began_at
 from jurymast.rundir import RunDirectory
 from support.probes import Acme
 from support.runs import local_run, wait_gone
-from support.waiting import wait_until
+from support.waiting import LIMIT_S, wait_until
 
 # Long enough for a busy machine, short enough to wait for it twice.
 LOOK_LIMIT_S = 3.0
@@ -215,7 +215,7 @@ def test_a_child_that_survives_sigkill_is_a_finding_at_once(acme: Callable[..., 
         await watched.until("verdict", lambda: watched.told)
         assert psutil.pid_exists(package.pid("nvidia"))
         (freezer / "freezer.state").write_text("THAWED")
-        await watched.until("end", lambda: not psutil.pid_exists(package.pid("nvidia")))
+        await watched.until("end", lambda: began_at(package.pid("nvidia")) is None)
 
     watch(watched, work)
     assert package.looks("nvidia") == ["hang"]
@@ -427,7 +427,7 @@ def test_what_a_probe_started_is_killed_with_it(acme: Callable[..., Acme], tmp_p
         await watched.until("its child", lambda: left.exists() and left.read_text())
 
     watch(watched, work)
-    wait_until("end of it", lambda: not psutil.pid_exists(int(left.read_text())))
+    assert await_ended([int(left.read_text())], LIMIT_S)
 
 
 def test_one_look_each_with_probes_that_cannot_or_need_not_be_opened(acme: Callable[..., Acme]) -> None:
@@ -519,8 +519,7 @@ def test_a_finding_of_a_run_reaches_its_journal_and_is_over_again(
     assert [(e.code, e.device, e.verdict, e.kind) for e in found()] == [
         ("acme-high", "acme0", "unknown", "host"), ("acme-high", "acme0", "ok", "host"),
     ]  # fmt: skip
-    with suppress(psutil.NoSuchProcess):
-        assert not child.is_running()
+    assert await_ended([child.pid], LIMIT_S)
 
 
 def found_node(events: list[ev.Event]) -> str:

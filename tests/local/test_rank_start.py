@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from jurymast.core import events as ev
+from jurymast.jobs import await_ended
 from support.runs import RunUnderTest, hosts, jurymast, local_run, wait_gone
 from support.waiting import LIMIT_S, wait_until
 
@@ -110,8 +111,7 @@ def test_a_signal_to_the_ranks_group_reaches_what_they_started(tmp_path: Path) -
         rank = psutil.Process(pid)
         workers = wait_until("loader workers", rank.children)
         rank.kill()
-        _, alive = psutil.wait_procs(workers, timeout=LIMIT_S)
-        assert alive == []
+        assert await_ended([worker.pid for worker in workers], LIMIT_S)
         jurymast("cancel", str(run.directory.root))
         run.wait_end()
         wait_gone(run.directory.root)

@@ -19,6 +19,7 @@ import psutil
 from jurymast.cli.options import find_run
 from jurymast.core import events as ev
 from jurymast.core.run.state import RunState
+from jurymast.jobs import await_ended
 from jurymast.journal import JournalFollower, events, read
 from jurymast.processes import is_tracker
 from jurymast.rundir import RunDirectory
@@ -165,7 +166,7 @@ def end_all(processes: list[psutil.Process]) -> None:
             process.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(processes, timeout=60)
+    await_ended([process.pid for process in processes], 60)
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:

@@ -22,6 +22,7 @@ from jurymast.core.nodes.history import PastRun, judged
 from jurymast.core.run import explained, loops
 from jurymast.core.run.attribution import attribute
 from jurymast.core.run.state import Phase, Role
+from jurymast.jobs import await_ended
 from jurymast.storage import orders
 from support.attribution import found
 from support.cgroups import kills, limit_file, new_cgroup
@@ -360,7 +361,7 @@ def test_the_end_of_the_batch_process_reaches_the_agent() -> None:
         assert guard is not None
         guard.send_signal(signal.SIGTERM)  # as to each process of a step; the agent decides for itself
         batch.kill()
-        assert psutil.wait_procs([agent, guard], timeout=60.0)[1] == []
+        assert await_ended([agent.pid, guard.pid], 60.0)
 
 
 def test_a_storage_process_that_was_killed_for_memory_is_told_so(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from jurymast.agent import ranks
 from jurymast.agent.ranks import RankMemory, RankWatch, process_state
 from jurymast.core import within
 from jurymast.core.messages import CadenceReport, RankReport, Strange, beat_of, encode, read_said
+from jurymast.jobs import await_ended
 from jurymast.worker import link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
 from support.waiting import wait_until
@@ -203,6 +205,16 @@ def test_state_of_real_processes(tmp_path: Path) -> None:
         wait_until("zombie", lambda: process_state(process.pid)[0] == "Z")
         process.wait()
         assert process_state(process.pid) == ("", 0.0)
+
+
+def test_an_ended_process_is_not_waited_for_although_its_parent_never_asks() -> None:
+    """As where the first process of a container adopts it, and looks after none."""
+    with child("/bin/sleep", "600") as process:
+        assert not await_ended([process.pid], 0.0)
+        process.kill()
+        assert await_ended([process.pid], LIMIT_S)
+        assert process_state(process.pid)[0] == "Z"
+        asyncio.run(asyncio.wait_for(ranks.gone([process.pid], 1e9), LIMIT_S))
 
 
 def test_cpu_time_of_a_busy_process_counts_user_and_system() -> None:

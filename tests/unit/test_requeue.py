@@ -17,7 +17,7 @@ from jurymast.cluster import control
 from jurymast.cluster.allocation import Allocation
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError
-from jurymast.jobs import run_command
+from jurymast.jobs import await_ended, began_at, run_command
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.wire.endpoint import claim_epoch, find
 from support.waiting import wait_until
@@ -145,7 +145,7 @@ def superseded(cluster: Cluster, limit_s: float) -> Iterator[subprocess.Popen[by
             outcome = {"state": "requeued", "exit_code": 0, "exclude": [], "lost": ["n2"]}
             supervisor = find(cluster.directory.epochs)
             assert supervisor is not None
-            wait_until("end of the supervisor", lambda: not _lives(supervisor.pid), LIMIT_S)
+            assert await_ended([supervisor.pid], LIMIT_S)
             write_atomically(cluster.directory.outcome_file, json.dumps(outcome).encode())
             yield batch
         finally:
@@ -155,16 +155,12 @@ def superseded(cluster: Cluster, limit_s: float) -> Iterator[subprocess.Popen[by
                 pass
 
 
-def _lives(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").exists()
-
-
 def test_a_batch_process_leaves_the_requeue_to_its_successor(root: Path) -> None:
     cluster = Cluster(root)
     with superseded(cluster, LIMIT_S) as batch:
         with pytest.raises(subprocess.TimeoutExpired):  # its end would end the job, with nothing requeued
             batch.wait(2.0)
-        assert _lives(int((root / "srun").read_text())), "the successor runs below it"
+        assert began_at(int((root / "srun").read_text())) is not None, "the successor runs below it"
         (root / "requeued").touch()
         batch.terminate()  # by Slurm, once it has requeued the job
         assert batch.wait(LIMIT_S) == 0

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +26,7 @@ from jurymast.core.goodput import Ledger
 from jurymast.core.run.loops import fruitless
 from jurymast.core.run.state import Phase
 from jurymast.errors import RunNotFoundError, ScriptError, UsageError
+from jurymast.jobs import await_ended
 from jurymast.journal import initial_state
 from jurymast.report.follow import end_lines
 from jurymast.report.goodput import report_view
@@ -384,12 +384,12 @@ def test_no_look_at_torch_outlives_the_agent(tmp_path: Path, ends: str) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as agent:
         wait_until("the look", lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-        look = psutil.Process(int((tmp_path / "pid").read_text()))
+        look = int((tmp_path / "pid").read_text())
         if ends == "is killed":
             agent.kill()
         else:
             agent.communicate(b"\n", timeout=60)
-        look.wait(timeout=120)
+        assert await_ended([look], 120)
 
 
 def test_a_python_without_torch_is_refused_at_submission(monkeypatch: pytest.MonkeyPatch) -> None:

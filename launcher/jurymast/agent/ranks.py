@@ -31,6 +31,7 @@ from jurymast.core.nodes.devices import work_around
 from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
 from jurymast.core.nodes.silence import IDLE_SHARE
 from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
+from jurymast.jobs import began_at
 from jurymast.processes import die_with_parent, kill_group, shared_memory
 from jurymast.worker.agent_pipe import FD_VARIABLE
 from jurymast.worker.link import (
@@ -493,7 +494,7 @@ async def gone(pids: Sequence[int], limit_s: float) -> None:
     """Wait until the processes are gone, at most `limit_s`."""
     loop = asyncio.get_running_loop()
     end = loop.time() + limit_s
-    while loop.time() < end and any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while loop.time() < end and any(began_at(pid) is not None for pid in pids):
         await asyncio.sleep(0.01)
 
 

@@ -15,6 +15,8 @@ from jurymast.errors import ClusterUnavailableError
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
+    import psutil
+
     from jurymast.report.status import StatusWatcher
 
 END_LIMIT_S = 10.0
@@ -74,30 +76,35 @@ def _end_local(directory: RunDirectory) -> str:
     import psutil
 
     from jurymast.cluster.allocation import local_process
+    from jurymast.jobs import await_ended
 
     process = local_process(directory)
     if process is None:
         return ""
     try:
         process.terminate()
-        while True:
-            try:
-                process.wait(KILL_WAIT_S)
-                break
-            except psutil.TimeoutExpired:
-                if not _writes_its_last_checkpoint(directory):
-                    raise
-    except psutil.TimeoutExpired:
-        left = [process]
-        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended in the meantime
-            left += process.children(recursive=True)
-        for one in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-        psutil.wait_procs(left, END_LIMIT_S)
     except psutil.NoSuchProcess:
-        pass
+        return f"process {process.pid} ended"
+    while not await_ended([process.pid], KILL_WAIT_S):
+        if not _writes_its_last_checkpoint(directory):
+            _kill_all(process)
+            break
     return f"process {process.pid} ended"
+
+
+def _kill_all(process: psutil.Process) -> None:
+    """Kill a process with its descendants."""
+    import psutil
+
+    from jurymast.jobs import await_ended
+
+    left = [process]
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended in the meantime
+        left += process.children(recursive=True)
+    for one in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    await_ended([one.pid for one in left], END_LIMIT_S)
 
 
 def _writes_its_last_checkpoint(directory: RunDirectory) -> bool:

@@ -27,6 +27,7 @@ from jurymast.cluster.sbatch import CommandLine
 from jurymast.cluster.slurm import Request, build_request, submit
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.errors import RunFailedError
+from jurymast.jobs import await_ended
 from jurymast.journal import Entry, FileTail
 from jurymast.policy.resolve import pairs_layer, resolve
 from jurymast.report.follow import ProgressLine
@@ -115,7 +116,7 @@ class LocalRun:
         """Return when the batch process has ended by itself, or after `GRACE_S` seconds."""
         batch = local_process(self.directory)
         if batch is not None:
-            psutil.wait_procs([batch], timeout=GRACE_S)
+            await_ended([batch.pid], GRACE_S)
 
     def end(self) -> None:
         """End the batch process, which ends the other processes; then kill those of the run that are left."""
@@ -123,13 +124,13 @@ class LocalRun:
         if batch is not None:
             with suppress(psutil.NoSuchProcess):
                 batch.terminate()
-            psutil.wait_procs([batch], timeout=GRACE_S)
+            await_ended([batch.pid], GRACE_S)
         for _ in range(3):  # a process may have started another while it was being ended
             left = self._processes()
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            psutil.wait_procs(left, timeout=KILL_LIMIT_S)
+            await_ended([process.pid for process in left], KILL_LIMIT_S)
 
     def _is_ours(self, words: list[str]) -> bool:
         return str(self.directory.root) in words and any(module in words for module in MODULES)

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from jurymast.cluster.sbatch import CommandLine, Given
+from jurymast.jobs import began_at
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.script.notes import note, note_first, noted, say
 from jurymast.script.output import Output, relayed
@@ -176,7 +175,7 @@ def _lead(step: Step, srun: CommandLine, folder: Path, first: Part) -> int | Non
 def _follow(step: Step, srun: CommandLine, folder: Path, number: int) -> int | None:
     leader = noted(folder / PART.format(0))["pid"]
     while (word := noted(folder / WORD)) is None:
-        if not psutil.pid_exists(leader):
+        if began_at(leader) is None:
             return 1
         time.sleep(POLL_S)
     if not word:
@@ -194,7 +193,7 @@ def _hand_on(folder: Path, step: Path, leader: int, output: Output, place: int) 
     code."""
 
     def over() -> bool:
-        return (folder / ENDED).exists() or not psutil.pid_exists(leader)
+        return (folder / ENDED).exists() or began_at(leader) is None
 
     for training in itertools.count(1):
         file = step / ANSWER.format(training)
