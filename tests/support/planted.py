@@ -384,6 +384,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         of("killed"),
         [(ends, "unexplained", lambda _: False)],
     ),
+    "7: a preemption is no cause where the run had decided to leave": (
+        of("power", "preempted", "grace", "killed"),
+        [(ends, "_preempted_while_leaving", lambda _: False)],
+    ),
     "7: agents cling to a late supervisor": (
         of("power", "stall", "freeze"),
         [(silence, "patience_s", _long_patience), (link, "PEEK_EVERY_S", 60.0)],

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from jurymast.cluster.control import ended_life
 from jurymast.cluster.earlier import past_runs
 from jurymast.core import events as ev
 from jurymast.core.effects import Requeue
+from jurymast.core.nodes.findings import HARDWARE
 from jurymast.core.nodes.history import judged
 from jurymast.core.run import recovery
 from jurymast.core.run.state import Phase, Role
@@ -181,6 +183,116 @@ def test_how_an_earlier_life_of_a_job_ended_is_found_among_the_others() -> None:
     assert ended_life(lives[3], began + 730.0) == ""
     assert ended_life(f"CANCELLED by 1001|{began}|{began + 5}", began + 1.0) == "cancelled"
     assert ended_life("", began) == ended_life("what?", began) == ""
+
+
+def left(story: Story, cause: str) -> Story:
+    """The run has decided to have its job requeued, as it has no spare, and is not gone yet."""
+    if cause == "node_lost":
+        story.lost(story.state.placement[1])
+    else:
+        story.feed(ev.NodeLost(t=story.t, node=story.state.placement[1], how="closed", silent_s=0.3))
+    story.stopped()
+    assert story.state.phase is Phase.REQUEUED
+    story.t += 60.0
+    return story
+
+
+@pytest.mark.parametrize(
+    ("words", "before"), [(("SIGTERM", "preempted"), ""), (("SIGTERM", "unknown"), "preempted")]
+)
+@pytest.mark.parametrize("first", ["node_lost", "node_crash"])
+def test_a_preemption_while_the_run_leaves_for_another_cause_is_a_cause_of_its_own(
+    words: tuple[str, ...], before: str, first: str
+) -> None:
+    """All that follows, Slurm's queue above all, is the preemption's; the first cause is charged once."""
+    budget = Budget(count=1, window_s=DAY_S)
+    story = Story(active=2, spares=0, settings=Settings(infrastructure=budget, requeues=1)).running(100)
+    signalled(left(story, first), *words)
+    ended_at = story.t
+    started_again(story, 90, queue_s=7200.0, before=before)
+    assert charges(story) == [(first, "infrastructure"), ("preempted", "preemption")]
+    assert ended_at - 1.0 < story.incident.fault_at <= ended_at
+    assert story.state.incidents[0].seconds()["replace"] == 0.0
+    assert story.incident.seconds()["replace"] >= 7200.0
+    assert failures(story) == pytest.approx(1.0, abs=0.01)
+    assert story.state.excluded.keys() == {"n2"}
+    assert story.state.may_requeue, "the preemption spent the policy's requeues"
+
+
+@pytest.mark.parametrize(
+    ("first", "charged"),
+    [
+        ("node_lost", [("node_lost", "infrastructure"), ("preempted", "preemption")]),
+        ("node_crash", [("preempted", "preemption")]),
+    ],
+)
+def test_a_preemption_that_nobody_saw_may_have_been_why_a_node_was_gone(
+    first: str, charged: list[tuple[str, str]]
+) -> None:
+    """All processes were killed, those on one node first, and only Slurm's accounts tell of it."""
+    story = Story(active=2, spares=0, settings=Settings(requeues=1)).running(100)
+    started_again(left(story, first), 90, queue_s=7200.0, before="preempted")
+    assert charges(story) == charged
+    assert story.incident.seconds()["replace"] >= 7200.0
+    assert not story.state.excluded
+    assert story.state.may_requeue
+
+
+@pytest.mark.parametrize(
+    ("words", "before"),
+    [((), ""), ((), "requeued"), ((), "node_fail"), (("SIGTERM", "requeued"), ""), (("SIGTERM",), "")],
+)
+def test_any_other_end_of_a_job_that_the_run_leaves_is_what_it_wanted(
+    words: tuple[str, ...], before: str
+) -> None:
+    story = Story(active=2, spares=0, settings=Settings(requeues=1)).running(100)
+    started_again(signalled(left(story, "node_lost"), *words), 90, before=before)
+    assert charges(story) == [("node_lost", "infrastructure")]
+    assert not story.state.may_requeue
+    assert not story.incident.open
+
+
+@pytest.mark.parametrize(
+    ("event", "how"),
+    [
+        (ev.Signalled(t=0.0, signal="timeout"), "failed"),
+        (ev.Asked(t=0.0, what="cancel", by="scancel"), "cancelled"),
+    ],
+)
+def test_a_run_that_leaves_is_over_where_its_job_is(event: ev.Event, how: str) -> None:
+    story = left(Story(active=2, spares=0).running(100), "node_lost")
+    story.feed(structs.replace(event, t=story.t))
+    assert story.state.public_state == how
+    assert charges(story) == [("node_lost", "infrastructure")]
+    assert not story.incident.open
+
+
+def test_preemptions_while_the_run_leaves_spend_their_own_budget() -> None:
+    settings = Settings(preemption=Budget(count=1, window_s=DAY_S))
+    story = Story(active=2, spares=0, settings=settings).running(100)
+    started_again(left(story, "node_lost"), 90, before="preempted")
+    assert not story.state.ended
+    left(story, "node_lost")
+    story.allocated(restarts=2, before="preempted")
+    assert story.state.phase is Phase.FAILED
+    assert "the preemption budget of 1 preemptions per 86400 s is spent" in story.state.end_reason
+
+
+def test_a_node_with_a_fault_stays_excluded_when_slurm_preempts_the_job_at_once() -> None:
+    story = Story(active=2, spares=0).running(100)
+    node = story.state.placement[0]
+    story.feed(
+        ev.HealthFound(
+            t=story.t, node=node, probe="nvml", code="xid-79", verdict="bad", kind=HARDWARE,
+            message="the GPU fell off the bus",
+        )
+    )  # fmt: skip
+    story.stopped()
+    assert story.state.phase is Phase.REQUEUED
+    signalled(story, "SIGTERM", "preempted")
+    started_again(story, 90, "n8", "n9")
+    assert charges(story)[-1] == ("preempted", "preemption")
+    assert node in story.state.excluded
 
 
 def test_each_preemption_is_one_though_no_step_is_done_between_them() -> None:

@@ -28,6 +28,15 @@ from jurymast.jobs import utc_time
         # 22.05 says only this while a job is completing
         ({"JobState": "COMPLETING", "RunTime": "00:00:09", "TimeLimit": "365-00:00:00"}, "cancelled"),
         ({"JobState": "COMPLETING", "RunTime": "01:00:02", "TimeLimit": "01:00:00"}, "timeout"),
+        (
+            {"JobState": "COMPLETING", "Reason": "TimeLimit", "RunTime": "00:00:58", "TimeLimit": "00:02:00"},
+            "timeout",
+        ),
+        ({"JobState": "COMPLETING", "Reason": "NodeDown", "RunTime": "00:00:58"}, "node_fail"),
+        ({"JobState": "COMPLETING", "Reason": "DeadLine", "RunTime": "00:00:58"}, "deadline"),
+        ({"JobState": "COMPLETING", "Reason": "OutOfMemory", "RunTime": "00:00:58"}, "out_of_memory"),
+        ({"JobState": "COMPLETING", "Reason": "NodeDown", "Restarts": "2"}, "requeued"),
+        ({"JobState": "COMPLETING", "Reason": "None", "RunTime": "00:00:58"}, "cancelled"),
         ({"JobState": "COMPLETING", "PreemptTime": "2026-01-02T03:04:05"}, "preempted"),
         ({"JobState": "COMPLETING", "Restarts": "2"}, "requeued"),
         ({"JobState": "PENDING"}, "requeued"),

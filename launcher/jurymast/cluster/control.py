@@ -26,6 +26,11 @@ Answer = TypeVar("Answer")
 
 STILL_RUNNING = "running"
 _GOES_ON = frozenset({"RUNNING", "SIGNALING", "RESIZING", "CONFIGURING", "SUSPENDED", "STOPPED"})
+# What Slurm shows as Reason of a job that it has ended itself, in lower case, and the words for that.
+_ENDED_FOR = {
+    "timelimit": "timeout", "deadline": "deadline", "nodedown": "node_fail", "outofmemory": "out_of_memory",
+    "joblaunchfailure": "launch_failed",
+}  # fmt: skip
 # How long a command waits for slurmctld after a SIGTERM, in seconds; and what slurmd waits at least between
 # its SIGTERM and its SIGKILL.
 ANSWER_LIMIT_S = 5.0
@@ -87,7 +92,8 @@ def requeue(
 def _is_over(allocation: Allocation) -> bool:
     """Whether the job has ended or was requeued: then this process must not requeue it."""
     fields, restarts = job_fields(allocation.job), allocation.restarts
-    return was_requeued(fields, restarts) or reason_of(fields, restarts) in ("cancelled", "timeout")
+    over = ("cancelled", "timeout", "deadline")
+    return was_requeued(fields, restarts) or reason_of(fields, restarts) in over
 
 
 def _requeue_once(allocation: Allocation) -> None:
@@ -266,7 +272,8 @@ def was_requeued(job: dict[str, str], restarts: int) -> bool:
 
 def reason_of(job: dict[str, str], restarts: int) -> str:
     """The same from the fields of `scontrol show job`. While a job is completing, Slurm 22.05 shows
-    COMPLETING in place of the reason, which then follows from the other fields."""
+    COMPLETING in place of the reason, which then follows from the other fields: TimeLimit, in whole minutes,
+    may be longer than the job ran, if somebody has moved EndTime."""
     states = _states(job)
     preempted = job.get("PreemptTime", "None")
     if preempted not in ("None", "") and preempted >= job.get("StartTime", ""):
@@ -278,6 +285,8 @@ def reason_of(job: dict[str, str], restarts: int) -> str:
             return word.lower()
     if was_requeued(job, restarts):
         return "requeued"
+    if told := _ENDED_FOR.get(job.get("Reason", "").lower()):
+        return told
     limit_s, ran_s = seconds_of(job.get("TimeLimit", "")), seconds_of(job.get("RunTime", ""))
     if limit_s is not None and ran_s is not None and ran_s >= limit_s:
         return "timeout"

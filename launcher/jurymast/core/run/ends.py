@@ -56,23 +56,47 @@ def undecided(state: RunState) -> bool:
 
 
 def unexplained(state: RunState) -> bool:
-    """Whether it is not known why such an allocation ended either."""
-    return undecided(state) and (state.end_order is None or not state.end_order.why)
+    """Whether the run goes on, and Slurm has not said why an allocation that is gone ended. Slurm may have
+    ended it before the run, which had decided to leave, did so."""
+    gone = not state.ended and state.phase is not Phase.QUEUED
+    return gone and (state.end_order is None or not state.end_order.why)
 
 
-def allocation_gone(state: RunState, t: float, told: str) -> list[Instruction]:
-    """The allocation ended without a decision of this run, and at `t` there is another one. `told`: how it
-    ended, as Slurm says afterwards, or ""."""
-    if told and unexplained(state):  # it may have been at any time since the last step
-        since = state.end_order.at if state.end_order is not None else state.stepped_at or t
+def next_allocation(state: RunState, t: float, told: str) -> list[Instruction]:
+    """At `t` there is another allocation. `told`: how the one before ended, as Slurm says afterwards, or
+    ""."""
+    if told and unexplained(state):
+        since = state.end_order.at if state.end_order is not None else _gone_since(state, t)
         state.end_order = EndOrder(since, told)
+    if undecided(state) or _preempted_while_leaving(state):
+        return _allocation_gone(state, t)
+    return []
+
+
+def _gone_since(state: RunState, t: float) -> float:
+    """Since when the allocation may have been gone, of which nobody saw the end: since the last step, or
+    since what made the run leave it, which may have been a part of the end."""
+    left = state.phase is Phase.REQUEUED and state.incidents
+    return state.incidents[-1].detected_at if left else state.stepped_at or t
+
+
+def _preempted_while_leaving(state: RunState) -> bool:
+    """Whether Slurm preempted the job when the run had decided to leave it for another reason. That is one
+    more cause; any other end is what the run wanted."""
+    preempted = state.end_order is not None and state.end_order.why == "preempted"
+    return state.phase is Phase.REQUEUED and preempted
+
+
+def _allocation_gone(state: RunState, t: float) -> list[Instruction]:
+    """The allocation did not end by a decision of this run, or not by that alone."""
     order, cause = state.end_order, cause_of_end(state.end_order)
     _explain(state)
     if order is not None and cause.kind in ORDERED:
         _acquit(state, order)
     begun = _part_of(state, order)
     if begun is None or begun.cause not in ("", cause.kind):
-        at = t if order is None else min(t, max(order.at, state.stepped_at))
+        decided_at = state.incidents[-1].decided_at if state.incidents else None
+        at = t if order is None else min(t, max(order.at, state.stepped_at, decided_at or 0.0))
         open_incident(state, at, (state.stepped_at or t) if order is None else at)
     incident = settle(state, cause)
     if order is not None:  # all the time since then was spent in Slurm's queue
@@ -112,7 +136,8 @@ def _explain(state: RunState) -> None:
 def _acquit(state: RunState, order: EndOrder) -> None:
     """Nodes that were lost just before count for nothing against them: their agents were ended, too."""
     for node in state.nodes.values():
-        if node.role is Role.FAILED and node.since >= order.at - BEFORE_ORDER_S:
+        own = node.bad or node.drained  # a fault that was found, or a wish
+        if node.role is Role.FAILED and not own and node.since >= order.at - BEFORE_ORDER_S:
             state.acquitted[node.name] = (node.since, state.now)
             state.excluded.pop(node.name, None)
 

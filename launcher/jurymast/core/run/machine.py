@@ -112,9 +112,8 @@ def resume(state: RunState) -> list[Instruction]:
 
 
 def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[Instruction]:
-    allocation, instructions = f"{event.slurm_job}.{event.restarts}", list[Instruction]()
-    if ends.undecided(state):
-        instructions = ends.allocation_gone(state, event.t, event.before)
+    allocation = f"{event.slurm_job}.{event.restarts}"
+    instructions = ends.next_allocation(state, event.t, event.before)
     ends.count_exposure(state, event.t)
     state.end_order = None
     if state.ended:  # requeued all the same: none of the nodes that there were is to come back

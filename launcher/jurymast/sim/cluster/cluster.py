@@ -81,7 +81,7 @@ KINDS: dict[str, tuple[float, float]] = {
     ),  # the first node's ranks, or the last one's, do more than the others in all attempts
 }
 # Some faults wait for one of these phases of the run.
-WHEN = ("stopping", "waiting", "launching")
+WHEN = ("stopping", "waiting", "launching", "requeued")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.messages import Endpoint
 from jurymast.core.run import ends
-from jurymast.core.run.state import RunState
+from jurymast.core.run.state import Phase, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import FLUSH_LIMIT_S
 from jurymast.sim.cluster.world import Item, SimConnection, Steps
@@ -159,15 +159,18 @@ class SimSupervisor:
             )
         )  # fmt: skip
         if state.allocation != cluster.allocation:
-            undecided, unexplained = ends.undecided(state), ends.unexplained(state)
-            known = state.end_order is not None or cluster.ended_as
+            before, order = cluster.ended_as if ends.unexplained(state) else "", state.end_order
+            ordered = order is not None or bool(cluster.ended_as)
+            if not ends.undecided(state):  # and what the run wanted is no order
+                told = (order.why if order is not None else "") or cluster.ended_as
+                ordered = state.phase is Phase.REQUEUED and told == "preempted"
             self.feed(
                 ev.AllocationStarted(
                     t=self.now, slurm_job="7", restarts=cluster.restarts, nodes=tuple(cluster.sites),
-                    host=cluster.batch_host, eligible_at=0.0, before=cluster.ended_as if unexplained else "",
+                    host=cluster.batch_host, eligible_at=0.0, before=before,
                 )
             )  # fmt: skip
-            if known and undecided:
+            if ordered:
                 cluster.oracle.started_again(self)
         self._on_disk(lambda: cluster.disk.attempt, self._knows_attempt)
 
