@@ -7,7 +7,9 @@ from msgspec import structs
 
 from jurymast.core import events as ev
 from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
-from jurymast.core.run.attribution import attribute, describe_exit
+from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
+from jurymast.core.run import recovery
+from jurymast.core.run.attribution import Surroundings, attribute, describe_exit
 from support.attribution import found
 from support.stories import Story
 
@@ -39,6 +41,8 @@ CRASHED = failed(3, -11)
 EXITED = failed(4, 3)
 GLOO = failed(0, 1, "RuntimeError", "[gloo] Connection closed by peer [10.0.0.7]:4711")
 
+TIMED_OUT = failed(0, 1, "RuntimeError", "Timed out waiting 1800000ms for recv operation to complete")
+WATCHDOG = "[rank0]:[E] Watchdog caught collective operation timeout: ALLREDUCE ran for 600000 ms"
 EARLIER = structs.replace(GLOO, t=-1.0)  # than the hang was noticed
 
 
@@ -121,6 +125,52 @@ def test_ports_and_addresses_make_no_other_signature() -> None:
 def test_what_sounds_like_the_other_sides_end(error: str, message: str, expected: bool) -> None:
     cause = attribute(found(failed(0, 1, error, message)))
     assert (cause.kind in ("communication", "collective_timeout")) is expected
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "charged", "node"),
+    [
+        (TIMED_OUT, "collective_timeout", "nobody", ""),
+        (structs.replace(TIMED_OUT, error="DistStoreError", message="wait timeout after 1800000ms"),
+         "collective_timeout", "nobody", ""),
+        (structs.replace(TIMED_OUT, message="[gloo] Application timeout caused pair closure"),
+         "collective_timeout", "nobody", ""),
+        (structs.replace(TIMED_OUT, exit_code=-6, error="", message="", log=WATCHDOG),
+         "collective_timeout", "nobody", ""),
+        (structs.replace(TIMED_OUT, message="[gloo] Read error [10.0.0.7]:471: Connection timed out"),
+         "communication", "infrastructure", "n0"),
+    ],
+)  # fmt: skip
+def test_a_rank_whose_time_out_ended_its_wait_is_not_where_the_fault_is(
+    end: WorkerFailed, kind: str, charged: str, node: str
+) -> None:
+    cause = attribute(found(end))
+    assert (cause.kind, cause.charged, cause.node, cause.rank) == (kind, charged, node, 0)
+    suspect = Finding(
+        probe="infiniband", code="ib-down", verdict=Verdict.SUSPECT, kind=NETWORK, message="down", at=0.0
+    )
+    cause = attribute(found(end), Surroundings(near=[("n5", suspect)]))
+    assert (cause.kind, cause.node) == ("network_suspect", "n5"), "evidence names a node"
+
+
+def test_time_outs_that_nobody_explains_dismiss_no_node_and_end_the_run_after_three() -> None:
+    story = Story(active=2, spares=2).running(100)
+    placement = story.state.placement
+    for _ in range(3):
+        assert story.state.placement == placement
+        story.feed(
+            structs.replace(TIMED_OUT, t=story.t, node=placement[1], rank=1, attempt=story.state.attempt)
+        )
+        story.stopped()
+        if not story.state.ended:
+            story.wait(1.0)
+            story.ranks_up().restored(90)
+    assert [i.charged for i in story.state.incidents] == ["nobody"] * 3
+    assert "crash loop: the same failure 3 times" in story.state.end_reason
+    rate = recovery.failure_rate(story.state, story.t)
+    assert rate is not None
+    assert rate.incidents == 0.0
+    assert not story.state.excluded
 
 
 def test_a_killed_process_is_never_a_communication_failure() -> None:

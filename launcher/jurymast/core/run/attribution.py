@@ -49,7 +49,11 @@ COMMUNICATION = re.compile(
     r"\bdist(network|store|backend)error|rendezvous.*(closed|timeout)|tcpstore|watchdog",
     re.IGNORECASE,
 )
-WATCHDOG = re.compile(r"watchdog|collective operation timeout", re.IGNORECASE)
+# Of these, a rank's own time-out: it has waited, and others may never have come.
+TIMED_OUT = re.compile(
+    r"watchdog|collective operation timeout|timed out waiting|gloo.*timeout|(wait|socket) timeout",
+    re.IGNORECASE,
+)
 
 
 # What the "CLASS: message" of an exception says, by the class that it indicates; the first match counts.
@@ -295,7 +299,7 @@ def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
             return OUT_OF_MEMORY if seen else "worker_killed"
         if number == 7 and (failure.shm_used >= SHM_FULL_SHARE or around.has(failure.node, SHM_FULL)):
             return "shm_full"
-        if number == 6 and WATCHDOG.search(failure.log):
+        if number == 6 and TIMED_OUT.search(failure.log):
             return "collective_timeout"
         return SIGNALS.get(number, "worker_killed")
     text = f"{failure.error}: {failure.message}"
@@ -303,7 +307,7 @@ def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
     if kind:
         return kind
     if COMMUNICATION.search(text):
-        return "collective_timeout" if WATCHDOG.search(text) else "communication"
+        return "collective_timeout" if TIMED_OUT.search(text) else "communication"
     if failure.oom_kills:  # of a process that the rank had started, such as a loader's worker
         return OUT_OF_MEMORY
     return "worker_exception" if failure.error else "worker_exit"
@@ -399,8 +403,9 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     if kind in _OF_ONE_NODE and len(nodes) > 1 and len(nodes) == around.nodes:
         charged = APPLICATION
     # A failure that is no node's fault names none, or the next incident would count it against the node; but
-    # storage may hang on one node alone.
-    named = len(nodes) == 1 and (not kind.startswith("storage_") or first.error == STORAGE_HANGS)
+    # storage may hang on one node alone. A rank whose time-out ended its wait is where the fault is not.
+    of_many = kind.startswith("storage_") and first.error != STORAGE_HANGS
+    named = len(nodes) == 1 and not of_many and kind != "collective_timeout"
     also = f" (and {len(same) - 1} more ranks)" if len(same) > 1 else ""
     evidence = f"rank {first.rank} on {first.node}: {_told(first)}{also}"
     finding = around.against(first.node) if kind in incident.FROM_FINDINGS else None

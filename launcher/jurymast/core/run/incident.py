@@ -13,7 +13,7 @@ from jurymast.core.signatures import Signature
 INFRASTRUCTURE = "infrastructure"
 APPLICATION = "application"
 PREEMPTION = "preemption"
-NOBODY = "nobody"  # it was a choice: somebody asked for it, or a swap pays
+NOBODY = "nobody"  # somebody chose it, or nothing shows whose fault it is
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ _CLASSES = (
                "compare where the ranks waited: a rank that differs is the lead"),
     CauseClass("restore_failed", INFRASTRUCTURE, "the image of a rank did not reach its node",
                "check the network between the named nodes"),
-    CauseClass("collective_timeout", INFRASTRUCTURE, "the watchdog aborted a collective",
+    CauseClass("collective_timeout", NOBODY, "a collective took longer than its time-out, nobody knows why",
                "compare where the ranks waited: a rank that differs is the lead"),
     CauseClass("communication", INFRASTRUCTURE, "ranks lost connections; nothing else was found",
                "if it recurs, check the network between the named ranks"),
@@ -126,9 +126,11 @@ def of_finding(finding: findings.Finding) -> str:
     return f"{part}_{finding.verdict.value}"
 
 
+# What the run chose by itself.
+CHOSEN = frozenset({"straggler", "relaunch_asked"})
 # Ends that somebody or Slurm ordered: no failures, neither of a node nor of the script.
 ORDERED = frozenset(cause.name for cause in _CLASSES if cause.charged in (PREEMPTION, NOBODY)) - {
-    "straggler", "relaunch_asked",
+    *CHOSEN, "collective_timeout",
 }  # fmt: skip
 
 

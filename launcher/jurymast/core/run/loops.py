@@ -34,7 +34,7 @@ PATIENT_WINDOW_S = 3600.0
 # Failures of machines that a script can cause as well: it fills memory or disks, or kills or stops processes.
 _OF_SCRIPTS_TOO = frozenset({
     "node_lost", "node_crash", "worker_killed", "bus_error", "shm_full", "host_died", "rank_frozen", "hang",
-    "collective_timeout", "gpu_unavailable", "disk_full",
+    "gpu_unavailable", "disk_full",
 })  # fmt: skip
 # One fault on this many nodes, or on this many that had the same ranks one after the other, is not theirs; on
 # more of them where so many may well fail at the same point by chance.
@@ -77,7 +77,7 @@ def repeats(incidents: Sequence[Incident], cause: Cause, at_step: int | None = N
 def most_repeats(cause: Cause) -> int:
     """How often in a row this cause ends the run."""
     script = cause.kind != SCRIPT_FAULT or cause.signature.code == "hang"
-    own = cause.charged == APPLICATION and script
+    own = (cause.charged == APPLICATION and script) or cause.kind == "collective_timeout"
     most = SAME_APPLICATION_ERROR if own else SAME_INFRASTRUCTURE_ERROR
     return SAME_PATIENT_ERROR if cause.kind in LASTING else most
 

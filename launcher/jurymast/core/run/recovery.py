@@ -33,6 +33,7 @@ from jurymast.core.run.attribution import (
 )
 from jurymast.core.run.incident import (
     APPLICATION,
+    CHOSEN,
     FROM_FINDINGS,
     NOBODY,
     ORDERED,
@@ -131,8 +132,8 @@ def job_exit_code(cause: Cause) -> int:
 def _hopeless(state: RunState, cause: Cause) -> str:
     """Why another attempt cannot help, if the same cause returned without progress or a restart budget is
     spent; otherwise ""."""
-    if cause.charged in (NOBODY, PREEMPTION):
-        return "" if cause.kind in ORDERED else loops.endless(state)
+    if cause.kind in ORDERED | CHOSEN:
+        return loops.endless(state) if cause.kind in CHOSEN else ""
     incidents, most = loops.failed(state.incidents), loops.most_repeats(cause)
     if cause.kind not in ("node_lost", "node_crash"):
         # A script that counts from 0 in every attempt does new steps each time, maybe without progress.
@@ -142,7 +143,7 @@ def _hopeless(state: RunState, cause: Cause) -> str:
             return f"crash loop: the same failure {alike} times, each after {step} steps"
         if loop := loops.crash_loop(loops.fruitless(state), cause):
             return loop
-    return loops.endless(state) or spent(state, cause.charged)
+    return loops.endless(state) or ("" if cause.charged == NOBODY else spent(state, cause.charged))
 
 
 def reconsider(state: RunState, cause: Cause) -> list[Instruction]:
