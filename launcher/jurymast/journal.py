@@ -33,7 +33,7 @@ from jurymast.rundir import RunDirectory, sync_directory
 
 # Version of the events, which `tests/data/golden/journal.txt` lists. A field that is added has a default, and
 # keeps the version; any other change raises it.
-VERSION = 6
+VERSION = 7
 # A shared file system that hangs must not stop the recovery: decisions wait this long for the disk.
 FLUSH_LIMIT_S = 0.5
 # No later line would make the writer try again what did not fit on the disk at the end.

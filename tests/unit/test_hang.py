@@ -19,7 +19,6 @@ from jurymast.core.nodes.silence import (
     START_IDLE_S,
     START_UNMOVED_S,
     START_WAITING_S,
-    TORCH_LIMIT_S,
     UNMOVED_S,
     WAITING_S,
     HangLimits,
@@ -29,6 +28,7 @@ from jurymast.core.nodes.silence import (
     works,
 )
 from jurymast.core.nodes.stacks import BACKWARD, BLOCKED, CODE, COLLECTIVE, LOADER, UNKNOWN, Stand
+from jurymast.core.within import TORCH_LIMIT_S
 
 AUTO = HangLimits(fixed_s=None, start_s=1800.0)
 VIEW = RankView(

@@ -98,6 +98,31 @@ def test_a_rank_that_waits_for_a_service_while_the_others_wait_for_it_goes_on() 
     assert not silent.passes(190.0)
 
 
+def test_a_longer_time_out_that_the_script_gave_its_groups_is_waited_for_in_that_attempt() -> None:
+    """Also by a supervisor that takes over, which knows the journal only."""
+    silent = Silent()
+    story, state = silent.story, silent.state
+
+    def given(seconds: float, attempt: int) -> None:
+        story.feed(ev.TimeOutSet(t=story.t, attempt=attempt, rank=0, seconds=seconds))
+
+    def restarts_in_min() -> float:
+        silent.hangs = Hangs(state, silent.reports)
+        silent.answers = dict.fromkeys(state.placement, (COLLECTIVE, "in barrier at a.py:30"))
+        silent.answers[state.placement[1]] = (CODE, "in upload at a.py:26")
+        assert not silent.passes(UNMOVED_S / 2)
+        return (silent.hangs.restart_at - story.t) / 60
+
+    for seconds in (7200.0, 3600.0):
+        given(seconds, attempt=state.attempt)
+        assert 119 <= restarts_in_min() <= 121
+    story.failed(0)
+    story.stopped()
+    story.ranks_up().stepped(31)
+    given(7200.0, attempt=1)
+    assert 29 <= restarts_in_min() <= 31, "the script may have been changed"
+
+
 def test_a_hang_that_comes_back_is_found_in_twice_the_time_each_time() -> None:
     """Stacks that do not move, though not all ranks wait for each other: two minutes, then four."""
     for patience, at_least_s, at_most_s in ((1.0, 120.0, 135.0), (2.0, 240.0, 255.0)):

@@ -83,6 +83,32 @@ def test_a_group_of_several_is_told_before_it_waits(size: str, told: str) -> Non
     assert done.stdout == told
 
 
+TIME_OUTS = """
+import datetime
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from jurymast.worker import hooks
+class Link:
+    def emit(self, message): print(message.seconds)
+hooks.watch_groups(Link())
+hours, alone = lambda n: datetime.timedelta(hours=n), {"rank": 0, "world_size": 1}
+dist.init_process_group("gloo", None, hours(2), store=dist.HashStore(), **alone)
+dist.new_group([0], timeout=hours(3))
+dist.new_group([0], hours(4))
+device_mesh.new_group([0], timeout=hours(5))
+dist.new_group([0], timeout=datetime.timedelta(minutes=30))
+assert dist.new_group([0]) is not None
+dist.distributed_c10d._set_pg_timeout(hours(6), dist.group.WORLD)
+"""
+
+
+@pytest.mark.torch
+def test_longer_time_outs_than_torchs_own_are_told_however_they_are_given() -> None:
+    command = [sys.executable, "-c", TIME_OUTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == [f"{3600.0 * hours}" for hours in (2, 3, 4, 5, 6)]
+
+
 def tasks() -> Story:
     """Two nodes with a task each, of which nobody knows whether they are one training."""
     story = Story(active=2).submitted()

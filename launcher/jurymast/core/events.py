@@ -288,6 +288,15 @@ class GroupMade(Event, frozen=True, kw_only=True):
     rank: int
 
 
+class TimeOutSet(Event, frozen=True, kw_only=True):
+    """The script gave a process group this time-out, in seconds: ranks may rightly wait so long for one that
+    does something else. Recorded if it is longer than all that were known in the attempt."""
+
+    attempt: int
+    rank: int
+    seconds: float
+
+
 class LossNotFinite(Event, frozen=True, kw_only=True):
     """A rank's script says that its loss at `step` is `loss`: nan, inf or -inf. Recorded once in a run."""
 

@@ -13,6 +13,8 @@ from jurymast.core.message import Strange, reader
 
 # A restore that has waited this long for storage is reported, and again each time this much more has passed.
 RESTORE_TOLD_S = 30.0
+# The longest time-out that torch gives a process group by itself: gloo's.
+TORCH_LIMIT_S = 1800.0
 
 
 class Skip(str, Enum):
@@ -67,6 +69,12 @@ class BeganAt(FromRank, frozen=True, kw_only=True):
 
 class GroupMade(FromRank, frozen=True, kw_only=True):
     """The script, a task, is about to make a process group with others."""
+
+
+class TimeOutSet(FromRank, frozen=True, kw_only=True):
+    """The script gives a process group this time-out, longer than any that torch chooses by itself."""
+
+    seconds: float
 
 
 class LossNotFinite(FromRank, frozen=True, kw_only=True):
@@ -146,6 +154,7 @@ ForSupervisor = (
     | Restored
     | BeganAt
     | GroupMade
+    | TimeOutSet
     | LossNotFinite
     | RestoreWaits
     | Unrestored

@@ -225,6 +225,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "Fetched": _fetched,
     "Restored": _restored,
     "BeganAt": _began_at,
+    "TimeOutSet": lambda e: f"rank {e['rank']} gives a process group a time-out of {duration(e['seconds'])}",
     "GroupMade": lambda e: f"rank {e['rank']} makes a process group: the tasks are one training",
     "ColdStart": _cold_start,
     "SavesTo": lambda e: f"checkpoints are saved to {e['directory']}",

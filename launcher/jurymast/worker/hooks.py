@@ -24,6 +24,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -89,21 +90,32 @@ class StepParts:
         self._mark = now
 
 
+# torch's functions that take the time-out of a process group, and its place among their arguments.
+_TIME_OUTS = {"init_process_group": 2, "new_group": 1, "_set_pg_timeout": 0}
+
+
 def watch_groups(link: Link) -> None:
-    """Report that the script makes a process group of several ranks, before it waits for the others."""
+    """Report that the script makes a process group of several ranks, before it waits for the others, and long
+    time-outs of groups."""
     for name in ("", ".distributed_c10d", ".device_mesh"):
         module: Any = sys.modules.get(f"torch.distributed{name}")
-        if hasattr(module, "init_process_group"):
-            module.init_process_group = _telling(module.init_process_group, link)
+        for function, place in _TIME_OUTS.items():
+            if hasattr(module, function):
+                setattr(module, function, _telling(getattr(module, function), place, link))
 
 
-def _telling(function: Callable[..., None], link: Link) -> Callable[..., None]:
+def _telling(function: Callable[..., Any], place: int, link: Link) -> Callable[..., Any]:
+    makes = function.__name__ == "init_process_group"
+
     @functools.wraps(function)
-    def told(*args: Any, **kwargs: Any) -> None:
+    def told(*args: Any, **kwargs: Any) -> Any:
+        time_out = args[place] if len(args) > place else kwargs.get("timeout")
+        if isinstance(time_out, timedelta) and time_out.total_seconds() > within.TORCH_LIMIT_S:
+            link.emit(within.TimeOutSet(seconds=time_out.total_seconds()))
         size = args[3] if len(args) > 3 else kwargs.get("world_size", -1)
-        if (os.environ.get("WORLD_SIZE") if size == -1 else str(size)) != "1":
+        if makes and (os.environ.get("WORLD_SIZE") if size == -1 else str(size)) != "1":
             link.emit(within.GroupMade())
-        function(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return told
 

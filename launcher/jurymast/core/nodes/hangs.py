@@ -20,6 +20,7 @@ from jurymast.core.nodes.silence import (
 from jurymast.core.nodes.stacks import UNKNOWN, Stand
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.texts import spoken_s
+from jurymast.core.within import TORCH_LIMIT_S
 
 NOTHING = msg.Beat(0, [])
 # People who ask are told of a silence this long, and so many times as long as a step.
@@ -150,8 +151,7 @@ class Hangs:
 
     def __init__(self, state: RunState, reports: Reports) -> None:
         self._state, self._reports = state, reports
-        self._looks = Looks()
-        self._asked = False  # in this silence
+        self._begin_anew()
         self._asked_at = 0.0
         self._number = 0
         self._answers: dict[int, Stand] = {}
@@ -169,7 +169,7 @@ class Hangs:
         if verdict is not None:
             self._tell(verdict, now)
         if verdict is None:
-            self._looks, self._asked = Looks(), False
+            self._begin_anew()
             return []
         effects: list[Effect] = []
         evidence = verdict.evidence
@@ -179,8 +179,12 @@ class Hangs:
             if not self._looks.stuck(patience, idle=verdict.idle, starting=starting):
                 return effects
             evidence += f"; {self._looks.evidence()}"
-        self._looks, self._asked = Looks(), False
+        self._begin_anew()
         return [*effects, Record(self._hung(verdict, evidence, now))]
+
+    def _begin_anew(self) -> None:
+        """Nothing has been asked in the silence to come."""
+        self._looks, self._asked = Looks(max(TORCH_LIMIT_S, self._state.time_out_s)), False
 
     def quiet(self) -> str:
         """Say since when no step was done, if that is unusually long but may still be no hang; else ""."""

@@ -41,6 +41,7 @@ from dataclasses import dataclass, field
 
 from jurymast.core.messages import RankReport
 from jurymast.core.nodes.stacks import BLOCKED, CODE, LOADER, WAITING, Place, Stand, absent, describe
+from jurymast.core.within import TORCH_LIMIT_S
 
 # ---- whether a node is lost
 
@@ -179,9 +180,8 @@ WAITING_S = 1.0
 SPINNING_S = 30.0
 UNMOVED_S = 120.0
 # A rank that stands in the script's own code while others wait for it may rightly wait for a service, or for
-# data. torch ends such a wait by its time-out, 30 min at most unless the script gives another; so it is not
-# ended here before that.
-TORCH_LIMIT_S = 1800.0
+# data. torch ends such a wait by its time-out, 30 min at most unless the script gives a longer one; so it is
+# not ended here before that.
 AFTER_TORCH_S = 60.0
 START_IDLE_S = 20.0
 START_BUSY_S = 300.0
@@ -314,8 +314,9 @@ def works(passed_s: float, cpu_s: float, size: int) -> bool:
 
 @dataclass
 class Looks:
-    """Where the ranks were at each look at a silent run."""
+    """Where the ranks were at each look at a silent run. `time_out_s`: torch's, for a wait for others."""
 
+    time_out_s: float = TORCH_LIMIT_S
     stands: dict[int, Stand] = field(default_factory=dict)
     since_s: float = 0.0  # the first look that found them as they are now
     until_s: float = 0.0
@@ -342,7 +343,7 @@ class Looks:
             wait_s = START_WAITING_S if starting else WAITING_S
             return wait_s if idle else max(wait_s, SPINNING_S * patience)
         if kinds & set(WAITING) and kinds & {CODE, LOADER}:
-            return TORCH_LIMIT_S + AFTER_TORCH_S
+            return self.time_out_s + AFTER_TORCH_S
         return (START_UNMOVED_S if starting and CODE in kinds else UNMOVED_S) * patience
 
     def places(self) -> str:

@@ -519,6 +519,10 @@ def _fetched(state: RunState, event: ev.Fetched) -> None:
     state.notes.append((event.t, f"rank {event.rank} on {event.node}: {'; '.join(event.why)}"))
 
 
+def _time_out_set(state: RunState, event: ev.TimeOutSet) -> None:
+    state.time_out_s = max(state.time_out_s, event.seconds)
+
+
 def _loss_not_finite(state: RunState, event: ev.LossNotFinite) -> None:
     state.loss = state.loss or event
 
@@ -664,6 +668,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.BeganAt: _began_at,
     ev.GroupMade: _group_made,
     ev.LossNotFinite: _loss_not_finite,
+    ev.TimeOutSet: _time_out_set,
     ev.ColdStart: _cold_start,
     ev.SavesTo: _saves_to,
     ev.Asked: _asked,

@@ -651,7 +651,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
     state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, None
     state.started, state.finished, state.stopped = set(), set(), set()
     state.restore = state.cadence = None
-    state.unanswered, state.base = {}, None
+    state.unanswered, state.base, state.time_out_s = {}, None, 0.0
     state.step, state.first_step_at, state.stepped_at, state.up_at = 0, None, state.now, state.now
     state.testing.difference_update(placement)
     for rank, name in enumerate(placement):

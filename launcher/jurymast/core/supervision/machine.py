@@ -445,6 +445,9 @@ class Supervision:
             case within.GroupMade():
                 made = ev.GroupMade(t=now, attempt=attempt, node=node, rank=rank)
                 return self.record(made) if self.state.alone else []
+            case within.TimeOutSet():
+                set_to = ev.TimeOutSet(t=now, attempt=attempt, rank=rank, **fields)
+                return self.record(set_to) if said.seconds > self.state.time_out_s else []
             case within.LossNotFinite():
                 loss = ev.LossNotFinite(t=now, attempt=attempt, rank=rank, **fields)
                 return [] if self.state.loss else self.record(loss)
