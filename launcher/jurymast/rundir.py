@@ -206,6 +206,18 @@ class RunDirectory:
     def rank_log(self, attempt: int, rank: int) -> Path:
         return ranks_folder(self.attempt_logs(attempt), rank) / f"rank-{rank:05d}.log"
 
+    def rank_errors(self, attempt: int, rank: int) -> Path:
+        """The log of a rank's stderr if that is apart from its stdout."""
+        return self.rank_log(attempt, rank).with_suffix(".err")
+
+    def last_words(self, attempt: int, rank: int) -> Path:
+        """The log that shows best why a rank ended: of its stderr, if that has something of its own."""
+        errors = self.rank_errors(attempt, rank)
+        with contextlib.suppress(OSError):
+            if foreign.status(errors).st_size:
+                return errors
+        return self.rank_log(attempt, rank)
+
     def rank_logs(self, attempt: int) -> list[Path]:
         """The existing logs of an attempt's ranks, in the order of ranks."""
         folder = self.attempt_logs(attempt)

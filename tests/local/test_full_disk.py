@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast import worker
-from jurymast.worker.rank import ERROR_FILE_VARIABLE, LOG_VARIABLE, read_error
+from jurymast.worker.rank import ERROR_FILE_VARIABLE, ERRORS_VARIABLE, LOG_VARIABLE, read_error
 
 # More than any buffer holds, from Python and from below it.
 TALKS = """
@@ -22,12 +22,12 @@ sys.stdout.buffer.write(b"z" * 100_000)
 """
 
 
-def end_of(folder: Path, script: str, log: str) -> subprocess.CompletedProcess[str]:
+def end_of(folder: Path, script: str, log: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Of a rank that starts by itself."""
     path = folder / "script.py"
     path.write_text(script)
-    given = {**os.environ, LOG_VARIABLE: log, ERROR_FILE_VARIABLE: str(folder / "error.json")}
-    cold = {"why": "", "since": 0.0, "log": -1}
+    given = {**os.environ, LOG_VARIABLE: log, ERROR_FILE_VARIABLE: str(folder / "error.json"), **more}
+    cold = {"why": "", "since": 0.0, "logs": {}}
     return subprocess.run(
         [sys.executable, "-u", str(path)], capture_output=True, text=True, timeout=60, check=False,
         env=worker.variables({"cold": cold}, given),
@@ -41,6 +41,18 @@ def test_what_a_rank_prints_never_ends_it(tmp_path: Path, log: str) -> None:
     assert done.returncode == 3, done.stderr
     assert ("a rank writes here, because it cannot open its own log" in done.stderr) == (log != "/dev/full")
     assert ("x" * 100_000 in done.stdout) == (log != "/dev/full")
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_rank_has_a_log_of_its_stderr_if_that_goes_elsewhere(tmp_path: Path, opens: bool) -> None:
+    """Where that cannot be made, its log has both."""
+    errors = tmp_path / "err" if opens else Path("/proc/no/such/log")
+    script = "import sys; print('out'); print('err', file=sys.stderr)"
+    done = end_of(tmp_path, script, str(tmp_path / "log"), **{ERRORS_VARIABLE: str(errors)})
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "log").read_text().splitlines()
+    assert ("out" in log, "err" in log) == (True, not opens)
+    assert not opens or errors.read_text() == "err\n"
 
 
 def test_an_exception_is_told_although_its_traceback_finds_no_room(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Writes what this process was started with to a file of the given name and its number: variables, limits,
-working directory and umask."""
+working directory and umask. Says something to stdout and to stderr."""
 
 from __future__ import annotations
 
@@ -19,5 +19,7 @@ told = {
     "arguments": sys.argv[1:],
 }
 name, variable = sys.argv[1:3]
+print(f"said {name}")
+print(f"said {name} as an error", file=sys.stderr)
 with open(f"{name}-{os.environ.get(variable, 0)}.json", "w", encoding="utf-8") as file:
     json.dump(told, file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 LIMIT_S = 240.0
 SCRIPT = """#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=2 --mem=100
-#SBATCH --job-name=parity --output=%x-%A-%a.out --comment=none
+#SBATCH --nodes=2 --cpus-per-task=2 --gpus-per-node=2 --mem=100
+#SBATCH --job-name=parity --output=%x-%A-%a.out --error=%x.err --comment=none
 #JURYMAST train: yes
 ulimit -n 777
 umask 027
@@ -24,9 +25,9 @@ export OWN="a value"
 cd sub
 python $DUMP batch 0 "$@"
 srun -N1 -n1 python $DUMP step SLURM_PROCID
-srun --ntasks-per-node=1 --ntasks=2 torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d \\
+srun torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d \\
     --rdzv-endpoint=$(hostname):29517 $DUMP rank RANK
-srun --gpus-per-task=1 --cpus-per-task=1 python $DUMP task SLURM_PROCID
+srun --ntasks=4 --gpus-per-task=1 --cpus-per-task=1 --error=task-%t.err python $DUMP task SLURM_PROCID
 """
 # What differs for a reason, and is all that may. Jobs, processes, ports and this test's directories first.
 ANYWAY = {
@@ -46,7 +47,7 @@ RANKS = NODES | {
     "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT",
     *(f"JURYMAST_{name}" for name in (
         "ADDRESS", "ATTEMPT", "EVENTS", "KEEP", "KEEPER", "LOG", "MTBF_S", "NODE", "PAGE", "RUN", "RUN_DIR",
-        "STACKS")),
+        "STACKS", "STDERR")),
 }  # fmt: skip
 MAY_DIFFER = {
     "batch": FRONT_ENDS,
@@ -77,6 +78,16 @@ def told(cluster: Cluster, work: Path, *submit: str, script: str = SCRIPT) -> di
     return {path.stem: json.loads(path.read_text()) for path in (work / "sub").glob("*.json")}
 
 
+def said(work: Path) -> dict[str, list[str]]:
+    """What the script, its steps and its ranks have said, by file; those of the job have its number."""
+    files = [*work.glob("parity*.*"), *(work / "sub").glob("*.err")]
+    lines = {path.name.partition("-4")[0]: path.read_text().splitlines() for path in files}
+    return {
+        re.sub(r"\d{3,}", "N", name): sorted(line for line in found if line.startswith("said "))
+        for name, found in lines.items()
+    }
+
+
 def test_every_variable(cluster: Cluster, tmp_path: Path) -> None:
     work = cluster.shared / tmp_path.name
     theirs = told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch")
@@ -86,6 +97,7 @@ def test_every_variable(cluster: Cluster, tmp_path: Path) -> None:
     differences = [line for name in names for line in compared(name, theirs[name], ours[name])]
     assert not differences, "\n".join(differences)
     assert ours["rank-0"]["environment"]["SLURM_JOB_NODELIST"].startswith("n[")
+    assert said(work) == said(work.with_name(f"{work.name}-sbatch"))
 
 
 def compared(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:

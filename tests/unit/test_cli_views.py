@@ -47,6 +47,17 @@ def write_logs(directory: RunDirectory, attempt: int, lines: dict[int, str]) -> 
 # Looking.
 
 
+def test_logs_show_a_ranks_stderr_that_is_apart(place: Place) -> None:
+    directory = place.story(swapped())
+    write_logs(directory, 2, {0: "step 1\n", 1: "step 1\n"})
+    directory.rank_errors(2, 1).write_text("a warning\n")
+    assert "a warning" not in place.good("logs", RUN)
+    directory.save_plan(replace(directory.own_plan(), stderr_apart=True))
+    assert place.good("logs", RUN) == "[r0] step 1\n[r1] step 1\n[r1 err] a warning\n"
+    assert directory.last_words(2, 0) == directory.rank_log(2, 0)
+    assert directory.last_words(2, 1) == directory.rank_errors(2, 1)
+
+
 def test_status_by_id_by_job_and_by_directory(place: Place) -> None:
     directory = place.story(swapped())
     for name in (RUN, "17", str(directory.root)):

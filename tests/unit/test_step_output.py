@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,23 @@ def test_a_file_that_cannot_be_written_is_an_error_before_the_training(tmp_path:
         assert output_of("-o", str(tmp_path)).common
 
 
+@contextmanager
+def standard_streams(folder: Path, *, together: bool = False) -> Iterator[Path]:
+    """The standard output goes to the file `1` in this folder, and stderr to `2`, or there as well."""
+    folder.mkdir()
+    before = [os.dup(1), os.dup(2)]
+    try:
+        for number, name in ((1, "1"), (2, "1" if together else "2")):
+            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        yield folder
+    finally:
+        for number, descriptor in enumerate(before, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
 # What srun 22.05 made of them: job 102, step 3, task 1 of its node n2.
 NAMES = [
     ("%u-%x-%A-%a-%s-%J-%n-%N", "me-my job-102-4294967294-3-102.3-1-n2"),
@@ -118,6 +136,74 @@ def test_files_and_labels_are_the_tasks(tmp_path: Path, job: RunDirectory) -> No
         pass
     assert (tmp_path / "each-3-1-n2").read_text() == "3: rank 3\n"
     assert (tmp_path / "part-0-0-n2").read_text() == "rank 2\nrank 3\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        (["-o", "o", "-e", "e"], {"o": "0: out\n1: out\n", "e": "0: err\n1: err\n"}),
+        (["-o", "o", "-e", "e-%t"], {"o": "0: out\n1: out\n", "e-0": "0: err\n", "e-1": "1: err\n"}),
+        (["-e", "e-%n-%N"], {"1": "0: out\n1: out\n", "e-0-n1": "0: err\n", "e-1-n2": "1: err\n"}),
+        ([], {"1": "0: out\n1: out\n", "2": "0: err\n1: err\n"}),
+        (["-o", "all"], {"1": "0: out\n1: out\n", "2": "0: err\n1: err\n"}),
+        (["-o", "none"], {}),
+        (["-e", "none"], {"1": "0: out\n1: out\n"}),
+        (["-e", "1"], {"1": "0: out\n1: out\n", "2": "1: err\n"}),
+        # In one log, so in the order in which it was printed: see below.
+        (["-o", "o"], {"o": "0: out\n1: out\n"}),
+        (["-o", "o-%t"], {"o-0": "0: out\n", "o-1": "1: out\n"}),
+        (["-o", "1"], {"1": "1: out\n"}),
+        (["-o", "o", "-e", "o"], {"o": "0: out\n1: out\n"}),
+    ],
+    ids=" ".join,
+)
+def test_where_stderr_goes(
+    options: list[str], files: dict[str, str], job: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As srun 22.05 has it. What ranks print to stderr is in their own log only if it goes elsewhere."""
+    monkeypatch.chdir(job.root)
+    job.attempt_file.write_text("1")
+    with standard_streams(Path("streams")) as streams:
+        output = output_of("-l", *options, nodes=("n1", "n2"))
+        apart = output.stderr_apart
+        job.save_plan(replace(job.own_plan(), stderr_apart=apart))
+        for rank in range(2):
+            job.rank_log(1, rank).parent.mkdir(parents=True, exist_ok=True)
+            job.rank_log(1, rank).write_text("out\n")
+            job.rank_errors(1, rank).write_text("err\n")
+        with relayed(job, output, after=0):
+            pass
+        output.close()
+    assert apart is any("err" in text for text in files.values()) or options == ["-e", "none"]
+    written = [path for path in (*streams.iterdir(), *job.root.glob("[oe]*")) if path.is_file()]
+    assert {path.name: text for path in written if (text := path.read_text())} == files
+
+
+def test_streams_of_one_file_are_not_apart(tmp_path: Path) -> None:
+    with standard_streams(tmp_path / "streams", together=True):
+        assert not output_of().stderr_apart
+
+
+def test_a_file_that_srun_has_begun_is_not_begun_again(tmp_path: Path) -> None:
+    (tmp_path / "e").write_text("a launcher's warning\n")
+    output = output_of("-e", f"{tmp_path}/e")
+    output.srun_opens_errors()
+    output.write(0, b"a\n", error=True)
+    output.close()
+    assert (tmp_path / "e").read_text() == "a launcher's warning\na\n"
+
+
+def test_more_than_64_ranks_have_their_files(tmp_path: Path, job: RunDirectory) -> None:
+    job.save_plan(replace(job.own_plan(), ranks_per_node=40))
+    job.attempt_file.write_text("1")
+    for rank in range(80):
+        job.rank_log(1, rank).parent.mkdir(parents=True, exist_ok=True)
+        job.rank_log(1, rank).write_text(f"rank {rank}\n")
+    output = output_of("-o", f"{tmp_path}/o-%4t", nodes=("n1", "n2"), tasks=40)
+    with relayed(job, output, after=0):
+        pass
+    assert (tmp_path / "o-0079").read_text() == "rank 79\n"
+    assert len([*tmp_path.glob("o-*")]) == 80
 
 
 def test_labels_are_as_wide_as_the_last_tasks() -> None:

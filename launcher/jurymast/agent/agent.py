@@ -104,7 +104,7 @@ def host_plan(
         "temporary": str(temporary), "grace_s": plan.settings.stop_grace_s,
         "warm": plan.settings.warm_start, "slurm": plan.cluster == "slurm", "tasks": plan.tasks,
         "guessed": plan.guessed, "program": plan.program, "gpus": plan.gpus_per_task,
-        "core_bytes": core_bytes,
+        "stderr_apart": plan.stderr_apart, "core_bytes": core_bytes,
     }  # fmt: skip
 
 
@@ -421,7 +421,7 @@ class Agent:
         now = self._driver.now
         match message:
             case msg.Failed():
-                log_file = self._directory.rank_log(message.attempt, message.rank)
+                log_file = self._directory.last_words(message.attempt, message.rank)
                 look_at = None if message.error else log_file  # an exception has its own message
                 evidence = self._evidence.look(message.exit_code, look_at)
                 self._driver.act(self._machine.rank_failed(message, evidence, now))

@@ -90,6 +90,7 @@ class _Finder:
         self._ranks = tuple(sorted(set(ranks)))
         plan = directory.plan()
         self._count = plan.active * plan.ranks_per_node
+        self._apart = plan.stderr_apart
         self._everything = everything or self._count <= RANKS_SHOWN_MAX
         self._chosen: dict[int, tuple[int, ...]] = {}
 
@@ -98,10 +99,14 @@ class _Finder:
             return _job_files(self.directory)
         ranks = self._ranks or self._telling(attempt)
         if ranks:
-            files = [(rank, self.directory.rank_log(attempt, rank)) for rank in ranks]
-            return {f"[r{rank}] ": path for rank, path in files if foreign.exists(path)}
-        logs = self.directory.rank_logs(attempt)
-        return {f"[r{rank_of(path)}] ": path for path in logs}
+            logs = [self.directory.rank_log(attempt, rank) for rank in ranks]
+        else:
+            logs = self.directory.rank_logs(attempt)
+        named = [(f"[r{rank_of(log)}] ", log) for log in logs]
+        if self._apart:
+            pairs = (((name, log), (f"{name[:-2]} err] ", log.with_suffix(".err"))) for name, log in named)
+            named = [entry for pair in pairs for entry in pair]
+        return {name: path for name, path in named if foreign.exists(path)}
 
     def _telling(self, attempt: int) -> tuple[int, ...]:
         """The ranks that are shown if there are very many; () for all."""

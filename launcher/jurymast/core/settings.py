@@ -125,6 +125,7 @@ class RunPlan:
     gpus_per_task: Count = 0  # 0: each sees all of its node's
     # `script` is a program, a shell say, that starts the Python of its rank itself.
     program: bool = False
+    stderr_apart: bool = False  # ranks' stderr has logs of its own, because it goes elsewhere than stdout
     working_directory: str = "."
     python: str = "python3"
     sbatch_options: tuple[str, ...] = ()

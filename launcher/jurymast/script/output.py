@@ -80,9 +80,135 @@ SWITCHES = {"label": "SLURM_LABELIO", "unbuffered": "SLURM_UNBUFFEREDIO"}
 NUMBER_FILE = "step-id"  # in a step's folder: Slurm's number of the step
 
 
+class Destination:
+    """Where the stdout or the stderr of a step's tasks goes: to a file, to one for each task, or to a
+    `standard` descriptor. `only`: the one task that is wanted."""
+
+    def __init__(self, option: str, pattern: str, only: int | None, standard: int, step: Naming) -> None:
+        self.pattern, self.only, self._standard, self._step = pattern, only, standard, step
+        self._option = option
+        self.new = step.new
+        self._common: int | None = None
+        self._begun: set[str] = set()  # files that were opened before
+        self._unfinished: set[int] = set()  # ranks whose last line has no end yet
+
+    @property
+    def common(self) -> int:
+        """A descriptor for what the step's command itself prints."""
+        if not self.pattern or _has_field(self.pattern, TASK_FIELDS + STEP_FIELDS):
+            return self._standard
+        return self._file()
+
+    def write(self, rank: int, data: bytes, task: int) -> None:
+        if self.only is not None and task != self.only:
+            return
+        if self._step.label:
+            data = self._labelled(rank, data, task)
+        if not is_each_tasks(self.pattern):
+            _write(self._file() if self.pattern else self._standard, data)
+            return
+        descriptor = self._open(self._step.name(self.pattern, task))  # not kept open: there may be thousands
+        try:
+            _write(descriptor, data)
+        finally:
+            os.close(descriptor)
+
+    def is_same_as(self, other: Destination) -> bool:
+        """Whether what is written to either comes to the same place in the order in which it is written."""
+        if (self.pattern, self.only) != (other.pattern, other.only):
+            return False
+        return bool(self.pattern) or _are_one_file(self._standard, other._standard)
+
+    def close(self) -> None:
+        if self._common is not None:
+            os.close(self._common)
+            self._common = None
+
+    def _file(self) -> int:
+        if self._common is None:
+            self._common = self._open(self._step.name(self.pattern, 0))
+        return self._common
+
+    def _labelled(self, rank: int, data: bytes, task: int) -> bytes:
+        """The data with the task before each line that begins in it."""
+        within = rank in self._unfinished
+        (self._unfinished.discard if data.endswith(b"\n") else self._unfinished.add)(rank)
+        lines = re.findall(rb"[^\n]*\n|[^\n]+", data)
+        prefix = b"%*d: " % (self._step.width, task)
+        return b"".join(line if within and not n else prefix + line for n, line in enumerate(lines))
+
+    def _open(self, name: str) -> int:
+        new = 0 if name in self._begun else self.new
+        how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | new
+        try:
+            descriptor = os.open(name, how, 0o666)
+        except OSError as error:
+            if name in self._begun:
+                raise
+            stream = "stdout" if self._option == "output" else "stderr"
+            raise CannotOpen(f"srun: could not open {stream} file {name}: {error.strerror}") from error
+        self._begun.add(name)
+        return descriptor
+
+
+def _are_one_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:  # one of them is closed
+        return True
+
+
+class Naming:
+    """What the names of a step's files and its lines depend on: `tasks` on each of its `nodes`, as the script
+    sees those. `folder`: the step's."""
+
+    def __init__(
+        self,
+        srun: CommandLine,
+        environment: Mapping[str, str],
+        nodes: Sequence[str],
+        tasks: int,
+        folder: Path | None,
+    ) -> None:
+        self.tasks, self.nodes, self._folder, self.environment = tasks, nodes, folder, environment
+        self.count = tasks * len(nodes)
+        on = {name: srun.has(name) or environment.get(SWITCHES[name], "0") != "0" for name in SWITCHES}
+        self.label, self.unbuffered = on["label"], on["unbuffered"]
+        mode = srun.last("open-mode") or environment.get("SLURM_OPEN_MODE", "")
+        self.new = 0 if mode.startswith("a") else os.O_TRUNC
+        self.width = len(str(self.count - 1)) if self.label else 0
+
+    def name(self, pattern: str, task: int) -> str:
+        node = task // self.tasks
+        host = self.nodes[node] if node < len(self.nodes) else ""
+        environment = {**self.environment, "SLURM_STEP_ID": self._number(pattern)}
+        return expanded(pattern, environment, task, node, host)
+
+    def _number(self, pattern: str) -> str:
+        """The number that Slurm has given the step, once its nodes have told it."""
+        if self._folder is None or not _has_field(pattern, STEP_FIELDS):
+            return ""
+        try:
+            return os.fsdecode(foreign.read_own(self._folder / NUMBER_FILE, foreign.NOTE_BYTES_MAX)).strip()
+        except OSError:
+            return ""
+
+    def check_folder(self, option: str, pattern: str) -> None:
+        """Raise CannotOpen if srun's `option` names a file in a folder that is not there: before the
+        training, not when its first line is lost."""
+        folder = Path(expanded(pattern, self.environment, 0, 0, self.nodes[0])).parent
+        if not folder.is_dir():
+            raise CannotOpen(
+                f"srun's --{option}={pattern}: there is no folder {folder}",
+                hint=f"make it in the script, before srun: mkdir -p {shlex.quote(str(folder))}",
+            )
+
+
 class Output:
     """The output of one step: of `tasks` on each of its `nodes`, as the script sees those. `folder`: the
-    step's. Raises CannotOpen."""
+    step's. Raises CannotOpen.
+
+    Without `--error`, stderr goes where `--output` says, but not to the standard output."""
 
     def __init__(
         self,
@@ -92,112 +218,56 @@ class Output:
         tasks: int = 1,
         folder: Path | None = None,
     ) -> None:
-        self.tasks, self._nodes, self._folder = tasks, nodes, folder
-        self._environment = environment
-        on = {name: srun.has(name) or environment.get(SWITCHES[name], "0") != "0" for name in SWITCHES}
-        self._label, self.unbuffered = on["label"], on["unbuffered"]
-        mode = srun.last("open-mode") or environment.get("SLURM_OPEN_MODE", "")
-        self._new = 0 if mode.startswith("a") else os.O_TRUNC
-        self._common: int | None = None
-        self._begun: set[str] = set()  # files that were opened before
-        self._unfinished: set[int] = set()  # ranks whose last line has no end yet
-        count = tasks * len(nodes)
-        self._width = len(str(count - 1)) if self._label else 0
-        self._only: int | None = None  # the one task whose output is wanted
-        self._pattern = self._chosen(srun, "output", count)
-        self._check_folder("error", self._chosen(srun, "error", count))
-        self._check_folder("output", self._pattern)
+        step = Naming(srun, environment, nodes, tasks, folder)
+        self.tasks, self.unbuffered = tasks, step.unbuffered
+        said = {name: srun.last(name) or environment.get(VARIABLES[name], "") for name in VARIABLES}
+        pattern, only = chosen(said["output"], step.count)
+        self.out = Destination("output", pattern, only, 1, step)
+        follows = not said["error"] and (pattern or only is not None)
+        if follows:
+            self.err = self.out
+        else:
+            self.err = Destination("error", *chosen(said["error"], step.count), 2, step)
+            if self.err.is_same_as(self.out):
+                self.err = self.out
+        step.check_folder("error", self.err.pattern)
+        step.check_folder("output", pattern)
 
-    def _chosen(self, srun: CommandLine, option: str, count: int) -> str:
-        """The pattern of a file's name; "" for the standard output."""
-        said = srun.last(option) or self._environment.get(VARIABLES[option], "")
-        if said.startswith("-") or said[:3].lower() == "all":
-            return ""
-        if said.lower() == "none":
-            return os.devnull
-        if said.isdigit() and int(said) < count:
-            if option == "output":
-                self._only = int(said)
-            return ""
-        return said
+    @property
+    def stderr_apart(self) -> bool:
+        """Whether stderr goes elsewhere than stdout."""
+        return self.err is not self.out
 
     @property
     def common(self) -> int:
         """A descriptor for what the step's command itself prints."""
-        if not self._pattern or _has_field(self._pattern, TASK_FIELDS + STEP_FIELDS):
-            return 1
-        if self._common is None:
-            self._common = self._open(self._name(0))
-        return self._common
+        return self.out.common
 
-    def write(self, rank: int, data: bytes, task: int | None = None) -> None:
+    def srun_opens_errors(self) -> None:
+        """srun itself has begun the common file for stderr, for what the step's command prints there."""
+        if self.stderr_apart and not is_each_tasks(self.err.pattern):
+            self.err.new = 0
+
+    def write(self, rank: int, data: bytes, task: int | None = None, *, error: bool = False) -> None:
         """Write what a rank has printed, which belongs to this task of the step (or to that of its number).
         Raises OSError if the reader is gone or the disk is full."""
-        task = rank if task is None else task
-        if self._only is not None and task != self._only:
-            return
-        if self._label:
-            data = self._labelled(rank, data, task)
-        if not is_each_tasks(self._pattern):
-            if self._pattern and self._common is None:
-                self._common = self._open(self._name(0))
-            _write(1 if self._common is None else self._common, data)
-            return
-        descriptor = self._open(self._name(task))  # not kept open: there may be thousands
-        try:
-            _write(descriptor, data)
-        finally:
-            os.close(descriptor)
-
-    def _labelled(self, rank: int, data: bytes, task: int) -> bytes:
-        """The data with the task before each line that begins in it."""
-        within = rank in self._unfinished
-        (self._unfinished.discard if data.endswith(b"\n") else self._unfinished.add)(rank)
-        lines = re.findall(rb"[^\n]*\n|[^\n]+", data)
-        prefix = b"%*d: " % (self._width, task)
-        return b"".join(line if within and not n else prefix + line for n, line in enumerate(lines))
+        (self.err if error else self.out).write(rank, data, rank if task is None else task)
 
     def close(self) -> None:
-        if self._common is not None:
-            os.close(self._common)
-            self._common = None
+        self.out.close()
+        self.err.close()
 
-    def _name(self, task: int) -> str:
-        node = task // self.tasks
-        host = self._nodes[node] if node < len(self._nodes) else ""
-        environment = {**self._environment, "SLURM_STEP_ID": self._step_number()}
-        return expanded(self._pattern, environment, task, node, host)
 
-    def _step_number(self) -> str:
-        """The number that Slurm has given the step, once its nodes have told it."""
-        if self._folder is None or not _has_field(self._pattern, STEP_FIELDS):
-            return ""
-        try:
-            return os.fsdecode(foreign.read_own(self._folder / NUMBER_FILE, foreign.NOTE_BYTES_MAX)).strip()
-        except OSError:
-            return ""
-
-    def _open(self, name: str) -> int:
-        new = 0 if name in self._begun else self._new
-        how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | new
-        try:
-            descriptor = os.open(name, how, 0o666)
-        except OSError as error:
-            if name in self._begun:
-                raise
-            raise CannotOpen(f"srun: could not open stdout file {name}: {error.strerror}") from error
-        self._begun.add(name)
-        return descriptor
-
-    def _check_folder(self, option: str, pattern: str) -> None:
-        """Raise CannotOpen if srun's `option` names a file in a folder that is not there: before the
-        training, not when its first line is lost."""
-        folder = Path(expanded(pattern, self._environment, 0, 0, self._nodes[0])).parent
-        if not folder.is_dir():
-            raise CannotOpen(
-                f"srun's --{option}={pattern}: there is no folder {folder}",
-                hint=f"make it in the script, before srun: mkdir -p {shlex.quote(str(folder))}",
-            )
+def chosen(said: str, count: int) -> tuple[str, int | None]:
+    """The pattern of a file's name, "" for the standard output, and the only one of `count` tasks that is
+    wanted, if it is only one."""
+    if said.startswith("-") or said[:3].lower() == "all":
+        return "", None
+    if said.lower() == "none":
+        return os.devnull, None
+    if said.isdigit() and int(said) < count:
+        return "", int(said)
+    return said, None
 
 
 def _write(descriptor: int, data: bytes) -> None:
@@ -209,8 +279,10 @@ def _write(descriptor: int, data: bytes) -> None:
 
 EVERY_S = 0.5
 READ_BYTES = 1 << 20
-# If there are more ranks, only the first is relayed: one process reads the logs of all.
-RANKS_MAX = 64
+# One process reads the logs of all ranks, at most this many per second: storage serves others, too. If there
+# are very many ranks, only the first is relayed.
+FILES_A_SECOND = 2000.0
+RANKS_MAX = 4096
 
 
 @contextmanager
@@ -224,6 +296,7 @@ def relayed(run: RunDirectory, output: Output, after: int, place: int | None = N
     each, first = plan.ranks_per_node, (place or 0) * plan.ranks_per_node
     ranks = range(plan.active * each) if place is None else range(first, first + each)
     if len(ranks) > RANKS_MAX:
+        say(f"of {len(ranks)} ranks only the first is printed here; `jurymast logs {run.root.name}` has all")
         ranks = ranks[:1]
     tasks = {rank: (rank - first) * output.tasks // each for rank in ranks}
     over = threading.Event()
@@ -244,17 +317,24 @@ def _relay(
 
     def copy(*, whole: bool) -> None:
         for rank, task in tasks.items():
-            log = run.rank_log(attempt, rank)
-            tail = tails.setdefault(log, FileTail(log))
-            while data := tail.data(READ_BYTES, partial=whole or output.unbuffered, bars=True):
-                output.write(rank, data if data.endswith(b"\n") or not whole else data + b"\n", task)
-                if not tail.more:
-                    break
+            copy_log(run.rank_log(attempt, rank), rank, task, whole=whole)
+            if apart:
+                copy_log(run.rank_errors(attempt, rank), rank, task, whole=whole, error=True)
 
+    def copy_log(log: Path, rank: int, task: int, *, whole: bool, error: bool = False) -> None:
+        tail = tails.setdefault(log, FileTail(log))
+        while data := tail.data(READ_BYTES, partial=whole or output.unbuffered, bars=True):
+            ended = data if data.endswith(b"\n") or not whole else data + b"\n"
+            output.write(rank, ended, task, error=error)
+            if not tail.more:
+                break
+
+    apart = run.plan().stderr_apart
+    every_s = max(EVERY_S, len(tasks) / FILES_A_SECOND)
     last = False
     try:
         while not last:
-            last = over.wait(EVERY_S)
+            last = over.wait(every_s)
             newest = newest_attempt(run)
             while attempt < newest:  # an older attempt is complete
                 copy(whole=True)

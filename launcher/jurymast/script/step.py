@@ -67,6 +67,7 @@ NODE_COMMAND = """\
 # Runs a step's command on a node, and writes its exit code to a file, because srun would also wait for lost
 # nodes. The output of spare nodes goes to a log of its own. A container, or srun's --export, may have changed
 # the variables that lead to jurymast's front ends.
+unset SLURM_NTASKS_PER_NODE
 {exports}
 {ours}
 {own}
@@ -114,6 +115,13 @@ def node_command(
         exports=exports, own=text, ours=shims.exports(job, step), told=told, active=active,
         log=shlex.quote(str(log)), folder=shlex.quote(str(step)), number=shlex.quote(str(step / NUMBER_FILE)),
     )  # fmt: skip
+
+
+def tasks_each(srun: CommandLine) -> dict[str, str]:
+    """The variable for --ntasks-per-node, an option that ours sets as well: a step has it if it is said."""
+    name = "SLURM_NTASKS_PER_NODE"
+    said = srun.last("ntasks-per-node", "tasks-per-node") or os.environ.get(name)
+    return {name: said} if said else {}
 
 
 def container_command(job: RunDirectory, step: Path) -> str:
@@ -253,6 +261,7 @@ class Step:
         folder = folder or self.new_folder()
         output = Output(srun, os.environ, self.seen(place), tasks, folder)
         process = self._start(srun, folder, output.common, own or {})
+        output.srun_opens_errors()
         for number in count(1):
             training = _await_training(folder / ASKED.format(number), process)
             if training is None:
@@ -277,6 +286,9 @@ class Step:
         command = [*srun.command[:place], *agent]
         # The agent is one task that shares out what it has to its ranks, so it must have the whole node.
         self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}
+        cpus = srun.last("cpus-per-task") or self._hidden.get("SRUN_CPUS_PER_TASK")
+        if cpus:  # srun tells its tasks
+            self._hidden["SLURM_CPUS_PER_TASK"] = cpus
         options = [given for given in srun.options if given.name not in SHARED_OUT]
         options.append(Given("cpu-bind", "none", ("--cpu-bind=none",)))
         return self.run(CommandLine(options=options, command=command), tasks=tasks)
@@ -316,7 +328,7 @@ class Step:
         true = foreign.load_own(true_variables_file(self._job), foreign.SCRIPT_BYTES_MAX)
         narrow = {name: os.environ[name] for name in true if name in os.environ}
         ours = {name: os.environ[name] for name in (VARIABLES["output"],) if name in os.environ}
-        shown = {**narrow, **ours, **self._hidden, **self._seen()}
+        shown = {**narrow, **ours, **self._hidden, **self._seen(), **tasks_each(srun)}
         words = list(srun.command)
         if place := in_container(words, read_shell_script):
             shims.write_program(folder / "contained", container_command(self._job, folder))
@@ -370,7 +382,7 @@ class Step:
         if ignored := sorted(set(training.ignored)):
             names = ", ".join(f"--{name}" for name in ignored)
             say(f"torchrun's options {names} are not used: jurymast's policy decides about restarts and logs")
-        plan = training.plan(self._plan, run)
+        plan = replace(training.plan(self._plan, run), stderr_apart=output.stderr_apart)
         run.save_plan(plan)
         # Earlier lives of the job have already printed their attempts.
         after = newest_attempt(run)

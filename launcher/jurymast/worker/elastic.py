@@ -59,8 +59,7 @@ def task_variables(
     if not each_rank:
         return of_a_task(step, hosts, nodes=nodes, node=node)
     each, local = int(rank["LOCAL_WORLD_SIZE"]), int(rank["LOCAL_RANK"])
-    values = of_a_task(step, hosts, nodes=nodes, each=each, node=node, local=local)
-    return {**values, "SLURM_NTASKS_PER_NODE": str(each)}
+    return of_a_task(step, hosts, nodes=nodes, each=each, node=node, local=local)
 
 
 def own_gpus(node: Mapping[str, str], local_rank: int, each: int) -> dict[str, str]:
@@ -226,6 +225,9 @@ class ImpatientAgent(LocalElasticAgent):
             environment[ERROR_FILE_VARIABLE] = self._error_file(local_rank)
             environment[stack_signal.PATH_VARIABLE] = os.path.join(plan["temporary"], stacks)
             environment[rank_start.LOG_VARIABLE] = str(logs[local_rank])
+            if plan["stderr_apart"]:
+                errors = directory.rank_errors(attempt, int(environment["RANK"]))
+                environment[rank_start.ERRORS_VARIABLE] = str(errors)
             environment["JURYMAST_ATTEMPT"] = str(attempt)
             if launch.saved:
                 environment["JURYMAST_SAVED_STEP"] = str(launch.saved)

@@ -4,6 +4,7 @@ the rank's exception to its node's torchrun host through torch's error file, in 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import io
 import json
@@ -53,6 +54,7 @@ def read_error(path: str) -> dict[str, Any]:
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
+ERRORS_VARIABLE = "JURYMAST_STDERR"  # the log of stderr, if it has one of its own
 # Signals that the processes around a rank ignore, because Slurm may send them to the whole job; a rank gets
 # the default handlers again.
 AS_BY_DEFAULT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -89,12 +91,12 @@ def begin(
     _bind_to_host(parent)
     name_process(name)
     variables = {**environment, **order["environment"]}
-    _redirect_output(variables.get(LOG_VARIABLE, ""))
+    _redirect_output(variables)
     if program:
         _become(program, order["arguments"], variables)
     os.environ.clear()
     os.environ.update(variables)
-    this = _Rank(loaded, variables, _log_size())
+    this = _Rank(loaded, variables, _log_sizes())
     if order["cold"] or len(bundles) == 1:
         this.start_cold("")
     if cold:
@@ -120,14 +122,14 @@ def _become(program: str, arguments: Sequence[str], variables: dict[str, str]) -
 def begin_below(loaded: frozenset[str]) -> None:
     """Prepare a new interpreter that a rank's program has started. It becomes a rank only if it loads torch;
     its output belongs to its program."""
-    this = _Rank(loaded, dict(os.environ), -1, attached=False)
+    this = _Rank(loaded, dict(os.environ), {}, attached=False)
     this.hide([preload.Bundle(modules={n: m for n, m in sys.modules.items() if n not in loaded})], os.environ)
 
 
 def begin_cold(loaded: frozenset[str], what: dict[str, Any]) -> None:
     """Prepare a new interpreter that has replaced a rank."""
-    _redirect_output(os.environ.get(LOG_VARIABLE, ""))
-    this = _Rank(loaded, dict(os.environ), what["log"])
+    _redirect_output(os.environ)
+    this = _Rank(loaded, dict(os.environ), {int(number): size for number, size in what["logs"].items()})
     this.attach()
     this.hide([preload.Bundle(modules={n: m for n, m in sys.modules.items() if n not in loaded})], os.environ)
     this.cold, this.cold_since = what["why"], what["since"]
@@ -159,15 +161,18 @@ class _Log(io.FileIO):
             return len(data)
 
 
-def _redirect_output(path: str) -> None:
-    if path:
+def _redirect_output(variables: Mapping[str, str]) -> None:
+    log, errors = variables.get(LOG_VARIABLE, ""), variables.get(ERRORS_VARIABLE, "")
+    for path, streams in ((log, (1, 2)), (errors, (2,))):
+        if not path:
+            continue
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
             sys.stderr.write(f"a rank writes here, because it cannot open its own log: {error}\n")
         else:
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
+            for number in streams:
+                os.dup2(descriptor, number)
             os.close(descriptor)
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         _rebuild(stream, _Log(descriptor, "w", closefd=False))
@@ -182,13 +187,15 @@ def _rebuild(stream: TextIO, raw: io.FileIO) -> None:
     raw.name = name
 
 
-def _log_size() -> int:
-    """Return the bytes in this rank's log so far; -1 if it has no log of its own."""
-    try:
-        own, log = os.fstat(1), os.stat(os.environ[LOG_VARIABLE])
-    except (OSError, KeyError):
-        return -1
-    return own.st_size if os.path.samestat(own, log) else -1
+def _log_sizes() -> dict[int, int]:
+    """Return the bytes in this rank's own logs so far, by descriptor."""
+    sizes = {}
+    for descriptor, variable in ((1, LOG_VARIABLE), (2, ERRORS_VARIABLE)):
+        with contextlib.suppress(OSError, KeyError):
+            own, log = os.fstat(descriptor), os.stat(os.environ[variable])
+            if os.path.samestat(own, log):
+                sizes[descriptor] = own.st_size
+    return sizes
 
 
 def _renew(bundles: Sequence[preload.Bundle]) -> None:
@@ -212,13 +219,18 @@ def _renew(bundles: Sequence[preload.Bundle]) -> None:
 
 
 class _Rank:
-    """A rank that is about to run its script. `log` has the bytes in its log when it started, -1 without a
-    log. If it is not `attached`, it becomes a rank when it loads torch."""
+    """A rank that is about to run its script. `logs` has the bytes in its logs when it started, by
+    descriptor. If it is not `attached`, it becomes a rank when it loads torch."""
 
     def __init__(
-        self, loaded: frozenset[str], variables: dict[str, str], log: int, *, attached: bool = True
+        self,
+        loaded: frozenset[str],
+        variables: dict[str, str],
+        logs: dict[int, int],
+        *,
+        attached: bool = True,
     ) -> None:
-        self._loaded, self._variables, self._log = loaded, variables, log
+        self._loaded, self._variables, self._logs = loaded, variables, logs
         self._attached = attached
         self._pid = os.getpid()
         self._has_torch = False
@@ -282,10 +294,10 @@ class _Rank:
 
     def start_cold(self, why: str) -> NoReturn:
         """Replace this process by a new interpreter with nothing preloaded. It prints everything again, so
-        the log is cut."""
-        what = {"cold": {"why": why, "since": time.monotonic(), "log": self._log}}
-        if self._log >= 0:
-            os.ftruncate(1, self._log)
+        the logs are cut."""
+        what = {"cold": {"why": why, "since": time.monotonic(), "logs": self._logs}}
+        for descriptor, size in self._logs.items():
+            os.ftruncate(descriptor, size)
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, command, worker.variables(what, self._variables))
 
