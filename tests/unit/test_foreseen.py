@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cluster.sbatch import CommandLine
+from jurymast.cluster.sbatch import CommandLine, Given
 from jurymast.script.foreseen import foreseen
 
 # What stands around the line, with what only looks as if it started something.
@@ -64,6 +64,20 @@ TAIL = "pkill -f torchrun; echo it's done\n"
         ("srun --ntasks-per-node=4 torchrun train.py", False, "in each of 4 tasks a node"),
         ("srun -N1 -n1 torchrun train.py", False, "on one node of several"),
         ("srun -N $((N - 1)) -n $((N - 1)) torchrun train.py", False, "is known only when it runs"),
+        # Accelerate, which uses torch's launcher only for several GPUs.
+        ("srun accelerate launch --multi_gpu train.py", True, "under the agents"),
+        ("srun accelerate launch --config_file fsdp.yaml train.py", True, "under the agents"),
+        ("srun accelerate launch --config_file later.yaml train.py", True, "under the agents"),
+        (
+            "srun accelerate launch --config_file cpu.yaml train.py",
+            False,
+            "with cpu.yaml, which names no kind",
+        ),
+        ("accelerate launch --cpu -m lm_eval", False, "by itself, unseen, with --cpu"),
+        ("accelerate launch \\\n -m lm_eval --model hf", False, "the job asks for none"),
+        ("srun bash -c 'accelerate launch -m lm_eval; torchrun train.py'", True, "under the agents"),
+        ("accelerate launch --num_processes 1 -m lm_eval", False, "with --num_processes=1"),
+        ("python -m lm_eval --model hf", False, "runs once, on the first node"),
         ("torchrun --standalone train.py", False, "on the first node, without failure handling"),
         # Shell scripts that start it, or that cannot be read here.
         ("srun bash -c 'cd . && ./launch.sh'", True, "under the agents"),
@@ -76,12 +90,22 @@ def test_what_happens_to_a_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import torch.distributed\n")
+    Path("fsdp.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n")
+    Path("cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")
     Path("shard.py").write_text("import numpy\n")
     Path("launch.sh").write_text("#!/bin/sh\n# not here: srun\nexec bash ./inner.sh\n")
     Path("inner.sh").write_text("#!/bin/sh\ntorchrun train.py\n")
     (found,) = foreseen(f"{HEAD}{line}\necho done # python x.py\n{TAIL}", CommandLine(), 2)
     assert (found.line, found.protected) == (HEAD.count("\n") + 1, protected), found
     assert why in found.why
+
+
+@pytest.mark.parametrize("option", ["gres=gpu:4", "gpus-per-node=4"])
+def test_accelerate_uses_torchs_launcher_where_there_are_gpus(option: str) -> None:
+    name, _, value = option.partition("=")
+    asked = CommandLine(options=[Given(name, value, (f"--{option}",))])
+    (found,) = foreseen("accelerate launch -m lm_eval", asked, 2)
+    assert found.protected
 
 
 def test_what_the_script_says_of_its_tasks_counts() -> None:

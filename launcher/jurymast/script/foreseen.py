@@ -25,6 +25,17 @@ UNSEEN = {
 # Programs that start a command outside the job's steps.
 ELSEWHERE = frozenset({"clush", "parallel-ssh", "pdsh", "pssh", "ssh"})
 INSTEAD = "put `srun torchrun --nproc-per-node=N` in its place"
+# Options that ask for GPUs, and those that may.
+GPUS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task")
+TRES = ("gres", "tres-per-job", "tres-per-node", "tres-per-task")
+# accelerate starts several processes, by torch's launcher, only with one of these, with a configuration that
+# says so, or if it finds GPUs. Otherwise it starts one by itself.
+ACCELERATE = re.compile(r"\baccelerate(?:\.commands\.launch|\s+launch)\b((?:\\\n|[^;|&\n])*)")
+MANY = re.compile(r"--(multi[-_]gpu|use[-_](fsdp|deepspeed|megatron[-_]lm))\b")
+CONFIGURATION = re.compile(r"--config[-_]file[=\s]+[\"']?([^\s\"']+)")
+CONFIGURED = re.compile(
+    r"^distributed_type:\s*[\"']?(DEEPSPEED|FSDP|MEGATRON_LM|MULTI_(?!CPU)\w+)", re.MULTILINE
+)
 SIZES = ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node")
 
 
@@ -43,9 +54,14 @@ def foreseen(text: str, told: CommandLine, active: int, train: str = "") -> list
     """Return the lines of a batch script that start trainings, steps or Python. `told`: sbatch's options;
     `active`: nodes of the run; `train`: see `RunPlan`."""
     variables = _of_slurm(told, active)
+    gpus = any(told.last(name) for name in GPUS) or any("gpu" in (told.last(name) or "") for name in TRES)
     found = []
     for command in shell.commands(text, variables):
-        if (fate := _fate(command.words, {**command.exported, **variables}, active, train)) is not None:
+        seen = {**command.exported, **variables}
+        fate = _fate(command.words, seen, active, train)
+        if fate is not None and fate[0] and (why := _by_itself(command.words, seen, gpus=gpus)):
+            fate = False, why
+        if fate is not None:
             found.append(Foreseen(command.line, command.text, *fate))
     return found
 
@@ -88,6 +104,33 @@ def _fate(
     if recognise.names_python(words, variables):
         return False, "runs once, on the first node, as under sbatch; `srun` or `torchrun` before it trains"
     return None
+
+
+def _by_itself(words: Sequence[str], variables: Mapping[str, str], *, gpus: bool) -> str:
+    """Why all launchers in a command start their process by themselves, unseen; "" if one may not. `gpus`:
+    the job asks for some."""
+    texts = recognise.texts(words, recognise.read_shell_script, variables)
+    starts = [options for text in texts for options in ACCELERATE.findall(text)]
+    rest = [ACCELERATE.sub("", text) for text in texts]
+    if not starts or any(recognise.LAUNCHER.search(text) for text in rest):
+        return ""
+    reasons = [_without_torch(options, gpus=gpus) for options in starts]
+    return f"accelerate starts its process by itself, unseen, {reasons[0]}" if all(reasons) else ""
+
+
+def _without_torch(options: str, *, gpus: bool) -> str:
+    """Why accelerate with these options does not use torch's launcher; "" if it does, or may."""
+    if re.search(r"--(use[-_])?cpu\b", options):
+        return "with --cpu"
+    if MANY.search(options):
+        return ""
+    if (named := CONFIGURATION.search(options)) is not None:
+        text = recognise.read_shell_script(named[1])  # of any file
+        configured = not text or CONFIGURED.search(text) is not None
+        return "" if configured else f"with {named[1]}, which names no kind of several GPUs"
+    if re.search(r"--num[-_]processes[=\s]+1\b", options):
+        return "with --num_processes=1"
+    return "" if gpus else "if it finds no GPUs, and the job asks for none; --multi_gpu has torch start them"
 
 
 def _name(word: str) -> str:
