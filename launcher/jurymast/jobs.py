@@ -6,13 +6,15 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 
-from jurymast import foreign
+from jurymast import foreign, programs
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError
 
 COMMAND_LIMIT_S = 30.0
+# For times that sacct prints in seconds since the epoch.
+UNIX_TIMES = {"SLURM_TIME_FORMAT": "%s"}
 STATE_LIMIT_S = 10.0
 END_POLL_S = 0.02
 # What Slurm's commands print if slurmctld did not answer. Any other error means that it refused.
@@ -20,15 +22,21 @@ _AWAY = re.compile(r"Unable to contact|timed out|Connection refused|Zero Bytes|s
 
 
 def run_command(
-    arguments: list[str], limit_s: float = COMMAND_LIMIT_S, *, given: str = "", utc: bool = False
+    arguments: list[str],
+    limit_s: float = COMMAND_LIMIT_S,
+    *,
+    given: str = "",
+    utc: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the standard output of a command of Slurm or munge, which reads `given`. It prints local time
-    without its zone, which is ambiguous in the hour that comes twice a year; or `utc`. Raises
-    ClusterUnavailableError with its own words, or ControllerAwayError if slurmctld does not answer."""
+    """Return the standard output of a command of Slurm or munge, which reads `given`, and has `variables`
+    besides this process's own. It prints local time without its zone, which is ambiguous in the hour that
+    comes twice a year; or `utc`. Raises ClusterUnavailableError with its own words, or ControllerAwayError if
+    slurmctld does not answer."""
     try:
-        done = subprocess.run(
-            arguments, input=given, capture_output=True, text=True, timeout=limit_s, check=False,
-            env={**os.environ, "TZ": "UTC0"} if utc else None,
+        done = programs.run(
+            arguments, input=given, capture_output=True, timeout=limit_s,
+            env={**os.environ, **({"TZ": "UTC0"} if utc else {}), **(variables or {})},
         )  # fmt: skip
     except FileNotFoundError as error:
         raise ClusterUnavailableError(f"{arguments[0]} is not installed on this machine") from error
@@ -60,12 +68,24 @@ def utc_time(text: str) -> float:
 def job_fields(job: str, limit_s: float = COMMAND_LIMIT_S, *, utc: bool = False) -> dict[str, str]:
     """Return the fields of `scontrol show job`, with times in local time or in `utc`. Raises
     ClusterUnavailableError."""
-    return fields_of(run_command(["scontrol", "show", "job", job, "--oneliner"], limit_s, utc=utc))
+    return jobs_in(run_command(["scontrol", "show", "job", job, "--oneliner"], limit_s, utc=utc))[0]
 
 
-def fields_of(line: str) -> dict[str, str]:
-    """Return the fields of a line of `scontrol show job --oneliner`."""
-    return dict(part.split("=", 1) for part in line.split() if "=" in part)
+# Between these two stand the fields whose values are Slurm's own. Before them is the job's name, and after
+# them what else its owner wrote (directories, a comment), with whatever spaces, line breaks or `JobState=` it
+# contains.
+_NAMED = re.compile(
+    r"^JobId=\d+ (?:.*? )?UserId=[^=\n]*\(\d+\) GroupId=[^=\n]*\(\d+\) ", re.MULTILINE | re.DOTALL
+)
+_WRITTEN = re.compile(r" (?:Features|Command|SubmitLine|WorkDir|\w*Comment|StdErr|StdIn|StdOut)=")
+
+
+def jobs_in(told: str) -> list[dict[str, str]]:
+    """Return Slurm's own fields of each job in the text of `scontrol show job --oneliner`."""
+    begin = [found.end() for found in _NAMED.finditer(told)] or [0]
+    parts = [told[start:end] for start, end in zip(begin, [*begin[1:], len(told)], strict=True)]
+    own = [_WRITTEN.split(part, maxsplit=1)[0].split() for part in parts]
+    return [dict(word.split("=", 1) for word in words if "=" in word) for words in own]
 
 
 def job_state(job: str, cluster: str = "") -> tuple[str, str] | None:

@@ -513,7 +513,8 @@ def five_of_500(here: Path, others_s_ago: float | None) -> Path:
     """The configuration of n1's health check, which finds it bad; four others come out, for drains of so
     long ago, between its look at them and its own drain."""
     (here / "after").write_text("idle|none\n" if others_s_ago is None else drained(others_s_ago))
-    (here / "idle").write_text("".join(f"n{number}|idle|none\n" for number in range(6, 501)))
+    noted = "n6|drained|for the electrician:\nask Ada, \377|\n\n".encode("latin-1")
+    (here / "idle").write_bytes(noted + b"".join(b"n%d|idle|none\n" % number for number in range(7, 501)))
     for name in ("n1", "others"):
         (here / name).write_text("idle|none\n")
     for name, script in (("squeue", ""), ("sinfo", SINFO), ("scontrol", SCONTROL)):

@@ -137,7 +137,8 @@ def restored(run: SlurmRun) -> int:
 def test_a_write_longer_than_kill_wait_is_done_in_the_grace_time_of_a_preemption(
     cluster: Cluster, training: Training, trained_plainly: Callable[..., str]
 ) -> None:
-    run = training.submit("--partition", "low")
+    # A comment is anybody's words: Slurm prints it among its own fields.
+    run = training.submit("--partition", "low", "--comment=x EndTime=Unknown PreemptTime=None")
     copied = training.copied(run)
     newest = run.wait_safe(copied + 30, LIMIT_S).saved["peer"].step or 0
     with training.slow_storage():

@@ -221,7 +221,7 @@ def test_ps_has_squeues_columns_first(place: Place) -> None:
     place.story(swapped(finished=False, began_at=time.time() - 120.0))
     place.program(
         "squeue",
-        'case "$*" in *--me*) echo "17|gpu|gpt|ada|R|1:02:03|3|RUNNING|None|n[1-3]";; '
+        'case "$*" in *--me*) echo "17|gpu|ada|R|1:02:03|3|RUNNING|None|n[1-3]|gpt";; '
         '*) echo "RUNNING|None";; esac',
     )
     place.story(crash_loop(), "20261116-100000-old-aaaa")
@@ -238,6 +238,26 @@ def test_ps_has_squeues_columns_first(place: Place) -> None:
     ]  # fmt: skip
     assert 0.05 < rows[0]["goodput"] <= 1
     assert rows[1]["st"] == "F"
+
+
+@pytest.mark.parametrize("name", ["a|b", "a b=c|RUNNING|x", r"a\nb|c", r"k\377\376", r"\033]0;x\007", ""])
+def test_whatever_a_job_is_called_ps_shows_its_state(place: Place, name: str) -> None:
+    place.story(swapped(finished=False, began_at=time.time() - 120.0))
+    row = f"17|gpu|ada|CG|1:02:03|3|COMPLETING|None|n[1-3]|{name}"
+    place.program("squeue", f"case \"$*\" in *%j) printf '{row}\\n';; *) echo 'COMPLETING|None';; esac")
+    shown = place.good("ps")
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    (found,) = place.json("ps")
+    assert (found["st"], found["nodelist"], found["nodes"]) == ("CG", "n[1-3]", 3)
+
+
+def test_whatever_reason_a_node_was_drained_for_it_is_shown(place: Place) -> None:
+    place.story(swapped(finished=False, began_at=time.time() - 120.0))
+    place.program("sinfo", r"printf 'n1|drained|2026-11-20T10:00:00|f\377n \033[31m|=\nsecond line\n\n'")
+    shown = place.good("nodes")
+    assert "f\ufffdn" in shown
+    assert "\x1b" not in shown
 
 
 def test_ps_leaves_out_what_ended_long_ago_and_shows_what_cannot_be_read(place: Place) -> None:

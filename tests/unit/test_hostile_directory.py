@@ -101,6 +101,19 @@ def test_nor_what_an_administrator_starts_by_hand(hostile: Path, way: list[str],
     assert marks(hostile) == []
 
 
+@pytest.mark.parametrize("command", ["ps", "doctor", "nodes"])
+def test_no_program_is_started_from_there(hostile: Path, command: str) -> None:
+    """By an empty or relative part of PATH, also where no other part has the program."""
+    for name in ("squeue", "scontrol", "sinfo", "sbatch", "sacctmgr", "munge", "py-spy", "rm", "env"):
+        (hostile / name).write_text(f"#!/bin/sh\n: > ../ran-{name}\n")
+        (hostile / name).chmod(0o755)
+    (hostile.parent / "runs").mkdir()
+    environment = {"JURYMAST_RUNS": str(hostile.parent / "runs"), "PATH": ":.:../hostile:/usr/bin:/bin:"}
+    done = start(hostile, [str(Path(sys.executable).with_name("jurymast")), command], **environment)
+    assert "Traceback" not in done.stderr
+    assert marks(hostile) == []
+
+
 PROCESSES = [
     "jurymast.agent", "jurymast.supervisor", "jurymast.supervisor.standby", "jurymast.storage",
     "jurymast.storage.export", "jurymast.health", "jurymast.preflight", "jurymast.cluster.batch",

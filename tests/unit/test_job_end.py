@@ -7,7 +7,10 @@ import pytest
 from jurymast.cluster import slurm
 from jurymast.errors import ClusterUnavailableError
 
-LINE = "JobId=7 JobName=a b UserId=me(1) {} TimeLimit=1:00 Command=/x/job.sh a=b\n"
+LINE = (
+    "JobId=7 JobName=a\nb JobState=FAILED UserId=me(1) GroupId=domain users(1) {} TimeLimit=1:00 "
+    "Command=/x/job.sh a=b JobState=RUNNING WorkDir=/x Comment=ExitCode=9:0\nJobState=PENDING Power=\n"
+)
 
 
 @pytest.mark.parametrize(

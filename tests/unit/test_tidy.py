@@ -210,6 +210,20 @@ def interpreters(source: Source) -> Iterator[str]:
             yield f"{source.name}:{getattr(node, 'lineno', 0)}: may start Python by itself"
 
 
+def starts(source: Source) -> Iterator[str]:
+    """`jurymast.programs` alone finds and hears other people's programs: a relative part of PATH would run
+    what another user has put into a directory, and what they print need not be text."""
+    if source.name.startswith(PRODUCT):
+        for call in source.calls():
+            function, keywords = ast.unparse(call.func), {word.arg for word in call.keywords}
+            first = ast.unparse(call.args[0]) if call.args else ""
+            starting = function.startswith("subprocess.") or function.endswith("create_subprocess_exec")
+            named = re.match(r"\[?'[^/']*'", first) and starting and "executable" not in keywords
+            strict = starting and keywords & {"text", "universal_newlines", "encoding"}
+            if named or strict or function == "shutil.which":
+                yield f"{source.name}:{call.lineno}: starts a program by itself"
+
+
 def broad_silence(source: Source) -> Iterator[str]:
     """`except Exception: pass` hides the very errors that this program exists to report."""
     for node in ast.walk(source.tree):
@@ -386,6 +400,13 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/script/job.py",
             "launcher/jurymast/script/recognise.py",
             "plugins/jurymast_nvidia/__main__.py",
+        },
+    ),
+    starts: (
+        Source("launcher/a.py", "import subprocess\nsubprocess.run(['squeue'])\n"),
+        {
+            "launcher/jurymast/programs.py",
+            "launcher/jurymast/script/shims.py",  # for a user's script, as it would find it
         },
     ),
     broad_silence: (Source("tests/a.py", "try:\n    f()\nexcept Exception:\n    pass\n"), set()),

@@ -14,7 +14,6 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from jurymast import programs
 from jurymast.agent.health import NodeTestRunner, Probing, driver_here, leave_verdict
 from jurymast.agent.keeping import Keeping, own_domain
 from jurymast.agent.ranks import (
@@ -86,7 +86,7 @@ def remove_abandoned() -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Not in Python, whose recursion limit deeply nested directories exceed.
-            subprocess.run(["rm", "-rf", "--", path], stdin=DEVNULL, stderr=DEVNULL, check=False)
+            programs.run(["rm", "-rf", "--", str(path)], stdin=DEVNULL, stderr=DEVNULL)
         except OSError:
             pass  # its agent is alive
         finally:

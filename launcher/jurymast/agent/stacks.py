@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import shutil
 import subprocess
 import threading
 import time
@@ -28,7 +27,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from jurymast import foreign
+from jurymast import foreign, programs
 from jurymast.agent.ranks import process_state
 from jurymast.core import messages as msg
 from jurymast.core.nodes import stacks
@@ -372,12 +371,12 @@ def _can_answer(rank: _SeenRank) -> bool:
 def _from_outside(pid: int, limit_s: float) -> str:
     """Return the stacks that py-spy reads from the process's memory, even if it is stopped; "" without py-spy
     or the permission."""
-    program = shutil.which(PY_SPY)
+    program = programs.located(PY_SPY)
     if program is None or limit_s <= 0.0:
         return ""
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = programs.run(command, capture_output=True, timeout=limit_s)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout[:STACK_BYTES_MAX]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast import foreign
+from jurymast import foreign, programs
 from jurymast.cli.options import (
     examples,
     json_option,
@@ -389,7 +389,7 @@ class _Call:
         place.mkdir(parents=True, exist_ok=True)
         source = str(self._directory.path(step))
         words = run_module("jurymast.storage.export", source, str(target), form)
-        done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        done = programs.run(words, capture_output=True, stdin=subprocess.DEVNULL)
         said = done.stderr.strip().splitlines()
         if done.returncode != 0:
             raise CheckpointError(f"step {step} cannot be exported: {said[-1] if said else done.returncode}")

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import msgspec
 
-from jurymast import foreign
+from jurymast import foreign, programs
 from jurymast.cluster.allocation import Allocation, announced_hosts, from_slurm_environment, listen, loopback
 from jurymast.cluster.control import requeue
 from jurymast.cluster.signals import WARNINGS
@@ -67,7 +67,9 @@ class SrunAgents(Agents):
         command = ["srun", *SURVIVE, "--export=ALL", "--ntasks-per-node=1", f"--nodes={self._nodes}"]
         command += [f"--ntasks={self._nodes}", "--overlap", "--unbuffered", "--cpu-bind=none"]
         command += agent_command(self._run_directory, announced_hosts()[0], port)
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, executable=programs.executable(command[0]), stdin=subprocess.DEVNULL
+        )
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None

@@ -19,7 +19,7 @@ from jurymast.cluster.sbatch import seconds_of, split_command_line, where_option
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, UsageError
 from jurymast.interpreter import run_module
-from jurymast.jobs import job_fields, run_command, utc_time
+from jurymast.jobs import UNIX_TIMES, job_fields, run_command, utc_time
 from jurymast.rundir import RunDirectory
 
 Answer = TypeVar("Answer")
@@ -214,10 +214,10 @@ NOTED_S, CLOCKS_DIFFER_S = 3600.0, 60.0
 def ended_as(job: str, begun_at: float) -> str:
     """How a life of the job ended that had begun by `begun_at` (Unix time), in the words of `reason_of`; ""
     if Slurm keeps no accounts, or they do not say. slurmctld itself keeps nothing of an earlier life."""
-    command = ["env", "SLURM_TIME_FORMAT=%s", "sacct", "--noheader", "--parsable2", "--allocations"]
+    command = ["sacct", "--noheader", "--parsable2", "--allocations"]
     command += ["--duplicates", f"--jobs={job}", "--format=State,Start,End"]
     try:
-        return ended_life(run_command(command, ANSWER_LIMIT_S), begun_at)
+        return ended_life(run_command(command, ANSWER_LIMIT_S, variables=UNIX_TIMES), begun_at)
     except ClusterUnavailableError:
         return ""
 

@@ -32,7 +32,7 @@ from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Avoided, RunPlan
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
-from jurymast.jobs import run_command, utc_time
+from jurymast.jobs import UNIX_TIMES, run_command, utc_time
 from jurymast.journal import initial_state, read, take
 from jurymast.reference import counts_against_node
 from jurymast.rundir import RunDirectory, run_names, write_json
@@ -345,9 +345,9 @@ def parse_accounting(text: str, known: Collection[str], now: float) -> list[Watc
 
 def _accounting() -> str:
     """sacct's lines about this user's jobs. Raises ClusterUnavailableError if Slurm keeps no accounts."""
-    command = ["env", "SLURM_TIME_FORMAT=%s", "sacct", "--noheader", "--parsable2", "--allocations"]
+    command = ["sacct", "--noheader", "--parsable2", "--allocations"]
     command += ["--duplicates", f"--starttime=now-{ACCOUNTING_DAYS}days", f"--format={FORMAT}"]
-    return run_command(command, ACCOUNTING_LIMIT_S)
+    return run_command(command, ACCOUNTING_LIMIT_S, variables=UNIX_TIMES)
 
 
 def _told(watched: list[Watched], where: str) -> str:
@@ -410,9 +410,12 @@ _OUT = ("down", "drain", "fail")
 
 
 def _sinfo(fields: str) -> list[list[str]]:
-    """These fields (%N|...) of each node, in each of its partitions. Raises ClusterUnavailableError."""
+    """These fields (%N|...) of each node, in each of its partitions. Of a reason, the first line
+    counts. Raises ClusterUnavailableError."""
     told = run_command(["sinfo", "--noheader", "--all", "--Node", f"--format={fields}"], utc=True)
-    return [[part.strip() for part in line.split("|", fields.count("|"))] for line in told.splitlines()]
+    others = fields.count("|")
+    lines = [line for line in told.splitlines() if line.count("|") >= others]
+    return [[part.strip() for part in line.split("|", others)] for line in lines]
 
 
 def partition_nodes(partition: str) -> tuple[set[str], set[str]]:

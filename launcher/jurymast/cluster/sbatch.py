@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from jurymast import foreign
+from jurymast import foreign, programs
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import ScriptError, UsageError
 
@@ -105,12 +105,10 @@ def _help_of(program: str) -> str:
     """What the command prints for --help; "" if it is not here."""
     command = [program, "--help"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=HELP_LIMIT_S, check=False
-        )
+        done = programs.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=HELP_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.decode(errors="replace")
+    return done.stdout
 
 
 SBATCH = Grammar("sbatch", REQUIRED, OPTIONAL, NONE, SHORT)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jurymast import foreign
+from jurymast import foreign, programs
 from jurymast.cluster.allocation import batch_process, submit_local
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.sbatch import BatchScript
@@ -26,7 +26,7 @@ from jurymast.core.slurm_variables import without_a_job
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError, SubmissionError, UsageError
 from jurymast.interpreter import run_module
-from jurymast.jobs import ENDED_STATES, fields_of, run_command
+from jurymast.jobs import ENDED_STATES, jobs_in, run_command
 from jurymast.policy.resolve import Resolved
 from jurymast.rundir import RunDirectory, write_atomically
 
@@ -202,7 +202,7 @@ def partitions(clusters: str = "") -> dict[str, Partition]:
     answer."""
     hint = "to run on this machine without Slurm, use --cluster local"
     for program in ("sbatch", "sinfo"):
-        if shutil.which(program) is None:
+        if programs.located(program) is None:
             raise ClusterUnavailableError(
                 f"Slurm's commands are not available: {program} is not in PATH", hint=hint
             )
@@ -255,8 +255,7 @@ def exit_code(told: str) -> int | None:
     """The exit code of a job, from `scontrol show job --oneliner`: the highest of an array's tasks, 128 +
     number for a signal; None while a task may still run."""
     codes = []
-    for line in filter(None, told.splitlines()):
-        fields = fields_of(line)
+    for fields in jobs_in(told):
         # A revoked job runs on another cluster of its federation.
         if fields.get("JobState") not in ENDED_STATES - {"REVOKED"}:
             return None
@@ -297,11 +296,9 @@ def environment_for_sbatch(environment: Mapping[str, str]) -> dict[str, str]:
 def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run sbatch, which returns once it has accepted the job. Raises SubmissionError with Slurm's own
     words."""
-    done = subprocess.run(
+    done = programs.run(
         argv,
         capture_output=True,
-        text=True,
-        check=False,
         stdin=subprocess.DEVNULL,
         env=environment_for_sbatch(os.environ),
         start_new_session=True,  # only we get Ctrl-C: see _interrupt_held
@@ -387,7 +384,7 @@ def submit_slurm(request: Request) -> Submitted:
     except BaseException as error:
         if job:
             where = [f"--clusters={cluster}"] if cluster else []
-            subprocess.run(["scancel", *where, job], check=False, stdin=subprocess.DEVNULL)
+            programs.run(["scancel", *where, job], stdin=subprocess.DEVNULL)
         if isinstance(error, OSError):
             raise SubmissionError(f"the job could not be submitted: {error}") from error
         raise

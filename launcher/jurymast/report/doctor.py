@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from jurymast import foreign
+from jurymast import foreign, programs
 from jurymast.cluster.verdicts import seal
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.interpreter import run_code
@@ -59,7 +59,7 @@ UNSEEN: Found = (NOTE, "not known: Slurm does not answer")
 
 def examine(runs: Path, spool: Path) -> Iterator[DoctorCheck]:
     """Run all checks, in the order in which problems should be solved."""
-    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    missing = [name for name in COMMANDS if programs.located(name) is None]
     conf: dict[str, str] = {}
     if missing:
         yield DoctorCheck(
@@ -167,7 +167,7 @@ def _gpu_library() -> Found:
     """Login nodes seldom have the library; the nodes matter."""
     code = "import pynvml as p; p.nvmlInit(); print(p.nvmlSystemGetDriverVersion(), p.nvmlDeviceGetCount())"
     try:
-        done = subprocess.run(run_code(code), capture_output=True, text=True, timeout=20, check=False)
+        done = programs.run(run_code(code), capture_output=True, timeout=20)
     except subprocess.TimeoutExpired:
         return NO, "NVML does not answer", "the driver hangs: reboot this machine"
     if done.returncode == 0:
@@ -234,7 +234,7 @@ def _drain(conf: dict[str, str]) -> Found:
 
 
 def _admin_level() -> str:
-    if shutil.which("sacctmgr") is None:
+    if programs.located("sacctmgr") is None:
         return ""
     try:
         command = ["sacctmgr", "--noheader", "--parsable2", "show", "user", "format=AdminLevel"]
@@ -336,13 +336,16 @@ def examine_script(environment: Mapping[str, str]) -> Iterator[DoctorCheck]:
 
 
 def _python(environment: Mapping[str, str]) -> Found:
-    path = environment.get("PATH", os.defpath)
-    found = shutil.which("python", path=path) or shutil.which("python3", path=path)
+    found = programs.located("python", environment) or programs.located("python3", environment)
     if found is None:
-        return NO, f"none in PATH: {path}", "load its module or environment before"
+        return (
+            NO,
+            f"none in PATH: {environment.get('PATH', os.defpath)}",
+            "load its module or environment before",
+        )
     try:
         command = run_code(LOOK, python=found)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=False)
+        done = programs.run(command, capture_output=True, timeout=LOOK_S)
         python, ours, torch, place = done.stdout.strip().split(" ", 3)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         return NO, f"{found} does not run: {type(error).__name__}", "try: python -c pass"

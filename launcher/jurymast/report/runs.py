@@ -41,7 +41,8 @@ CODES = {
     "failed": "F", "cancelled": "CA",
 }  # fmt: skip
 ENDED_SHOWN_S = 86_400.0
-_FORMAT = "%i|%P|%j|%u|%t|%M|%D|%T|%r|%R"
+# The name last: it may contain what stands between the columns.
+_FORMAT = "%i|%P|%u|%t|%M|%D|%T|%r|%R|%j"
 # The columns: squeue's first, then the run's own.
 COLUMNS = {
     "job": "JOBID", "partition": "PARTITION", "name": "NAME", "user": "USER", "st": "ST", "time": "TIME",
@@ -93,7 +94,7 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
     if state.ended:
         life = Liveness("ended")
     elif squeue is not None:
-        life = judge(squeue[0], squeue[7], squeue[8])
+        life = judge(squeue[0], squeue[6], squeue[7])
     else:
         life = look(watcher.directory, state)
     word, _ = public_state(state, life)
@@ -113,10 +114,11 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
     )  # fmt: skip
     if squeue is not None and not state.ended:
         row.update(
-            zip(("job", "partition", "name", "user", "st", "time"), squeue[:6], strict=True),
-            nodelist=squeue[9],
+            zip(("job", "partition", "user", "st", "time"), squeue[:5], strict=True),
+            nodelist=squeue[8],
+            name=squeue[9],
         )
-        row["nodes"] = int(squeue[6]) if squeue[6].isdigit() else row["nodes"]
+        row["nodes"] = int(squeue[5]) if squeue[5].isdigit() else row["nodes"]
     return row
 
 

@@ -45,6 +45,8 @@ def drained_by_us() -> tuple[dict[str, str], int]:
     nodes = set()
     ours = {}
     for line in told.splitlines():
+        if line.count("|") < 2:
+            continue  # a reason goes on
         name, state, reason = (word.strip() for word in line.split("|", 2))
         nodes.add(name)
         if is_out(state) and reason.startswith(PREFIX):
