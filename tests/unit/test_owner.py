@@ -220,6 +220,33 @@ def test_while_slurm_is_silent_an_owner_is_neither_gone_nor_alive(
     assert owner(root) == second
 
 
+def test_an_owner_that_names_ever_so_many_jobs_is_not_asked_about_for_ever(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user may have put it there. That it lives is known once one of its jobs does."""
+    squeue = slurm(tmp_path, monkeypatch)
+    asked = tmp_path / "asked"
+    first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
+    claim(root, first)
+    jobs = Path(first.directory, "slurm", "jobs")
+    jobs.mkdir(parents=True)
+    for number in range(1, 31):
+        (jobs / str(number)).touch()
+    answers(squeue, f"echo >> {asked}; echo 'RUNNING|None'")
+    with pytest.raises(CheckpointError, match="its job 30 is RUNNING"):
+        claim(root, second)
+    assert asked.read_text().count("\n") == 1
+    answers(squeue, f"echo >> {asked}; {GONE}")
+    for limit, value in (("WAIT_S", -1.0), ("JOBS_MAX", 29)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"jurymast.checkpoint.owner.{limit}", value)
+            with pytest.raises(CheckpointError, match="it names 30 jobs"):
+                claim(root, second)
+    assert asked.read_text().count("\n") == 1
+    claim(root, second)
+    assert owner(root) == second
+
+
 def test_a_training_goes_on_while_slurm_is_silent_and_saves_once_it_answers(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,8 @@ ENDED = frozenset({"succeeded", "failed", "cancelled"})
 # How long a claim waits for an owner that is ending, and for an answer of Slurm.
 WAIT_S = 60.0
 ASK_EVERY_S = 2.0
+# A run that is submitted again several times a day for years has fewer jobs.
+JOBS_MAX = 10_000
 # Another run may claim the directory between our look and our claim.
 TRIES = 10
 # A claim that is not fully written after this long will not be: its process was killed.
@@ -146,8 +148,21 @@ def fate(owner: Owner) -> Fate:
         jobs.setdefault(owner.job, owner.cluster)
     if not jobs:
         return Fate(Life.ENDED) if removed else Fate(Life.UNKNOWN, why)
-    fates = [_of_local(run) if job.startswith("local-") else _of_job(job, at) for job, at in jobs.items()]
-    return max(fates, key=lambda one: list(Life).index(one.life))
+    return _of_jobs(run, jobs)
+
+
+def _of_jobs(run: RunDirectory, jobs: dict[str, str]) -> Fate:
+    """Return the last fate among those of a run's jobs. The directory may be another user's, and name ever so
+    many: a claim waits no longer for them than for anything else."""
+    end, last = time.monotonic() + WAIT_S, Fate(Life.ENDED)
+    for job, cluster in sorted(jobs.items(), key=lambda item: (len(item[0]), item[0]), reverse=True):
+        if time.monotonic() > end:
+            return Fate(Life.UNKNOWN, f"it names {len(jobs)} jobs, too many to ask about")
+        found = _of_local(run) if job.startswith("local-") else _of_job(job, cluster)
+        last = max(last, found, key=lambda one: list(Life).index(one.life))
+        if last.life is Life.ALIVE:
+            break
+    return last
 
 
 def _loaded(path: Path) -> dict[str, Any] | None:
@@ -168,12 +183,15 @@ def _is_removed(root: Path) -> bool:
 
 
 def _jobs(run: RunDirectory) -> dict[str, str]:
-    """Return the jobs of a run, each with its Slurm cluster or "". Raises OSError."""
+    """Return the jobs of a run, each with its Slurm cluster or "". Raises OSError, and ValueError if they are
+    more than any run has."""
     folder = run.submission / "jobs"
     try:
         names = foreign.names(folder)
     except FileNotFoundError:
         return {}
+    if len(names) > JOBS_MAX:
+        raise ValueError(f"it names {len(names)} jobs")
     return {name: foreign.read(folder / name, 1000).decode(errors="replace").strip() for name in names}
 
 
