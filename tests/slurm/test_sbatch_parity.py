@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.runs import SCRIPTS
+from support.slurm_runs import forget_earlier_runs
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -110,6 +113,45 @@ def compared(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> list[st
         if here.get(variable) != there.get(variable):
             lines.append(f"{name}: {variable}: {there.get(variable)} / {here.get(variable)}")
     return lines
+
+
+BOUND = """#!/bin/bash
+#SBATCH --nodes=2 --cpus-per-task=2 --mem=100
+#SBATCH --job-name=parity --output=%x-%A-%a.out --error=%x.err
+#JURYMAST train: yes
+cd sub
+cat > bound.py <<END
+import os, torch
+print("said", os.environ["SLURM_PROCID"], sorted(os.sched_getaffinity(0)), torch.get_num_threads())
+END
+srun --ntasks=4 --cpus-per-task=1 python bound.py
+srun --ntasks=4 --cpus-per-task=1 --cpu-bind=none python bound.py
+"""
+
+
+@pytest.fixture
+def binding(place: Path) -> Iterator[Cluster]:
+    """A cluster that binds tasks to processors, of which a node has as many as this machine for sure."""
+    where = place.with_name(f"{place.name}-binds")
+    running = Cluster.up(nodes=3, cpus=2, directory=where, conf=["TaskPlugin=task/affinity"])
+    forget_earlier_runs(running)
+    try:
+        yield running
+        assert running.repair_all() == []
+    finally:
+        running.down()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_tasks_have_the_processors_and_threads_that_slurm_would_give_them(
+    binding: Cluster, tmp_path: Path
+) -> None:
+    work = binding.shared / tmp_path.name[:20]
+    told(binding, work.with_name(f"{work.name}-sbatch"), "sbatch", script=BOUND)
+    told(binding, work, str(binding.python.parent / "jurymast"), "submit", "--spares=1", script=BOUND)
+    found = said(work)
+    assert found == said(work.with_name(f"{work.name}-sbatch"))
+    assert sum(map(len, found.values())) == 8, found
 
 
 # The same ranks without a batch script. SBATCH_EXPORT takes the user's variables away, and the job around the

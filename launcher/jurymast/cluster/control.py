@@ -170,6 +170,15 @@ def kill_wait_of(config: str) -> float | None:
     return max(float(found[1]), LEAST_KILL_WAIT_S) if found else None
 
 
+def binds_tasks() -> bool:
+    """Whether Slurm binds tasks to processors here; False if it does not say."""
+    try:
+        config = run_command(["scontrol", "show", "config"], ANSWER_LIMIT_S)
+    except ClusterUnavailableError:
+        return False
+    return re.search(r"^TaskPlugin\s*=.*affinity", config, re.MULTILINE) is not None
+
+
 def why_ending(allocation: Allocation) -> Ending:
     """Why the job is ending, and when, asked after a SIGTERM.
 

@@ -123,6 +123,8 @@ class RunPlan:
     guessed: bool = False
     train: str = ""  # what the user says of such tasks: yes, no, or nothing
     gpus_per_task: Count = 0  # 0: each sees all of its node's
+    tasks_per_gpu: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] = 1  # so many see the same
+    cpus_per_task: Count = 0  # 0: each has all processors of its node
     # `script` is a program, a shell say, that starts the Python of its rank itself.
     program: bool = False
     stderr_apart: bool = False  # ranks' stderr has logs of its own, because it goes elsewhere than stdout

@@ -75,9 +75,11 @@ def _on_each_node(launch: recognise.TorchrunLaunch, job: RunDirectory) -> bool:
     return launch.nodes == "1" and job.own_plan().active > 1
 
 
-def run_tasks(count: int, gpus: int, command: list[str], *, guessed: bool) -> int:
-    """Run `count` tasks of a command on this node, as srun would have started them, each with `gpus` GPUs.
-    `guessed`: see `RunPlan`."""
+def run_tasks(
+    count: int, gpus: tuple[int, int], processors: int, command: list[str], *, guessed: bool
+) -> int:  # fmt: skip
+    """Run `count` tasks of a command on this node, as srun would have started them, each with so many `gpus`,
+    which so many tasks share, and bound to so many `processors` (0: to none). `guessed`: see `RunPlan`."""
     python = python_command(command)
     program, *arguments = command
     training = Training(
@@ -85,7 +87,8 @@ def run_tasks(count: int, gpus: int, command: list[str], *, guessed: bool) -> in
         arguments=python.arguments if python else tuple(arguments),
         module=python is not None and python.module,
         program=python is None,
-        tasks=True, guessed=guessed, gpus=gpus, ranks=count, directory=os.getcwd(), python=sys.executable,
+        tasks=True, guessed=guessed, gpus=gpus[0], sharing=gpus[1], processors=processors, ranks=count,
+        directory=os.getcwd(), python=sys.executable,
     )  # fmt: skip
     return _train(Path(os.environ[shims.STEP_VARIABLE]), training)
 

@@ -32,7 +32,7 @@ import msgspec
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import SIGNALS, SURVIVE, Agents, BatchProcess, end_srun, end_with_us
-from jurymast.cluster.control import STILL_RUNNING, why_ending
+from jurymast.cluster.control import STILL_RUNNING, binds_tasks, why_ending
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
 from jurymast.core.messages import Accepted
 from jurymast.core.settings import RunPlan
@@ -48,6 +48,7 @@ from jurymast.script import shims
 from jurymast.script.notes import note, noted, say
 from jurymast.script.output import NUMBER_FILE, VARIABLES, Output, is_each_tasks, newest_attempt, relayed
 from jurymast.script.recognise import (
+    binds,
     gpus_a_task,
     in_container,
     python_command,
@@ -280,15 +281,16 @@ class Step:
         python = own[0] if python_command(own) else sys.executable
         if python == sys.executable and (place or self._mounts(srun)):
             python = "python3"  # the container's own
-        gpus = str(gpus_a_task(srun, os.environ))
-        how = [str(tasks), gpus, str(int(guessed))]
-        agent = run_module("jurymast.script", "tasks", *how, *own, python=python)
-        command = [*srun.command[:place], *agent]
+        gpus, sharing = gpus_a_task(srun, os.environ)
         # The agent is one task that shares out what it has to its ranks, so it must have the whole node.
         self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}
         cpus = srun.last("cpus-per-task") or self._hidden.get("SRUN_CPUS_PER_TASK")
+        bound = binds(cpus, srun.last("cpu-bind") or self._hidden.get("SLURM_CPU_BIND")) and binds_tasks()
         if cpus:  # srun tells its tasks
             self._hidden["SLURM_CPUS_PER_TASK"] = cpus
+        how = (tasks, gpus, sharing, int(cpus) if cpus and bound else 0, int(guessed))
+        agent = run_module("jurymast.script", "tasks", *map(str, how), *own, python=python)
+        command = [*srun.command[:place], *agent]
         options = [given for given in srun.options if given.name not in SHARED_OUT]
         options.append(Given("cpu-bind", "none", ("--cpu-bind=none",)))
         return self.run(CommandLine(options=options, command=command), tasks=tasks)

@@ -51,6 +51,8 @@ class Training:
     tasks: bool = False
     guessed: bool = False
     gpus: int = 0
+    sharing: int = 1
+    processors: int = 0
     program: bool = False
 
     @property
@@ -64,7 +66,7 @@ class Training:
         return replace(
             job, run=run.root.name, directory=str(run.root), script=self.script, arguments=self.arguments,
             module=self.module, program=self.program, tasks=self.tasks, guessed=self.guessed,
-            gpus_per_task=self.gpus,
+            gpus_per_task=self.gpus, tasks_per_gpu=self.sharing, cpus_per_task=self.processors,
             ranks_per_node=self.ranks, working_directory=self.directory, python=self.python,
         )  # fmt: skip
 

@@ -62,10 +62,11 @@ def task_variables(
     return of_a_task(step, hosts, nodes=nodes, each=each, node=node, local=local)
 
 
-def own_gpus(node: Mapping[str, str], local_rank: int, each: int) -> dict[str, str]:
-    """Return the variables that show a rank `each` of its node's GPUs; {} if `each` is 0, for all."""
+def own_gpus(node: Mapping[str, str], share: int, each: int) -> dict[str, str]:
+    """Return the variables that show the share of this number, `each` of its node's GPUs; {} if `each` is 0,
+    for all."""
     names = [name for name in GPUS if name in node] if each else []
-    parts = {name: node[name].split(",")[local_rank * each :][:each] for name in names}
+    parts = {name: node[name].split(",")[share * each :][:each] for name in names}
     return {name: ",".join(devices) for name, devices in parts.items()}
 
 
@@ -114,13 +115,14 @@ class RankServer:
         """Start ranks with these environments and arguments, by local rank."""
         self._pids = []
         for local_rank in range(len(envs)):  # `stop` ends those that were started if another cannot be
-            self._pids.append(self._start(envs[local_rank], args[local_rank], cold))
+            self._pids.append(self._start(local_rank, envs[local_rank], args[local_rank], cold))
 
     def pids(self) -> dict[int, int]:
         return dict(enumerate(self._pids))
 
-    def _start(self, environment: dict[str, str], arguments: tuple[str, ...], cold: bool) -> int:
-        order = {"start": {"environment": environment, "arguments": arguments, "cold": cold}}
+    def _start(self, local: int, environment: dict[str, str], arguments: tuple[str, ...], cold: bool) -> int:
+        what = {"local": local, "environment": environment, "arguments": arguments, "cold": cold}
+        order = {"start": what}
         self._channel.sendall(json.dumps(order).encode() + b"\n")
         while True:
             for message in self._receive():
@@ -245,7 +247,7 @@ class ImpatientAgent(LocalElasticAgent):
                 environment.update(task_variables(environment, os.environ, launch.nodes, each_rank=each_rank))
             if plan["tasks"]:
                 as_a_task(environment, os.environ)
-                environment.update(own_gpus(os.environ, local_rank, plan["gpus"]))
+                environment.update(own_gpus(os.environ, local_rank // plan["sharing"], plan["gpus"]))
 
     def _error_file(self, local_rank: int) -> str:
         name = f"error-{self._rendezvous_handler.launch.attempt}-{local_rank}.json"

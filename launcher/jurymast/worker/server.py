@@ -35,6 +35,7 @@ from jurymast.processes import (
 )
 from jurymast.worker import before_torch, preload, rank
 from jurymast.worker.agent_pipe import FD_VARIABLE
+from jurymast.worker.shares import cores_of, shares
 
 # ---- variables that the script sets
 
@@ -85,7 +86,11 @@ class ForkServer:
             signal.signal(number, signal.SIG_IGN)
         name_process("jurymast-server")
         environment = rank.users_environment(os.environ)
+        everywhere, each = os.sched_getaffinity(0), self._plan["processors"]
+        self._shares = shares(cores_of(everywhere), self._plan["ranks"], each) if each else []
+        self._bind(0)  # libraries count processors when they are loaded, and have as many threads in ranks
         self._load(environment)
+        os.sched_setaffinity(0, everywhere)
         pipe = int(os.environ.pop(FD_VARIABLE))
         self._environment = environment
         self._wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -106,12 +111,18 @@ class ForkServer:
         for descriptor in (self._wake_r, wake_w):
             os.close(descriptor)
         ours.close()
+        self._bind(order["local"])
         rank.begin(
             order, parent=self._pid, name=self._ranks_name, environment=self._environment,
             loaded=self._loaded, bundles=self._bundles, presets=self._presets,
             program=self._plan["script"] if self._plan["program"] else "",
             cold=self._cold, repeatable=self._repeatable,
         )  # fmt: skip
+
+    def _bind(self, local_rank: int) -> None:
+        """Give this process the processors of the rank with this number on its node, if it has its own."""
+        if self._shares:
+            os.sched_setaffinity(0, self._shares[local_rank])
 
     def _load(self, environment: dict[str, str]) -> None:
         """Load torch and the modules that ranks need, with the variables that the script sets first."""
