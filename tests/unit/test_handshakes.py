@@ -475,3 +475,35 @@ def test_files_for_all_nodes(hard: int, nodes: int, enough: bool) -> None:
         f"may open {hard} files here, and the supervisor of {nodes} nodes may need {needed}" in told
     ) != enough
     assert (told == "") == enough
+
+
+FEW_FILES = """
+import resource, socket, sys
+from jurymast.wire.handshakes import Handshakes
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+server = Handshakes(bytes(32), "keeper:n1")
+server.listen(listener)
+print(listener.getsockname()[1], flush=True)
+sys.stdin.readline()
+for _ in range(20):
+    server.turn()
+    open("/dev/null").close()
+"""
+
+
+def test_strangers_take_no_file_from_the_process_that_they_beset() -> None:
+    """Where a process may open few files. Then it could not even write down what happened."""
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", FEW_FILES], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        _, error = server.communicate("\n", timeout=LIMIT_S)
+    assert (server.returncode, error) == (0, "")

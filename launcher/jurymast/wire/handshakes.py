@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import resource
 import select
 import socket
 import struct
@@ -71,7 +72,10 @@ class Handshakes:
     def __init__(self, secret: bytes, who: str, nodes: int = 0, known: Iterable[str] = ()) -> None:
         """`nodes`: how many may connect at once. `known`: addresses that are preferred from the start."""
         self._secret, self._who = secret, who
-        self._admission = Admission(nodes + STRANGERS_MAX, protocol.HANDSHAKE_LIMIT_S, known)
+        # Strangers must not have all descriptors: this process needs them for its files, and for who is in.
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        waiting = min(nodes + STRANGERS_MAX, most // 2) if most > 0 else nodes + STRANGERS_MAX
+        self._admission = Admission(waiting, protocol.HANDSHAKE_LIMIT_S, known)
         self._poll = select.epoll()
         self._listeners: dict[int, socket.socket] = {}
         self._resting: dict[int, float] = {}  # listeners, and when they accept again
