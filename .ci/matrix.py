@@ -109,6 +109,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("flags", nargs="*", help="passed to pytest")
     options = parser.parse_args()
+    os.environ.pop("PYTHONPATH", None)  # for this file; with it the tests would not find their own modules
     rows = [row for row in ROWS if not (options.quick and row.torch)]
     rows = [row for row in rows if not options.only or any(word in row.name for word in options.only)]
     if options.list:

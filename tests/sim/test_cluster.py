@@ -35,6 +35,7 @@ from support.planted import (
     rolled_back_at_a_takeover,
     stalled_and_then_blind,
     stalled_while_views_are_old,
+    still_for_a_moment,
     taken_over_when_the_journal_is_long,
     uneven_by_design,
 )
@@ -191,6 +192,11 @@ def test_a_run_that_never_gets_beyond_a_step_gives_up() -> None:
 def test_ranks_that_do_more_than_others_keep_their_node() -> None:
     results = [run(exactly(uneven_by_design)(seed)) for seed in range(4)]
     assert {(one.broken, len(one.restores)) for one in results} == {("", 1)}
+
+
+def test_a_moment_s_stop_of_an_agent_does_not_end_replication() -> None:
+    results = [run(still_for_a_moment(seed)) for seed in range(40)]
+    assert [f"{one.plan.seed}: {one.broken}" for one in results if one.broken] == []
 
 
 def test_whom_the_last_supervisor_did_not_hear_takes_part_under_the_next() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -134,6 +135,15 @@ def _ever_more_patient(state: RunState, event: ev.RanksHung) -> Any:
     decided = machine._ranks_hung(state, event)
     state.hang_patience = 8.0 * before
     return decided
+
+
+_failed = cp.Reachability.failed
+
+
+def _each_failure_counts(self: cp.Reachability, pair: cp.Pair, now: float) -> bool:
+    if pair in self._failing:
+        self._failing[pair].at = -math.inf
+    return _failed(self, pair, now)
 
 
 def of(*kinds: str) -> Plans:
@@ -293,6 +303,14 @@ def lost_before_a_takeover(seed: int) -> Plan:
         Fault(over_at + 0.3, "power", node=0),
     )
     return Plan(seed, 3, 1, 1, 5, 8, faults)
+
+
+def still_for_a_moment(seed: int) -> Plan:
+    """The agent of one of two nodes stands still while the other fetches several images from it. Watched for
+    so long that missing replicas are seen."""
+    chance = Random(seed)
+    stops = Fault(chance.uniform(6.0, 12.0), "agent stops", node=1, seconds=chance.uniform(0.8, 1.3))
+    return Plan(seed, 2, 0, 2, 5, 8, (stops, Fault(32.0, "snap", node=0)))
 
 
 def cut_off_alone(seed: int) -> Plan:
@@ -460,6 +478,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "7: ranks that are slow by design cost their node its place": (
         exactly(uneven_by_design),
         [(Windows, "_by_design", lambda *_: False)],
+    ),
+    "12: images that fail together end replication": (
+        still_for_a_moment,
+        [(cp.Reachability, "failed", _each_failure_counts)],
     ),
     "12: no replica is ever ordered": (of(), [(Replicas, "under_way", False)]),
     "10: a rollback that no supervisor was asked for is only noted": (

@@ -197,3 +197,15 @@ def test_a_plan_never_mixes_sets_and_covers_every_part(
             held_there = {(source.node, part, source.rank) for part in (source.part, ALL)}
             assert held_there & everything
             assert source.rank == rank or source.part == COMMON
+
+
+def test_images_that_fail_together_are_one_failure_to_reach_a_node() -> None:
+    reach = cp.Reachability()
+    assert reach.failed(("a", "b"), 10.0)
+    assert not reach.failed(("a", "b"), 10.1)
+    assert reach.given_up(10.1) == frozenset()
+    assert reach.failed(("a", "b"), 10.1 + cp.RETRY_S)
+    assert reach.given_up(16.0) == {("a", "b")}
+    pause_s = next(iter(reach._failing.values())).until
+    assert not reach.failed(("a", "b"), 15.2), "its other image fails as well"
+    assert next(iter(reach._failing.values())).until == pause_s

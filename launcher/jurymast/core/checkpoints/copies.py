@@ -588,12 +588,15 @@ Pair = tuple[str, str]  # the node that copies or writes, and the one whose imag
 @dataclass
 class _Unreachable:
     times: int = 0
+    at: float = -math.inf
     until: float = 0.0
 
 
 @dataclass
 class Reachability:
-    """`tries` failures in a row mean that a pair cannot reach each other. Times are the caller's clock, in
+    """`tries` failures in a row mean that a pair cannot reach each other. What fails within `RETRY_S` of the
+    last counted failure was under way with it, as the images of all ranks are, and shares its cause: a node
+    that stands still for a moment is no reason to do without it for minutes. Times are the caller's clock, in
     seconds."""
 
     tries: int = TRIES
@@ -602,7 +605,9 @@ class Reachability:
     def failed(self, pair: Pair, now: float) -> bool:
         """Note a failure; returns True if it is news: the first one, and when the pair is given up."""
         known = self._failing.setdefault(pair, _Unreachable())
-        known.times += 1
+        if now < known.at + RETRY_S:
+            return False
+        known.at, known.times = now, known.times + 1
         if known.times >= self.tries:
             known.until = now + min(PAUSE_MAX_S, PAUSE_S * 2.0 ** min(known.times - self.tries, 10))
         return known.times <= self.tries

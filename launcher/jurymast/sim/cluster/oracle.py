@@ -69,6 +69,7 @@ class Oracle:
         self.touched: dict[str, float] = {}  # node, or pair of nodes: until when
         self.storage_touched = -1e9
         self.unwritable_until = -1e9  # on some node
+        self.cut_at = -1e9  # a write, because a node was lost in it
         self.supervisor: SimSupervisor | None = None  # the newest that listens
         self.lines = 0
         self.restores_from: list[str] = []
@@ -217,6 +218,11 @@ class Oracle:
         if state.phase is Phase.FAILED or len(fine) >= self.cluster.plan.active:
             self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {decided.reason}")
 
+    def cuts_write(self) -> None:
+        """A supervisor gives up a write, which begins again. Only the loss of a node is a reason."""
+        if max(self.touched.values(), default=-1e9) > self.cluster.world.now - AGAIN_S:
+            self.cut_at = self.cluster.world.now
+
     def sends_home(self, supervisor: SimSupervisor) -> None:
         if supervisor is self.supervisor:
             self._goes(supervisor, "the nodes go")
@@ -233,6 +239,8 @@ class Oracle:
             return
         if copy_s and self.unwritable_until > self.cluster.world.now - AGAIN_S - copy_s:
             return  # there may have been no time to write it all once more
+        if copy_s and self.cut_at > self.cluster.world.now - AGAIN_S - 2 * copy_s:
+            return  # nor for what was saved meanwhile, which has to wait for that
         if best[0] > max((step for step, _ in disk.shared), default=-1):
             self.fail(NOTHING_LOST, f"{how}, and {best} is on none of {[*disk.shared]}")
 

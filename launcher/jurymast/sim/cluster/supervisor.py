@@ -259,6 +259,8 @@ class SimSupervisor:
             case do.Send():
                 if isinstance(effect.message, msg.Leave):
                     self.cluster.oracle.sends_home(self)
+                elif isinstance(effect.message, msg.CancelWrite):
+                    self.cluster.oracle.cuts_write()
                 self._send(effect.node, effect.message)
             case do.Answer():
                 go_on = msg.GoOn(
