@@ -19,8 +19,9 @@ import jurymast
 from jurymast.agent.ranks import unloadable as why_unloadable
 from jurymast.cli.options import find_run
 from jurymast.cli.resubmit import command as resubmit
-from jurymast.cluster import planning
-from jurymast.cluster.slurm import Request, Submitted
+from jurymast.cli.submit import command as submit
+from jurymast.cluster import planning, slurm
+from jurymast.cluster.slurm import Request, Submitted, write_run_directory
 from jurymast.core import events as ev
 from jurymast.core.goodput import Ledger
 from jurymast.core.run.loops import fruitless
@@ -454,6 +455,46 @@ def test_a_run_is_submitted_again_as_it_was(tmp_path: Path, monkeypatch: pytest.
     assert second.settings.attempts_without_step == 9
     with pytest.raises(UsageError, match="KEY=VALUE"):
         resubmit.main([story.plan.run, "--runs", "runs", "--set", "spares"], standalone_mode=False)
+
+
+def test_a_batch_script_is_submitted_again_as_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --nodes=2 --ntasks=4\nsrun torchrun train.py\n")
+    asked: list[Request] = []
+
+    def submitted(request: Request) -> Submitted:
+        write_run_directory(request)
+        asked.append(request)
+        return Submitted(request, slurm_job="7")
+
+    monkeypatch.setattr("jurymast.cluster.slurm.submit", submitted)
+    parts = slurm.parse_partitions("all*|up|infinite|9|idle")
+    monkeypatch.setattr(slurm, "partitions", lambda clusters: parts)
+    typed = ["--runs", "runs", "--spares", "1", "--time=10", "job.sbatch", "a b"]
+    submit.main(typed, standalone_mode=False)
+    (first,) = asked
+    again = [first.plan.run, "--runs", "runs", "--set", "spares=1"]
+    resubmit.main(again, standalone_mode=False)
+    second = asked[1]
+    for name in ("active", "spares", "signal_s", "arguments", "name"):
+        assert getattr(second.plan, name) == getattr(first.plan, name)
+    assert [word for word in second.plan.sbatch_options if "--nodes" in word or "--ntasks" in word] == [
+        word for word in first.plan.sbatch_options if "--nodes" in word or "--ntasks" in word
+    ]
+    assert second.plan.typed_options[-1:] == first.plan.typed_options == ("--time=10",)
+    assert second.users == first.users
+    assert Path(second.plan.script) == script
+    capfd.readouterr()
+    resubmit.main([*again, "--dry-run"], standalone_mode=False)
+    assert "--policy POLICY.yaml" in (shown := capfd.readouterr().out)
+    assert "spares: 1" in shown
+    script.write_text("#!/bin/bash\n")
+    resubmit.main(again, standalone_mode=False)
+    assert f"{script} has changed since" in capfd.readouterr().err
+    assert asked[2].users == first.users
 
 
 def test_the_next_command_is_on_the_first_screen(tmp_path: Path) -> None:

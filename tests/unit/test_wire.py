@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -25,7 +26,17 @@ from jurymast.errors import AuthenticationError, ProtocolError, RunCancelledErro
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel
 from jurymast.wire.channel import Channel, Connection, ConnectionClosed, ask
-from jurymast.wire.endpoint import NEWEST, Endpoint, announce, claim, claim_epoch, find, newest_epoch
+from jurymast.wire.endpoint import (
+    NEWEST,
+    PULSE,
+    Endpoint,
+    announce,
+    claim,
+    claim_epoch,
+    find,
+    newest_epoch,
+    pulse,
+)
 from jurymast.wire.handshakes import Handshakes, Proven
 from jurymast.wire.protocol import FRAME_BYTES_MAX, MAGIC, NONCE_BYTES, SUPERVISOR, TAG_BYTES
 from support.reports import STEPPING
@@ -576,6 +587,23 @@ def test_one_successor_alone_gets_the_epoch_after_the_last(tmp_path: Path) -> No
     assert claim(tmp_path, 2)
     assert not claim(tmp_path, 2)
     assert newest_epoch(tmp_path) == 2
+
+
+def test_a_pulse_is_never_read_in_the_midst_of_being_written(tmp_path: Path) -> None:
+    assert claim_epoch(tmp_path) == 1
+    pulse(tmp_path, 1, 0)
+
+    def beat() -> None:
+        for count in range(1, 20_000):
+            pulse(tmp_path, 1, count)
+
+    beats = threading.Thread(target=beat)
+    beats.start()
+    read = set()
+    while beats.is_alive():
+        read.add((tmp_path / PULSE).read_text())
+    beats.join()
+    assert all(text.startswith("1:") for text in read)
 
 
 def test_the_newest_endpoint_that_can_be_read_is_found(tmp_path: Path) -> None:

@@ -49,9 +49,12 @@ def command(run: str, pairs: tuple[str, ...], dry_run: bool, runs: Path | None) 
         if values:
             policy = Path(folder) / "policy.yaml"
             write_atomically(policy, _changed(directory.policy_file, values).encode())
-        words = words_of(directory, plan, policy, keep_spares="spares" not in values)
+        shown = Path("POLICY.yaml") if values and dry_run else policy
+        words = words_of(directory, plan, shown, keep_spares="spares" not in values)
         if dry_run:
             echo(f"cd {shlex.quote(plan.working_directory)}\n{shlex.join(['jurymast', 'submit', *words])}")
+            if values:
+                echo(f"where POLICY.yaml is:\n{policy.read_text(encoding='utf-8').rstrip()}")
             return 0
         return submit.command.main(words, prog_name="jurymast submit", standalone_mode=False)
 
@@ -102,10 +105,26 @@ def words_of(directory: RunDirectory, plan: RunPlan, policy: Path, *, keep_spare
         return [*words, *own, *plan.sbatch_options, "--", *named, *plan.arguments]
     from jurymast.cluster.slurm import users_script
 
-    script = users_script(directory)
-    if not foreign.exists(script):
+    copy = users_script(directory)
+    if not foreign.exists(copy):
         raise RunDirectoryError(
             f"{directory.root.name} is one training of a batch script, which is kept elsewhere",
             hint="submit the script again: jurymast submit SCRIPT",
         )
-    return [*words, "--job-name", plan.name, *plan.sbatch_options, str(script), *plan.arguments]
+    script = _original(plan, copy)
+    return [*words, "--job-name", plan.name, *plan.typed_options, str(script), *plan.arguments]
+
+
+def _original(plan: RunPlan, copy: Path) -> Path:
+    """The batch script where the user has it, since it may look for files beside itself; the run's `copy` if
+    it has changed since, or is gone."""
+    script = Path(plan.working_directory, plan.script)
+    try:
+        limit = foreign.SCRIPT_BYTES_MAX
+        if foreign.read(script, limit) == foreign.read(copy, limit):
+            return script
+        why = "has changed since"
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}"
+    echo(f"jurymast: note: {script} {why}, so the run's copy of it is submitted", err=True)
+    return copy

@@ -330,7 +330,7 @@ def _with_options(plan: RunPlan, script: BatchScript, told: CommandLine) -> RunP
         options.append(f"--job-name={script.job_name}")
     if not told.has("signal"):
         options.append(f"--signal={WARN_SIGNAL}")
-    return replace(plan, sbatch_options=tuple(options))
+    return replace(plan, sbatch_options=tuple(options), typed_options=plan.sbatch_options)
 
 
 def _scaled(value: str, nodes: int, active: int) -> str:

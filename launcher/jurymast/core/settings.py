@@ -131,6 +131,7 @@ class RunPlan:
     working_directory: str = "."
     python: str = "python3"
     sbatch_options: tuple[str, ...] = ()
+    typed_options: tuple[str, ...] = ()  # of these, what the user typed beside a batch script
     exclude: tuple[str, ...] = ()  # by hand
     avoided: tuple[Avoided, ...] = ()
     # So long before the time limit the job's own --signal may end something of the run.

@@ -76,9 +76,11 @@ def pulse(epochs: Path, epoch: int, count: int) -> None:
     """Show through the file system that this epoch's supervisor lives, beginning right after its claim.
     Raises OSError, also if the claim is missing: then this is another directory."""
     os.stat(_file(epochs, epoch, CLAIMED))
-    descriptor = os.open(epochs / PULSE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(descriptor, f"{epoch}:{count}".encode())
+    text = f"{epoch}:{count}".encode()
+    descriptor = os.open(epochs / PULSE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:  # never empty in between: others read the newest epoch there
+        os.pwrite(descriptor, text, 0)
+        os.ftruncate(descriptor, len(text))
     finally:
         os.close(descriptor)
 
