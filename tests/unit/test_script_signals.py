@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.cluster.signals import WARNINGS
 from jurymast.cluster.slurm import users_script
 from jurymast.rundir import RunDirectory
+from jurymast.script.step import node_command
 from support.waiting import wait_until
 
 RUN_SCRIPT = """
@@ -131,3 +133,41 @@ def test_a_script_that_a_signal_ends_ends_its_batch_process_so(tmp_path: Path) -
     command = [sys.executable, "-c", RUN_SCRIPT, str(users_script(job)), ""]
     done = subprocess.run(command, timeout=120, check=False)
     assert done.returncode == -signal.SIGINT
+
+
+SAVES_WHEN_WARNED = """
+import pathlib, signal, sys
+def save(number, _frame):
+    pathlib.Path("saved").write_text(signal.Signals(number).name)
+    sys.exit(7)
+for number in map(int, sys.argv[1:]):
+    assert signal.signal(number, save) == signal.SIG_DFL
+pathlib.Path("ready").touch()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("warning", WARNINGS)
+def test_a_warning_to_all_processes_of_a_step_does_not_end_the_shell_around_its_command(
+    tmp_path: Path, warning: signal.Signals
+) -> None:
+    """The step would end with that shell, and Slurm would kill the command while it saves."""
+    step, program = tmp_path / "step", tmp_path / "node"
+    step.mkdir()
+    program.write_text(node_command(RunDirectory(tmp_path / "job"), step, {}, 1, tmp_path / "log", {}))
+    program.chmod(0o700)
+    slurms = {"SLURM_NODEID": "0", "SLURM_STEP_ID": "0", "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "1"}
+    command = [str(program), sys.executable, "-c", SAVES_WHEN_WARNED, *(str(int(one)) for one in WARNINGS)]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, **slurms}, start_new_session=True
+    ) as process:
+        try:
+            wait_until("the command", (tmp_path / "ready").exists)
+            os.killpg(process.pid, warning)
+            assert process.wait(60) == 7
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert (tmp_path / "saved").read_text() == warning.name
+    assert (step / "ended-n1").read_text() == "7\n"

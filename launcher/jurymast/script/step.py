@@ -34,6 +34,7 @@ from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import SIGNALS, SURVIVE, Agents, BatchProcess, end_srun, end_with_us
 from jurymast.cluster.control import STILL_RUNNING, binds_tasks, why_ending
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
+from jurymast.cluster.signals import WARNINGS
 from jurymast.core.messages import Accepted
 from jurymast.core.settings import RunPlan
 from jurymast.core.slurm_variables import kind_of, of_a_task
@@ -69,6 +70,9 @@ NODE_COMMAND = """\
 # nodes. The output of spare nodes goes to a log of its own. A container, or srun's --export, may have changed
 # the variables that lead to jurymast's front ends.
 unset SLURM_NTASKS_PER_NODE
+# Slurm's warning (--signal) is for the command. Without a trap it would end this shell, and so the step; one
+# that ignores it would have the command ignore it too.
+trap : {warnings}
 {exports}
 {ours}
 {own}
@@ -112,8 +116,9 @@ def node_command(
     text = "\n".join(['case "$SLURMD_NODENAME" in', *cases, "esac"]) if cases else ""
     telling = TELLING if contained else ()
     told = "\n".join(f'export {prefix}_{name}="${name}"' for prefix in telling for name in PLACE)
+    warnings = " ".join(number.name.removeprefix("SIG") for number in WARNINGS)
     return NODE_COMMAND.format(
-        exports=exports, own=text, ours=shims.exports(job, step), told=told, active=active,
+        warnings=warnings, exports=exports, own=text, ours=shims.exports(job, step), told=told, active=active,
         log=shlex.quote(str(log)), folder=shlex.quote(str(step)), number=shlex.quote(str(step / NUMBER_FILE)),
     )  # fmt: skip
 
