@@ -45,16 +45,16 @@ def command(run: str, pairs: tuple[str, ...], dry_run: bool, runs: Path | None) 
             err=True,
         )
     with tempfile.TemporaryDirectory() as folder:
-        policy = directory.policy_file
+        policy, text = directory.policy_file, ""
         if values:
-            policy = Path(folder) / "policy.yaml"
-            write_atomically(policy, _changed(directory.policy_file, values).encode())
+            policy, text = Path(folder) / "policy.yaml", _changed(directory.policy_file, values)
+            write_atomically(policy, text.encode())
         shown = Path("POLICY.yaml") if values and dry_run else policy
         words = words_of(directory, plan, shown, keep_spares="spares" not in values)
         if dry_run:
             echo(f"cd {shlex.quote(plan.working_directory)}\n{shlex.join(['jurymast', 'submit', *words])}")
             if values:
-                echo(f"where POLICY.yaml is:\n{policy.read_text(encoding='utf-8').rstrip()}")
+                echo(f"where POLICY.yaml is:\n{text.rstrip()}")
             return 0
         return submit.command.main(words, prog_name="jurymast submit", standalone_mode=False)
 
