@@ -53,6 +53,38 @@ def test_a_rank_that_ends_early_is_named_and_no_node_goes_for_it(nodes: int, tmp
     assert not state.excluded
 
 
+SLOW_TO_END = """import atexit, os, threading
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+def ends():
+    dist.destroy_process_group()
+    threading.Event().wait()
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+for step in range(6):
+    if step == 3 and dist.get_rank() == 1 and os.environ["JURYMAST_ATTEMPT"] == "1":
+        atexit.register(ends)
+        raise ValueError("no such sample")
+    parameter.grad = torch.ones(1)
+    dist.all_reduce(parameter.grad)
+    optimizer.step()
+"""
+
+
+def test_an_exception_is_the_cause_though_others_meet_its_consequences_first(tmp_path: Path) -> None:
+    """Its rank still runs exit handlers when the other one has failed and all are stopped."""
+    script = tmp_path / "train.py"
+    script.write_text(SLOW_TO_END)
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script=str(script)) as run:
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    (incident,) = state.incidents
+    assert (incident.cause, incident.rank, incident.node) == ("worker_exception", 1, "local-2"), run.story()
+    assert "no such sample" in incident.evidence
+
+
 SAVES = """import os, signal, time
 import torch
 rank = int(os.environ["RANK"])

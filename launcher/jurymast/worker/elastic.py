@@ -253,9 +253,14 @@ class ImpatientAgent(LocalElasticAgent):
         name = f"error-{self._rendezvous_handler.launch.attempt}-{local_rank}.json"
         return os.path.join(self._plan["temporary"], name)
 
-    def _report_failures(self) -> bool:
-        """Tell the agent about failed ranks that were not reported yet; return whether any has failed."""
+    def _report_failures(self, *, ending: bool = False) -> bool:
+        """Tell the agent about failed ranks that were not reported yet; return whether any has failed.
+        `ending`: those count too that have ended by an exception and still run their exit handlers. Others
+        may have met the end of such a rank first, and it is about to be ended by us."""
         failed = {local_rank: code for local_rank, code in enumerate(self._server.codes()) if code}
+        if ending:
+            lives = (number for number, code in enumerate(self._server.codes()) if code is None)
+            failed |= {number: 1 for number in lives if os.path.exists(self._error_file(number))}
         for local_rank in sorted(failed.keys() - self._reported):
             self._reported.add(local_rank)
             worker = self._worker_group.workers[local_rank]
@@ -287,7 +292,7 @@ class ImpatientAgent(LocalElasticAgent):
     def _shutdown(self, *_torchs: Any, **_own: Any) -> None:
         """Report what has already failed, then stop the ranks. torch's time limit, which its releases pass in
         different ways, is ignored."""
-        self._report_failures()
+        self._report_failures(ending=True)
         grace_s = max(self._plan["grace_s"], self._rendezvous_handler.pipe.grace_s)
         self._server.stop(grace_s, told=self._job_ends)
         self._pcontext = None

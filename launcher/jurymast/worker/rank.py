@@ -36,6 +36,13 @@ def write_error(error: BaseException, text: str) -> None:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
 
 
+def _tell_error() -> None:
+    """Write the exception by which the script ended, if there is one."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        write_error(error, "".join(traceback.format_exception(error)))
+
+
 def read_error(path: str) -> dict[str, Any]:
     """Return {"error": exception class, "message", "traceback"}; {} if the file is missing or has other
     contents, because scripts may write it as well."""
@@ -302,8 +309,10 @@ class _Rank:
         os.execve(sys.executable, command, worker.variables(what, self._variables))
 
     def _script_ends(self) -> None:
-        """Report that the script's last line is done; its threads and exit handlers may still run."""
+        """Report that the script's last line is done, or what it ended by: its threads and exit handlers may
+        still run, and others may meet what they do before this process ends."""
         if os.getpid() == self._pid:
+            _tell_error()
             self._link.enter(link.DONE)
 
     def _ends(self) -> None:
@@ -311,9 +320,7 @@ class _Rank:
         the exception."""
         if os.getpid() != self._pid:
             return
-        error = getattr(sys, "last_value", None)
-        if error is not None:
-            write_error(error, "".join(traceback.format_exception(error)))
+        _tell_error()
         self._link.enter(link.DONE)
         if self._hidden is not None:
             self._hidden.end()
