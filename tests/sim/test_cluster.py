@@ -28,6 +28,7 @@ from support.planted import (
     damaged_where_it_is_restored,
     ends_while_another_rules,
     exactly,
+    host_lost_while_a_launch_waits,
     last_spare_while_clocks_differ,
     lost_before_a_takeover,
     never_beyond_a_step,
@@ -196,6 +197,11 @@ def test_ranks_that_do_more_than_others_keep_their_node() -> None:
 
 def test_a_moment_s_stop_of_an_agent_does_not_end_replication() -> None:
     results = [run(still_for_a_moment(seed)) for seed in range(40)]
+    assert [f"{one.plan.seed}: {one.broken}" for one in results if one.broken] == []
+
+
+def test_a_node_with_ranks_is_no_spare_though_its_host_died_after_the_launch() -> None:
+    results = [run(host_lost_while_a_launch_waits(seed)) for seed in range(10)]
     assert [f"{one.plan.seed}: {one.broken}" for one in results if one.broken] == []
 
 

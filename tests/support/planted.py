@@ -305,6 +305,20 @@ def lost_before_a_takeover(seed: int) -> Plan:
     return Plan(seed, 3, 1, 1, 5, 8, faults)
 
 
+def host_lost_while_a_launch_waits(seed: int) -> Plan:
+    """Storage hangs, so the launch after a hang of ranks waits, and the torchrun host of a node that is to
+    get ranks dies. Watched for so long that missing replicas are seen."""
+    chance = Random(seed)
+    at = chance.uniform(5.0, 7.0)
+    faults = (
+        Fault(at, "storage hangs", seconds=41.0),
+        Fault(at + 0.2, "hang", node=1, seconds=38.0),
+        Fault(at + chance.uniform(9.0, 20.0), "host", node=4),
+        Fault(at + 60.0, "snap", node=0),
+    )
+    return Plan(seed, 4, 1, 1, 5, 8, faults)
+
+
 def still_for_a_moment(seed: int) -> Plan:
     """The agent of one of two nodes stands still while the other fetches several images from it. Watched for
     so long that missing replicas are seen."""

@@ -185,6 +185,16 @@ def test_exit_codes_in_words(code: int, told: str) -> None:
     assert describe_exit(code) == told
 
 
+def test_a_rank_whose_failure_is_told_late_has_not_ended_early() -> None:
+    story = Story(active=3).running()
+    lost = "Connection closed by peer [10.0.0.3]:4711"
+    story.failed(0, error="RuntimeError", message=lost)
+    story.feed(ev.RanksEnded(t=story.t, attempt=story.state.attempt, ranks=(1,)))
+    story.failed(1, error="RuntimeError", message=lost)
+    story.stopped()
+    assert story.incident.cause == "communication"
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_rank_that_ends_early_is_the_scripts_fault_and_no_node_goes(hangs: bool) -> None:
     """The others lose their connections, or wait for it for ever."""

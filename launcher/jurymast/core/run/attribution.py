@@ -240,8 +240,9 @@ def _collective_cause(
     # A process that a rank waited for, or was connected to, was killed; that rank was not.
     if killed := [(OUT_OF_MEMORY, failure) for _, failure in classed if failure.oom_kills]:
         return _failure_cause(killed, around)
-    if found.ended:
-        return _early_end(classed, found)
+    # A rank is told as ended before its failure is known.
+    if ended := sorted({*found.ended} - {failure.rank for _, failure in classed}):
+        return _early_end(classed, found, ended)
     suspects = [
         (node, finding) for node, finding in around.near
         if acts(finding) and (finding.kind != findings.HOST or finding.verdict is Verdict.BAD)
@@ -266,16 +267,16 @@ def _collective_cause(
     return _hang_cause("hang", hung, found.stacks)
 
 
-def _early_end(classed: Sequence[tuple[str, WorkerFailed]], found: Findings) -> Cause:
-    """The cause if some ranks had ended without an error, so that the others waited, or lost them: one rank
+def _early_end(classed: Sequence[tuple[str, WorkerFailed]], found: Findings, ended: Sequence[int]) -> Cause:
+    """The cause if some ranks had `ended` without an error, so that the others waited, or lost them: one rank
     had less data, say."""
-    ranks = stacks.ranks_told(found.ended)
+    ranks = stacks.ranks_told(ended)
     others = f"the others then failed: rank {classed[0][1].rank}: {_told(classed[0][1])}" if classed else ""
     if found.hung is not None:
         others = "; ".join([f"the others hang: {found.hung.evidence}", *stacks.evidence(found.stacks)])
     evidence = f"{ranks} ended early, with exit code 0; {others}"
     signature = Signature("worker_exit", error=ErrorSignature(message="ended early"))
-    return cause_of("worker_exit", evidence, rank=found.ended[0], signature=signature)
+    return cause_of("worker_exit", evidence, rank=ended[0], signature=signature)
 
 
 def _class_of(failure: WorkerFailed, around: Surroundings) -> str:

@@ -242,6 +242,9 @@ def _workers_started(state: RunState, event: ev.WorkersStarted) -> None:
     if event.node not in state.places:
         return
     state.started.add(event.node)
+    node = state.nodes[event.node]
+    if node.role is Role.SPARE:  # its torchrun host died after the launch, and another took the order
+        node.become(Role.ACTIVE, f"group rank {state.places[node.name]}", event.t)
     if state.phase is Phase.LAUNCHING and len(state.started) == len(state.placement):
         state.phase, state.deadline, state.up_at = Phase.RUNNING, None, event.t
         if state.incident is not None:

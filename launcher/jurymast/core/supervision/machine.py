@@ -151,7 +151,9 @@ class Supervision:
             or (isinstance(event, ev.NodeFinished) and self._is_last(self.state.finished))
         ):
             out = self._tell_progress(event.t, forced=True)
-        if isinstance(event, ev.WorkersStopped) and self._is_last(self.state.stopped):
+        # A node may say it twice: of its own, and as an answer.
+        news = isinstance(event, ev.WorkersStopped) and event.node not in self.state.stopped
+        if news and self._is_last(self.state.stopped):
             out += self._tell_ended(event.t)
         if isinstance(event, ev.NodeLost):
             out += self._do(self.checkpoints.lost(event.node, event.t), event.t)
