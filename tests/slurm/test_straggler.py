@@ -41,9 +41,9 @@ def test_a_slow_node_is_swapped_and_the_run_ends_with_the_same_bits(
     assert victim not in state.placement
     told = [event for event in run.events() if isinstance(event, ev.Straggling)]
     assert {event.node for event in told} == {victim}
-    # Its first window may have begun before it was slow.
-    assert told[0].own_s > 0.5 * SLOW_S > told[0].typical_s
-    assert told[0].lost_s > 0.5 * SLOW_S
+    # Any part of its first window may have passed before it was slow.
+    assert told[0].own_s > max(0.2 * SLOW_S, 2 * told[0].typical_s)
+    assert told[0].lost_s > 0.2 * SLOW_S
     assert incident.step_restored is not None
     assert incident.step_restored >= incident.step_lost_from - 20, "it was saved first"
     assert result(cluster.shared / f"{tmp_path.name}.json")["sha256"] == trained_plainly(*TRAIN, nodes=3)
