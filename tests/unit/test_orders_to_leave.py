@@ -247,11 +247,22 @@ def test_slurms_order_hurries_a_departure_of_the_run_s_own(
 def test_the_end_of_a_grace_time_hurries_what_had_more_time() -> None:
     run = Leaving()
     preempted(run)
-    run.waits(KILL_WAIT_S + 20.0)
+    run.waits(5.0)
     assert not run.home, "there is more time"
-    sigterm(run)
+    sigterm(run)  # whoever preempts may end it sooner; Slurm does not answer any more
     run.waits(KILL_WAIT_S - 1.0)
     assert End() in run.effects
+
+
+def test_slurms_signal_hurries_agents_that_wait_for_ranks_to_save() -> None:
+    run = Leaving()
+    user_cancel(run)
+    user_cancel(run)
+    run.waits(1.0)
+    assert run.home, "for whose ranks a cancelled run has as long as a cancelled job"
+    timeout(run)
+    run.waits(KILL_WAIT_S - 1.0)
+    assert End() in run.effects, "killed without an outcome"
 
 
 def test_slurms_answer_to_a_repeated_signal_gives_back_the_time_that_there_is() -> None:
