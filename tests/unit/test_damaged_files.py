@@ -21,6 +21,7 @@ from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory, write_json
 from jurymast.supervisor.epoch import known_allocation
 from jurymast.wire import endpoint
+from jurymast_site.system import load_state, save_state
 from support.stories import Story
 from support.successor import Successor
 
@@ -80,6 +81,13 @@ def test_a_file_that_the_next_process_reads_outlives_a_power_loss(
 ) -> None:
     WRITES[name](directory)
     assert calls == ["file", "name", "directory"]
+
+
+def test_what_the_sites_health_check_knows_outlives_a_power_loss(tmp_path: Path, calls: list[str]) -> None:
+    """Otherwise a report could be used a second time, and a drained node would be forgotten."""
+    save_state(tmp_path / "nonces.json", {"n": 1.0})
+    assert calls == ["file", "name", "directory"]
+    assert load_state(tmp_path / "nonces.json") == {"n": 1.0}
 
 
 def test_an_epoch_is_claimed_for_good(directory: RunDirectory, calls: list[str]) -> None:

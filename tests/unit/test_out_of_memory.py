@@ -350,6 +350,19 @@ def test_an_agent_that_somebody_kills_stays_dead(number: signal.Signals) -> None
         assert guard.wait(60.0) == -number
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_ranks_of_a_killed_agent_leave_in_other_sessions_ends_with_its_guard(
+    number: signal.Signals,
+) -> None:
+    left = 'import subprocess; left = subprocess.Popen(["sleep", "600"], start_new_session=True)'
+    with guarded(f"{left}; print(json.dumps([left.pid, 0]), flush=True); time.sleep(600)") as guard:
+        agent, _ = said(guard)
+        stray, _ = said(guard)
+        os.kill(agent, number)
+        assert guard.wait(60.0) == -number
+        assert await_ended([stray], 0.0), "it has ended before the guard"
+
+
 def test_the_end_of_the_batch_process_reaches_the_agent() -> None:
     """Only its guard is told, by the kernel; a signal to all of a step reaches the agent itself."""
     starter = "import subprocess, sys; from jurymast.cluster.batch import end_with_us\n"

@@ -85,14 +85,19 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def save_state(path: Path, content: Mapping[str, Any]) -> None:
-    """Write one of root's own JSON files, durably. Raises OSError."""
+    """Write one of root's own JSON files, so that a power cut does not take it back. Raises OSError."""
     partial = path.with_suffix(".partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(content, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
+    os.rename(partial, path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def state_directory(path: Path) -> Path:
