@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 
 from jurymast.checkpoint.directory import (
@@ -21,6 +22,12 @@ from jurymast.checkpoint.directory import (
     NewFile,
 )
 from jurymast.checkpoint.owner import Owner, claim, owner
+from jurymast.core.messages import WritePhase
+from jurymast.keeper.copies import StoredCopy, local_copies
+from jurymast.keeper.manifest import blocks_of, is_intact
+from jurymast.storage import local, shared
+from jurymast.storage.orders import Continue, Job
+from support.images import simple_images, to_local, to_shared
 
 CALLS = ("rename", "fsync", "mkdir", "rmdir", "unlink")
 
@@ -187,3 +194,53 @@ def test_the_model_of_a_cut_shows_a_rename_that_came_before_the_contents(root: P
         (root / "new").write_bytes(b"content")
         os.rename(root / "new", root / "file")
     assert seen == [b""]
+
+
+def test_an_image_on_a_node_s_own_disk_is_whole_or_absent_and_stays_once_it_is_written(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the first one on a new disk."""
+    monkeypatch.setattr("jurymast.keeper.copies.PATIENCE_S", 0.0)
+    written: list[int] = []
+
+    def check(cut: Path) -> None:
+        found: list[StoredCopy] = []
+        with suppress(OSError):  # nothing is there
+            found = local_copies(cut / "disk/jurymast-0/run")
+        assert {one.manifest.step for one in found} >= set(written)
+        for one in found:
+            data = memoryview(Path(one.path).read_bytes())
+            assert all(is_intact(data, block) for block in blocks_of(one.manifest))
+
+    place = root / "disk/jurymast-0/run"
+    with cut_everywhere(root, tmp_path / "cut", check):
+        for step in (1, 2):
+            images = simple_images(tmp_path / "images", step=step)
+            local.write(to_local(place, images, step=step), Job(100.0))
+            written.append(step)
+            check(tmp_path / "cut")
+    assert len(local_copies(place)) == 2
+
+
+def test_a_step_that_agents_write_is_whole_or_absent_and_stays_once_it_is_published(
+    root: Path, tmp_path: Path
+) -> None:
+    published: list[int] = []
+
+    def check(cut: Path) -> None:
+        assert set(whole_after(cut)) >= set(published)
+
+    with cut_everywhere(root, tmp_path / "cut", check) as cuts:
+        for step in (1, 2):
+            images = simple_images(tmp_path / "images", step=step)
+            job = Job(100.0)
+            for phase in WritePhase:  # nobody else writes
+                job.go_on(Continue(id=0, phase=phase, parts=(0,)))
+            place, run = root / "shared/checkpoints", tmp_path / "run"
+            run.mkdir(exist_ok=True)
+            order = to_shared(place, images, world=1, lead=True, step=step)
+            order = msgspec.structs.replace(order, run="run", run_directory=str(run))
+            assert shared.write(order, job).published
+            published.append(step)
+            check(tmp_path / "cut")
+    assert cuts.count("fsync") >= 8

@@ -21,7 +21,7 @@ from pathlib import Path
 from jurymast.checkpoint.directory import NewFile, names_in
 from jurymast.core.checkpoints.copies import COMMON, OWN, StateId, age
 from jurymast.core.texts import size
-from jurymast.foreign import NotOurs, make_private
+from jurymast.foreign import NotOurs, exists, make_private
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, is_intact
 from jurymast.rundir import sync_directory, write_atomically
 from jurymast.storage.orders import Done, ImageAt, Job, StorageFailure, WriteLocal, explain, free_bytes
@@ -206,9 +206,7 @@ def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:
     with ExitStack() as stack:
         opened = (closing(ImageSource.of_order(image, *state)) for image in order.images)
         sources = [stack.enter_context(source) for source in opened]
-        make_private(directory.root.parent)
-        directory.root.mkdir(mode=0o700, exist_ok=True)
-        sync_directory(directory.root.parent)
+        _make_durable(directory.root)
         directory.sweep()
         held = directory.ranks(*state)
         missing = [source for source in sources if source.manifest.rank not in held]
@@ -227,6 +225,16 @@ def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:
             raise
     directory.prune(KEEP, {state})
     return Done(bytes=job.bytes)
+
+
+def _make_durable(root: Path) -> None:
+    """Make the run's directory, and those above it, for this user alone; a power cut does not take them
+    back. Raises NotOurs, OSError."""
+    missing = [one for one in root.parents if not exists(one)]
+    make_private(root.parent)
+    root.mkdir(mode=0o700, exist_ok=True)
+    for one in (root, *missing):
+        sync_directory(one.parent)
 
 
 def _make_room(directory: LocalDirectory, needed: int, state: StateId) -> None:

@@ -241,7 +241,10 @@ def write_metadata(directory: Path, stored: Iterable[Stored]) -> FileRecord:
         place = _StorageInfo(one.file, one.offset, one.item.length)
         index = add_metadata(metadata, one.item)
         results.append(WriteResult(index=index, size_in_bytes=one.item.length, storage_data=place))
-    FileSystemWriter(directory, sync_files=True).finish(metadata, [results])
+    FileSystemWriter(directory, sync_files=False).finish(metadata, [results])
+    # torch's own way syncs the file before its buffer is written to it.
+    with foreign.reading(directory / METADATA) as file:
+        os.fsync(file.fileno())
     size, digest = hash_file(directory / METADATA)
     return FileRecord(METADATA, size, digest)
 
