@@ -13,7 +13,9 @@ from unittest import mock
 
 import msgspec
 import pytest
+import torch
 
+from jurymast import Checkpointer
 from jurymast.checkpoint.directory import (
     BadCheckpoint,
     CheckpointDirectory,
@@ -26,6 +28,7 @@ from jurymast.core.messages import WritePhase
 from jurymast.keeper.copies import StoredCopy, local_copies
 from jurymast.keeper.manifest import blocks_of, is_intact
 from jurymast.storage import local, shared
+from jurymast.storage.object_store import ObjectStore
 from jurymast.storage.orders import Continue, Job
 from support.images import simple_images, to_local, to_shared
 
@@ -244,3 +247,39 @@ def test_a_step_that_agents_write_is_whole_or_absent_and_stays_once_it_is_publis
             published.append(step)
             check(tmp_path / "cut")
     assert cuts.count("fsync") >= 8
+
+
+def test_a_step_that_ranks_write_is_whole_or_absent_and_stays_once_it_is_saved(
+    root: Path, tmp_path: Path
+) -> None:
+    saved: list[int] = []
+
+    def check(cut: Path) -> None:
+        assert set(whole_after(cut)) >= set(saved)
+
+    with cut_everywhere(root, tmp_path / "cut", check) as cuts:
+        model = torch.nn.Linear(4, 4)
+        training = Checkpointer({"model": model}, directory=root / "shared/checkpoints", every=1_000_000)
+        training.restore()
+        for step in (1, 2):
+            assert training.save(step)
+            saved.append(step)
+            check(tmp_path / "cut")
+    assert cuts.count("fsync") >= 8
+
+
+def test_a_step_that_is_fetched_stays_once_it_is_published(root: Path, tmp_path: Path) -> None:
+    """Into a directory that there is not yet; whoever fetches it may remove the object then."""
+    directory = CheckpointDirectory(tmp_path / "run", "run")
+    save(directory, 1)
+    store = ObjectStore(f"file://{tmp_path}/bucket", "run", b"k" * 32)
+    store.upload(directory, 1, Job(100.0))
+    fetched: list[int] = []
+
+    def check(cut: Path) -> None:
+        assert set(whole_after(cut)) >= set(fetched)
+
+    with cut_everywhere(root, tmp_path / "cut", check):
+        store.fetch(1, CheckpointDirectory(root / "shared/checkpoints", "run"), Job(100.0))
+        fetched.append(1)
+        (root / "anything").mkdir()

@@ -35,7 +35,7 @@ from jurymast.checkpoint.directory import (
 )
 from jurymast.core.checkpoints.commit import superfluous
 from jurymast.errors import RunDirectoryError
-from jurymast.rundir import RunDirectory
+from jurymast.rundir import RunDirectory, make_durable_folder
 from jurymast.storage.orders import Done, Job, StorageFailure, Upload, explain
 
 # ---- the seal
@@ -261,7 +261,7 @@ class ObjectStore:
             raise StorageFailure(f"step {step} in {self.url} is of step {manifest.step}")
         place = directory.writing(step, manifest.attempt, secrets.token_hex(4))
         try:
-            directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_durable_folder(directory.root)
             place.mkdir(mode=0o700)
             try:
                 job.each(lambda one: self._download(place / one.name, step, one, keyed, job), manifest.files)
