@@ -418,16 +418,18 @@ def test_probes_that_write_to_the_pipe_are_left_out_and_the_others_go_on(acme: C
     assert sorted(watched.codes()) == sorted((how, "probe-crashes", "unknown") for how in hostile)
 
 
-def test_what_a_probe_started_is_killed_with_it(acme: Callable[..., Acme], tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["leaves", "leaves-and-aborts"])
+def test_what_a_probe_started_is_killed_with_it(acme: Callable[..., Acme], tmp_path: Path, how: str) -> None:
+    """In its group, in a group of its own, and in a session of its own."""
     package, watched = acme("acme"), Watched("acme")
-    package.tell("acme", "hostile leaves")
+    package.tell("acme", f"hostile {how}")
     left = tmp_path / "acme" / "acme" / "left"
 
     async def work() -> None:
-        await watched.until("its child", lambda: left.exists() and left.read_text())
+        await watched.until("its children", lambda: left.exists() and left.read_text())
 
     watch(watched, work)
-    assert await_ended([int(left.read_text())], LIMIT_S)
+    assert await_ended(map(int, left.read_text().split()), LIMIT_S)
 
 
 def test_one_look_each_with_probes_that_cannot_or_need_not_be_opened(acme: Callable[..., Acme]) -> None:
@@ -508,7 +510,7 @@ def test_a_finding_of_a_run_reaches_its_journal_and_is_over_again(
         wait_until("look of the agent's child", lambda: package.looks("acme"))
         child = psutil.Process(package.pid("acme"))
         assert child.nice() == min(19, os.nice(0) + 19)
-        assert child.ppid() == run.agent_pid(found_node(run.events()))
+        assert psutil.Process(child.ppid()).ppid() == run.agent_pid(found_node(run.events()))
         package.tell("acme", "find unknown")
         wait_until("finding in the journal", found)
         package.tell("acme", "ok")

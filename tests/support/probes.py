@@ -73,11 +73,14 @@ class Acme:
             return [finding(at=float("nan"))]
         if how == "name":
             return [finding(probe="other")]
-        if how == "leaves":
+        if how in ("leaves", "leaves-and-aborts"):
             if not (self.folder / "left").exists():
                 import subprocess
-                left = subprocess.Popen(["sleep", "600"])
-                (self.folder / "left").write_text(str(left.pid))
+                ways = {}, {"preexec_fn": os.setpgrp}, {"start_new_session": True, "env": {}}
+                left = [subprocess.Popen(["/bin/sleep", "600"], **way).pid for way in ways]
+                (self.folder / "left").write_text(" ".join(map(str, left)))
+            if how == "leaves-and-aborts":
+                os.abort()
             while True:
                 signal.pause()
         raw = {"garbage": b"\\xff\\xfe\\x00\\n", "deep": b"[" * 500_000 + b"\\n", "other": b'{"say": 5}\\n',

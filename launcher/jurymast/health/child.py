@@ -2,6 +2,7 @@
 
 stdin: one line, {"context": {...}, "name", "point": "package:function", "memory", "epoch": s, "once": bool}.
 Answers, one JSON object per line:
+    {"say": "runs", "pid"}    the process in which the probe looks: see `__main__`
     {"say": "look", "limit_s"}    before a call into the probe
     {"say": "looked", "state", "findings", "memory", "next_s"}    all that holds now, and events since then;
         `state` is looked, nothing (not for this machine) or failed; `memory`: what the next process of this

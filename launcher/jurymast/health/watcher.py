@@ -110,14 +110,14 @@ class ProbeWatcher:
 
     async def _follow(self, name: str, child: Child) -> ChildEnd:
         """Read from the process until it ends, or is silent for longer than it may be."""
-        looking, limit_s, starved = False, START_LIMIT_S, 0
+        looking, limit_s, starved, pid = False, START_LIMIT_S, 0, child.pid
         # Checked again and again: a cancelled `wait_for` may still return a line, and lose the cancellation.
         while not self._closing.is_set():
             try:
                 line = await asyncio.wait_for(child.hear(), limit_s)
                 message: dict[str, Any] = json.loads(line) if line else {}
             except asyncio.TimeoutError:
-                state, where = stands_in(child.pid)
+                state, where = stands_in(pid)
                 if state == "R" and self._looks.starves(starved):
                     starved += 1
                     continue
@@ -133,7 +133,9 @@ class ProbeWatcher:
             starved = 0
             await asyncio.sleep(0)  # lines without end keep nobody else waiting
             try:
-                if message["say"] == "look":
+                if message["say"] == "runs":
+                    pid = int(message["pid"])
+                elif message["say"] == "look":
                     looking, limit_s = True, _seconds(message["limit_s"])
                 else:
                     self._looked(name, message)
@@ -159,7 +161,7 @@ class ProbeWatcher:
             undead = not await _kill(child)
             if looking:
                 return ChildEnd("crashed", name, UNREADABLE_TEXT, undead=undead)
-        kill_group(child.pid)  # what the probe started and left
+        kill_group(child.pid)  # if somebody has killed its process alone
         code = child.code
         if code == 0 and not looking:
             return ChildEnd("done", name)
@@ -171,10 +173,13 @@ class ProbeWatcher:
 
 
 async def _kill(child: Child) -> bool:
-    """Kill the process with all that its probe started; False if it still exists."""
+    """Kill the probe with all that it started; False if it still exists. Its process ends once the probe
+    has."""
     if child.code is None:
         kill_below(child.pid)
-    return await child.kill(GONE_S)
+    gone = await child.gone(GONE_S)
+    await child.kill(GONE_S)
+    return gone
 
 
 def _read(name: str, values: dict[str, Any]) -> Finding:
