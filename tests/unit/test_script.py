@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +38,6 @@ from jurymast.script.step import REACHED, container_command, node_command, warn_
 from jurymast.script.trainings import Training, Trainings
 from jurymast.worker.elastic import as_a_task, own_gpus
 from jurymast.worker.shares import cores_of, shares
-from support.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -477,24 +475,6 @@ def test_a_script_finds_itself_whatever_its_path_and_that_of_the_run(tmp_path: P
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (3, " ".join(words) + "\n")
         assert done.stdout == f"   Command={told}{rest}"
-
-
-def test_a_signal_that_ends_the_shell_of_a_background_step_ends_the_step(tmp_path: Path) -> None:
-    job = RunDirectory(tmp_path / "run")
-    job.create()
-    shims.write(job, sys.executable)
-    (tmp_path / "bin").mkdir()
-    loop = "while :; do sleep 0.05; done"
-    shims.write_program(
-        tmp_path / "bin" / "srun",
-        f"#!/bin/bash\ncd {tmp_path}\ntrap 'exec echo > ended' TERM\necho > ready\n{loop}\n",
-    )
-    path = f"{tmp_path}/bin:{os.environ['PATH']}"
-    environment = shims.with_shims({"PATH": path, "SLURM_JOB_ID": "7"}, job)
-    script = f"srun hostname & until [ -e {tmp_path}/ready ]; do sleep 0.05; done; kill $!; wait $!"
-    done = subprocess.run(["bash", "-c", script], env=environment, timeout=60, check=False)
-    assert done.returncode == 128 + signal.SIGTERM
-    wait_until("the end of the real srun", (tmp_path / "ended").exists)
 
 
 def test_a_job_that_the_script_submits_has_nothing_of_ours(tmp_path: Path) -> None:

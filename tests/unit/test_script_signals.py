@@ -15,6 +15,7 @@ import pytest
 from jurymast.cluster.signals import WARNINGS
 from jurymast.cluster.slurm import users_script
 from jurymast.rundir import RunDirectory
+from jurymast.script import WARNING, shims
 from jurymast.script.step import node_command
 from support.waiting import wait_until
 
@@ -171,3 +172,160 @@ def test_a_warning_to_all_processes_of_a_step_does_not_end_the_shell_around_its_
                 os.killpg(process.pid, signal.SIGKILL)
     assert (tmp_path / "saved").read_text() == warning.name
     assert (step / "ended-n1").read_text() == "7\n"
+
+
+TAKES_SIGNALS = """
+import pathlib, signal, subprocess, sys, time
+from jurymast.script import hold
+hold()
+from jurymast.script.signals import StepSignals
+from jurymast.script.srun import parse
+class Training:
+    def warned(self): print("warned", flush=True)
+    def ordered_to_end(self): print("ordered to end", flush=True)
+signals = StepSignals(parse([*sys.argv[2:], "x"]), parts="parts" in sys.argv[1])
+signals.listen()
+srun = subprocess.Popen([sys.executable, "-c", pathlib.Path("srun.py").read_text()])
+while not pathlib.Path("ready").exists(): time.sleep(0.01)
+signals.training = Training() if "trains" in sys.argv[1] else None
+signals.started(srun)
+pathlib.Path("listens").touch()
+srun.wait()
+signals.close()
+"""
+SRUN = """
+import pathlib, signal
+heard = []
+def hear(number, _frame):
+    print(signal.Signals(number).name, flush=True)
+    if number in (signal.SIGTERM, signal.SIGHUP): raise SystemExit
+for number in (1, 2, 3, 10, 12, 15): signal.signal(number, hear)
+pathlib.Path("ready").touch()
+while True: signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "sent", "told"),
+    [
+        ("trains", "", "USR1 USR2", "warned SIGUSR1 warned SIGUSR2"),
+        ("", "", "USR1 USR2", "SIGUSR1 SIGUSR2"),
+        ("trains", "", "USR1 USR1", "warned SIGUSR1 warned SIGUSR1"),
+        ("trains parts", "", "USR1 USR1 USR2", "warned SIGUSR1 warned SIGUSR2"),
+        ("trains", "", "RTMIN+16", "warned"),
+        ("trains", "", "TERM", "ordered to end"),
+        ("trains", "", "HUP QUIT", "ordered to end ordered to end"),
+        ("trains", "", "INT USR1", "SIGINT warned SIGUSR1"),
+        ("trains", "", "INT INT", "SIGINT ordered to end"),
+        ("trains", "-X", "INT", "ordered to end"),
+        ("trains", "--quit-on-interrupt", "INT", "ordered to end"),
+        ("", "", "INT INT", "SIGINT SIGTERM"),
+        ("", "", "HUP", "SIGHUP"),
+    ],
+)
+def test_the_front_end_of_a_step_takes_signals_as_srun_does(
+    tmp_path: Path, how: str, options: str, sent: str, told: str
+) -> None:
+    """Those for ranks go to the real srun; those that end a training are for its supervisor."""
+    (tmp_path / "srun.py").write_text(SRUN)
+    command = [sys.executable, "-c", TAKES_SIGNALS, how, *options.split()]
+    expected = told.replace("ordered to end", "ordered-to-end").split()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            wait_until("the front end", (tmp_path / "listens").exists)
+            heard: list[str] = []
+            for name in sent.split():
+                number = signal.SIGRTMIN + 16 if "+" in name else getattr(signal, f"SIG{name}")
+                process.send_signal(number)
+                if len(heard) < len(expected) and not (
+                    name == "USR1" and heard[-1:] == ["SIGUSR1"] and "parts" in how
+                ):
+                    heard.append(process.stdout.readline().strip().replace(" ", "-"))
+                    if heard[-1] == "warned" and "+" not in name:
+                        heard.append(process.stdout.readline().strip())
+            assert heard == expected
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+WARNED = """
+import pathlib, signal
+from jurymast.processes import name_process
+from jurymast.script import WARNING, shims
+from jurymast.script.step import PROCESS_NAME
+for number in (signal.SIGUSR1, signal.SIGUSR2, WARNING):
+    signal.signal(number, lambda number, _: pathlib.Path("warned").write_text(str(int(number))))
+name_process(PROCESS_NAME)
+pathlib.Path("ready").touch()
+while True: signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_the_warning_for_trainings_is_no_signal_of_the_scripts(tmp_path: Path, number: int) -> None:
+    """Their front ends pass SIGUSR1 and SIGUSR2 on to the ranks."""
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    (tmp_path / "step.py").write_text(WARNED)
+    users_script(job).write_text(
+        f"#!/bin/bash\ncd {tmp_path}\ntrap : USR1 USR2\n{sys.executable} step.py &\nwhile :; do wait; done\n"
+    )
+    command = [sys.executable, "-c", RUN_SCRIPT, str(users_script(job)), "warns"]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            wait_until("the front end", (tmp_path / "ready").exists)
+            process.send_signal(number)
+            told = wait_until(
+                "the warning", lambda: (tmp_path / "warned").exists() and (tmp_path / "warned").read_text()
+            )
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert int(told) == WARNING
+
+
+ENDS_STEP = [
+    ("srun x & wait_for_it; kill -TERM $!; wait $!", "TERM", 3),
+    ("srun x & wait_for_it; kill -USR1 $!; wait $!", "USR1", 3),
+    ("srun x > log & wait_for_it; kill -HUP $!; wait $!", "HUP", 3),
+    ("srun x | cat & wait_for_it; kill -USR2 $(cat pid); wait", "USR2", 0),
+    ("(srun x & wait_for_it; kill -USR1 $!; wait $!; exit $?) & wait $!", "USR1", 3),
+    ("f() { srun x & wait_for_it; kill -INT $!; wait $!; }; set -eu; f", "INT", 3),
+    # Not a shell that only runs srun: what ends it ends the step.
+    ("(srun x; echo > after) & wait_for_it; kill -TERM $!; wait $!", "TERM", 143),
+    ("{ srun x; echo > after; } & wait_for_it; kill -USR1 $!; wait $!", "TERM", 138),
+]
+
+
+@pytest.mark.parametrize(("script", "heard", "code"), ENDS_STEP)
+def test_a_signal_for_a_background_step_reaches_it(
+    tmp_path: Path, script: str, heard: str, code: int
+) -> None:
+    """$! is srun itself, as without us."""
+    job = RunDirectory(tmp_path / "run")
+    job.create()
+    shims.write(job, sys.executable)
+    (tmp_path / "bin").mkdir()
+    shims.write_program(
+        tmp_path / "bin" / "srun",
+        f"#!{sys.executable}\nimport os, pathlib, signal, sys\n"
+        "def hear(number, _frame):\n"
+        "    pathlib.Path('heard').write_text(signal.Signals(number).name[3:])\n"
+        "    os._exit(3)\n"
+        "for name in ('TERM', 'HUP', 'INT', 'QUIT', 'USR1', 'USR2'):\n"
+        "    signal.signal(getattr(signal, 'SIG' + name), hear)\n"
+        "pathlib.Path('pid').write_text(str(os.getpid()))\n"
+        "pathlib.Path('ready').touch()\n"
+        "while True: signal.pause()\n",
+    )
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    environment = shims.with_shims({"PATH": path, "SLURM_JOB_ID": "7"}, job)
+    begin = "wait_for_it() { until [ -e ready ]; do sleep 0.05; done; }\n"
+    done = subprocess.run(
+        ["bash", "-c", begin + script], env=environment, timeout=120, check=False, cwd=tmp_path
+    )
+    wait_until("the signal", lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_text())
+    assert ((tmp_path / "heard").read_text(), done.returncode) == (heard, code)
+    assert not (tmp_path / "after").exists()

@@ -153,8 +153,7 @@ class BatchProcess:
         refuses to requeue the job."""
         self._directory.outcome_file.unlink(missing_ok=True)
         self._allocation.save(self._directory)
-        for number in SIGNALS:
-            signal.signal(number, self._forward)
+        self._listen()
         try:
             self._do(self._machine.begin(time.monotonic()))
             while self._outcome is None:
@@ -196,9 +195,15 @@ class BatchProcess:
                 case _:
                     never(effect)
 
+    def _listen(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._forward)
+
     def _forward(self, number: int, _frame: FrameType | None) -> None:
+        self._signalled(warning=number in WARNINGS)
+
+    def _signalled(self, *, warning: bool) -> None:
         supervised = self._supervisor is not None and self._supervisor.poll() is None
-        warning = number in WARNINGS
         self._do(self._machine.signalled(time.monotonic(), warning=warning, supervised=supervised))
 
     def _start_supervisor(self) -> None:

@@ -7,8 +7,9 @@ batch host   job ── the user's script
 every node               └─ the step's command as the user wrote it
                              └─ torchrun (ours, or its Python by `hook`): becomes the agent (`node`)
 
-Here are also the signals that Slurm may send to the batch process before the job ends. They are blocked until
-the process can pass them on to the script: a signal that arrives while modules load would end the job.
+Here are also the signals that Slurm may send to the batch process before the job ends, and the script to its
+steps. They are blocked until the process can pass them on: a signal that arrives while modules load would end
+the job, or the step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from __future__ import annotations
 import signal
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGALRM)
+# The batch process sends this to the front ends of the script's trainings if the job's end may be near. The
+# script itself may use SIGUSR1 and SIGUSR2 for what it likes.
+WARNING = signal.SIGRTMIN + 16
 
 
 def hold() -> None:

@@ -16,6 +16,7 @@ def main(what: str, arguments: list[str]) -> int:
 
         return run(arguments[0], arguments[1:])
     if what == "srun":
+        hold()
         from jurymast.script.srun import run as run_srun
 
         return run_srun(arguments)

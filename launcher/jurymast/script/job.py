@@ -24,11 +24,12 @@ from jurymast.cluster.slurm import script_file, users_script
 from jurymast.core.slurm_variables import of_active_nodes
 from jurymast.core.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
-from jurymast.script import PASSED_ON, hold, release, shims
+from jurymast.script import PASSED_ON, WARNING, hold, release, shims
 from jurymast.script.step import PROCESS_NAME, true_variables_file
 from jurymast.script.trainings import beside
 
-WARNING = signal.SIGUSR2
+# sbatch's own warning of the time limit, unless the job asks for another signal.
+SLURMS_WARNING = signal.SIGUSR2
 TRAPS_S = 1.0
 
 
@@ -104,7 +105,7 @@ def run_script(
             return
         if number in WARNINGS:
             _warn_trainings(child.pid)
-        if number != WARNING or not warns:
+        if number != SLURMS_WARNING or not warns:
             child.send_signal(number)
 
     asks: threading.Thread | None = None

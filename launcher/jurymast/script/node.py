@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jurymast.cluster.sbatch import CommandLine, usable_gpus
+from jurymast.cluster.sbatch import CommandLine, Given, usable_gpus
 from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory, renew
@@ -42,7 +42,9 @@ def run(launcher: str, arguments: list[str]) -> int:
         say(f"{launcher} uses one node of {job.own_plan().active} and runs there without failure handling")
         _really(launcher, arguments)
     command = run_module("jurymast.script", launcher, *arguments)
-    return Step(job).run(CommandLine(command=command))
+    # One INT ends a launcher.
+    at_once = Given("quit-on-interrupt", None, ("--quit-on-interrupt",))
+    return Step(job).run(CommandLine(options=[at_once], command=command))
 
 
 def _really(launcher: str, arguments: list[str]) -> NoReturn:

@@ -23,6 +23,7 @@ from jurymast.rundir import RunDirectory, make_folder
 from jurymast.script.notes import note, note_first, noted, say
 from jurymast.script.output import Output, relayed
 from jurymast.script.recognise import named_node
+from jurymast.script.signals import PartSignals
 from jurymast.script.step import ANSWER, POLL_S, Step
 
 # The parts of a loop in a script come within seconds, or within minutes if it sleeps after the first one.
@@ -174,6 +175,7 @@ def _lead(step: Step, srun: CommandLine, folder: Path, first: Part) -> int | Non
 
 def _follow(step: Step, srun: CommandLine, folder: Path, number: int) -> int | None:
     leader = noted(folder / PART.format(0))["pid"]
+    PartSignals(srun, leader).listen()
     while (word := noted(folder / WORD)) is None:
         if began_at(leader) is None:
             return 1

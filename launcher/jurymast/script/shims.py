@@ -29,12 +29,19 @@ STEP_VARIABLE = "JURYMAST_STEP"
 # A module that the script loads may put the real srun before ours on PATH, but a shell function comes before
 # everything on PATH.
 FUNCTION = "BASH_FUNC_srun%%"
-# In `srun ... &`, $! is the shell that runs the function, so a signal that ends that shell is the step's end.
+# In `srun ... &`, $! is a shell that only runs the function: our srun replaces it, and gets the signals for
+# $!. Of all subshells that one alone ignores QUIT and not INT. In others, such as `(srun ...; srun ...) &`, a
+# signal that ends the shell is the step's end.
 SHELL_VARIABLE = "JURYMAST_SCRIPT_SHELL"
 FUNCTION_TEXT = """\
-() {{  if [ "${job}" = "$SLURM_JOB_ID" ]; then
-  if [ "$BASHPID" = "$$" ]; then {srun} "$@"; else {background}=$BASHPID {srun} "$@"; fi
- else command srun "$@"; fi
+() {{  if [ "${job}" != "$SLURM_JOB_ID" ]; then command srun "$@"
+ elif [ "$BASHPID" = "$$" ]; then {srun} "$@"
+ else
+  local name ignored=0
+  while read -r name ignored && [ "$name" != SigIgn: ]; do :; done < "/proc/$BASHPID/status" || :
+  if [ "$((0x${{ignored:-0}} & 6))" = 4 ]; then exec {srun} "$@"; fi
+  {background}=$BASHPID {srun} "$@"
+ fi
 }}"""
 # Directories that containers see in addition to their own. If both variables are set, apptainer reads only
 # the first, so our directory is added to the user's.

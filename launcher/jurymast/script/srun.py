@@ -19,7 +19,7 @@ from jurymast.cluster.sbatch import CommandLine
 from jurymast.errors import UsageError
 from jurymast.processes import die_with_parent
 from jurymast.rundir import RunDirectory
-from jurymast.script import recognise, shims
+from jurymast.script import recognise, release, shims
 from jurymast.script.notes import say
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def _end_with_the_shell(shell: str) -> None:
 
 
 def _really(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
+    release()
     os.execve(shims.real("srun", os.environ), ["srun", *arguments], dict(environment))
 
 

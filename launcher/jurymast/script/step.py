@@ -31,7 +31,7 @@ import msgspec
 
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts
-from jurymast.cluster.batch import SIGNALS, SURVIVE, Agents, BatchProcess, end_srun, end_with_us
+from jurymast.cluster.batch import SURVIVE, Agents, BatchProcess, end_srun, end_with_us
 from jurymast.cluster.control import STILL_RUNNING, binds_tasks, why_ending
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
 from jurymast.cluster.signals import WARNINGS
@@ -56,6 +56,7 @@ from jurymast.script.recognise import (
     read_shell_script,
     starts_launcher,
 )
+from jurymast.script.signals import StepSignals
 from jurymast.script.trainings import Training, Trainings
 from jurymast.wire.channel import ask
 
@@ -193,15 +194,22 @@ class StepAgents(Agents):
 
 
 class StepProcess(BatchProcess):
-    """The batch process of one training step. A SIGTERM while Slurm does not end the job means the step: the
-    script, or a `timeout` in it, ends it as it would end srun."""
+    """The batch process of one training step. The step's front end takes its signals."""
 
     ended_by_script = False
     _asks: threading.Thread | None = None
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        super()._forward(number, frame)
-        if number == signal.SIGTERM and (self._asks is None or not self._asks.is_alive()):
+    def _listen(self) -> None:
+        pass
+
+    def warned(self) -> None:
+        self._signalled(warning=True)
+
+    def ordered_to_end(self) -> None:
+        """If Slurm does not end the job, the order means the step: the script, or a `timeout` in it, ends it
+        as it would end srun."""
+        self._signalled(warning=False)
+        if self._asks is None or not self._asks.is_alive():
             self._asks = threading.Thread(target=self._ask_slurm, daemon=True)
             self._asks.start()
 
@@ -210,7 +218,7 @@ class StepProcess(BatchProcess):
             return
         self.ended_by_script = True
         for _ in range(CANCEL_TRIES):  # a supervisor may just be starting
-            if isinstance(ask(self._directory, "cancel", by="the script, by SIGTERM"), Accepted):
+            if isinstance(ask(self._directory, "cancel", by="the script, by a signal"), Accepted):
                 return
             time.sleep(CANCEL_EVERY_S)
 
@@ -263,10 +271,13 @@ class Step:
         A step in place of one per node has shell text for each node's `own` command, and its own output gets
         what is printed by the ranks of the node at this `place` among the active ones.
         """
-        name_process(PROCESS_NAME)
+        self._signals = signals = StepSignals(srun, parts=own is not None)
+        signals.listen()
+        name_process(PROCESS_NAME)  # only now: by its name it is found, and warned
         folder = folder or self.new_folder()
         output = Output(srun, os.environ, self.seen(place), tasks, folder)
         process = self._start(srun, folder, output.common, own or {})
+        signals.started(process)
         output.srun_opens_errors()
         for number in count(1):
             training = _await_training(folder / ASKED.format(number), process)
@@ -274,8 +285,11 @@ class Step:
                 break
             self._train(training, process, folder / ANSWER.format(number), output, place)
         code = self._end(process, folder)
+        if signals.ended:
+            await_shell()
         warn_if_unreached(folder, srun.command)
         output.close()
+        signals.close()
         return code
 
     def run_tasks(self, srun: CommandLine, tasks: int, *, guessed: bool) -> int:
@@ -404,6 +418,7 @@ class Step:
         if outcome.state == "cancelled":  # by Slurm or by hand: that means the whole job
             run_command(["scancel", self._allocation.job])
         if outcome.state in ("requeued", "cancelled"):
+            signal.signal(signal.SIGTERM, end_after_the_script)
             _await_end()
         self._trainings.told(run, outcome.lost)
 
@@ -414,13 +429,11 @@ class Step:
         path = run.submission / f"job-{allocation.job}.log"
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            process = StepProcess(run, plan, allocation, agents, log)
+            self._signals.training = process = StepProcess(run, plan, allocation, agents, log)
             return process.run(), process.ended_by_script
         finally:
+            self._signals.training = None
             os.close(log)
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, end_after_the_script)
 
     def _end(self, process: subprocess.Popen[bytes], folder: Path) -> int:
         """Wait for the step's end; returns the exit code of its command on the nodes that are left. srun
@@ -465,12 +478,17 @@ def _code(path: Path) -> int | None:
         return None
 
 
-def end_after_the_script(number: int, _frame: FrameType | None) -> None:
-    """For a SIGTERM: end by it, but after the script's shell. Slurm, which ends the job, signals that as
-    well, perhaps a moment later, and until then the shell must not begin with the next command."""
+def await_shell() -> None:
+    """After a SIGTERM, end after the script's shell. If Slurm ends the job, it signals that as well, perhaps
+    a moment later, and until then the shell must not begin with the next command."""
     until = time.monotonic() + SHELL_LIMIT_S
     while time.monotonic() < until and os.getppid() == STARTED_BY:
         time.sleep(POLL_S)
+
+
+def end_after_the_script(number: int, _frame: FrameType | None) -> None:
+    """For a SIGTERM: end by it, but see `await_shell`."""
+    await_shell()
     end_like(-number)
 
 

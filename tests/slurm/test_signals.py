@@ -1,0 +1,83 @@
+"""Signals that a script sends to its steps, or asks Slurm for: the same script under sbatch and under us."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.slurm_runs import SCRIPT_ENVIRONMENT, submit_script
+from testcluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+LIMIT_S = 240.0
+# Tells, in files, what it hears. It ends once it has heard the signals that it was started with.
+HEARS = """
+import os, signal, sys
+import torch
+name, rank, wanted = sys.argv[1], os.environ["SLURM_PROCID"], sys.argv[2:]
+heard = []
+def hear(number, _frame):
+    heard.append(signal.Signals(number).name)
+    print(f"said: {name} rank {rank} hears {heard[-1]}", flush=True)
+    open(f"{name}-{rank}-{heard[-1]}", "w")
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, hear)
+open(f"{name}-{rank}-ready", "w")
+while wanted != heard:
+    signal.pause()
+"""
+AWAIT = """
+await() { until [[ -e $1-0-$2 && -e $1-1-$2 ]]; do sleep 0.1; done; }
+"""
+BACKGROUND = f"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --output=out --time=10 --partition=main
+#JURYMAST train: yes
+{AWAIT}
+srun python -u hears.py both SIGUSR1 SIGUSR2 & pid=$!
+await both ready; kill -USR1 $pid; await both SIGUSR1; kill -USR2 $pid; wait $pid
+echo "said: both $?"
+(srun python -u hears.py inner SIGUSR2 & pid=$!; await inner ready; kill -USR2 $pid; wait $pid
+ echo "said: inner $?") & wait $!
+echo "said: $?"
+srun python -u hears.py int SIGUSR1 | cat &
+pid=$(jobs -p)
+await int ready; kill -INT $pid; sleep 2; kill -USR1 $pid; wait
+for signal in HUP QUIT TERM; do
+  srun python -u hears.py $signal never & pid=$!
+  await $signal ready; kill -$signal $pid; wait $pid; echo "said: $signal $?"
+done
+srun python -u hears.py twice never & pid=$!
+await twice ready; kill -INT $pid; sleep 0.2; kill -INT $pid; wait $pid; echo "said: twice $?"
+timeout -s USR1 20 srun python -u hears.py timeout SIGUSR1; echo "said: timeout $?"
+echo "said: end"
+"""
+
+
+def said(text: str) -> list[str]:
+    return sorted(re.findall(r"^said: .*", text, re.MULTILINE))
+
+
+def both_ways(cluster: Cluster, work: Path, script: str) -> tuple[list[str], list[str]]:
+    """What a script says under sbatch, and under us."""
+    for way in ("sbatch", "ours"):
+        cluster.login(["mkdir", "-p", str(work / way)])
+        (work / way / "hears.py").write_text(HEARS)
+    (work / "sbatch" / "job.sbatch").write_text(script)
+    plain = cluster.login(
+        ["sbatch", "--parsable", "job.sbatch"], cwd=work / "sbatch",
+        env={**SCRIPT_ENVIRONMENT, "PATH": f"{cluster.python.parent}:/usr/bin:/bin"},
+    )  # fmt: skip
+    run = submit_script(cluster, work / "ours", script)
+    for job in (int(plain.stdout), run.job):
+        cluster.wait_job(job, "COMPLETED", deadline_s=LIMIT_S)
+    return said((work / "sbatch" / "out").read_text()), said((work / "ours" / "out").read_text())
+
+
+@pytest.mark.timeout(500)
+def test_a_script_signals_its_background_steps(cluster: Cluster, tmp_path: Path) -> None:
+    theirs, ours = both_ways(cluster, cluster.shared / tmp_path.name, BACKGROUND)
+    print(*theirs, sep="\n")
+    assert ours == theirs
