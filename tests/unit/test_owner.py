@@ -5,17 +5,23 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
+import subprocess
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from jurymast.checkpoint.owner import OWNER, Owner, claim, is_foreign, owner
+from jurymast.checkpoint.owner import OWNER, Owner, claim, is_foreign, owner, this_host
+from jurymast.core.messages import WritePhase
 from jurymast.errors import CheckpointError
+from jurymast.jobs import began_at
 from jurymast.report.liveness import record_cancel
 from jurymast.storage import shared
-from jurymast.storage.orders import Job, StorageFailure, WriteShared
+from jurymast.storage.orders import Continue, Job, StorageFailure, WriteShared
+from support.images import simple_images, to_shared
 from support.stories import Story
 
 
@@ -281,3 +287,75 @@ def test_what_agents_write_is_for_the_owner_too(tmp_path: Path, root: Path) -> N
     with pytest.raises(StorageFailure, match="run first .* which may not have ended"):
         shared.write(order, Job(order.limit_s))
     assert theirs.is_dir()
+
+
+def test_a_run_of_another_machine_may_live_there(tmp_path: Path, root: Path) -> None:
+    """Whether its process does cannot be seen from here, where another one may have its number."""
+    first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
+    claim(root, first)
+    folder = Path(first.directory, "slurm")
+    (folder / "jobs").mkdir(parents=True)
+    (folder / "jobs" / "local-17").touch()
+    record = {"pid": 2**22 + 1, "started": 1.0, "host": "elsewhere"}
+    (folder / "local.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="may not have ended.*it runs, or ran, on elsewhere"):
+        claim(root, second)
+    (folder / "local.json").write_text(json.dumps({**record, "host": socket.gethostname()}))
+    claim(root, second)
+
+
+def test_a_training_that_is_started_again_owns_its_directory_as_the_new_process(root: Path) -> None:
+    """As by torchrun with the same --rdzv-id; the first process is gone."""
+    us = Owner("torchrun-7", host=this_host(), pid=os.getpid(), started=began_at(os.getpid()) or 0)
+    with subprocess.Popen(["true"]) as first:
+        claim(root, replace(us, pid=first.pid, started=1))
+    claim(root, us)
+    assert owner(root) == us
+    with pytest.raises(CheckpointError, match=f"its process {us.pid} runs"):
+        claim(root, replace(us, run="torchrun-8"))
+
+
+class Taken:
+    """A state during whose save another training takes the directory, as if this one were dead."""
+
+    def __init__(self, root: Path, by: Owner) -> None:
+        self._root, self._by = root, by
+
+    def take(self) -> None:
+        (self._root / OWNER).write_text(json.dumps(asdict(self._by)))
+
+    def state_dict(self) -> dict[str, int]:
+        self.take()
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError
+
+
+def test_nothing_is_published_by_ranks_in_a_directory_that_another_has_taken_meanwhile(
+    tmp_path: Path, root: Path
+) -> None:
+    jurymast = pytest.importorskip("jurymast")
+    state = {"taken": Taken(root, a_run(tmp_path, "second"))}
+    training = jurymast.Checkpointer(state, directory=root, every=1_000_000)
+    assert training.restore() == 0
+    assert not training.save(1)
+    assert os.listdir(root) == [OWNER]
+
+
+def test_nor_by_agents(tmp_path: Path, root: Path) -> None:
+    first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
+    taken = Taken(root, second)
+
+    def reached(phase: WritePhase) -> None:
+        if phase is WritePhase.WRITE:
+            taken.take()
+
+    job = Job(100.0, reached=reached)
+    for phase in WritePhase:
+        job.go_on(Continue(id=0, phase=phase, parts=(0,)))
+    order = to_shared(root, simple_images(tmp_path / "images"), world=1, lead=True)
+    order = msgspec.structs.replace(order, run=first.run, run_directory=first.directory)
+    with pytest.raises(StorageFailure, match="another training owns"):
+        shared.write(order, job)
+    assert os.listdir(root) == [OWNER]
