@@ -336,6 +336,8 @@ def test_a_place_that_stays_slow_is_the_datas_or_the_codes() -> None:
     assert [type(instruction) for instruction in told] == [RaiseAlert]
     assert f"rank 1 was slow on {first} as well, so the data or the code is slow" in told[0].reason
     assert not story.state.blames, "the node that was swapped is acquitted"
+    assert story.state.nodes[first].role is Role.SPARE
+    assert "cleared" in story.state.nodes[first].reason
     assert len(story.state.incidents) == 1
     story.feed(straggling(story, rank=2))
     assert len(story.state.incidents) == 2, "another place may still be swapped"

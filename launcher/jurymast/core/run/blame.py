@@ -355,7 +355,12 @@ def _take_back(state: RunState, group: str, since: float, why: str) -> None:
 
 def withdraw(state: RunState, name: str, cause: str) -> None:
     """Take back the blame of a node for this class of cause: what it was blamed for follows the rank."""
-    state.blames = [blame for blame in state.blames if (blame.node, blame.cause) != (name, cause)]
+    gone = [blame for blame in state.blames if (blame.node, blame.cause) == (name, cause)]
+    state.blames = [blame for blame in state.blames if blame not in gone]
+    node = state.nodes.get(name)
+    if node is not None and node.role is Role.SUSPECT and node.reason in [blame.evidence for blame in gone]:
+        role = Role.SPARE if node.ready else Role.JOINING
+        node.become(role, f"cleared: {cause} on another node as well", state.now)
 
 
 def _recovered(state: RunState, node: Node) -> None:
