@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import pytest
 
 from jurymast.cluster.control import kill_in_s, reason_of
-from jurymast.cluster.lift import start_time
+from jurymast.cluster.lift import REVOKED_S, lift, start_time
 from jurymast.cluster.sbatch import seconds_of, split_command_line, where_options
 from jurymast.jobs import utc_time
+from jurymast.report.doctor import YES, _clock
 
 
 @pytest.mark.parametrize(
@@ -76,6 +81,55 @@ def test_a_requeued_job_starts_two_seconds_after_its_requeue_by_slurms_own_clock
     assert start_time({"SubmitTime": "2026-11-20T13:59:59"}) == "2026-11-20T14:00:01"
     assert start_time({"SubmitTime": "Unknown"}) == "now+2"
     assert start_time({}) == "now+2"
+
+
+TOOL = """#!/bin/sh
+case "$0 $*" in
+*squeue*) echo PENDING ;;
+*"show config"*) echo "Configuration data as of $(date +%FT%T)" ;;
+*"show job"*) echo "JobId=7 UserId=a(0) GroupId=a(0) SubmitTime=$(date -d @$REQUEUED +%FT%T) Command=x" ;;
+*StartTime=*) date -d "${3#StartTime=}" +%s >> "$STARTS" ;;
+esac
+"""
+
+
+def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """squeue and scontrol, which print and read times as Slurm's commands do."""
+    for name in ("squeue", "scontrol"):
+        (folder / name).write_text(TOOL)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv("STARTS", str(folder / "starts"))
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_job_requeued_in_the_hour_that_comes_twice_starts_in_the_right_one(
+    half: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would wait for an hour."""
+    fake_slurm(tmp_path, monkeypatch)
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")  # as in Berlin
+    requeued = 1_792_888_200 + 3600 * half  # 2026-10-25, half past two by the clock
+    monkeypatch.setenv("REQUEUED", str(requeued))
+    assert lift("7", "1-1", "")
+    assert (tmp_path / "starts").read_text() == f"{requeued + REVOKED_S}\n"
+
+
+@pytest.mark.parametrize("half", [-1, 1])
+def test_the_clocks_agree_in_the_hour_that_comes_twice(
+    half: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_slurm(tmp_path, monkeypatch)
+    # Summer time ends half an hour ago, or in half an hour. As it is written, it ends by its own clock.
+    begins, ends = (time.gmtime(time.time() + s) for s in (-60 * 86400, 3600 - 1800 * half))
+    rules = [f"{one.tm_yday - 1}/{one.tm_hour}:{one.tm_min:02}:{one.tm_sec:02}" for one in (begins, ends)]
+    monkeypatch.setenv("TZ", f"STD0DST-1,{','.join(rules)}")
+    time.tzset()
+    try:
+        assert _clock()[0] == YES
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_the_helper_job_runs_where_the_job_may_run() -> None:

@@ -23,7 +23,8 @@ log = logging.getLogger("jurymast.requeue")
 
 
 def start_time(fields: dict[str, str]) -> str:
-    """The earliest start time that Slurm handles correctly, in its own format and by its own clock.
+    """The earliest start time that Slurm handles correctly, in its own format and by its own clock, in UTC:
+    in the hour that comes twice a year, local time may mean an hour later.
 
     The requeue revoked the job's credential, to the second: a job that starts in that same second is killed
     with "Job credential revoked" (24.11). Slurm sets SubmitTime to the moment of the requeue.
@@ -44,12 +45,12 @@ def lift(job: str, nodes: str, exclude: str) -> bool:
     while time.monotonic() < end:
         state = run_command(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
         if state == "PENDING":
-            changes = [f"NumNodes={nodes}", f"StartTime={start_time(job_fields(job))}"]
+            changes = [f"NumNodes={nodes}", f"StartTime={start_time(job_fields(job, utc=True))}"]
             if exclude:
                 changes.insert(0, f"ExcNodeList={exclude}")
             for change in changes:  # one by one: a site may forbid one of them
                 try:
-                    run_command(["scontrol", "update", f"JobId={job}", change])
+                    run_command(["scontrol", "update", f"JobId={job}", change], utc=True)
                 except ClusterUnavailableError as error:
                     log.warning("%s: %s", change, error)
             return True

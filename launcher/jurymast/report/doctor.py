@@ -22,7 +22,7 @@ from jurymast import foreign, programs
 from jurymast.cluster.verdicts import seal
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.interpreter import run_code
-from jurymast.jobs import run_command
+from jurymast.jobs import run_command, utc_time
 from jurymast.report.text import Block, Line, Table, count
 from jurymast.rundir import RunDirectory
 
@@ -281,12 +281,12 @@ def _clock() -> Found:
     answered."""
     try:
         before = time.time()
-        told = run_command(["scontrol", "show", "config"])
+        told = run_command(["scontrol", "show", "config"], utc=True)
         after = time.time()
         match = re.search(r"Configuration data as of (\S+)", told)
         if match is None:
             return UNSEEN
-        theirs = time.mktime(time.strptime(match.group(1), "%Y-%m-%dT%H:%M:%S"))
+        theirs = utc_time(match.group(1))
     except (ClusterUnavailableError, ValueError):
         return UNSEEN
     offset = theirs - min(max(theirs, int(before)), after)
