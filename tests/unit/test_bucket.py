@@ -130,6 +130,44 @@ def test_what_the_run_has_not_put_there_is_not_taken(
     assert back.steps() == [STEP]
 
 
+def endless(place: Path, _seal: Path) -> None:
+    with (place / MANIFEST).open("ab") as file:
+        file.truncate(object_store.SMALL_BYTES_MAX + 1)
+
+
+def no_manifest(place: Path, _seal: Path) -> None:
+    (place / MANIFEST).write_bytes(b"{}")
+
+
+@pytest.mark.parametrize("change", [not_sealed, sealed_by_another_run, of_another_step, endless, no_manifest])
+def test_what_the_run_has_not_put_there_is_not_taken_for_its_upload(
+    tmp_path: Path, change: Callable[[Path, Path], None]
+) -> None:
+    """Else the run had no checkpoint there: nothing of this step could be fetched."""
+    store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
+    run = saved(tmp_path / "run", b"right")
+    store.upload(run, STEP, Job(10.0))
+    assert store.upload(run, STEP, Job(10.0)).existing
+    place = tmp_path / f"bucket/run-1/step-{STEP:08d}"
+    change(place, place / SEAL)
+    assert not store.upload(run, STEP, Job(10.0)).existing
+    store.fetch(STEP, CheckpointDirectory(tmp_path / "back"), Job(10.0))
+
+
+@pytest.mark.parametrize("manifest", [b"{}", CheckpointManifest(STEP + 1, 1, 1, "2.13.0", ()).to_bytes()])
+def test_newer_checkpoints_that_others_put_there_drive_none_of_the_run_s_out(
+    tmp_path: Path, manifest: bytes
+) -> None:
+    store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
+    run = saved(tmp_path / "run", b"right")
+    store.upload(run, STEP, Job(10.0))
+    theirs = tmp_path / f"bucket/run-1/step-{STEP + 1:08d}"
+    theirs.mkdir()
+    (theirs / MANIFEST).write_bytes(manifest)
+    assert store.prune(1, run, STEP + 2) == []
+    assert store.steps() == [STEP + 1, STEP]
+
+
 def test_a_seal_is_for_its_step_alone() -> None:
     """Else another checkpoint of the run could be put into the place of this one, with all that is its."""
     key = BucketKey(SECRET, "run-1")

@@ -40,6 +40,11 @@ from jurymast.storage.orders import Done, Job, StorageFailure, Upload, explain
 
 # ---- the seal
 
+
+class NotUploaded(StorageFailure):
+    """What the store has under this name is not what this run uploaded, or nothing."""
+
+
 SEAL = "jurymast.seal"
 HASH_BYTES = 32
 
@@ -59,8 +64,8 @@ class BucketKey:
         return json.dumps({**values, "seal": self._of(values)}).encode()
 
     def vouched(self, step: int, manifest: bytes, sealed: bytes) -> dict[str, str]:
-        """Return the keyed hashes of the step's files, by name. Raises StorageFailure if this run did not
-        make the seal for this step and manifest."""
+        """Return the keyed hashes of the step's files, by name. Raises NotUploaded if this run did not make the
+        seal for this step and manifest."""
         try:
             values = foreign.parse(sealed)
             seal = values.pop("seal")
@@ -69,7 +74,7 @@ class BucketKey:
                 return dict(values["files"])
         except (AttributeError, KeyError, TypeError, ValueError):
             pass
-        raise StorageFailure(f"its {SEAL} is not of this run")
+        raise NotUploaded(f"its {SEAL} is not of this run")
 
     def _of(self, values: dict[str, Any]) -> str:
         return self._hash(SEAL, json.dumps(values, sort_keys=True).encode())
@@ -93,7 +98,7 @@ TIMEOUTS_S = {"connect_timeout": 10, "read_timeout": 60}
 INSTALL = "pip install 'jurymast[object]'"
 
 
-class NoSuchObject(StorageFailure):
+class NoSuchObject(NotUploaded):
     """The store answered that there is no such object."""
 
 
@@ -133,12 +138,12 @@ class ObjectStore:
         try:
             return CheckpointManifest.from_bytes(data), data
         except BadCheckpoint as error:
-            raise StorageFailure(f"step {step} in {self.url}: {error}") from error
+            raise NotUploaded(f"step {step} in {self.url}: {error}") from error
 
     def _read(self, step: int, name: str) -> bytes:
         path = self._path(step, name)
         if (size := self._size(path)) > SMALL_BYTES_MAX:
-            raise StorageFailure(f"{path} has {size} bytes, at most {SMALL_BYTES_MAX} are allowed")
+            raise NotUploaded(f"{path} has {size} bytes, at most {SMALL_BYTES_MAX} are allowed")
         data: bytes = self._tried(path, lambda: self._files.cat_file(path, end=SMALL_BYTES_MAX))
         return data
 
@@ -146,8 +151,8 @@ class ObjectStore:
         """Return the keyed hashes of the step's files, by name."""
         try:
             return self._key.vouched(step, manifest, self._read(step, SEAL))
-        except StorageFailure as error:
-            raise StorageFailure(
+        except NotUploaded as error:
+            raise NotUploaded(
                 f"this run's key does not vouch for step {step} in {self.url} ({error}): whoever can write "
                 "there may have made it, and its code would run as you; --unsealed accepts it anyway"
             ) from error
@@ -160,6 +165,16 @@ class ObjectStore:
         except NoSuchObject:
             return False
         return True
+
+    def _own(self, step: int) -> CheckpointManifest | None:
+        """The manifest of a checkpoint that this run has put there; None if others may have."""
+        try:
+            manifest, data = self._manifest(step)
+            self._vouched(step, data)
+        except NotUploaded as error:
+            log.warning("it does not count: %s", error)
+            return None
+        return manifest
 
     def _is_whole(self, step: int, manifest: CheckpointManifest) -> bool:
         place = self._path(step, "").rstrip("/")
@@ -177,9 +192,9 @@ class ObjectStore:
         except (BadCheckpoint, OSError) as error:
             raise StorageFailure(f"step {step} in {directory.root} cannot be uploaded: {error}") from error
         if self._is_complete(step):
-            if self.manifest(step) == manifest and self._is_whole(step, manifest):
+            if self._own(step) == manifest and self._is_whole(step, manifest):
                 return Done(existing=True, published=True)
-            self.remove(step)  # damaged, or of another attempt: the two must not mix
+            self.remove(step)  # damaged, of another attempt, or another's: the two must not mix
         place = directory.path(step)
         keyed: dict[str, str] = {}
         # `.metadata` last except for the manifest: stock readers ignore a directory without it
@@ -195,11 +210,12 @@ class ObjectStore:
     def prune(self, keep: int, directory: CheckpointDirectory, newest: int) -> list[int]:
         """Remove all but the newest `keep` checkpoints of the run, and what was left of others; return their
         steps. What is pinned in `directory` stays, and `newest`, which was uploaded last. What was rolled
-        back neither counts nor is removed."""
+        back, or is not this run's, neither counts nor is removed."""
         names = self._tried("", lambda: self._listed(self._base))
         found = sorted((step for name in names if (step := step_of(name)) is not None), reverse=True)
         complete = [step for step in found if self._is_complete(step)]
-        aside = {step for step in complete if directory.void(step, self.manifest(step).attempt)}
+        own = {step: self._own(step) for step in complete}
+        aside = {step for step, one in own.items() if one is None or directory.void(step, one.attempt)}
         gone = superfluous(complete, keep, directory.pinned(), aside, [newest])
         gone += [step for step in found if step < newest and step not in complete]
         for step in gone:
