@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jurymast.jobs import jobs_in
 from testcluster import control, freezer, processes, slurmconf, software, state
 from testcluster.errors import ClusterError, DeadlineError
 from testcluster.faults import Fault, Faults
@@ -353,8 +354,8 @@ class Cluster:
         return control.parse_jobs(self.slurm(["squeue", "--noheader", "--format", control.SQUEUE_FORMAT]))
 
     def job(self, job_id: int) -> dict[str, str]:
-        """Slurm's record of a job (JobState, NodeList, BatchHost, ...); kept 5 minutes after its end."""
-        return control.parse_job(self.slurm(["scontrol", "--oneliner", "show", "job", str(job_id)]))
+        """Slurm's own fields of a job (JobState, NodeList, BatchHost, ...); kept 5 minutes after its end."""
+        return jobs_in(self.slurm(["scontrol", "--oneliner", "show", "job", str(job_id)]))[0]
 
     def sbatch(self, script: str, *options: str, env: Mapping[str, str] | None = None) -> int:
         """Submit a batch script as the unprivileged user, and return the job's id."""

@@ -8,7 +8,6 @@ from typing import Any
 
 SQUEUE_FORMAT = "%A|%P|%j|%u|%T|%M|%D|%r|%N|%B"
 _NODE = re.compile(r"^NodeName=(\S+) .*?\bState=(\S+)", re.MULTILINE)
-_FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=(\S*)")
 _USABLE = frozenset({"IDLE", "ALLOCATED", "MIXED"})
 
 
@@ -43,11 +42,6 @@ def parse_jobs(text: str) -> list[Job]:
             Job(int(identity), partition, name, user, state, elapsed, int(count), reason, nodes, batch_host)
         )
     return jobs
-
-
-def parse_job(text: str) -> dict[str, str]:
-    """Fields of ``scontrol --oneliner show job``; a value with spaces is cut at the first."""
-    return {match[1]: match[2] for match in _FIELD.finditer(text)}
 
 
 def parse_node_states(text: str) -> dict[str, str]:

@@ -70,6 +70,11 @@ class TestJobs:
         cluster.login(["scontrol", "update", f"JobId={job}", "StartTime=now+2"])
         assert cluster.wait_job(job, "RUNNING")["Restarts"] == "1"
 
+    def test_nothing_that_its_owner_writes_is_taken_for_a_job_s_state(self, cluster: Cluster) -> None:
+        written = "x JobState=FAILED Restarts=9"
+        job = cluster.sbatch("#!/bin/bash\nsleep 600\n", f"--comment={written}", f"--job-name={written}")
+        assert cluster.wait_job(job, "RUNNING")["Restarts"] == "0"
+
     def test_the_unprivileged_user_may_not_drain_a_node(self, cluster: Cluster) -> None:
         drain = ["scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test"]
         assert "Invalid user id" in cluster.login(drain, check=False).stderr

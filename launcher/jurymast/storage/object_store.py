@@ -64,8 +64,8 @@ class BucketKey:
         return json.dumps({**values, "seal": self._of(values)}).encode()
 
     def vouched(self, step: int, manifest: bytes, sealed: bytes) -> dict[str, str]:
-        """Return the keyed hashes of the step's files, by name. Raises NotUploaded if this run did not make the
-        seal for this step and manifest."""
+        """Return the keyed hashes of the step's files, by name. Raises NotUploaded if this run did not make
+        the seal for this step and manifest."""
         try:
             values = foreign.parse(sealed)
             seal = values.pop("seal")
