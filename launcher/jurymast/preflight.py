@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jurymast.processes import die_first, die_with_parent
+from jurymast.processes import die_first, die_with_parent, ignore_signals
 from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at
 
 SEED = 20
@@ -209,8 +208,7 @@ STORE_LIMIT_S = 30.0
 
 
 def main() -> int:
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning signal reaches every process of a step
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides
+    ignore_signals()
     die_first()
     die_with_parent()
     # What a library prints must not be mixed with the answers.

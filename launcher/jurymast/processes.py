@@ -19,6 +19,17 @@ from pathlib import Path
 from typing import NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# What Slurm may send to processes of a job, and people through it. They are for the ranks, and the agent
+# knows what they mean for the run: its helpers ignore them, and ranks begin as if nobody had.
+OF_JOBS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+    signal.SIGALRM,
+)  # fmt: skip
+# Those that Python itself ignores, as no other program does.
+IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+# Set where a signal for a step reaches only its tasks, and not all that runs below them: with every
+# ProctrackType of Slurm's but linuxproc.
+TASKS_ALONE_VARIABLE = "JURYMAST_TASKS_ALONE"
 # The kernel's largest, and so the only one that always counts for more than all memory that a process has or
 # maps: an agent maps every image, and may be the largest process of its node. See proc_pid_oom_score_adj(5).
 OOM_SCORE_FIRST = 1000
@@ -187,14 +198,26 @@ def _dies_first(pid: int) -> bool:
         return False
 
 
+def ignore_signals() -> None:
+    for number in OF_JOBS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def signals_by_default() -> None:
+    """Undo `ignore_signals`, in a process that has inherited it."""
+    for number in OF_JOBS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def become_helper(nice: int) -> int:
     """Become the agent's helper: lower the priority by `nice` in favour of the ranks, and ignore the signals
     that Slurm sends to the whole job, since the agent decides when to end. Returns a descriptor for answers
     on the former stdout: what libraries print goes to stderr from now on."""
     os.nice(nice)
     die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     os.umask(0o077)
     output = os.dup(1)
     os.dup2(2, 1)

@@ -12,7 +12,7 @@ from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-LIMIT_S = 240.0
+LIMIT_S = 400.0
 # Tells, in files, what it hears. It ends once it has heard the signals that it was started with.
 HEARS = """
 import os, signal, sys
@@ -42,16 +42,14 @@ echo "said: both $?"
 (srun python -u hears.py inner SIGUSR2 & pid=$!; await inner ready; kill -USR2 $pid; wait $pid
  echo "said: inner $?") & wait $!
 echo "said: $?"
-srun python -u hears.py int SIGUSR1 | cat &
-pid=$(jobs -p)
-await int ready; kill -INT $pid; sleep 2; kill -USR1 $pid; wait
-for signal in HUP QUIT TERM; do
+srun python -u hears.py int SIGUSR1 2>&1 & pid=$!
+await int ready; kill -INT $pid; sleep 2; kill -USR1 $pid; wait $pid; echo "said: int $?"
+for signal in HUP TERM; do
   srun python -u hears.py $signal never & pid=$!
   await $signal ready; kill -$signal $pid; wait $pid; echo "said: $signal $?"
 done
 srun python -u hears.py twice never & pid=$!
 await twice ready; kill -INT $pid; sleep 0.2; kill -INT $pid; wait $pid; echo "said: twice $?"
-timeout -s USR1 20 srun python -u hears.py timeout SIGUSR1; echo "said: timeout $?"
 echo "said: end"
 """
 
@@ -76,7 +74,7 @@ def both_ways(cluster: Cluster, work: Path, script: str) -> tuple[list[str], lis
     return said((work / "sbatch" / "out").read_text()), said((work / "ours" / "out").read_text())
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_a_script_signals_its_background_steps(cluster: Cluster, tmp_path: Path) -> None:
     theirs, ours = both_ways(cluster, cluster.shared / tmp_path.name, BACKGROUND)
     print(*theirs, sep="\n")

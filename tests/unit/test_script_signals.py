@@ -10,10 +10,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
+from jurymast.agent.ranks import tell_ranks
 from jurymast.cluster.signals import WARNINGS
 from jurymast.cluster.slurm import users_script
+from jurymast.processes import TASKS_ALONE_VARIABLE
 from jurymast.rundir import RunDirectory
 from jurymast.script import WARNING, shims
 from jurymast.script.step import node_command
@@ -329,3 +332,183 @@ def test_a_signal_for_a_background_step_reaches_it(
     wait_until("the signal", lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_text())
     assert ((tmp_path / "heard").read_text(), done.returncode) == (heard, code)
     assert not (tmp_path / "after").exists()
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def says(path: Path, text: str) -> bool:
+    return text_of(path) == text
+
+
+TELLS = """
+import pathlib, signal, sys
+default = [signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler) for number in range(1, 16)
+           if number not in (9, 13)]
+heard = []
+def hear(number, _frame):
+    heard.append(signal.Signals(number).name[3:])
+    pathlib.Path("heard").write_text(" ".join(heard))
+for name in ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM"):
+    signal.signal(getattr(signal, "SIG" + name), hear)
+pathlib.Path("command").write_text(f"{sys.stdin.readline()}{all(default)} {sys.argv[1:]}")
+while heard[-1:] != ["TERM"]: signal.pause()
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
+@pytest.mark.parametrize("guarded", [False, True], ids=["the command", "the agent"])
+def test_a_signal_for_a_task_alone_is_passed_on(tmp_path: Path, shell: str, guarded: bool) -> None:
+    """As by Slurm where it finds a step's processes by cgroups: the shell around the command is the task. A
+    guard of an agent is told, if there is one, and the command of the user's own is spared."""
+    step, program = tmp_path / "a step", tmp_path / "node"
+    step.mkdir()
+    log = tmp_path / "log"
+    text = node_command(RunDirectory(tmp_path / "job"), step, {}, 1, log, {}, tasks_alone=True)
+    program.write_text(text.replace("#!/bin/sh", f"#!{shell}", 1))
+    program.chmod(0o700)
+    slurms = {"SLURM_NODEID": "0", "SLURM_STEP_ID": "0", "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "1"}
+    command = [str(program), sys.executable, "-c", TELLS, "an argument"]
+    guard = None
+    names = ["USR1", "HUP", "USR2", "USR1", "INT", "QUIT", "ALRM", "TERM"]
+    if guarded:
+        (tmp_path / "guard").mkdir()
+        guard = subprocess.Popen(
+            [sys.executable, "-c", TELLS], cwd=tmp_path / "guard", stdin=subprocess.DEVNULL
+        )
+        wait_until("the guard", (tmp_path / "guard" / "command").exists)
+        (step / "guard-n1").write_text(f"{guard.pid}\n")
+    heard = tmp_path / ("guard" if guarded else ".") / "heard"
+    with subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, **slurms}, start_new_session=True, stdin=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdin is not None
+            process.stdin.write(b"input\n")
+            process.stdin.flush()
+            wait_until("the command", (tmp_path / "command").exists)
+            wait_until("what it tells", (tmp_path / "command").read_text)
+            for number, name in enumerate(names):
+                process.send_signal(getattr(signal, f"SIG{name}"))
+                told = " ".join(names[: number + 1])
+                wait_until(name, partial(says, heard, told))
+            if guard is not None:
+                assert guard.wait(60) == 7
+                assert not (tmp_path / "heard").exists()
+                process.send_signal(signal.SIGTERM)  # the guard is gone
+            assert process.wait(60) == 7
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert (tmp_path / "command").read_text() == "input\nTrue ['an argument']"
+    assert (step / "ended-n1").read_text() == "7\n"
+
+
+GUARDED = """
+import pathlib, signal, sys, time
+from jurymast.agent import guard
+def agent(_kills):
+    heard = []
+    def hear(number, _frame):
+        heard.append(signal.Signals(number).name[3:])
+        pathlib.Path("heard").write_text(" ".join(heard))
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "blocked signals"
+    for name in ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM"):
+        signal.signal(getattr(signal, "SIG" + name), hear)
+    pathlib.Path("ready").touch()
+    while heard[-1:] != ["ALRM"]: signal.pause()
+    return 0
+sys.exit(guard.run(agent))
+"""
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_guard_passes_signals_for_the_task_alone_on_to_its_agent(tmp_path: Path, alone: bool) -> None:
+    """Where Slurm signals all that runs below the task, the agent has it already."""
+    environment = {**os.environ, **({TASKS_ALONE_VARIABLE: "1"} if alone else {})}
+    names = ["USR1", "HUP", "USR2", "USR1", "INT", "QUIT", "ALRM"]
+    heard = tmp_path / "heard"
+    with subprocess.Popen(
+        [sys.executable, "-c", GUARDED], cwd=tmp_path, env=environment, start_new_session=True
+    ) as process:
+        try:
+            wait_until("the agent", (tmp_path / "ready").exists)
+            for number, name in enumerate(names):
+                process.send_signal(getattr(signal, f"SIG{name}"))
+                if alone:
+                    told = " ".join(names[: number + 1])
+                    wait_until(name, partial(says, heard, told))
+            if alone:
+                assert process.wait(60) == 0
+            else:
+                (agent,) = psutil.Process(process.pid).children()
+                agent.send_signal(signal.SIGALRM)
+                assert process.wait(60) == 0
+                assert heard.read_text() == "ALRM"
+        finally:
+            for child in psutil.Process(process.pid).children() if process.poll() is None else []:
+                child.kill()
+            process.kill()
+
+
+RANK = """
+import os, pathlib, signal, sys
+name, catches, child = sys.argv[1], sys.argv[2] == "catches", sys.argv[3:]
+def hear(number, _frame):
+    pathlib.Path(name + "-heard").write_text(signal.Signals(number).name)
+if catches:
+    signal.signal(signal.SIGUSR1, hear)
+if child and os.fork() == 0:
+    os.execv(sys.executable, [sys.executable, __file__, *child])
+pathlib.Path(name).write_text(str(os.getpid()))
+while True: signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "hears"),
+    [(["rank", "catches", "loader", "no"], "rank"), (["bash", "no", "rank", "catches"], "rank"),
+     (["bash", "catches", "rank", "catches"], "bash")],
+    ids=["a rank with a loader", "below a program", "a program with a trap"],
+)  # fmt: skip
+def test_a_signal_for_a_rank_is_for_the_process_that_would_have_got_it(
+    tmp_path: Path, program: list[str], hears: str
+) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, str(tmp_path / "rank.py"), *program]
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True) as process:
+        try:
+            pids = {}
+            for name in (program[0], program[2]):
+                pids[name] = int(wait_until(name, partial(text_of, tmp_path / name)))
+            tell_ranks([process.pid], [pids["rank"]], signal.SIGUSR1)
+            wait_until("the signal", (tmp_path / f"{hears}-heard").exists)
+            assert [path.name for path in tmp_path.glob("*-heard")] == [f"{hears}-heard"]
+            assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids.values())
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+BECOMES = """
+import os, signal, sys
+from jurymast import processes
+from jurymast.worker import rank
+processes.ignore_signals()
+signal.pthread_sigmask(signal.SIG_BLOCK, processes.OF_JOBS)
+if os.fork():
+    os.wait()
+else:
+    rank._bind_to_host(os.getppid())
+    rank._become("grep", ["^Sig[BI]", "/proc/self/status"], dict(os.environ))
+"""
+
+
+def test_a_rank_begins_with_the_signals_of_a_task() -> None:
+    """None is ignored or blocked: neither those that our processes ignore, nor those that Python does."""
+    done = subprocess.run(
+        [sys.executable, "-c", BECOMES], capture_output=True, text=True, timeout=60, check=True
+    )
+    none = "0" * 16
+    assert done.stdout.split() == ["SigBlk:", none, "SigIgn:", none], done.stderr

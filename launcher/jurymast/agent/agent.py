@@ -36,6 +36,7 @@ from jurymast.agent.ranks import (
     end_ranks,
     gone,
     signal_ranks,
+    tell_ranks,
     unloadable,
 )
 from jurymast.agent.stacks import StackTaker
@@ -55,7 +56,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.core.texts import compressed
 from jurymast.errors import never
 from jurymast.foreign import check_private
-from jurymast.processes import adopt_orphans, end_strays, leave_no_core
+from jurymast.processes import TASKS_ALONE_VARIABLE, adopt_orphans, end_strays, leave_no_core
 from jurymast.rundir import RunDirectory
 from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of, plain
 
@@ -231,8 +232,8 @@ class Agent:
         driver, loop = self._driver, asyncio.get_running_loop()
         adopt_orphans()
         loop.add_signal_handler(signal.SIGTERM, lambda: driver.act(self._machine.terminated(driver.now)))
-        for warning in (*WARNINGS, signal.SIGINT):  # from --signal
-            loop.add_signal_handler(warning, lambda: None)
+        for number in (*WARNINGS, signal.SIGINT):  # from --signal, or the script
+            loop.add_signal_handler(number, self._signalled, number)
         loop.add_reader(self._memory.events_fd, self._ranks_said)
         threading.Thread(target=remove_abandoned, name="remove-abandoned", daemon=True).start()
         await self._keeping.keeper.start()
@@ -469,6 +470,12 @@ class Agent:
                     if isinstance(event, within.CheckpointsKept):
                         self._keeping.checkpoints_at(event)
                     self._driver.act(self._machine.rank_said(event, self._driver.now))
+
+    def _signalled(self, number: signal.Signals) -> None:
+        """Pass on a signal that is for the ranks, if Slurm has not sent it to them as well."""
+        pids = self._machine.ranks.pids
+        if TASKS_ALONE_VARIABLE in os.environ:
+            tell_ranks(pids, self._memory.trains(pids), number)
 
     def _write_reached(self, id: str, phase: msg.WritePhase) -> None:
         self._driver.act(self._machine.write_reached(id, phase, self._driver.now))

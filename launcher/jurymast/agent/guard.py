@@ -12,11 +12,20 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
-from jurymast.processes import adopt_orphans, die_with_parent, end_like, end_strays, kill_strays
+from jurymast.processes import (
+    OF_JOBS,
+    TASKS_ALONE_VARIABLE,
+    adopt_orphans,
+    catches,
+    die_with_parent,
+    end_like,
+    end_strays,
+    kill_strays,
+)
 
 log = logging.getLogger("jurymast.agent")
 
@@ -24,8 +33,8 @@ log = logging.getLogger("jurymast.agent")
 LOOK_S, WINDOW_S = 1.0, 5.0
 # Agents that live for less than this are started again this often in a row: the node has no memory for them.
 SHORT_LIFE_S, RESTARTS_MAX = 60.0, 3
-# Signals that Slurm sends to each process of a step; the agent decides what they mean.
-_SENT_TO_ALL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# Slurm's signals to a step reach the agent as well as this process, or this one alone, which passes them on.
+_FOR_RANKS: tuple[signal.Signals, ...] = tuple(number for number in OF_JOBS if number != signal.SIGTERM)
 _WAITED_FOR = (signal.SIGCHLD, signal.SIGTERM)
 
 
@@ -34,19 +43,26 @@ def run(agent: Callable[[int], int]) -> int:
     number of kills for want of memory that ended the agent before it, 0 for the first."""
     started_by = os.getppid()
     adopt_orphans()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SENT_TO_ALL}
+    passed_on = _FOR_RANKS if TASKS_ALONE_VARIABLE in os.environ else ()
+    waited_for = (*_WAITED_FOR, *passed_on)
+    signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
+    ignored = [number for number in _FOR_RANKS if number not in passed_on]
+    handlers: dict[signal.Signals, Any] = {n: signal.signal(n, signal.SIG_IGN) for n in ignored}
     _, counter = where_kills_count(memory_cgroups())
     kills = short_lives = 0
     while True:
         gains, began = Gains(WINDOW_S), time.monotonic()
         gains.add(began, oom_kills(counter))
-        pid = _start(handlers)
+        pid = _start(handlers, waited_for)
         if pid == 0:
             return agent(kills)
         code = None
         while code is None:
-            received = signal.sigtimedwait(_WAITED_FOR, LOOK_S)
+            received = signal.sigtimedwait(waited_for, LOOK_S)
+            if received is not None and received.si_signo in passed_on:
+                number = signal.Signals(received.si_signo)
+                if catches(pid, number):  # one that is only beginning has no ranks, and would end by it
+                    os.kill(pid, number)
             if received is not None and received.si_signo == signal.SIGTERM and os.getppid() != started_by:
                 os.kill(pid, signal.SIGTERM)  # only this process was told that the one above it has ended
             code = _reap(pid)
@@ -59,7 +75,7 @@ def run(agent: Callable[[int], int]) -> int:
         kill_strays()  # without waiting: the supervisor is about to take the node for lost
 
 
-def _start(handlers: Mapping[signal.Signals, Any]) -> int:
+def _start(handlers: Mapping[signal.Signals, Any], blocked: Collection[signal.Signals]) -> int:
     """Fork; in the new process, undo what is the guard's alone, and return 0."""
     own = os.getpid()
     pid = os.fork()
@@ -72,7 +88,7 @@ def _start(handlers: Mapping[signal.Signals, Any]) -> int:
         os.setpgid(0, 0)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
     return 0
 
 

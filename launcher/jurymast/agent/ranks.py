@@ -32,7 +32,7 @@ from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
 from jurymast.core.nodes.silence import IDLE_SHARE
 from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
 from jurymast.jobs import began_at
-from jurymast.processes import die_with_parent, kill_group, shared_memory
+from jurymast.processes import catches, die_with_parent, kill_group, shared_memory
 from jurymast.worker.agent_pipe import FD_VARIABLE
 from jurymast.worker.link import (
     EVENT_BYTES_MAX,
@@ -496,6 +496,15 @@ async def gone(pids: Sequence[int], limit_s: float) -> None:
     end = loop.time() + limit_s
     while loop.time() < end and any(began_at(pid) is not None for pid in pids):
         await asyncio.sleep(0.01)
+
+
+def tell_ranks(pids: Sequence[int], trains: Sequence[int], number: signal.Signals) -> None:
+    """Send a signal to the ranks with these ids, of which those in `trains` are the processes that train: a
+    program that catches it gets it, as Slurm's task would, and otherwise the Python that it has started. What
+    else ranks have started, such as loader workers, gets none, and most of that would end by it."""
+    for pid, train in zip(pids, trains, strict=True):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid if catches(pid, number) else train, number)
 
 
 def signal_ranks(pids: Sequence[int], number: signal.Signals) -> None:

@@ -24,13 +24,13 @@ import msgspec
 
 from jurymast import foreign, programs
 from jurymast.cluster.allocation import Allocation, announced_hosts, from_slurm_environment, listen, loopback
-from jurymast.cluster.control import requeue
+from jurymast.cluster.control import requeue, signals_tasks_alone
 from jurymast.cluster.signals import WARNINGS
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision import batch as core
 from jurymast.errors import JurymastError, RunDirectoryError, never
 from jurymast.interpreter import run_module
-from jurymast.processes import adopt_orphans, die_with_parent, end_strays, log_as
+from jurymast.processes import TASKS_ALONE_VARIABLE, adopt_orphans, die_with_parent, end_strays, log_as
 from jurymast.rundir import RunDirectory, renew
 
 log = logging.getLogger("jurymast.batch")
@@ -67,9 +67,11 @@ class SrunAgents(Agents):
         command = ["srun", *SURVIVE, "--export=ALL", "--ntasks-per-node=1", f"--nodes={self._nodes}"]
         command += [f"--ntasks={self._nodes}", "--overlap", "--unbuffered", "--cpu-bind=none"]
         command += agent_command(self._run_directory, announced_hosts()[0], port)
+        alone = {TASKS_ALONE_VARIABLE: "1"} if signals_tasks_alone() else {}
         self._process = subprocess.Popen(
-            command, executable=programs.executable(command[0]), stdin=subprocess.DEVNULL
-        )
+            command, executable=programs.executable(command[0]), stdin=subprocess.DEVNULL,
+            env={**os.environ, **alone},
+        )  # fmt: skip
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None

@@ -154,29 +154,36 @@ class Ending:
 
 
 @cache
-def kill_wait_s() -> float | None:
-    """Slurm's KillWait, the seconds from its SIGTERM to its SIGKILL; None if Slurm does not say. Asked once,
-    and best before it is needed: slurmctld may be silent then."""
+def _config() -> str:
+    """The text of `scontrol show config`; "" if Slurm does not say. Asked once, and best before it is needed:
+    slurmctld may be silent then."""
     try:
-        return kill_wait_of(run_command(["scontrol", "show", "config"], ANSWER_LIMIT_S))
+        return run_command(["scontrol", "show", "config"], ANSWER_LIMIT_S)
     except ClusterUnavailableError:
-        kill_wait_s.cache_clear()
-        return None
+        _config.cache_clear()
+        return ""
+
+
+def kill_wait_s() -> float | None:
+    """Slurm's KillWait, the seconds from its SIGTERM to its SIGKILL; None if Slurm does not say."""
+    return kill_wait_of(_config())
 
 
 def kill_wait_of(config: str) -> float | None:
-    """The same from the text of `scontrol show config`."""
+    """The same from Slurm's configuration."""
     found = re.search(r"^KillWait\s*=\s*(\d+) sec", config, re.MULTILINE)
     return max(float(found[1]), LEAST_KILL_WAIT_S) if found else None
 
 
 def binds_tasks() -> bool:
     """Whether Slurm binds tasks to processors here; False if it does not say."""
-    try:
-        config = run_command(["scontrol", "show", "config"], ANSWER_LIMIT_S)
-    except ClusterUnavailableError:
-        return False
-    return re.search(r"^TaskPlugin\s*=.*affinity", config, re.MULTILINE) is not None
+    return re.search(r"^TaskPlugin\s*=.*affinity", _config(), re.MULTILINE) is not None
+
+
+def signals_tasks_alone() -> bool:
+    """Whether a signal for a step reaches only its tasks, and not what these have started, as with most
+    ProctrackTypes; True if Slurm does not say."""
+    return re.search(r"^ProctrackType\s*=.*linuxproc", _config(), re.MULTILINE) is None
 
 
 def why_ending(allocation: Allocation) -> Ending:

@@ -16,7 +16,7 @@ from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory, renew
 from jurymast.script import recognise, shims
-from jurymast.script.notes import note_first, noted, say
+from jurymast.script.notes import note, note_first, noted, say
 from jurymast.script.recognise import python_command
 from jurymast.script.step import ANSWER, ASKED, REACHED, Step
 from jurymast.script.trainings import Training
@@ -104,6 +104,7 @@ def _train(folder: Path, training: Training) -> int:
     answer = _await(folder / ANSWER.format(number))
     if "exit_code" in answer:
         return int(answer["exit_code"]) if training.tasks else min(int(answer["exit_code"]), 1)
+    note(folder / f"guard-{node}", os.getpid())
     return _become_agent(training, answer["run"], answer["supervisor"], node)
 
 

@@ -32,9 +32,8 @@ import msgspec
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import SURVIVE, Agents, BatchProcess, end_srun, end_with_us
-from jurymast.cluster.control import STILL_RUNNING, binds_tasks, why_ending
+from jurymast.cluster.control import STILL_RUNNING, binds_tasks, signals_tasks_alone, why_ending
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
-from jurymast.cluster.signals import WARNINGS
 from jurymast.core.messages import Accepted
 from jurymast.core.settings import RunPlan
 from jurymast.core.slurm_variables import kind_of, of_a_task
@@ -43,7 +42,7 @@ from jurymast.core.texts import compressed
 from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
 from jurymast.jobs import run_command
-from jurymast.processes import end_like, name_process
+from jurymast.processes import OF_JOBS, TASKS_ALONE_VARIABLE, end_like, name_process
 from jurymast.rundir import RunDirectory, make_folder, write_json
 from jurymast.script import shims
 from jurymast.script.notes import note, noted, say
@@ -70,23 +69,40 @@ NODE_COMMAND = """\
 # Runs a step's command on a node, and writes its exit code to a file, because srun would also wait for lost
 # nodes. The output of spare nodes goes to a log of its own. A container, or srun's --export, may have changed
 # the variables that lead to jurymast's front ends.
+{begins}
 unset SLURM_NTASKS_PER_NODE
-# Slurm's warning (--signal) is for the command. Without a trap it would end this shell, and so the step; one
-# that ignores it would have the command ignore it too.
-trap : {warnings}
 {exports}
 {ours}
 {own}
 {told}
 if [ "$SLURM_NODEID" -ge {active} ]; then exec >> {log} 2>&1; fi
 if [ "$SLURM_NODEID" = 0 ]; then echo "$SLURM_STEP_ID" > {number}; fi
-"$@"
-code=$?
+{runs}
 if [ "$SLURM_NODEID" -ge {active} ]; then code=0; fi
 umask 077
 cd {folder} && echo $code > ".ended-$SLURMD_NODENAME" && mv ".ended-$SLURMD_NODENAME" "ended-$SLURMD_NODENAME"
 exit $code
 """
+# Slurm's signals are for the command. Without a trap they would end this shell, and so the step; one that
+# ignores them would have the command ignore them too.
+RUNS = """\
+trap : {signals}
+"$@"
+code=$?"""
+# The same where Slurm signals this shell alone: the agent gets them once there is one. Only bash can keep a
+# command in the background from ignoring INT and QUIT.
+BEGINS_AS_BASH = """\
+if [ -z "$BASH_VERSION" ] && [ -x /bin/bash ]; then exec /bin/bash -p "$0" "$@"; fi"""
+RUNS_AND_PASSES_ON = """\
+export {alone}=1
+pass_on() {{
+  passed=1
+  kill -s "$1" "$(cat {folder}/"guard-$SLURMD_NODENAME")" || kill -s "$1" "$command"
+}} 2> /dev/null
+{traps}
+(trap - INT QUIT; exec "$@") <&0 &
+command=$!
+while passed=; wait "$command"; code=$?; [ "$passed" ] && [ "$code" -gt 128 ]; do :; done"""
 CONTAINER_COMMAND = """\
 #!/bin/sh
 # Runs the command of a container, whose image may have changed the variables that lead to jurymast's front
@@ -108,18 +124,27 @@ def node_command(
     log: Path,
     own: Mapping[str, str],
     contained: bool = False,
+    *,
+    tasks_alone: bool = False,
 ) -> str:
     """The text of the program for a `step` of `job` (both folders) on `active` nodes. `own`: shell text, by
     node name, that turns the step's command into that of the node. `contained`: the command starts a
-    container."""
+    container. `tasks_alone`: see `control.signals_tasks_alone`."""
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in seen.items())
     cases = [f"{shlex.quote(node)})\n{text}\n;;" for node, text in own.items()]
     text = "\n".join(['case "$SLURMD_NODENAME" in', *cases, "esac"]) if cases else ""
     telling = TELLING if contained else ()
     told = "\n".join(f'export {prefix}_{name}="${name}"' for prefix in telling for name in PLACE)
-    warnings = " ".join(number.name.removeprefix("SIG") for number in WARNINGS)
+    names = [number.name.removeprefix("SIG") for number in OF_JOBS]
+    runs = RUNS.format(signals=" ".join(names))
+    if tasks_alone:
+        traps = "\n".join(f"trap 'pass_on {name}' {name}" for name in names)
+        runs = RUNS_AND_PASSES_ON.format(
+            alone=TASKS_ALONE_VARIABLE, folder=shlex.quote(str(step)), traps=traps
+        )
     return NODE_COMMAND.format(
-        warnings=warnings, exports=exports, own=text, ours=shims.exports(job, step), told=told, active=active,
+        begins=BEGINS_AS_BASH if tasks_alone else "", runs=runs, exports=exports, own=text,
+        ours=shims.exports(job, step), told=told, active=active,
         log=shlex.quote(str(log)), folder=shlex.quote(str(step)), number=shlex.quote(str(step / NUMBER_FILE)),
     )  # fmt: skip
 
@@ -354,7 +379,16 @@ class Step:
         if place := in_container(words, read_shell_script):
             shims.write_program(folder / "contained", container_command(self._job, folder))
             words.insert(place, str(folder / "contained"))
-        text = node_command(self._job, folder, shown, self.active, log, own, contained=place > 0)
+        text = node_command(
+            self._job,
+            folder,
+            shown,
+            self.active,
+            log,
+            own,
+            contained=place > 0,
+            tasks_alone=signals_tasks_alone(),
+        )
         shims.write_program(program, text)
         # If each task has a file for stderr, spare nodes would have one as well, and ranks do not write
         # there.

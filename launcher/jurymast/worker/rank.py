@@ -19,7 +19,13 @@ from typing import Any, NoReturn, TextIO
 
 from jurymast import worker
 from jurymast.core import within
-from jurymast.processes import die_with_parent, name_process
+from jurymast.processes import (
+    IGNORED_BY_PYTHON,
+    TASKS_ALONE_VARIABLE,
+    die_with_parent,
+    name_process,
+    signals_by_default,
+)
 from jurymast.worker import beginning, link, preload, stack_signal
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -62,16 +68,14 @@ def read_error(path: str) -> dict[str, Any]:
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
 ERRORS_VARIABLE = "JURYMAST_STDERR"  # the log of stderr, if it has one of its own
-# Signals that the processes around a rank ignore, because Slurm may send them to the whole job; a rank gets
-# the default handlers again.
-AS_BY_DEFAULT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def users_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the part of the agent's environment that ranks get, with the user's own TMPDIR."""
     kept = dict(variables)
     theirs = kept.pop(TEMPORARY_VARIABLE, "")
-    kept.pop("JURYMAST_HOST_FD", None)
+    for ours in ("JURYMAST_HOST_FD", TASKS_ALONE_VARIABLE):
+        kept.pop(ours, None)
     if theirs:
         kept["TMPDIR"] = theirs
     else:
@@ -119,6 +123,8 @@ def begin(
 def _become(program: str, arguments: Sequence[str], variables: dict[str, str]) -> NoReturn:
     """Replace this process by a program. The Python that it starts to train is the rank: see
     `begin_below`."""
+    for number in IGNORED_BY_PYTHON:
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(program, [program, *arguments], worker.variables({"below": {}}, variables))
     except OSError as error:
@@ -153,9 +159,7 @@ def _bind_to_host(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
     os.setsid()
-    for number in AS_BY_DEFAULT:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signals_by_default()
 
 
 class _Log(io.FileIO):

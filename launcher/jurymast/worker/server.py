@@ -30,6 +30,7 @@ from jurymast.processes import (
     die_first,
     die_with_parent,
     end_like,
+    ignore_signals,
     kill_group,
     name_process,
 )
@@ -82,8 +83,7 @@ class ForkServer:
         allow_core(self._plan["core_bytes"])  # the ranks' is the user's
         adopt_orphans()
         # A signal sent to the whole job must not end the server. The agent decides when it ends.
-        for number in (*rank.AS_BY_DEFAULT, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
         name_process("jurymast-server")
         environment = rank.users_environment(os.environ)
         everywhere, each = os.sched_getaffinity(0), self._plan["processors"]
