@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from jurymast.checkpoint.directory import CheckpointDirectory, CheckpointManifest
+from jurymast.core import events as ev
 from jurymast.core.messages import Accepted, Ask, Declined, Said, read_said
 from jurymast.errors import AuthenticationError
 from jurymast.journal import replay
@@ -45,6 +47,20 @@ def write_logs(directory: RunDirectory, attempt: int, lines: dict[int, str]) -> 
 
 
 # Looking.
+
+
+def test_checkpoints_are_those_of_the_directory_that_the_script_chose(place: Place, tmp_path: Path) -> None:
+    story = Story().running()
+    story.feed(ev.SavesTo(t=story.t, attempt=1, directory=str(tmp_path / "elsewhere")))
+    run = place.story(story)
+    for root, step in ((tmp_path / "elsewhere", 70), (run.checkpoints, 60)):
+        directory = CheckpointDirectory(root, story.state.run)
+        temporary = directory.begin(step, 1)
+        directory.seal(temporary, CheckpointManifest(step, 1, 1, "2.13.0", (), run=story.state.run))
+        directory.publish(temporary, step)
+    told = json.loads(place.good("checkpoints", RUN, "--json"))
+    assert str(tmp_path / "elsewhere") in json.dumps(told)
+    assert [one["step"] for one in told["checkpoints"]] == [70]
 
 
 def test_logs_show_a_ranks_stderr_that_is_apart(place: Place) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from jurymast import foreign, reading
+from jurymast.agent.keeping import Keeping
 from jurymast.checkpoint.directory import (
     MANIFEST,
     BadCheckpoint,
@@ -18,11 +20,15 @@ from jurymast.checkpoint.directory import (
     FileRecord,
     hash_file,
 )
-from jurymast.core.checkpoints.copies import Copies, StateId, plan_restore
+from jurymast.core import messages as msg
+from jurymast.core import within
+from jurymast.core.checkpoints.copies import OBJECT, Copies, StateId, plan_restore
+from jurymast.core.settings import RunPlan, Settings
 from jurymast.reading import Unable, patiently
+from jurymast.rundir import RunDirectory
 from jurymast.storage import shared
-from jurymast.storage.object_store import ObjectStore
-from jurymast.storage.orders import Job, StorageFailure, WriteShared
+from jurymast.storage.object_store import ObjectStore, upload
+from jurymast.storage.orders import Job, StorageFailure, Upload, WriteShared
 from support.storage_faults import failing
 
 NOW = [errno.ESTALE, errno.EIO, errno.ENOMEM, errno.EACCES, errno.ETIMEDOUT, errno.EMFILE]
@@ -234,6 +240,33 @@ def test_the_store_keeps_the_newest_and_what_is_pinned(
     directory.pin(100)
     assert store.prune(2, directory, 2300) == [2100, 2000]
     assert store.steps() == [2300, 2200, 100]
+
+
+def test_an_upload_removes_what_the_policy_keeps_no_longer(
+    directory: CheckpointDirectory, tmp_path: Path
+) -> None:
+    """As the supervisor orders it and the agent hands it on."""
+    pytest.importorskip("fsspec")
+    place, url = RunDirectory(tmp_path / "runs/run"), f"file://{tmp_path}/bucket"
+    place.create()
+    plan = RunPlan(
+        run="run", name="n", directory=str(place.root), cluster="local", active=1, spares=0, ranks_per_node=1,
+        script="t", settings=Settings(object_url=url, object_keep=1),
+    )  # fmt: skip
+    save(directory, 2100)
+
+    async def work() -> None:
+        keeping = Keeping(place, plan, "a", lambda message: None, lambda id, phase: None, lambda id: None)
+        keeping.checkpoints_at(within.CheckpointsKept(directory=str(directory.root), keep=5))
+        for step in (100, 2000, 2100):
+            write = msg.Write(id="7", tier=OBJECT, step=step, attempt=1, ranks=(), world=1)
+            order = keeping._order(write, [])
+            assert isinstance(order, Upload)
+            upload(order, Job(10.0))
+        await keeping.close()
+
+    asyncio.run(work())
+    assert ObjectStore(url, "run", place.secret()).steps() == [2100]
 
 
 def test_what_an_interrupted_removal_left_in_the_store_goes_with_the_next(
