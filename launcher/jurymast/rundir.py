@@ -231,9 +231,11 @@ class RunDirectory:
         try:
             with foreign.asking(self.root):
                 if self.root.parent != self.root:
-                    make_folder(self.root.parent)  # not by the umask: who may write there can swap runs
+                    make_durable_folder(self.root.parent)  # not by the umask: writers there can swap runs
                 self.root.mkdir(mode=0o700)
                 made = True
+                with contextlib.suppress(PermissionError):  # who may make runs there need not see others'
+                    sync_directory(self.root.parent)
                 for part in (self.epochs, self.journal, self.logs, self.checkpoints, self.submission):
                     part.mkdir(mode=0o700)
                 write_atomically(self.secret_file, secrets.token_hex(SECRET_BYTES).encode())

@@ -27,10 +27,12 @@ from jurymast.checkpoint.owner import Owner, claim, owner
 from jurymast.core.messages import WritePhase
 from jurymast.keeper.copies import StoredCopy, local_copies
 from jurymast.keeper.manifest import blocks_of, is_intact
+from jurymast.rundir import RunDirectory
 from jurymast.storage import local, shared
 from jurymast.storage.object_store import ObjectStore
 from jurymast.storage.orders import Continue, Job
 from support.images import simple_images, to_local, to_shared
+from support.stories import Story
 
 CALLS = ("rename", "fsync", "mkdir", "rmdir", "unlink")
 
@@ -282,4 +284,24 @@ def test_a_step_that_is_fetched_stays_once_it_is_published(root: Path, tmp_path:
     with cut_everywhere(root, tmp_path / "cut", check):
         store.fetch(1, CheckpointDirectory(root / "shared/checkpoints", "run"), Job(100.0))
         fetched.append(1)
+        (root / "anything").mkdir()
+
+
+def test_a_run_that_is_about_to_be_submitted_outlives_the_cut(root: Path, tmp_path: Path) -> None:
+    """Slurm has its job by then, which finds nothing otherwise."""
+    plan = Story().plan
+    ready: list[str] = []
+
+    def check(cut: Path) -> None:
+        if ready:
+            there = RunDirectory(cut / "runs/run")
+            assert there.plan() == plan
+            assert there.secret_file.read_bytes() == run.secret_file.read_bytes()
+            assert all(place.is_dir() for place in (there.epochs, there.journal, there.logs))
+
+    with cut_everywhere(root, tmp_path / "cut", check):
+        run = RunDirectory(root / "runs/run")
+        run.create()
+        run.save_plan(plan)
+        ready.append("ready")
         (root / "anything").mkdir()
