@@ -42,3 +42,19 @@ def test_a_run_without_ipv4_loses_a_node_and_goes_on(tmp_path: Path) -> None:
     (plan,) = (tmp_path / "runs").glob("*/plan.json")
     outcome = json.loads((plan.parent / "outcome.json").read_text())
     assert outcome["state"] == "succeeded"
+
+
+def test_a_node_announces_the_addresses_of_ipv6_that_it_has() -> None:
+    """Also if nobody resolves its name to them."""
+    if why := _no_own_network():
+        pytest.skip(why)
+    card = "ip link add here type veth peer name there && ip addr add fd00::7/64 dev here nodad && "
+    card += "ip link set here up && ip link set there up && exec "
+    tell = "import socket\nfrom jurymast.cluster import allocation\n"
+    tell += "listeners = allocation.listen('slurm')\n"
+    tell += "print(allocation.own_addresses(), [one.getsockname()[0] for one in listeners])"
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", f'{card}"$@"', "sh", sys.executable, "-c", tell],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "['fd00::7'] ['fd00::7']\n", done.stderr
