@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.control import ended_life
 from jurymast.cluster.earlier import past_runs
 from jurymast.core import events as ev
@@ -16,6 +18,7 @@ from jurymast.core.nodes.history import judged
 from jurymast.core.run import recovery
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Budget, Settings
+from jurymast.supervisor.epoch import allocation_begun
 from support.stories import Story
 
 DAY_S = 86_400.0
@@ -165,6 +168,26 @@ def test_agents_that_a_preemption_without_a_signal_killed_first_are_no_failures(
     assert {left.node for left in past.departures} == set(gone)
     assert not any(left.failed for left in past.departures)
     assert past.failures == ()
+
+
+def test_a_supervisor_asks_the_accounts_what_nobody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story = Story().running(100)
+    sacct, asked = tmp_path / "bin/sacct", tmp_path / "asked"
+    sacct.parent.mkdir()
+    begun = int(story.state.allocated_at)
+    sacct.write_text(f"#!/bin/sh\necho $* >> {asked}; echo 'PREEMPTED|{begun}|{begun + 500}'\n")
+    sacct.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sacct.parent), prepend=os.pathsep)
+    again = Allocation("17", 1, tuple(story.state.nodes), next(iter(story.state.nodes)), 0.0)
+    told = allocation_begun(story.plan, story.state, again, story.t)
+    assert (told.slurm_job, told.restarts, told.before) == ("17", 1, "preempted")
+    assert f"--jobs={story.state.allocation.rpartition('.')[0]}" in asked.read_text()
+    signalled(story, "SIGTERM", "requeued")
+    asked.unlink()
+    assert allocation_begun(story.plan, story.state, again, story.t).before == ""
+    assert not asked.exists(), "Slurm had said it"
 
 
 def test_how_an_earlier_life_of_a_job_ended_is_found_among_the_others() -> None:

@@ -21,6 +21,7 @@ from jurymast.cluster.control import Ending, ended_as, ends_in_s, kill_wait_s, r
 from jurymast.core import events as ev
 from jurymast.core.run.ends import unexplained
 from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.settings import RunPlan
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.errors import JurymastError, RunDirectoryError
 from jurymast.jobs import run_command
@@ -91,19 +92,26 @@ async def supervise(
     if trouble := allow_files(plan.nodes):
         supervisor.feed(ev.Noted(t=supervisor.now(), message=trouble))
     if state.allocation != allocation.key:
-        before, begun_at = state.allocation.rpartition(".")[0], state.allocated_at
-        asks = plan.cluster == "slurm" and unexplained(state)
-        supervisor.feed(
-            ev.AllocationStarted(
-                t=supervisor.now(), slurm_job=allocation.job, restarts=allocation.restarts,
-                nodes=allocation.nodes, host=allocation.host, eligible_at=allocation.eligible_at,
-                before=await asyncio.to_thread(ended_as, before, begun_at) if asks else "",
-            )
-        )  # fmt: skip
+        started = await asyncio.to_thread(allocation_begun, plan, state, allocation, supervisor.now())
+        supervisor.feed(started)
     await supervisor.read_attempt()
     assert state.phase is not Phase.QUEUED
     await supervisor.run(listeners, announced_by(listeners), allocation.key, node, os.getpid())
     return None if supervisor.superseded else supervisor
+
+
+def allocation_begun(
+    plan: RunPlan, state: RunState, allocation: Allocation, t: float
+) -> ev.AllocationStarted:
+    """Return the event that this allocation has begun. If nobody knows how the one before ended, Slurm's
+    accounts are asked."""
+    before, begun_at = state.allocation.rpartition(".")[0], state.allocated_at
+    asks = plan.cluster == "slurm" and unexplained(state)
+    return ev.AllocationStarted(
+        t=t, slurm_job=allocation.job, restarts=allocation.restarts, nodes=allocation.nodes,
+        host=allocation.host, eligible_at=allocation.eligible_at,
+        before=ended_as(before, begun_at) if asks else "",
+    )  # fmt: skip
 
 
 def known_allocation(directory: RunDirectory) -> Allocation:
