@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
+import os
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ from jurymast.checkpoint import memory_tier
 from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.checkpoint.group import Candidate, Group
 from jurymast.errors import CheckpointError
+from jurymast.keeper.manifest import PAGE_VARIABLE, RankRecord, RestoreStatus, Word, create_page
 from support.checkpoints import flip
 from support.storage_faults import failing
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_run")]
 
@@ -125,3 +129,24 @@ def test_an_image_that_does_not_fit_into_memory_now_is_no_reason_for_older_stora
     assert float(state["weight"][0]) == 0.0
     (unrestored,) = told
     assert (unrestored.step, unrestored.of) == (3000, 4)
+
+
+def test_an_image_that_the_agent_cannot_bring_is_no_reason_for_older_storage_either(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank waits until its supervisor has decided: it ends the attempt."""
+    monkeypatch.setattr(memory_tier, "SAY_SO_S", 0.01)
+    descriptor, page = create_page(1)
+    monkeypatch.setenv(PAGE_VARIABLE, f"/proc/{os.getpid()}/fd/{descriptor}")
+    record = RankRecord(page, 0)
+    record[Word.REFUSED] = 1
+    record[Word.RESTORE] = RestoreStatus.FAILED
+    found: list[tuple[int, float]] = []
+    rank = threading.Thread(target=lambda: found.append(restored(saved)))
+    rank.start()
+    wait_until("its wait", lambda: "still fetches" in caplog.text or not rank.is_alive())
+    assert found == []
+    record[Word.RESTORE] = RestoreStatus.ELSEWHERE
+    rank.join()
+    assert found == [(2000, 2000.0)]
+    os.close(descriptor)
