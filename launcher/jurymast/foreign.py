@@ -157,7 +157,12 @@ def who_may_change(place: Path) -> str:
         return ""
     if found.st_mode & stat.S_IWOTH:
         return "all users"
-    return "" if not found.st_mode & stat.S_IWGRP or _is_private(found.st_gid) else group_name(found.st_gid)
+    if not found.st_mode & stat.S_IWGRP:
+        return ""
+    with asking(place):  # the bits of the group then stand for all that it names
+        if "system.posix_acl_access" in os.listxattr(place):
+            return "its access control list (getfacl)"
+    return "" if _is_private(found.st_gid) else group_name(found.st_gid)
 
 
 def group_name(gid: int) -> str:

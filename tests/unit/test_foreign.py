@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import grp
 import inspect
 import json
 import os
 import pickle
+import pwd
 import re
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -374,6 +377,36 @@ def test_a_runs_directory_in_which_others_can_replace_a_run_is_refused(
             with pytest.raises(RunDirectoryError, match="would be run as you"):
                 check_runs_directory(runs)
             check_runs_directory(runs, shared=True)
+
+
+@as_others
+def test_an_access_control_list_is_no_private_group(common: Path) -> None:
+    """A new directory gets it from the one above, if that has a default list, whatever the umask."""
+
+    def entry(tag: int, may: int, who: int = 0xFFFFFFFF) -> bytes:  # acl(5), as the kernel has it
+        return struct.pack("<HHI", tag, may, who)
+
+    runs = common / "runs"
+    whole = [entry(1, 7), entry(2, 7, MALLORY), entry(4, 0), entry(16, 7), entry(32, 0)]
+    try:
+        os.setxattr(common, "system.posix_acl_default", struct.pack("<I", 2) + b"".join(whole))
+    except OSError:
+        pytest.skip("this file system has no access control lists")
+    ada = next(user for user in pwd.getpwall() if has_private_group(user) and user.pw_uid)
+    runs.mkdir()
+    os.chown(runs, ada.pw_uid, ada.pw_gid)
+    with acting_as(ada.pw_uid):
+        assert "access control list" in foreign.who_may_change(runs)
+        runs.chmod(0o700)
+        assert foreign.who_may_change(runs) == ""
+
+
+def has_private_group(user: pwd.struct_passwd) -> bool:
+    try:
+        group = grp.getgrgid(user.pw_gid)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and not set(group.gr_mem) - {user.pw_name}
 
 
 @as_others
