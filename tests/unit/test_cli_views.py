@@ -63,6 +63,21 @@ def test_checkpoints_are_those_of_the_directory_that_the_script_chose(place: Pla
     assert [one["step"] for one in told["checkpoints"]] == [70]
 
 
+def test_doctor_names_directories_to_which_runs_save_and_others_can_write(
+    place: Place, tmp_path: Path
+) -> None:
+    for number, mode in enumerate((0o777, 0o1777, 0o700)):
+        saves_to = tmp_path / oct(mode)
+        saves_to.mkdir()
+        saves_to.chmod(mode)
+        story = Story().running()
+        story.feed(ev.SavesTo(t=story.t, attempt=1, directory=str(saves_to)))
+        place.story(story, f"2026010{number + 1}-000000-train-ffff")
+    told = json.loads(place.run("doctor", "--json").stdout)["checks"]
+    found = [one["found"] for one in told if one["check"] == "checkpoints"]
+    assert found == [f"all users can replace what is in {tmp_path}/0o777, to which your runs save"]
+
+
 def test_logs_show_a_ranks_stderr_that_is_apart(place: Place) -> None:
     directory = place.story(swapped())
     write_logs(directory, 2, {0: "step 1\n", 1: "step 1\n"})

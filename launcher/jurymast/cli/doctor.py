@@ -7,7 +7,17 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.options import default_runs, json_option, resolved_policy, runs_option, show, show_json
+from jurymast.cli.options import (
+    default_runs,
+    json_option,
+    resolved_policy,
+    run_ids,
+    runs_option,
+    show,
+    show_json,
+)
+
+NEWEST = 10  # runs whose directories of checkpoints are looked at
 
 
 @click.command()
@@ -22,7 +32,9 @@ def command(as_json: bool, runs: Path | None) -> int:
     from jurymast.report.doctor import NO, doctor_blocks, examine, examine_script
 
     settings = resolved_policy(None).settings()
-    checks = [*examine(runs or default_runs(), Path(settings.spool)), *examine_script(os.environ)]
+    runs = runs or default_runs()
+    of_site = examine(runs, Path(settings.spool), run_ids(runs)[:NEWEST])
+    checks = [*of_site, *examine_script(os.environ)]
     ready = all(check.answer != NO for check in checks)
     if as_json:
         show_json({"ready": ready, "checks": [check.to_json() for check in checks]})

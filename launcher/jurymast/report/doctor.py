@@ -23,6 +23,7 @@ from jurymast.cluster.verdicts import seal
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.interpreter import run_code
 from jurymast.jobs import run_command, utc_time
+from jurymast.report.status import read_status
 from jurymast.report.text import Block, Line, Table, count
 from jurymast.rundir import RunDirectory
 
@@ -57,8 +58,9 @@ Found = tuple[str, ...]
 UNSEEN: Found = (NOTE, "not known: Slurm does not answer")
 
 
-def examine(runs: Path, spool: Path) -> Iterator[DoctorCheck]:
-    """Run all checks, in the order in which problems should be solved."""
+def examine(runs: Path, spool: Path, newest: Sequence[str] = ()) -> Iterator[DoctorCheck]:
+    """Run all checks, in the order in which problems should be solved. `newest`: names of this user's newest
+    runs."""
     missing = [name for name in COMMANDS if programs.located(name) is None]
     conf: dict[str, str] = {}
     if missing:
@@ -70,6 +72,12 @@ def examine(runs: Path, spool: Path) -> Iterator[DoctorCheck]:
         conf, trouble = slurm_conf()
         yield DoctorCheck("slurm", *_slurm(conf, trouble))
     yield DoctorCheck("runs directory", *_runs_directory(runs))
+    for place in sorted({one for name in newest if (one := _checkpoints(runs / name))}):
+        if others := foreign.who_may_change(place):
+            yield DoctorCheck(
+                "checkpoints", NOTE, f"{others} can replace what is in {place}, to which your runs save",
+                "yours alone are restored, but saves may fail: use a directory in which only you can write",
+            )  # fmt: skip
     yield DoctorCheck("torch", *_torch())
     yield DoctorCheck("gpu library", *_gpu_library())
     yield DoctorCheck("munge", *_munge(needed=bool(conf)))
@@ -127,6 +135,15 @@ def _runs_directory(runs: Path) -> Found:
             "make sure that every node sees the same directory; a supervisor that takes over needs it",
         )  # fmt: skip
     return YES, found
+
+
+def _checkpoints(run: Path) -> Path | None:
+    """The directory outside the run's own to which it saves; None if there is none, or it is not known."""
+    try:
+        place = read_status(RunDirectory(run)).state.checkpoints
+    except RunDirectoryError:
+        return None
+    return Path(place) if place and foreign.is_directory(place) else None
 
 
 def filesystem(path: Path) -> str:
