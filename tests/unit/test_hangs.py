@@ -46,12 +46,13 @@ class Silent:
                 stands = {self.state.placement.index(effect.node): Stand(*answer, answer[1])}
                 self.hangs.looked(msg.Looked(attempt=look.attempt, number=look.number, stands=stands))
 
-    def passes(self, seconds: float, quiet_s: float = 60.0) -> bool:
-        """True when a hang was told of by then."""
+    def passes(self, seconds: float, quiet_s: float = 60.0, *, ended: bool = False) -> bool:
+        """True when a hang was told of by then. `ended`: the last rank has come to its end."""
         for _ in range(round(seconds / TICK_S)):
             self.clock.now += TICK_S
-            silent = reported(quiet_s=quiet_s, beat_s=quiet_s, longest_s=0.5, idle_s=quiet_s)
             for node in self.state.placement:
+                phase = "done" if ended and node == self.state.placement[-1] else "stepping"
+                silent = reported(quiet_s=quiet_s, beat_s=quiet_s, longest_s=0.5, idle_s=quiet_s, phase=phase)
                 self.reports.beat(node, beat_of(self.state.attempt, [silent]))
             self.does(self.hangs.tick(self.story.t))
             if any(isinstance(event, ev.RanksHung) for event in self.fed):
@@ -181,3 +182,13 @@ def test_only_ranks_that_run_hang() -> None:
     silent.state.phase = Phase.STOPPING
     assert not silent.passes(2 * UNMOVED_S)
     assert silent.asked == 0
+
+
+def test_ranks_that_still_save_when_others_have_left_after_a_signal_do_not_hang() -> None:
+    """They caught it. One rank may have nothing to save, and another save for as long as Slurm leaves it."""
+    for caught, ended, hangs in [(True, True, False), (True, False, True), (False, True, True)]:
+        silent = Silent()
+        silent.answers = dict.fromkeys(silent.state.placement, (COLLECTIVE, "in all_reduce at a.py:1"))
+        if caught:
+            silent.story.feed(ev.Signalled(t=silent.story.t, signal=ev.CAUGHT))
+        assert silent.passes(60.0, quiet_s=5000.0, ended=ended) is hangs, (caught, ended)

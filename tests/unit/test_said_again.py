@@ -8,7 +8,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.effects import Answer, Effect, Record, Send
+from jurymast.core.effects import Answer, Effect, Journal, Record, Send
 from jurymast.core.nodes.watch import RECONNECT_GRACE_S, SOON_S
 from jurymast.core.run.state import Phase
 from jurymast.core.supervision.machine import Supervision
@@ -147,3 +147,16 @@ def test_who_does_not_come_back_is_lost_when_its_time_is_up_and_not_a_tick_later
         supervision.tick(story.t)
     limit_s = RECONNECT_GRACE_S + story.state.settings.heartbeat_s
     assert limit_s < story.t - closed_at <= limit_s + SOON_S + 1e-6
+
+
+def test_all_nodes_tell_of_a_signal_and_it_is_noted_once() -> None:
+    story, supervision = running()
+    warned = msg.RankEvent(attempt=1, event=within.Warned())
+    noted: list[ev.Event] = []
+    for number, node in enumerate(story.state.placement, 1):
+        effects = supervision.heard(node, number, warned, story.t)
+        noted += [effect.event for effect in effects if isinstance(effect, Journal)]
+    assert [event for event in noted if isinstance(event, ev.Signalled)] == [
+        ev.Signalled(t=story.t, signal=ev.CAUGHT)
+    ]
+    assert story.state.warned == 1

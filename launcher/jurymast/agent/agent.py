@@ -56,7 +56,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.core.texts import compressed
 from jurymast.errors import never
 from jurymast.foreign import check_private
-from jurymast.processes import TASKS_ALONE_VARIABLE, adopt_orphans, end_strays, leave_no_core
+from jurymast.processes import TASKS_ALONE_VARIABLE, adopt_orphans, catches, end_strays, leave_no_core
 from jurymast.rundir import RunDirectory
 from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of, plain
 
@@ -472,10 +472,13 @@ class Agent:
                     self._driver.act(self._machine.rank_said(event, self._driver.now))
 
     def _signalled(self, number: signal.Signals) -> None:
-        """Pass on a signal that is for the ranks, if Slurm has not sent it to them as well."""
+        """Tell of a signal that is for the ranks, and pass it on if Slurm has not sent it to them as well."""
         pids = self._machine.ranks.pids
+        train = self._memory.trains(pids)
+        if any(catches(pid, number) for pid in {*pids, *train}):
+            self._driver.act(self._machine.rank_said(within.Warned(), self._driver.now))
         if TASKS_ALONE_VARIABLE in os.environ:
-            tell_ranks(pids, self._memory.trains(pids), number)
+            tell_ranks(pids, train, number)
 
     def _write_reached(self, id: str, phase: msg.WritePhase) -> None:
         self._driver.act(self._machine.write_reached(id, phase, self._driver.now))

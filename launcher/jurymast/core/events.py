@@ -336,10 +336,13 @@ class Asked(Event, frozen=True, kw_only=True):
     node: str = ""
 
 
+CAUGHT = "caught"
+
+
 class Signalled(Event, frozen=True, kw_only=True):
     """Slurm signalled the job: `signal` is SIGTERM (it ends), SIGUSR2 (its time limit is near), or, once
     Slurm was asked why it ends, timeout, preempted, requeued, Slurm's own word for another reason, or
-    running: it does not end."""
+    running: it does not end. Or caught: the ranks got a signal that they catch, and may leave."""
 
     signal: str
 

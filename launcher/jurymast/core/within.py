@@ -71,6 +71,10 @@ class GroupMade(FromRank, frozen=True, kw_only=True):
     """The script, a task, is about to make a process group with others."""
 
 
+class Warned(FromRank, frozen=True, kw_only=True):
+    """Ranks of this node got a signal of the job's or of the script's, and catch it: they may leave."""
+
+
 class TimeOutSet(FromRank, frozen=True, kw_only=True):
     """The script gives a process group this time-out, longer than any that torch chooses by itself."""
 
@@ -154,6 +158,7 @@ ForSupervisor = (
     | Restored
     | BeganAt
     | GroupMade
+    | Warned
     | TimeOutSet
     | LossNotFinite
     | RestoreWaits

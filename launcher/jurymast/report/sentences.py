@@ -197,6 +197,8 @@ def _stacks_taken(e: Entry) -> str:
 def _signalled(e: Entry) -> str:
     if e["signal"] == "running":
         return "Slurm does not end the job: the signal was somebody else's"
+    if e["signal"] == "caught":
+        return "the ranks got a signal that they catch: they may leave, some before others"
     sent = e["signal"].startswith("SIG")
     return f"Slurm sent {e['signal']}" if sent else f"Slurm ends the job: {e['signal']}"
 

@@ -163,7 +163,7 @@ class Hangs:
     def tick(self, now: float) -> list[Effect]:
         """Look for hangs. To be called often while the ranks run."""
         self.silent, self.restart_at, self.late = "", 0.0, ()
-        if self._state.phase is not Phase.RUNNING or self._state.alone:
+        if self._state.phase is not Phase.RUNNING or self._state.alone or self._leaves(now):
             return []
         verdict = self._reports.hang()
         if verdict is not None:
@@ -198,6 +198,11 @@ class Hangs:
         ):
             return ""
         return self._since(ago_s, first=reach is None)
+
+    def _leaves(self, now: float) -> bool:
+        """Whether ranks have caught a signal, and some have ended: the others may save for as long as Slurm
+        leaves them."""
+        return self._state.warned == self._state.attempt > 0 and bool(self._reports.ended(now))
 
     def _tell(self, verdict: HangVerdict, now: float) -> None:
         """Say what is known of a silence: since when, who is where, and what will happen when."""

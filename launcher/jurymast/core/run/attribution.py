@@ -267,6 +267,9 @@ def _collective_cause(
     return _hang_cause("hang", hung, found.stacks)
 
 
+ENDED_EARLY = Signature("worker_exit", error=ErrorSignature(message="ended early"))
+
+
 def _early_end(classed: Sequence[tuple[str, WorkerFailed]], found: Findings, ended: Sequence[int]) -> Cause:
     """The cause if some ranks had `ended` without an error, so that the others waited, or lost them: one rank
     had less data, say."""
@@ -275,8 +278,7 @@ def _early_end(classed: Sequence[tuple[str, WorkerFailed]], found: Findings, end
     if found.hung is not None:
         others = "; ".join([f"the others hang: {found.hung.evidence}", *stacks.evidence(found.stacks)])
     evidence = f"{ranks} ended early, with exit code 0; {others}"
-    signature = Signature("worker_exit", error=ErrorSignature(message="ended early"))
-    return cause_of("worker_exit", evidence, rank=ended[0], signature=signature)
+    return cause_of("worker_exit", evidence, rank=ended[0], signature=ENDED_EARLY)
 
 
 def _class_of(failure: WorkerFailed, around: Surroundings) -> str:

@@ -562,7 +562,9 @@ def _node_tested(state: RunState, event: ev.NodeTested) -> list[Instruction]:
 
 
 def _signalled(state: RunState, event: ev.Signalled) -> list[Instruction]:
-    if event.signal == "SIGUSR2":
+    if event.signal == ev.CAUGHT:
+        state.warned = state.attempt
+    if event.signal in ("SIGUSR2", ev.CAUGHT):
         return []
     if event.signal == NOT_ENDING:
         return ends.goes_on(state)

@@ -21,6 +21,7 @@ from jurymast.core.nodes.history import Frail
 from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
 from jurymast.core.run import blame, explained, loops
 from jurymast.core.run.attribution import (
+    ENDED_EARLY,
     LOCAL_PATHS,
     NEAR_S,
     OF_A_LOSS,
@@ -134,6 +135,8 @@ def _hopeless(state: RunState, cause: Cause) -> str:
     spent; otherwise ""."""
     if cause.kind in ORDERED | CHOSEN:
         return loops.endless(state) if cause.kind in CHOSEN else ""
+    if cause.signature == ENDED_EARLY and state.warned == state.attempt:
+        return "the ranks had caught a signal before, and leave"
     incidents, most = loops.failed(state.incidents), loops.most_repeats(cause)
     if cause.kind not in ("node_lost", "node_crash"):
         # A script that counts from 0 in every attempt does new steps each time, maybe without progress.

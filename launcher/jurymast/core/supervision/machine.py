@@ -447,6 +447,9 @@ class Supervision:
             case within.GroupMade():
                 made = ev.GroupMade(t=now, attempt=attempt, node=node, rank=rank)
                 return self.record(made) if self.state.alone else []
+            case within.Warned():
+                again = attempt != self.state.attempt or self.state.warned == attempt
+                return [] if again else self.record(ev.Signalled(t=now, signal=ev.CAUGHT))
             case within.TimeOutSet():
                 set_to = ev.TimeOutSet(t=now, attempt=attempt, rank=rank, **fields)
                 return self.record(set_to) if said.seconds > self.state.time_out_s else []
