@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jurymast.cluster.allocation import Allocation
+from jurymast.cluster.batch import BatchProcess, LocalAgents
 from jurymast.core.supervision import batch as core
 from jurymast.core.supervision.batch import (
     FAILED,
@@ -19,6 +26,7 @@ from jurymast.core.supervision.batch import (
     StartAgents,
     StartSupervisor,
 )  # fmt: skip
+from support.stories import Story
 
 DONE = Outcome("succeeded", 0)
 REQUEUED = Outcome("requeued", 0, exclude=("n2",), lost=("n2",))
@@ -130,3 +138,19 @@ def test_a_successor_s_requeue_is_waited_for_and_then_done_from_here() -> None:
     ended.look(REQUEUED, 10.0, agents=True)
     ended.signalled(10.5, warning=False, supervised=False)  # Slurm's, or a stray one: requeued it is anyhow
     assert without(ended.look(REQUEUED, 11.0, agents=True)) == [RequeueJob(REQUEUED), EndJob(REQUEUED)]
+
+
+def test_what_an_earlier_life_has_written_is_gone_before_this_one_begins(tmp_path: Path) -> None:
+    """Or the job would end by it; also if nothing else can be written."""
+    story = Story()
+    directory = story.write(tmp_path / "run")
+    directory.outcome_file.write_text('{"state": "requeued", "exit_code": 0}')
+    directory.allocation_file.mkdir()
+    allocation = Allocation("local-17", 1, ("local-1",), "local-1", 0.0)
+    plan = replace(story.plan, cluster="local")
+    life = BatchProcess(directory, plan, allocation, LocalAgents(str(directory.root), []))
+    with pytest.raises(IsADirectoryError):
+        life.run()
+    for listener in life._listeners:
+        listener.close()
+    assert not directory.outcome_file.exists()

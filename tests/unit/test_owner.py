@@ -304,6 +304,37 @@ def test_a_run_of_another_machine_may_live_there(tmp_path: Path, root: Path) -> 
     claim(root, second)
 
 
+def test_a_run_whose_processes_are_left_has_not_ended(tmp_path: Path, root: Path) -> None:
+    """Its batch process was killed, and a rank may still write."""
+    first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
+    claim(root, first)
+    folder = Path(first.directory, "slurm")
+    (folder / "jobs").mkdir(parents=True)
+    (folder / "jobs" / "local-17").touch()
+    record = {"pid": 2**22 + 1, "started": 1.0, "host": socket.gethostname()}
+    (folder / "local.json").write_text(json.dumps(record))
+    environment = {**os.environ, "JURYMAST_RUN_DIR": first.directory}
+    with subprocess.Popen(["sleep", "600"], env=environment) as rank:
+        try:
+            with pytest.raises(CheckpointError, match=f"its process {rank.pid} still runs"):
+                claim(root, second, 0.0)
+        finally:
+            rank.kill()
+    claim(root, second)
+    assert owner(root) == second
+
+
+def test_a_claim_that_was_cut_short_by_the_end_of_its_run_keeps_nobody_out(
+    tmp_path: Path, root: Path
+) -> None:
+    first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
+    root.mkdir(parents=True)
+    (root / f".{OWNER}.after-").write_text(json.dumps(asdict(first)))
+    ends(first)
+    claim(root, second)
+    assert (owner(root), os.listdir(root)) == (second, [OWNER])
+
+
 def test_a_training_that_is_started_again_owns_its_directory_as_the_new_process(root: Path) -> None:
     """As by torchrun with the same --rdzv-id; the first process is gone."""
     us = Owner("torchrun-7", host=this_host(), pid=os.getpid(), started=began_at(os.getpid()) or 0)

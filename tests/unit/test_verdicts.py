@@ -102,6 +102,13 @@ def test_roots_own_finding_decides(own: Finding, confirmed: bool) -> None:
             confirming(look, HONEST)
 
 
+@pytest.mark.parametrize("kind", ["storage", "sympathetic"])
+def test_what_is_no_fault_of_the_node_itself_drains_no_node(kind: str) -> None:
+    """Where a site drains for root's own findings, too."""
+    assert parsed(health(FINDING, replace(FINDING, kind=kind))).bad == parsed(health(FINDING)).bad
+    assert parsed(health(replace(FINDING, kind=kind))) == Look((), False)
+
+
 @pytest.mark.parametrize("code", [46, 109, 119, 120, 154, 158])
 def test_what_a_user_s_program_did_to_a_gpu_that_works_confirms_no_verdict_of_theirs(code: int) -> None:
     """The driver's own state of the GPU does: only a GPU that needs a reset has it."""
