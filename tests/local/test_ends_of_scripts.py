@@ -85,6 +85,56 @@ def test_an_exception_is_the_cause_though_others_meet_its_consequences_first(tmp
     assert "no such sample" in incident.evidence
 
 
+EXITS = """import atexit, os, signal, sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+others = [None] * 2
+dist.all_gather_object(others, os.getpid())
+def lives(pid):
+    try:
+        os.kill(pid, 0)
+        return True
+    except ProcessLookupError:
+        return False
+def ends():
+    dist.destroy_process_group()
+    while sys.argv[1] == "stays" or lives(others[0]):
+        time.sleep(0.01)
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+for step in range(6):
+    if step == 3 and dist.get_rank() == 1 and os.environ["JURYMAST_ATTEMPT"] == "1":
+        atexit.register(ends)
+        sys.exit(3)
+    parameter.grad = torch.ones(1)
+    dist.all_reduce(parameter.grad)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [("ends", "exit code 3"), ("stays", "rank 1 ended early, stopped before the exit code was known; the")],
+)
+def test_a_rank_at_its_end_is_not_done_before_its_exit_code_is_known(
+    then: str, told: str, tmp_path: Path
+) -> None:
+    """The other rank meets its end, and fails, before it has ended."""
+    script = tmp_path / "train.py"
+    script.write_text(EXITS)
+    with local_run(
+        tmp_path / "runs", "--nodes", "2", "--spares", "0", script=str(script), arguments=(then,)
+    ) as run:
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    (incident,) = state.incidents
+    assert (incident.cause, incident.charged, incident.rank) == ("worker_exit", "application", 1), run.story()
+    assert told in incident.evidence
+    assert "exit code 0" not in run.story()
+
+
 SAVES = """import os, signal, time
 import torch
 rank = int(os.environ["RANK"])

@@ -121,10 +121,12 @@ class WorkerFailed(Event, frozen=True, kw_only=True):
 
 
 class RanksEnded(Event, frozen=True, kw_only=True):
-    """These ranks had reached the end of their script, without an error, before the others were stopped."""
+    """These ranks had reached the end of their script, without an error, before the others were stopped.
+    `unknown`: those of them that were stopped before they had an exit code."""
 
     attempt: int
     ranks: tuple[int, ...]
+    unknown: tuple[int, ...] = ()
 
 
 class RanksHung(Event, frozen=True, kw_only=True):

@@ -577,7 +577,7 @@ def beat_of(
     cadence: CadenceReport | None = None,
     times: list[Times] | None = None,
 ) -> Beat:
-    quiet_s = [one.quiet_s for one in ranks if one.phase != "done" and one.quiet_s is not None]
+    quiet_s = [one.quiet_s for one in ranks if one.phase not in within.OVER and one.quiet_s is not None]
     stopped = any(one.stopped_s for one in ranks)
     longest_s = max((one.longest_s for one in ranks), default=0.0)
     slowest = min(range(len(ranks)), key=lambda local: how_far(ranks[local]), default=0)

@@ -15,6 +15,8 @@ from jurymast.core.message import Strange, reader
 RESTORE_TOLD_S = 30.0
 # The longest time-out that torch gives a process group by itself: gloo's.
 TORCH_LIMIT_S = 1800.0
+# Phases of a rank from which no steps are due: at the end of its script, and ended with exit code 0.
+OVER = ENDING, DONE = "ending", "done"
 
 
 class Skip(str, Enum):

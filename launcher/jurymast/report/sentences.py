@@ -203,6 +203,12 @@ def _signalled(e: Entry) -> str:
     return f"Slurm sent {e['signal']}" if sent else f"Slurm ends the job: {e['signal']}"
 
 
+def _ranks_ended(e: Entry) -> str:
+    unknown = e.get("unknown", ())
+    without = f"; of these stopped before the exit code was known: {', '.join(map(str, unknown))}"
+    return f"ranks that had ended before: {', '.join(map(str, e['ranks']))}" + without * bool(unknown)
+
+
 _EVENTS: dict[str, Callable[[Entry], str]] = {
     "RunStarted": _run_started,
     "AllocationStarted": _allocation_started,
@@ -239,7 +245,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "Straggling": _straggling,
     "StacksTaken": _stacks_taken,
     "LossNotFinite": lambda e: f"rank {e['rank']} says that its loss at step {e['step']} is {e['loss']}",
-    "RanksEnded": lambda e: f"ranks that had ended before: {', '.join(map(str, e['ranks']))}",
+    "RanksEnded": _ranks_ended,
     "AttemptFound": lambda e: (
         f"{e['node'] or 'the run directory'} has attempt {e['attempt']}, which is not in the journal"
     ),

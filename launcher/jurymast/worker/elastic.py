@@ -93,6 +93,9 @@ LOOK_LIMIT_S = 1.0
 # torch limits restarts by itself; here the supervisor decides and counts them.
 UNLIMITED = 2**31
 KILL_LIMIT_S = 2.0
+# Before the others are stopped, ranks at the end of their scripts have so long to end by themselves: one of
+# them may be the cause, as its exit code then shows.
+ENDING_LIMIT_S = 0.5
 # Newer torchruns, in which they can be chosen, tell ranks which signals they pass on.
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
@@ -179,13 +182,19 @@ class RankServer:
 
 class ImpatientAgent(LocalElasticAgent):
     """Runs one node's ranks and reports failures to the jurymast agent. The next rendezvous brings the
-    decision. `plan` is that of `serve`."""
+    decision. `plan` is that of `serve`, `page` has the ranks' heartbeats."""
 
     def __init__(
-        self, spec: WorkerSpec, plan: dict[str, Any], rendezvous: AgentRendezvous, server: RankServer
+        self,
+        spec: WorkerSpec,
+        plan: dict[str, Any],
+        rendezvous: AgentRendezvous,
+        server: RankServer,
+        page: link.Page | None,
     ) -> None:
         super().__init__(spec, logs_specs=plan)  # only for torch's start_processes, which is not called
         self._plan, self._rendezvous_handler, self._server = plan, rendezvous, server
+        self._page = page
         self._reported: set[int] = set()
         self._job_ends = False  # as far as a SIGTERM tells
 
@@ -254,13 +263,18 @@ class ImpatientAgent(LocalElasticAgent):
         return os.path.join(self._plan["temporary"], name)
 
     def _report_failures(self, *, ending: bool = False) -> bool:
-        """Tell the agent about failed ranks that were not reported yet; return whether any has failed.
+        """Tell the agent about failed ranks that were not reported yet, and of those that have ended with
+        exit code 0; return whether any has failed.
         `ending`: those count too that have ended by an exception and still run their exit handlers. Others
         may have met the end of such a rank first, and it is about to be ended by us."""
-        failed = {local_rank: code for local_rank, code in enumerate(self._server.codes()) if code}
+        codes = self._server.codes()
+        failed = {local_rank: code for local_rank, code in enumerate(codes) if code}
         if ending:
-            lives = (number for number, code in enumerate(self._server.codes()) if code is None)
+            lives = (number for number, code in enumerate(codes) if code is None)
             failed |= {number: 1 for number in lives if os.path.exists(self._error_file(number))}
+        for local_rank, code in enumerate(codes):
+            if code == 0 and self._page is not None:
+                link.ended(self._page, local_rank)
         for local_rank in sorted(failed.keys() - self._reported):
             self._reported.add(local_rank)
             worker = self._worker_group.workers[local_rank]
@@ -292,10 +306,26 @@ class ImpatientAgent(LocalElasticAgent):
     def _shutdown(self, *_torchs: Any, **_own: Any) -> None:
         """Report what has already failed, then stop the ranks. torch's time limit, which its releases pass in
         different ways, is ignored."""
+        self._await_endings()
         self._report_failures(ending=True)
         grace_s = max(self._plan["grace_s"], self._rendezvous_handler.pipe.grace_s)
         self._server.stop(grace_s, told=self._job_ends)
         self._pcontext = None
+
+    def _await_endings(self) -> None:
+        """Wait a moment for the ranks that have reached the end of their scripts."""
+        end = time.monotonic() + ENDING_LIMIT_S
+        while self._end() and (left_s := end - time.monotonic()) > 0:
+            select.select([self._server], [], [], left_s)
+
+    def _end(self) -> bool:
+        """Whether a rank that lives has reached the end of its script, as far as it is not known by what."""
+        return self._page is not None and any(
+            code is None
+            and link.read_slot(self._page, local_rank).phase == link.PHASES[link.ENDING]
+            and not os.path.exists(self._error_file(local_rank))
+            for local_rank, code in enumerate(self._server.codes())
+        )
 
     def _exit_barrier(self) -> None:
         """Do nothing: torch waits up to 300 s for other nodes; the supervisor knows when all are done."""
@@ -315,13 +345,14 @@ def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
     rendezvous = get_rendezvous_handler(parameters)
     assert isinstance(rendezvous, AgentRendezvous)
     server = RankServer(channel)
+    page = link.open_page(os.environ.get(link.PAGE_VARIABLE, ""))
     while True:
         spec = WorkerSpec(
             role="default", local_world_size=plan["ranks"], entrypoint=sys.executable,
             args=tuple(plan["arguments"]), rdzv_handler=rendezvous, max_restarts=UNLIMITED,
             monitor_interval=MONITOR_INTERVAL_S,
         )  # fmt: skip
-        agent = ImpatientAgent(spec, plan, rendezvous, server)
+        agent = ImpatientAgent(spec, plan, rendezvous, server, page)
         signal.signal(signal.SIGTERM, agent.on_sigterm)
         agent.run()
         # All ranks of this node are done. After another node's failure they may have to run again.

@@ -199,14 +199,16 @@ SLOT_BYTES = 128
 # step, beats, pid, phase, time of the last beat, longest time between beats, time of the last phase change
 # (times: seconds on the machine's CLOCK_MONOTONIC)
 SLOT = struct.Struct("<qqqqddd")
+PHASE_OFFSET = 24
 # After them: the number of the newest schedule of saves that the rank has settled.
 SETTLED = struct.Struct("q")
 # In the second cache line: the number of timed optimizer steps and the total seconds of their parts (see
 # `worker.hooks`): forward, backward, update. In native byte order, so that each word is read in one piece.
 TIMED = struct.Struct("qddd")
 TIMED_OFFSET = 64
-STARTING, STEPPING, RESTORING, SAVING, DONE = range(5)
-PHASES = ("starting", "stepping", "restoring", "saving", "done")
+# A rank that has reached the end of its script is ending: only its exit code says whether it is done.
+STARTING, STEPPING, RESTORING, SAVING, ENDING, DONE = range(6)
+PHASES = ("starting", "stepping", "restoring", "saving", "ending", "done")
 # Added to the phase while the script gives its own step numbers, and while steps are counted from such a
 # number.
 EXPLICIT, NUMBERED = 16, 32
@@ -257,6 +259,13 @@ def read_slot(page: Page, local_rank: int) -> RankBeat:
         _seconds(beat_at), _seconds(longest_s), _seconds(phase_at), settled,
         (timed[0], *map(_seconds, timed[1:])),
     )  # fmt: skip
+
+
+def ended(page: Page, local_rank: int) -> None:
+    """Show that this rank has ended, with exit code 0. For the process that has waited for its end."""
+    place = local_rank * SLOT_BYTES + PHASE_OFFSET
+    (phase,) = WORD.unpack_from(page, place)
+    WORD.pack_into(page, place, DONE + phase // EXPLICIT * EXPLICIT)
 
 
 def _seconds(value: float) -> float:

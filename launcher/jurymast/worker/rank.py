@@ -317,7 +317,7 @@ class _Rank:
         still run, and others may meet what they do before this process ends."""
         if os.getpid() == self._pid:
             _tell_error()
-            self._link.enter(link.DONE)
+            self._link.enter(link.ENDING)
 
     def _ends(self) -> None:
         """Report how the rank ends. Runs after the script's exit handlers, once the interpreter has printed
@@ -325,6 +325,6 @@ class _Rank:
         if os.getpid() != self._pid:
             return
         _tell_error()
-        self._link.enter(link.DONE)
+        self._link.enter(link.ENDING)
         if self._hidden is not None:
             self._hidden.end()

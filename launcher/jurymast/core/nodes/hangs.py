@@ -20,7 +20,7 @@ from jurymast.core.nodes.silence import (
 from jurymast.core.nodes.stacks import UNKNOWN, Stand
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.texts import spoken_s
-from jurymast.core.within import TORCH_LIMIT_S
+from jurymast.core.within import DONE, OVER, TORCH_LIMIT_S
 
 NOTHING = msg.Beat(0, [])
 # People who ask are told of a silence this long, and so many times as long as a step.
@@ -82,17 +82,18 @@ class Reports:
         if self._moves():
             return None
         views = self._views()
-        if any(view.phase == "done" for view in views):
+        if any(view.phase in OVER for view in views):
             # Some ranks have ended. The others may evaluate or save for long now, but not for ever.
-            views = [replace(view, phase="saving") for view in views if view.phase != "done"]
+            views = [replace(view, phase="saving") for view in views if view.phase not in OVER]
         settings, patience = self._state.settings, self._state.hang_patience
         limits = HangLimits(settings.hang_s, settings.start_limit_s, patience)
         return judge(views, limits, self._longest_before_s)
 
-    def ended(self, before: float) -> tuple[int, ...]:
-        """Return the ranks that reached the end of their script at `before` (Unix time) or earlier."""
+    def ended(self, before: float) -> dict[int, bool]:
+        """Return the ranks that reached the end of their script at `before` (Unix time) or earlier, and
+        whether they have ended with exit code 0; False: that is not known."""
         ago_s = self._state.now - before
-        return tuple(v.rank for v in self._views() if v.phase == "done" and v.quiet_s >= ago_s)
+        return {v.rank: v.phase == DONE for v in self._views() if v.phase in OVER and v.quiet_s >= ago_s}
 
     def attempt_over(self) -> None:
         """Remember what this attempt showed about step times."""

@@ -273,11 +273,16 @@ ENDED_EARLY = Signature("worker_exit", error=ErrorSignature(message="ended early
 def _early_end(classed: Sequence[tuple[str, WorkerFailed]], found: Findings, ended: Sequence[int]) -> Cause:
     """The cause if some ranks had `ended` without an error, so that the others waited, or lost them: one rank
     had less data, say."""
-    ranks = stacks.ranks_told(ended)
+    unknown = {*found.without_code}
+    ends = (
+        (sorted({*ended} - unknown), "ended early, with exit code 0"),
+        (sorted({*ended} & unknown), "ended early, stopped before the exit code was known"),
+    )
+    told = "; ".join(f"{stacks.ranks_told(ranks)} {how}" for ranks, how in ends if ranks)
     others = f"the others then failed: rank {classed[0][1].rank}: {_told(classed[0][1])}" if classed else ""
     if found.hung is not None:
         others = "; ".join([f"the others hang: {found.hung.evidence}", *stacks.evidence(found.stacks)])
-    evidence = f"{ranks} ended early, with exit code 0; {others}"
+    evidence = f"{told}; {others}"
     return cause_of("worker_exit", evidence, rank=ended[0], signature=ENDED_EARLY)
 
 

@@ -610,7 +610,7 @@ def _stacks_taken(state: RunState, event: ev.StacksTaken) -> None:
 
 def _ranks_ended(state: RunState, event: ev.RanksEnded) -> None:
     if state.phase is Phase.STOPPING:
-        state.findings.ended = event.ranks
+        state.findings.ended, state.findings.without_code = event.ranks, event.unknown
 
 
 def _noted(state: RunState, event: ev.Noted) -> None:

@@ -118,7 +118,8 @@ class Findings:
     health: dict[str, Finding] = field(default_factory=dict)
     straggling: ev.Straggling | None = None
     stacks: list[ev.StacksTaken] = field(default_factory=list)
-    ended: tuple[int, ...] = ()  # ranks that had ended before, without an error
+    ended: tuple[int, ...] = ()  # ranks that had reached their script's end before, without an error
+    without_code: tuple[int, ...] = ()  # those of them that were stopped before they had an exit code
 
 
 @dataclass(frozen=True)

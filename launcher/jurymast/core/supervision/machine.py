@@ -165,12 +165,11 @@ class Supervision:
         if state.incident is None or state.phase is not Phase.STOPPING:
             return []
         failed = {rank for _, rank, _ in state.findings.failures}
-        ended = set(self.watch.reports.ended(state.incident.detected_at)) - failed
-        return (
-            self.record(ev.RanksEnded(t=now, attempt=state.attempt, ranks=tuple(sorted(ended))))
-            if ended
-            else []
-        )
+        found = self.watch.reports.ended(state.incident.detected_at)
+        ended = tuple(rank for rank in sorted(found) if rank not in failed)
+        unknown = tuple(rank for rank in ended if not found[rank])
+        told = ev.RanksEnded(t=now, attempt=state.attempt, ranks=ended, unknown=unknown)
+        return self.record(told) if ended else []
 
     def _is_last(self, said: set[str]) -> bool:
         """Whether the report of one more node completes those of all."""
