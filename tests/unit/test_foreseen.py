@@ -42,7 +42,10 @@ TAIL = "pkill -f torchrun; echo it's done\n"
         ("srun mpirun python train.py", False, "MPI starts the ranks"),
         ("srun --nodes=$SLURM_NNODES \\\n  python train.py", True, "`torch.distributed` in it shows"),
         ("srun python shard.py", False, "independent tasks"),
-        ("srun python elsewhere.py", True, "its text does not show which"),
+        ("srun python elsewhere.py", None, "2 tasks, and the text shows too little"),
+        ("srun python -m lm_eval --model hf", None, "`#JURYMAST train: yes` or `no` says which"),
+        ("srun python -m torch_scripts.of_ours", None, "independent until one makes a process group"),
+        ("srun python jax.py", True, "each task is a rank: `jax.distributed` in it shows a training"),
         ("srun -N1 -n1 python train.py", False, "not taken for a training"),
         ("srun --cpu_bind=v --accel-bind=gn python train.py", True, "`torch.distributed` in it shows"),
         ("/usr/bin/srun torchrun train.py", False, "by its full path"),
@@ -55,7 +58,7 @@ TAIL = "pkill -f torchrun; echo it's done\n"
         ("srun --label bash -c '\n cd x\n torchrun train.py\n'", True, "under the agents"),
         ("srun $(which torchrun) train.py", True, "under the agents"),
         ('eval "$LAUNCHER train.py"', True, "as if srun preceded it"),
-        ("srun $ELSEWHERE train.py", False, "is known only when it runs"),
+        ("srun $ELSEWHERE train.py", None, "is known only when it runs"),
         # Other commands around it.
         ("cd x && timeout 1h srun torchrun train.py > log &", True, "under the agents"),
         ("(cat hosts | xargs -I{} srun -N1 -n1 -w {} torchrun --nnodes=2 x.py)", True, "a part for one node"),
@@ -63,7 +66,7 @@ TAIL = "pkill -f torchrun; echo it's done\n"
         # Not on all nodes, or not one in each.
         ("srun --ntasks-per-node=4 torchrun train.py", False, "in each of 4 tasks a node"),
         ("srun -N1 -n1 torchrun train.py", False, "on one node of several"),
-        ("srun -N $((N - 1)) -n $((N - 1)) torchrun train.py", False, "is known only when it runs"),
+        ("srun -N $((N - 1)) -n $((N - 1)) torchrun train.py", None, "is known only when it runs"),
         # Accelerate, which uses torch's launcher only for several GPUs.
         ("srun accelerate launch --multi_gpu train.py", True, "under the agents"),
         ("srun accelerate launch --config_file fsdp.yaml train.py", True, "under the agents"),
@@ -81,22 +84,24 @@ TAIL = "pkill -f torchrun; echo it's done\n"
         ("torchrun --standalone train.py", False, "on the first node, without failure handling"),
         # Shell scripts that start it, or that cannot be read here.
         ("srun bash -c 'cd . && ./launch.sh'", True, "under the agents"),
-        ("srun ./later.sh", False, "./later.sh cannot be read here"),
+        ("srun ./later.sh", None, "./later.sh cannot be read here"),
         ("srun my-wrapper python train.py", False, "my-wrapper is not known to start ranks"),
     ],
 )
 def test_what_happens_to_a_line(
-    line: str, protected: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, protected: bool | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import torch.distributed\n")
     Path("fsdp.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n")
     Path("cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")
     Path("shard.py").write_text("import numpy\n")
+    Path("jax.py").write_text("import numpy\njax.distributed.initialize()\n")
     Path("launch.sh").write_text("#!/bin/sh\n# not here: srun\nexec bash ./inner.sh\n")
     Path("inner.sh").write_text("#!/bin/sh\ntorchrun train.py\n")
     (found,) = foreseen(f"{HEAD}{line}\necho done # python x.py\n{TAIL}", CommandLine(), 2)
-    assert (found.line, found.protected) == (HEAD.count("\n") + 1, protected), found
+    assert found.line == HEAD.count("\n") + 1
+    assert found.protected is protected, found
     assert why in found.why
 
 

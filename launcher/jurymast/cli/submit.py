@@ -225,7 +225,7 @@ def _lines_shown(lines: list[dict[str, Any]]) -> str:
         return ""
     texts = ["", "", "# what happens to its lines; all others run as under sbatch"]
     for one in lines:
-        fate = "protected" if one["protected"] else "unprotected"
+        fate = {True: "protected", False: "unprotected", None: "unknown"}[one["protected"]]
         texts += [f"line {one['line']:<5} {fate:<12} {one['command']}", f"{'':24}{one['why']}"]
     return "\n".join(texts)
 

@@ -41,12 +41,12 @@ SIZES = ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node")
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What happens to the command on this `line` of the script, and `why`. `protected`: failures are
-    handled."""
+    """What happens to the command on this `line` of the script, and `why`. `protected`: failures are handled;
+    None if only the running script knows that."""
 
     line: int
     command: str
-    protected: bool
+    protected: bool | None
     why: str
 
 
@@ -80,7 +80,7 @@ def _of_slurm(told: CommandLine, active: int) -> dict[str, str]:
 
 def _fate(
     words: Sequence[str], variables: Mapping[str, str], active: int, train: str
-) -> tuple[bool, str] | None:
+) -> tuple[bool | None, str] | None:
     words = list(words)
     while words and (words[0] in BEFORE or re.match(r"\w+=", words[0])):
         words.pop(0)
@@ -150,7 +150,7 @@ def _on_each_node(command: Sequence[str]) -> bool:
     return "--standalone" in command or (alone is not None and alone[1] == "1")
 
 
-def _step(words: list[str], variables: Mapping[str, str], active: int, train: str) -> tuple[bool, str]:
+def _step(words: list[str], variables: Mapping[str, str], active: int, train: str) -> tuple[bool | None, str]:
     if "/" in words[0]:
         return False, "srun by its full path is not jurymast's: the step runs as under sbatch"
     read, step = recognise.read_shell_script, srun.parse(words[1:])
@@ -158,14 +158,14 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
         return False, "its options are not known here, or it has several parts: runs as under sbatch"
     program = _name(step.command[0]) if step.command else ""
     if program.startswith("$"):
-        return False, f"what {program} stands for is known only when it runs; a training is recognized then"
+        return None, f"what {program} stands for is known only when it runs; a training is recognized then"
     if recognise.starts_launcher(step.command, read, variables):
         return _launcher(step, variables, active)
     if program in UNSEEN:
         return False, f"{program}: {UNSEEN[program]}, so nothing is handled; {INSTEAD}"
     tasks = recognise.tasks_a_node(step, variables, active)
     if not recognise.starts_ranks(step.command, read, variables):
-        return False, _no_ranks(step, tasks * active, variables)
+        return _no_ranks(step, tasks * active, variables)
     if tasks * active <= 1:
         return False, "one task, or not on all nodes: not taken for a training; `srun torchrun` makes it one"
     if train:
@@ -176,20 +176,26 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
     shown = evidence.shows(step.command, read, variables)
     if shown.independent:
         return False, "independent tasks, as nothing in it makes a process group (`#JURYMAST train: yes`)"
-    why = f"`{shown.training}` in it shows a training" if shown.training else "its text does not show which"
-    return True, f"each task is a rank: {why}; srun's rules hold until the tasks make a process group"
+    if shown.training:
+        why = f"`{shown.training}` in it shows a training"
+        until = "" if shown.foreign else "; srun's rules hold until the tasks make a process group"
+        return True, f"each task is a rank: {why}{until}"
+    return None, (
+        f"{tasks * active} tasks, and the text shows too little: independent until one makes a process "
+        "group of torch's, ranks of one training from then on; `#JURYMAST train: yes` or `no` says which"
+    )
 
 
-def _no_ranks(step: CommandLine, tasks: int, variables: Mapping[str, str]) -> str:
+def _no_ranks(step: CommandLine, tasks: int, variables: Mapping[str, str]) -> tuple[bool | None, str]:
     if tasks > 1 and recognise.names_python(step.command, variables):
-        return f"{_name(step.command[0])} is not known to start ranks: they run without failure handling"
+        return False, f"{_name(step.command[0])} is not known to start ranks: no failure of theirs is handled"
     line, *read = recognise.texts(step.command, recognise.read_shell_script, variables)
     if (scripts := recognise.SHELL_SCRIPT.findall(line)) and not read:
-        return f"{scripts[0]} cannot be read here: if the job cannot either, a training in it is not seen"
-    return "not a training: runs as under sbatch"
+        return None, f"{scripts[0]} cannot be read here: what it starts is known only when it runs"
+    return False, "not a training: runs as under sbatch"
 
 
-def _launcher(step: CommandLine, variables: Mapping[str, str], active: int) -> tuple[bool, str]:
+def _launcher(step: CommandLine, variables: Mapping[str, str], active: int) -> tuple[bool | None, str]:
     if _on_each_node(step.command):
         return active == 1, "one training on each node" + ", without failure handling" * (active > 1)
     if recognise.on_one_node(step, variables) and active > 1:
@@ -197,10 +203,7 @@ def _launcher(step: CommandLine, variables: Mapping[str, str], active: int) -> t
             return True, "a part for one node: joined to one training, if there is one for each node"
         return False, "a launcher on one node of several: runs without failure handling"
     if any("$" in (step.last(size) or "") for size in SIZES):
-        return (
-            False,
-            "how many nodes and tasks it has is known only when it runs; on all nodes, it is handled",
-        )
+        return None, "how many nodes and tasks it has is known only when it runs; on all nodes, it is handled"
     tasks = recognise.tasks_a_node(step, variables, active)
     if tasks == 1:
         return True, "a launcher: runs under the agents on all nodes, spares in reserve"
