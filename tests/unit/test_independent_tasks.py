@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from random import Random
 
 import pytest
 from msgspec import structs
 
 from jurymast.cluster.sbatch import parse
 from jurymast.core import events as ev
-from jurymast.core.effects import Finish, StopWorkers
-from jurymast.core.run.state import Phase
+from jurymast.core.effects import Finish, Launch, StopWorkers
+from jurymast.core.run.attribution import NEAR_S
+from jurymast.core.run.state import Phase, Role
 from jurymast.script.evidence import shows
 from support.stories import Story
 
@@ -109,9 +111,9 @@ def test_longer_time_outs_than_torchs_own_are_told_however_they_are_given() -> N
     assert done.stdout.split() == [f"{3600.0 * hours}" for hours in (2, 3, 4, 5, 6)]
 
 
-def tasks() -> Story:
-    """Two nodes with a task each, of which nobody knows whether they are one training."""
-    story = Story(active=2).submitted()
+def tasks(active: int = 2, spares: int = 1, ranks_per_node: int = 1) -> Story:
+    """Nodes with tasks, of which nobody knows whether they are one training."""
+    story = Story(active=active, spares=spares, ranks_per_node=ranks_per_node).submitted()
     story.feed(structs.replace(story.events[0], guessed=True))
     return story.allocated().told().ranks_up()
 
@@ -150,3 +152,92 @@ def test_a_lost_node_takes_its_tasks_along() -> None:
     story.lost(story.state.placement[1])
     story.stopped()
     assert story.state.attempt == 2
+
+
+def told_done(story: Story, *ranks: int) -> None:
+    story.feed(ev.RanksEnded(t=story.t, attempt=story.state.attempt, ranks=ranks))
+
+
+def test_tasks_that_have_ended_are_not_started_again_when_a_node_is_lost() -> None:
+    """Neither one that is done, nor one that failed, also long ago on the node that is lost."""
+    story = tasks(active=3, ranks_per_node=2)
+    other, lost, _ = story.state.placement
+    told_done(story, 0)
+    story.failed(1, exit_code=3)
+    story.failed(2, exit_code=4)
+    story.t += 3600.0
+    story.failed(3, exit_code=5)
+    story.lost(lost)
+    story.stopped()
+    assert story.last(Launch).ended == (0, 1, 2), "what failed just before the loss may have failed for that"
+    assert story.incident.action == "swap"
+    story.told().ranks_up()
+    story.finished()
+    end = story.last(Finish)
+    assert (end.state, end.exit_code) == ("failed", 4)
+    assert "rank 1" in end.reason
+
+
+def test_a_node_whose_tasks_have_all_ended_is_not_missed() -> None:
+    story = tasks(active=2, ranks_per_node=2)
+    first, second = story.state.placement
+    told_done(story, 0, 1)
+    assert story.lost(first) == []
+    assert story.state.phase is Phase.RUNNING
+    story.feed(ev.NodeFinished(t=story.t, node=second, attempt=1))
+    assert story.last(Finish).state == "succeeded"
+
+
+def test_ranks_of_a_training_all_start_again() -> None:
+    story = tasks()
+    told_done(story, 0)
+    story.feed(ev.GroupMade(t=story.t, attempt=1, node=story.state.placement[1], rank=1))
+    story.lost(story.state.placement[1])
+    story.stopped()
+    assert story.last(Launch).ended == ()
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_whatever_happens_no_task_is_done_twice_and_none_is_left_out(seed: int) -> None:
+    """Nodes are lost and tasks end, in any order. A task runs until it has ended in one attempt."""
+    chance = Random(seed)
+    each = chance.randint(1, 3)
+    story = tasks(active=3, spares=4, ranks_per_node=each)
+    codes: dict[int, int] = {}  # of the tasks that have ended, as told
+    reported: set[str] = set()
+    losses = 0
+    while not story.state.ended:
+        state = story.state
+        placed = [name for name in state.placement if state.nodes[name].role is Role.ACTIVE]
+        live = [rank for rank in range(3 * each) if rank not in codes and state.node_of(rank) in placed]
+        story.t += chance.uniform(0.1, 400.0)
+        if chance.random() < 0.2 and losses < 4:
+            losses += 1
+            name = chance.choice(placed)
+            recent = {
+                f.rank
+                for f in state.findings.failures.values()
+                if f.node == name and f.t >= story.t + 1.6 - NEAR_S
+            }
+            story.lost(name)
+            if story.state.phase is Phase.STOPPING:
+                codes = {rank: code for rank, code in codes.items() if rank not in recent}
+                story.stopped()
+                story.backed_off()
+                assert set(story.last(Launch).ended) == set(codes), "others run again, or never"
+                story.told().ranks_up()
+                reported.clear()
+        elif live:
+            rank = chance.choice(live)
+            codes[rank] = chance.choice((0, 0, 3))
+            if codes[rank]:
+                story.failed(rank, exit_code=3)
+            else:
+                told_done(story, rank)
+        for place, name in enumerate(story.state.placement):
+            over = {*range(place * each, (place + 1) * each)} <= {*codes}
+            if over and name not in reported and story.state.nodes[name].role is Role.ACTIVE:
+                reported.add(name)
+                story.feed(ev.NodeFinished(t=story.t, node=name, attempt=story.state.attempt))
+    assert set(codes) == {*range(3 * each)}
+    assert story.last(Finish).exit_code == (3 if any(codes.values()) else 0)

@@ -175,7 +175,7 @@ class RankWatch:
                     beats=beat.beats,
                     explicit=beat.explicit,
                     numbered=beat.numbered,
-                    phase=beat.phase if beat.pid else "starting",
+                    phase=beat.phase if beat.pid or beat.phase == within.DONE else "starting",
                     quiet_s=round(max(0.0, now - last - slept_s), 4) if last else None,
                     beat_s=round(now - beat.beat_at, 4) if beat.beat_at else None,
                     longest_s=round(beat.longest_s, 4),

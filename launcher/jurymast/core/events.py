@@ -122,7 +122,8 @@ class WorkerFailed(Event, frozen=True, kw_only=True):
 
 class RanksEnded(Event, frozen=True, kw_only=True):
     """These ranks had reached the end of their script, without an error, before the others were stopped.
-    `unknown`: those of them that were stopped before they had an exit code."""
+    `unknown`: those of them that were stopped before they had an exit code. Of tasks that are each for
+    themselves: these have ended, and the others run on."""
 
     attempt: int
     ranks: tuple[int, ...]

@@ -433,12 +433,11 @@ class Leaving(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Launch(ToAgent, frozen=True, kw_only=True):
-    """Start the ranks of `attempt`: this node has group rank `rank` of `world` nodes. `mtbf_s`: expected
-    seconds between failures, 0.0 if unknown; `cold`: do not preload anything for the script; `restore` None:
-    the ranks look in the shared tier themselves, where `saved` is the newest step that is known (0: none),
-    and of steps in `unreadable`, several attempts could not read them, so an older one may be taken.
-    `nodes`: names of all, in the order of their ranks, in Slurm's notation. The agent adds an `environment`
-    for the ranks, which its host adds to its own."""
+    """Start the ranks of `attempt`: this node has group rank `rank` of `world` nodes, whose names `nodes` has
+    in the order of ranks, in Slurm's notation. `mtbf_s`: expected seconds between failures, 0.0 if unknown;
+    `cold`: preload nothing for the script; `restore` None: the ranks look in the shared tier, where `saved`
+    is the newest step known (0: none), or an older one than those in `unreadable`, which failed repeatedly.
+    `ended`: local ranks, tasks, that are not started again. The agent adds the ranks' `environment`."""
 
     attempt: int
     rank: int
@@ -451,6 +450,7 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     unreadable: tuple[int, ...] = ()
     restore: Restore | None = None
     nodes: str = ""
+    ended: tuple[int, ...] = ()
     environment: dict[str, str] = {}
 
 

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -95,7 +95,7 @@ UNLIMITED = 2**31
 KILL_LIMIT_S = 2.0
 # Before the others are stopped, ranks at the end of their scripts have so long to end by themselves: one of
 # them may be the cause, as its exit code then shows.
-ENDING_LIMIT_S = 0.5
+ENDING_LIMIT_S = 2.0
 # Newer torchruns, in which they can be chosen, tell ranks which signals they pass on.
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
@@ -114,18 +114,23 @@ class RankServer:
         """Return the descriptor that becomes readable when a rank has ended."""
         return self._channel.fileno()
 
-    def start(self, envs: dict[int, dict[str, str]], args: dict[int, Any], *, cold: bool) -> None:
-        """Start ranks with these environments and arguments, by local rank."""
+    def start(
+        self, envs: dict[int, dict[str, str]], args: dict[int, Any], *, cold: bool, ended: Collection[int]
+    ) -> None:
+        """Start ranks with these environments and arguments, by local rank; of those that have `ended`, a
+        process that does nothing."""
         self._pids = []
         for local_rank in range(len(envs)):  # `stop` ends those that were started if another cannot be
-            self._pids.append(self._start(local_rank, envs[local_rank], args[local_rank], cold))
+            what = {"cold": cold, "ended": local_rank in ended}
+            self._pids.append(self._start(local_rank, envs[local_rank], args[local_rank], what))
 
     def pids(self) -> dict[int, int]:
         return dict(enumerate(self._pids))
 
-    def _start(self, local: int, environment: dict[str, str], arguments: tuple[str, ...], cold: bool) -> int:
-        what = {"local": local, "environment": environment, "arguments": arguments, "cold": cold}
-        order = {"start": what}
+    def _start(
+        self, local: int, environment: dict[str, str], arguments: tuple[str, ...], how: dict[str, bool]
+    ) -> int:
+        order = {"start": {"local": local, "environment": environment, "arguments": arguments, **how}}
         self._channel.sendall(json.dumps(order).encode() + b"\n")
         while True:
             for message in self._receive():
@@ -217,7 +222,8 @@ class ImpatientAgent(LocalElasticAgent):
         """Start the ranks. Unlike torch's function, this installs no signal handlers and redirects no output:
         torch would open one file twice and truncate it."""
         self._complete(envs)
-        self._server.start(envs, args, cold=self._rendezvous_handler.launch.cold)
+        launch = self._rendezvous_handler.launch
+        self._server.start(envs, args, cold=launch.cold, ended=launch.ended)
         return self._server
 
     def _complete(self, envs: dict[int, dict[str, str]]) -> None:

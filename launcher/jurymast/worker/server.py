@@ -3,7 +3,7 @@
 Importing torch takes seconds, a fork 10 ms. The server has one thread and touches no device, so that its
 forks are sound. It serves the host over a socket pair, by JSON lines:
 
-    host -> server   {"start": {"environment": ..., "arguments": ..., "cold": ...}}
+    host -> server   {"start": {"environment": ..., "arguments": ..., "cold": ..., ...}}
     server -> host   {"started": PID}, in the order of the requests; {"ended": PID, "code": exit code}
 
 Variables that the script sets before it imports torch (`os.environ["OMP_NUM_THREADS"] = "4"`) are read from
@@ -111,6 +111,8 @@ class ForkServer:
         for descriptor in (self._wake_r, wake_w):
             os.close(descriptor)
         ours.close()
+        if order["ended"]:
+            os._exit(0)
         self._bind(order["local"])
         rank.begin(
             order, parent=self._pid, name=self._ranks_name, environment=self._environment,

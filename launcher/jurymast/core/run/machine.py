@@ -19,13 +19,12 @@ from jurymast.core.nodes import preflight, stragglers
 from jurymast.core.nodes.findings import Verdict
 from jurymast.core.nodes.silence import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
-from jurymast.core.run import blame, ends, explained, loops, recovery
+from jurymast.core.run import blame, ends, explained, loops, recovery, tasks
 from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS
 from jurymast.core.run.state import (
     RESTORE_TRIES,
     WITH_RANKS,
     EndOrder,
-    Findings,
     Node,
     Phase,
     Role,
@@ -135,7 +134,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
             state.settings.burst_s, state.earlier,
         )  # fmt: skip
     state.placement, state.started, state.finished, state.stopped = (), set(), set(), set()
-    state.findings = Findings()
+    state.findings = tasks.remembered(state)
     state.pretested, state.testing, state.awaited = False, set(), 0
     state.phase, state.enough_since = Phase.STARTING, None
     state.deadline = recovery.deadline(state, event.t)
@@ -234,6 +233,8 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
         if state.incident is not None:
             state.incident.evidence += f"; then {node.name}: {node.reason}"
         return []
+    if state.phase is Phase.RUNNING and tasks.none_left(state, event.node):
+        return _all_finished(state, event.node)
     state.findings.lost.append(event)
     return recovery.begin(state, event.t, max(event.t - event.silent_s, state.stepped_at))  # all lived then
 
@@ -345,6 +346,7 @@ def _all_finished(state: RunState, node: str) -> list[Instruction]:
     """End the run if this was the last node with ranks."""
     if node in state.places:
         state.finished.add(node)
+        tasks.done_on(state, node)
     if len(state.finished) < len(state.placement):
         return []
     recovery.close_incident(state, state.now)
@@ -357,13 +359,13 @@ def _all_finished(state: RunState, node: str) -> list[Instruction]:
 def _ended_alone(state: RunState, event: ev.WorkersStopped) -> bool:
     """Whether a node's tasks, each for itself, have ended, some of them with an error."""
     runs = state.alone and state.phase in (Phase.LAUNCHING, Phase.RUNNING) and event.attempt == state.attempt
-    return runs and any(node == event.node for node, *_ in state.findings.failures)
+    failures = state.findings.failures.values()
+    return runs and any((one.node, one.attempt) == (event.node, event.attempt) for one in failures)
 
 
 def _group_made(state: RunState, event: ev.GroupMade) -> list[Instruction]:
     """The tasks are ranks of one training. Those that failed before count now."""
-    state.alone = False
-    failures = state.findings.failures.values()
+    failures = tasks.are_ranks(state)
     if not failures or state.phase not in WITH_RANKS:
         return []
     return recovery.begin(state, event.t, min(failure.t for failure in failures))
@@ -609,7 +611,9 @@ def _stacks_taken(state: RunState, event: ev.StacksTaken) -> None:
 
 
 def _ranks_ended(state: RunState, event: ev.RanksEnded) -> None:
-    if state.phase is Phase.STOPPING:
+    if state.alone:
+        tasks.note_done(state, {*event.ranks} - {*event.unknown})
+    elif state.phase is Phase.STOPPING:
         state.findings.ended, state.findings.without_code = event.ranks, event.unknown
 
 

@@ -19,7 +19,7 @@ from jurymast.core.nodes import preflight
 from jurymast.core.nodes.findings import STORAGE, Finding
 from jurymast.core.nodes.history import Frail
 from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
-from jurymast.core.run import blame, explained, loops
+from jurymast.core.run import blame, explained, loops, tasks
 from jurymast.core.run.attribution import (
     ENDED_EARLY,
     LOCAL_PATHS,
@@ -46,7 +46,6 @@ from jurymast.core.run.state import (
     WITH_RANKS,
     Blame,
     Exclusion,
-    Findings,
     Node,
     Phase,
     Role,
@@ -445,7 +444,7 @@ def _await_end(state: RunState, cause: Cause) -> list[Instruction]:
     """The ranks ended with the job: nothing is started in the seconds that are left of it."""
     incident = settle(state, cause)
     incident.action, incident.why = "requeue", "Slurm ends the job"
-    state.findings, state.phase, state.deadline = Findings(), Phase.WAITING, None
+    state.findings, state.phase, state.deadline = tasks.remembered(state), Phase.WAITING, None
     state.not_before = math.inf
     return []
 
@@ -484,7 +483,8 @@ def _alert_on(state: RunState, cause: Cause) -> list[Instruction]:
 
 def _carry_out(state: RunState, cause: Cause, decision: Decision) -> list[Instruction]:
     instructions: list[Instruction] = []
-    incident, state.findings = state.incidents[-1], Findings()
+    lost = {loss.node for loss in state.findings.lost}
+    incident, state.findings = state.incidents[-1], tasks.remembered(state, {*decision.bad, *lost})
     for blamed in decision.blames:
         instructions += blame.put_out(state, blamed)
         if not blamed.bad:
@@ -665,7 +665,8 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
     master = state.nodes[placement[0]]
     launch = Launch(
         attempt=state.attempt, placement=placement, master_address=master.address,
-        master_port=master.store_port, reason=reason, mtbf_s=expected_mtbf_s(state, state.now),
+        master_port=master.store_port, mtbf_s=expected_mtbf_s(state, state.now),
+        reason=reason + tasks.told(state), ended=tasks.ended(state),
     )  # fmt: skip
     return [launch]
 

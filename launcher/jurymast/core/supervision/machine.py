@@ -47,6 +47,7 @@ from jurymast.core.nodes.health import NodeHealth, SickNodes
 from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.stragglers import Stragglers
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
+from jurymast.core.run import tasks
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.recording import Teller
 from jurymast.core.run.state import Phase, RunState
@@ -162,7 +163,7 @@ class Supervision:
     def _tell_ended(self, now: float) -> list[Effect]:
         """Record which ranks ended before the incident, which explains what the others met."""
         state = self.state
-        if state.incident is None or state.phase is not Phase.STOPPING:
+        if state.incident is None or state.phase is not Phase.STOPPING or state.alone:
             return []
         failed = {rank for _, rank, _ in state.findings.failures}
         found = self.watch.reports.ended(state.incident.detected_at)
@@ -427,7 +428,19 @@ class Supervision:
         effects = self.watch.beat(node, beat, now)
         effects += self._stragglers.beat(node, beat, now)
         effects += self.agreement.beat(node, beat, now)
+        if self.state.alone:
+            effects += self._tasks_done(node, beat, now)
         return self._do(effects, now) if effects else effects
+
+    def _tasks_done(self, node: str, beat: msg.Beat, now: float) -> list[Effect]:
+        """Record at once which tasks, each for itself, have ended with exit code 0: they are not done again,
+        whichever node is lost next."""
+        first = self.state.places.get(node, 0) * len(beat.ranks)
+        done = {first + local for local, rank in enumerate(beat.ranks) if rank.phase == within.DONE}
+        done.difference_update(tasks.ended(self.state))
+        if not done or beat.attempt != self.state.attempt or node not in self.state.places:
+            return []
+        return [Record(ev.RanksEnded(t=now, attempt=beat.attempt, ranks=tuple(sorted(done))))]
 
     def _of_rank(self, node: str, message: msg.RankEvent, now: float) -> list[Effect]:
         said, attempt, fields = message.event, message.attempt, asdict(message.event)
