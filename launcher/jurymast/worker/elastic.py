@@ -95,7 +95,7 @@ UNLIMITED = 2**31
 KILL_LIMIT_S = 2.0
 # Before the others are stopped, ranks at the end of their scripts have so long to end by themselves: one of
 # them may be the cause, as its exit code then shows.
-ENDING_LIMIT_S = 2.0
+ENDING_LIMIT_S = 1.0
 # Newer torchruns, in which they can be chosen, tell ranks which signals they pass on.
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 

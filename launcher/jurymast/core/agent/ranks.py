@@ -20,8 +20,9 @@ from jurymast.core.settings import RunPlan
 
 # ---- ranks
 
-# A host that has not stopped its ranks by then hangs itself.
-STOP_MARGIN_S = 2.5
+# A host that has not stopped its ranks by then hangs itself: it waits a second for ranks at their end, and
+# two for those that it has killed.
+STOP_MARGIN_S = 3.5
 # Stacks are recorded within 2 s. The ranks are stopped even if the recording does not return.
 STACKS_LIMIT_S = 3.0
 HOST_RESTARTS_MAX = 5
