@@ -179,6 +179,35 @@ def test_where_stderr_goes(
     assert {path.name: text for path in written if (text := path.read_text())} == files
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], []),
+        (["-o", "o"], ["--error=o"]),
+        (["-o", "o-%j"], ["--error=o-%j"]),
+        (["-o", "1"], ["--error=1"]),
+        (["-o", "o", "-e", "e"], []),
+        (["-o", "o-%t"], []),
+    ],
+    ids=str,
+)
+def test_stderr_of_the_steps_command_follows_its_stdout(
+    options: list[str], told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun is told, because its own stdout goes where we have opened the file."""
+    monkeypatch.chdir(tmp_path)
+    assert output_of(*options, nodes=("n1", "n2")).srun_options == told
+
+
+def test_a_file_that_srun_has_begun_for_both_is_not_begun_again(tmp_path: Path) -> None:
+    output = output_of("-o", f"{tmp_path}/o-%J")  # whose name only srun knows at first
+    (tmp_path / "o-.").write_text("a shell's warning\n")
+    output.srun_opens_errors()
+    output.write(0, b"a\n")
+    output.close()
+    assert (tmp_path / "o-.").read_text() == "a shell's warning\na\n"
+
+
 def test_streams_of_one_file_are_not_apart(tmp_path: Path) -> None:
     with standard_streams(tmp_path / "streams", together=True):
         assert not output_of().stderr_apart

@@ -344,7 +344,9 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/keeper/transfer.py",
             "launcher/jurymast/storage/local.py",
             "launcher/jurymast/worker/link.py",
-            "launcher/jurymast/script/output.py",  # what the user names for output, as srun opens it
+            # What the user names for output and input, as srun opens it.
+            "launcher/jurymast/script/output.py",
+            "launcher/jurymast/script/standard_input.py",
             # In a directory that was made for this user alone, or found to be.
             "launcher/jurymast/agent/agent.py",
             "launcher/jurymast/cluster/allocation.py",

@@ -106,7 +106,7 @@ def host_plan(
         "warm": plan.settings.warm_start, "slurm": plan.cluster == "slurm", "tasks": plan.tasks,
         "guessed": plan.guessed, "program": plan.program, "gpus": plan.gpus_per_task,
         "sharing": plan.tasks_per_gpu, "processors": plan.cpus_per_task,
-        "stderr_apart": plan.stderr_apart, "core_bytes": core_bytes,
+        "stderr_apart": plan.stderr_apart, "inputs": plan.inputs, "core_bytes": core_bytes,
     }  # fmt: skip
 
 

@@ -128,6 +128,7 @@ class RunPlan:
     # `script` is a program, a shell say, that starts the Python of its rank itself.
     program: bool = False
     stderr_apart: bool = False  # ranks' stderr has logs of its own, because it goes elsewhere than stdout
+    inputs: tuple[str, ...] = ()  # the file that all ranks read as standard input, or one a rank ("": none)
     working_directory: str = "."
     python: str = "python3"
     sbatch_options: tuple[str, ...] = ()

@@ -224,6 +224,7 @@ class Output:
         pattern, only = chosen(said["output"], step.count)
         self.out = Destination("output", pattern, only, 1, step)
         follows = not said["error"] and (pattern or only is not None)
+        self._followed = said["output"] if follows else ""
         if follows:
             self.err = self.out
         else:
@@ -243,9 +244,16 @@ class Output:
         """A descriptor for what the step's command itself prints."""
         return self.out.common
 
+    @property
+    def srun_options(self) -> list[str]:
+        """What srun must be told for the stderr of the step's command itself: without `--error` it follows
+        stdout, which we open in srun's place. If each task has a file, ranks do not write there, and spare
+        nodes would have one as well."""
+        return [f"--error={self._followed}"] if self._followed and not is_each_tasks(self._followed) else []
+
     def srun_opens_errors(self) -> None:
         """srun itself has begun the common file for stderr, for what the step's command prints there."""
-        if self.stderr_apart and not is_each_tasks(self.err.pattern):
+        if (self.stderr_apart or self._followed) and not is_each_tasks(self.err.pattern):
             self.err.new = 0
 
     def write(self, rank: int, data: bytes, task: int | None = None, *, error: bool = False) -> None:

@@ -44,7 +44,7 @@ from jurymast.interpreter import run_module
 from jurymast.jobs import run_command
 from jurymast.processes import OF_JOBS, TASKS_ALONE_VARIABLE, end_like, name_process
 from jurymast.rundir import RunDirectory, make_folder, write_json
-from jurymast.script import shims
+from jurymast.script import shims, standard_input
 from jurymast.script.notes import note, noted, say
 from jurymast.script.output import NUMBER_FILE, VARIABLES, Output, is_each_tasks, newest_attempt, relayed
 from jurymast.script.recognise import (
@@ -258,6 +258,7 @@ class Step:
         self._trainings = Trainings(job, self._allocation.key)
         self._lost = self._trainings.lost()
         self._hidden: dict[str, str] = {}  # variables that only the step's command may see, not its srun
+        self._inputs: tuple[str, ...] = ()  # what its tasks read: see `standard_input`
         self.active, self.train = self._plan.active, self._plan.train
 
     @property
@@ -299,9 +300,11 @@ class Step:
         self._signals = signals = StepSignals(srun, parts=own is not None)
         signals.listen()
         name_process(PROCESS_NAME)  # only now: by its name it is found, and warned
+        if not self._inputs:
+            standard_input.warn(srun, os.environ)
         folder = folder or self.new_folder()
         output = Output(srun, os.environ, self.seen(place), tasks, folder)
-        process = self._start(srun, folder, output.common, own or {})
+        process = self._start(srun, folder, output, own or {})
         signals.started(process)
         output.srun_opens_errors()
         for number in count(1):
@@ -320,6 +323,8 @@ class Step:
     def run_tasks(self, srun: CommandLine, tasks: int, *, guessed: bool) -> int:
         """The same for a command of which srun would start this many tasks per node: Python's, or a
         shell's. `guessed`: see `RunPlan`."""
+        folder = self.new_folder()
+        self._inputs = standard_input.inputs(srun, os.environ, self.seen(), tasks, folder)
         place = in_container(srun.command, read_shell_script)
         own = srun.command[place:]
         python = own[0] if python_command(own) else sys.executable
@@ -336,8 +341,10 @@ class Step:
         agent = run_module("jurymast.script", "tasks", *map(str, how), *own, python=python)
         command = [*srun.command[:place], *agent]
         options = [given for given in srun.options if given.name not in SHARED_OUT]
+        options = [given for given in options if given.name != "input"]
         options.append(Given("cpu-bind", "none", ("--cpu-bind=none",)))
-        return self.run(CommandLine(options=options, command=command), tasks=tasks)
+        options.append(Given("input", "none", ("--input=none",)))
+        return self.run(CommandLine(options=options, command=command), folder, tasks=tasks)
 
     def around_lost(
         self, environment: Mapping[str, str], arguments: Sequence[str], srun: CommandLine | None
@@ -365,7 +372,7 @@ class Step:
                 number += 1
 
     def _start(
-        self, srun: CommandLine, folder: Path, output: int, own: Mapping[str, str]
+        self, srun: CommandLine, folder: Path, output: Output, own: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         nodes = self.nodes
         program = folder / "node"
@@ -396,6 +403,7 @@ class Step:
         command = [
             shims.real("srun", os.environ),
             *words_of(srun.options, OURS | {"error"} if each else OURS),
+            *output.srun_options,
             *self._mounts(srun),
             *SURVIVE,
             "--overlap",
@@ -405,7 +413,7 @@ class Step:
         command += [str(program), *words]
         environment = {**shims.with_shims(os.environ, self._job), **true}
         environment.pop(VARIABLES["output"], None)
-        return subprocess.Popen(command, env=environment, stdout=output, preexec_fn=end_with_us)
+        return subprocess.Popen(command, env=environment, stdout=output.common, preexec_fn=end_with_us)
 
     def _seen(self) -> dict[str, str]:
         """The variables that hide the step's spare nodes from its command."""
@@ -437,7 +445,7 @@ class Step:
         if ignored := sorted(set(training.ignored)):
             names = ", ".join(f"--{name}" for name in ignored)
             say(f"torchrun's options {names} are not used: jurymast's policy decides about restarts and logs")
-        plan = replace(training.plan(self._plan, run), stderr_apart=output.stderr_apart)
+        plan = replace(training.plan(self._plan, run), stderr_apart=output.stderr_apart, inputs=self._inputs)
         run.save_plan(plan)
         # Earlier lives of the job have already printed their attempts.
         after = newest_attempt(run)

@@ -245,6 +245,8 @@ class ImpatientAgent(LocalElasticAgent):
             if plan["stderr_apart"]:
                 errors = directory.rank_errors(attempt, int(environment["RANK"]))
                 environment[rank_start.ERRORS_VARIABLE] = str(errors)
+            if inputs := plan["inputs"]:
+                environment[rank_start.INPUT_VARIABLE] = inputs[int(environment["RANK"]) % len(inputs)]
             environment["JURYMAST_ATTEMPT"] = str(attempt)
             if launch.saved:
                 environment["JURYMAST_SAVED_STEP"] = str(launch.saved)

@@ -68,6 +68,7 @@ def read_error(path: str) -> dict[str, Any]:
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
 ERRORS_VARIABLE = "JURYMAST_STDERR"  # the log of stderr, if it has one of its own
+INPUT_VARIABLE = "JURYMAST_STDIN"  # the file to read as standard input, if there is one
 
 
 def users_environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -103,6 +104,7 @@ def begin(
     name_process(name)
     variables = {**environment, **order["environment"]}
     _redirect_output(variables)
+    _redirect_input(variables)
     if program:
         _become(program, order["arguments"], variables)
     os.environ.clear()
@@ -142,6 +144,7 @@ def begin_below(loaded: frozenset[str]) -> None:
 def begin_cold(loaded: frozenset[str], what: dict[str, Any]) -> None:
     """Prepare a new interpreter that has replaced a rank."""
     _redirect_output(os.environ)
+    _redirect_input(os.environ)
     this = _Rank(loaded, dict(os.environ), {int(number): size for number, size in what["logs"].items()})
     this.attach()
     this.hide([preload.Bundle(modules={n: m for n, m in sys.modules.items() if n not in loaded})], os.environ)
@@ -187,6 +190,19 @@ def _redirect_output(variables: Mapping[str, str]) -> None:
             os.close(descriptor)
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         _rebuild(stream, _Log(descriptor, "w", closefd=False))
+
+
+def _redirect_input(variables: Mapping[str, str]) -> None:
+    path = variables.get(INPUT_VARIABLE, "")
+    if not path:
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        sys.stderr.write(f"this rank reads nothing, because it cannot open {path}: {error.strerror}\n")
+    else:
+        os.dup2(descriptor, 0)
+        os.close(descriptor)
 
 
 def _rebuild(stream: TextIO, raw: io.FileIO) -> None:
