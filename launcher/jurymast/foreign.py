@@ -165,6 +165,14 @@ def who_may_change(place: Path) -> str:
     return "" if _is_private(found.st_gid) else group_name(found.st_gid)
 
 
+def temporary_place() -> str:
+    """Where temporary files are made: TMPDIR, unless others can replace what is in it. Raises OSError."""
+    import tempfile  # takes time, and few commands need it
+
+    place = tempfile.gettempdir()
+    return "/tmp" if who_may_change(Path(place)) else place
+
+
 def group_name(gid: int) -> str:
     try:
         return f"group {grp.getgrgid(gid).gr_name}"

@@ -21,6 +21,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 import jurymast
 from jurymast.checkpoint import HeldRandomState
 from jurymast.errors import CheckpointError
+from jurymast.foreign import temporary_place
 
 NEEDED = (
     "_init_training_state", "_prepare_for_training", "_load_rng_state", "_load_from_checkpoint",
@@ -40,7 +41,9 @@ def train_on(trainer: Trainer, options: Mapping[str, Any]) -> Any:
     trainer.__class__ = type(kind.__name__, (_Resuming, kind), {"__module__": kind.__module__})
     trainer.jurymast_options = options
     try:
-        with tempfile.TemporaryDirectory() as folder:  # the part of a checkpoint that it reads at once
+        with tempfile.TemporaryDirectory(
+            dir=temporary_place()
+        ) as folder:  # of a checkpoint, what it reads at once
             TrainerState().save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
             return trainer.train(resume_from_checkpoint=folder)
     finally:

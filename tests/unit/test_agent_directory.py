@@ -49,6 +49,26 @@ def test_agents_that_start_at_once_leave_each_other_their_directories(
         os.close(lock)
 
 
+@pytest.mark.parametrize(
+    ("mode", "owner", "there"), [(0o777, 0, False), (0o777, 65534, False), (0o1777, 0, True)]
+)
+def test_it_is_not_where_others_could_put_another_into_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, owner: int, there: bool
+) -> None:
+    """Else they choose, by a link, which file of the user's a rank empties when it begins its answers."""
+    if owner and os.geteuid() != 0:
+        pytest.skip("making another user's files needs root")
+    os.chown(tmp_path, owner or os.geteuid(), -1)
+    tmp_path.chmod(mode)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own, lock = own_temporary_directory()
+    assert own.parent == (tmp_path if there else Path("/tmp"))
+    os.close(lock)
+    monkeypatch.setattr(tempfile, "tempdir", str(own.parent))
+    remove_abandoned()
+    assert not own.exists()
+
+
 NOBODY = 65534
 DEPTH = 1200
 

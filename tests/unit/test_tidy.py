@@ -224,6 +224,15 @@ def starts(source: Source) -> Iterator[str]:
                 yield f"{source.name}:{call.lineno}: starts a program by itself"
 
 
+def temporary(source: Source) -> Iterator[str]:
+    """Where others can write to TMPDIR, they can put another directory into the place of a new one."""
+    if source.name.startswith(PRODUCT):
+        for call in source.calls():
+            function = ast.unparse(call.func)
+            if function.startswith("tempfile.") and "dir" not in {word.arg for word in call.keywords}:
+                yield f"{source.name}:{call.lineno}: makes a temporary file without dir=temporary_place()"
+
+
 def broad_silence(source: Source) -> Iterator[str]:
     """`except Exception: pass` hides the very errors that this program exists to report."""
     for node in ast.walk(source.tree):
@@ -409,6 +418,13 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         {
             "launcher/jurymast/programs.py",
             "launcher/jurymast/script/shims.py",  # for a user's script, as it would find it
+        },
+    ),
+    temporary: (
+        Source("launcher/a.py", "import tempfile\ntempfile.mkdtemp()\n"),
+        {
+            "launcher/jurymast/foreign.py",
+            "plugins/jurymast_host/__init__.py",  # makes none, but looks how full it is there
         },
     ),
     broad_silence: (Source("tests/a.py", "try:\n    f()\nexcept Exception:\n    pass\n"), set()),

@@ -55,7 +55,7 @@ from jurymast.core.nodes.silence import beat_every_s
 from jurymast.core.settings import RunPlan
 from jurymast.core.texts import compressed
 from jurymast.errors import never
-from jurymast.foreign import check_private
+from jurymast.foreign import check_private, temporary_place
 from jurymast.processes import TASKS_ALONE_VARIABLE, adopt_orphans, catches, end_strays, leave_no_core
 from jurymast.rundir import RunDirectory
 from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of, plain
@@ -67,7 +67,7 @@ def own_temporary_directory() -> tuple[Path, int]:
     """Create a directory for this agent. Return it with the descriptor of the lock that shows that the agent
     lives."""
     while True:
-        own = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
+        own = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=temporary_place()))
         lock = os.open(own / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
@@ -78,7 +78,7 @@ def own_temporary_directory() -> tuple[Path, int]:
 def remove_abandoned() -> None:
     """Remove temporary directories of this user's killed agents. Best effort: it may take long, and what
     cannot be removed stays."""
-    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
+    for path in Path(temporary_place()).glob(f"{TEMPORARY_PREFIX}*"):
         try:
             check_private(path)
             lock = os.open(path / "lock", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from jurymast import foreign
 from jurymast.cli import patience
 from jurymast.cli.options import default_runs, show_json
 from jurymast.cli.output import echo
@@ -86,7 +87,7 @@ class Folder:
 @contextmanager
 def _folder(keep: bool) -> Iterator[Folder]:
     """Afterwards only the report is left; nothing of an interrupted demo, and everything of a failed one."""
-    path = Path(tempfile.mkdtemp(prefix="jurymast-demo-"))
+    path = Path(tempfile.mkdtemp(prefix="jurymast-demo-", dir=foreign.temporary_place()))
     folder = Folder(path, default_runs() if keep else path / "runs")
     folder.temporary.mkdir()
     try:

@@ -44,7 +44,7 @@ def command(run: str, pairs: tuple[str, ...], dry_run: bool, runs: Path | None) 
             f"{directory.root.name} export STEP DIR",
             err=True,
         )
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=foreign.temporary_place()) as folder:
         policy, text = directory.policy_file, ""
         if values:
             policy, text = Path(folder) / "policy.yaml", _changed(directory.policy_file, values)

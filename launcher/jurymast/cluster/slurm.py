@@ -413,7 +413,8 @@ def slurms_words(text: str) -> str:
 
 def test_only(request: Request) -> str:
     """Slurm's estimate of whether and when the job could start; submits nothing. Raises SubmissionError."""
-    with tempfile.NamedTemporaryFile("w", prefix="jurymast-", suffix=".sh") as file:
+    place = foreign.temporary_place()
+    with tempfile.NamedTemporaryFile("w", prefix="jurymast-", suffix=".sh", dir=place) as file:
         file.write(request.script)
         file.flush()
         ours = str(script_file(request.plan))
