@@ -15,15 +15,19 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 LIMIT_S = 550.0
 # Tells, in files, what it hears. It ends once it has heard the signals that it was started with.
 HEARS = """
-import os, signal, sys
+import os, signal, sys, time
 name, rank, wanted = sys.argv[1], os.environ["SLURM_PROCID"], sys.argv[2:]
 heard = []
 def hear(number, _frame):
     heard.append(signal.Signals(number).name)
     print(f"said: {name} rank {rank} hears {heard[-1]}", flush=True)
     open(f"{name}-{rank}-{heard[-1]}", "w")
+    if name == "leave":
+        time.sleep(5 * (rank == "0"))  # it saves
+        sys.exit(0)
 for number in (signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, hear)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 open(f"{name}-{rank}-ready", "w")
 while wanted != heard:
     signal.pause()
@@ -47,6 +51,18 @@ srun python -u hears.py hup never & pid=$!
 await hup ready; kill -HUP $pid; wait $pid; echo "said: hup $?"
 srun python -u hears.py twice never & pid=$!
 await twice ready; kill -INT $pid; sleep 0.2; kill -INT $pid; wait $pid; echo "said: twice $?"
+echo "said: end"
+"""
+FROM_SLURM = f"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --output=out --time=10 --partition=main --signal=B:USR2@60
+#JURYMAST train: yes
+{AWAIT}
+srun python -u hears.py steps SIGUSR1 SIGUSR2 & pid=$!
+await steps ready; scancel --signal=USR1 $SLURM_JOB_ID; await steps SIGUSR1
+scancel --signal=USR2 $SLURM_JOB_ID; wait $pid; echo "said: steps $?"
+trap 'echo "said: trapped"; kill -USR1 $pid' USR2
+srun python -u hears.py leave never & pid=$!
+await leave ready; scancel --batch --signal=USR2 $SLURM_JOB_ID; wait $pid; wait $pid; echo "said: leave $?"
 echo "said: end"
 """
 
@@ -74,5 +90,13 @@ def both_ways(cluster: Cluster, work: Path, script: str) -> tuple[list[str], lis
 @pytest.mark.timeout(1200)
 def test_a_script_signals_its_background_steps(cluster: Cluster, tmp_path: Path) -> None:
     theirs, ours = both_ways(cluster, cluster.shared / tmp_path.name, BACKGROUND)
-    print(*theirs, sep="\n")
     assert ours == theirs
+    assert "said: both rank 1 hears SIGUSR2" in ours
+
+
+@pytest.mark.timeout(1200)
+def test_slurm_signals_steps_and_the_script_passes_a_warning_on(cluster: Cluster, tmp_path: Path) -> None:
+    """Each rank hears a signal once. Ranks that leave, one while the other saves, end the step with 0."""
+    theirs, ours = both_ways(cluster, cluster.shared / tmp_path.name, FROM_SLURM)
+    assert ours == theirs
+    assert {"said: steps 0", "said: trapped", "said: leave 0"} <= set(ours)
