@@ -181,8 +181,10 @@ TAKES_SIGNALS = """
 import pathlib, signal, subprocess, sys, time
 from jurymast.script import hold
 hold()
+from jurymast.script import signals as taken
 from jurymast.script.signals import StepSignals
 from jurymast.script.srun import parse
+taken.TWICE_S = 60.0  # a busy machine must not change the result
 class Training:
     def warned(self): print("warned", flush=True)
     def ordered_to_end(self): print("ordered to end", flush=True)
@@ -332,6 +334,52 @@ def test_a_signal_for_a_background_step_reaches_it(
     wait_until("the signal", lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_text())
     assert ((tmp_path / "heard").read_text(), done.returncode) == (heard, code)
     assert not (tmp_path / "after").exists()
+
+
+PART = """
+import pathlib, signal, sys
+from jurymast.script import hold
+hold()
+from jurymast.script import signals as taken
+from jurymast.script.signals import PartSignals
+from jurymast.script.srun import parse
+taken.TWICE_S = 60.0  # a busy machine must not change the result
+PartSignals(parse([*sys.argv[2:], "x"]), int(sys.argv[1])).listen()
+pathlib.Path("listens").touch()
+for count in range(1, 9):
+    signal.pause()
+    pathlib.Path(f"took-{count}").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "sent", "told"),
+    [("", "USR1 USR2 HUP", "SIGUSR1 SIGUSR2 SIGHUP"), ("", "USR1 INT INT", "SIGUSR1 SIGTERM"),
+     ("", "INT USR2 TERM", "SIGUSR2 SIGTERM"), ("-X", "INT", "SIGTERM")],
+)  # fmt: skip
+def test_a_signal_for_one_srun_of_a_training_is_for_the_one_that_leads(
+    tmp_path: Path, options: str, sent: str, told: str
+) -> None:
+    """A training with one srun for each node."""
+    leads = [sys.executable, "-c", SRUN]
+    with subprocess.Popen(leads, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as leader:
+        assert leader.stdout is not None
+        wait_until("the leader", (tmp_path / "ready").exists)
+        command = [sys.executable, "-c", PART, str(leader.pid), *options.split()]
+        with subprocess.Popen(command, cwd=tmp_path) as part:
+            try:
+                wait_until("the part", (tmp_path / "listens").exists)
+                heard = []
+                for number, name in enumerate(sent.split(), 1):
+                    part.send_signal(getattr(signal, f"SIG{name}"))
+                    wait_until(name, (tmp_path / f"took-{number}").exists)
+                    if name != "INT":
+                        heard.append(leader.stdout.readline().strip())
+                rest = leader.stdout.read().split()  # it ends by the last one
+                assert [*heard, *rest] == told.split()
+            finally:
+                part.kill()
+                leader.kill()
 
 
 def text_of(path: Path) -> str:
