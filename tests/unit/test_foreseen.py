@@ -37,6 +37,7 @@ TAIL = "pkill -f torchrun; echo it's done\n"
     [
         ("srun torchrun --nnodes=$SLURM_NNODES train.py", True, "under the agents"),
         ("srun torchrun --nnodes=1 train.py", False, "without failure handling"),
+        ("srun -i in.txt torchrun train.py", True, "its ranks read nothing, also with --input"),
         ("torchrun train.py", True, "as if srun preceded it"),
         ("FOO=1 exec deepspeed --hostfile h train.py", False, "deepspeed: starts its ranks by itself"),
         ("srun mpirun python train.py", False, "MPI starts the ranks"),

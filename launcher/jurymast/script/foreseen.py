@@ -160,7 +160,9 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
     if program.startswith("$"):
         return None, f"what {program} stands for is known only when it runs; a training is recognized then"
     if recognise.starts_launcher(step.command, read, variables):
-        return _launcher(step, variables, active)
+        protected, why = _launcher(step, variables, active)
+        reads = step.last("input") not in (None, "none") and protected
+        return protected, why + "; its ranks read nothing, also with --input" * bool(reads)
     if program in UNSEEN:
         return False, f"{program}: {UNSEEN[program]}, so nothing is handled; {INSTEAD}"
     tasks = recognise.tasks_a_node(step, variables, active)
