@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jurymast.jobs import jobs_in
 from testcluster import control, freezer, processes, slurmconf, software, state
 from testcluster.errors import ClusterError, DeadlineError
 from testcluster.faults import Fault, Faults
@@ -355,7 +354,7 @@ class Cluster:
 
     def job(self, job_id: int) -> dict[str, str]:
         """Slurm's own fields of a job (JobState, NodeList, BatchHost, ...); kept 5 minutes after its end."""
-        return jobs_in(self.slurm(["scontrol", "--oneliner", "show", "job", str(job_id)]))[0]
+        return control.parse_job(self.slurm(["scontrol", "--oneliner", "show", "job", str(job_id)]))
 
     def sbatch(self, script: str, *options: str, env: Mapping[str, str] | None = None) -> int:
         """Submit a batch script as the unprivileged user, and return the job's id."""

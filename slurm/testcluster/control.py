@@ -8,6 +8,8 @@ from typing import Any
 
 SQUEUE_FORMAT = "%A|%P|%j|%u|%T|%M|%D|%r|%N|%B"
 _NODE = re.compile(r"^NodeName=(\S+) .*?\bState=(\S+)", re.MULTILINE)
+# Slurm's own fields of a job: its name stands before them, what else its owner wrote after them.
+_OWN = re.compile(r" UserId=\S+\(\d+\) GroupId=\S+ (.*?)(?: Features=| Command=| WorkDir=|$)", re.DOTALL)
 _USABLE = frozenset({"IDLE", "ALLOCATED", "MIXED"})
 
 
@@ -42,6 +44,12 @@ def parse_jobs(text: str) -> list[Job]:
             Job(int(identity), partition, name, user, state, elapsed, int(count), reason, nodes, batch_host)
         )
     return jobs
+
+
+def parse_job(text: str) -> dict[str, str]:
+    """Slurm's own fields in ``scontrol --oneliner show job``; a value with spaces is cut at the first."""
+    own = _OWN.search(text)
+    return dict(word.split("=", 1) for word in own[1].split() if "=" in word) if own else {}
 
 
 def parse_node_states(text: str) -> dict[str, str]:

@@ -183,6 +183,19 @@ def test_a_write_longer_than_kill_wait_is_done_before_the_time_limit(
     assert restored(again) > before
 
 
+def test_a_plain_run_saves_at_the_warning_that_it_asked_for(
+    cluster: Cluster, training: Training, trained_plainly: Callable[..., str]
+) -> None:
+    run = training.submit("--time=60", "--signal=B:USR1@60")
+    before = training.copied(run) + 20
+    run.wait_safe(before, LIMIT_S)
+    cluster.login(["scancel", "--batch", "--signal=USR1", str(run.job)])
+    run.wait("the copy", lambda s: (s.saved["shared"].step or 0) >= before, LIMIT_S)
+    training.let_end()
+    training.ended_as_undisturbed(run, trained_plainly)
+    assert run.state().attempt == 1, run.story()
+
+
 SAVES = f"""import os, signal, sys, time
 import torch
 def save(*_):

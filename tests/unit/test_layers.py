@@ -53,6 +53,18 @@ def test_a_planted_import_is_caught(tmp_path: Path, file: str, line: str, contra
     assert f"{contract} BROKEN" in done.stdout
 
 
+def test_what_the_system_s_python_runs_needs_nothing_of_jurymast() -> None:
+    """The test cluster and root's programs start without the package."""
+    for path in (ROOT / "slurm").rglob("*.py"):
+        found = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        names = {getattr(node, "module", None) or node.names[0].name for node in found}
+        assert not {name for name in names if name.partition(".")[0] == "jurymast"}, path
+
+
 # What these say about a thing may have the thing's name.
 SAID_BETWEEN = (
     "messages.py",
