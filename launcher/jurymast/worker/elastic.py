@@ -36,7 +36,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from jurymast.core import messages as msg
 from jurymast.core.slurm_variables import of_a_task
-from jurymast.processes import catches, kill_group
+from jurymast.processes import TASKS_ALONE_VARIABLE, catches, kill_group
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import link, stack_signal
 from jurymast.worker import rank as rank_start
@@ -96,6 +96,8 @@ KILL_LIMIT_S = 2.0
 # Before the others are stopped, ranks at the end of their scripts have so long to end by themselves: one of
 # them may be the cause, as its exit code then shows.
 ENDING_LIMIT_S = 1.0
+# Slurm signals one process of a step after another, and the order to stop may overtake that by so long.
+SLURMS_SIGNAL_S = 0.5
 # Newer torchruns, in which they can be chosen, tell ranks which signals they pass on.
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
@@ -316,6 +318,7 @@ class ImpatientAgent(LocalElasticAgent):
         different ways, is ignored."""
         self._await_endings()
         self._report_failures(ending=True)
+        self._await_slurms_signal()
         grace_s = max(self._plan["grace_s"], self._rendezvous_handler.pipe.grace_s)
         self._server.stop(grace_s, told=self._job_ends)
         self._pcontext = None
@@ -325,6 +328,17 @@ class ImpatientAgent(LocalElasticAgent):
         end = time.monotonic() + ENDING_LIMIT_S
         while self._end() and (left_s := end - time.monotonic()) > 0:
             select.select([self._server], [], [], left_s)
+
+    def _await_slurms_signal(self) -> None:
+        """If Slurm may be ending the job, and signals all processes of a step: wait until that has reached
+        this one. Otherwise ranks would get a SIGTERM from here, and then Slurm's in the midst of what they do
+        at the first."""
+        all_signalled = "SLURM_JOB_ID" in os.environ and TASKS_ALONE_VARIABLE not in os.environ
+        end = time.monotonic() + SLURMS_SIGNAL_S
+        while self._rendezvous_handler.pipe.grace_s and all_signalled and not self._job_ends:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.01)
 
     def _end(self) -> bool:
         """Whether a rank that lives has reached the end of its script, as far as it is not known by what."""
