@@ -558,5 +558,6 @@ def test_a_rank_begins_with_the_signals_of_a_task() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BECOMES], capture_output=True, text=True, timeout=60, check=True
     )
-    none = "0" * 16
-    assert done.stdout.split() == ["SigBlk:", none, "SigIgn:", none], done.stderr
+    _, blocked, _, ignored = done.stdout.split()
+    ordinary = (1 << 31) - 1  # whoever starts these tests may ignore others, which are the C library's own
+    assert [int(mask, 16) & ordinary for mask in (blocked, ignored)] == [0, 0], done.stderr
