@@ -82,7 +82,7 @@ def test_what_a_rank_started_ends_wherever_it_hides_and_our_own_helpers_stay(tmp
 
 def test_named_memory_of_a_killed_rank_is_removed(tmp_path: Path) -> None:
     """Python's resource tracker does that, if it is not killed with the rank's process group."""
-    name = f"jurymast-test-{tmp_path.name}"
+    name = f"jurymast-test-{os.getpid()}-{tmp_path.name}"  # one that no earlier run can have left
     rank = f"""
 from multiprocessing import shared_memory
 memory = shared_memory.SharedMemory({name!r}, create=True, size=4096)
