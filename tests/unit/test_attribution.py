@@ -196,9 +196,11 @@ def test_a_rank_whose_failure_is_told_late_has_not_ended_early() -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-@pytest.mark.parametrize(("caught_in", "action"), [(1, "restart"), (2, "stop")])
+@pytest.mark.parametrize(
+    ("caught_in", "ago_s", "action"), [(1, 0.0, "restart"), (2, 0.0, "stop"), (2, 1000.0, "restart")]
+)
 def test_ranks_that_leave_after_a_signal_that_they_catch_end_the_training(
-    hangs: bool, caught_in: int, action: str
+    hangs: bool, caught_in: int, ago_s: float, action: str
 ) -> None:
     """As under srun: a trap in the script waits for that, to have the job requeued."""
     story = Story(active=3).running()
@@ -208,7 +210,7 @@ def test_ranks_that_leave_after_a_signal_that_they_catch_end_the_training(
             story.stopped()
             story.backed_off().ranks_up()
         if attempt == caught_in:
-            story.feed(ev.Signalled(t=story.t, signal=ev.CAUGHT))
+            story.feed(ev.Signalled(t=story.t - ago_s, signal=ev.CAUGHT))
     if hangs:
         story.hung()
     else:

@@ -192,3 +192,11 @@ def test_ranks_that_still_save_when_others_have_left_after_a_signal_do_not_hang(
         if caught:
             silent.story.feed(ev.Signalled(t=silent.story.t, signal=ev.CAUGHT))
         assert silent.passes(60.0, quiet_s=5000.0, ended=ended) is hangs, (caught, ended)
+
+
+def test_ranks_that_train_on_after_a_signal_hang_like_others() -> None:
+    """As those of a script that saves at it, days before."""
+    silent = Silent()
+    silent.answers = dict.fromkeys(silent.state.placement, (COLLECTIVE, "in all_reduce at a.py:1"))
+    silent.story.feed(ev.Signalled(t=silent.story.t - 1000.0, signal=ev.CAUGHT))
+    assert silent.passes(60.0, quiet_s=5000.0, ended=True)

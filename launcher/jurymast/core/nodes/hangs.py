@@ -203,7 +203,7 @@ class Hangs:
     def _leaves(self, now: float) -> bool:
         """Whether ranks have caught a signal, and some have ended: the others may save for as long as Slurm
         leaves them."""
-        return self._state.warned == self._state.attempt > 0 and bool(self._reports.ended(now))
+        return self._state.may_leave(now) and bool(self._reports.ended(now))
 
     def _tell(self, verdict: HangVerdict, now: float) -> None:
         """Say what is known of a silence: since when, who is where, and what will happen when."""

@@ -565,7 +565,7 @@ def _node_tested(state: RunState, event: ev.NodeTested) -> list[Instruction]:
 
 def _signalled(state: RunState, event: ev.Signalled) -> list[Instruction]:
     if event.signal == ev.CAUGHT:
-        state.warned = state.attempt
+        state.warned, state.warned_at = state.attempt, event.t
     if event.signal in ("SIGUSR2", ev.CAUGHT):
         return []
     if event.signal == NOT_ENDING:

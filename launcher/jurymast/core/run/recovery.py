@@ -134,7 +134,7 @@ def _hopeless(state: RunState, cause: Cause) -> str:
     spent; otherwise ""."""
     if cause.kind in ORDERED | CHOSEN:
         return loops.endless(state) if cause.kind in CHOSEN else ""
-    if cause.signature == ENDED_EARLY and state.warned == state.attempt:
+    if cause.signature == ENDED_EARLY and state.may_leave(state.now):
         return "the ranks had caught a signal before, and leave"
     incidents, most = loops.failed(state.incidents), loops.most_repeats(cause)
     if cause.kind not in ("node_lost", "node_crash"):

@@ -48,6 +48,10 @@ ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED})
 WITH_RANKS = frozenset({Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING})
 
 
+# Ranks that catch a signal leave within this time, or train on: jobs are rarely warned of their end earlier.
+LEAVE_S = 900.0
+
+
 @dataclass
 class Node:
     """A node of the allocation, at place `order`. `ready`: its torchrun host waits for a launch; `heard`: the
@@ -188,6 +192,7 @@ class RunState:
     alone: bool = False  # its ranks are tasks, of which none has made a process group yet
     done: set[int] = field(default_factory=set)  # those that have ended with exit code 0
     warned: int = 0  # the newest attempt in which ranks caught a signal: they may leave, some before others
+    warned_at: float = 0.0
     submitted_at: float = 0.0
     failures: FailureRate | None = None  # since the first nodes came
     began_at: float = 0.0  # when the first nodes came
@@ -277,6 +282,11 @@ class RunState:
     _counted: tuple[list[Incident], int, int, int] = field(
         default_factory=lambda: ([], 0, 0, 0), init=False, repr=False, compare=False
     )
+
+    def may_leave(self, now: float) -> bool:
+        """Whether ranks that end now may do so for a signal that they caught. Many scripts save at one, and
+        train on."""
+        return self.warned == self.attempt > 0 and now < self.warned_at + LEAVE_S
 
     @property
     def places(self) -> Mapping[str, int]:

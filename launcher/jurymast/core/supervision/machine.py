@@ -460,7 +460,7 @@ class Supervision:
                 made = ev.GroupMade(t=now, attempt=attempt, node=node, rank=rank)
                 return self.record(made) if self.state.alone else []
             case within.Warned():
-                again = attempt != self.state.attempt or self.state.warned == attempt
+                again = attempt != self.state.attempt or self.state.warned_at > now - 1.0
                 return [] if again else self.record(ev.Signalled(t=now, signal=ev.CAUGHT))
             case within.TimeOutSet():
                 set_to = ev.TimeOutSet(t=now, attempt=attempt, rank=rank, **fields)
