@@ -116,16 +116,19 @@ def compared(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> list[st
 
 
 BOUND = """#!/bin/bash
-#SBATCH --nodes=2 --cpus-per-task=2 --mem=100
+#SBATCH --nodes=2 --cpus-per-task=2 --mem=100 --gpus-per-node=2
 #SBATCH --job-name=parity --output=%x-%A-%a.out --error=%x.err
 #JURYMAST train: yes
 cd sub
 cat > bound.py <<END
-import os, torch
-print("said", os.environ["SLURM_PROCID"], sorted(os.sched_getaffinity(0)), torch.get_num_threads())
+import os, sys, torch
+task, gpus = os.environ["SLURM_PROCID"], os.environ["CUDA_VISIBLE_DEVICES"]
+print("said", *sys.argv[1:], task, sorted(os.sched_getaffinity(0)), torch.get_num_threads(), gpus)
 END
-srun --ntasks=4 --cpus-per-task=1 python bound.py
-srun --ntasks=4 --cpus-per-task=1 --cpu-bind=none python bound.py
+srun --ntasks=4 python bound.py by Slurm
+srun --ntasks=4 --cpus-per-task=1 --cpu-bind=map_cpu:1,0 --gpu-bind=map_gpu:1,0 python bound.py listed
+SLURM_CPU_BIND=quiet,mask_cpu:0x3,0x2 srun --ntasks=4 --gpus-per-task=1 python bound.py by a variable
+srun --ntasks=4 --cpus-per-task=1 --cpu-bind=none --gpu-bind=single:2 python bound.py not bound
 """
 
 
@@ -151,7 +154,7 @@ def test_tasks_have_the_processors_and_threads_that_slurm_would_give_them(
     told(binding, work, str(binding.python.parent / "jurymast"), "submit", "--spares=1", script=BOUND)
     found = said(work)
     assert found == said(work.with_name(f"{work.name}-sbatch"))
-    assert sum(map(len, found.values())) == 8, found
+    assert sum(map(len, found.values())) == 16, found
 
 
 # The same ranks without a batch script. SBATCH_EXPORT takes the user's variables away, and the job around the

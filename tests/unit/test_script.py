@@ -23,8 +23,6 @@ from jurymast.script import recognise, shims
 from jurymast.script.job import interpreter
 from jurymast.script.output import Output, relayed
 from jurymast.script.recognise import (
-    binds,
-    gpus_a_task,
     in_container,
     names_python,
     python_command,
@@ -36,8 +34,7 @@ from jurymast.script.recognise import (
 from jurymast.script.srun import parse
 from jurymast.script.step import REACHED, container_command, node_command, warn_if_unreached
 from jurymast.script.trainings import Training, Trainings
-from jurymast.worker.elastic import as_a_task, own_gpus
-from jurymast.worker.shares import cores_of, shares
+from jurymast.worker.elastic import as_a_task
 
 
 @pytest.mark.parametrize(
@@ -253,37 +250,6 @@ RANK = {
     "RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
     "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
 }  # fmt: skip
-
-
-def test_a_task_sees_its_own_gpus() -> None:
-    node = {"CUDA_VISIBLE_DEVICES": "0,1,4,5", "SLURM_STEP_GPUS": "2,3,6,7"}
-    assert own_gpus(node, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5", "SLURM_STEP_GPUS": "6,7"}
-    assert own_gpus(node, 1, 0) == {}
-    assert own_gpus({}, 1, 2) == {}
-    for typed, environment, each in [
-        ("--gpus-per-task=h100:2 x", {}, (2, 1)), ("x", {"SLURM_GPUS_PER_TASK": "1"}, (1, 1)),
-        ("x", {}, (0, 1)), ("--tres-per-task=cpu=2,gres/gpu:1 x", {}, (1, 1)),
-        ("--tres-per-task=gres/gpu:h100=2 x", {}, (2, 1)), ("--ntasks-per-gpu=1 x", {}, (1, 1)),
-        ("--ntasks-per-gpu=2 x", {}, (1, 2)), ("x", {"SLURM_TRES_PER_TASK": "gres/gpu=3"}, (3, 1)),
-        ("x", {"SLURM_NTASKS_PER_GPU": "3"}, (1, 3)), ("--ntasks-per-gpu=0 x", {}, (0, 1)),
-    ]:  # fmt: skip
-        srun = parse(typed.split())
-        assert srun is not None
-        assert gpus_a_task(srun, environment) == each
-
-
-def test_a_task_has_its_own_processors() -> None:
-    """Two packages of two cores, each with two threads, as Linux counts them."""
-    cores = {number: (number % 4 // 2, number % 2) for number in range(8)}
-    assert shares(cores, 4, 2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert shares(cores, 2, 3) == [[0, 4, 1], [5, 2, 6]]
-    assert shares(cores, 4, 0) == shares(cores, 5, 2) == []
-    assert cores_of({10**6}) == {10**6: (0, 10**6)}, "of which Linux says nothing"
-    for cpus, how, bound in [
-        ("4", None, True), ("4", "verbose,cores", True), (None, None, False), ("4", "quiet,none", False),
-        ("4", "map_cpu:1,2", False), ("4", "no", False), ("x", None, False),
-    ]:  # fmt: skip
-        assert binds(cpus, how) is bound
 
 
 def test_a_task_has_nothing_of_torchruns_rendezvous() -> None:
@@ -511,7 +477,7 @@ def test_a_launcher_of_somebodys_own_is_ours_once_torch_is_to_run(tmp_path: Path
     [
         pytest.param(["-m", "torch.distributed.run", "x.py"], id="a launcher"),
         pytest.param(
-            run_module("jurymast.script", "tasks", "2", "0", "1", "0", "1", "x.py", python="x")[1:],
+            run_module("jurymast.script", "tasks", "2", "1", "{}", "x.py", python="x")[1:],
             id="tasks",
         ),
     ],

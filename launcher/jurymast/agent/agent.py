@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
@@ -104,8 +105,7 @@ def host_plan(
         "directory": plan.working_directory, "run_directory": str(run_directory),
         "temporary": str(temporary), "grace_s": plan.settings.stop_grace_s,
         "warm": plan.settings.warm_start, "slurm": plan.cluster == "slurm", "tasks": plan.tasks,
-        "guessed": plan.guessed, "program": plan.program, "gpus": plan.gpus_per_task,
-        "sharing": plan.tasks_per_gpu, "processors": plan.cpus_per_task,
+        "guessed": plan.guessed, "program": plan.program, "shares": asdict(plan.shares),
         "stderr_apart": plan.stderr_apart, "inputs": plan.inputs, "core_bytes": core_bytes,
     }  # fmt: skip
 

@@ -175,9 +175,31 @@ def kill_wait_of(config: str) -> float | None:
     return max(float(found[1]), LEAST_KILL_WAIT_S) if found else None
 
 
-def binds_tasks() -> bool:
-    """Whether Slurm binds tasks to processors here; False if it does not say."""
-    return re.search(r"^TaskPlugin\s*=.*affinity", _config(), re.MULTILINE) is not None
+@dataclass(frozen=True)
+class Binding:
+    """Whether Slurm binds `tasks` to processors here, to what `otherwise` if neither options nor numbers say
+    it ("": to nothing), and how it distributes them over sockets."""
+
+    tasks: bool = False
+    otherwise: str = ""
+    distribution: str = "cyclic"
+
+
+def binding() -> Binding:
+    """What Slurm's configuration says of binding; it binds none if it does not say."""
+    return binding_of(_config())
+
+
+def binding_of(config: str) -> Binding:
+    """The same from Slurm's configuration."""
+    lines = dict(re.findall(r"^(\w+)\s*= (.*)$", config, re.MULTILINE))
+    otherwise = re.search(r"autobind=(threads|cores|sockets)", lines.get("TaskPluginParam", "").lower())
+    block = "CR_CORE_DEFAULT_DIST_BLOCK" in lines.get("SelectTypeParameters", "").upper()
+    return Binding(
+        "affinity" in lines.get("TaskPlugin", ""),
+        otherwise[1] if otherwise else "",
+        "block" if block else "cyclic",
+    )
 
 
 def signals_tasks_alone() -> bool:

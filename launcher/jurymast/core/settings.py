@@ -102,6 +102,23 @@ class Avoided:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskShares:
+    """How Slurm would share a node out to its tasks, as srun's options have it."""
+
+    gpus: Count = 0  # 0: each sees all of its node's
+    tasks_per_gpu: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] = 1  # so many see the same
+    gpu_list: str = ""  # which see which, one task after the other: `map_gpu:3,2`, `mask_gpu:0x3,0xc`
+    cpus: Count = 0  # processors of a task; 0: not said
+    # To what each is bound: to threads, cores, sockets, ldoms, a list (`map_cpu:1,2`), or to none; "": Slurm
+    # chooses, by the numbers of tasks and processors.
+    bound_to: str = "none"
+    otherwise: str = ""  # what it chooses if those do not match
+    exactly: bool = False  # the step has no more processors than its tasks need
+    distribution: str = "cyclic"  # of tasks over the sockets: block, cyclic, or fcyclic
+    threads_per_core: Count = 0  # at most so many are used; 0: all
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """One run as submitted (`plan.json`): who runs what, where, and on how many nodes."""
 
@@ -122,9 +139,7 @@ class RunPlan:
     # Nobody has said that they are one training: until one of them makes a process group, each is for itself.
     guessed: bool = False
     train: str = ""  # what the user says of such tasks: yes, no, or nothing
-    gpus_per_task: Count = 0  # 0: each sees all of its node's
-    tasks_per_gpu: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] = 1  # so many see the same
-    cpus_per_task: Count = 0  # 0: each has all processors of its node
+    shares: TaskShares = TaskShares()
     # `script` is a program, a shell say, that starts the Python of its rank itself.
     program: bool = False
     stderr_apart: bool = False  # ranks' stderr has logs of its own, because it goes elsewhere than stdout

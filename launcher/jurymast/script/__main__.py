@@ -23,8 +23,8 @@ def main(what: str, arguments: list[str]) -> int:
     if what == "tasks":
         from jurymast.script.node import run_tasks
 
-        count, gpus, sharing, processors, guessed = map(int, arguments[:5])
-        return run_tasks(count, (gpus, sharing), processors, arguments[5:], guessed=bool(guessed))
+        count, guessed, shares = arguments[:3]
+        return run_tasks(int(count), shares, arguments[3:], guessed=bool(int(guessed)))
     from jurymast.script.node import run as run_launcher
 
     return run_launcher(what, arguments)

@@ -11,7 +11,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from jurymast.cluster.sbatch import CommandLine, Given, usable_gpus
+from jurymast.core.settings import TaskShares
 from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory, renew
@@ -77,11 +80,9 @@ def _on_each_node(launch: recognise.TorchrunLaunch, job: RunDirectory) -> bool:
     return launch.nodes == "1" and job.own_plan().active > 1
 
 
-def run_tasks(
-    count: int, gpus: tuple[int, int], processors: int, command: list[str], *, guessed: bool
-) -> int:  # fmt: skip
-    """Run `count` tasks of a command on this node, as srun would have started them, each with so many `gpus`,
-    which so many tasks share, and bound to so many `processors` (0: to none). `guessed`: see `RunPlan`."""
+def run_tasks(count: int, shares: str, command: list[str], *, guessed: bool) -> int:
+    """Run `count` tasks of a command on this node, as srun would have started them. `shares`: `TaskShares` as
+    JSON. `guessed`: see `RunPlan`."""
     python = python_command(command)
     program, *arguments = command
     training = Training(
@@ -89,7 +90,7 @@ def run_tasks(
         arguments=python.arguments if python else tuple(arguments),
         module=python is not None and python.module,
         program=python is None,
-        tasks=True, guessed=guessed, gpus=gpus[0], sharing=gpus[1], processors=processors, ranks=count,
+        tasks=True, guessed=guessed, shares=msgspec.json.decode(shares, type=TaskShares), ranks=count,
         directory=os.getcwd(), python=sys.executable,
     )  # fmt: skip
     return _train(Path(os.environ[shims.STEP_VARIABLE]), training)

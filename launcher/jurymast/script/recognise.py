@@ -202,28 +202,6 @@ def on_one_node(srun: CommandLine, environment: Mapping[str, str]) -> bool:
     return nodes in ("1", "1-1") and "1" in (each, environment.get("SLURM_NTASKS", "1"))
 
 
-def gpus_a_task(srun: CommandLine, environment: Mapping[str, str]) -> tuple[int, int]:
-    """The number of GPUs that each task is to see, and how many tasks of a node see the same; 0 means all
-    GPUs of its node."""
-    said = srun.last("gpus-per-task") or environment.get("SLURM_GPUS_PER_TASK", "")
-    tres = srun.last("tres-per-task") or environment.get("SLURM_TRES_PER_TASK", "")
-    for entry in tres.split(","):  # cpu=2,gres/gpu:h100:1 and the like
-        name, _, rest = entry.replace("=", ":").partition(":")
-        if name in ("gres/gpu", "gpu"):
-            said = said or rest or "1"
-    number = said.rpartition(":")[2]
-    if number.isdigit():
-        return int(number), 1
-    sharing = srun.last("ntasks-per-gpu") or environment.get("SLURM_NTASKS_PER_GPU", "")
-    return (1, int(sharing)) if sharing.isdigit() and int(sharing) else (0, 1)
-
-
-def binds(cpus: str | None, cpu_bind: str | None) -> bool:
-    """Whether srun, told so many CPUs a task and so to bind it, gives each task that many processors of its
-    own: not if the tasks' processors are listed, which is not supported."""
-    return (cpus or "").isdigit() and not re.search(r"\b(none|no|map_|mask_|rank)", cpu_bind or "")
-
-
 def tasks_a_node(srun: CommandLine, environment: Mapping[str, str], active: int) -> int:
     """The number of tasks on each of the active nodes; 0 if it is not the same on all."""
     nodes = srun.last("nodes") or environment.get("SLURM_NNODES", "")

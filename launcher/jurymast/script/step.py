@@ -32,7 +32,7 @@ import msgspec
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import SURVIVE, Agents, BatchProcess, end_srun, end_with_us
-from jurymast.cluster.control import STILL_RUNNING, binds_tasks, signals_tasks_alone, why_ending
+from jurymast.cluster.control import STILL_RUNNING, binding, signals_tasks_alone, why_ending
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
 from jurymast.core.messages import Accepted
 from jurymast.core.settings import RunPlan
@@ -44,17 +44,16 @@ from jurymast.interpreter import run_module
 from jurymast.jobs import run_command
 from jurymast.processes import OF_JOBS, TASKS_ALONE_VARIABLE, end_like, name_process
 from jurymast.rundir import RunDirectory, make_folder, write_json
-from jurymast.script import shims, standard_input
+from jurymast.script import sharing, shims, standard_input
 from jurymast.script.notes import note, noted, say
 from jurymast.script.output import NUMBER_FILE, VARIABLES, Output, is_each_tasks, newest_attempt, relayed
 from jurymast.script.recognise import (
-    binds,
-    gpus_a_task,
     in_container,
     python_command,
     read_shell_script,
     starts_launcher,
 )
+from jurymast.script.sharing import shares_of
 from jurymast.script.signals import StepSignals
 from jurymast.script.trainings import Training, Trainings
 from jurymast.wire.channel import ask
@@ -175,14 +174,6 @@ OURS = frozenset({
 # Options on sharing processors with other steps. They contradict --overlap, which a step needs so as not to
 # wait for lost ones.
 ALONE = frozenset({"exact", "exclusive", "overlap"})
-# Options that share a node out to its tasks, and the variables for the same.
-SHARED_OUT = frozenset({
-    "cpu-bind", "cpus-per-task", "gpu-bind", "gpus-per-task", "ntasks-per-gpu", "tres-bind", "tres-per-task",
-})  # fmt: skip
-SHARES = (
-    "SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK",
-    "SLURM_NTASKS_PER_GPU", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK",
-)  # fmt: skip
 # Slurm ends a job within seconds; until then, commands that follow the step in the script must not begin.
 END_LIMIT_S = 120.0
 CANCEL_TRIES, CANCEL_EVERY_S = 20, 0.5
@@ -330,17 +321,16 @@ class Step:
         python = own[0] if python_command(own) else sys.executable
         if python == sys.executable and (place or self._mounts(srun)):
             python = "python3"  # the container's own
-        gpus, sharing = gpus_a_task(srun, os.environ)
+        shares = shares_of(srun, os.environ, binding())
         # The agent is one task that shares out what it has to its ranks, so it must have the whole node.
-        self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}
-        cpus = srun.last("cpus-per-task") or self._hidden.get("SRUN_CPUS_PER_TASK")
-        bound = binds(cpus, srun.last("cpu-bind") or self._hidden.get("SLURM_CPU_BIND")) and binds_tasks()
-        if cpus:  # srun tells its tasks
-            self._hidden["SLURM_CPUS_PER_TASK"] = cpus
-        how = (tasks, gpus, sharing, int(cpus) if cpus and bound else 0, int(guessed))
-        agent = run_module("jurymast.script", "tasks", *map(str, how), *own, python=python)
+        names = [name for name in (*sharing.VARIABLES.values(), *sharing.DERIVED) if name in os.environ]
+        self._hidden = {name: os.environ.pop(name) for name in names}
+        if shares.cpus:  # srun tells its tasks
+            self._hidden["SLURM_CPUS_PER_TASK"] = str(shares.cpus)
+        how = (str(tasks), str(int(guessed)), msgspec.json.encode(shares).decode())
+        agent = run_module("jurymast.script", "tasks", *how, *own, python=python)
         command = [*srun.command[:place], *agent]
-        options = [given for given in srun.options if given.name not in SHARED_OUT]
+        options = [given for given in srun.options if given.name not in sharing.OPTIONS]
         options = [given for given in options if given.name != "input"]
         options.append(Given("cpu-bind", "none", ("--cpu-bind=none",)))
         options.append(Given("input", "none", ("--input=none",)))

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from jurymast import foreign
-from jurymast.core.settings import RunPlan
+from jurymast.core.settings import RunPlan, TaskShares
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import replay
 from jurymast.rundir import RunDirectory, make_folder, write_atomically, write_json
@@ -50,9 +50,7 @@ class Training:
     ignored: tuple[str, ...] = ()
     tasks: bool = False
     guessed: bool = False
-    gpus: int = 0
-    sharing: int = 1
-    processors: int = 0
+    shares: TaskShares = TaskShares()
     program: bool = False
 
     @property
@@ -66,8 +64,8 @@ class Training:
         return replace(
             job, run=run.root.name, directory=str(run.root), script=self.script, arguments=self.arguments,
             module=self.module, program=self.program, tasks=self.tasks, guessed=self.guessed,
-            gpus_per_task=self.gpus, tasks_per_gpu=self.sharing, cpus_per_task=self.processors,
-            ranks_per_node=self.ranks, working_directory=self.directory, python=self.python,
+            shares=self.shares, ranks_per_node=self.ranks,
+            working_directory=self.directory, python=self.python,
         )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
 from jurymast.core import messages as msg
+from jurymast.core import task_shares
 from jurymast.core.slurm_variables import of_a_task
 from jurymast.processes import TASKS_ALONE_VARIABLE, catches, kill_group
 from jurymast.rundir import RunDirectory, make_folder
@@ -62,12 +63,15 @@ def task_variables(
     return of_a_task(step, hosts, nodes=nodes, each=each, node=node, local=local)
 
 
-def own_gpus(node: Mapping[str, str], share: int, each: int) -> dict[str, str]:
-    """Return the variables that show the share of this number, `each` of its node's GPUs; {} if `each` is 0,
-    for all."""
-    names = [name for name in GPUS if name in node] if each else []
-    parts = {name: node[name].split(",")[share * each :][:each] for name in names}
-    return {name: ",".join(devices) for name, devices in parts.items()}
+def own_gpus(node: Mapping[str, str], local_rank: int, how: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that show a task, by its number on its node, its GPUs; {} if it sees all. `how`:
+    see `TaskShares`."""
+    lists = {name: node[name].split(",") for name in GPUS if name in node}
+    return {
+        name: ",".join(devices[place] for place in places)
+        for name, devices in lists.items()
+        if (places := task_shares.gpus(devices, local_rank, how))
+    }
 
 
 def as_a_task(rank: dict[str, str], step: Mapping[str, str]) -> None:
@@ -266,7 +270,7 @@ class ImpatientAgent(LocalElasticAgent):
                 environment.update(task_variables(environment, os.environ, launch.nodes, each_rank=each_rank))
             if plan["tasks"]:
                 as_a_task(environment, os.environ)
-                environment.update(own_gpus(os.environ, local_rank // plan["sharing"], plan["gpus"]))
+                environment.update(own_gpus(os.environ, local_rank, plan["shares"]))
 
     def _error_file(self, local_rank: int) -> str:
         name = f"error-{self._rendezvous_handler.launch.attempt}-{local_rank}.json"

@@ -36,7 +36,7 @@ from jurymast.processes import (
 )
 from jurymast.worker import before_torch, preload, rank
 from jurymast.worker.agent_pipe import FD_VARIABLE
-from jurymast.worker.shares import cores_of, shares
+from jurymast.worker.shares import processors
 
 # ---- variables that the script sets
 
@@ -86,9 +86,9 @@ class ForkServer:
         ignore_signals()
         name_process("jurymast-server")
         environment = rank.users_environment(os.environ)
-        everywhere, each = os.sched_getaffinity(0), self._plan["processors"]
-        self._shares = shares(cores_of(everywhere), self._plan["ranks"], each) if each else []
-        self._bind(0)  # libraries count processors when they are loaded, and have as many threads in ranks
+        everywhere = os.sched_getaffinity(0)
+        self._shares = processors(everywhere, self._plan["ranks"], self._plan["shares"])
+        self._bind(0)  # libraries count processors when they are loaded
         self._load(environment)
         os.sched_setaffinity(0, everywhere)
         pipe = int(os.environ.pop(FD_VARIABLE))
@@ -136,7 +136,9 @@ class ForkServer:
         os.environ.update(self._presets)
         try:
             self._bundles = [own]
-            if self._plan["warm"] and not self._plan["program"]:
+            # Libraries that are loaded here have as many threads in each rank.
+            alike = len({len(share) for share in self._shares}) <= 1
+            if self._plan["warm"] and not self._plan["program"] and alike:
                 gc.disable()  # an import makes no garbage, and the search for it takes a fifth of the time
                 self._bundles += [preload.load(FIRST, native=True), preload.load(more)]
                 # A rank's garbage collections, the last of them at its end, skip what all ranks share: going

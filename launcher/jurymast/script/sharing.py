@@ -1,0 +1,131 @@
+"""How srun's options share a node out to its tasks: which become ranks here, of one task of Slurm's that has
+the whole node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from jurymast.cluster.control import Binding
+from jurymast.cluster.sbatch import CommandLine
+from jurymast.core.settings import TaskShares
+
+# The options, which our own srun does not get, and the variables from which srun reads the same.
+VARIABLES = {
+    "cpu-bind": "SLURM_CPU_BIND", "cpus-per-task": "SRUN_CPUS_PER_TASK", "distribution": "SLURM_DISTRIBUTION",
+    "exact": "SLURM_EXACT", "gpu-bind": "SLURM_GPU_BIND", "gpus-per-task": "SLURM_GPUS_PER_TASK",
+    "hint": "SLURM_HINT", "ntasks-per-core": "SLURM_NTASKS_PER_CORE",
+    "ntasks-per-gpu": "SLURM_NTASKS_PER_GPU", "ntasks-per-socket": "SLURM_NTASKS_PER_SOCKET",
+    "threads-per-core": "SLURM_THREADS_PER_CORE", "tres-bind": "SLURM_TRES_BIND",
+    "tres-per-task": "SLURM_TRES_PER_TASK",
+}  # fmt: skip
+OPTIONS = frozenset(VARIABLES)
+# What Slurm derives from the same options for whoever reads it.
+DERIVED = ("SLURM_CPUS_PER_TASK",)
+LISTS = r"map_cpu|mask_cpu|map_ldom|mask_ldom"
+UNITS = {
+    "threads": "threads", "cores": "cores", "sockets": "sockets", "ldoms": "ldoms", "rank": "rank",
+    "rank_ldom": "rank_ldom", "none": "none", "no": "none",
+    "thread": "threads", "core": "cores", "socket": "sockets", "ldom": "ldoms",
+}  # fmt: skip
+# --hint: to what it binds, and how many threads of a core it uses.
+HINTS = {
+    "nomultithread": ("threads", 1), "multithread": ("threads", 0),
+    "compute_bound": ("cores", 1), "memory_bound": ("cores", 1),
+}  # fmt: skip
+
+
+class StepOptions:
+    """What a step's options and variables say; an option counts before its variable."""
+
+    def __init__(self, srun: CommandLine, environment: Mapping[str, str]) -> None:
+        self._srun, self._environment = srun, environment
+
+    def __call__(self, option: str) -> str:
+        return self._srun.last(option) or self._environment.get(VARIABLES[option], "")
+
+    def number(self, option: str) -> int:
+        text = self(option)
+        return int(text) if text.isdigit() else 0
+
+    def has(self, option: str) -> bool:
+        return self._srun.has(option) or VARIABLES[option] in self._environment
+
+
+def shares_of(srun: CommandLine, environment: Mapping[str, str], slurm: Binding) -> TaskShares:
+    """How a step's tasks share their node, where Slurm binds tasks as its configuration says."""
+    said = StepOptions(srun, environment)
+    gpus, tasks_per_gpu, gpu_list = _gpus(said)
+    cpus = said.number("cpus-per-task")
+    bound_to = _bound_to(said) if slurm.tasks else "none"
+    hinted = HINTS.get(said("hint"), ("", int("one_thread" in said("cpu-bind"))))
+    return TaskShares(
+        gpus=gpus,
+        tasks_per_gpu=tasks_per_gpu,
+        gpu_list=gpu_list,
+        cpus=cpus,
+        bound_to=bound_to or hinted[0] or _by_limits(said),
+        otherwise=slurm.otherwise,
+        exactly=bool(cpus) or said.has("exact"),
+        distribution=_over_sockets(said("distribution"), slurm.distribution),
+        threads_per_core=said.number("threads-per-core")
+        or hinted[1]
+        or int("one_thread" in said("cpu-bind")),
+    )
+
+
+def _bound_to(said: StepOptions) -> str:
+    """What --cpu-bind says; "" if it says nothing."""
+    text = said("cpu-bind")
+    if listed := re.search(rf"\b(?:{LISTS}):[\da-fA-Fx*,]+", text):
+        return listed[0].rstrip(",")
+    return next((UNITS[word] for word in text.lower().split(",") if word in UNITS), "")
+
+
+def _by_limits(said: StepOptions) -> str:
+    if said.number("ntasks-per-socket"):
+        return "sockets"
+    if said.number("ntasks-per-core"):
+        return "cores"
+    return "threads" if said.number("threads-per-core") else ""
+
+
+def _over_sockets(text: str, default: str) -> str:
+    """The second part of --distribution, which is for the sockets of a node."""
+    nodes, _, sockets = text.lower().split(",")[0].partition(":")
+    sockets = sockets.partition(":")[0]
+    if nodes.startswith("plane"):
+        return "block"
+    return {"block": "block", "cyclic": "cyclic", "fcyclic": "fcyclic"}.get(sockets, default)
+
+
+def _gpus(said: StepOptions) -> tuple[int, int, str]:
+    """How many GPUs a task sees, how many tasks see the same, and a list of who sees which."""
+    kind, _, value = _gpu_bind(said).partition(":")
+    if kind.startswith(("map", "mask")) and re.fullmatch(r"[\da-fA-Fx*,]+", value):
+        return 0, 1, f"{kind.partition('_')[0]}_gpu:{value}"
+    if kind in ("single", "per_task") and value.isdigit() and int(value):
+        return (1, int(value), "") if kind == "single" else (int(value), 1, "")
+    if kind in (
+        "closest",
+        "none",
+    ):  # Slurm knows which are close to which processors, and shows all otherwise
+        return 0, 1, ""
+    per_task = said("gpus-per-task").rpartition(":")[2]
+    for entry in said("tres-per-task").split(","):  # cpu=2,gres/gpu:h100:1 and the like
+        name, _, rest = re.sub(r"^gres[:/]", "", entry).replace("=", ":").partition(":")
+        if name == "gpu":
+            per_task = per_task or (rest or "1").rpartition(":")[2]
+    if per_task.isdigit():
+        return int(per_task), 1, ""
+    sharing = said.number("ntasks-per-gpu")
+    return (1, sharing, "") if sharing else (0, 1, "")
+
+
+def _gpu_bind(said: StepOptions) -> str:
+    """What --gpu-bind says, or --tres-bind of GPUs (`gres/gpu:verbose,single:1+gres/nic:closest`)."""
+    found = said("gpu-bind")
+    for entry in said("tres-bind").split("+"):
+        if named := re.fullmatch(r"(?:gres[:/])?gpu:(.*)", entry):
+            found = found or named[1]
+    return re.sub(r"^(verbose|v|quiet|q),", "", found.lower())

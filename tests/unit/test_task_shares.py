@@ -1,0 +1,153 @@
+"""What a task has of its node, against what Slurm 22.05 gives it: the masks here are those of its slurmd on
+machines of two sockets with four cores."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import msgspec
+import pytest
+
+from jurymast.cluster.control import Binding, binding_of
+from jurymast.core.settings import TaskShares
+from jurymast.core.task_shares import Processor, gpus, processors
+from jurymast.script.sharing import shares_of
+from jurymast.script.srun import parse
+from jurymast.worker.elastic import own_gpus
+from jurymast.worker.shares import places
+
+BINDS = Binding(tasks=True)
+
+
+def asked(typed: str, slurm: Binding = BINDS, **environment: str) -> TaskShares:
+    srun = parse([*typed.split(), "x"])
+    assert srun is not None
+    found = shares_of(srun, environment, slurm)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=TaskShares) == found, "nodes are told by JSON"
+    return found
+
+
+def masks(typed: str, threads: int = 2, slurm: Binding = BINDS, own: range | None = None) -> str:
+    """As Slurm would log them; "" if no task is bound."""
+    machine = {n: Processor(n // threads // 4, n // threads, n // threads // 4) for n in range(8 * threads)}
+    count = int(typed.partition("-n")[2].partition(" ")[0])
+    found = processors(machine, own or range(8 * threads), count, asdict(asked(typed, slurm)))
+    return ",".join(f"{sum(1 << number for number in task):x}" for task in found)
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("-n4", ""), ("-n3", ""), ("-n2", "ff,ff00"), ("-n8", "3,300,c,c00,30,3000,c0,c000"),
+        ("-n4 -c2", "3,300,c,c00"), ("-n2 -c4", "f,f00"), ("-n4 -c1", "1,2,4,8"), ("-n2 -c8", "ff,ff00"),
+        ("-n8 -c1", "3,300,c,c00,30,3000,c0,c000"), ("-n4 --exact", "1,2,4,8"),
+        ("-n12 -c1", "1,100,2,200,4,400,8,800,10,20,40,80"), ("-n2 --exact --cpu-bind=cores", "3,3"),
+        ("-n4 --cpu-bind=cores", "3,300,c,c00"), ("-n4 --cpu-bind=threads", "1,100,2,200"),
+        ("-n4 --cpu-bind=v,sockets", "ff,ff00,ff,ff00"), ("-n4 -c2 --cpu-bind=sockets", "f,f00,f,f00"),
+        ("-n4 -c2 --cpu-bind=cores", "3,300,c,c00"), ("-n4 --cpu-bind=cores -m block:block", "3,c,30,c0"),
+        ("-n4 -c2 -m block:block", "3,c,30,c0"), ("-n4 -c2 -m cyclic", "3,300,c,c00"),
+        ("-n4 -c2 --distribution=plane=4", "3,c,30,c0"),
+        ("-n4 -c4 -m block:fcyclic", "303,c0c,3030,c0c0"), ("-n4 --hint=nomultithread", "1,100,4,400"),
+        ("-n4 -c2 --hint=nomultithread", "5,500,50,5000"), ("-n2 -c4 --threads-per-core=1", "55,5500"),
+        ("-n8 --threads-per-core=1", "1,100,4,400,10,1000,40,4000"),
+        ("-n4 -c2 --threads-per-core=1 --cpu-bind=cores", "f,f00,f0,f000"),
+        ("-n4 --hint=compute_bound", "3,300,c,c00"), ("-n4 --hint=compute_bound -c2", "f,f00,f0,f000"),
+        ("-n4 --hint=multithread", "1,100,2,200"), ("-n4 --ntasks-per-core=1", "3,300,c,c00"),
+        ("-n4 --ntasks-per-socket=2 -c2", "f,f00,f,f00"), ("-n4 --cpu-bind=none", ""),
+        ("-n4 -c2 --cpu-bind=verbose,no", ""), ("-n4 --cpu-bind=quiet", ""),
+        ("-n3 --cpu-bind=map_cpu:3,0x5", "8,20,8"), ("-n2 --cpu-bind=verbose,map_cpu:3,99", ""),
+        ("-n3 --cpu-bind=mask_cpu:0x3*2,c", "3,3,c"), ("-n2 --cpu-bind=mask_cpu:f0000,30001", "ffff,1"),
+        ("-n2 --cpu-bind=map_ldom:1,0", "ff00,ff"), ("-n2 --cpu-bind=rank_ldom", "ff,ff00"),
+        ("-n2 --cpu-bind=rank", "1,2"), ("-n2 --cpu-bind=ldoms", "ff,ff00"),
+    ],
+)  # fmt: skip
+def test_processors_of_a_machine_with_two_threads_a_core(typed: str, told: str) -> None:
+    assert masks(typed) == told
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("-n2", "f,f0"), ("-n4 -c2", "3,30,c,c0"), ("-n4 -c1", "1,10,2,20"),
+        ("-n8", "1,10,2,20,4,40,8,80"), ("-n4 --cpu-bind=sockets", "f,f0,f,f0"), ("-n3", ""),
+        ("-n4 -c2 --hint=nomultithread", "3,30,c,c0"), ("-n9 --cpu-bind=cores", ""),
+    ],
+)  # fmt: skip
+def test_processors_of_a_machine_with_one_thread_a_core(typed: str, told: str) -> None:
+    assert masks(typed, threads=1) == told
+
+
+def test_processors_in_a_job_that_has_a_part_of_its_node() -> None:
+    assert masks("-n4", own=range(8)) == "3,c,30,c0", "as many cores as tasks"
+    assert masks("-n8", own=range(8)) == "1,2,4,8,10,20,40,80"
+    assert masks("-n2 -c4", own=range(8)) == "f,f0"
+    assert masks("-n2 -c3", own=range(8)) == "ff,ff", "whole cores, and no rule matches"
+
+
+def test_what_slurms_configuration_says_of_binding() -> None:
+    text = "TaskPlugin              = {}\nTaskPluginParam         = {}\nSelectTypeParameters    = {}\n"
+    assert binding_of("") == binding_of(text.format("task/cgroup", "(null type)", "CR_CORE")) == Binding()
+    found = binding_of(text.format("task/cgroup,task/affinity", "autobind=cores", "CR_CORE"))
+    assert found == Binding(tasks=True, otherwise="cores")
+    assert masks("-n4", slurm=found) == "3,300,c,c00"
+    assert masks("-n4 --cpu-bind=none", slurm=found) == masks("-n2 -c1", slurm=Binding()) == ""
+    found = binding_of(text.format("task/affinity", "", "CR_CPU,CR_CORE_DEFAULT_DIST_BLOCK"))
+    assert masks("-n4 -c2", slurm=found) == "3,c,30,c0"
+
+
+def test_srun_reads_variables_where_it_has_no_options() -> None:
+    said = asked(
+        "-n4", SLURM_CPU_BIND="quiet,mask_cpu:0x3", SRUN_CPUS_PER_TASK="2", SLURM_HINT="nomultithread"
+    )
+    assert (said.bound_to, said.cpus, said.threads_per_core) == ("mask_cpu:0x3", 2, 1)
+    said = asked("-n4 -c3 --cpu-bind=cores", SLURM_CPU_BIND="threads", SRUN_CPUS_PER_TASK="2")
+    assert (said.bound_to, said.cpus) == ("cores", 3)
+    assert asked("-n4", SLURM_CPUS_PER_TASK="2").cpus == 0, "which is the job's"
+    assert asked("-n4", SLURM_DISTRIBUTION="block:block").distribution == "block"
+
+
+def test_this_machine_has_its_own_processors() -> None:
+    assert places({10**6})[10**6] == Processor(0, 10**6), "of which Linux says nothing"
+    assert len(places(())) >= 1
+
+
+DEVICES = ["0", "1", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "seen"),
+    [
+        ("x", ["", "", "", ""]), ("--gpus-per-task=h100:2", ["0,1", "4,5", "0,1", "4,5"]),
+        ("--gpus-per-task=1", DEVICES), ("--ntasks-per-gpu=2", ["0", "0", "1", "1"]),
+        ("--tres-per-task=cpu=2,gres/gpu:1", DEVICES), ("--tres-per-task=gres/gpu:h100=2", ["0,1", "4,5"]),
+        ("--tres-per-task=gres:gpu:1", DEVICES), ("--ntasks-per-gpu=0", ["", ""]),
+        ("--gpu-bind=single:1", DEVICES), ("--gpu-bind=verbose,single:2", ["0", "0", "1", "1"]),
+        ("--gpu-bind=per_task:2", ["0,1", "4,5"]), ("--tres-bind=gres/gpu:single:1", DEVICES),
+        ("--gpu-bind=map_gpu:3,2,1,0", ["5", "4", "1", "0"]),
+        ("--gpu-bind=map_gpu:1*2,0", ["1", "1", "0", "1"]),
+        ("--gpu-bind=mask_gpu:0x3,0x30", ["0,1", "4,5", "0,1", "4,5"]),
+        ("--tres-bind=gres/nic:closest+gres/gpu:mask:1,2", ["0", "1", "0"]),
+        ("--gpus-per-task=1 --gpu-bind=map_gpu:1,0", ["1", "0"]),
+        ("--gpus-per-task=1 --gpu-bind=closest", ["", ""]), ("--gpu-bind=none --gpus-per-task=1", [""]),
+    ],
+)  # fmt: skip
+def test_gpus_of_a_task(typed: str, seen: list[str]) -> None:
+    """As with Slurm 22.05 where it does not hide devices (ConstrainDevices)."""
+    how = asdict(asked(typed))
+    found = [",".join(DEVICES[place] for place in gpus(DEVICES, n, how)) for n in range(len(seen))]
+    assert found == seen
+
+
+def test_gpus_of_a_task_by_variables() -> None:
+    assert asked("x", SLURM_GPUS_PER_TASK="1").gpus == 1
+    assert asked("x", SLURM_TRES_PER_TASK="gres/gpu=3").gpus == 3
+    assert asked("x", SLURM_NTASKS_PER_GPU="3").tasks_per_gpu == 3
+    assert asked("x", SLURM_GPU_BIND="single:2").tasks_per_gpu == 2
+    assert asked("--gpus-per-task=2 x", SLURM_GPUS_PER_TASK="1").gpus == 2
+
+
+def test_all_lists_of_gpus_show_the_same_ones() -> None:
+    node = {"CUDA_VISIBLE_DEVICES": "0,1,4,5", "SLURM_STEP_GPUS": "2,3,6,7"}
+    how = asdict(TaskShares(gpus=2))
+    assert own_gpus(node, 1, how) == {"CUDA_VISIBLE_DEVICES": "4,5", "SLURM_STEP_GPUS": "6,7"}
+    assert own_gpus(node, 1, asdict(TaskShares())) == own_gpus({}, 1, how) == {}
