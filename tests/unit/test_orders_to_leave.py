@@ -17,6 +17,7 @@ from jurymast.core.run.state import Phase
 from jurymast.core.supervision.departure import (
     KILL_WAIT_S,
     LEAVE_LIMIT_S,
+    RESERVE_S,
     SPARED_S,
     STILL_LIMIT_S,
     Departure,
@@ -261,7 +262,9 @@ def test_slurms_signal_hurries_agents_that_wait_for_ranks_to_save() -> None:
     run.waits(1.0)
     assert run.home, "for whose ranks a cancelled run has as long as a cancelled job"
     timeout(run)
-    run.waits(KILL_WAIT_S - 1.0)
+    run.waits(KILL_WAIT_S - RESERVE_S - 1.0)
+    assert End() not in run.effects, "ranks still have time before Slurm kills them"
+    run.waits(RESERVE_S)
     assert End() in run.effects, "killed without an outcome"
 
 

@@ -67,7 +67,8 @@ class Departure:
         self._stage = Stage.STAYS
         self._order: SlurmsOrder | None = None
         self._since = self._tell_at = 0.0
-        self._leave_until = math.inf
+        # Until when ranks may do what they do at a SIGTERM, and then the agents may leave.
+        self._grace_until = self._leave_until = math.inf
         self.given_up_by = ""  # who does not want to wait for the last checkpoint of an ended run
 
     @property
@@ -159,8 +160,12 @@ class Departure:
     def _hurry(self, order: SlurmsOrder, kill_at: float, now: float) -> None:
         if kill_at < order.kill_at:
             order.kill_at, order.reserve_s = kill_at, _reserve_s(kill_at - now)
-        if self._stage is Stage.LEAVES:
-            self._leave_until = min(self._leave_until, now + _leave_s(order, now))
+        if self._stage is Stage.LEAVES:  # agents have told the ranks how long they have
+            self._waits_for_ranks(min(self._grace_until, now + self._grace_s(now)))
+
+    def _waits_for_ranks(self, until: float) -> None:
+        self._grace_until = until
+        self._leave_until = min(self._leave_until, until + _leave_s(self._order, until))
 
     def tick(self, now: float) -> list[Effect]:
         """Do what is due. To be called often."""
@@ -187,7 +192,7 @@ class Departure:
                 effects.append(Record(ev.Noted(t=now, message=f"{lost} was lost with the nodes{by}")))
         self._stage, self._watch.ending = Stage.LEAVES, True
         grace_s = self._grace_s(now)
-        self._leave_until = now + grace_s + _leave_s(self._order, now + grace_s)
+        self._waits_for_ranks(now + grace_s)
         over = self._state.ended
         leave = msg.Leave(over=over, exit_code=self._state.exit_code if over else 0, grace_s=grace_s)
         return [*effects, *(Send(node, leave) for node in sorted(self._watch.here))]
