@@ -29,6 +29,7 @@ from jurymast.keeper.copies import StoredCopy, local_copies
 from jurymast.keeper.manifest import blocks_of, is_intact
 from jurymast.rundir import RunDirectory
 from jurymast.storage import local, shared
+from jurymast.storage.export import export
 from jurymast.storage.object_store import ObjectStore
 from jurymast.storage.orders import Continue, Job
 from support.images import simple_images, to_local, to_shared
@@ -268,6 +269,22 @@ def test_a_step_that_ranks_write_is_whole_or_absent_and_stays_once_it_is_saved(
             saved.append(step)
             check(tmp_path / "cut")
     assert cuts.count("fsync") >= 8
+
+
+def test_an_exported_file_stays_once_it_is_there(root: Path, tmp_path: Path) -> None:
+    training = Checkpointer({"model": torch.nn.Linear(4, 4)}, directory=tmp_path / "from", every=1_000_000)
+    training.restore()
+    assert training.save(1)
+    exported: list[bytes] = []
+
+    def check(cut: Path) -> None:
+        if exported:
+            assert (cut / "model.pt").read_bytes() == exported[0]
+
+    with cut_everywhere(root, tmp_path / "cut", check):
+        export(CheckpointDirectory(tmp_path / "from").path(1), root / "model.pt", "torch")
+        exported.append((root / "model.pt").read_bytes())
+        (root / "anything").mkdir()
 
 
 def test_a_step_that_is_fetched_stays_once_it_is_published(root: Path, tmp_path: Path) -> None:

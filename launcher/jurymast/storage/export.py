@@ -6,6 +6,7 @@ stderr.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
+from jurymast.rundir import sync_directory
 
 INSTALL = "pip install safetensors"
 
@@ -34,6 +36,8 @@ def export(source: Path, target: Path, form: str) -> int:
         os.link(temporary, target)  # unlike a rename, this never replaces a file
     finally:
         temporary.unlink(missing_ok=True)
+    with contextlib.suppress(PermissionError):  # who may write there need not be able to read it
+        sync_directory(target.parent)
     return left_out
 
 
