@@ -64,11 +64,12 @@ def asking(path: os.PathLike[str] | str) -> Iterator[None]:
 def unanswered() -> tuple[str, float]:
     """The path for which a thread has waited longest, and for how many seconds; ("", 0.0) if none waits."""
     path, since = min(list(_asked.values()), key=lambda asked: asked[1], default=("", 0.0))
-    return _name_of(path), time.monotonic() - since if path else 0.0
+    return name_of(path), time.monotonic() - since if path else 0.0
 
 
-def _name_of(path: str) -> str:
+def name_of(path: os.PathLike[str] | str) -> str:
     """The path under the name that people know, found without asking its storage."""
+    path = str(path)
     if not path.startswith(HELD):
         return path
     descriptor, _, rest = path.removeprefix(HELD).partition("/")
@@ -82,7 +83,7 @@ class NotOurs(OSError):
     """Another user owns the file, or can write it. The message, one line, names the path and what to do."""
 
     def __init__(self, path: os.PathLike[str] | str, status: os.stat_result) -> None:
-        path = _name_of(str(path))
+        path = name_of(path)
         todo = "remove it, or choose another path"
         if status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode):
             todo = f"if nobody else has changed anything in it, run: chmod go-w {path}"
@@ -223,6 +224,26 @@ def read_own(path: Path | str, most: int, closed: int = OTHERS_WRITE) -> bytes:
         return _all_of(file, path, most)
 
 
+def writing(path: os.PathLike[str] | str, how: int = os.O_APPEND) -> int:
+    """Open a file of this user's to write, at its end; makes it if it is missing, with mode 0600. Returns a
+    descriptor. Raises NotOurs, OSError: nothing is written through a link, and no pipe is waited for."""
+    flags = os.O_WRONLY | os.O_CLOEXEC | how
+    with asking(path):
+        while True:
+            try:
+                return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            except FileExistsError:
+                pass
+            try:
+                descriptor = _open(path, os.O_NOFOLLOW, flags)
+            except FileNotFoundError:  # removed in the meantime
+                continue
+            if is_ours(found := os.fstat(descriptor)):
+                return descriptor
+            os.close(descriptor)
+            raise NotOurs(path, found)
+
+
 # Files of any user.
 
 
@@ -293,7 +314,7 @@ def parse(data: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def _open(path: os.PathLike[str] | str, flags: int = 0) -> int:
+def _open(path: os.PathLike[str] | str, flags: int = 0, how: int = os.O_RDONLY | os.O_CLOEXEC) -> int:
     """Open an ordinary file. What it is, is known before it is opened: to open a device may do something."""
     with asking(path):
         found = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
@@ -306,7 +327,7 @@ def _open(path: os.PathLike[str] | str, flags: int = 0) -> int:
             if not stat.S_ISREG(mode):
                 raise NotAFile(errno.EINVAL, "it is not an ordinary file", str(path))
             try:
-                return os.open(f"{HELD}{found}", os.O_RDONLY | os.O_CLOEXEC)
+                return os.open(f"{HELD}{found}", how)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(path)) from error
         finally:

@@ -394,9 +394,12 @@ def replay(directory: RunDirectory) -> RunState:
 class FileTail:
     """Reads the new whole lines of one file; a line that is still being written waits."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, one_of_many: bool = False) -> None:
+        """With `one_of_many`, calls raise no OSError: it is kept in `error`, and the other files are read."""
         self.path = path
         self.more = False  # the last call left lines behind because of its limit
+        self.error: OSError | None = None  # of the last call
+        self._one_of_many = one_of_many
         self._offset = 0
 
     def lines(self, limit_bytes: int = 1 << 24, *, partial: bool = False) -> list[bytes]:
@@ -411,13 +414,7 @@ class FileTail:
     def data(self, limit_bytes: int = 1 << 24, *, partial: bool = False, bars: bool = False) -> bytes:
         """The bytes of the next lines, as `lines` chooses them. `bars`: include an unfinished last line that
         has a carriage return, a progress bar as it is now."""
-        self.more = False
-        try:
-            with foreign.reading(self.path) as file:
-                file.seek(self._offset)
-                data = file.read(limit_bytes)
-        except FileNotFoundError:
-            return b""
+        data = self._read(limit_bytes, ends=False)
         self.more = len(data) == limit_bytes
         end = data.rfind(b"\n") + 1
         if (end == 0) if self.more else partial or (bars and b"\r" in data[end:]):
@@ -428,14 +425,24 @@ class FileTail:
     def bar(self, limit_bytes: int = 1 << 16) -> bytes:
         """The unfinished last line if it has a carriage return, a progress bar, as far as it was not returned
         yet; b"" if there is none. It stays unread."""
+        data = self._read(limit_bytes, ends=True)
+        return data if b"\r" in data and b"\n" not in data else b""
+
+    def _read(self, limit_bytes: int, *, ends: bool) -> bytes:
+        """What was not returned yet: its beginning, or, if it `ends` there, its end."""
+        self.error = None
         try:
             with foreign.reading(self.path) as file:
-                start = max(self._offset, os.fstat(file.fileno()).st_size - limit_bytes)
-                file.seek(start)
-                data = file.read(limit_bytes)
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(self._offset, size - limit_bytes) if ends else self._offset)
+                return file.read(limit_bytes)
         except FileNotFoundError:
             return b""
-        return data if b"\r" in data and b"\n" not in data else b""
+        except OSError as error:
+            if not self._one_of_many:
+                raise
+            self.error = error
+            return b""
 
 
 class JournalFollower:

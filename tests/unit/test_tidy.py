@@ -358,11 +358,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/script/standard_input.py",
             # In a directory that was made for this user alone, or found to be.
             "launcher/jurymast/agent/agent.py",
-            "launcher/jurymast/cluster/allocation.py",
-            "launcher/jurymast/script/node.py",
-            "launcher/jurymast/script/step.py",
             "launcher/jurymast/storage/export.py",
-            "launcher/jurymast/wire/endpoint.py",
             "launcher/jurymast/worker/rank.py",
             "launcher/jurymast/worker/stack_signal.py",
             "plugins/jurymast_storage/__init__.py",

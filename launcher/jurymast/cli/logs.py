@@ -128,8 +128,15 @@ def _job_files(directory: RunDirectory) -> dict[str, Path]:
     from jurymast.report.text import one_line
 
     found = foreign.found(directory.submission, "job-*.log")
-    files = sorted(found, key=lambda path: foreign.status(path).st_mtime)
+    files = sorted(found, key=_changed_at)
     return {f"[{one_line(path.stem)}] " if len(files) > 1 else "": path for path in files}
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return foreign.status(path).st_mtime
+    except OSError:  # who reads it says why
+        return 0.0
 
 
 def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed: bool) -> None:
@@ -139,6 +146,7 @@ def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed
 
     directory = find.directory
     tails: dict[Path, FileTail] = {}
+    unread: set[Path] = set()
     bars: dict[Path, tuple[float, bytes]] = {}
     began = attempt
     for over in _rounds(directory, follow, tails):
@@ -148,11 +156,16 @@ def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed
             if not find.job and number > began and files and not tails.keys() & set(files.values()):
                 echo(f"-- attempt {number} --", err=True)
             for prefix, path in files.items():
-                source = tails.setdefault(path, FileTail(path))
+                source = tails.setdefault(path, FileTail(path, one_of_many=True))
                 _copy(source, prefix, tail, whole=over)
+                if source.error is not None and path not in unread:
+                    unread.add(path)
+                    echo(f"-- {prefix}{path}: {source.error.strerror} --", err=True)
                 if not over:
                     _show_bar(source, prefix, bars)
         attempt, tail = newest, None
+    if tails and unread == tails.keys():
+        raise RunDirectoryError("none of these logs can be read")
 
 
 def _newest(directory: RunDirectory, attempt: int) -> int:

@@ -136,9 +136,7 @@ def submit_local(run_directory: str) -> int:
     """
     run = RunDirectory(run_directory)
     plan = run.plan()
-    log = os.open(
-        run.submission / "job-local.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-    )
+    log = foreign.writing(run.submission / "job-local.log")
     try:
         process = subprocess.Popen(
             batch_process(plan),

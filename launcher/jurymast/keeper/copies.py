@@ -8,13 +8,14 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, OWN, ImageId
 from jurymast.core.keeper import effects as core
-from jurymast.foreign import MANIFEST_BYTES_MAX, NotOurs, check_private, open_own, read_own
+from jurymast.foreign import MANIFEST_BYTES_MAX, NotOurs, check_private, open_own, own_directory, read_own
 from jurymast.keeper.manifest import BadImage, Manifest, blocks_of
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.reading import Unable, patiently
@@ -23,6 +24,7 @@ log = logging.getLogger("jurymast.keeper")
 
 # How long a node's own disk is tried: other copies may serve meanwhile.
 PATIENCE_S = 5.0
+_STATE_NAME = re.compile(r"step-\d+\.a\d+")
 _MANIFEST_NAME = re.compile(r"step-(\d+)\.a(\d+)/rank-(\d+)\.manifest")
 
 # Ranks whose parts are XORed; the lowest is the rank of that XOR's key and manifest.
@@ -232,9 +234,10 @@ def _local_copy(path: Path, key: ImageId) -> StoredCopy | None:
 
 
 def remove_local_copies(root: Path) -> None:
-    """Remove all of one run's images under a local directory, best effort."""
-    try:
-        check_private(root.parent)
-    except OSError:
-        return
-    shutil.rmtree(root, ignore_errors=True)
+    """Remove all of one run's images under a local directory, best effort. Nothing else that is there: where
+    others may rename directories around it, another one of this user's may have got its name."""
+    with suppress(OSError), own_directory(root.parent) as parent:
+        with own_directory(parent / root.name) as here:
+            for state in filter(_STATE_NAME.fullmatch, os.listdir(here)):
+                shutil.rmtree(here / state, ignore_errors=True)
+        os.rmdir(parent / root.name)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from jurymast import foreign
 from jurymast.cluster.sbatch import CommandLine, Given, usable_gpus
 from jurymast.core.settings import TaskShares
 from jurymast.errors import ClusterUnavailableError
@@ -122,7 +123,7 @@ def _await(path: Path) -> dict[str, Any]:
 
 def _become_agent(training: Training, run_directory: str, supervisor: str, node: str) -> NoReturn:
     log = RunDirectory(run_directory).submission / f"job-{os.environ['SLURM_JOB_ID']}-{node}.log"
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = foreign.writing(log)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     agent = ["jurymast.agent", run_directory, "--supervisor", supervisor, "--node", node]

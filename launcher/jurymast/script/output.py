@@ -330,13 +330,17 @@ def _relay(
                 copy_log(run.rank_errors(attempt, rank), rank, task, whole=whole, error=True)
 
     def copy_log(log: Path, rank: int, task: int, *, whole: bool, error: bool = False) -> None:
-        tail = tails.setdefault(log, FileTail(log))
+        tail = tails.setdefault(log, FileTail(log, one_of_many=True))
         while data := tail.data(READ_BYTES, partial=whole or output.unbuffered, bars=True):
             ended = data if data.endswith(b"\n") or not whole else data + b"\n"
             output.write(rank, ended, task, error=error)
             if not tail.more:
                 break
+        if tail.error is not None and log not in unread:
+            unread.add(log)
+            say(f"{log} is not printed here as long as it cannot be read: {tail.error.strerror}")
 
+    unread: set[Path] = set()
     apart = run.plan().stderr_apart
     every_s = max(EVERY_S, len(tasks) / FILES_A_SECOND)
     last = False

@@ -459,7 +459,7 @@ class Step:
         step."""
         allocation = replace(self._allocation, nodes=tuple(self.nodes))
         path = run.submission / f"job-{allocation.job}.log"
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = foreign.writing(path)
         try:
             self._signals.training = process = StepProcess(run, plan, allocation, agents, log)
             return process.run(), process.ended_by_script

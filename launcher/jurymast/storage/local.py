@@ -15,13 +15,13 @@ import re
 import shutil
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from jurymast.checkpoint.directory import NewFile, names_in
 from jurymast.core.checkpoints.copies import COMMON, OWN, StateId, age
 from jurymast.core.texts import size
-from jurymast.foreign import NotOurs, exists, make_private
+from jurymast.foreign import NotOurs, exists, make_private, name_of, own_directory
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, is_intact
 from jurymast.rundir import sync_directory, write_atomically
 from jurymast.storage.orders import Done, ImageAt, Job, StorageFailure, WriteLocal, explain, free_bytes
@@ -192,25 +192,25 @@ class LocalDirectory:
 
 def write(order: WriteLocal, job: Job) -> Done:
     """Write an order's images to local disk. Raises StorageFailure."""
-    directory = LocalDirectory(order.root)
     try:
-        return _write_all(directory, order, job)
+        return _write_all(order, job)
     except OSError as error:
-        why = str(error) if isinstance(error, NotOurs) else explain(error, directory.root)
+        why = str(error) if isinstance(error, NotOurs) else explain(error, order.root)
         raise StorageFailure(f"local disk: {why}") from error
 
 
-def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:
+def _write_all(order: WriteLocal, job: Job) -> Done:
     state = StateId(order.step, order.attempt)
-    place = directory.path(*state)
     with ExitStack() as stack:
         opened = (closing(ImageSource.of_order(image, *state)) for image in order.images)
         sources = [stack.enter_context(source) for source in opened]
-        _make_durable(directory.root)
+        _make_durable(Path(order.root))
+        directory = stack.enter_context(_held(Path(order.root)))
         directory.sweep()
         held = directory.ranks(*state)
         missing = [source for source in sources if source.manifest.rank not in held]
         _make_room(directory, sum(source.manifest.size_bytes for source in missing), state)
+        place = directory.path(*state)
         place.mkdir(mode=0o700, exist_ok=True)
         written: list[Path] = []
         try:
@@ -223,8 +223,21 @@ def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:
             if not os.listdir(place):
                 place.rmdir()
             raise
-    directory.prune(KEEP, {state})
+        directory.prune(KEEP, {state})
     return Done(bytes=job.bytes)
+
+
+@contextmanager
+def _held(root: Path) -> Iterator[LocalDirectory]:
+    """The run's directory, by a name that goes on meaning it: where a disk's directory is not sticky, others
+    can rename those in it, and what is removed here would be removed from another one. Raises NotOurs,
+    OSError, StorageFailure."""
+    with own_directory(root.parent) as parent:
+        directory = LocalDirectory(parent / root.name)
+        try:
+            yield directory
+        except OSError as error:  # explained as long as its name means something
+            raise StorageFailure(f"local disk: {explain(error, directory.root)}") from error
 
 
 def _make_durable(root: Path) -> None:
@@ -247,7 +260,7 @@ def _make_room(directory: LocalDirectory, needed: int, state: StateId) -> None:
     free = free_bytes(directory.root)
     if free is not None and free < needed:
         raise StorageFailure(
-            f"no space left at {directory.root}: {size(needed)} are needed, {size(free)} are free; "
+            f"no space left at {name_of(directory.root)}: {size(needed)} are needed, {size(free)} are free; "
             "make room there, or choose another path"
         )
 

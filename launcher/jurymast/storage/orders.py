@@ -16,6 +16,7 @@ from typing import ClassVar, TypeVar
 
 import msgspec
 
+from jurymast import foreign
 from jurymast.core.checkpoints.copies import LOCAL, OBJECT, SHARED
 from jurymast.core.checkpoints.writes import STILL_LIMIT_S
 from jurymast.core.message import Strange, kind_of, reader
@@ -243,7 +244,7 @@ class Job:
 
 def explain(error: OSError, path: Path | str) -> str:
     """Say what went wrong at `path` and what to do about it, on one line."""
-    place = error.filename if isinstance(error.filename, str) else str(path)
+    place = foreign.name_of(error.filename if isinstance(error.filename, str) else str(path))
     if error.errno == errno.ENOSPC:
         free = free_bytes(place)
         room = "?" if free is None else size(free)

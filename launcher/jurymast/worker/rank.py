@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import io
 import json
 import os
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -181,7 +183,7 @@ def _redirect_output(variables: Mapping[str, str]) -> None:
         if not path:
             continue
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            descriptor = _opened_log(path)
         except OSError as error:
             sys.stderr.write(f"a rank writes here, because it cannot open its own log: {error}\n")
         else:
@@ -190,6 +192,18 @@ def _redirect_output(variables: Mapping[str, str]) -> None:
             os.close(descriptor)
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         _rebuild(stream, _Log(descriptor, "w", closefd=False))
+
+
+def _opened_log(path: str) -> int:
+    """Like `foreign.writing`, with which a rank would load modules that its script does not expect. Raises
+    OSError for what is no ordinary file, without waiting for the other end of a pipe."""
+    how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, how, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not an ordinary file", path)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _redirect_input(variables: Mapping[str, str]) -> None:
