@@ -23,7 +23,7 @@ from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, Copies, Copy
 from jurymast.core.checkpoints.copies import plan_restore as restore_plan
-from jurymast.core.checkpoints.replicas import Order, holders, keeping, missing_replicas
+from jurymast.core.checkpoints.replicas import Order, holders, missing_replicas
 
 NODES = (256, 2048, 12500)
 ROUNDS = 3
@@ -62,10 +62,6 @@ def round_of(nodes: int, times: dict[str, list[float]]) -> None:
     for rank in range(world):
         copies.hold(held(rank, placement[rank // RANKS_PER_NODE], world))
     holding = taking(times, "who holds replicas", lambda: holders(placement, spares, {}, 1, ()))
-    taking(
-        times, "who holds XORs of 8",
-        lambda: keeping(placement, RANKS_PER_NODE, spares, {}, copies=1, parity=8),
-    )  # fmt: skip
     orders = taking(
         times, "what to copy", lambda: missing_replicas(copies, KEY, placement, RANKS_PER_NODE, holding)
     )

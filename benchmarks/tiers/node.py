@@ -109,8 +109,7 @@ class Node:
         elif do == "protect":
             Chosen.chosen = (order["way"],) if order["way"] else WAYS
         elif do == "forget":
-            ranks = tuple(order["ranks"])
-            keeper.obey(msg.Forget(step=order["step"], attempt=order["attempt"], ranks=ranks))
+            keeper.obey(msg.Void(step=order["step"], attempt=order["attempt"]))
         elif do == "write":
             return await self._write(order)
         elif do == "write plainly":

@@ -1,10 +1,9 @@
-"""Checkpoints of a live run: damaged in memory, rolled back, refused by storage, kept as parity."""
+"""Checkpoints of a live run: damaged in memory, rolled back, refused by storage."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -134,24 +133,3 @@ def test_with_memory_off_the_ranks_save_to_storage_themselves(tmp_path: Path) ->
         wait_gone(run.directory.root)
     assert {(e.tier, e.copied) for e in run.events() if isinstance(e, ev.Saved)} == {("shared", False)}
     assert state.saved["shared"].step == 60
-
-
-def test_a_lost_node_comes_back_out_of_the_parity_of_its_group(
-    tmp_path: Path, trained_plainly: Callable[..., str]
-) -> None:
-    """Three nodes in groups of two, the parity of which the spare holds. Shared storage has nothing."""
-    policy, out = tmp_path / "policy.yaml", tmp_path / "out.json"
-    policy.write_text("checkpoint: {tiers: {peer: {parity: 2}, shared: {every: 1h}}}\n")
-    with local_run(tmp_path / "runs", "--nodes", "3", "--spares", "1", "--policy", str(policy),
-                   script="train_tiny.py", arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
-        run.wait("parity", lambda s: "peer" in s.saved and (s.saved["peer"].step or 0) >= 30)
-        os.killpg(run.agent_pid(run.state().placement[2]), signal.SIGKILL)
-        state = run.wait_end()
-        wait_gone(run.directory.root)
-    assert state.exit_code == 0, run.story()
-    assert result(out)["sha256"] == trained_plainly(*TRAIN, nodes=3)
-    (incident,) = state.incidents
-    assert incident.action == "swap"
-    assert (incident.step_restored or 0) >= 30, run.story()
-    assert set(incident.tiers) == {"memory", "peer"}, run.story()
-    assert [e for e in run.events() if isinstance(e, ev.Fetched)] == []  # nothing else had to serve instead

@@ -55,30 +55,22 @@ MENDED = {
         '{"at":10.63,"kind":"half told","node":3,"other":2,"when":"launching"}]}'
     ),
     "a rank fails within a second of a stray SIGTERM": (
-        '{"seed":537,"active":4,"spares":1,"ranks":1,"cadence_steps":null,"room":8,"parity":2,"faults":['
+        '{"seed":537,"active":4,"spares":1,"ranks":1,"cadence_steps":null,"room":8,"faults":['
         '{"at":8.46,"kind":"signal all","node":0,"other":4},{"at":8.89,"kind":"rank","node":1,"other":4}]}'
     ),
     "a rank fails seconds after a stray SIGTERM": (
-        '{"seed":777000005,"active":4,"spares":0,"ranks":1,"cadence_steps":null,"room":8,"parity":2,"faults":['
+        '{"seed":777000005,"active":4,"spares":0,"ranks":1,"cadence_steps":null,"room":8,"faults":['
         '{"at":5.13,"kind":"signal all"},{"at":7.49,"kind":"rank"}]}'
     ),
     "a node that writes the last checkpoint is lost, and another has it all": (
-        '{"seed":986,"active":2,"spares":0,"ranks":1,"cadence_steps":5,"room":8,"parity":2,"copy_s":5.6,'
+        '{"seed":986,"active":2,"spares":0,"ranks":1,"cadence_steps":5,"room":8,"copy_s":5.6,'
         '"faults":[{"at":7.02,"kind":"grace","seconds":0.3},{"at":8.44,"kind":"storage hangs","seconds":4.0},'
         '{"at":16.18,"kind":"isolate","node":1,"seconds":6.0},{"at":23.06,"kind":"freeze","node":1,'
         '"seconds":4.0}]}'
     ),
     "somebody gives up the last checkpoint of a run that is over": (
-        '{"seed":777004292,"active":3,"spares":0,"ranks":1,"cadence_steps":5,"room":1,"parity":2,"last_step":82,'
+        '{"seed":777004292,"active":3,"spares":0,"ranks":1,"cadence_steps":5,"room":1,"last_step":82,'
         '"copy_s":5.0,"faults":[{"at":15.57,"kind":"given up"}]}'
-    ),
-    "with parity, a node is lost while the others make XORs": (
-        '{"seed":777005971,"active":3,"spares":2,"ranks":2,"cadence_steps":5,"room":8,"parity":3,"copy_s":3.0,'
-        '"faults":[{"at":7.95,"kind":"supervisor"},{"at":9.14,"kind":"freeze","node":3,"seconds":4.0}]}'
-    ),
-    "with parity, an agent is soon back, and its images are not": (
-        '{"seed":778006046,"active":3,"spares":1,"ranks":2,"cadence_steps":5,"room":8,"parity":3,"copy_s":5.6,'
-        '"faults":[{"at":10.93,"kind":"agent","node":3,"seconds":0.73}]}'
     ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
@@ -245,7 +237,7 @@ def test_a_state_counts_once_its_nodes_had_time_to_report_it() -> None:
     image = next(one for one in keeper.held if one.key == key)
     oracle.lost(keeper)
     assert oracle.best("n1") is None
-    again = SimImage(image.image, image.world, image.tier, image.part, image.buffer, image.tokens)
+    again = SimImage(image.image, image.world, image.tier, image.part, image.buffer, image.token)
     keeper.act([Serve(again)])
     assert oracle.best("n1") is None
     world.now += TOLD_S + 0.1

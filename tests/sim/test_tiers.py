@@ -77,9 +77,6 @@ def test_a_save_on_its_way_to_other_nodes_outlives_dead_ranks_but_no_lost_node()
         ({"replicas": 2}, (3, HOLDER), MEMORY),
         ({"replicas": 2}, (3, HOLDER, HOLDER - 1), SHARED),
         ({"replicas": 0}, (3,), SHARED),
-        ({"parity": 4}, (3,), MEMORY),
-        ({"parity": 4}, (3, 4), MEMORY),  # nor are they in one group
-        ({"parity": 4}, (3, 8), SHARED),
         ({"prefer_spares": False}, (3, HOLDER), MEMORY),
         ({"prefer_spares": False}, (3, 13), SHARED),
     ],

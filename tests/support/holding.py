@@ -98,8 +98,7 @@ class Nodes:
         copies = Copies()
         for agent in self.agents.values():
             for held in agent.held:
-                for copy in held.on(agent.name):
-                    copies.hold(copy)
+                copies.hold(held.on(agent.name))
         return copies
 
     def obey(self, agent: Agent, order: msg.ToAgent) -> None:
@@ -112,17 +111,6 @@ class Nodes:
             case msg.Void():
                 key = StateId(order.step, order.attempt)
                 agent.give_up([copy for copy in agent.in_memory() if key_of(copy) == key])
-            case msg.Forget():
-                agent.give_up(
-                    [
-                        copy
-                        for copy in agent.held
-                        if key_of(copy) == (order.step, order.attempt)
-                        and copy.tier == PEER
-                        and copy.rank in order.ranks
-                        and not copy.members
-                    ]
-                )
             case msg.ForgetNewer():
                 agent.give_up([copy for copy in agent.held if copy.step > order.step])
             case msg.Write():
@@ -139,38 +127,24 @@ class Nodes:
         why = self._why_not(agent, order)
         if why:
             agent.words.append(
-                msg.Unreplicated(
-                    step=key[0], attempt=key[1], rank=order.rank, part=order.part, group=order.group, why=why
-                )
+                msg.Unreplicated(step=key[0], attempt=key[1], rank=order.rank, part=order.part, why=why)
             )
             return
-        copy = report(PEER, key, order.rank, self.world, order.part)
-        if order.group:
-            members = tuple(
-                msg.MemberReport(rank=r, size_bytes=100, common_bytes=60, common_id=copy.common_id)
-                for r in order.group
-            )
-            copy = msg.CopyReport(
-                tier=PEER, step=key[0], attempt=key[1], rank=order.rank, world=self.world, part=order.part,
-                size_bytes=40, members=members,
-            )  # fmt: skip
-        agent.hold(copy)
+        agent.hold(report(PEER, key, order.rank, self.world, order.part))
 
     def _why_not(self, agent: Agent, order: msg.Replicate) -> str:
         if self.chance.random() < self.refuses:
-            agent.words.append(msg.Refused(why="no memory", group=order.group))
+            agent.words.append(msg.Refused(why="no memory"))
             return "no memory"
         if self.chance.random() < self.fails:
             return "timed out"
-        wanted = {one.rank: one.sources for one in order.members} or {order.rank: order.sources}
         key = StateId(order.step, order.attempt)
-        gone = [rank for rank, sources in wanted.items() if not self.serves(key, rank, order.part, sources)]
-        return f"nobody has the images of {gone}" if gone else ""
+        return "" if self.serves(key, order.rank, order.part, order.sources) else "nobody has the image"
 
     def serves(self, key: StateId, rank: int, part: str, sources: Iterable[msg.Source]) -> bool:
         """Whether one of the sources that were named still has this rank's own part at least."""
         return any(
-            key_of(copy) == key and (copy.rank == rank and not copy.members or copy.members)
+            key_of(copy) == key and copy.rank == rank
             for source in sources
             if source.node in self.agents and source.part in ("all", OWN, part)
             for copy in self.agents[source.node].held

@@ -25,14 +25,11 @@ PLENTY = 1 << 40
 Content = dict[str, object]  # by part, what lies there
 
 
-def report(image: ImageId, tier: str, part: str, world: int, members: tuple[int, ...] = ()) -> msg.CopyReport:
+def report(image: ImageId, tier: str, part: str, world: int) -> msg.CopyReport:
     step, attempt, rank = image
     return msg.CopyReport(
         tier=tier, step=step, attempt=attempt, rank=rank, world=world, part=part, size_bytes=SIZE,
         common_bytes=COMMON_BYTES, common_id=f"{step}",
-        members=tuple(
-            msg.MemberReport(rank=one, size_bytes=SIZE, common_bytes=COMMON_BYTES) for one in members
-        ),
     )  # fmt: skip
 
 
@@ -59,7 +56,7 @@ class Rank:
     slots: list[View] = field(default_factory=lambda: [View() for _ in range(SLOTS)])
 
 
-Waiting = do.Measure | do.Reserve | do.Hash | do.FindImages | do.Verify | do.Fetch | do.Mix | msg.AskSources
+Waiting = do.Measure | do.Reserve | do.Hash | do.FindImage | do.Verify | do.Fetch | msg.AskSources
 
 
 class KeeperNode:
@@ -79,7 +76,6 @@ class KeeperNode:
         self.waiting: list[Waiting] = []
         self.hurried: set[int] = set()
         self.works: dict[int, Content] = {}  # what was verified, by number
-        self.finding: dict[int, StateId] = {}  # the states that are asked for, by number
         self.readers: list[tuple[int, Content]] = []
         self.awaited: set[int] = set()
         self.lent: list[int] = []
@@ -89,7 +85,7 @@ class KeeperNode:
         self.safe = (0, -1)  # what the keeper was told of
         self.kept = {self.safe}  # what the newest attempt may need
         self.states: list[StateId] = []
-        self.asked: set[tuple[ImageId, str, tuple[int, ...]]] = set()
+        self.asked: set[tuple[ImageId, str]] = set()
         self.may_go: Callable[[KeptCopy], bool] = lambda copy: False
         self.gone: list[KeptCopy] = []
         self.restored = self.replicated = self.failed = 0
@@ -157,18 +153,13 @@ class KeeperNode:
                 self.act(self.machine.reserved(buffer, self.buffers[buffer][1], "no pages" if fails else ""))
             case do.Hash():
                 self.hash(effect, fails)
-            case do.FindImages(number, step, attempt, wanted):
-                count = self.chance.randrange(len(wanted)) if fails else len(wanted)
-                images = [ImageId(step, attempt, one.rank) for one in wanted[:count]]
-                reports = tuple(report(image, PEER, ALL, self.world) for image in images)
-                self.finding[number] = StateId(step, attempt)
-                self.act(self.machine.found(number, Found(reports, WANTS[0], ("a line",) if fails else ())))
+            case do.FindImage(number, image):
+                found = None if fails else report(image, PEER, ALL, self.world)
+                self.act(self.machine.found(number, Found(found, WANTS[0], ("a line",) if fails else ())))
             case do.Verify():
                 self.verify(effect, fails)
             case do.Fetch():
                 self.fetch(effect, fails or effect.number in self.hurried)
-            case do.Mix():
-                self.mix(effect, fails or effect.number in self.hurried)
             case msg.AskSources(step=step, attempt=attempt, rank=rank):
                 sources = () if fails else self.sources(rank)
                 answer = msg.Sources(step=step, attempt=attempt, rank=rank, sources=sources)
@@ -222,18 +213,6 @@ class KeeperNode:
             copy if whole and not refused else None, behind, {PEER: SIZE}, ("a line",) if fails else (),
             refused, allocated,
         )  # fmt: skip
-        self.act(self.machine.fetched(effect.number, fetched, 1.0))
-
-    def mix(self, effect: do.Mix, fails: bool) -> None:
-        assert effect.size <= self.buffers[effect.buffer][0]
-        self.take(effect.buffer, 0, effect.size)
-        members = tuple(one.rank for one in effect.members)
-        image = ImageId(*self.finding[effect.number], members[0])
-        self.content[effect.buffer].update(
-            dict.fromkeys(parts(effect.part), "half" if fails else (image, members))
-        )
-        copy = KeptCopy(report(image, PEER, effect.part, self.world, members), effect.buffer)
-        fetched = Filled(None if fails else copy, allocated=self.buffers[effect.buffer][1])
         self.act(self.machine.fetched(effect.number, fetched, 1.0))
 
     def take(self, buffer: int, start: int, end: int) -> None:
@@ -341,20 +320,15 @@ class KeeperNode:
             self.commit(state)
         elif kind < 0.38:
             self.may_go = lambda copy: copy.tier != LOCAL and copy.image[:2] == state
-            self.given_up(lambda image, group: image[:2] == state)
+            self.given_up(lambda image: image[:2] == state)
             self.act(self.machine.ordered(msg.Void(step=state[0], attempt=state[1])))
-        elif kind < 0.46:
-            ranks = tuple(self.chance.sample(range(self.world), 2))
-            self.may_go = lambda copy: copy.tier == PEER and copy.image[:2] == state
-            self.given_up(lambda image, group: not group and image[:2] == state and image[2] in ranks)
-            self.act(self.machine.ordered(msg.Forget(step=state[0], attempt=state[1], ranks=ranks)))
-        elif kind < 0.49:
+        elif kind < 0.41:
             self.may_go = lambda copy: copy.image[0] > state[0]
-            self.given_up(lambda image, group: image[0] > state[0])
+            self.given_up(lambda image: image[0] > state[0])
             if self.safe[1] > state[0]:
                 self.safe = (0, -1)
             self.act(self.machine.ordered(msg.ForgetNewer(step=state[0])))
-        elif kind < 0.51:
+        elif kind < 0.43:
             self.act(self.machine.ordered(msg.GiveSlotsUp()))
         else:
             self.replicate(state)
@@ -362,28 +336,18 @@ class KeeperNode:
     def commit(self, state: StateId) -> None:
         self.safe = safe = max(self.safe, age(state))
         self.may_go = lambda copy: copy.tier != LOCAL and copy.age < safe
-        self.given_up(lambda image, group: age(image.state) < safe)
+        self.given_up(lambda image: age(image.state) < safe)
         self.act(self.machine.ordered(msg.Committed(step=state[0], attempt=state[1])))
 
-    def given_up(self, which: Callable[[ImageId, tuple[int, ...]], bool]) -> None:
-        self.asked = {one for one in self.asked if not which(one[0], one[2])}
+    def given_up(self, which: Callable[[ImageId], bool]) -> None:
+        self.asked = {one for one in self.asked if not which(one[0])}
 
     def replicate(self, state: StateId) -> None:
-        group: tuple[int, ...] = ()
-        if self.chance.random() < 0.4:
-            group = tuple(sorted(self.chance.sample(range(self.world), 3)))
-        rank = group[0] if group else self.chance.randrange(self.world)
-        part = self.chance.choice([ALL, OWN, OWN])
-        members = tuple(msg.Member(rank=one, sources=self.sources(one)) for one in group)
-        self.asked.add((ImageId(*state, rank), part, group))
-        self.act(
-            self.machine.ordered(
-                msg.Replicate(
-                    step=state[0], attempt=state[1], rank=rank, part=part, sources=self.sources(rank),
-                    group=group, members=members,
-                )
-            )
-        )  # fmt: skip
+        rank, part = self.chance.randrange(self.world), self.chance.choice([ALL, OWN, OWN])
+        self.asked.add((ImageId(*state, rank), part))
+        sources = self.sources(rank)
+        order = msg.Replicate(step=state[0], attempt=state[1], rank=rank, part=part, sources=sources)
+        self.act(self.machine.ordered(order))
 
     # Readers, and what goes wrong.
 
@@ -448,23 +412,14 @@ class KeeperNode:
         self.machine.check()
         for copy in self.served:
             if copy.buffer:
-                expected = (copy.image, copy.group) if copy.group else copy.image
                 found = [self.content[copy.buffer].get(part) for part in parts(copy.part)]
-                assert all(one == expected for one in found), f"{copy.entry} is {found}"
+                assert all(one == copy.image for one in found), f"{copy.entry} is {found}"
 
     def one(self, effect: do.Effect) -> list[do.Effect]:
         match effect:
             case do.Tell(message):
                 self.told(message)
-            case (
-                do.Measure()
-                | do.Reserve()
-                | do.Hash()
-                | do.FindImages()
-                | do.Verify()
-                | do.Fetch()
-                | do.Mix()
-            ):
+            case do.Measure() | do.Reserve() | do.Hash() | do.FindImage() | do.Verify() | do.Fetch():
                 self.waiting.append(effect)
             case do.Make(buffers, capacity):
                 if self.chance.random() < 0.03 and self.free < PLENTY:
@@ -494,7 +449,6 @@ class KeeperNode:
                 self.hurried.add(number)
             case do.EndWork(number):
                 self.works.pop(number, None)
-                self.finding.pop(number, None)
                 self.hurried.discard(number)
             case _:
                 return self.for_rank(effect)
@@ -545,15 +499,14 @@ class KeeperNode:
         match message:
             case msg.Held():
                 for copy in message.copies:
-                    group = tuple(one.rank for one in copy.members)
                     image = ImageId(copy.step, copy.attempt, copy.rank)
                     for part in {copy.part, *parts(copy.part)}:
-                        self.asked.discard((image, part, group))
+                        self.asked.discard((image, part))
                     self.replicated += copy.tier == PEER
             case msg.Unreplicated():
                 assert message.why
                 image = ImageId(message.step, message.attempt, message.rank)
-                self.asked.discard((image, message.part, message.group))
+                self.asked.discard((image, message.part))
             case msg.AskSources():
                 self.waiting.append(message)
             case msg.Unrestorable():

@@ -212,10 +212,6 @@ def source(one: Keeper, rank: int, part: str = "all", tier: str = "peer", **more
     return msgspec.structs.replace(told, **more)
 
 
-def member(rank: int, *keepers: Keeper) -> msg.Member:
-    return msg.Member(rank=rank, sources=tuple(source(one, rank) for one in keepers))
-
-
 def plan(step: int, attempt: int, sources: dict[int, list[msg.Source]]) -> msg.Restore:
     ranks = {rank: tuple(found) for rank, found in sources.items()}
     return msg.Restore(step=step, attempt=attempt, ranks=ranks)

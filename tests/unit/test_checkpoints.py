@@ -16,7 +16,6 @@ from jurymast.core.checkpoints.writes import WRITE_LIMIT_S
 from jurymast.core.effects import Launch, Send
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.supervision.machine import Supervision
-from support.holding import without
 from support.site import ACTIVE, Site
 from support.stories import Story
 
@@ -136,52 +135,8 @@ def test_a_full_spare_is_replaced_by_partners() -> None:
     assert {node for node, _ in site.ordered(msg.Replicate)} <= set(ACTIVE)
 
 
-def made(site: Site, orders: list[tuple[str, msg.Replicate]]) -> None:
-    """Agents that were told to keep the XOR of a group do."""
-    for node, order in orders:
-        alike = f"same at {order.step}"
-        members = tuple(
-            msg.MemberReport(rank=rank, size_bytes=100, common_bytes=60, common_id=alike)
-            for rank in order.group
-        )
-        copy = msg.CopyReport(
-            step=order.step, attempt=1, rank=order.rank, world=3, tier="peer", part=order.part,
-            size_bytes=40, members=members,
-        )  # fmt: skip
-        site.hear(node, msg.Held(copies=(copy,)))
-    site.look()
-
-
-def test_parity_is_ordered_in_groups_and_a_lost_member_is_planned_from_it() -> None:
-    site = Site(parity=2)
-    site.save()
-    orders = site.ordered(msg.Replicate)
-    assert [(n, o.rank, o.part, o.group) for n, o in orders] == [
-        ("s1", 1, "own", ()), ("s1", 0, "own", (0, 2)),
-    ]  # fmt: skip
-    assert [(m.rank, m.sources[0].hosts) for m in orders[1][1].members] == [
-        (0, ("at-n1",)), (2, ("at-n3",)),
-    ]  # fmt: skip
-    assert site.saved("peer") == []
-    site.hold(1, "s1", tier="peer", part="own")
-    made(site, orders[1:])
-    told = [e for e in site.events if isinstance(e, ev.Saved) and e.tier == "peer"]
-    assert [(e.step, e.size_bytes) for e in told] == [(10, 80)]
-    site.lost("n3")
-    site.state.attempt = 2
-    chosen = site.choose(launch("n1", "n2", "s1"))
-    assert (chosen.step, chosen.tiers) == (10, {"memory": 200, "peer": 100})
-    message = site.checkpoints.restore.message("s1", range(2, 3))
-    assert message is not None
-    (source,) = [one for one in message.ranks[2] if one.group]
-    assert (source.node, source.part, source.group) == ("s1", "own", (0, 2))
-    assert [(m.rank, m.sources[0].node) for m in source.members] == [(0, "n1")]
-
-
 def unreplicated(order: msg.Replicate, why: str) -> msg.Unreplicated:
-    return msg.Unreplicated(
-        step=order.step, attempt=order.attempt, rank=order.rank, part=order.part, group=order.group, why=why
-    )
+    return msg.Unreplicated(step=order.step, attempt=order.attempt, rank=order.rank, part=order.part, why=why)
 
 
 def test_a_pair_of_nodes_that_cannot_talk_costs_no_checkpoint() -> None:
@@ -207,76 +162,64 @@ def test_a_pair_of_nodes_that_cannot_talk_costs_no_checkpoint() -> None:
     assert 1 <= len(told) <= 4, "as often as they are given up"
 
 
-def test_what_a_lost_node_kept_others_from_making_is_ordered_again_without_it() -> None:
-    """An XOR failed because a member was not there. Else nobody would be asked for XORs for five minutes."""
-    site = Site(parity=2)
-    site.save()
-    tried = set()
-    while orders := [one for one in site.ordered(msg.Replicate) if one[1].group]:
-        for node, order in orders:
-            tried.add(node)
-            site.hear(node, unreplicated(order, "n3: timed out"))
-        site.time += RETRY_S + 0.1
-        site.look()
-    assert tried == {"s1", "n2"}
-    site.lost("n3")
-    site.joined("n3", incarnation="another")
-    site.save(20)
-    assert (0, 2) in {order.group for _, order in site.ordered(msg.Replicate)}
-
-
 def test_nothing_is_ordered_of_images_that_nobody_is_known_to_have() -> None:
     """A rank is about to restore it, say. That the order fails would count against who gets it."""
-    site = Site(parity=2)
+    site = Site()
     site.save()
-    ((node, order),) = [one for one in site.ordered(msg.Replicate) if one[1].group]
-    one, other = order.members
-    lacking = structs.replace(order, step=20, members=(one, structs.replace(other, sources=())))
+    (node, order), *_ = site.ordered(msg.Replicate)
     asks = site.checkpoints.replicas.order
-    assert asks(node, lacking) == []
-    known = structs.replace(lacking, members=order.members)
+    assert asks(node, structs.replace(order, step=20, sources=())) == []
+    known = structs.replace(order, step=20)
     assert asks(node, known) == [Send(node, known)], "that was no order"
 
 
-def refuse(site: Site, orders: list[tuple[str, msg.Replicate]]) -> None:
-    for node, order in orders:
-        site.hear(node, msg.Refused(why="no room", group=order.group))
-        site.hear(node, unreplicated(order, "no room"))
-    site.look()
+class Memory:
+    """Of each node: what replicas it holds, and how many it has room for."""
+
+    def __init__(self, site: Site, **room: int) -> None:
+        self.site, self.room = site, room
+        self.steps: dict[str, list[int]] = {name: [] for name in (*ACTIVE, "s1")}
+        self.committed: list[int] = []
+
+    def save(self, at: int) -> list[str]:
+        """Ranks save, and nodes do as they are told. Returns who refused a replica."""
+        refused: list[str] = []
+        self.site.save(at)
+        while self.site.orders:
+            orders, self.site.orders = self.site.orders, []
+            for node, message in orders:
+                steps = self.steps[node]
+                if isinstance(message, msg.Committed):
+                    steps[:] = [step for step in steps if step >= message.step]
+                    self.committed.append(message.step)
+                elif not isinstance(message, msg.Replicate):
+                    pass
+                elif len(steps) < self.room.get(node, 0):
+                    steps.append(message.step)
+                    self.site.hold(message.rank, node, at=message.step, tier="peer", part=message.part)
+                else:
+                    refused.append(node)
+                    self.site.hear(node, msg.Refused(why="no room"))
+                    self.site.hear(node, unreplicated(message, "no room"))
+            self.site.look()
+        return refused
 
 
-def test_where_whole_replicas_find_no_memory_parity_is_kept_instead() -> None:
-    site = Site()
-    site.save()
-    site.hold(0, "s1", tier="peer", part="own")  # that much went in
-    while (orders := site.ordered(msg.Replicate)) and not any(order.group for _, order in orders):
-        refuse(site, orders)
-    assert [(node, order.group) for node, order in orders] == [("s1", (0, 1, 2))]
-    assert site.ordered(msg.Forget) == [("s1", msg.Forget(step=10, attempt=1, ranks=(0,)))]
-    assert site.saved("peer") == []
-    made(site, orders)
-    assert site.saved("peer") == [(10, True)]
-    copies = site.checkpoints.copies
-    assert all(without(copies, node).restorable(StateId(10, 1)) for node in (*ACTIVE, "s1"))
+def test_where_no_node_has_memory_for_replicas_saves_go_on_without() -> None:
+    memory = Memory(Site())
+    assert set(memory.save(10)) == {*ACTIVE, "s1"}
+    assert [memory.save(at) for at in (20, 30)] == [[], []], "who holds nothing that goes is asked again"
+    assert set(memory.committed) == {10, 20, 30}, "no slot comes free"
+    assert memory.site.saved("peer") == []
 
 
-def test_a_node_that_has_given_older_replicas_up_is_asked_once_more() -> None:
-    site = Site()
-    site.save()
-    made(site, site.ordered(msg.Replicate))
-    assert site.saved("peer") == [(10, True)]
-    groups: list[list[str]] = []
-    for step_number in (20, 30, 40):
-        site.save(step_number)
-        asked: list[str] = []
-        while orders := site.ordered(msg.Replicate):
-            asked += [node for node, order in orders if order.group]
-            refuse(site, orders)
-        groups.append(asked)
-        site.ordered(msg.Committed)
-    # After step 20 the spare's replicas of step 10 are gone; after step 30 it had none.
-    assert [asked.count("s1") for asked in groups] == [1, 1, 0]
-    assert site.saved("peer") == [(10, True)]  # nothing else outlives a lost node, and nothing says so
+def test_a_node_with_room_for_one_state_s_replicas_is_asked_again_when_the_older_ones_go() -> None:
+    memory = Memory(Site(), s1=3)
+    assert memory.save(10) == []
+    for at in (20, 30):
+        assert "s1" in memory.save(at)
+        assert memory.steps["s1"] == [at] * 3
+    assert memory.site.saved("peer") == [(10, True), (20, True), (30, True)]
 
 
 def test_a_committed_step_is_written_by_the_nodes_that_have_it_one_at_a_time() -> None:

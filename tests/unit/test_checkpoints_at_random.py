@@ -33,7 +33,7 @@ class Walk:
         self.chance = chance = Random(seed)
         self.time, self.done = 100.0, 0
         settings: dict[str, Any] = {
-            "replicas": chance.choice((0, 1, 1, 1, 2)), "parity": chance.choice((0, 0, 2)),
+            "replicas": chance.choice((0, 1, 1, 1, 2)),
             "prefer_spares": chance.random() < 0.7, "local_path": chance.choice(("", "/nvme")),
             "object_url": chance.choice(("", "s3://bucket")),
         }  # fmt: skip
@@ -83,8 +83,10 @@ class Walk:
         told = [one.message for one in effects if isinstance(one, Send)]
         for committed in (one for one in told if isinstance(one, msg.Committed)):
             assert under_way is not None
-            assert under_way.kept is not None
-            self.check_safe(StateId(committed.step, committed.attempt), bare=bool(under_way.kept.bare))
+            assert under_way.holders is not None
+            self.check_safe(
+                StateId(committed.step, committed.attempt), bare=not all(under_way.holders.values())
+            )
         self.do(effects)
 
     def check_safe(self, key: StateId, *, bare: bool) -> None:
@@ -122,7 +124,7 @@ class Walk:
             self.quiet()
         key, made = self.checkpoints._commit.key, self.checkpoints.replicas
         if key is not None:  # where nobody had memory for replicas, that is asked again with the next state
-            self.check_safe(key, bare=made._bare or bool(made.kept(self.time).bare))
+            self.check_safe(key, bare=made._bare or not all(made.holders(self.time).values()))
 
     def place(self, names: list[str]) -> None:
         self.state.placement, self.state.phase = tuple(names), Phase.RUNNING

@@ -12,7 +12,7 @@ from jurymast.checkpoint.state import ScriptState
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Need, Shortages, needs
-from jurymast.core.checkpoints.replicas import Protection, keeping
+from jurymast.core.checkpoints.replicas import holders
 from jurymast.core.effects import Record
 from jurymast.core.messages import Room
 
@@ -20,8 +20,8 @@ GIB = 1 << 30
 NODES = ("n1", "n2")
 
 
-def kept(*spares: str, copies: int = 1, parity: int = 0) -> Protection:
-    return keeping(NODES, 2, spares, {}, copies=copies, parity=parity)
+def kept(*spares: str, copies: int = 1) -> dict[str, tuple[str, ...]]:
+    return holders(NODES, spares, {}, copies, ())
 
 
 # ---- a rank
@@ -64,11 +64,9 @@ def test_two_of_everything_and_replicas_where_they_will_be() -> None:
         "n1": msg.Foreseen(image_bytes=10, own_bytes=8, room=room),
         "n2": msg.Foreseen(image_bytes=20, own_bytes=16, room=room),
     }
-    assert needs(foreseen, NODES, 2, kept()) == {"n1": Need(20, 32), "n2": Need(40, 16)}
-    assert needs(foreseen, NODES, 2, kept("s")) == {"n1": Need(20), "n2": Need(40), "s": Need(0, 48)}
-    assert needs(foreseen, NODES, 2, kept("s", copies=0)) == {"n1": Need(20), "n2": Need(40)}
-    # an XOR for each local rank, as long as the longest
-    assert needs(foreseen, NODES, 2, kept("s", parity=2))["s"] == Need(0, 2 * 2 * 8)
+    assert needs(foreseen, NODES, kept()) == {"n1": Need(20, 32), "n2": Need(40, 16)}
+    assert needs(foreseen, NODES, kept("s")) == {"n1": Need(20), "n2": Need(40), "s": Need(0, 48)}
+    assert needs(foreseen, NODES, kept("s", copies=0)) == {"n1": Need(20), "n2": Need(40)}
 
 
 class Site:
@@ -83,7 +81,7 @@ class Site:
         sizes = {"image_bytes": image_gib * GIB, "own_bytes": own_gib * GIB}
         self.shortages.hear(node, msg.Foreseen(**sizes, room=self.rooms[node]))
         if self.shortages.complete(NODES):
-            for effect in self.shortages.look(NODES, 2, kept(*spares), 1.0):
+            for effect in self.shortages.look(NODES, kept(*spares), 1.0):
                 assert isinstance(effect, Record)
                 assert isinstance(effect.event, ev.Noted)
                 self.notes.append((effect.event.node, effect.event.message))
@@ -105,7 +103,7 @@ def test_each_shortage_is_told_once_with_its_limit_and_what_follows() -> None:
             "s",
             "checkpoints will take 16.0 GiB of this node's memory (replicas of other nodes 16.0 GiB), but "
             "only 9.0 GiB is available (limit: /s/memory.max); ask Slurm for more --mem, or replicas will be "
-            "kept elsewhere, or as parity",
+            "kept elsewhere, or only in storage",
         ),
     ]
     for node in NODES:  # another attempt

@@ -95,7 +95,7 @@ def test_a_replica_that_is_given_up_while_it_is_verified_for_a_restore_is_not_lo
 
 def replicate(node: KeeperNode, step: int) -> None:
     order = msg.Replicate(step=step, attempt=1, rank=2, part="own", sources=node.sources(2))
-    node.asked.add((ImageId(step, 1, 2), "own", ()))
+    node.asked.add((ImageId(step, 1, 2), "own"))
     node.act(node.machine.ordered(order))
 
 
@@ -150,7 +150,7 @@ def test_older_replicas_make_room_for_what_a_rank_restores() -> None:
 def test_what_was_given_up_and_is_ordered_again_is_made() -> None:
     node = trained()
     replicate(node, 5)
-    node.act(node.machine.ordered(msg.Forget(step=5, attempt=1, ranks=(2,))))
+    node.act(node.machine.ordered(msg.Void(step=5, attempt=1)))
     replicate(node, 5)
     node.quiet()
     assert node.replicated == 1

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import random
 from contextlib import AsyncExitStack, suppress
-from functools import reduce
-from operator import xor
 from pathlib import Path
 
 import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL
-from jurymast.keeper.copies import StoredCopy
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.keeper.memory import MappedBuffer
@@ -25,7 +22,6 @@ from support.keepers import (
     flip,
     image_bytes,
     keeper,
-    member,
     plan,
     run,
     settled,
@@ -98,31 +94,10 @@ class Cluster:
         part = self.dice.choice(["all", "own", "common"])
         holder.obey(msg.Replicate(step=step, attempt=attempt, rank=rank, part=part, sources=sources))
 
-    async def mix(self) -> None:
-        """The XOR of two ranks' images, or of all."""
-        step, attempt = self.dice.choice(self.saved[-3:])
-        holder = self.dice.choice(self.keepers)[0]
-        group = tuple(sorted(self.dice.sample(range(NODES), self.dice.choice([2, NODES]))))
-        holder.obey(
-            msg.Replicate(
-                step=step, attempt=attempt, rank=group[0], part=self.dice.choice(["all", "own"]),
-                group=group, members=self.members(group),
-            )
-        )  # fmt: skip
-
-    def members(self, ranks: tuple[int, ...]) -> tuple[msg.Member, ...]:
-        return tuple(member(n, *(one for one, _ in self.keepers)) for n in ranks)
-
-    async def forget(self) -> None:
-        step, attempt = self.dice.choice(self.saved)
-        self.dice.choice(self.keepers)[0].obey(
-            msg.Forget(step=step, attempt=attempt, ranks=tuple(range(NODES)))
-        )
-
     async def lend(self) -> None:
         one = self.dice.choice(self.keepers)[0]
         for copy in one.copies:
-            if copy.part == ALL and not copy.group and (loan := await one.lend(*copy.image)) is not None:
+            if copy.part == ALL and (loan := await one.lend(*copy.image)) is not None:
                 self.lent.append((copy.image, loan))
                 return
 
@@ -135,7 +110,7 @@ class Cluster:
 
     async def corrupt(self) -> None:
         one = self.dice.choice(self.keepers)[0]
-        copies = [copy for copy in one.copies if copy.part == ALL and not copy.group]
+        copies = [copy for copy in one.copies if copy.part == ALL]
         if copies and not self.lent:
             copy = self.dice.choice(copies)
             flip(one, copy.image, self.dice.randrange(SIZE), copy.tier)
@@ -157,10 +132,6 @@ class Cluster:
         for number in range(NODES):
             found = [source(one, number) for one, _ in self.keepers]
             found += [source(one, (number + 1) % NODES, "common") for one, _ in self.keepers]
-            for one, _ in self.keepers:
-                group = tuple(sorted({number, self.dice.randrange(NODES), self.dice.randrange(NODES)}))
-                part = self.dice.choice(["all", "own"])
-                found.append(source(one, number, part, group=group, members=self.members(group)))
             self.dice.shuffle(found)
             sources[number] = found
         self.launch(plan(step, attempt, sources) if self.dice.random() < 0.9 else None)
@@ -206,19 +177,9 @@ class Cluster:
                 assert not buffer.readers
             for copy in one.copies:
                 assert isinstance(copy.place, MappedBuffer)
-                if copy.group:
-                    assert xor_of(copy) == bytes(copy.place.view(0, copy.manifest.size_bytes))
-                    continue
                 start, end = (0, SIZE) if copy.part == ALL else copy.manifest.extent(copy.part)
                 assert copy.manifest.common_bytes == COMMON_BYTES
                 assert bytes(copy.place.view(start, end)) == content(*copy.image)[start:end]
-
-
-def xor_of(copy: StoredCopy) -> bytes:
-    start = 0 if copy.part == ALL else COMMON_BYTES
-    step, attempt, _ = copy.image
-    images = [int.from_bytes(content(step, attempt, rank)[start:], "big") for rank in copy.group]
-    return reduce(xor, images).to_bytes(SIZE - start, "big")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -229,9 +190,9 @@ def test_any_sequence_of_orders(seed: int) -> None:
             keepers = [await stack.enter_async_context(keeper(f"n{place}")) for place in range(NODES)]
             cluster = Cluster(keepers, dice)
             cluster.launch(None)
-            acts = [cluster.save] * 6 + [cluster.commit] * 4 + [cluster.replicate] * 6 + [cluster.mix] * 4
+            acts = [cluster.save] * 6 + [cluster.commit] * 4 + [cluster.replicate] * 8
             acts += [cluster.restart, cluster.restart, cluster.lend, cluster.give_back]
-            acts += [cluster.void, cluster.forget, cluster.corrupt]
+            acts += [cluster.void, cluster.corrupt]
             for number in range(ROUNDS):
                 for one, _ in keepers:
                     one.look()

@@ -399,7 +399,7 @@ def test_replicas_of_parts_and_a_spare_that_becomes_the_node() -> None:
             spare.obey(order("own", source(a, 0)))  # said twice
             await until("replica", lambda: told.held() == [(10, 1, 0, "peer", "own")])
             (copy,) = spare.inventory()
-            assert copy.on("s")[0].part_bytes == SIZE - COMMON_BYTES
+            assert copy.on("s").part_bytes == SIZE - COMMON_BYTES
             assert copy.common_id == a.inventory()[0].common_id == b.inventory()[0].common_id
             buffer = spare.copies.find(KEY)[0].place
             await a.close()  # the node is lost
@@ -460,7 +460,7 @@ def test_an_older_replica_stays_until_the_newer_is_whole_and_safe() -> None:
             spare.obey(order("all", source(a, 0), step=30))
             await until("third", lambda: spare.copies.find(ImageId(30, 1, 0)))
             assert spare.copies.find(ImageId(30, 1, 0))[0].place is first  # its memory is used again
-            spare.obey(msg.Forget(step=30, attempt=1, ranks=(0,)))
+            spare.obey(msg.Void(step=30, attempt=1))
             assert [copy.step for copy in spare.inventory()] == [20]
 
     run(work())
@@ -478,7 +478,7 @@ def test_a_replica_that_nobody_wants_any_more_is_given_up() -> None:
             spare.obey(order("all", source(spare, 0, node="served", port=port)))
             assert process.stdout is not None
             await asyncio.to_thread(process.stdout.readline)
-            spare.obey(msg.Forget(step=10, attempt=1, ranks=(0,)))
+            spare.obey(msg.Void(step=10, attempt=1))
             process.kill()
             await settled(spare)
             assert told == []

@@ -26,7 +26,6 @@ from support.keepers import (
     Told,
     holding,
     keeper,
-    member,
     plan,
     ready_rank,
     run,
@@ -116,21 +115,7 @@ async def restore(work: Work, items: int) -> Told:
         return told
 
 
-async def parity(work: Work, items: int) -> Told:
-    more: dict[str, Any] = {"world": 2, "image": image(items)}
-    async with (
-        holding("a", 0, **more) as (first, _),
-        holding("b", 1, **more) as (second, _),
-        keeper("c") as (third, told),
-    ):
-        with work.counted():
-            members = (member(0, first), member(1, second))
-            third.obey(msg.Replicate(step=10, attempt=1, rank=0, part="own", group=(0, 1), members=members))
-            await until("parity", lambda: told.of(msg.Held))
-        return told
-
-
-@pytest.mark.parametrize("way", [save_lend_and_order, replicate, restore, parity])
+@pytest.mark.parametrize("way", [save_lend_and_order, replicate, restore])
 def test_no_work_in_the_agent_grows_with_the_number_of_tensors(
     monkeypatch: pytest.MonkeyPatch, way: Any
 ) -> None:

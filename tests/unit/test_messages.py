@@ -44,12 +44,11 @@ LIMIT_S = 90.0
 FINDING = Finding(probe="host", code="disk-full", verdict=Verdict.BAD, kind="host", message="full", at=1.5)
 COPY = msg.CopyReport(
     tier="peer", step=10, attempt=1, rank=0, world=2, part="own", size_bytes=9, stall_s=0.1,
-    members=(msg.MemberReport(rank=0, size_bytes=9, common_id="x"), msg.MemberReport(rank=1, size_bytes=8)),
+    common_bytes=4, common_id="x",
 )  # fmt: skip
 PLACE = Endpoint(2, ("n2", "10.0.0.2"), 7, "n2", "17.0", 1)
 PLAIN = msg.Source(tier="peer", node="n2", hosts=("10.0.0.2",), port=7, part="all", rank=1)
-MEMBER = msg.Member(rank=1, sources=(PLAIN,))
-SOURCE = msgspec.structs.replace(PLAIN, part="own", rank=0, group=(0, 1), members=(MEMBER,))
+SOURCE = msgspec.structs.replace(PLAIN, part="own", rank=0)
 ALERT = Alert("s", 1.0, 2.0, "m", {"n1": None})
 ENTERED = Entered(0, "default_pg", 7, "all_reduce", True)
 
@@ -76,12 +75,12 @@ SAID: list[msg.ToSupervisor] = [
     msg.TestedPair(name="0-a-b", times={"gloo latency": 0.1}),
     msg.Held(copies=(COPY,)),
     msg.Dropped(copy=COPY, why="corrupt"),
-    msg.Refused(why="full", group=(0, 1)),
+    msg.Refused(why="full"),
     msg.Foreseen(image_bytes=9, own_bytes=8, room=Room(5, "/x")),
     msg.Prefetched(step=1, attempt=1, rank=0, tiers={"peer": 9}, seconds=0.1, passed_over=("a",)),
     msg.Unrestorable(attempt=2, rank=0, step=1, of=1, why="gone"),
     msg.AskSources(step=1, attempt=1, rank=0),
-    msg.Unreplicated(step=1, attempt=1, rank=0, part="all", why="gone", group=(0, 1)),
+    msg.Unreplicated(step=1, attempt=1, rank=0, part="all", why="gone"),
     msg.WriteReached(id="7", phase=msg.WritePhase.ANNOUNCE),
     msg.WriteProgress(id="7", size_bytes=1 << 40),
     msg.Written(id="7", tier="shared", ok=False, why="full"),
@@ -104,11 +103,10 @@ ORDERS: list[msg.ToAgent] = [
     msg.TestAlone(limit_s=5.0),
     msg.TestPair(name="x", host="h", port=1, rank=0, limit_s=5.0),
     msg.TestOver(),
-    msg.Replicate(step=1, attempt=1, rank=0, part="all", sources=(PLAIN,), group=(1,), members=(MEMBER,)),
+    msg.Replicate(step=1, attempt=1, rank=0, part="all", sources=(PLAIN,)),
     msg.Sources(step=1, attempt=1, rank=0, sources=(PLAIN,)),
     msg.Committed(step=1, attempt=1),
     msg.Void(step=1, attempt=1),
-    msg.Forget(step=1, attempt=1, ranks=(0, 1)),
     msg.ForgetNewer(step=1),
     msg.GiveSlotsUp(),
     msg.Write(id="7", tier="shared", step=1, attempt=1, ranks=(0,), world=2, lead=True),
@@ -185,13 +183,6 @@ def test_what_is_no_message_is_named_as_well_as_can_be(payload: bytes, kind: str
     found = msg.read_said(payload)
     assert isinstance(found, msg.Strange)
     assert (found.kind, bool(found.why)) == (kind, True)
-
-
-def test_a_group_without_a_source_for_each_rank_is_no_order() -> None:
-    whole = msg.encode(msg.Replicate(step=1, attempt=1, rank=1, part="all", group=(1,), members=(MEMBER,)))
-    found = msg.read_order(whole.replace(b'"group":[1]', b'"group":[1,2]'))
-    assert isinstance(found, msg.Strange)
-    assert found.kind == "replicate"
 
 
 def test_fields_that_are_not_known_are_left_out() -> None:

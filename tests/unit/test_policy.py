@@ -51,7 +51,7 @@ checkpoint:
   cadence: 200 steps
   tiers:
     memory: {}
-    peer: {copies: 2, prefer: any, parity: 8}
+    peer: {copies: 2, prefer: any}
     local: {path: /scratch}
     shared: {keep: 5, every: 1m}
     object: {url: "s3://bucket/prefix", every: 2h}
@@ -73,7 +73,6 @@ failures: {requeues: 4, stop_grace: 20s, restarts: {infrastructure: 20 per 1d, a
         cadence_steps=200,
         memory=True,
         replicas=2,
-        parity=8,
         prefer_spares=False,
         local_path="/scratch",
         shared_every_s=60.0,
@@ -130,8 +129,15 @@ extend: other.yaml
     assert lines[1].endswith("unknown key (did you mean heartbeat?)")
     assert "write a number with a unit" in lines[2]
     assert lines[3].endswith("(did you mean shared?)")
-    assert lines[4].endswith("needs keys below it: copies, prefer, parity")
+    assert lines[4].endswith("needs keys below it: copies, prefer")
     assert lines[8].endswith("(did you mean extends?)")
+
+
+def test_a_key_of_an_earlier_version_is_told_what_became_of_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "p.yaml", "checkpoint: {tiers: {peer: {copies: 1, parity: 8}}}\n")
+    assert complaints(path) == [
+        f"{path.name}:1: checkpoint.tiers.peer.parity: is gone: other nodes hold whole replicas; leave it out"
+    ]
 
 
 def test_mistakes_come_by_file_and_line_whatever_the_file_is_called(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import msgspec
 from jurymast.core import within
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.cadence import Schedule
-from jurymast.core.checkpoints.copies import Member as Member
 from jurymast.core.checkpoints.copies import Part
 from jurymast.core.checkpoints.copies import Source as Source
 from jurymast.core.message import Strange as Strange
@@ -38,18 +37,9 @@ from jurymast.core.run.incident import Alert
 HeldTier = Annotated[str, msgspec.Meta(pattern=f"^({cp.MEMORY}|{cp.PEER}|{cp.LOCAL})$")]
 
 
-class MemberReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A rank's image that is part of an XOR."""
-
-    rank: int
-    size_bytes: int
-    common_bytes: int = 0
-    common_id: str = ""
-
-
 class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A verified copy of (a `part` of) an image on the reporting node; with `members` the XOR of that part of
-    their images. `size_bytes` is the whole image's size; the training stood still `stall_s` for it."""
+    """A verified copy of (a `part` of) an image on the reporting node. `size_bytes` is the whole image's
+    size; the training stood still `stall_s` for it."""
 
     tier: HeldTier
     step: int
@@ -60,20 +50,13 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     size_bytes: int
     common_bytes: int = 0
     common_id: str = ""
-    members: tuple[MemberReport, ...] = ()
     stall_s: float = 0.0
 
-    def on(self, node: str) -> tuple[cp.Copy, ...]:
-        """Return it as the supervisor counts it: one copy, or for an XOR one for each member."""
-        if not self.members:
-            return (self._copy(node, self, ()),)
-        group = tuple(one.rank for one in self.members)
-        return tuple(self._copy(node, one, group) for one in self.members)
-
-    def _copy(self, node: str, of: CopyReport | MemberReport, group: tuple[int, ...]) -> cp.Copy:
+    def on(self, node: str) -> cp.Copy:
+        """Return it as the supervisor counts it."""
         return cp.Copy(
-            node, self.tier, self.step, self.attempt, of.rank, self.world, self.part,
-            of.size_bytes, of.common_bytes, of.common_id, group,
+            node, self.tier, self.step, self.attempt, self.rank, self.world, self.part,
+            self.size_bytes, self.common_bytes, self.common_id,
         )  # fmt: skip
 
 
@@ -100,10 +83,9 @@ class Dropped(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Refused(ToSupervisor, frozen=True, kw_only=True):
-    """This node cannot give the memory for a replica; with a `group` not even for that group's XOR."""
+    """This node cannot give the memory for a replica."""
 
     why: str
-    group: tuple[int, ...] = ()
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -158,7 +140,6 @@ class Unreplicated(ToSupervisor, frozen=True, kw_only=True):
     rank: int
     part: Part
     why: str
-    group: tuple[int, ...] = ()
 
 
 class Written(ToSupervisor, frozen=True, kw_only=True):
@@ -198,20 +179,13 @@ class WriteProgress(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Replicate(ToAgent, frozen=True, kw_only=True):
-    """Hold this part of another node's image, from one of `sources`; with a `group` the XOR of that part of
-    all `members`."""
+    """Hold this part of another node's image, from one of `sources`."""
 
     step: int
     attempt: int
     rank: int
     part: Part
-    sources: tuple[Source, ...] = ()
-    group: tuple[int, ...] = ()
-    members: tuple[Member, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.group and not {member.rank for member in self.members} >= set(self.group):
-            raise ValueError("a group of which some rank's image is nowhere")
+    sources: tuple[Source, ...]
 
 
 class Sources(ToAgent, frozen=True, kw_only=True):
@@ -235,14 +209,6 @@ class Void(ToAgent, frozen=True, kw_only=True):
 
     step: int
     attempt: int
-
-
-class Forget(ToAgent, frozen=True, kw_only=True):
-    """Drop replicas of these ranks' images."""
-
-    step: int
-    attempt: int
-    ranks: tuple[int, ...]
 
 
 class ForgetNewer(ToAgent, frozen=True, kw_only=True):
@@ -286,7 +252,7 @@ class CancelWrite(ToAgent, frozen=True, kw_only=True):
 
 FromKeeper = Held | Dropped | Refused | Prefetched | AskSources | Unrestorable | Unreplicated
 AboutCheckpoints = FromKeeper | Foreseen | WriteReached | WriteProgress | Written
-KeeperOrder = Replicate | Sources | Committed | Void | Forget | ForgetNewer | GiveSlotsUp
+KeeperOrder = Replicate | Sources | Committed | Void | ForgetNewer | GiveSlotsUp
 CheckpointOrder = KeeperOrder | Write | ContinueWrite | CancelWrite
 
 

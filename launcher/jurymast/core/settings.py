@@ -30,7 +30,7 @@ class Settings:
 
     `node_lost_after_s` and `hang_s` are None for `auto`; `hang_s` 0 turns hang detection off. `cadence_steps`
     and `cadence_s` are both None for `auto`; at most one of them is set. `replicas` are copies of each image
-    on other nodes; with a `parity` of 2 or more, the XOR of groups of that many nodes instead.
+    on other nodes.
     `shared_every_s` is None for `auto`: every save if the cadence is given, otherwise the interval that loses
     least and leaves the storage idle nine tenths of the time. Paths and addresses are "" for off.
 
@@ -63,7 +63,6 @@ class Settings:
     cadence_s: float | None = None
     memory: bool = True
     replicas: int = 1
-    parity: int = 0
     prefer_spares: bool = True
     local_path: str = ""
     shared_every_s: float | None = None

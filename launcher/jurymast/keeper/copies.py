@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +27,6 @@ PATIENCE_S = 5.0
 _STATE_NAME = re.compile(r"step-\d+\.a\d+")
 _MANIFEST_NAME = re.compile(r"step-(\d+)\.a(\d+)/rank-(\d+)\.manifest")
 
-# Ranks whose parts are XORed; the lowest is the rank of that XOR's key and manifest.
-Group = tuple[int, ...]
-
 
 def trusted(data: bytes, key: ImageId) -> Manifest:
     """Parse the manifest in `data`. Raises BadImage if it is not of this image or lacks hashes."""
@@ -43,11 +40,7 @@ def trusted(data: bytes, key: ImageId) -> Manifest:
 
 
 class StoredCopy(core.KeptCopy):
-    """One image or one of its parts. Its bytes are at the offsets in the manifest, in a buffer or a file.
-
-    With `members` it is the XOR of that part of their images, block by block, with a `manifest` of its own.
-    It is served and verified like any other copy, but found only by its group.
-    """
+    """One image or one of its parts. Its bytes are at the offsets in the manifest, in a buffer or a file."""
 
     def __init__(
         self,
@@ -57,13 +50,11 @@ class StoredCopy(core.KeptCopy):
         place: MappedBuffer | Path,
         *,
         manifest_bytes: bytes = b"",
-        members: Sequence[Manifest] = (),
     ) -> None:
         number = place.number if isinstance(place, MappedBuffer) else 0
-        super().__init__(report_of(manifest, tier, part, members), number)
+        super().__init__(report_of(manifest, tier, part), number)
         self.manifest = manifest
         self.place = place
-        self.members = tuple(members)
         self.manifest_bytes = manifest_bytes or manifest.to_bytes()
         self.verified_at = 0.0  # time.monotonic()
 
@@ -83,19 +74,12 @@ class StoredCopy(core.KeptCopy):
         return start <= at and length >= 0 and at + length <= end
 
 
-def report_of(manifest: Manifest, tier: str, part: str, members: Sequence[Manifest] = ()) -> msg.CopyReport:
+def report_of(manifest: Manifest, tier: str, part: str) -> msg.CopyReport:
     """Return the report to the supervisor about such a copy."""
     return msg.CopyReport(
         tier=tier, step=manifest.step, attempt=manifest.attempt, rank=manifest.rank, world=manifest.world,
         part=part, size_bytes=manifest.size_bytes, common_bytes=manifest.common_bytes,
         common_id=manifest.common_id,
-        members=tuple(
-            msg.MemberReport(
-                rank=one.rank, size_bytes=one.size_bytes, common_bytes=one.common_bytes,
-                common_id=one.common_id,
-            )
-            for one in members
-        ),
     )  # fmt: skip
 
 
@@ -126,25 +110,19 @@ class CopyTable:
             if self._copies.get(copy.entry) is copy:
                 del self._copies[copy.entry]
 
-    def find(self, key: ImageId, tiers: tuple[str, ...] = core.TIERS, group: Group = ()) -> list[StoredCopy]:
-        """List copies of this image or its parts, best first; with a `group`, copies of that group's XOR."""
+    def find(self, key: ImageId, tiers: tuple[str, ...] = core.TIERS) -> list[StoredCopy]:
+        """List copies of this image or its parts, best first."""
         with self._lock:
-            return core.best_first(self._copies.values(), key, tiers, group)
+            return core.best_first(self._copies.values(), key, tiers)
 
-    def manifest(self, key: ImageId, group: Group = ()) -> tuple[Manifest, int] | None:
-        """Return (the image's manifest, the capacity of its largest buffer here or 0), or None. An image that
-        is only in an XOR here has a manifest as well."""
-        found = self.find(key, group=group)
-        if found:
-            return found[0].manifest, max(copy.capacity for copy in found)
-        members = [one for copy in self if copy.image[:2] == key[:2] for one in copy.members]
-        return next(((one, 0) for one in members if one.rank == key.rank), None) if not group else None
+    def manifest(self, key: ImageId) -> tuple[Manifest, int] | None:
+        """Return (the image's manifest, the capacity of its largest buffer here or 0), or None."""
+        found = self.find(key)
+        return (found[0].manifest, max(copy.capacity for copy in found)) if found else None
 
-    def acquire(
-        self, key: ImageId, at: int = 0, length: int | None = None, group: Group = ()
-    ) -> StoredCopy | None:
+    def acquire(self, key: ImageId, at: int = 0, length: int | None = None) -> StoredCopy | None:
         """Return a copy with these bytes (by default all), which do not change until `release`, or None."""
-        for copy in self.find(key, group=group):
+        for copy in self.find(key):
             if copy.has(at, copy.manifest.size_bytes - at if length is None else length) and self.read(copy):
                 return copy
         return None
@@ -158,7 +136,7 @@ class CopyTable:
         for own in self.find(key):
             same = own.image[:2], own.report.common_id
             for common in self:
-                fits = (common.image[:2], common.report.common_id) == same and not common.group
+                fits = (common.image[:2], common.report.common_id) == same
                 if own.part != OWN or not fits or common.part == OWN or not self.read(common):
                     continue
                 if self.read(own):

@@ -32,7 +32,7 @@ from jurymast.core.texts import memory_size
 from jurymast.errors import never
 from jurymast.keeper import memory
 from jurymast.keeper.copies import CopyTable, StoredCopy, local_copies
-from jurymast.keeper.gathering import Gatherer, Going, fetch, find, in_thread, mix, read_again, scrub, verify
+from jurymast.keeper.gathering import Gatherer, Going, fetch, find, in_thread, read_again, scrub, verify
 from jurymast.keeper.manifest import (
     BadImage,
     Manifest,
@@ -333,7 +333,7 @@ class Keeper:
             case do.AwaitReaders():
                 number = effect.buffer
                 self.copies.when_idle(self.buffers[number], lambda: self.act(self.machine.unread(number)))
-            case do.FindImages() | do.Verify() | do.Fetch() | do.Mix():
+            case do.FindImage() | do.Verify() | do.Fetch():
                 self.spawn(self._work(effect))
             case do.Hurry():
                 self._going[effect.number].stop.set()
@@ -440,7 +440,7 @@ class Keeper:
             why = str(error) or type(error).__name__
         self.act(self.machine.reserved(number, buffer.allocated, why))
 
-    async def _work(self, effect: do.FindImages | do.Verify | do.Fetch | do.Mix) -> None:
+    async def _work(self, effect: do.FindImage | do.Verify | do.Fetch) -> None:
         """Do slow work and give the machine its answer. An error is an answer as well, because other work
         waits for its turn."""
         number = effect.number
@@ -449,11 +449,11 @@ class Keeper:
         except Exception as error:
             why = (f"{type(error).__name__}: {error}",)
             match effect:
-                case do.FindImages():
-                    self.act(self.machine.found(number, Found((), passed_over=why)))
+                case do.FindImage():
+                    self.act(self.machine.found(number, Found(None, passed_over=why)))
                 case do.Verify():
                     self.act(self.machine.verified(number, None))
-                case do.Fetch() | do.Mix():
+                case do.Fetch():
                     allocated = self.buffers[effect.buffer].allocated
                     nothing = Filled(None, passed_over=why, allocated=allocated)
                     self.act(self.machine.fetched(number, nothing, time.monotonic()))
@@ -465,17 +465,15 @@ class Keeper:
         else:
             self.act(self.machine.verified(number, answer))
 
-    async def _answer(self, effect: do.FindImages | do.Verify | do.Fetch | do.Mix) -> Found | Filled | bool:
+    async def _answer(self, effect: do.FindImage | do.Verify | do.Fetch) -> Found | Filled | bool:
         gathering, going = self._gathering, self._going[effect.number]
         match effect:
-            case do.FindImages():
+            case do.FindImage():
                 return await find(gathering, going, effect)
             case do.Verify():
                 return await verify(self.copies, going, effect)
             case do.Fetch():
                 return await fetch(gathering, going, effect, self.buffers[effect.buffer])
-            case do.Mix():
-                return await mix(gathering, going, effect, self.buffers[effect.buffer])
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = background.start(work)

@@ -26,7 +26,7 @@ from jurymast.core.message import Strange, kind_of, reader
 from jurymast.core.messages import Source
 from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.foreign import open_own
-from jurymast.keeper.copies import CopyTable, Group, StoredCopy, trusted
+from jurymast.keeper.copies import CopyTable, StoredCopy, trusted
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, hash_block
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.reading import conclusive
@@ -39,13 +39,11 @@ from jurymast.wire.stream import Stream
 
 
 class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One rank's image of a state; with a `group` the XOR of these ranks' images, of which `rank` is the
-    lowest."""
+    """One rank's image of a state."""
 
     step: int
     attempt: int
     rank: int
-    group: tuple[int, ...] = ()
 
 
 class ToKeeper(msgspec.Struct, frozen=True, kw_only=True, tag_field="get", tag=kind_of):
@@ -130,11 +128,11 @@ def connect(source: Source, access: Access) -> Stream[Served]:
     raise failure
 
 
-def manifest_of(source: Source, access: Access, key: ImageId, group: Group = ()) -> tuple[Manifest, int]:
-    """Return (the image's manifest, the capacity of its buffer there or 0); with a `group`, those of the
-    group's XOR. Raises what `connect` raises, and BadImage."""
+def manifest_of(source: Source, access: Access, key: ImageId) -> tuple[Manifest, int]:
+    """Return (the image's manifest, the capacity of its buffer there or 0). Raises what `connect` raises, and
+    BadImage."""
     with closing(connect(source, access)) as connection:
-        connection.send(GetManifest(image=_named(key, group), ways=access.ways))
+        connection.send(GetManifest(image=_named(key), ways=access.ways))
         answer = _answer(connection, ManifestFollows, access)
         if not 0 < answer.length <= MANIFEST_BYTES_MAX:
             raise ProtocolError(f"a manifest of {answer.length} bytes")
@@ -147,23 +145,19 @@ def manifest_of(source: Source, access: Access, key: ImageId, group: Group = ())
 @dataclass
 class Filling:
     """An image that is being assembled in `buffer`, by one thread at a time; `stop` makes it give up soon.
-
-    `origin` is the offset in the image at which the buffer begins, `group` that of the XOR if this is one.
     `got` counts bytes by tier; `passed_over` says why sources did not serve, one line for each.
     """
 
     manifest: Manifest
     buffer: MappedBuffer
     part: str = ALL
-    missing: list[Block] = field(default_factory=list)
+    missing: list[Block] = field(init=False)
     got: dict[str, int] = field(default_factory=dict)
     passed_over: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
-    origin: int = 0
-    group: Group = ()
 
     def __post_init__(self) -> None:
-        self.missing = self.missing or blocks_of(self.manifest, self.part)
+        self.missing = blocks_of(self.manifest, self.part)
 
     @property
     def complete(self) -> bool:
@@ -174,16 +168,15 @@ class Filling:
         """Return the parts that are not complete."""
         return {block.part for block in self.missing}
 
-    def keep(self, part: str, tier: str, among: Sequence[Block] | None = None) -> bool:
-        """Count blocks of `part`, or the blocks `among` it, that are in the buffer already. Return False if
-        one is corrupt."""
-        wanted = self.wanted(part) if among is None else among
+    def keep(self, part: str, tier: str) -> bool:
+        """Count blocks of `part` that are in the buffer already. Return False if one is corrupt."""
+        wanted = self.wanted(part)
         good = [block for block in wanted if hash_block(self.view(block)) == block.hash]
         return self._take(good, tier) == len(wanted)
 
     def view(self, block: Block) -> memoryview:
         """Return the block's place in the buffer."""
-        return self.buffer.view(block.at - self.origin, block.at - self.origin + block.length)
+        return self.buffer.view(block.at, block.at + block.length)
 
     def from_file(self, name: str, path: Path | str, part: str, tier: str) -> str:
         """Take missing blocks from a file. Return what is damaged in it, or "". A file that did not serve is
@@ -222,7 +215,7 @@ class Filling:
         def work() -> None:
             try:
                 with closing(connect(source, access)) as connection:
-                    reasons.extend(self._pull(connection, access, _named(key, self.group), queue, good))
+                    reasons.extend(self._pull(connection, access, _named(key), queue, good))
             except _BROKEN as error:
                 reasons.append(_text(error))
 
@@ -301,9 +294,9 @@ def _answer(connection: Stream[Served], kind: type[Answer], access: Access) -> A
     raise ProtocolError(f"an answer to another request: {what}")
 
 
-def _named(key: ImageId, group: Group) -> ImageName:
+def _named(key: ImageId) -> ImageName:
     step, attempt, rank = key
-    return ImageName(step=step, attempt=attempt, rank=rank, group=group)
+    return ImageName(step=step, attempt=attempt, rank=rank)
 
 
 def _read(descriptor: int, at: int, view: memoryview) -> None:
@@ -416,7 +409,7 @@ class ImageServer:
                 else:
                     self._send_bytes(peer, request, way)
             case Check():
-                for copy in self._copies.find(_key(request.image), group=request.image.group):
+                for copy in self._copies.find(_key(request.image)):
                     self._doubt(copy)
                 peer.send(Doubted())
             case Strange():
@@ -426,7 +419,7 @@ class ImageServer:
 
     def _send_bytes(self, peer: Peer, request: GetBytes, way: str) -> None:
         image, at, length = request.image, request.at, request.length
-        held = self._copies.acquire(_key(image), at, length, image.group)
+        held = self._copies.acquire(_key(image), at, length)
         if held is None:
             peer.send(NOT_HELD)
             return
@@ -436,13 +429,11 @@ class ImageServer:
             self._copies.release(held)
 
     def _send_manifest(self, peer: Peer, image: ImageName, way: str) -> None:
-        key, group = _key(image), image.group
-        known, held = self._copies.manifest(key, group), self._copies.find(key, group=group)
-        if known is None:
+        held = self._copies.find(_key(image))
+        if not held:
             peer.send(NOT_HELD)
             return
-        manifest, capacity = known
-        data = held[0].manifest_bytes if held else manifest.to_bytes()
+        data, capacity = held[0].manifest_bytes, max(copy.capacity for copy in held)
         peer.send(ManifestFollows(length=len(data), way=way, capacity=capacity))
         peer.send_bytes(data, way)  # too large for a message
 

@@ -263,9 +263,6 @@ class Memory(Section):
 class Peer(Section):
     copies: OneOrMore = _key(1, "copies of each shard on other nodes")
     prefer: Literal["spares", "any"] = _key("spares", "whose memory holds them first")
-    parity: Count = _key(
-        0, "keep the XOR of groups of this many nodes instead of whole replicas: needs 1/N of the memory"
-    )
 
 
 class Local(Section):

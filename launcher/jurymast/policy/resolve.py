@@ -227,6 +227,10 @@ def _places(value: Any, key: Key) -> Iterator[Key]:
 DEFAULT = Origin("default")
 # Nothing implements these yet: a policy may only give the values that hold anyway.
 NOT_YET: tuple[Key, ...] = (("nodes", "min"), ("notify",))
+# Keys of earlier versions, and what became of them.
+GONE: dict[Key, str] = {
+    ("checkpoint", "tiers", "peer", "parity"): "is gone: other nodes hold whole replicas; leave it out"
+}
 
 
 @dataclass(frozen=True)
@@ -262,7 +266,6 @@ class Resolved:
             cadence_s=every.seconds,
             memory=tiers.memory is not None,
             replicas=tiers.peer.copies if tiers.memory and tiers.peer else 0,
-            parity=tiers.peer.parity if tiers.memory and tiers.peer else 0,
             prefer_spares=tiers.peer is None or tiers.peer.prefer == "spares",
             local_path=tiers.local.path if tiers.local else "",
             shared_every_s=tiers.shared.every,
@@ -323,7 +326,7 @@ def _problems(layer: Layer) -> Iterator[tuple[Origin, str]]:
         for one in error.errors(include_url=False):
             key = tuple(part for part in one["loc"] if part != "[key]")  # about a mapping's own names
             if one["type"] == "extra_forbidden":
-                what = f"unknown key{did_you_mean(str(key[-1]), _keys(key[:-1]))}"
+                what = GONE.get(key) or f"unknown key{did_you_mean(str(key[-1]), _keys(key[:-1]))}"
             elif one["type"] == "value_error":
                 what = str(one["ctx"]["error"])
             elif one["type"] == "string_too_short":

@@ -9,7 +9,7 @@ The decisions are made as in a run. `core.checkpoints.commit` and `writes` decid
 and `core.checkpoints.checkpoints` what is written before the nodes are released; one image stands for those
 of all ranks, because all are saved and written alike. `core.checkpoints.replicas` decides for all nodes who
 copies whose images. `core.checkpoints.checkpoints` decides what an attempt restores, from the copies of only
-those nodes that matter: the lost ones, the others of their XOR groups, and one that stands for the rest.
+those nodes that matter: the lost ones, and one that stands for the rest.
 
 Only durations are modelled here. The copy in a node's own memory exists once its stall is over, and
 survives its ranks. Copies ordered from other nodes are complete `Durations.copy_s` later.
@@ -36,7 +36,7 @@ from jurymast.core.checkpoints.cadence import NEVER, Cadence, next_save_step, pa
 from jurymast.core.checkpoints.checkpoints import RestoreChoice, Securing
 from jurymast.core.checkpoints.commit import Commit
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Holder, StateId
-from jurymast.core.checkpoints.replicas import Protection, Replicas, keeping
+from jurymast.core.checkpoints.replicas import Replicas, holders
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Launch, Record, Send
 from jurymast.core.nodes.silence import steady_limit_s
@@ -377,7 +377,7 @@ class SimTiers:
         self._state, self._d, self._nodes = state, durations, nodes
         wanted = state.settings
         preferred = spares if wanted.prefer_spares else 0
-        self._kept = _kept(nodes, preferred, wanted.replicas, wanted.parity)
+        self._holders = _holders(nodes, preferred, wanted.replicas)
         self._storage = None if durations.write_s is None else _Storage(state, durations.write_s, seed)
         self._direct: dict[StateId, int] = {}  # in storage, where ranks save to that
         # The two newest, as the newest may not be complete: which, and when that is or was.
@@ -454,7 +454,7 @@ class SimTiers:
     def _world(self) -> _World:
         # By this time the others have made new copies of those that were lost.
         lost = {place for at, place in self._losses if at >= self._halted_at - self._d.copy_s}
-        world = _World(self._kept, self._nodes, lost)
+        world = _World(self._holders, self._nodes, lost)
         if self._storage is not None:
             for key, complete_at in self._recent:
                 world.hold(key, replicated=complete_at <= self._halted_at)
@@ -576,14 +576,13 @@ class _Storage:
 
 
 class _World:
-    """The copies on the nodes at the places `lost`, on the others of their XOR groups, and on one node that
-    stands for the rest of all `nodes`."""
+    """The copies on the nodes at the places `lost`, and on one node that stands for the rest of all
+    `nodes`."""
 
-    def __init__(self, kept: Protection, nodes: int, lost: set[int]) -> None:
-        self._kept = kept
+    def __init__(self, holders: Mapping[str, tuple[str, ...]], nodes: int, lost: set[int]) -> None:
+        self._holders = holders
         self._lost = {f"n{place}" for place in lost}
-        self._groups = [group for group in kept.parity if any(place in group for place in lost)]
-        concerned = {place for place in lost if place < nodes}.union(*self._groups)
+        concerned = {place for place in lost if place < nodes}
         if len(concerned) < nodes:
             concerned.add(next(place for place in range(nodes) if place not in concerned))
         self._ranks = {place: rank for rank, place in enumerate(sorted(concerned))}
@@ -598,13 +597,8 @@ class _World:
             self._hold(image)
             if not replicated:
                 continue
-            for holder in self._kept.whole.get(image.node, ()):
+            for holder in self._holders.get(image.node, ()):
                 self._hold(msgspec.structs.replace(image, node=holder, tier=PEER))
-            for group in self._groups:
-                if place in group:
-                    ranks = tuple(self._ranks[one] for one in group)
-                    holder = self._kept.parity[group]
-                    self._hold(msgspec.structs.replace(image, node=holder, tier=PEER, group=ranks))
 
     def _hold(self, copy: Copy) -> None:
         if copy.node not in self._lost:
@@ -612,8 +606,8 @@ class _World:
 
 
 @lru_cache(maxsize=4)
-def _kept(nodes: int, spares: int, replicas: int, parity: int) -> Protection:
+def _holders(nodes: int, spares: int, replicas: int) -> dict[str, tuple[str, ...]]:
     """Return who holds what once all nodes, with one rank each, have saved. `spares` count if they are
     preferred."""
     names = [f"n{place}" for place in range(nodes + spares)]
-    return keeping(names[:nodes], 1, names[nodes:], {}, copies=replicas, parity=parity)
+    return holders(names[:nodes], names[nodes:], {}, replicas, ())

@@ -24,7 +24,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.commit import Commit, Rollback
 from jurymast.core.checkpoints.copies import RATES, RETRY_S, Copies, Holder, RestorePlan, Source, StateId
-from jurymast.core.checkpoints.replicas import Protection, Replicas
+from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Launch, Record, Send
 from jurymast.core.run.state import Phase, Role, RunState
@@ -51,17 +51,14 @@ class Need:
 
 
 def needs(
-    foreseen: Mapping[str, msg.Foreseen], placement: Sequence[str], ranks_per_node: int, kept: Protection
+    foreseen: Mapping[str, msg.Foreseen], placement: Sequence[str], holders: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Need]:
-    """Return the needs by node. `foreseen` has every node of the placement. What ranks share counts as
-    replicated."""
+    """Return the needs by node. `foreseen` has every node of the placement, `holders` who is to hold its
+    replicas. What ranks share counts as replicated."""
     held: dict[str, int] = {}
-    for node, holders in kept.whole.items():
-        for holder in holders:
+    for node, theirs in holders.items():
+        for holder in theirs:
             held[holder] = held.get(holder, 0) + foreseen[node].own_bytes
-    for group, holder in kept.parity.items():
-        longest = max(foreseen[placement[rank // ranks_per_node]].own_bytes for rank in group)
-        held[holder] = held.get(holder, 0) + longest // ranks_per_node
     return {
         node: Need(
             AT_ONCE * foreseen[node].image_bytes if node in foreseen else 0, AT_ONCE * held.get(node, 0)
@@ -97,12 +94,12 @@ class Shortages:
         return len(self._foreseen) >= len(placement) and all(node in self._foreseen for node in placement)
 
     def look(
-        self, placement: Sequence[str], ranks_per_node: int, kept: Protection, now: float
+        self, placement: Sequence[str], holders: Mapping[str, tuple[str, ...]], now: float
     ) -> list[Effect]:
         """Report each shortage once, when the reports are complete."""
         theirs = {node: self._foreseen[node] for node in placement}
         effects: list[Effect] = []
-        for node, need in needs(theirs, placement, ranks_per_node, kept).items():
+        for node, need in needs(theirs, placement, holders).items():
             room = self._rooms.get(node)
             if room is not None and need.total_bytes > room.free and self._told.get(node) != need:
                 self._told[node] = need
@@ -117,7 +114,7 @@ def _shortage(need: Need, room: msg.Room) -> str:
     consequence = (
         "all ranks will save to shared storage"
         if need.slots_bytes > room.free
-        else "replicas will be kept elsewhere, or as parity"
+        else "replicas will be kept elsewhere, or only in storage"
     )
     return (
         f"checkpoints will take {memory_size(need.total_bytes)} of this node's memory ({told}), but only "
@@ -339,7 +336,7 @@ class Checkpoints:
         before = self._holders.get(node)
         if before is not None and before.incarnation != hello.incarnation:
             effects += self.writes.lost(node, f"the agent of {node} restarted", now)
-        held = {copy for report in hello.copies for copy in report.on(node)}
+        held = {report.on(node) for report in hello.copies}
         gone = [copy for copy in self.copies.on(node) if copy not in held]
         for copy in gone:  # dropped as damaged, maybe, and its word of that was lost with the connection
             self._commit.corrupt(copy, f"{node} no longer has its image")
@@ -373,7 +370,7 @@ class Checkpoints:
             case msg.Dropped():
                 return self._dropped(node, message, now)
             case msg.Refused():
-                self.replicas.refused(node, parity=bool(message.group))
+                self.replicas.refused(node)
                 return [_noted(node, message.why, now)]
             case msg.Foreseen():
                 return self._foreseen(node, message, now)
@@ -406,22 +403,21 @@ class Checkpoints:
             if key in self._void or self.restore.is_void(key):
                 effects.append(Send(node, msg.Void(step=key.step, attempt=key.attempt)))
                 continue
-            copies = report.on(node)
-            if self.replicas.gives_up(copies[0]):
+            copy = report.on(node)
+            if self.replicas.gives_up(copy):
                 continue
-            for copy in copies:
-                self.copies.hold(copy)
-            self.replicas.held(copies[0])
+            self.copies.hold(copy)
+            self.replicas.held(copy)
             self._commit.held(key, report.stall_s)
         committed = self._commit.look(now)
         # At once, because until the state is replicated, the loss of a node destroys it.
         return [*effects, *committed, *(self.look(now) if committed else [])]
 
     def _dropped(self, node: str, message: msg.Dropped, now: float) -> list[Effect]:
-        for copy in message.copy.on(node):
-            self.copies.drop(copy)
-            if message.why:
-                self._commit.corrupt(copy, f"{node}: {message.why}")
+        copy = message.copy.on(node)
+        self.copies.drop(copy)
+        if message.why:
+            self._commit.corrupt(copy, f"{node}: {message.why}")
         self._gone(now)
         why = f"copy dropped: {message.why}"
         return [_noted(node, why, now)] if message.why else []
@@ -436,7 +432,7 @@ class Checkpoints:
         placement = self._state.placement
         if not self._shortages.complete(placement):
             return []
-        return self._shortages.look(placement, self._state.ranks_per_node, self.replicas.kept(now), now)
+        return self._shortages.look(placement, self.replicas.holders(now), now)
 
     def _prefetched(self, node: str, message: msg.Prefetched, now: float) -> list[Effect]:
         """Record an image that was brought, if this did not go as planned."""

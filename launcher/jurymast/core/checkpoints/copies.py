@@ -3,8 +3,7 @@
 An image is one rank's bytes of a state, that is, of one step of one attempt. A state is committed when agents
 hold every rank's image, hashed; it is restorable while every part of every rank's image has a copy somewhere.
 The common part, which is the same on data-parallel ranks, may come from any rank whose common part has the
-same hash. Where memory is short, a node keeps the XOR of several ranks' parts instead of the parts; any one
-rank's part of such a group can be computed from the others' and the XOR.
+same hash.
 
 A failed copy is tried again after a while. Several failures in a row mean that the two of a pair (a node and
 a tier, or two nodes) cannot reach each other, for whatever reason: then a third node takes over. After a
@@ -50,7 +49,7 @@ class ImageId(NamedTuple):
         return StateId(self.step, self.attempt)
 
 
-Place = tuple[str, str, str, tuple[int, ...]]  # node, tier, part, group
+Place = tuple[str, str, str]  # node, tier, part
 
 # Bytes per second and node, until a restore has been measured.
 RATES = {MEMORY: 8e9, PEER: 1.2e9, LOCAL: 1.0e9, SHARED: 0.5e9, OBJECT: 0.2e9}
@@ -74,8 +73,7 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
     """A verified copy of (a `part` of) one rank's image on one node, in the memory, peer or local tier.
 
     `size_bytes` is the size of the whole image; `common_bytes` and `common_id` are its common part's size and
-    hash. With a `group` this is no copy by itself: the node holds the XOR of this part of all these ranks'
-    images, and one such value stands for each of them.
+    hash.
     """
 
     node: str
@@ -88,39 +86,28 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
     size_bytes: int
     common_bytes: int = 0
     common_id: str = ""
-    group: tuple[int, ...] = ()
 
     @property
     def place(self) -> Place:
-        return (self.node, self.tier, self.part, self.group)
+        return (self.node, self.tier, self.part)
 
     @property
     def key(self) -> StateId:
         return StateId(self.step, self.attempt)
 
     def has(self, part: str) -> bool:
-        return not self.group and self.part in (ALL, part)
-
-    def helps(self, part: str) -> bool:
-        """Whether it gives this part, together with the others of its group."""
-        nothing = part == COMMON and not self.common_bytes
-        return bool(self.group) and (nothing or self.part in (ALL, part))
+        return self.part in (ALL, part)
 
     @property
     def part_bytes(self) -> int:
-        """The size of what is copied; for an XOR this rank's share of it, which is as long as the longest
-        part."""
+        """The size of what is copied."""
         own = self.size_bytes - self.common_bytes
         return {ALL: self.size_bytes, COMMON: self.common_bytes, OWN: own}[self.part]
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a node can get `part` of an image: from `rank`'s image on `node`, which is reached at one of its
-    `hosts`, to try in this order, and the `port` there. It counts as `tier`.
-
-    With a `group`, `node` has the XOR of that part of its ranks' images, and `members` lists where the
-    others' are.
-    """
+    `hosts`, to try in this order, and the `port` there. It counts as `tier`."""
 
     tier: str
     node: str
@@ -128,32 +115,20 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     port: int
     part: Part
     rank: int
-    group: tuple[int, ...] = ()
-    members: tuple[Member, ...] = ()
 
     def has(self, part: str) -> bool:
         return self.part in (ALL, part)
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of a group, and where its image is available."""
-
-    rank: int
-    sources: tuple[Source, ...]
-
-
 @dataclass
 class Holder:
     """How other agents reach this one's data. `incarnation` is new with every agent process. `full`: it
-    refused memory for a replica; `packed`: for parity as well, which is requested once more (until `retried`)
-    when it has given up older replicas. `slotless`: it was told that ranks save no more."""
+    refused memory for a replica. `slotless`: it was told that ranks save no more."""
 
     address: str
     port: int
     incarnation: str
     full: bool = False
-    packed: bool = False
-    retried: bool = False
     slotless: bool = False
 
 
@@ -335,13 +310,8 @@ class Copies:
 
     def replica_bytes(self, key: StateId) -> int:
         """Return the memory that replicas of this set take on all nodes together."""
-        sizes: dict[Place, int] = {}
-        for rank, held in self._of(key).held.items():
-            for copy in held.values():
-                if copy.tier == PEER:
-                    place = (*copy.place[:3], copy.group or (rank,))
-                    sizes[place] = max(sizes.get(place, 0), copy.part_bytes)
-        return sum(sizes.values())
+        held = (copy for copies in self._of(key).held.values() for copy in copies.values())
+        return sum(copy.part_bytes for copy in held if copy.tier == PEER)
 
     def nodes_with(self, key: StateId, rank: int, part: str) -> Set[str]:
         """Return the nodes that have a copy of this part of the rank's image, in any tier."""
@@ -350,7 +320,7 @@ class Copies:
         if part == COMMON and copies:
             first = next(iter(copies))
             if not first.common_bytes:
-                return {copy.node for copy in copies if not copy.group}
+                return {copy.node for copy in copies}
             alike = known.alike.get(first.common_id)
             return frozenset() if alike is None else alike.nodes.keys()
         return {copy.node for copy in copies if copy.has(part)}
@@ -365,69 +335,35 @@ class Copies:
         """Return True while every part of every rank's image has a copy."""
         world, whole = self.world(key), self._of(key).whole
         return world > 0 and all(
-            rank in whole
-            or all(
-                self.nodes_with(key, rank, part) or any(copy.helps(part) for copy in self.parities(key, rank))
-                for part in (COMMON, OWN)
-            )
+            rank in whole or all(self.nodes_with(key, rank, part) for part in (COMMON, OWN))
             for rank in range(world)
         )
-
-    def parities(self, key: StateId, rank: int) -> list[Copy]:
-        """Return the XORs that give the rank's part, because all others of their groups have copies."""
-        return [
-            copy
-            for copy in self._of(key).held.get(rank, {}).values()
-            if copy.group
-            and all(
-                self.nodes_with(key, other, part)
-                for other in copy.group
-                if other != rank
-                for part in parts_of(copy.part)
-            )
-        ]
 
     def sources(self, key: StateId, rank: int, node: str, part: str = ALL) -> tuple[Source, ...]:
         """Return where `node` can get the rank's image, or its own `part`, fastest first: its own memory,
         others' memory, disks."""
-        found = self._plain_sources(key, rank, node, part)
-        for copy in self.parities(key, rank):
-            members = self.members(key, [one for one in copy.group if one != rank], copy.part, node)
-            found.append(self._source(PEER, copy.node, copy.part, rank, copy.group, members))
-        return tuple(found)
-
-    def members(self, key: StateId, ranks: Iterable[int], part: str, node: str) -> tuple[Member, ...]:
-        """Return where `node` gets this part of the images that an XOR is made of or that are computed from
-        it."""
-        found = {rank: self._plain_sources(key, rank, node) for rank in ranks}
-        return tuple(
-            Member(rank=rank, sources=tuple(one for one in sources if part == ALL or one.has(part)))
-            for rank, sources in found.items()
-        )
+        known = self._of(key)
+        held = known.held.get(rank)
+        if not held:
+            return ()
+        found = [self._ranked(copy, node, copy.part, rank) for copy in held.values()]
+        if part == ALL:
+            alike = known.alike.get(next(iter(held.values())).common_id)
+            if alike is not None:
+                here = (node, MEMORY, ALL) in held  # true on all nodes except new ones
+                near = alike.near(rank, 1 if here else COMMON_SOURCES)
+                found += [self._ranked(copy, node, COMMON, rank) for copy in near]
+        # stable: equals stay in order
+        return tuple(source for _, source in sorted(found, key=itemgetter(0)))
 
     def has_whole(self, key: StateId, rank: int, node: str) -> Copy | None:
         """Return the rank's whole image in this node's memory, if it is there."""
-        return self._of(key).held.get(rank, {}).get((node, MEMORY, ALL, ()))
+        return self._of(key).held.get(rank, {}).get((node, MEMORY, ALL))
 
     def nodes_with_both(self, key: StateId, rank: int) -> list[str]:
         """Return the nodes that have both parts of the rank's image, though not in one piece."""
         common = self.nodes_with(key, rank, COMMON)
         return sorted(node for node in self.nodes_with(key, rank, OWN) if node in common)
-
-    def _plain_sources(self, key: StateId, rank: int, node: str, part: str = ALL) -> list[Source]:
-        known = self._of(key)
-        held = known.held.get(rank)
-        if not held:
-            return []
-        found = [self._ranked(copy, node, copy.part, rank) for copy in held.values() if not copy.group]
-        if part == ALL:
-            alike = known.alike.get(next(iter(held.values())).common_id)
-            if alike is not None:
-                here = (node, MEMORY, ALL, ()) in held  # true on all nodes except new ones
-                near = alike.near(rank, 1 if here else COMMON_SOURCES)
-                found += [self._ranked(copy, node, COMMON, rank) for copy in near]
-        # stable: equals stay in order
-        return [source for _, source in sorted(found, key=itemgetter(0))]
 
     def _ranked(self, copy: Copy, node: str, part: str, rank: int) -> tuple[tuple[bool, bool, int], Source]:
         here, disk = copy.node == node, copy.tier == LOCAL
@@ -435,15 +371,10 @@ class Copies:
         spread = (copy.rank - rank) % (copy.world or 1)  # so that not all nodes ask the same one
         return (disk, not here, spread), self._source(tier, copy.node, part, copy.rank)
 
-    def _source(
-        self, tier: str, node: str, part: str, rank: int, group: tuple[int, ...] = (),
-        members: tuple[Member, ...] = (),
-    ) -> Source:  # fmt: skip
+    def _source(self, tier: str, node: str, part: str, rank: int) -> Source:
         there = self.holders.get(node)
         hosts, port = ((there.address,), there.port) if there is not None else ((), 0)
-        return Source(
-            tier=tier, node=node, hosts=hosts, port=port, part=part, rank=rank, group=group, members=members
-        )
+        return Source(tier=tier, node=node, hosts=hosts, port=port, part=part, rank=rank)
 
 
 def _whole(copy: Copy) -> bool:
@@ -499,7 +430,7 @@ def _from_images(copies: Copies, key: StateId, placement: Sequence[str], ranks_p
                 continue
             for source, size in _cheapest(copies, key, rank, node):
                 tiers[source.tier] = tiers.get(source.tier, 0) + size
-                node_s += max(1, len(source.group)) * size / RATES[source.tier]
+                node_s += size / RATES[source.tier]
         slowest_s = max(slowest_s, node_s)
     return RestorePlan(key.step, key.attempt, MEMORY, _newest(key.step, slowest_s), slowest_s, tiers)
 

@@ -1,8 +1,6 @@
 """Has other nodes hold what the loss of a node would destroy, and lets older states go once that is done.
 
-Each image gets a replica on another node or, where memory is short, the XOR of a group of images is kept: the
-XOR of N ranks' parts, on a node that has none of them, takes 1/N of the memory. Like a replica it survives
-the loss of any one node, but not the loss of two nodes of one group.
+Each image gets a replica on another node. Where no node has the memory for it, only storage keeps the image.
 
 Going through the copies of a hundred thousand ranks takes a while, so it is done a few nodes at a time. In
 between, the caller handles messages and measures the time this takes.
@@ -10,11 +8,9 @@ between, the caller handles messages and measures the time this takes.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
@@ -37,14 +33,7 @@ from jurymast.core.run.state import Phase, Role, RunState
 
 # ---- who holds what
 
-# Nodes in a group when nodes turn out to have no memory for whole replicas.
-AUTO_NODES = 4
-XOR = ""  # in a pair, for the nodes whose images are in it
-NODES_MIN = 3
-
-Group = tuple[int, ...]
 Order = tuple[str, msg.Replicate]  # the node that gets it
-_Load = tuple[bool, int, str]  # whether it is no spare with room, what it holds, node
 
 
 def holders(
@@ -126,143 +115,11 @@ def missing_replicas(
                 lacks_common = part == ALL and holder not in have_common
                 if lacks_common or not (holder in have_own or len(have_own) > len(wanted)):
                     sources = copies.sources(key, rank, holder, part)
-                    orders.append((holder, _replicate(key, rank, part, sources=sources)))
+                    order = msg.Replicate(
+                        step=key.step, attempt=key.attempt, rank=rank, part=part, sources=sources
+                    )
+                    orders.append((holder, order))
     return orders
-
-
-@dataclass(frozen=True)
-class Protection:
-    """`whole`: for each active node the nodes that hold its replicas; `parity`: for each group of ranks the
-    node that holds their XOR; `bare`: the nodes for whose images no node has memory."""
-
-    whole: Mapping[str, tuple[str, ...]]
-    parity: Mapping[Group, str]
-    bare: frozenset[str] = frozenset()
-
-
-def keeping(
-    placement: Sequence[str],
-    ranks_per_node: int,
-    spares: Sequence[str],
-    domains: Mapping[str, str],
-    *,
-    copies: int,
-    parity: int,
-    full: Collection[str] = (),
-    packed: Collection[str] = (),
-    apart: Collection[Pair] = (),
-) -> Protection:
-    """Return who holds what: whole replicas, unless groups of `parity` nodes are requested. Nodes in `full`
-    have refused memory, and what finds no holder among the others is kept in groups; nodes in `packed` have
-    refused that, too. Pairs (holder, node) in `apart` cannot copy; with node "" the holder cannot make
-    XORs."""
-    whole = holders(placement, spares, domains, copies, full, apart)
-    packed = {*packed, *(holder for holder, node in apart if not node)}
-    if not copies:
-        return Protection(whole, {})
-    grouped = [node for node in placement if parity > 1 or not whole[node]]
-    if parity < 2 and (len(grouped) < 2 or len({*placement, *spares}) < NODES_MIN):
-        return Protection(whole, {}, frozenset(grouped))
-    no_room = {*full, *packed} if parity > 1 else set(packed)
-    nodes = [node for node in dict.fromkeys([*spares, *placement]) if node not in no_room]
-    count = -(-len(grouped) // (parity if parity > 1 else AUTO_NODES))
-    if set(nodes) <= set(grouped):
-        count = max(2, count)  # somebody must be left outside of each group
-    groups = [group for group in parity_groups(grouped, count, domains) if len(group) > 1]
-    held = _parity_holders(groups, placement, ranks_per_node, nodes, spares, domains)
-    in_groups = {node for group in groups for node in group}
-    whole = {node: () if node in in_groups else whole[node] for node in placement}
-    held_ranks = {rank for group in held for rank in group}
-    bare = [
-        node
-        for index, node in enumerate(placement)
-        if not whole[node] and index * ranks_per_node not in held_ranks
-    ]
-    return Protection(whole, held, frozenset(bare))
-
-
-def parity_groups(nodes: Sequence[str], count: int, domains: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Return `count` groups of nodes of nearly equal size. Where possible no group has two nodes of one
-    failure domain, or neighbors, which may fail together as well."""
-    spread = sorted(nodes, key=lambda node: domains.get(node, ""))  # stable: neighbours stay neighbours
-    return [tuple(spread[first::count]) for first in range(min(count, len(spread)))]
-
-
-def _parity_holders(
-    groups: Iterable[tuple[str, ...]],
-    placement: Sequence[str],
-    ranks_per_node: int,
-    nodes: Sequence[str],
-    spares: Sequence[str],
-    domains: Mapping[str, str],
-) -> dict[Group, str]:
-    """Choose for each group of ranks, one per node, a node outside: spares first, while they have room, then
-    a node in another failure domain than all members, then the node that has least to hold."""
-    first_rank = {node: index * ranks_per_node for index, node in enumerate(placement)}
-    room = dict.fromkeys(spares, NODES_PER_SPARE * ranks_per_node)
-    queue = [(room.get(node, 0) <= 0, 0, node) for node in nodes]
-    heapq.heapify(queue)
-    found: dict[Group, str] = {}
-    for members in groups:
-        for local in range(ranks_per_node):
-            chosen = _take(queue, set(members), domains)
-            if chosen is None:
-                break
-            _, load, holder = chosen
-            heapq.heappush(queue, (room.get(holder, 0) <= load + 1, load + 1, holder))
-            found[tuple(sorted(first_rank[node] + local for node in members))] = holder
-    return found
-
-
-def _take(queue: list[_Load], members: Set[str], domains: Mapping[str, str]) -> _Load | None:
-    """Take the first node out of the queue that is not a member; prefer one outside all members' domains if
-    it has as much room."""
-    theirs = {domains[node] for node in members if node in domains}
-    passed: list[_Load] = []
-    chosen: _Load | None = None
-    while queue and (chosen is None or queue[0][0] == chosen[0]):
-        one = heapq.heappop(queue)
-        apart = domains.get(one[2]) not in theirs
-        if one[2] in members or (chosen is not None and not apart):
-            passed.append(one)
-            continue
-        if chosen is not None:
-            passed.append(chosen)
-        chosen = one
-        if apart:
-            break
-    for one in passed:
-        heapq.heappush(queue, one)
-    return chosen
-
-
-def missing_parity(
-    copies: Copies, key: StateId, placement: Sequence[str], ranks_per_node: int, holding: Mapping[Group, str]
-) -> list[Order]:
-    """Return the XORs that must be made."""
-    orders: list[Order] = []
-
-    def elsewhere(rank: int, part: str) -> bool:
-        return len(copies.nodes_with(key, rank, part)) > 1
-
-    for group, holder in holding.items():
-        have_common = all(elsewhere(rank, COMMON) for rank in group)
-        if have_common and all(elsewhere(rank, OWN) for rank in group):
-            continue
-        part = OWN if have_common else ALL
-        own_nodes = {placement[rank // ranks_per_node] for rank in group}
-        made = any(
-            copy.group == group and copy.part in (ALL, part) and copy.node not in own_nodes
-            for copy in copies.of(key, group[0])
-        )
-        if not made:
-            members = copies.members(key, group, part, holder)
-            orders.append((holder, _replicate(key, group[0], part, group=group, members=members)))
-    return orders
-
-
-def _replicate(key: StateId, rank: int, part: str, **more: Any) -> msg.Replicate:
-    return msg.Replicate(step=key.step, attempt=key.attempt, rank=rank, part=part, **more)
 
 
 # ---- a few nodes at a time
@@ -275,10 +132,10 @@ REST_SHARE = 9.0
 @dataclass
 class _Pass:
     """A pass over the missing replicas of the state `key`, some nodes at a time. `place` is the next node's
-    group rank. It counts what was ordered. `kept`: who is to hold what, once the first node was handled."""
+    group rank. It counts what was ordered. `holders`: see `holders`, once the first node was handled."""
 
     key: StateId
-    kept: Protection | None = None
+    holders: Mapping[str, tuple[str, ...]] | None = None
     place: int = 0
     ordered: int = 0
 
@@ -291,12 +148,13 @@ class Replicas:
         self._holders = copies.holders
         self._domains: dict[str, str] = {}
         self._reach = Reachability()
-        self._ordered: dict[str, set[tuple[StateId, str, int, tuple[int, ...]]]] = {}  # by holder
+        self._ordered: dict[str, set[tuple[StateId, str, int]]] = {}  # by holder
         # By holder: what is older it gives up, as it was told, and a report of that is older than the order.
         self._given_up: dict[str, StateId] = {}
         self._pass: _Pass | None = None
         self._safe: StateId | None = None
         self._bare = False  # no node had memory for some of its replicas
+        self._settled: StateId | None = None  # nothing can be done for it any more
         self._told_safe: StateId | None = None
         self._dirty = False
         self._retry_at = math.inf
@@ -310,7 +168,7 @@ class Replicas:
             self._domains[node] = domain
         self._dirty = True
         if self._bare:  # it may have the memory that nobody had
-            self._safe = None
+            self._settled = None
         self._forget(node)
 
     def tell_safe(self, node: str) -> list[Effect]:
@@ -322,12 +180,10 @@ class Replicas:
         self._forget(node)
 
     def _forget(self, node: str) -> None:
-        """What this node was told, and failures with it, no longer count, nor do those of XORs: one of their
-        members may have been here."""
+        """What this node was told, and failures with it, no longer count."""
         self._ordered.pop(node, None)
         self._given_up.pop(node, None)
         self._reach.forget(node)
-        self._reach.forget(XOR)
 
     def gives_up(self, copy: Copy) -> bool:
         """Whether the copy's holder gives it up as soon as it hears what it was told, and says no more."""
@@ -337,33 +193,32 @@ class Replicas:
     def held(self, copy: Copy) -> None:
         self._dirty = True
         if copy.tier == cp.PEER:
-            self._reach.worked(self._pair(copy.node, copy.rank, copy.group))
+            self._reach.worked(self._pair(copy.node, copy.rank))
 
-    def refused(self, node: str, *, parity: bool) -> None:
-        """The node has no memory for more replicas, nor (`parity`) for XORs."""
+    def refused(self, node: str) -> None:
+        """The node has no memory for more replicas."""
         self._holders[node].full = True
-        self._holders[node].packed |= parity
         self._dirty = True
 
     def failed(self, node: str, message: msg.Unreplicated, now: float) -> bool:
         """An order could not be carried out. Returns True if that is news. It is tried again, or by other
         nodes."""
         key = StateId(message.step, message.attempt)
-        self._ordered.get(node, set()).discard((key, message.part, message.rank, message.group))
+        self._ordered.get(node, set()).discard((key, message.part, message.rank))
         self._retry_at = now + RETRY_S
-        pair = self._pair(node, message.rank, message.group)
+        pair = self._pair(node, message.rank)
         news = self._reach.failed(pair, now)
         if pair in self._reach.given_up(now):
             self._dirty = True  # others may hold it
         return news
 
-    def _pair(self, node: str, rank: int, group: tuple[int, ...]) -> tuple[str, str]:
-        return node, XOR if group else self._state.node_of(rank)
+    def _pair(self, node: str, rank: int) -> cp.Pair:
+        return node, self._state.node_of(rank)
 
     def order_anew(self, now: float) -> None:
         """Start again, because copies are lost: what was ordered, or looked at, no longer counts."""
         self._ordered.clear()
-        self._dirty, self._safe = True, None
+        self._dirty, self._safe, self._settled = True, None, None
         self._give_pass_up(now)
 
     # ---- looking for what is missing
@@ -381,7 +236,7 @@ class Replicas:
         if self._pass is not None or not due or self._state.phase is not Phase.RUNNING:
             return
         self._dirty, self._retry_at = False, math.inf
-        if key != self._safe:
+        if key != self._settled:
             self._forget_orders_before(key)
             self._pass, self._took_s = _Pass(key), 0.0
 
@@ -397,15 +252,15 @@ class Replicas:
         if self._state.phase is not Phase.RUNNING:
             self._give_pass_up(now)
             return []
-        kept = under_way.kept = under_way.kept or self.kept(now)
-        orders = self._missing(under_way, kept)
+        wanted = under_way.holders = under_way.holders or self.holders(now)
+        orders = self._missing(under_way, wanted)
         under_way.ordered += len(orders)
         effects = [effect for holder, order in orders for effect in self.order(holder, order)]
         if under_way.place >= len(self._state.placement):
             self._pass = None
             self._rest_until = now + REST_SHARE * self._took_s
             if not under_way.ordered and self._commit.whole():
-                effects += self._settle(under_way.key, now, safe=not kept.bare)
+                effects += self._settle(under_way.key, now, safe=not self._lacks_memory(wanted))
         return effects
 
     def took(self, seconds: float, now: float) -> None:
@@ -414,14 +269,14 @@ class Replicas:
         if self._pass is None:
             self._rest_until = now + REST_SHARE * self._took_s
 
-    def _missing(self, under_way: _Pass, kept: Protection) -> list[Order]:
+    def _lacks_memory(self, wanted: Mapping[str, tuple[str, ...]]) -> bool:
+        return self._state.settings.replicas > 0 and not all(wanted.values())
+
+    def _missing(self, under_way: _Pass, wanted: Mapping[str, tuple[str, ...]]) -> list[Order]:
         placement, count = self._state.placement, self._state.ranks_per_node
         places = range(under_way.place, min(under_way.place + SLICE_NODES, len(placement)))
         under_way.place = places.stop
-        found = missing_replicas(self._copies, under_way.key, placement, count, kept.whole, places)
-        if under_way.place >= len(placement):
-            found += missing_parity(self._copies, under_way.key, placement, count, kept.parity)
-        return found
+        return missing_replicas(self._copies, under_way.key, placement, count, wanted, places)
 
     def _give_pass_up(self, now: float) -> None:
         """Start again from the first node after a pause, because the state has changed meanwhile."""
@@ -429,15 +284,13 @@ class Replicas:
             self._dirty, self._rest_until = True, now + REST_SHARE * self._took_s
             self._pass = None
 
-    def kept(self, now: float) -> Protection:
-        """Return which nodes are to hold whose replicas."""
-        state, settings = self._state, self._state.settings
-        return keeping(
-            state.placement, state.ranks_per_node, self._spares(), self._domains,
-            copies=settings.replicas, parity=settings.parity,
-            full={name for name, node in self._holders.items() if node.full},
-            packed={name for name, node in self._holders.items() if node.packed},
-            apart=self._reach.given_up(now),
+    def holders(self, now: float) -> dict[str, tuple[str, ...]]:
+        """Return, for each active node, the nodes that are to hold its replicas: none if no node has memory
+        for them."""
+        full = [name for name, node in self._holders.items() if node.full]
+        return holders(
+            self._state.placement, self._spares(), self._domains, self._state.settings.replicas, full,
+            self._reach.given_up(now),
         )  # fmt: skip
 
     def _spares(self) -> list[str]:
@@ -451,41 +304,24 @@ class Replicas:
     def order(self, holder: str, order: msg.Replicate) -> list[Effect]:
         """Send an order once, to a node that is here, and not before somebody has what it is to copy: its
         failure would count against the node."""
-        if holder not in self._holders or not all(one.sources for one in order.members or (order,)):
+        if holder not in self._holders or not order.sources:
             return []
         key = StateId(order.step, order.attempt)
         ordered = self._ordered.setdefault(holder, set())
-        name = key, order.part, order.rank, order.group
+        name = key, order.part, order.rank
         if name in ordered:
             return []
         ordered.add(name)
         if cp.age(key) < cp.age(self._given_up.get(holder, key)):
             del self._given_up[holder]
-        room = self._make_room(key, holder, order.group) if order.group else []
-        return [*room, Send(holder, order)]
-
-    def _make_room(self, key: StateId, holder: str, group: tuple[int, ...]) -> list[Effect]:
-        """Drop whole replicas that a full node has of some ranks of a group, to make room for the XOR of the
-        group."""
-        if not self._holders[holder].full or not self._copies.in_memory(key):
-            return []
-        useless = [
-            copy
-            for rank in group
-            for copy in self._copies.of(key, rank)
-            if copy.node == holder and copy.tier == cp.PEER and not copy.group
-        ]
-        for copy in useless:
-            self._copies.drop(copy)
-        ranks = tuple(copy.rank for copy in useless)
-        return [Send(holder, msg.Forget(step=key.step, attempt=key.attempt, ranks=ranks))] if ranks else []
+        return [Send(holder, order)]
 
     # ---- what may go
 
     def _settle(self, key: StateId, now: float, *, safe: bool) -> list[Effect]:
         """Finish: every part is on as many nodes as wanted, or (not `safe`) as have memory for it. Agents may
         now give up older images."""
-        self._safe, self._bare = key, not safe
+        self._safe, self._settled, self._bare = key, key, not safe
         effects: list[Effect] = []
         replicated = safe and self._state.settings.replicas and len(self._holders) > 1
         if replicated and key != self._told_safe:
@@ -499,19 +335,20 @@ class Replicas:
     def give_up_older(self, key: StateId, nodes: Collection[str]) -> list[Effect]:
         committed = msg.Committed(step=key.step, attempt=key.attempt)
         older = [one for one in self._copies.newest_first() if cp.age(one) < cp.age(key)]
+        self._ask_again(older, nodes)
         for one in older:
-            self._ask_again(one)
             for node in [""] if len(nodes) == len(self._holders) else nodes:  # "": all
                 self._copies.drop_where(one, node=node, tiers=(cp.MEMORY, cp.PEER))
         self._given_up.update(dict.fromkeys(nodes, key))
         return [Send(node, committed) for node in nodes]
 
-    def _ask_again(self, key: StateId) -> None:
-        """Ask nodes again that give up their replicas of these images: they may have room for parity now."""
-        packed = {name for name, node in self._holders.items() if node.packed and not node.retried}
-        held = self._copies.every() if packed else ()
-        for name in packed & {copy.node for copy in held if copy.key == key and copy.tier == cp.PEER}:
-            self._holders[name].packed, self._holders[name].retried = False, True
+    def _ask_again(self, given_up: Collection[StateId], nodes: Iterable[str]) -> None:
+        """Ask full nodes again that give up replicas: one of a newer state has room where that was."""
+        full = {name for name in nodes if self._holders[name].full}
+        held = self._copies.every() if full else ()
+        for name in full & {copy.node for copy in held if copy.tier == cp.PEER and copy.key in given_up}:
+            self._holders[name].full = False
+            self._settled, self._dirty = None, True
 
     def check(self) -> None:
         """Check the invariants; AssertionError names the broken one."""

@@ -44,7 +44,7 @@ def durable_every_s(state: RunState, took_s: float, now: float) -> float | None:
         return None
     share = durable_share(
         *state.restores(),
-        copies_elsewhere=bool(settings.replicas or settings.parity) and len(state.nodes) > 1,
+        copies_elsewhere=bool(settings.replicas) and len(state.nodes) > 1,
     )
     cheap = Saving(known.stall_s, known.copy_s, known.slowdown)
     durable = Saving(0.0, took_s, known.slowdown)
@@ -254,7 +254,7 @@ class Writes:
         if own in self._holders and own not in unfit and self._copies.has_whole(key, rank, own):
             return own
         copies = [copy for copy in self._copies.of(key, rank) if copy.node in self._holders]
-        whole = [copy for copy in copies if copy.part == cp.ALL and not copy.group]
+        whole = [copy for copy in copies if copy.part == cp.ALL]
         whole.sort(key=lambda copy: (copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
         both = [node for node in self._copies.nodes_with_both(key, rank) if node in self._holders]
         return min([*(copy.node for copy in whole), *both], key=lambda node: node in unfit, default="")

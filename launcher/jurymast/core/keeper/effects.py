@@ -18,25 +18,23 @@ from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER, ImageId, 
 # The order in which a reader is served.
 TIERS = (MEMORY, PEER, LOCAL)
 
-Entry = tuple[ImageId, str, str, tuple[int, ...]]
+Entry = tuple[ImageId, str, str]
 
 
 class KeptCopy:
-    """One image or part of one, or with a `group` the XOR of that part of these ranks' images. `buffer`: the
-    number of the buffer that contains it; 0: it is on the node's own disk. The machine's caller adds what it
-    needs itself."""
+    """One image or part of one. `buffer`: the number of the buffer that contains it; 0: it is on the node's
+    own disk. The machine's caller adds what it needs itself."""
 
     def __init__(self, report: msg.CopyReport, buffer: int) -> None:
         self.report = report
         self.buffer = buffer
         self.image = ImageId(report.step, report.attempt, report.rank)
         self.tier, self.part = report.tier, report.part
-        self.group = tuple(one.rank for one in report.members)
 
     @property
     def entry(self) -> Entry:
         """The key of a copy; no two copies with the same key are held."""
-        return self.image, self.tier, self.part, self.group
+        return self.image, self.tier, self.part
 
     @property
     def age(self) -> tuple[int, int]:
@@ -47,11 +45,9 @@ class KeptCopy:
 Kept = TypeVar("Kept", bound=KeptCopy)
 
 
-def best_first(
-    copies: Iterable[Kept], image: ImageId, tiers: Collection[str] = TIERS, group: tuple[int, ...] = ()
-) -> list[Kept]:
-    """Return the copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
-    found = [one for one in copies if one.image == image and one.tier in tiers and one.group == group]
+def best_first(copies: Iterable[Kept], image: ImageId, tiers: Collection[str] = TIERS) -> list[Kept]:
+    """Return the copies of this image or parts of it, best first."""
+    found = [one for one in copies if one.image == image and one.tier in tiers]
     return sorted(found, key=lambda one: (one.part != ALL, TIERS.index(one.tier)))
 
 
@@ -193,12 +189,11 @@ class ForWork(Struct, frozen=True):
     number: int
 
 
-class FindImages(ForWork, frozen=True):
-    """Find the manifests of these ranks' images of a state, from any holder. Answered by `found`."""
+class FindImage(ForWork, frozen=True):
+    """Find the manifest of this image, here or from one of `sources`. Answered by `found`."""
 
-    step: int
-    attempt: int
-    wanted: tuple[msg.Member, ...]
+    image: ImageId
+    sources: tuple[msg.Source, ...]
 
 
 class Verify(ForWork, frozen=True):
@@ -221,16 +216,6 @@ class Fetch(ForWork, frozen=True):
     behind: bool
 
 
-class Mix(ForWork, frozen=True):
-    """Take the memory for `size` bytes of the buffer, and make the XOR of this part of the found images
-    there. Answered by `fetched`."""
-
-    part: str
-    buffer: int
-    size: int
-    members: tuple[msg.Member, ...]
-
-
 class Hurry(ForWork, frozen=True):
     """Answer soon: nobody wants this work any more."""
 
@@ -245,6 +230,6 @@ ForRanks = (
     | FailRestore
 )  # fmt: skip
 Effect = (
-    Tell | ForMemory | Serve | Unserve | AwaitReaders | ForRanks | FindImages | Verify | Fetch | Mix | Hurry
+    Tell | ForMemory | Serve | Unserve | AwaitReaders | ForRanks | FindImage | Verify | Fetch | Hurry
     | EndWork
 )  # fmt: skip

@@ -395,9 +395,9 @@ class Holding:
     def has(self, copy: KeptCopy) -> bool:
         return self.copies.get(copy.entry) is copy
 
-    def find(self, image: ImageId, tiers: Sequence[str], group: tuple[int, ...] = ()) -> list[KeptCopy]:
+    def find(self, image: ImageId, tiers: Sequence[str]) -> list[KeptCopy]:
         """Return copies as `best_first` does."""
-        return best_first(self.copies.values(), image, tiers, group)
+        return best_first(self.copies.values(), image, tiers)
 
     def buffer_of(self, copy: KeptCopy) -> Buffer | None:
         return self.memory.buffers.get(copy.buffer)
@@ -608,11 +608,6 @@ class Holding:
         for copy in idle:
             self.drop(copy)
         return bool(idle)
-
-    def forget(self, step: int, attempt: int, ranks: Iterable[int]) -> None:
-        """Drop replicas of these images."""
-        images = {(step, attempt, rank) for rank in ranks}
-        self._drop_where(lambda copy: copy.tier == PEER and not copy.group and copy.image in images)
 
     def forget_newer(self, step: int) -> None:
         """The run goes back to `step`: drop everything newer, so that nothing newer is restored."""

@@ -2,8 +2,8 @@
 
 A rank writes an image into a free slot; it is hashed and held, served to other nodes, lent to whoever writes
 it to storage, and goes when the supervisor says that a newer state is safe. The keeper holds replicas of
-other nodes' images, or the XOR of several, in case one of those nodes is lost. Before an attempt starts, it
-brings what its ranks restore into their slots.
+other nodes' images, in case one of those nodes is lost. Before an attempt starts, it brings what its ranks
+restore into their slots.
 """
 
 from __future__ import annotations
@@ -31,57 +31,40 @@ from jurymast.core.texts import memory_size
 from jurymast.errors import never
 
 AT_ONCE = 2
-Name = tuple[ImageId, str, tuple[int, ...]]
+Name = tuple[ImageId, str]
 
 
 class Replica(Work):
-    """One order. It waits for its turn, finds the images' manifests, takes memory, and fills it."""
+    """One order. It waits for its turn, finds the image's manifest, takes memory, and fills it."""
 
     def __init__(self, replicas: OwnReplicas, order: msg.Replicate) -> None:
         super().__init__(replicas.works)
         self._replicas = replicas
         self.order = order
         self.image: ImageId = ImageId(order.step, order.attempt, order.rank)
-        self.group = tuple(sorted(order.group))
-        self.name: Name = (self.image, order.part, self.group)
-        members = {one.rank: one for one in order.members}
-        if self.group:
-            self._wanted = tuple(members[rank] for rank in self.group)
-        else:
-            self._wanted = (msg.Member(rank=order.rank, sources=order.sources),)
+        self.name: Name = (self.image, order.part)
         self._extent = (0, 0)
 
     def begin(self) -> None:
-        step, attempt, _ = self.image
-        self.do(do.FindImages(self.number, step, attempt, self._wanted))
+        self.do(do.FindImage(self.number, self.image, self.order.sources))
 
     def found(self, found: Found) -> None:
         self.why += found.passed_over
-        if self.stopped or len(found.reports) < len(self._wanted):
-            if len(found.reports) < len(self._wanted):
-                self.why.append(f"no node has the image of rank {self._wanted[len(found.reports)].rank}")
+        if found.report is None:
+            self.why.append(f"no node has the image of rank {self.image.rank}")
+        if self.stopped or found.report is None:
             self._over()
-        elif self.group:
-            length = mixed_bytes(found.reports, self.order.part)
-            asked = f"the parity of {len(self.group)} ranks, {memory_size(length)}"
-            self._claim(asked, length, (0, length))
-        else:
-            # It may become a slot, but for now memory is taken only for this part.
-            start, end = extent(found.reports[0], self.order.part)
-            asked = f"a replica of rank {self.image.rank}, {memory_size(end - start)}"
-            self._claim(asked, found.slot_bytes, (start, end))
-
-    def _claim(self, asked: str, capacity: int, extent: tuple[int, int]) -> None:
-        self._extent = extent
-        self.memory.claim(Claim(self, asked, 1, capacity, extent))
+            return
+        # It may become a slot, but for now memory is taken only for this part.
+        self._extent = start, end = extent(found.report, self.order.part)
+        asked = f"a replica of rank {self.image.rank}, {memory_size(end - start)}"
+        self.memory.claim(Claim(self, asked, 1, found.slot_bytes, self._extent))
 
     def granted(self, buffers: list[Buffer]) -> None:
         self.own(buffers[0])
         order, (start, end), buffer = self.order, self._extent, buffers[0].number
         if self.stopped:
             self._over()
-        elif self.group:
-            self.do(do.Mix(self.number, order.part, buffer, end, self._wanted))
         else:
             self.do(
                 do.Fetch(
@@ -90,7 +73,7 @@ class Replica(Work):
             )
 
     def refused(self, why: str) -> None:
-        self.tell(msg.Refused(why=why, group=self.group))
+        self.tell(msg.Refused(why=why))
         self.why.append(why)
         self._over()
 
@@ -109,11 +92,7 @@ class Replica(Work):
         if not self.stopped and not self._replicas.here(self.name):
             step, attempt, rank = self.image
             why = "; ".join(self.why) or "no node has all of it"
-            self.tell(
-                msg.Unreplicated(
-                    step=step, attempt=attempt, rank=rank, part=self.order.part, why=why, group=self.group
-                )
-            )
+            self.tell(msg.Unreplicated(step=step, attempt=attempt, rank=rank, part=self.order.part, why=why))
 
 
 class OwnReplicas:
@@ -135,12 +114,12 @@ class OwnReplicas:
         assert not any(one.stopped for one in self.wanted.values())
 
     def here(self, name: Name) -> list[KeptCopy]:
-        image, part, group = name
-        found = self._holding.find(image, (MEMORY, PEER), group)
+        image, part = name
+        found = self._holding.find(image, (MEMORY, PEER))
         return [copy for copy in found if copy.part in (ALL, part)]
 
     def order(self, order: msg.Replicate) -> None:
-        name = (ImageId(order.step, order.attempt, order.rank), order.part, tuple(sorted(order.group)))
+        name = (ImageId(order.step, order.attempt, order.rank), order.part)
         here = self.here(name)
         if here:
             self._holding.tell(msg.Held(copies=tuple(copy.report for copy in here)))
@@ -177,12 +156,6 @@ def extent(report: msg.CopyReport, part: str) -> tuple[int, int]:
     if part == ALL:
         return 0, report.size_bytes
     return (0, report.common_bytes) if part == COMMON else (report.common_bytes, report.size_bytes)
-
-
-def mixed_bytes(members: Sequence[msg.CopyReport], part: str) -> int:
-    """Return the size of the XOR of this part of these images: that of the longest part."""
-    common = max(one.common_bytes for one in members) if part == ALL else 0
-    return common + max(one.size_bytes - one.common_bytes for one in members)
 
 
 class KeeperMachine:
@@ -353,10 +326,6 @@ class KeeperMachine:
                 self.replicas.order(order)
             case msg.Sources():
                 self.restores.sources(order)
-            case msg.Forget():
-                self.holding.forget(order.step, order.attempt, order.ranks)
-                images = {(order.step, order.attempt, rank) for rank in order.ranks}
-                self.replicas.stop(lambda one: not one.group and one.image in images)
             case msg.ForgetNewer():
                 self.holding.forget_newer(order.step)
                 self.replicas.stop(lambda one: one.image.step > order.step)

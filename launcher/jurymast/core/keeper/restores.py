@@ -22,11 +22,10 @@ from jurymast.core.texts import memory_size
 
 @dataclass(frozen=True)
 class Found:
-    """Manifests of images, in the order in which they were requested, up to the first that no node has.
-    `slot_bytes`: the size of the buffer for the first one as a slot; `passed_over`: why sources could not be
-    used, one line each."""
+    """The image that was looked for, or None if no node has it. `slot_bytes`: the size of a buffer for it as
+    a slot; `passed_over`: why sources could not be used, one line each."""
 
-    reports: tuple[msg.CopyReport, ...]
+    report: msg.CopyReport | None
     slot_bytes: int = 0
     passed_over: tuple[str, ...] = ()
 
@@ -121,38 +120,6 @@ def whom_to_ask(node: str, rank: int, sources: Sequence[msg.Source]) -> Iterator
             yield source
 
 
-@dataclass(frozen=True)
-class Ingredient:
-    """An image that goes into an XOR or is removed from it; with a `group` the XOR itself."""
-
-    image: ImageId
-    sources: tuple[msg.Source, ...]
-    group: tuple[int, ...] = ()
-
-
-def ingredients(image: ImageId, source: msg.Source) -> Iterator[Ingredient]:
-    """Return what this image's part is computed from: the XOR at `source`, then each other member. If one is
-    not available, all others are useless."""
-    step, attempt, rank = image
-    group = tuple(sorted(source.group))
-    xor = ImageId(step, attempt, group[0])
-    yield Ingredient(xor, (of_rank(source, group[0]),), group)
-    yield from (one for one in members(step, attempt, source.members) if one.image.rank != rank)
-
-
-def members(step: int, attempt: int, told: Sequence[msg.Member]) -> Iterator[Ingredient]:
-    """Return the members of an XOR, with sources of whole images only: no XOR is computed from another
-    one."""
-    for member in told:
-        plain = tuple(one for one in member.sources if not one.group)
-        yield Ingredient(ImageId(step, attempt, member.rank), plain)
-
-
-def of_rank(source: msg.Source, rank: int) -> msg.Source:
-    """Return this source for the image of `rank`. An XOR goes by its lowest rank."""
-    return msgspec.structs.replace(source, rank=rank, members=())
-
-
 class Bringing(Work):
     """One rank's restore. If this node has all or part of the image in memory, that is not copied: its buffer
     (the `base`) becomes the slot, and only what it lacks is fetched."""
@@ -245,13 +212,11 @@ class Bringing(Work):
             self._over()
 
     def _find(self) -> None:
-        step, attempt, rank = self.image
-        wanted = msg.Member(rank=rank, sources=self._sources)
-        self.do(do.FindImages(self.number, step, attempt, (wanted,)))
+        self.do(do.FindImage(self.number, self.image, self._sources))
 
     def found(self, found: Found) -> None:
         self.why += found.passed_over
-        if self.stopped or not found.reports:
+        if self.stopped or found.report is None:
             self._over()
         else:
             self._slot_bytes = found.slot_bytes

@@ -103,7 +103,6 @@ class Plan:
     cadence_steps: int | None
     room: int  # images of others that a node's memory takes
     faults: tuple[Fault, ...]
-    parity: int = 0  # nodes in a group of which only the XOR is kept; 0: whole replicas, while there is room
     last_step: int = 0  # after it the ranks end; 0: they never do
     copy_s: float = 0.0  # how long a node writes its share of a checkpoint; 0.0: for a moment
 
@@ -158,7 +157,6 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
     return Plan(
         seed, active, spares, chance.choice((1, 1, 2)), chance.choice((5, 5, None)),
         chance.choice((1, 8, 8, 8)), tuple(faults[:MOST_FAULTS]),
-        parity=chance.choice((0, 0, 0, 2, 3)),
         last_step=0 if only else chance.choice((0, 0, chance.randrange(*LAST_STEPS))),
         copy_s=chance.choice((0.0, 0.0, 0.0, 0.0, 0.0, round(chance.uniform(*SLOW_COPY_S), 1))),
     )  # fmt: skip
@@ -212,7 +210,7 @@ class Cluster:
         settings = Settings(
             cadence_steps=wanted.cadence_steps, max_loss_s=4.0, join_limit_s=30.0, start_limit_s=20.0,
             preflight_s=0.0, application=Budget(), shared_every_s=chance.choice((None, 10.0)),
-            parity=wanted.parity, attempts_without_step=ATTEMPTS_WITHOUT_STEP,
+            attempts_without_step=ATTEMPTS_WITHOUT_STEP,
         )  # fmt: skip
         self.plan = RunPlan(
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,

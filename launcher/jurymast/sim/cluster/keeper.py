@@ -4,7 +4,7 @@ everything with its agent."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,15 +14,7 @@ from jurymast.core.keeper import effects as core
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.holding import SLOTS, SlotState, round_up
 from jurymast.core.keeper.machine import KeeperMachine
-from jurymast.core.keeper.restores import (
-    Filled,
-    Found,
-    Ingredient,
-    ingredients,
-    members,
-    usable,
-    whom_to_ask,
-)
+from jurymast.core.keeper.restores import Filled, Found, usable, whom_to_ask
 from jurymast.core.messages import Room
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.sim.cluster.world import Steps, Token
@@ -38,14 +30,11 @@ WRONG = "wrong bytes"
 
 
 class SimImage(core.KeptCopy):
-    """What a keeper holds. `tokens`: its content by rank; more than one for an XOR."""
+    """What a keeper holds. `token`: its content."""
 
-    def __init__(
-        self, image: ImageId, world: int, tier: str, part: str, buffer: int, tokens: Mapping[int, Token]
-    ) -> None:
-        group = tuple(tokens) if len(tokens) > 1 else ()
-        super().__init__(report(image, world, tier, part, tokens[image.rank], group), buffer)
-        self.tokens = dict(tokens)
+    def __init__(self, image: ImageId, world: int, tier: str, part: str, buffer: int, token: Token) -> None:
+        super().__init__(report(image, world, tier, part, token), buffer)
+        self.token = token
         self.corrupt = False
         self.held_at = 0.0
 
@@ -61,39 +50,25 @@ class SimImage(core.KeptCopy):
     def world(self) -> int:
         return self.report.world
 
-    @property
-    def token(self) -> Token:
-        return self.tokens[self.rank]
-
     def has(self, part: str) -> bool:
-        """Whether it has this part by itself."""
-        return not self.group and self.part in (ALL, part)
+        return self.part in (ALL, part)
 
 
-def report(
-    image: ImageId, world: int, tier: str, part: str, token: Token, group: Sequence[int] = ()
-) -> msg.CopyReport:
+def report(image: ImageId, world: int, tier: str, part: str, token: Token) -> msg.CopyReport:
     common_id = "-".join(map(str, token.history))
     return msg.CopyReport(
         tier=tier, step=image.step, attempt=image.attempt, rank=image.rank, world=world, part=part,
         size_bytes=SIZE_BYTES, common_bytes=COMMON_BYTES, common_id=common_id,
-        members=tuple(
-            msg.MemberReport(
-                rank=rank, size_bytes=SIZE_BYTES, common_bytes=COMMON_BYTES, common_id=common_id
-            )
-            for rank in group
-        ),
     )  # fmt: skip
 
 
 @dataclass
 class _SimWork:
-    """Work. `tokens`: the content of the images that were found, by rank; `base`: what the buffer already
-    contains."""
+    """Work. `token`: the content of the image that was found; `base`: what the buffer already contains."""
 
     key: StateId = StateId(0, 0)
     world: int = 0
-    tokens: dict[int, Token] = field(default_factory=dict)
+    token: Token | None = None
     base: SimImage | None = None
     stop: bool = False
     why: list[str] = field(default_factory=list)
@@ -119,7 +94,7 @@ class SimKeeper:
 
     def of(self, key: StateId, rank: int) -> list[SimImage]:
         """Return the copies of this image, or of a part of it."""
-        return [image for image in self.held if image.image == (*key, rank) and not image.group]
+        return [image for image in self.held if image.image == (*key, rank)]
 
     def lend(self, key: StateId, rank: int) -> SimImage | None:
         """Return what storage gets: the image, or its own part if its common part is here as well."""
@@ -152,7 +127,7 @@ class SimKeeper:
         slot = next(slot for slot in mine.slots if slot.state is SlotState.FREE)
         assert slot.buffer is not None
         number, rank = slot.buffer.number, mine.rank
-        self._written[number] = SimImage(ImageId(*key, rank), world, MEMORY, ALL, number, {rank: token})
+        self._written[number] = SimImage(ImageId(*key, rank), world, MEMORY, ALL, number, token)
         self.act(self.machine.published(local, slot.number, stall_s))
 
     def obey(self, order: msg.KeeperOrder) -> None:
@@ -160,8 +135,6 @@ class SimKeeper:
         effects = self.machine.ordered(order)
         if isinstance(order, msg.Committed):
             oracle.may_go(self, self.machine.holding.committed)
-        elif isinstance(order, msg.Forget):
-            oracle.forgotten(self, StateId(order.step, order.attempt), order.ranks)
         self.act(effects)
 
     def doubt(self, image: SimImage) -> None:
@@ -215,14 +188,12 @@ class SimKeeper:
                 self.held.remove(effect.copy)
             case do.AwaitReaders(buffer):
                 self.act(machine.unread(buffer))
-            case do.FindImages():
+            case do.FindImage():
                 self.world.go(self.agent.process, self._find(effect))
             case do.Verify():
                 self._later(HASH_S, lambda: self._verify(effect))
             case do.Fetch():
                 self.world.go(self.agent.process, self._fetch(effect))
-            case do.Mix():
-                self.world.go(self.agent.process, self._mix(effect))
             case do.Hurry():
                 self._of(effect.number).stop = True
             case do.EndWork():
@@ -259,40 +230,33 @@ class SimKeeper:
 
     # ---- work
 
-    def known(self, key: StateId, rank: int) -> tuple[Token, int] | None:
-        """Return an image's token and world, also for one that is only part of an XOR."""
-        there = (one for one in self.held if one.key == key and rank in one.tokens)
-        return next(((one.tokens[rank], one.world) for one in there), None)
+    def known(self, image: ImageId) -> tuple[Token, int] | None:
+        """Return an image's token and world."""
+        return next(((one.token, one.world) for one in self.held if one.image == image), None)
 
-    def _find(self, effect: do.FindImages) -> Steps[None]:
-        """Look for each rank's image, on this node or the first source that knows it."""
+    def _find(self, effect: do.FindImage) -> Steps[None]:
+        """Look for the image, on this node or the first source that knows it."""
         going, why = self._of(effect.number), list[str]()
-        going.key = StateId(effect.step, effect.attempt)
-        for member in effect.wanted:
-            if going.stop:
-                break
-            known = self.known(going.key, member.rank)
-            sources = whom_to_ask(self.agent.site.name, member.rank, member.sources)
-            while known is None and (source := next(sources, None)) is not None:
-                other, trouble = yield from self._ask(source)
-                known = other.known(going.key, member.rank) if other is not None else None
-                if known is None:
-                    why.append(f"{source.node}: {trouble or 'not held'}")
+        image = effect.image
+        known = self.known(image)
+        sources = whom_to_ask(self.agent.site.name, image.rank, effect.sources)
+        while known is None and not going.stop and (source := next(sources, None)) is not None:
+            other, trouble = yield from self._ask(source)
+            known = other.known(image) if other is not None else None
             if known is None:
-                break
-            going.tokens[member.rank], going.world = known
-        reports = tuple(
-            report(ImageId(*going.key, rank), going.world, PEER, ALL, token)
-            for rank, token in going.tokens.items()
-        )
-        self.act(self.machine.found(effect.number, Found(reports, SLOT_BYTES, tuple(why))))
+                why.append(f"{source.node}: {trouble or 'not held'}")
+        found = None
+        if known is not None:
+            going.key, (going.token, going.world) = image.state, known
+            found = report(image, going.world, PEER, ALL, going.token)
+        self.act(self.machine.found(effect.number, Found(found, SLOT_BYTES, tuple(why))))
 
     def _verify(self, effect: do.Verify) -> None:
         copy, going = effect.copy, self._of(effect.number)
         assert isinstance(copy, SimImage)
         intact = copy in self.held and not copy.corrupt
         going.key, going.world = copy.key, copy.world
-        going.tokens[copy.rank] = copy.token
+        going.token = copy.token
         going.base = copy if intact else None
         self.act(self.machine.verified(effect.number, intact))
 
@@ -302,26 +266,15 @@ class SimKeeper:
         here = {part for part in (OWN, COMMON) if base is not None and base.has(part)}
         self._take(effect.buffer, effect.start, effect.end)
         if (yield from self._gather(going, rank, set(parts_of(effect.part)) - here, effect.sources)):
-            tokens = {rank: going.tokens[rank]}
-            copy = SimImage(effect.image, going.world, effect.tier, effect.part, effect.buffer, tokens)
+            assert going.token is not None
+            copy = SimImage(effect.image, going.world, effect.tier, effect.part, effect.buffer, going.token)
             copy.corrupt = base is not None and base.corrupt
         self._fetched(effect, going, copy, MANIFEST_BYTES if effect.behind else 0)
-
-    def _mix(self, effect: do.Mix) -> Steps[None]:
-        going, copy = self._of(effect.number), None
-        self._take(effect.buffer, 0, effect.size)
-        if (yield from self._gather_all(going, members(*going.key, effect.members), effect.part)):
-            tokens = {one.rank: going.tokens[one.rank] for one in effect.members}
-            image = ImageId(*going.key, effect.members[0].rank)
-            copy = SimImage(image, going.world, PEER, effect.part, effect.buffer, tokens)
-        self._fetched(effect, going, copy, 0)
 
     def _take(self, buffer: int, start: int, end: int) -> None:
         self._allocated[buffer] = min(self._capacity[buffer], max(self._allocated[buffer], end - start))
 
-    def _fetched(
-        self, effect: do.Fetch | do.Mix, going: _SimWork, copy: SimImage | None, behind: int
-    ) -> None:
+    def _fetched(self, effect: do.Fetch, going: _SimWork, copy: SimImage | None, behind: int) -> None:
         allocated = self._allocated[effect.buffer]
         fetched = Filled(copy, behind, {PEER: SIZE_BYTES}, tuple(going.why), allocated=allocated)
         self.act(self.machine.fetched(effect.number, fetched, self.world.now))
@@ -354,11 +307,8 @@ class SimKeeper:
             if going.stop:
                 break
             wanted = lacking & set(parts_of(source.part))
-            if source.group:
-                got, trouble = yield from self._rebuild(going, rank, source, wanted)
-            else:
-                other, trouble = yield from self._ask(source)
-                got, trouble = self._read(other, source, going, rank, wanted, trouble)
+            other, trouble = yield from self._ask(source)
+            got, trouble = self._read(other, source, going, rank, wanted, trouble)
             if got < wanted:
                 going.why.append(f"{source.node}: {trouble or 'not held'}")
             lacking.difference_update(got)
@@ -373,46 +323,16 @@ class SimKeeper:
         some: set[str] = set()
         for image in other.of(going.key, source.rank) if other is not None else ():
             theirs = {part for part in wanted if image.has(part) and (part == COMMON or rank == image.rank)}
-            if theirs and (image.corrupt or image.token != going.tokens[rank]) and other is not None:
+            if theirs and (image.corrupt or image.token != going.token) and other is not None:
                 other.doubt(image)
                 why = WRONG
             else:
                 some |= theirs
         return some, why
 
-    def _rebuild(
-        self, going: _SimWork, rank: int, source: msg.Source, wanted: set[str]
-    ) -> Steps[tuple[set[str], str]]:
-        """Compute a part from the XOR at `source` and the same part of its other members; returns as
-        `_read`."""
-        xor, *others = ingredients(ImageId(*going.key, rank), source)
-        other, trouble = yield from self._ask(source)
-        held = other.held if other is not None else []
-        found = next((one for one in held if one.key == going.key and one.group == xor.group), None)
-        if found is None or other is None:
-            return set(), trouble
-        if found.corrupt or found.tokens[rank] != going.tokens[rank]:
-            other.doubt(found)
-            return set(), WRONG
-        going.tokens |= found.tokens
-        whole = wanted & set(parts_of(found.part))
-        all_here = yield from self._gather_all(going, others, source.part)
-        return whole if all_here else set(), "a member is lost"
-
-    def _gather_all(self, going: _SimWork, wanted: Iterable[Ingredient], part: str) -> Steps[bool]:
-        """Fetch this part of all these images; returns whether all are here."""
-        for one in wanted:
-            here = yield from self._gather(going, one.image.rank, set(parts_of(part)), one.sources)
-            if not here:
-                return False
-        return True
-
 
 def whole(images: Iterable[SimImage], key: StateId, world: int) -> bool:
-    """Return whether these images give every rank's image of a state, directly or from the others of its
-    group and their XOR."""
+    """Return whether these images give every rank's image of a state."""
     good = [image for image in images if image.key == key and not image.corrupt]
     own = {image.rank for image in good if image.has(OWN)}
-    xors = [set(image.group) for image in good if image.group and image.part in (ALL, OWN)]
-    own |= {rank for group in xors if len(group - own) == 1 for rank in group}
     return any(image.has(COMMON) for image in good) and len(own) >= world

@@ -129,11 +129,6 @@ class Oracle:
         mine = self._shadow.get(keeper, [])
         self._shadow[keeper] = [image for image in mine if age(image.key) >= committed]
 
-    def forgotten(self, keeper: SimKeeper, key: StateId, ranks: Iterable[int]) -> None:
-        """Replicas were dropped to make room for parity."""
-        mine, gone = self._shadow.get(keeper, []), set(ranks)
-        self._shadow[keeper] = [i for i in mine if i.key != key or i.rank not in gone or i.tier == MEMORY]
-
     def best(self, seen_from: str, failed: Iterable[StateId] = (), told_s: float = TOLD_S) -> StateId | None:
         """Return the newest complete state that can certainly be reached, of which agents have told since
         `told_s`."""
