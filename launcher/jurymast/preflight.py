@@ -220,8 +220,6 @@ def main() -> int:
 
     import torch.distributed as dist
 
-    # MERGE
-
     listener = listen_at(os.environ.get(ADDRESS_VARIABLE, ""))
     port = listener.getsockname()[1]
     store = None

@@ -174,8 +174,6 @@ def test_ready_policies_fit_the_schema(path: Path) -> None:
         ("failures: {rate: 0}", ".failures.rate"),
         ("failures: {restarts: {application: 3 an hour}}", ".failures.restarts.application"),
         ("nodes_policy: {max_fraction: 120}", ".nodes_policy.max_fraction"),
-        ("notify: [{when: never, command: [a]}]", ".notify[].when"),
-        ("notify: [{when: stop, command: []}]", ".notify[].command"),
         ("extends: 3", ".extends"),
     ],
 )

@@ -242,12 +242,6 @@ class Section(BaseModel):
     )
 
 
-class Nodes(Section):
-    min: Annotated[int | None, _Written(read_none_or_one_or_more, {"type": "null"}, _ONE_OR_MORE)] = _key(
-        None, "smallest number of active nodes; refused, not supported yet"
-    )
-
-
 class Detect(Section):
     heartbeat: Duration = _key("0.5s", "how often each node's agent reports")
     node_lost_after: AutoDuration = _key("auto", "silence after which a node counts as lost")
@@ -378,13 +372,6 @@ class Network(Section):
     encrypt: OnOff = _key(False, "on: images are encrypted between nodes")
 
 
-class Notification(Section):
-    when: Literal["incident", "requeue", "stop", "end"] = Field(
-        description="the events for which it is called"
-    )
-    command: list[str] = Field(min_length=1, description="program and arguments; no shell")
-
-
 class Policy(Section):
     spares: Annotated[int | None, _Written(read_whole_number, _COUNT, auto=None)] = _key(
         "auto", "spare nodes kept warm: auto, or a number"
@@ -392,14 +379,12 @@ class Policy(Section):
     start: Literal["warm", "cold"] = _key(
         "warm", "warm: ranks start with torch loaded; cold: each rank loads it, as under torchrun"
     )
-    nodes: Nodes = _key({}, "bounds on the number of active nodes")
     detect: Detect = _key({}, "when something counts as failed")
     checkpoint: Checkpoint = _key({}, "when and where checkpoints are kept")
     failures: Failures = _key({}, "failure rate and restart budgets")
     nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes")
     health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
     network: Network = _key({}, "what nodes send each other")
-    notify: list[Notification] = _key([], "programs to call; refused, not supported yet")
 
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -226,10 +226,11 @@ def _places(value: Any, key: Key) -> Iterator[Key]:
 
 DEFAULT = Origin("default")
 # Nothing implements these yet: a policy may only give the values that hold anyway.
-NOT_YET: tuple[Key, ...] = (("nodes", "min"), ("notify",))
-# Keys of earlier versions, and what became of them.
-GONE: dict[Key, str] = {
-    ("checkpoint", "tiers", "peer", "parity"): "is gone: other nodes hold whole replicas; leave it out"
+# Keys that people may have or expect, and why there are none.
+ABSENT: dict[Key, str] = {
+    ("nodes",): "is not supported yet; leave it out",
+    ("notify",): "is not supported yet; leave it out",
+    ("checkpoint", "tiers", "peer", "parity"): "is gone: other nodes hold whole replicas; leave it out",
 }
 
 
@@ -317,16 +318,13 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
 
 def _problems(layer: Layer) -> Iterator[tuple[Origin, str]]:
     """(where, `key.path: what is wrong`) of each mistake."""
-    for key in NOT_YET:
-        if _value(layer.values, key):
-            yield layer.origin(key), f"{spelled(key)}: is not supported yet; leave it out"
     try:
         Policy.model_validate(layer.values)
     except ValidationError as error:
         for one in error.errors(include_url=False):
             key = tuple(part for part in one["loc"] if part != "[key]")  # about a mapping's own names
             if one["type"] == "extra_forbidden":
-                what = GONE.get(key) or f"unknown key{did_you_mean(str(key[-1]), _keys(key[:-1]))}"
+                what = ABSENT.get(key) or f"unknown key{did_you_mean(str(key[-1]), _keys(key[:-1]))}"
             elif one["type"] == "value_error":
                 what = str(one["ctx"]["error"])
             elif one["type"] == "string_too_short":
@@ -336,13 +334,6 @@ def _problems(layer: Layer) -> Iterator[tuple[Origin, str]]:
             else:
                 what = one["msg"].removeprefix("Input ")
             yield layer.origin(key), f"{spelled(key)}: {what}"
-
-
-def _value(values: Any, key: Key) -> Any:
-    """The value at `key`; None if there is none."""
-    for part in key:
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

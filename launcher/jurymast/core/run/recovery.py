@@ -2,8 +2,7 @@
 ranks, name the cause, choose an action, launch. `core.run.machine` calls it.
 
 The restart ladder chooses the cheapest safe action for a known cause, and gives the reason: 1. restart in
-place, 2. swap a spare in, 4. requeue without the bad nodes; or stop, if another attempt cannot help. (Rung 3,
-shrinking, is not supported.)
+place, 2. swap a spare in, 4. requeue without the bad nodes; or stop, if another attempt cannot help.
 """
 
 from __future__ import annotations
