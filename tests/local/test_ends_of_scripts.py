@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -168,6 +170,55 @@ def test_a_cancelled_script_has_the_time_to_save_though_other_ranks_are_gone(
         wait_gone(run.directory.root)
     assert (tmp_path / "saved").read_text() == "saved, ", run.story()
     assert state.phase.value == "cancelled"
+
+
+LEAVES = """import os, signal, sys, time
+import torch
+rank = int(os.environ["RANK"])
+def then(name):
+    while not os.path.exists(name):
+        time.sleep(0.01)
+def save(*_):
+    if rank == 0:
+        open("left", "w")
+        sys.exit(0)
+    then("left" if rank == 1 else "go")
+    if rank == 1:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+    open(f"saved-{rank}", "w")
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, save)
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+while True:
+    optimizer.step()
+    time.sleep(0.05)
+"""
+
+
+def test_ranks_save_on_after_a_signal_though_others_have_left_and_one_has_lost_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under srun; they do not even catch the SIGTERM that would end them. A rank of the same node, too."""
+    script = tmp_path / "train.py"
+    script.write_text(LEAVES)
+    monkeypatch.chdir(tmp_path)
+    each = ("--nodes", "2", "--spares", "0", "--nproc-per-node", "3")
+    with local_run(tmp_path / "runs", *each, script=str(script)) as run:
+        nodes = run.wait_step(1).placement
+        for node in nodes:
+            os.kill(run.agent_pid(node), signal.SIGUSR1)
+        run.wait("the signal", lambda s: s.warned == 1)
+        for pid in [pid for node in nodes for pid in run.pids(node)]:
+            os.kill(pid, signal.SIGUSR1)
+        run.wait("a rank that fails", lambda s: bool(s.findings.failures or s.incidents))
+        (tmp_path / "go").touch()
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert {file.name for file in tmp_path.glob("saved-*")} == {f"saved-{rank}" for rank in (2, 3, 4, 5)}, (
+        run.story()
+    )
+    assert (state.attempt, state.incidents[-1].action) == (1, "stop"), run.story()
 
 
 DIVERGES = """import jurymast, torch

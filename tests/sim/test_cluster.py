@@ -54,6 +54,10 @@ MENDED = {
         '{"at":1.31,"kind":"storage hangs","node":1,"seconds":20.43},'
         '{"at":10.63,"kind":"half told","node":3,"other":2,"when":"launching"}]}'
     ),
+    "a node whose task has failed is away for a moment, and dismissed when it is back": (
+        '{"seed":1034,"active":2,"spares":0,"ranks":1,"cadence_steps":5,"room":1,"tasks":true,"faults":['
+        '{"at":10.43,"kind":"freeze","node":1,"seconds":4.0}]}'
+    ),
     "a rank fails within a second of a stray SIGTERM": (
         '{"seed":537,"active":4,"spares":1,"ranks":1,"cadence_steps":null,"room":8,"faults":['
         '{"at":8.46,"kind":"signal all","node":0,"other":4},{"at":8.89,"kind":"rank","node":1,"other":4}]}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -25,12 +26,13 @@ from jurymast.core.nodes import silence
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.stragglers import Windows
 from jurymast.core.nodes.watch import Watch
-from jurymast.core.run import ends, loops, machine, recovery
+from jurymast.core.run import ends, leaving, loops, machine, recovery, tasks
 from jurymast.core.run.attribution import cause_of_end
 from jurymast.core.run.state import Node, RunState
 from jurymast.core.supervision import machine as supervision
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.machine import Supervision
+from jurymast.sim.cluster import caught
 from jurymast.sim.cluster.agent import SimHost
 from jurymast.sim.cluster.cluster import Fault, Plan, random_plan
 from jurymast.sim.cluster.supervisor import SimSupervisor
@@ -137,6 +139,24 @@ def _ever_more_patient(state: RunState, event: ev.RanksHung) -> Any:
     return decided
 
 
+def _dismissed_has_not_ended(state: RunState, event: ev.WorkersStopped) -> Any:
+    had_finished = event.node in state.finished
+    decided = machine._workers_stopped(state, event)
+    if had_finished:
+        state.finished.discard(event.node)
+    return decided
+
+
+def _first_code(state: RunState) -> Any:
+    first, *_ = state.findings.failures.values()
+    code = first.exit_code if first.exit_code > 0 else 128 - first.exit_code
+    return recovery.finish(state, "failed", code, "a task failed")
+
+
+def _ever(self: RunState, now: float) -> bool:
+    return self.warned == self.attempt > 0
+
+
 _failed = cp.Reachability.failed
 
 
@@ -149,6 +169,11 @@ def _each_failure_counts(self: cp.Reachability, pair: cp.Pair, now: float) -> bo
 def of(*kinds: str) -> Plans:
     """Random plans of these kinds of faults, of all if none is named."""
     return partial(random_plan, only=kinds)
+
+
+def of_tasks(*kinds: str) -> Plans:
+    """The same for a run of independent tasks."""
+    return lambda seed: replace(random_plan(seed, only=kinds), tasks=True)
 
 
 def exactly(faults: Callable[[Random], tuple[Fault, ...]]) -> Plans:
@@ -346,6 +371,10 @@ def _signalled_while_slurm_is_silent(chance: Random) -> tuple[Fault, ...]:
     return Fault(at, "slurm silent", seconds=30.0), Fault(at + 0.5, "signal all")
 
 
+def _preempted(chance: Random) -> tuple[Fault, ...]:
+    return (Fault(chance.uniform(6.0, 12.0), "preempted"),)
+
+
 def never_beyond_a_step(chance: Random) -> tuple[Fault, ...]:
     return (Fault(chance.uniform(6.0, 12.0), "breaks", seconds=400.0),)
 
@@ -501,6 +530,30 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "10: a rollback that no supervisor was asked for is only noted": (
         exactly(rolled_back_at_a_takeover),
         [(restoring.RestoreChoice, "missed_rollback", lambda *_: None)],
+    ),
+    "13: tasks that are done begin again with the others": (
+        of_tasks("power", "restart"),
+        [(tasks, "ended", lambda _: ())],
+    ),
+    "14: a run of tasks ends with the code of the first that failed": (
+        of_tasks("rank", "snap"),
+        [(recovery, "tasks_ended", _first_code)],
+    ),
+    "8: tasks that have ended go on once their node is dismissed": (
+        of_tasks("freeze", "cut", "isolate"),
+        [(machine, "_HANDLERS", {**_handlers, ev.WorkersStopped: _dismissed_has_not_ended})],
+    ),
+    "8: ranks that leave as Slurm ends the job have finished their training": (
+        lambda seed: replace(exactly(_preempted)(seed), at_term=caught.LEAVES),
+        [(Ranks, "terminated", lambda _: None)],
+    ),
+    "15: a rank that loses those that left ends those that save": (
+        of("caught"),
+        [(leaving, "may_explain", lambda *_: False)],
+    ),
+    "6: a signal that ranks caught once explains every silence": (
+        of("caught"),
+        [(RunState, "may_leave", _ever)],
     ),
     "10: a rollback is forgotten": (
         of("rollback", "rank", "supervisor"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from jurymast.core import messages as msg
+from jurymast.core.host_messages import read_host
 
 LIMIT_S = 90.0
 # In a process of its own: it ends with its agent.
@@ -40,4 +41,4 @@ def test_a_launch_that_was_stopped_already_is_answered_with_a_word_that_the_host
             )  # fmt: skip
         words = ours.recv(4096).splitlines()
     assert done.stdout == "4\n"
-    assert [msg.read_host(word) for word in words] == [msg.Ready(store_port=4000)] * 2
+    assert [read_host(word) for word in words] == [msg.Ready(store_port=4000)] * 2

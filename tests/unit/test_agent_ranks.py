@@ -352,6 +352,14 @@ def test_a_supervisor_knows_of_cold_starts_on_other_nodes() -> None:
     assert ranks.prepared(1, 2.0) == [do.StartRanks(launch(1, cold=True), cold=True)]
 
 
+def test_the_host_learns_of_a_signal_that_ranks_catch() -> None:
+    """They may leave, some before others, and it must not end the others for that."""
+    event = within.Warned()
+    assert running().rank_said(event, 4.0) == [
+        do.Send(msg.RankEvent(attempt=1, event=event)), do.PartRanks(1)
+    ]  # fmt: skip
+
+
 def test_a_script_that_cannot_use_what_was_loaded_ahead_starts_cold_from_then_on() -> None:
     ranks = running()
     event = within.ColdStart(why="a fork is of no use", seconds=2.0)

@@ -6,10 +6,14 @@ import pytest
 from msgspec import structs
 
 from jurymast.core import events as ev
+from jurymast.core.effects import StopWorkers
 from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
 from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
 from jurymast.core.run import recovery
 from jurymast.core.run.attribution import Surroundings, attribute, describe_exit
+from jurymast.core.run.leaving import NEWS_S
+from jurymast.core.run.state import LEAVE_S
+from jurymast.errors import RunFailedError
 from support.attribution import found
 from support.stories import Story
 
@@ -207,6 +211,7 @@ def test_ranks_that_leave_after_a_signal_that_they_catch_end_the_training(
     for attempt in (1, 2):
         if attempt == 2:
             story.failed(0, exit_code=1)
+            story.wait(NEWS_S)
             story.stopped()
             story.backed_off().ranks_up()
         if attempt == caught_in:
@@ -215,10 +220,49 @@ def test_ranks_that_leave_after_a_signal_that_they_catch_end_the_training(
         story.hung()
     else:
         story.failed(0, error="RuntimeError", message="Connection closed by peer [10.0.0.3]:4711")
+    story.wait(NEWS_S)
     story.feed(ev.RanksEnded(t=story.t, attempt=story.state.attempt, ranks=(1,)))
     story.stopped()
     assert (story.incident.cause, story.incident.action) == ("worker_exit", action)
     assert ("caught a signal" in story.incident.why) is (action == "stop")
+
+
+CLOSED = "Connection closed by peer [10.0.0.3]:4711"
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "ends_with"), [(143, "", 143), (1, "RuntimeError", RunFailedError.exit_code)],
+    ids=["by the signal", "for its peer"],
+)  # fmt: skip
+def test_ranks_save_until_they_leave_though_others_have_left_before(
+    code: int, error: str, ends_with: int
+) -> None:
+    """After a signal that they caught. Then the run ends, as a step would."""
+    story = Story(active=3).running()
+    story.feed(ev.Signalled(t=story.t, signal=ev.CAUGHT))
+    assert story.failed(0, exit_code=code, error=error, message=CLOSED if error else "") == []
+    if code == 1:
+        story.feed(ev.RanksEnded(t=story.t, attempt=1, ranks=(2,)))
+    failed, *others = story.state.placement
+    assert story.feed(ev.WorkersStopped(t=story.t, node=failed, attempt=1, store_port=29000)) == []
+    assert story.wait(LEAVE_S / 2) == []
+    for node in others:
+        story.feed(ev.NodeFinished(t=story.t, node=node, attempt=1))
+    story.feed(ev.RanksEnded(t=story.t, attempt=1, ranks=(1, 2)))
+    story.stopped()
+    assert (story.incident.action, story.state.attempt, story.state.exit_code) == ("stop", 1, ends_with)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_rank_that_fails_after_a_signal_ends_the_others_if_they_do_not_leave(left: bool) -> None:
+    story = Story(active=3).running()
+    story.feed(ev.Signalled(t=story.t, signal=ev.CAUGHT))
+    assert story.failed(0, error="RuntimeError", message=CLOSED) == []
+    if left:
+        story.feed(ev.RanksEnded(t=story.t, attempt=1, ranks=(2,)))
+        assert story.wait(LEAVE_S - 10.0) == []
+    stop = [one for one in story.wait(10.0 if left else NEWS_S) if isinstance(one, StopWorkers)]
+    assert [set(one.nodes) for one in stop] == [{*story.state.placement}]
 
 
 @pytest.mark.parametrize("hangs", [False, True])

@@ -35,6 +35,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.copies import ImageId
+from jurymast.core.host_messages import read_host
 from jurymast.core.message import Strange
 from jurymast.core.settings import RunPlan
 from jurymast.errors import (
@@ -273,7 +274,7 @@ PARSERS = {
     "what keepers ask": Parser(messages(keepers.read_request), right(GET)),
     "what keepers answer": Parser(messages(keepers.read_served), right(FOLLOW)),
     "what ranks say": Parser(messages(within.read_rank), right({"event": "Image", "local_rank": 0})),
-    "what hosts say": Parser(messages(msg.read_host), right(msg.Ready(store_port=1))),
+    "what hosts say": Parser(messages(read_host), right(msg.Ready(store_port=1))),
     "what ranks tell each other": Parser(
         of_ranks, right(["tuple", ["dict", ["tuple", "a", ["list", 1]]], True])
     ),

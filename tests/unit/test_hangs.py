@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record, Send
@@ -46,14 +48,17 @@ class Silent:
                 stands = {self.state.placement.index(effect.node): Stand(*answer, answer[1])}
                 self.hangs.looked(msg.Looked(attempt=look.attempt, number=look.number, stands=stands))
 
-    def passes(self, seconds: float, quiet_s: float = 60.0, *, ended: bool = False) -> bool:
-        """True when a hang was told of by then. `ended`: the last rank has come to its end."""
+    def passes(
+        self, seconds: float, quiet_s: float = 60.0, *, ended: bool = False, gone: Collection[str] = ()
+    ) -> bool:
+        """True when a hang was told of by then. `ended`: the last rank has come to its end; `gone`: nodes
+        without ranks, of which nothing is reported."""
         for _ in range(round(seconds / TICK_S)):
             self.clock.now += TICK_S
             for node in self.state.placement:
                 phase = "done" if ended and node == self.state.placement[-1] else "stepping"
                 silent = reported(quiet_s=quiet_s, beat_s=quiet_s, longest_s=0.5, idle_s=quiet_s, phase=phase)
-                self.reports.beat(node, beat_of(self.state.attempt, [silent]))
+                self.reports.beat(node, beat_of(self.state.attempt, [] if node in gone else [silent]))
             self.does(self.hangs.tick(self.story.t))
             if any(isinstance(event, ev.RanksHung) for event in self.fed):
                 return True
@@ -192,6 +197,16 @@ def test_ranks_that_still_save_when_others_have_left_after_a_signal_do_not_hang(
         if caught:
             silent.story.feed(ev.Signalled(t=silent.story.t, signal=ev.CAUGHT))
         assert silent.passes(60.0, quiet_s=5000.0, ended=ended) is hangs, (caught, ended)
+
+
+def test_who_takes_over_finds_a_hang_where_the_ranks_of_a_node_ended_before() -> None:
+    """That node reports no ranks any more."""
+    silent = Silent()
+    silent.answers = dict.fromkeys(silent.state.placement, (COLLECTIVE, "in all_reduce at a.py:1"))
+    gone = silent.state.placement[-1]
+    silent.story.feed(ev.NodeFinished(t=silent.story.t, node=gone, attempt=1))
+    assert silent.passes(60.0, quiet_s=5000.0, gone=[gone])
+    assert silent.reports.ended(silent.story.t) == {silent.state.places[gone]: True}
 
 
 def test_ranks_that_train_on_after_a_signal_hang_like_others() -> None:

@@ -188,6 +188,25 @@ def test_a_node_whose_tasks_have_all_ended_is_not_missed() -> None:
     assert story.last(Finish).state == "succeeded"
 
 
+def test_a_node_whose_tasks_have_ended_is_not_awaited_again_once_it_is_dismissed() -> None:
+    """It was away for a moment, and counts as lost."""
+    story = tasks(ranks_per_node=2)
+    first, second = story.state.placement
+    told_done(story, 0, 1)
+    story.feed(ev.NodeFinished(t=story.t, node=first, attempt=1))
+    story.lost(first)
+    known = story.state.nodes[first]
+    story.feed(
+        ev.NodeJoined(
+            t=story.t, node=first, address=known.address, incarnation=known.incarnation, pid=1, boot_id="b",
+            gpus=0,
+        )
+    )  # fmt: skip
+    story.feed(ev.WorkersStopped(t=story.t, node=first, attempt=1, store_port=29000))
+    story.feed(ev.NodeFinished(t=story.t, node=second, attempt=1))
+    assert story.last(Finish).state == "succeeded"
+
+
 def test_ranks_of_a_training_all_start_again() -> None:
     story = tasks()
     told_done(story, 0)

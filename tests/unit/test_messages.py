@@ -22,6 +22,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.cadence import Schedule
+from jurymast.core.host_messages import read_host
 from jurymast.core.message import Strangers
 from jurymast.core.messages import Endpoint, Room
 from jurymast.core.nodes.findings import Finding, Verdict
@@ -334,7 +335,7 @@ def test_nonsense_between_the_agent_and_its_host_ends_neither() -> None:
         msg.Ready(store_port=1), msg.Started(attempt=1, pids=(2,)), msg.Finished(attempt=1),
         msg.Failed(attempt=1, rank=0, exit_code=1, error="E"),
     ):  # fmt: skip
-        assert msg.read_host(msg.encode(said)) == said
-    strange = msg.read_host(b'{"say":"dance"}')
+        assert read_host(msg.encode(said)) == said
+    strange = read_host(b'{"say":"dance"}')
     assert isinstance(strange, msg.Strange)
     assert strange.kind == "dance"

@@ -51,6 +51,7 @@ from jurymast.core import slurm_variables, within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.agent.ranks import STOP_MARGIN_S
+from jurymast.core.host_messages import Apart, FromHosts
 from jurymast.core.message import Strangers
 from jurymast.core.nodes.silence import beat_every_s
 from jurymast.core.settings import RunPlan
@@ -302,6 +303,8 @@ class Agent:
                 self._start_ranks(effect.order, cold=effect.cold)
             case do.StopRanks():
                 self._tell(msg.Stop(attempt=effect.attempt))
+            case do.PartRanks():
+                self._tell(Apart(attempt=effect.attempt))
             case do.TakeStacks():
                 self._driver.spawn(self._take_stacks(effect), vital=False)
             case do.LookAtRanks():
@@ -411,7 +414,7 @@ class Agent:
         environment = {**self._workaround.environment(order.attempt), **self._stacks.launch(order)}
         self._tell(replace(order, cold=cold, restore=None, environment=environment))
 
-    def _tell(self, order: msg.Launch | msg.Stop) -> None:
+    def _tell(self, order: msg.Launch | msg.Stop | Apart) -> None:
         if self._host is not None:
             self._host.tell(order)
 
@@ -419,7 +422,7 @@ class Agent:
         await self._stacks.take(self._memory.trains(effect.pids))
         self._driver.act(self._machine.stacks_taken(effect.attempt, self._driver.now))
 
-    def _host_said(self, message: msg.FromHosts) -> None:
+    def _host_said(self, message: FromHosts) -> None:
         now = self._driver.now
         match message:
             case msg.Failed():

@@ -25,6 +25,7 @@ from typing import Any
 from jurymast import background, foreign, worker
 from jurymast.core import messages as msg
 from jurymast.core import within
+from jurymast.core.host_messages import Apart, FromHosts, read_host
 from jurymast.core.message import Strange
 from jurymast.core.nodes import devices
 from jurymast.core.nodes.devices import work_around
@@ -389,7 +390,7 @@ class HostProcess:
         self,
         process: asyncio.subprocess.Process,
         writer: asyncio.StreamWriter,
-        on_message: Callable[[msg.FromHosts], None],
+        on_message: Callable[[FromHosts], None],
         on_end: Callable[[int], None],
         reader: asyncio.StreamReader,
         failed: background.Failed,
@@ -406,7 +407,7 @@ class HostProcess:
         cls,
         plan: dict[str, Any],
         environment: dict[str, str],
-        on_message: Callable[[msg.FromHosts], None],
+        on_message: Callable[[FromHosts], None],
         on_end: Callable[[int], None],
         failed: background.Failed,
     ) -> HostProcess:
@@ -427,14 +428,14 @@ class HostProcess:
         reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
         return cls(process, writer, on_message, on_end, reader, failed)
 
-    def tell(self, order: msg.Launch | msg.Stop) -> None:
+    def tell(self, order: msg.Launch | msg.Stop | Apart) -> None:
         if not self._writer.is_closing():
             self._writer.write(msg.encode(order) + b"\n")
 
-    async def _read(self, reader: asyncio.StreamReader, on_message: Callable[[msg.FromHosts], None]) -> None:
+    async def _read(self, reader: asyncio.StreamReader, on_message: Callable[[FromHosts], None]) -> None:
         try:
             while line := await reader.readline():
-                on_message(msg.read_host(line))
+                on_message(read_host(line))
         except (ConnectionError, ValueError):  # ValueError: a line without an end
             pass
 

@@ -644,11 +644,6 @@ _Order = (
     | TestPair | TestOver | CheckpointOrder
 )  # fmt: skip
 
-# Between an agent and its torchrun host: JSON lines over a socket pair.
-_FromHost = Ready | Started | Failed | Finished
-FromHosts = _FromHost | Strange
-HostOrder = Launch | Stop | Strange
-
 # Readers for the supervisor, an agent, and a command.
 Said = Beat | _Said | Strange
 Order = _Order | Strange
@@ -656,8 +651,6 @@ Answer = Accepted | Declined | Condition | Strange
 
 _read_beat: Callable[[bytes], Beat | Strange] = reader(Beat)
 _read_words: Callable[[bytes], Said] = reader(_Said)
-read_host: Callable[[bytes], FromHosts] = reader(_FromHost)
-read_host_order: Callable[[bytes], HostOrder] = reader(Launch | Stop)
 read_order: Callable[[bytes], Order] = reader(_Order)
 read_answer: Callable[[bytes], Answer] = reader(Accepted | Declined | Condition)
 

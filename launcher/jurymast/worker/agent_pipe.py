@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 
+from jurymast.core import host_messages
 from jurymast.core import messages as msg
 from jurymast.core.message import Strange, Strangers, encode
 from jurymast.errors import never
@@ -28,6 +29,7 @@ class AgentPipe:
         self._launches: queue.SimpleQueue[msg.Launch] = queue.SimpleQueue()
         self._stop_up_to = 0
         self.grace_s = 0.0  # that of the last order to stop
+        self.apart = 0  # the newest attempt in which the end of one rank ends no other
         self.stop_signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable if a stop is requested
         threading.Thread(target=self._read, name="agent-pipe", daemon=True).start()
 
@@ -45,7 +47,7 @@ class AgentPipe:
         strangers = Strangers(lambda sender, text: sys.stderr.write(f"{sender}: {text}\n"))
         with self._socket.makefile("rb") as lines:
             for line in lines:
-                order = msg.read_host_order(line)
+                order = host_messages.read_host_order(line)
                 match order:
                     case msg.Launch():
                         self._launches.put(order)
@@ -53,6 +55,8 @@ class AgentPipe:
                         self._stop_up_to = max(self._stop_up_to, order.attempt)
                         self.grace_s = order.grace_s
                         os.eventfd_write(self.stop_signal, 1)
+                    case host_messages.Apart():
+                        self.apart = order.attempt
                     case Strange():
                         strangers.heard("the agent", order)
                     case _:

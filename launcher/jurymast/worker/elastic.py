@@ -310,9 +310,11 @@ class ImpatientAgent(LocalElasticAgent):
 
     def _ranks_state(self) -> WorkerState:
         if self._report_failures():
-            # Tasks may each be for themselves: the supervisor stops the others if they are not.
-            lives = None in self._server.codes()
-            alone = self._plan["guessed"] or self._job_ends
+            # Tasks may each be for themselves, and ranks leave after a signal: the supervisor stops the
+            # others if that is not so.
+            lives, rendezvous = None in self._server.codes(), self._rendezvous_handler
+            parted = rendezvous.pipe.apart == rendezvous.launch.attempt
+            alone = self._plan["guessed"] or self._job_ends or parted
             return WorkerState.HEALTHY if lives and alone else WorkerState.FAILED
         done = all(code == 0 for code in self._server.codes())
         return WorkerState.SUCCEEDED if done else WorkerState.HEALTHY

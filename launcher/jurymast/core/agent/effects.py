@@ -78,6 +78,12 @@ class StopRanks(Struct, frozen=True):
     attempt: int
 
 
+class PartRanks(Struct, frozen=True):
+    """Tell the host that the end of one rank of this attempt ends no other, unless it is told to stop."""
+
+    attempt: int
+
+
 class TakeStacks(Struct, frozen=True):
     """Take the stacks of these ranks and send them to the supervisor. Answered by `stacks_taken`."""
 
@@ -205,7 +211,7 @@ class SayForeseen(Struct, frozen=True):
 ForTests = StartTests | TestDevices | TestTogether | EndTests
 ForSuccession = ReadPulse | StandBy | EndStandby | StartSupervisor
 Effect = (
-    WakeAt | Send | Beat | Obey | Leave | StartHost | Prepare | StartRanks | StopRanks | TakeStacks
-    | LookAtRanks | KillRanks | KillHost | StartProbes | ForTests | Connect | FindSupervisor | Greet | HangUp
-    | ForSuccession | WarmWriter | SayForeseen
+    WakeAt | Send | Beat | Obey | Leave | StartHost | Prepare | StartRanks | StopRanks | PartRanks
+    | TakeStacks | LookAtRanks | KillRanks | KillHost | StartProbes | ForTests | Connect | FindSupervisor
+    | Greet | HangUp | ForSuccession | WarmWriter | SayForeseen
 )  # fmt: skip

@@ -229,7 +229,9 @@ class Ranks:
 
     def rank_said(self, event: within.ForSupervisor, now: float) -> list[Effect]:
         self._cold = self._cold or isinstance(event, within.ColdStart)
-        return [do.Send(msg.RankEvent(attempt=self._told, event=event))]
+        said: list[Effect] = [do.Send(msg.RankEvent(attempt=self._told, event=event))]
+        # Those that have caught a signal may leave, some before others.
+        return [*said, do.PartRanks(self._told)] if isinstance(event, within.Warned) else said
 
     def _host_waits(self, ready: msg.Ready) -> list[Effect]:
         lived = self._alive

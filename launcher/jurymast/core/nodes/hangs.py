@@ -18,6 +18,7 @@ from jurymast.core.nodes.silence import (
     judge,
 )
 from jurymast.core.nodes.stacks import UNKNOWN, Stand
+from jurymast.core.run import leaving
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.texts import spoken_s
 from jurymast.core.within import DONE, OVER, TORCH_LIMIT_S
@@ -82,7 +83,8 @@ class Reports:
         if self._moves():
             return None
         views = self._views()
-        if any(view.phase in OVER for view in views):
+        whole = len(views) == self._state.ranks_per_node * len(self._placed())
+        if views and not whole or any(view.phase in OVER for view in views):
             # Some ranks have ended. The others may evaluate or save for long now, but not for ever.
             views = [replace(view, phase="saving") for view in views if view.phase not in OVER]
         settings, patience = self._state.settings, self._state.hang_patience
@@ -93,7 +95,12 @@ class Reports:
         """Return the ranks that reached the end of their script at `before` (Unix time) or earlier, and
         whether they have ended with exit code 0; False: that is not known."""
         ago_s = self._state.now - before
-        return {v.rank: v.phase == DONE for v in self._views() if v.phase in OVER and v.quiet_s >= ago_s}
+        views, each = self._views(), self._state.ranks_per_node
+        places = [self._state.places[name] for name in self._state.finished if name in self._nodes]
+        gone = {rank for place in places for rank in range(place * each, (place + 1) * each)}
+        known = {view.rank for view in views}
+        seen = {v.rank: v.phase == DONE for v in views if v.phase in OVER and v.quiet_s >= ago_s}
+        return {**dict.fromkeys(gone - known, True), **seen}
 
     def attempt_over(self) -> None:
         """Remember what this attempt showed about step times."""
@@ -128,6 +135,8 @@ class Reports:
                 continue
             beat, at = self._nodes[name]
             if not self._is_whole(beat):
+                if name in self._state.finished:
+                    continue  # all its ranks have ended, and are not reported to a supervisor that took over
                 return []
             first, since_s = place * self._state.ranks_per_node, self.clock.now - at
             views += [self._view(first + i, name, one, since_s) for i, one in enumerate(beat.ranks)]
@@ -203,7 +212,8 @@ class Hangs:
     def _leaves(self, now: float) -> bool:
         """Whether ranks have caught a signal, and some have ended: the others may save for as long as Slurm
         leaves them."""
-        return self._state.may_leave(now) and bool(self._reports.ended(now))
+        left = leaving.begun(self._state) or bool(self._reports.ended(now))
+        return left and self._state.may_leave(now)
 
     def _tell(self, verdict: HangVerdict, now: float) -> None:
         """Say what is known of a silence: since when, who is where, and what will happen when."""

@@ -19,7 +19,7 @@ from jurymast.core.nodes import preflight, stragglers
 from jurymast.core.nodes.findings import Verdict
 from jurymast.core.nodes.silence import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
-from jurymast.core.run import blame, ends, explained, loops, recovery, tasks
+from jurymast.core.run import blame, ends, explained, leaving, loops, recovery, tasks
 from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS
 from jurymast.core.run.state import (
     RESTORE_TRIES,
@@ -292,7 +292,7 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
         node.become(Role.JOINING, "its torchrun host died, another is warming up", event.t)
     elif node.ready and node.role is Role.JOINING:  # it was ready before, as the journal does not know
         node.become(Role.SPARE, "ready", event.t)
-    if _ended_alone(state, event):
+    if tasks.ended_alone(state, event) or leaving.ended(state, event):
         return _all_finished(state, event.node)
     unasked = state.phase is Phase.RUNNING and event.node in state.places and event.node not in state.finished
     if unasked and event.attempt == state.attempt:
@@ -306,7 +306,8 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
         return instructions
     if event.attempt == state.attempt:
         state.stopped.add(event.node)
-        state.finished.discard(event.node)
+        if state.phase is Phase.STOPPING:  # else it is dismissed, and tasks that have ended stay so
+            state.finished.discard(event.node)
     return []
 
 
@@ -349,18 +350,14 @@ def _all_finished(state: RunState, node: str) -> list[Instruction]:
         tasks.done_on(state, node)
     if len(state.finished) < len(state.placement):
         return []
+    failures = [*state.findings.failures.values()]
+    if failures and not state.alone:  # they have all left, some of them with an error
+        return recovery.begin(state, state.now, min(one.t for one in failures))
     recovery.close_incident(state, state.now)
-    if state.alone and state.findings.failures:
+    if failures:
         return recovery.tasks_ended(state)
     told = f"; {recovery.ALONE}" if state.alone else ""
     return recovery.finish(state, "succeeded", 0, f"every rank ended with exit code 0{told}")
-
-
-def _ended_alone(state: RunState, event: ev.WorkersStopped) -> bool:
-    """Whether a node's tasks, each for itself, have ended, some of them with an error."""
-    runs = state.alone and state.phase in (Phase.LAUNCHING, Phase.RUNNING) and event.attempt == state.attempt
-    failures = state.findings.failures.values()
-    return runs and any((one.node, one.attempt) == (event.node, event.attempt) for one in failures)
 
 
 def _group_made(state: RunState, event: ev.GroupMade) -> list[Instruction]:
@@ -613,6 +610,8 @@ def _stacks_taken(state: RunState, event: ev.StacksTaken) -> None:
 def _ranks_ended(state: RunState, event: ev.RanksEnded) -> None:
     if state.alone:
         tasks.note_done(state, {*event.ranks} - {*event.unknown})
+    elif state.phase is Phase.RUNNING:
+        leaving.note_done(state, event)
     elif state.phase is Phase.STOPPING:
         state.findings.ended, state.findings.without_code = event.ranks, event.unknown
 
@@ -623,6 +622,8 @@ def _noted(state: RunState, event: ev.Noted) -> None:
 
 
 def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
+    if (failed_at := leaving.failed_at(state)) is not None:
+        return recovery.begin(state, event.t, failed_at)
     if state.deadline is None or event.t < state.deadline:
         return []
     if state.phase is Phase.STOPPING:

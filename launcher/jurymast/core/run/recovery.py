@@ -18,7 +18,7 @@ from jurymast.core.nodes import preflight
 from jurymast.core.nodes.findings import STORAGE, Finding
 from jurymast.core.nodes.history import Frail
 from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
-from jurymast.core.run import blame, explained, loops, tasks
+from jurymast.core.run import blame, explained, leaving, loops, tasks
 from jurymast.core.run.attribution import (
     ENDED_EARLY,
     LOCAL_PATHS,
@@ -133,7 +133,7 @@ def _hopeless(state: RunState, cause: Cause) -> str:
     spent; otherwise ""."""
     if cause.kind in ORDERED | CHOSEN:
         return loops.endless(state) if cause.kind in CHOSEN else ""
-    if cause.signature == ENDED_EARLY and state.may_leave(state.now):
+    if cause.signature == ENDED_EARLY and state.may_leave(state.now) or leaving.explains(state, cause):
         return "the ranks had caught a signal before, and leave"
     incidents, most = loops.failed(state.incidents), loops.most_repeats(cause)
     if cause.kind not in ("node_lost", "node_crash"):
@@ -337,8 +337,8 @@ def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
     if event.rank >= 0:  # the reason came after all
         state.findings.failures.pop((event.node, -1, RANKS_GONE), None)
     state.findings.failures.setdefault((event.node, event.rank, event.error), event)
-    if state.alone and event.rank >= 0 and event.exit_code:
-        return []  # the others are not concerned, unless they prove to be ranks of one training
+    if (state.alone and event.rank >= 0 and event.exit_code) or leaving.may_explain(state, event):
+        return []  # the others are not concerned, unless they prove to be ranks that train
     return begin(state, event.t, event.t)
 
 
@@ -655,6 +655,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
     state.restore = state.cadence = None
     state.unanswered, state.base, state.time_out_s = {}, None, 0.0
     state.step, state.first_step_at, state.stepped_at, state.up_at = 0, None, state.now, state.now
+    state.done = state.done if state.alone else set()
     state.testing.difference_update(placement)
     for rank, name in enumerate(placement):
         state.nodes[name].become(Role.ACTIVE, f"group rank {rank}", state.now)

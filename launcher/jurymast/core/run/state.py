@@ -190,7 +190,8 @@ class RunState:
     spares: int = 0
     ranks_per_node: int = 1
     alone: bool = False  # its ranks are tasks, of which none has made a process group yet
-    done: set[int] = field(default_factory=set)  # those that have ended with exit code 0
+    # Those that have ended with exit code 0; also ranks of a training, if they leave after a signal.
+    done: set[int] = field(default_factory=set)
     warned: int = 0  # the newest attempt in which ranks caught a signal: they may leave, some before others
     warned_at: float = 0.0
     submitted_at: float = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from jurymast.core import events as ev
 from jurymast.core.run.attribution import NEAR_S
-from jurymast.core.run.state import Findings, RunState
+from jurymast.core.run.state import Findings, Phase, RunState
 from jurymast.core.texts import count
 
 
@@ -28,6 +28,13 @@ def none_left(state: RunState, node: str) -> bool:
     """Whether all tasks of a placed node have ended, so that its loss concerns nobody."""
     known = state.done | {one.rank for one in remembered(state, [node]).failures.values()}
     return state.alone and set(_of(state, node)) <= known
+
+
+def ended_alone(state: RunState, event: ev.WorkersStopped) -> bool:
+    """Whether a node's tasks, each for itself, have ended, some of them with an error."""
+    runs = state.alone and state.phase in (Phase.LAUNCHING, Phase.RUNNING) and event.attempt == state.attempt
+    failures = state.findings.failures.values()
+    return runs and any((one.node, one.attempt) == (event.node, event.attempt) for one in failures)
 
 
 def done_on(state: RunState, node: str) -> None:

@@ -428,16 +428,16 @@ class Supervision:
         effects = self.watch.beat(node, beat, now)
         effects += self._stragglers.beat(node, beat, now)
         effects += self.agreement.beat(node, beat, now)
-        if self.state.alone:
-            effects += self._tasks_done(node, beat, now)
+        if self.state.alone or self.state.may_leave(now):
+            effects += self._ranks_done(node, beat, now)
         return self._do(effects, now) if effects else effects
 
-    def _tasks_done(self, node: str, beat: msg.Beat, now: float) -> list[Effect]:
+    def _ranks_done(self, node: str, beat: msg.Beat, now: float) -> list[Effect]:
         """Record at once which tasks, each for itself, have ended with exit code 0: they are not done again,
-        whichever node is lost next."""
+        whichever node is lost next. And which ranks have left after a signal, as others lose them."""
         first = self.state.places.get(node, 0) * len(beat.ranks)
         done = {first + local for local, rank in enumerate(beat.ranks) if rank.phase == within.DONE}
-        done.difference_update(tasks.ended(self.state))
+        done.difference_update(tasks.ended(self.state), self.state.done)
         if not done or beat.attempt != self.state.attempt or node not in self.state.places:
             return []
         return [Record(ev.RanksEnded(t=now, attempt=beat.attempt, ranks=tuple(sorted(done))))]

@@ -142,7 +142,7 @@ class SimHost:
             return
         attempt, place = self.attempt, self.member.order.rank
         self._leave(loud=True)
-        error = "" if code < 0 else "RuntimeError"
+        error = "RuntimeError" if why else ""
         rank = place * self.agent.cluster.ranks_per_node
         failed = msg.Failed(attempt=attempt, rank=rank, exit_code=code, error=error, message=why)
         self.agent.host_failed(failed)
@@ -153,8 +153,15 @@ class SimHost:
         if self.group is not group or not self.attempt or self.member is None or self.member.gone:
             return
         attempt, self.attempt, self.member.gone = self.attempt, 0, True
+        self.member.left = True
         self.agent.host_said(msg.Finished(attempt=attempt))
         self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
+
+    def all_ended(self, group: SimGroup) -> None:
+        """All tasks of the node have ended, each for itself, some of them with an error."""
+        if self.group is group and self.attempt and self.member is not None:
+            self.attempt, self.member.gone = 0, True
+            self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
 
     def die(self, *, loud: bool) -> None:
         self.process.alive = False
@@ -413,7 +420,7 @@ class SimAgent:
         if host is None or host.member is None or not host.attempt:
             return
         count, place = self.cluster.ranks_per_node, host.member.order.rank
-        stuck = host.group is not None and bool(self._reports()) and self._reports()[0].idle_s > 0
+        stuck = host.group is not None and host.group.stuck(host.member)
         mark = "all_reduce" if stuck else str(self.world.now)
         stands = {place * count + local: Stand(COLLECTIVE, mark) for local in range(count)}
         self.say(msg.Looked(attempt=host.attempt, number=number, stands=stands))

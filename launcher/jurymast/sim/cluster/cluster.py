@@ -14,14 +14,17 @@ import msgspec
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.commit import Rollback
+from jurymast.core.run.state import LEAVE_S
 from jurymast.core.settings import Budget, RunPlan, Settings
 from jurymast.core.supervision import batch
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.core.supervision.machine import STILL_RUNNING
+from jurymast.sim.cluster import caught
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, STILL_LIMIT_S, Oracle, Violation
 from jurymast.sim.cluster.supervisor import SimSupervisor
+from jurymast.sim.cluster.tasks import ALL_S, SimTasks
 from jurymast.sim.cluster.training import SimGroup
 from jurymast.sim.cluster.world import RunDisk, SimNetwork, Storage, World
 
@@ -30,6 +33,7 @@ FIRST_AT_S, LAST_AT_S = 1.0, 20.0
 AFTER_S = 18.0
 LONGEST_S = 3600.0
 LAST_STEPS = 10, 100
+TASKS_SHARE = 0.15
 # Of this, twice as much is less than Slurm leaves a job that it ends.
 SLOW_COPY_S = 1.0, 10.0
 
@@ -75,6 +79,7 @@ KINDS: dict[str, tuple[float, float]] = {
     "grace": (0.5, 40.0),  # as "preempted", but the job has this long before Slurm signals once more
     "signal all": (0.4, 0.0),  # the supervisor and all agents get a SIGTERM, and the job goes on
     "breaks": (0.2, 60.0),  # no rank gets beyond the step that it is at: killed, hung and failed in turns
+    "caught": (1, 20.0),  # the ranks catch a signal, save, and go on or leave: see `sim.cluster.caught`
     "uneven": (
         0.2,
         0.0,
@@ -105,6 +110,8 @@ class Plan:
     faults: tuple[Fault, ...]
     last_step: int = 0  # after it the ranks end; 0: they never do
     copy_s: float = 0.0  # how long a node writes its share of a checkpoint; 0.0: for a moment
+    at_term: str = ""  # how ranks take a SIGTERM: see `sim.cluster.caught`; "": they go on without a word
+    tasks: bool = False  # its ranks are independent tasks
 
     @property
     def nodes(self) -> int:
@@ -112,7 +119,9 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        return max((fault.at + fault.seconds for fault in self.faults), default=10.0) + AFTER_S
+        last = max((fault.at + fault.seconds for fault in self.faults), default=10.0) + AFTER_S
+        stays = [fault.at for fault in self.faults if fault.kind == "caught" and _how(fault) == caught.STAYS]
+        return max(last + ALL_S * self.tasks, *(at + LEAVE_S + STILL_LIMIT_S + AFTER_S for at in stays), 0.0)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -126,6 +135,10 @@ class Plan:
         ):
             raise ValueError(f"a fault begins, and lasts, at most {LONGEST_S:.0f} s")
         return plan
+
+
+def _how(fault: Fault) -> str:
+    return caught.HOW[(fault.node + fault.other) % len(caught.HOW)]
 
 
 def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
@@ -159,6 +172,7 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
         chance.choice((1, 8, 8, 8)), tuple(faults[:MOST_FAULTS]),
         last_step=0 if only else chance.choice((0, 0, chance.randrange(*LAST_STEPS))),
         copy_s=chance.choice((0.0, 0.0, 0.0, 0.0, 0.0, round(chance.uniform(*SLOW_COPY_S), 1))),
+        at_term=chance.choice(("", "", *caught.HOW)), tasks=not only and chance.random() < TASKS_SHARE,
     )  # fmt: skip
 
 
@@ -176,6 +190,7 @@ FLAP_S = 0.2, 3.0
 # After a SIGTERM, and from a requeue to the job's next life.
 KILL_WAIT_S, QUEUE_S = 30.0, (1.0, 3.0)
 WATCHED_LIVES = 3
+TERM_SAVES_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -215,6 +230,7 @@ class Cluster:
         self.plan = RunPlan(
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,
             spares=wanted.spares, ranks_per_node=wanted.ranks, script="x", settings=settings,
+            tasks=wanted.tasks, guessed=wanted.tasks,
         )  # fmt: skip
         self.network = SimNetwork(self.world)
         self.storage = Storage(self.world)
@@ -338,8 +354,14 @@ class Cluster:
     def group(self, order: msg.Launch) -> SimGroup:
         name = (order.attempt, order.master_address, order.master_port)
         if name not in self.groups:
-            self.groups[name] = SimGroup(self, order, name)
+            self.groups[name] = (
+                SimTasks(self, order, name) if self.wanted.tasks else SimGroup(self, order, name)
+            )
         return self.groups[name]
+
+    @property
+    def tasks(self) -> list[SimTasks]:
+        return [group for group in self.groups.values() if isinstance(group, SimTasks)]
 
     # ---- faults
 
@@ -426,6 +448,8 @@ class Cluster:
                 self._terminate("preempted", fault.seconds)
             case "signal all":
                 self._signal_all()
+            case "caught":
+                self._catch(_how(fault), fault.seconds)
             case "rank" | "hang" | "host" | "corrupt":
                 self._strike_ranks(fault, site)
             case "breaks":
@@ -495,6 +519,13 @@ class Cluster:
         for site in self.sites.values():
             if site.agent is not None:
                 self.world.after(self.world.between(0.0, 0.2), site.agent.process, site.agent.terminated)
+        if self.wanted.at_term:
+            self._catch(self.wanted.at_term, TERM_SAVES_S, told=False)
+
+    def _catch(self, how: str, seconds: float, *, told: bool = True) -> None:
+        """All ranks get a signal that they catch, but for those of tasks."""
+        for group in [*self.groups.values()] if not self.wanted.tasks else []:
+            caught.catch(group, how, seconds, told=told)
 
     def _kill(self, allocation: str) -> None:
         if allocation == self.allocation and self.allocated:
@@ -546,8 +577,8 @@ class Cluster:
             return
         match fault.kind:
             case "rank":
-                if host.group is not None:
-                    host.fail(host.group, -9, "")
+                if host.group is not None and host.member is not None:
+                    host.group.kill(host.member)
             case "hang":
                 if host.member is not None and host.group is not None and host.group.phase == "training":
                     host.member.hung = True

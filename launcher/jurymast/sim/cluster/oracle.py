@@ -12,8 +12,9 @@ from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.checkpoints.copies import MEMORY, StateId, age
 from jurymast.core.effects import Finish, Requeue, StopWorkers
 from jurymast.core.run.incident import INFRASTRUCTURE
-from jurymast.core.run.state import Phase
+from jurymast.core.run.state import LEAVE_S, Phase
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
+from jurymast.sim.cluster.task_rules import TaskRules
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimSite
@@ -34,6 +35,7 @@ NO_GROWTH = "9: state does not grow with time"
 NOT_BACK = "10: what was rolled back is neither restored nor gone on with"
 BOUNDED = "11: attempts without a new step are bounded"
 KEPT_TWICE = "12: no node alone has what was saved"
+MAY_SAVE = "15: ranks that leave after a signal are not ended by those that left before"
 
 # A fault this long ago no longer affects a node.
 STEADY_S = 12.0
@@ -88,6 +90,8 @@ class Oracle:
         self._differ_since: dict[str, float] = {}
         self._best_step = self._stepped_in = 0  # the newest step of all, and the attempt that did it first
         self._kept_at = 0.0
+        self._leave: dict[int, SimGroup] = {}  # groups whose ranks leave after a signal, by attempt
+        self.tasks = TaskRules(self)
         self.steps = 0
 
     def fail(self, rule: str, how: str) -> None:
@@ -159,9 +163,12 @@ class Oracle:
         if self.supervisor is not None and supervisor.epoch < self.supervisor.epoch:
             return
         self.cluster.in_phase(supervisor.state.phase.value)
+        self.tasks.recorded(supervisor, event, entry.decided)
         for decided in entry.decided:
             if isinstance(decided, Requeue | Finish):
                 self._gives_up(supervisor, decided)
+            elif isinstance(decided, StopWorkers) and isinstance(event, ev.WorkerFailed):
+                self._cuts_short(supervisor.state.attempt)
         match event:
             case ev.RestorePlanned():
                 self._choice(supervisor, event)
@@ -173,6 +180,25 @@ class Oracle:
                 hung = supervisor.state.findings.hung
                 if hung is not None and not self.storage_fine(60.0):
                     self.fail(NO_BLAME, f"ranks are said to hang while storage does: {hung.evidence}")
+
+    def ranks_leave(self, group: SimGroup) -> None:
+        self._leave[group.attempt] = group
+
+    def _left_as_ordered(self, group: SimGroup) -> bool:
+        """Whether ranks have left because Slurm ends the job: that is no end of their training."""
+        ordered = bool(self.cluster.ending) and group.caught_at >= self._ordered_at
+        return ordered and not group.finished
+
+    def _cuts_short(self, attempt: int) -> None:
+        """Ranks are stopped because one has failed."""
+        group, now = self._leave.get(attempt), self.cluster.world.now
+        if group is None or max(self.touched.values(), default=-1e9) > now - BLAME_S:
+            return
+        saving = [
+            one.agent.site.name for one in group.members.values() if not one.gone and one.saves_until > now
+        ]
+        if saving and any(member.left for member in group.members.values()):
+            self.fail(MAY_SAVE, f"others have left, and ranks on {saving} are stopped while they save")
 
     def _choice(self, supervisor: SimSupervisor, event: ev.RestorePlanned) -> None:
         # A supervisor that was not asked yet may choose what ranks, who read storage, will pass over.
@@ -198,7 +224,9 @@ class Oracle:
         right all the same."""
         state, node = supervisor.state, supervisor.site.name
         if state.phase is Phase.SUCCEEDED:
-            if self._newest is None or not self._newest.finished:
+            if self.cluster.wanted.tasks:
+                self.tasks.succeeds()
+            elif self._newest is None or not self._newest.has_ended or self._left_as_ordered(self._newest):
                 self.fail(AGREES, f"the run has succeeded in attempt {state.attempt}, which has not ended")
             return
         fine = [
@@ -208,6 +236,10 @@ class Oracle:
         ]
         if state.incidents and state.incidents[-1].attempt in self._unfound or self._ending:
             return  # people would be told to mount it; and no node has ended the job
+        if state.attempt in self._leave:
+            return  # it ends as under srun
+        if self.cluster.wanted.tasks and state.phase is Phase.FAILED and self.tasks.fails(state.exit_code):
+            return
         if state.phase is Phase.FAILED and state.attempt >= self._stepped_in + ATTEMPTS_WITHOUT_STEP - 1:
             return
         if state.phase is Phase.FAILED or len(fine) >= self.cluster.plan.active:
@@ -386,6 +418,8 @@ class Oracle:
             self._supervised_at = now
         if not any(site.agent is not None and site.agent.met for site in self.cluster.sites.values()):
             return  # none is left that has met a supervisor, and Slurm ends the job
+        if self.tasks.going_on or self._leaving():
+            self._step_at = now
         if now > max(self._word_at, self._step_at) + STILL_LIMIT_S and self.storage_fine(STILL_LIMIT_S):
             self.fail(NO_SILENCE, f"no step since {self._step_at:.1f} s, no word since {self._word_at:.1f} s")
         if now > self._supervised_at + STILL_LIMIT_S:
@@ -393,6 +427,11 @@ class Oracle:
         if supervisor is not None and supervisor.listens and not self._ending:
             self._compare(supervisor)
             self._look_at_replicas(supervisor)
+
+    def _leaving(self) -> bool:
+        """Whether ranks may yet leave that have caught a signal."""
+        newest, now = self._newest, self.cluster.world.now
+        return newest is not None and newest.caught != "" and now < newest.caught_at + LEAVE_S
 
     def _look_at_replicas(self, supervisor: SimSupervisor) -> None:
         """Check that all others together have some state, whichever node is lost, once all has been calm. A
@@ -441,7 +480,7 @@ class Oracle:
         ranks = agent.machine.ranks
         if ranks.attempt > state.attempt:
             return f"has attempt {ranks.attempt}, the journal {state.attempt}"
-        runs = state.phase is Phase.RUNNING and site.name in state.places
+        runs = state.phase is Phase.RUNNING and site.name in {*state.places} - state.finished
         if runs and (ranks.attempt != state.attempt or ranks.state in ("waiting", "warming")):
             return f"{ranks.state} in attempt {ranks.attempt}, running is {state.attempt}"
         unknown = [

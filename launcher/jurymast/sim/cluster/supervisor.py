@@ -150,6 +150,7 @@ class SimSupervisor:
                 ev.RunStarted(
                     t=self.now, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
                     ranks_per_node=plan.ranks_per_node, script="x", submitted_at=0.0,
+                    guessed=plan.guessed,
                 )
             )  # fmt: skip
         self.feed(

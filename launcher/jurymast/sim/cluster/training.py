@@ -53,6 +53,8 @@ class SimMember:
     joined_at: float
     hung: bool = False
     gone: bool = False
+    left: bool = False  # with exit code 0
+    saves_until: float = 0.0  # by itself, after a signal that it caught
 
 
 @dataclass(eq=False)
@@ -73,6 +75,8 @@ class SimGroup:
     finished: bool = False
     number: int = field(default_factory=partial(next, _serial))
     history: tuple[object, ...] = ()
+    caught: str = ""  # how they take the signal that they have caught: see `sim.cluster.caught`
+    caught_at: float = 0.0
 
     @property
     def attempt(self) -> int:
@@ -85,6 +89,12 @@ class SimGroup:
     @property
     def nodes(self) -> list[str]:
         return [member.agent.site.name for member in self.members.values()]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its ranks have ended with exit code 0, the training being done or not."""
+        left = [member for member in self.members.values() if member.left]
+        return self.finished or len(left) == self.order.world
 
     # ---- meeting
 
@@ -106,7 +116,7 @@ class SimGroup:
         if not loud:
             return
         for other in self.members.values():
-            if not other.gone:
+            if not other.gone and other.saves_until <= self.cluster.world.now:
                 world = self.cluster.world
                 why = "Connection closed by peer"
                 world.after(world.between(0.02, 0.5), other.host.process, other.host.fail, self, 1, why)
@@ -116,6 +126,10 @@ class SimGroup:
         for member in self.members.values():
             if not member.gone:
                 self.cluster.world.after(0.02, member.host.process, member.host.fail, self, 1, why)
+
+    def kill(self, member: SimMember) -> None:
+        """One of this node's ranks is killed."""
+        member.host.fail(self, -9, "")
 
     # ---- restoring
 
@@ -204,7 +218,7 @@ class SimGroup:
     def _train(self) -> Steps[None]:
         world = self.cluster.world
         while not self.over:
-            if self._blocked():
+            if self._blocked() or self.caught:
                 yield world.now + RETRY_S
                 continue
             if self.cluster.breaks(self):
@@ -270,13 +284,19 @@ class SimGroup:
         now = self.cluster.world.now
         since = self.beat_at or member.joined_at
         quiet_s = now - since
-        stuck = self._blocked() or self.over or self.phase != "training"
+        phase = within.DONE if member.left else self.phase
         report = RankReport(
-            self.step if self.beats else 0, self.beats, True, self.phase, quiet_s,
+            self.step if self.beats else 0, self.beats, True, phase, quiet_s,
             now - self.beat_at if self.beats else None, self.longest_s, member.page.settled,
-            quiet_s if stuck else 0.0, 0.0,
+            quiet_s if self.stuck(member) else 0.0, 0.0,
         )  # fmt: skip
         return [report] * self.cluster.ranks_per_node
+
+    def stuck(self, member: SimMember) -> bool:
+        """Whether the ranks of this node do nothing but wait."""
+        if member.saves_until > self.cluster.world.now and not member.hung:
+            return False
+        return self._blocked() or self.over or self.phase != "training"
 
     def times(self, member: SimMember) -> list[Times] | None:
         """How long the parts of all steps took, if that is not the same for all ranks."""
