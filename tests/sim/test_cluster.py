@@ -129,7 +129,8 @@ def test_no_rule_is_broken() -> None:
     assert [f"{one.broken} {one.plan.to_json()}" for one in results if one.broken] == []
     assert sum(one.steps for one in results) > 50 * len(SEEDS), "the ranks train"
     restores = sum(len(one.restores) for one in results)
-    assert restores > 1.5 * len(SEEDS), "attempts end, and others restore"
+    trainings = sum(not one.plan.tasks for one in results)
+    assert restores > 1.5 * trainings, "attempts end, and others restore"
     assert sum(one.state == "succeeded" for one in results) > len(SEEDS) / 6, "runs come to their end"
     assert sum(one.lives > 1 for one in results) > len(SEEDS) / 10, "and go on after a requeue"
     assert sum("None" not in restore for one in results for restore in one.restores) > len(SEEDS) / 3

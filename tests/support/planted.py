@@ -544,7 +544,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         [(machine, "_HANDLERS", {**_handlers, ev.WorkersStopped: _dismissed_has_not_ended})],
     ),
     "8: ranks that leave as Slurm ends the job have finished their training": (
-        lambda seed: replace(exactly(_preempted)(seed), at_term=caught.LEAVES),
+        lambda seed: replace(exactly(_preempted)(seed), at_term=caught.LEAVES, copy_s=20.0),
         [(Ranks, "terminated", lambda _: None)],
     ),
     "15: a rank that loses those that left ends those that save": (

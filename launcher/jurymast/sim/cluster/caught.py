@@ -31,7 +31,7 @@ def catch(group: SimGroup, how: str, seconds: float, *, told: bool = True) -> No
     world = group.cluster.world
     if group.over or group.phase != "training" or group.caught:
         return
-    group.caught, group.caught_at = how, world.now
+    group.caught, group.caught_at, group.told = how, world.now, told
     members = [*group.members.values()]
     for member in members:
         if told:

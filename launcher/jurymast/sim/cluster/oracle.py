@@ -190,9 +190,10 @@ class Oracle:
         return ordered and not group.finished
 
     def _cuts_short(self, attempt: int) -> None:
-        """Ranks are stopped because one has failed."""
+        """Ranks are stopped because one has failed. A SIGTERM may have been for its node alone, so agents
+        do not tell of one."""
         group, now = self._leave.get(attempt), self.cluster.world.now
-        if group is None or max(self.touched.values(), default=-1e9) > now - BLAME_S:
+        if group is None or not group.told or max(self.touched.values(), default=-1e9) > now - BLAME_S:
             return
         saving = [
             one.agent.site.name for one in group.members.values() if not one.gone and one.saves_until > now

@@ -77,6 +77,7 @@ class SimGroup:
     history: tuple[object, ...] = ()
     caught: str = ""  # how they take the signal that they have caught: see `sim.cluster.caught`
     caught_at: float = 0.0
+    told: bool = False  # their agents tell of it
 
     @property
     def attempt(self) -> int:
