@@ -66,6 +66,10 @@ def test_every_code_has_the_class_that_the_catalogue_gives_it() -> None:
         (31, Verdict.UNKNOWN, "application"),
         (45, Verdict.UNKNOWN, "sympathetic"),
         (148, Verdict.UNKNOWN, "sympathetic"),
+        (151, Verdict.BAD, "hardware"),
+        *((code, Verdict.SUSPECT, "hardware") for code in (159, 167, 168, 169)),
+        *((code, Verdict.UNKNOWN, "sympathetic") for code in (160, 161, 162, 163, 164, 165, 166, 170)),
+        *((code, Verdict.BAD, "hardware") for code in (171, 172)),
         (9999, Verdict.UNKNOWN, "hardware"),
     ],
 )
@@ -120,13 +124,42 @@ def test_an_event_and_nvml_s_number_mean_the_same_recovery_action() -> None:
 @pytest.mark.parametrize(
     ("finding", "counts"),
     [
-        *((f"xid-{code}", True) for code in (79, 48, 94, 144, 167, 171)),
+        *((f"xid-{code}", True) for code in (79, 48, 94, 144, 151, 157, 159, 167, 171)),
         *((f"xid-{code}", False) for code in (13, 31, 43, 45, 63, 137, 154, 160, 9999)),
         *((code, False) for code in ("gpu-lost", "xid-", "xid-x", "48", "ib-link-down")),
     ],
 )
 def test_only_codes_of_the_hardware_count_in_a_node_s_record(finding: str, counts: bool) -> None:
     assert counts_against_node(finding) is counts
+
+
+ADVICE = {
+    (
+        94,
+    ): "restart the ranks; the GPU's memory is at fault, not the training's code, and the GPU repairs itself "
+    "at its next reset",
+    (74, 79, 151): "take the node out of the run and drain it; it needs a reboot, and a look at its hardware",
+    (
+        159,
+        167,
+        168,
+        169,
+    ): "test the node before it is used again; NVIDIA's catalogue names no action for this code alone",
+    (
+        171,
+        172,
+    ): "take the node out of the run; the GPU needs a reset, and NVIDIA's support if it comes back after one",
+}
+
+
+@pytest.mark.parametrize("codes", ADVICE)
+def test_what_is_advised(codes: tuple[int, ...]) -> None:
+    for code in codes:
+        assert xid_finding(code, "gpu3", "", 1.0, PLAIN).message.endswith(f"; {ADVICE[codes]}")
+
+
+def test_which_codes_a_program_can_cause_on_a_gpu_that_works() -> None:
+    assert {code for code, entry in xids().items() if entry.by_program} == {46, 109, 119, 120, 154, 158}
 
 
 def test_a_memory_error_is_not_said_to_be_the_training_s_code() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jurymast.core import events as ev
+from jurymast.core import within
 from jurymast.core.checkpoints.copies import MEMORY, SHARED
 from jurymast.core.effects import Launch, StopWorkers
 from jurymast.core.run.machine import WAIT_LIMIT_S
@@ -117,6 +118,24 @@ def test_a_restore_that_gets_no_answer_is_told_and_tried_again_then_elsewhere() 
     assert story.state.phase is Phase.LAUNCHING, "people have hours to repair it"
     story.told().ranks_up().restored(40).stepped(60)
     assert (story.state.phase, story.state.incident) == (Phase.RUNNING, None)
+
+
+def test_a_rank_is_waited_for_as_long_as_storage_may_take() -> None:
+    assert within.RESTORE_TOLD_S == 30.0
+    story = Story(active=2, spares=1).allocated().ranks_up()
+    restore_waits(story, story.state.placement[0], 299.0)
+    assert story.state.phase is Phase.RUNNING
+    restore_waits(story, story.state.placement[0], 300.0)
+    assert story.state.phase is Phase.STOPPING
+
+
+def test_a_wait_that_has_ended_is_not_held_against_its_node() -> None:
+    story = Story(active=2, spares=1).allocated().ranks_up()
+    placed = story.state.placement
+    restore_waits(story, placed[1], 290.0, rank=1)
+    story.feed(ev.Restored(t=story.t, attempt=story.state.attempt, step=40, tier="shared", seconds=290.0))
+    restore_waits(story, placed[0], 300.0)
+    assert [node for node, *_ in story.state.findings.failures] == [placed[0]]
 
 
 def test_where_several_nodes_get_no_answer_none_is_blamed() -> None:
