@@ -129,6 +129,24 @@ def test_a_longer_time_out_that_the_script_gave_its_groups_is_waited_for_in_that
     assert 29 <= restarts_in_min() <= 31, "the script may have been changed"
 
 
+def test_a_step_that_was_long_once_does_not_delay_for_ever_how_soon_a_hang_is_found() -> None:
+    silent = Silent()
+    silent.answers = dict.fromkeys(silent.state.placement, (COLLECTIVE, "in all_reduce at a.py:1"))
+
+    def attempt(longest_s: float) -> None:
+        report = reported(quiet_s=0.3, beat_s=0.3, longest_s=longest_s, idle_s=0.0, phase="stepping")
+        for node in silent.state.placement:
+            silent.reports.beat(node, beat_of(silent.state.attempt, [report]))
+        silent.reports.attempt_over()
+
+    attempt(1800.0)
+    attempt(0.0)  # which has not come to a step
+    assert not silent.passes(20.0), "a step may be as long again"
+    for _ in range(8):
+        attempt(0.5)
+    assert silent.passes(20.0)
+
+
 def test_a_hang_that_comes_back_is_found_in_twice_the_time_each_time() -> None:
     """Stacks that do not move, though not all ranks wait for each other: two minutes, then four."""
     for patience, at_least_s, at_most_s in ((1.0, 120.0, 135.0), (2.0, 240.0, 255.0)):

@@ -103,9 +103,12 @@ class Reports:
         return {**dict.fromkeys(gone - known, True), **seen}
 
     def attempt_over(self) -> None:
-        """Remember what this attempt showed about step times."""
+        """Remember what this attempt showed about step times. A step that was long once, in storage that
+        stood still for example, counts half after each attempt without one: hangs would be found late for
+        ever."""
         seen = [beat.longest_s for beat, _ in self._placed() if beat.attempt == self._state.attempt]
-        self._longest_before_s = max([self._longest_before_s, *seen])
+        if any(seen):
+            self._longest_before_s = max(*seen, self._longest_before_s / 2)
 
     def _placed(self) -> list[tuple[msg.Beat, float]]:
         return [self._nodes[name] for name in self._state.placement if name in self._nodes]
