@@ -123,10 +123,11 @@ def test_a_restore_that_gets_no_answer_is_told_and_tried_again_then_elsewhere() 
 def test_a_rank_is_waited_for_as_long_as_storage_may_take() -> None:
     assert within.RESTORE_TOLD_S == 30.0
     story = Story(active=2, spares=1).allocated().ranks_up()
-    restore_waits(story, story.state.placement[0], 299.0)
-    assert story.state.phase is Phase.RUNNING
-    restore_waits(story, story.state.placement[0], 300.0)
-    assert story.state.phase is Phase.STOPPING
+    phases = []
+    for seconds in (299.0, 300.0):
+        restore_waits(story, story.state.placement[0], seconds)
+        phases.append(story.state.phase)
+    assert phases == [Phase.RUNNING, Phase.STOPPING]
 
 
 def test_a_wait_that_has_ended_is_not_held_against_its_node() -> None:
