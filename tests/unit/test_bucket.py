@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -80,14 +81,14 @@ def test_a_manifest_without_an_end_is_not_read(tmp_path: Path, monkeypatch: pyte
         bucket(tmp_path, b" " * 1001).manifest(STEP)
 
 
-def saved(root: Path, data: bytes) -> CheckpointDirectory:
+def saved(root: Path, data: bytes, step: int = STEP) -> CheckpointDirectory:
     """A complete checkpoint of one file."""
     directory = CheckpointDirectory(root)
-    place = directory.begin(STEP, 1)
+    place = directory.begin(step, 1)
     (place / ".metadata").write_bytes(data)
     record = FileRecord(".metadata", len(data), xxhash.xxh3_64_hexdigest(data))
-    directory.seal(place, CheckpointManifest(STEP, 1, 1, "2.13.0", (record,)))
-    directory.publish(place, STEP)
+    directory.seal(place, CheckpointManifest(step, 1, 1, "2.13.0", (record,)))
+    directory.publish(place, step)
     return directory
 
 
@@ -166,6 +167,55 @@ def test_newer_checkpoints_that_others_put_there_drive_none_of_the_run_s_out(
     (theirs / MANIFEST).write_bytes(manifest)
     assert store.prune(1, run, STEP + 2) == []
     assert store.steps() == [STEP + 1, STEP]
+
+
+def test_however_many_steps_others_put_there_an_upload_ends_soon_and_what_is_old_is_removed_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
+    run = saved(tmp_path / "run", b"right")
+    store.upload(run, STEP, Job(10.0))
+    place = tmp_path / "bucket/run-1"
+    for step in range(STEP + 1, STEP + 301):
+        (place / f"step-{step:08d}").mkdir()
+        (place / f"step-{step:08d}" / MANIFEST).write_bytes(b"{}")
+    newest = STEP + 301
+    store.upload(saved(run.root, b"right", newest), newest, Job(10.0))
+    looked: list[int] = []
+    is_complete = ObjectStore._is_complete
+
+    def look(self: ObjectStore, step: int) -> bool:
+        looked.append(step)
+        return is_complete(self, step)
+
+    monkeypatch.setattr(ObjectStore, "_is_complete", look)
+    monkeypatch.setattr(object_store, "time", SimpleNamespace(monotonic=lambda: float(len(looked))))
+    for _ in range(100):
+        before = len(looked)
+        removed = store.prune(1, run, newest)
+        assert len(looked) - before <= object_store.PRUNE_LIMIT_S + 3
+        if removed:
+            break
+    assert removed == [STEP]
+    assert len(list(place.iterdir())) == 301
+
+
+@pytest.mark.parametrize(
+    "sealed", [b"", b"{}", b"[]", b"null", b'{"seal": ""}', b'{"seal": null}', b'{"seal": 0}']
+)
+def test_a_seal_of_nothing_is_none(sealed: bytes) -> None:
+    with pytest.raises(StorageFailure, match="is not of this run"):
+        BucketKey(SECRET, "run-1").vouched(STEP, b"{}", sealed)
+
+
+def test_a_file_that_the_seal_does_not_name_is_not_taken(tmp_path: Path) -> None:
+    """By a seal of the run's own key: what is absent proves nothing."""
+    store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
+    store.upload(saved(tmp_path / "run", b"right"), STEP, Job(10.0))
+    place = tmp_path / f"bucket/run-1/step-{STEP:08d}"
+    (place / SEAL).write_bytes(BucketKey(SECRET, "run-1").seal(STEP, (place / MANIFEST).read_bytes(), {}))
+    with pytest.raises(StorageFailure, match="is not what this run uploaded"):
+        store.fetch(STEP, CheckpointDirectory(tmp_path / "back"), Job(10.0))
 
 
 def test_a_seal_is_for_its_step_alone() -> None:

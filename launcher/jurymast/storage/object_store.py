@@ -12,8 +12,10 @@ import hmac
 import importlib
 import json
 import logging
+import random
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,8 @@ SMALL_BYTES_MAX = foreign.MANIFEST_BYTES_MAX
 PARTS_MAX = 9000  # S3 allows 10,000 parts a file
 # Pauses in seconds before further tries, for a store that fails for a moment.
 PAUSES_S = (0.5, 2.0, 8.0)
+# Old checkpoints are looked at and removed for so long after an upload: later its process would seem to hang.
+PRUNE_LIMIT_S = 60.0
 TIMEOUTS_S = {"connect_timeout": 10, "read_timeout": 60}
 INSTALL = "pip install 'jurymast[object]'"
 
@@ -210,17 +214,34 @@ class ObjectStore:
     def prune(self, keep: int, directory: CheckpointDirectory, newest: int) -> list[int]:
         """Remove all but the newest `keep` checkpoints of the run, and what was left of others; return their
         steps. What is pinned in `directory` stays, and `newest`, which was uploaded last. What was rolled
-        back, or is not this run's, neither counts nor is removed."""
+        back, or is not this run's, neither counts nor is removed.
+
+        Others may have put any number of steps there. So this takes a limited time; the rest is for the next
+        upload, which looks at them in another order."""
+        end_s = time.monotonic() + PRUNE_LIMIT_S
         names = self._tried("", lambda: self._listed(self._base))
-        found = sorted((step for name in names if (step := step_of(name)) is not None), reverse=True)
-        complete = [step for step in found if self._is_complete(step)]
-        own = {step: self._own(step) for step in complete}
+        found = [step for name in names if (step := step_of(name)) is not None]
+        random.shuffle(found)
+        found.sort(key=lambda step: step != newest)
+        own: dict[int, CheckpointManifest | None] = {}  # the complete ones
+        unfinished = []
+        for step in found:
+            if time.monotonic() > end_s:
+                log.warning("of %d steps in %s, only %d were looked at", len(found), self.url, len(own))
+                break
+            if self._is_complete(step):
+                own[step] = self._own(step)
+            elif step < newest:
+                unfinished.append(step)
         aside = {step for step, one in own.items() if one is None or directory.void(step, one.attempt)}
-        gone = superfluous(complete, keep, directory.pinned(), aside, [newest])
-        gone += [step for step in found if step < newest and step not in complete]
-        for step in gone:
+        gone = superfluous(sorted(own, reverse=True), keep, directory.pinned(), aside, [newest])
+        removed = []
+        for step in gone + unfinished:
+            if time.monotonic() > end_s + PRUNE_LIMIT_S:
+                break
             self.remove(step)
-        return gone
+            removed.append(step)
+        return removed
 
     def _put(self, step: int, name: str, data: bytes, job: Job) -> None:
         path = self._path(step, name)
