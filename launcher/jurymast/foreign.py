@@ -265,6 +265,12 @@ def exists(path: Path | str) -> bool:
         return os.path.exists(path)
 
 
+def is_taken(path: Path | str) -> bool:
+    """Whether something has this name, even a link that leads nowhere."""
+    with asking(path):
+        return os.path.lexists(path)
+
+
 def is_directory(path: Path | str) -> bool:
     with asking(path):
         return os.path.isdir(path)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from jurymast import foreign
 from jurymast.cluster.sbatch import usable_gpus, words_of
 from jurymast.core import events as ev
 from jurymast.core.settings import RunPlan
@@ -607,6 +608,27 @@ def test_a_training_whose_entry_is_damaged_goes_on_in_its_run(job: RunDirectory,
     assert life.claim(training("b"))[0].root == runs["b"].root
     assert life.claim(training("c"))[0].root not in [run.root for run in runs.values()]
     assert life.claim(training("a"))[0].root == runs["a"].root
+
+
+def test_names_that_others_have_taken_beside_a_script_s_run_are_none_of_its_runs(
+    job: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script's second training could not start, or had the result that somebody else had written."""
+    trainings = Trainings(job, "7.0")
+    trainings.claim(training("a"))
+    theirs = RunDirectory(f"{job.root}-2")
+    theirs.create()
+    theirs.save_plan(training("b").plan(job.plan(), theirs))
+    cancel(theirs)
+    Path(f"{job.root}-3").symlink_to("nowhere")
+    owns = foreign.owns
+    monkeypatch.setattr(foreign, "owns", lambda place: place != theirs.root and owns(place))
+    run, code = trainings.claim(training("b"))
+    assert (run.root, code) == (Path(f"{job.root}-4"), None)
+    (trainings._folder / f"{training('b').key}-1.json").write_bytes(b"damaged")
+    run.save_plan(training("c").plan(job.plan(), run))
+    run, code = Trainings(job, "7.1").claim(training("b"))
+    assert (run.root, code) == (Path(f"{job.root}-5"), None)
 
 
 def test_an_end_that_the_script_has_not_heard_of_is_told_and_not_repeated(job: RunDirectory) -> None:

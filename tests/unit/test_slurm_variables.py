@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +77,33 @@ def test_ranks_do_not_see_the_options_of_our_srun() -> None:
     plan = plan_on(cluster="slurm")
     ours = {"SLURM_CPU_BIND": "none", "SLURM_CPU_BIND_TYPE": "none", "SLURM_OPEN_MODE": "a"}
     assert users_variables(plan, ("n1", "n2", "n3"), {**ours, **SAME}) == SAME
+
+
+@pytest.mark.parametrize("where", ["local", "slurm", "a batch script"])
+def test_ranks_get_nothing_that_another_run_has_left_in_the_environment(where: str) -> None:
+    """In a file that somebody has saved in a rank, for example, and a job script reads. Their stderr went to
+    that run's log, their images into its memory."""
+    plan = replace(plan_on(cluster="local" if where == "local" else "slurm"), batch=where == "a batch script")
+    theirs = dict.fromkeys(named_in_the_source() - USERS, "/elsewhere")
+    kept = {"JURYMAST_CADENCE_S": "60", "JURYMAST_CHECKPOINTS": "/scratch/me", "HOME": "/home/me"}
+    assert users_variables(plan, ("n1",), {**theirs, **kept}) == kept
+
+
+# What people set, what an agent always sets anew, and what only processes above the ranks read.
+USERS = {
+    f"JURYMAST_{name}"
+    for name in (
+        "CADENCE_S", "CADENCE_STEPS", "CHECKPOINTS", "KEEP", "MTBF_S", "RUNS", "SITE", "COMPLETE",
+        "RUN", "RUN_DIR", "NODE", "ADDRESS", "LINE", "SCRIPT_JOB", "SCRIPT_RUN", "SCRIPT_SHELL", "STEP",
+        "TASKS_ALONE",
+    )
+}  # fmt: skip
+
+
+def named_in_the_source() -> set[str]:
+    package = Path(slurm_variables.__file__).parents[1]
+    texts = (path.read_text() for path in package.rglob("*.py"))
+    return {name for text in texts for name in re.findall(r"\bJURYMAST_[A-Z_]*[A-Z]\b", text)}
 
 
 def test_runs_without_slurm_leave_its_variables_alone() -> None:

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -111,9 +112,18 @@ def host_plan(
     }  # fmt: skip
 
 
+# What processes of one run tell each other. From another run, in variables that somebody has saved or passed
+# on, it would lead ranks to that run's logs and memory, or away from checkpoints of their own.
+OF_RANKS = re.compile(
+    r"JURYMAST_(ATTEMPT|EVENTS|HOST_FD|KEEPER|LOCAL_RANK|LOG|PAGE|SAVED_STEP|STACKS|STARTUP|STDERR|STDIN|"
+    r"UNREADABLE|USER_TMPDIR|WORLD_SIZE)$"
+)
+
+
 def users_variables(plan: RunPlan, nodes: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
     """Return the `variables` of this agent as its ranks may see them: a plain run's job has spare nodes, and
     its srun options of ours. A batch script's are as its front end has left them."""
+    variables = {name: value for name, value in variables.items() if not OF_RANKS.match(name)}
     if plan.batch or plan.cluster != "slurm":
         return dict(variables)
     hosts = compressed(nodes[: plan.active])

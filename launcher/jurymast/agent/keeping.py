@@ -344,7 +344,7 @@ def local_root(path: str, run: str) -> Path:
 
     def choose() -> None:
         try:
-            if foreign.owns(usual) or not os.path.lexists(usual):
+            if foreign.owns(usual) or not foreign.is_taken(usual):
                 return
             mine = [place for place in foreign.found(disk, f"{usual.name}-*") if foreign.owns(place)]
             chosen[0] = min(mine) if mine else Path(tempfile.mkdtemp(prefix=f"{usual.name}-", dir=disk))

@@ -101,6 +101,8 @@ class Trainings:
         taken = {entry["run"] for _, entry in self._entries()}
         root = self._job.root
         for run in map(RunDirectory, [root, *sorted(foreign.found(root.parent, f"{root.name}-*"))]):
+            if not foreign.owns(run.root):  # others may have taken a name like ours there
+                continue
             with suppress(RunDirectoryError):
                 if str(run.root) not in taken and training.plan(plan := run.plan(), run) == plan:
                     say(
@@ -133,7 +135,9 @@ class Trainings:
         number = 1 + sum(1 for _ in self._folder.glob("*.json"))
         if number == 1:
             return self._job
-        run = RunDirectory(self._job.root.with_name(f"{self._job.root.name}-{number}"))
+        while foreign.is_taken(place := self._job.root.with_name(f"{self._job.root.name}-{number}")):
+            number += 1
+        run = RunDirectory(place)
         beside(self._job, run, self._life.rpartition(".")[0])
         return run
 
