@@ -20,7 +20,9 @@ from jurymast.cluster.sbatch import (
     parse,
     ranks_per_node,
     split_command_line,
+    version_of,
 )
+from jurymast.cluster.slurm import hint_for
 from jurymast.errors import UsageError
 
 OWN = {"--nodes": True, "-N": True, "--spares": True, "--wait": False, "-W": False, "--dry-run": False}
@@ -190,12 +192,36 @@ Options provided by plugins:
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An sbatch with options that are not in our table."""
     program = tmp_path / "sbatch"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{HELP}END\n")
+    version = '[ "$1" = --version ] && echo slurm-wlm 22.05.8 && exit'
+    program.write_text(f"#!/bin/sh\n{version}\ncat <<'END'\n{HELP}END\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     _help_of.cache_clear()
+    version_of.cache_clear()
     yield
     _help_of.cache_clear()
+    version_of.cache_clear()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("said", "option"),
+    [
+        ("sbatch: unrecognized option '--segment=2'\nTry \"sbatch --help\"", "--segment"),
+        ("sbatch: unrecognized option '--stepmgr'", "--stepmgr"), ("sbatch: invalid option -- 'Y'", "Y"),
+    ],
+)  # fmt: skip
+def test_an_option_newer_than_the_installed_slurm_is_told_as_that(said: str, option: str) -> None:
+    assert hint_for(said, []).startswith(
+        f"slurm-wlm 22.05.8, which is installed here, does not have {option}:"
+    )
+    assert hint_for("sbatch: error: Invalid account", ["--gpus=4"]) == ""
+    refused = "allocation failure: Requested node configuration is not available"
+    assert "give --nodes=N" in hint_for(refused, ["sbatch", "--gpus=32"])
+    assert hint_for(refused, ["sbatch", "--gpus-per-node=32"]) == ""
+    with pytest.raises(UsageError) as unknown:
+        split_command_line(["--spread-segments", "job.sh"], {})
+    assert str(unknown.value.hint).endswith("sbatch is from slurm-wlm 22.05.8 here, which does not have it")
 
 
 @pytest.mark.usefixtures("installed")

@@ -529,7 +529,7 @@ def test_what_ranks_print_is_relayed_attempt_by_attempt(job: RunDirectory, tmp_p
         prints(3, 0, "third, ")
         prints(3, 0, "to its end")
     output.close()
-    assert (tmp_path / "out").read_text() == "second\nthird, to its end\n"
+    assert (tmp_path / "out").read_text() == "second\nthird, to its end"
 
 
 def test_gpus_are_counted_by_any_vendors_variable_or_by_the_driver(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +14,9 @@ import pytest
 
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, write_atomically
-from jurymast.script.output import NUMBER_FILE, CannotOpen, Output, expanded, relayed
+from jurymast.script.output import NUMBER_FILE, READ_BYTES, CannotOpen, Output, expanded, relayed
 from jurymast.script.srun import parse
+from jurymast.script.step import node_command
 from support.waiting import wait_until
 
 
@@ -197,6 +199,59 @@ def test_stderr_of_the_steps_command_follows_its_stdout(
     """srun is told, because its own stdout goes where we have opened the file."""
     monkeypatch.chdir(tmp_path)
     assert output_of(*options, nodes=("n1", "n2")).srun_options == told
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        (["-o", "o-%t"], {"o-0": "out 0\nerr 0\nrank\n", "o-1": "out 1\nerr 1\n"}),
+        (["-o", "o-%N", "-e", "e %n"],
+         {"o-a": "out 0\nrank\n", "o-b": "out 1\n", "e 0": "err 0\n", "e 1": "err 1\n"}),
+        (["-e", "e-%n", "--open-mode=append"], {"e-0": "old\nerr 0\n", "e-1": "err 1\n"}),
+        (["-o", "o"], {"o": "rank\n"}), (["-o", "o-%t-%s"], {"o-0-": "rank\n"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_steps_command_itself_prints_goes_to_the_file_of_its_task(
+    options: list[str], files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are begun before the step, even if nobody prints; a spare node has none."""
+    job, step = RunDirectory(tmp_path / "run"), tmp_path / "step"
+    for folder in (step, tmp_path / "there"):
+        folder.mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    if "--open-mode=append" in options:
+        Path("e-0").write_text("old\n")
+    output = output_of(*options, nodes=("a", "b"))
+    text = node_command(job, step, {}, 2, tmp_path / "spares", {}, files=output.own_files())
+    (step / "node").write_text(text)
+    command = ["sh", str(step / "node"), "sh", "-c", "echo out $SLURM_NODEID; echo err $SLURM_NODEID >&2"]
+    for number in range(3):
+        environment = {
+            "SLURM_NODEID": str(number),
+            "SLURMD_NODENAME": f"n{number}",
+            "PATH": os.environ["PATH"],
+        }
+        subprocess.run(command, env=environment, cwd="/", check=True, timeout=60)
+    output.write(0, b"rank\n")
+    output.close()
+    assert {path.name: path.read_text() for path in Path().iterdir()} == files
+    assert (tmp_path / "spares").read_text() == "out 2\nerr 2\n"
+
+
+def test_a_last_line_without_an_end_gets_none(job: RunDirectory, tmp_path: Path) -> None:
+    """But the next attempt begins on a line of its own, and srun ends lines that it labels."""
+    for attempt, text in enumerate(("begun", "a\nb", "x" * (READ_BYTES + 9)), 1):
+        job.rank_log(attempt, 0).parent.mkdir(parents=True, exist_ok=True)
+        job.rank_log(attempt, 0).write_text(text)
+    job.attempt_file.write_text("3")
+    for option, ends in (("-Q", ""), ("-l", "\n")):
+        output = output_of(option, "-o", f"{tmp_path}/out{option}")
+        with relayed(job, output, after=0):
+            pass
+        output.close()
+        text = (tmp_path / f"out{option}").read_text().replace("0: ", "")
+        assert text == f"begun\na\nb\n{'x' * (READ_BYTES + 9)}{ends}"
 
 
 def test_a_file_that_srun_has_begun_for_both_is_not_begun_again(tmp_path: Path) -> None:

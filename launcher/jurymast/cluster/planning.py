@@ -30,6 +30,7 @@ from jurymast.cluster.sbatch import (
 from jurymast.cluster.signals import JobSignal
 from jurymast.core.planning.forecast import auto_spares
 from jurymast.core.settings import RunPlan
+from jurymast.core.slurm_variables import scaled
 from jurymast.errors import ScriptError, UsageError
 from jurymast.interpreter import relative_parts
 from jurymast.policy.resolve import Resolved
@@ -324,16 +325,10 @@ def _with_options(plan: RunPlan, script: BatchScript, told: CommandLine) -> RunP
     options = [*where_options(script.sbatch), *plan.sbatch_options, f"--nodes={plan.nodes}"]
     for name in TOTALS:
         if total := told.last(name):
-            options.append(f"--{name}={_scaled(total, plan.nodes, plan.active)}")
+            options.append(f"--{name}={scaled(total, plan.nodes, plan.active)}")
     options += ["--no-kill", "--requeue" if plan.requeue else "--no-requeue"]
     if not told.has("job-name"):  # sbatch would use the name of its script, which is not the user's
         options.append(f"--job-name={script.job_name}")
     if not told.has("signal"):
         options.append(f"--signal={WARN_SIGNAL}")
     return replace(plan, sbatch_options=tuple(options), typed_options=plan.sbatch_options)
-
-
-def _scaled(value: str, nodes: int, active: int) -> str:
-    """A total for `active` nodes (`16`, `gpu:16` or `h100:16`), scaled to `nodes` nodes."""
-    kind, colon, number = value.rpartition(":")
-    return f"{kind}{colon}{-(-int(number) * nodes // active)}" if number.isdigit() else value

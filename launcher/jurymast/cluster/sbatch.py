@@ -111,6 +111,17 @@ def _help_of(program: str) -> str:
     return done.stdout
 
 
+@cache
+def version_of(program: str) -> str:
+    """The release that the command says it is from, such as "slurm-wlm 22.05.8"; "" if it does not say."""
+    command = [program, "--version"]
+    try:
+        done = programs.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=HELP_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if re.fullmatch(r"slurm\S* \S+", done.stdout.strip()) else ""
+
+
 SBATCH = Grammar("sbatch", REQUIRED, OPTIONAL, NONE, SHORT)
 
 
@@ -256,6 +267,8 @@ def _full_name(typed: str, own: Mapping[str, bool], grammar: Grammar) -> str:
     hint = TORCHRUN_HINTS.get(word.replace("_", "-"), "see jurymast submit --help and man sbatch")
     if not _help_of(grammar.program):
         hint += f"; {grammar.program} is not here, so options of Slurm's plugins are not known"
+    elif version := version_of(grammar.program):
+        hint += f"; {grammar.program} is from {version} here, which does not have it"
     raise UsageError(f"unknown option {typed}{did_you_mean(typed, names)}", hint=hint)
 
 

@@ -5,6 +5,7 @@ gets the user's options), and asks how the job ended."""
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -20,7 +21,7 @@ from typing import Any
 from jurymast import foreign, programs
 from jurymast.cluster.allocation import batch_process, submit_local
 from jurymast.cluster.planning import WARN_SIGNAL
-from jurymast.cluster.sbatch import BatchScript
+from jurymast.cluster.sbatch import BatchScript, version_of
 from jurymast.core.settings import RunPlan
 from jurymast.core.slurm_variables import without_a_job
 from jurymast.core.texts import did_you_mean
@@ -304,8 +305,22 @@ def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         start_new_session=True,  # only we get Ctrl-C: see _interrupt_held
     )
     if done.returncode != 0:
-        raise SubmissionError(f"sbatch refused the job: {slurms_words(done.stderr)}")
+        raise SubmissionError(
+            f"sbatch refused the job: {slurms_words(done.stderr)}", hint=hint_for(done.stderr, argv)
+        )
     return done
+
+
+def hint_for(said: str, argv: Sequence[str]) -> str:
+    """A hint for what sbatch said: of an option that the installed one does not have, or of a total of GPUs
+    that one node cannot have; "" if it has refused something else."""
+    if "node configuration" in said and any(word.startswith("--gpus=") for word in argv):
+        return "without --nodes, a total of --gpus counts as that of one node: give --nodes=N as well"
+    found = re.search(r"(?:unrecognized|invalid|unknown) option:? (?:-- )?'?(-{0,2}[\w-]+)", said)
+    if found is None:
+        return ""
+    where = version_of("sbatch") or "Slurm"
+    return f"{where}, which is installed here, does not have {found[1]}: leave it out, or use a newer Slurm"
 
 
 def script_around(plan: RunPlan, script: BatchScript) -> str:

@@ -98,6 +98,11 @@ def without_a_job(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def scaled(value: str, nodes: int, active: int) -> str:
+    """A total for `active` nodes (`16`, `gpu:16` or `h100:16,a100:8`), scaled to `nodes` nodes."""
+    return re.sub(r"(?<![^:,])\d+(?=,|$)", lambda found: str(-(-int(found[0]) * nodes // active)), value)
+
+
 def _share(value: str, active: int, asked: int) -> str:
     """The share of a total (`16`, `h100:16`) for `active` of `asked` nodes."""
     kind, colon, number = value.rpartition(":")

@@ -89,7 +89,7 @@ class Destination:
         self._option = option
         self.new = step.new
         self._common: int | None = None
-        self._begun: set[str] = set()  # files that were opened before
+        self._begun = step.begun
         self._unfinished: set[int] = set()  # ranks whose last line has no end yet
 
     @property
@@ -112,6 +112,15 @@ class Destination:
             _write(descriptor, data)
         finally:
             os.close(descriptor)
+
+    def begun_file(self, task: int) -> str:
+        """The name of this task's own file, which is there from now on; "" if it has none, or if its name
+        depends on the step's number, which nobody knows yet."""
+        if not is_each_tasks(self.pattern) or _has_field(self.pattern, STEP_FIELDS):
+            return ""
+        name = self._step.name(self.pattern, task)
+        os.close(self._open(name))
+        return os.path.abspath(name)
 
     def is_same_as(self, other: Destination) -> bool:
         """Whether what is written to either comes to the same place in the order in which it is written."""
@@ -172,6 +181,7 @@ class Naming:
     ) -> None:
         self.tasks, self.nodes, self._folder, self.environment = tasks, nodes, folder, environment
         self.count = tasks * len(nodes)
+        self.begun: set[str] = set()  # files that were opened before
         on = {name: srun.has(name) or environment.get(SWITCHES[name], "0") != "0" for name in SWITCHES}
         self.label, self.unbuffered = on["label"], on["unbuffered"]
         mode = srun.last("open-mode") or environment.get("SLURM_OPEN_MODE", "")
@@ -219,7 +229,8 @@ class Output:
         folder: Path | None = None,
     ) -> None:
         step = Naming(srun, environment, nodes, tasks, folder)
-        self.tasks, self.unbuffered = tasks, step.unbuffered
+        self.tasks, self._count = tasks, step.count
+        self.unbuffered, self.label = step.unbuffered, step.label
         said = {name: srun.last(name) or environment.get(VARIABLES[name], "") for name in VARIABLES}
         pattern, only = chosen(said["output"], step.count)
         self.out = Destination("output", pattern, only, 1, step)
@@ -250,6 +261,13 @@ class Output:
         stdout, which we open in srun's place. If each task has a file, ranks do not write there, and spare
         nodes would have one as well."""
         return [f"--error={self._followed}"] if self._followed and not is_each_tasks(self._followed) else []
+
+    def own_files(self) -> list[tuple[str, str]]:
+        """For each task, where its command's own stdout and stderr go, if that is a file for each task; else
+        "". Such a command is that of a launcher: other tasks are ranks."""
+        if self.tasks != 1 or self.label:
+            return []
+        return [(self.out.begun_file(n), self.err.begun_file(n)) for n in range(self._count)]
 
     def srun_opens_errors(self) -> None:
         """srun itself has begun the common file for stderr, for what the step's command prints there."""
@@ -322,20 +340,27 @@ def _relay(
 ) -> None:
     """`tasks`: the task of the step to which each rank belongs."""
     tails: dict[Path, FileTail] = {}
+    unended: dict[Path, bool] = {}
 
-    def copy(*, whole: bool) -> None:
+    def copy(*, whole: bool, followed: bool = False) -> None:
+        """`followed`: by another attempt, which begins on a line of its own."""
         for rank, task in tasks.items():
-            copy_log(run.rank_log(attempt, rank), rank, task, whole=whole)
+            copy_log(run.rank_log(attempt, rank), rank, task, whole=whole, followed=followed)
             if apart:
-                copy_log(run.rank_errors(attempt, rank), rank, task, whole=whole, error=True)
+                errors = run.rank_errors(attempt, rank)
+                copy_log(errors, rank, task, whole=whole, followed=followed, error=True)
 
-    def copy_log(log: Path, rank: int, task: int, *, whole: bool, error: bool = False) -> None:
+    def copy_log(
+        log: Path, rank: int, task: int, *, whole: bool, followed: bool, error: bool = False
+    ) -> None:  # fmt: skip
         tail = tails.setdefault(log, FileTail(log, one_of_many=True))
         while data := tail.data(READ_BYTES, partial=whole or output.unbuffered, bars=True):
-            ended = data if data.endswith(b"\n") or not whole else data + b"\n"
-            output.write(rank, ended, task, error=error)
+            output.write(rank, data, task, error=error)
+            unended[log] = not data.endswith(b"\n")
             if not tail.more:
                 break
+        if whole and unended.pop(log, False) and (followed or output.label):  # srun ends what it labels
+            output.write(rank, b"\n", task, error=error)
         if tail.error is not None and log not in unread:
             unread.add(log)
             say(f"{log} is not printed here as long as it cannot be read: {tail.error.strerror}")
@@ -349,7 +374,7 @@ def _relay(
             last = over.wait(every_s)
             newest = newest_attempt(run)
             while attempt < newest:  # an older attempt is complete
-                copy(whole=True)
+                copy(whole=True, followed=True)
                 attempt += 1
             copy(whole=last)
     except CannotOpen as error:

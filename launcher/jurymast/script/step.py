@@ -36,7 +36,7 @@ from jurymast.cluster.control import STILL_RUNNING, binding, signals_tasks_alone
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
 from jurymast.core.messages import Accepted
 from jurymast.core.settings import RunPlan
-from jurymast.core.slurm_variables import kind_of, of_a_task
+from jurymast.core.slurm_variables import kind_of, of_a_task, scaled
 from jurymast.core.supervision.batch import Outcome
 from jurymast.core.texts import compressed
 from jurymast.errors import ClusterUnavailableError
@@ -76,6 +76,7 @@ unset SLURM_NTASKS_PER_NODE
 {told}
 if [ "$SLURM_NODEID" -ge {active} ]; then exec >> {log} 2>&1; fi
 if [ "$SLURM_NODEID" = 0 ]; then echo "$SLURM_STEP_ID" > {number}; fi
+{files}
 {runs}
 if [ "$SLURM_NODEID" -ge {active} ]; then code=0; fi
 umask 077
@@ -125,10 +126,11 @@ def node_command(
     contained: bool = False,
     *,
     tasks_alone: bool = False,
+    files: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The text of the program for a `step` of `job` (both folders) on `active` nodes. `own`: shell text, by
     node name, that turns the step's command into that of the node. `contained`: the command starts a
-    container. `tasks_alone`: see `control.signals_tasks_alone`."""
+    container. `tasks_alone`: see `control.signals_tasks_alone`. `files`: see `Output.own_files`."""
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in seen.items())
     cases = [f"{shlex.quote(node)})\n{text}\n;;" for node, text in own.items()]
     text = "\n".join(['case "$SLURMD_NODENAME" in', *cases, "esac"]) if cases else ""
@@ -145,7 +147,24 @@ def node_command(
         begins=BEGINS_AS_BASH if tasks_alone else "", runs=runs, exports=exports, own=text,
         ours=shims.exports(job, step), told=told, active=active,
         log=shlex.quote(str(log)), folder=shlex.quote(str(step)), number=shlex.quote(str(step / NUMBER_FILE)),
+        files=_into(files),
     )  # fmt: skip
+
+
+def _into(files: Sequence[tuple[str, str]]) -> str:
+    """Shell text that sends what a node's command prints to its own files, if they are there on the node."""
+    redirections = [
+        f"{place}) "
+        + "; ".join(
+            f"(: >> {name}) 2> /dev/null && exec {number}>> {name}"
+            for number, name in enumerate(map(shlex.quote, names), 1)
+            if name != "''"
+        )
+        + " ;;"
+        for place, names in enumerate(files)
+        if any(names)
+    ]
+    return "\n".join(['case "$SLURM_NODEID" in', *redirections, "esac"]) if redirections else ""
 
 
 def tasks_each(srun: CommandLine) -> dict[str, str]:
@@ -169,7 +188,7 @@ POLL_S = 0.05
 # Options of a step's srun that jurymast sets itself.
 OURS = frozenset({
     "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "nodefile", "kill-on-bad-exit",
-    "wait", "no-kill", "overlap", "exact", "exclusive", "output",
+    "wait", "no-kill", "overlap", "exact", "exclusive", "output", "gpus",
 })  # fmt: skip
 # Options on sharing processors with other steps. They contradict --overlap, which a step needs so as not to
 # wait for lost ones.
@@ -385,6 +404,7 @@ class Step:
             own,
             contained=place > 0,
             tasks_alone=signals_tasks_alone(),
+            files=() if own else output.own_files(),
         )
         shims.write_program(program, text)
         # If each task has a file for stderr, spare nodes would have one as well, and ranks do not write
@@ -400,6 +420,8 @@ class Step:
             f"--nodes={len(nodes)}",
         ]
         command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
+        if total := srun.last("gpus"):
+            command.append(f"--gpus={scaled(total, len(nodes), self.active)}")
         command += [str(program), *words]
         environment = {**shims.with_shims(os.environ, self._job), **true}
         environment.pop(VARIABLES["output"], None)
