@@ -368,6 +368,18 @@ def test_a_steps_command_finds_ours_whatever_became_of_its_variables(tmp_path: P
     assert "SLURM_NODEID=1" in (tmp_path / "spares").read_text()
 
 
+@pytest.mark.parametrize("words", [["--auto-resume=1"], ["--auto-resume", "1"], ["-Y1", "-N2"]])
+def test_options_that_only_the_installed_srun_knows_pass_in_their_place(
+    tmp_path: Path, words: list[str]
+) -> None:
+    program = tmp_path / "srun"
+    shims.write_program(program, "#!/bin/sh\necho '  -Y, --auto-resume=N  [site] resume'\n")
+    found = parse([*words, "python", "t.py"], str(program))
+    assert found is not None
+    assert found.command == ["python", "t.py"]
+    assert [word for given in found.options for word in given.words] == words
+
+
 # A run directory may be called so.
 ODD = 'a run|with & \'s "and" $so} (on) [a-z] * .. #1;'
 

@@ -58,6 +58,12 @@ def test_output_goes_where_srun_was_told(tmp_path: Path) -> None:
     assert (tmp_path / "old-1").read_text() == "1: a\n1: b\ncommand\nd\n"
 
 
+def test_each_of_two_files_is_looked_for_in_its_own_folder(tmp_path: Path) -> None:
+    for here, missing in (("-e", "-o"), ("-o", "-e")):
+        with pytest.raises(CannotOpen, match="there is no folder"):
+            output_of(here, f"{tmp_path}/x", missing, f"{tmp_path}/missing/%t")
+
+
 @pytest.mark.parametrize("option", ["-o", "-e"])
 def test_a_missing_folder_of_sruns_files_is_an_error_that_names_it(tmp_path: Path, option: str) -> None:
     srun = parse([option, f"{tmp_path}/none/out-%t", "x"])
