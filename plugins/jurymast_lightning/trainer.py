@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer, __version__
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     Callback,
     LearningRateFinder,
@@ -70,6 +71,11 @@ def _refuse(trainer: Trainer) -> None:
             "jurymast_lightning cannot save the batch size that BatchSizeFinder finds",
             hint="find it in a run of its own, and set it",
         )
+    if any(isinstance(one, BaseFinetuning) for one in trainer.callbacks):
+        raise CheckpointError(
+            "jurymast_lightning cannot save which parameters a BaseFinetuning callback trains",
+            hint="train what is frozen and what is not in a run each, or use Lightning's own ModelCheckpoint",
+        )
 
 
 class _Training:
@@ -86,6 +92,7 @@ class _Training:
         self._checkpoint = jurymast.Checkpointer({**state, "random": self._random}, **options)
         self._last = 0
         self._resumable: bool | None = None
+        self._iterated = False
 
     def begin(self) -> None:
         """Restore weights and optimizers, and leave the rest to Lightning, which does it next."""
@@ -103,6 +110,8 @@ class _Training:
             return
         # What it found before is in the restored state.
         trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, LearningRateFinder)]
+        # `trainer.estimated_stepping_batches`, say, iterates over the loaders before anything is restored.
+        self._iterated = trainer.fit_loop._combined_loader is not None
         connector = _Restoring(trainer, self._shared.held, self._own.held)
         connector.restore_early()
 
@@ -135,7 +144,7 @@ class _Training:
     def _batch_starts(self, advance: Callable[..., None], fetcher: Any) -> None:
         if self._shared.held is not None:
             _forget_restart(self._trainer.fit_loop)
-            if self._own.held["fetched"]:
+            if self._own.held["fetched"] or self._iterated:
                 self._loaders_again(fetcher)
                 fetcher.batches.extend(self._own.held["fetched"])
                 fetcher.fetched = self._own.held["count"]

@@ -18,6 +18,7 @@ pytest.importorskip("lightning")
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     BatchSizeFinder,
     Callback,
     EarlyStopping,
@@ -146,6 +147,18 @@ class Model(LightningModule):
         self.extra, self.story = checkpoint["extra"], list(checkpoint["story"])
 
 
+class Counted(Model):
+    """Asks for the number of steps, so that Lightning iterates over the loaders before it restores."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(
+            [{"params": [self.layer.weight]}, {"params": [self.layer.bias], "weight_decay": 0.0}]
+        )
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2], total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class Manual(Model):
     """Adds gradients up over three batches, across the end of an epoch."""
 
@@ -261,6 +274,7 @@ CASES = [
     Case("sanity check", options={"num_sanity_val_steps": 1}),
     Case("rate by epoch", model=lambda: Model("step")),
     Case("rate by step", model=lambda: Model("step", "step")),
+    Case("rate by the number of steps", model=Counted),
     Case("plain loader", loader=plain, points=ENDS),
     Case("shuffled by its own generator", loader=shuffled, points=ENDS),
     Case("shuffled by its own generator, with a state", loader=seeded),
@@ -359,9 +373,21 @@ def test_a_training_goes_on_from_each_restore_point(case: Case, tmp_path: Path) 
         assert not wrong, f"restored at step {step}"
 
 
-def test_what_cannot_be_carried_is_refused(tmp_path: Path) -> None:
-    case = Case("refused", callbacks=lambda: [BatchSizeFinder(max_trials=1)], data=True)
-    with pytest.raises(CheckpointError, match="cannot save the batch size"):
+class WithBackbone(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(("callback", "model", "why"), [
+    (lambda: BatchSizeFinder(max_trials=1), Model, "cannot save the batch size"),
+    (lambda: BackboneFinetuning(1), WithBackbone, "cannot save which parameters"),
+])  # fmt: skip
+def test_what_cannot_be_carried_is_refused(
+    callback: Callable[[], Callback], model: Callable[[], Model], why: str, tmp_path: Path
+) -> None:
+    case = Case("refused", model=model, callbacks=lambda: [callback()], data=True)
+    with pytest.raises(CheckpointError, match=why):
         fit(case, Kept(), tmp_path, 1)
 
 
