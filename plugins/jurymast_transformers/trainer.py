@@ -17,6 +17,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_callback import ExportableState, TrainerControl
+from transformers.trainer_utils import has_length
 
 import jurymast
 from jurymast.checkpoint import HeldRandomState
@@ -89,8 +90,11 @@ class _Resuming(Trainer):
         self.add_callback(_Restoring(self))
         if self._jurymast_progress.is_over:
             return epochs, 0  # what follows the last epoch is still to be done
-        skipped = 0 if self.args.ignore_data_skip else self.state.global_step % steps_an_epoch
-        return self.state.global_step // steps_an_epoch, skipped * self.args.gradient_accumulation_steps
+        epoch, skipped = divmod(self.state.global_step, steps_an_epoch)
+        if restored and not has_length(self._jurymast_loader):
+            epoch, skipped = self._jurymast_progress.place()  # the Trainer takes all steps for one epoch then
+        skipped = 0 if self.args.ignore_data_skip else skipped
+        return epoch, skipped * self.args.gradient_accumulation_steps
 
     def _prepare_for_training(self, max_steps: int, loader: Any, folder: str) -> Any:
         return self._jurymast_ready
@@ -111,6 +115,7 @@ class _Resuming(Trainer):
         step = self.state.global_step
         of_epoch, self._jurymast_seen = step == self._jurymast_seen, step  # called once more at its end
         stops = self.control.should_training_stop or self.control.should_epoch_stop
+        self._jurymast_progress.epoch_over = of_epoch
         if of_epoch or not (stops or step % self._jurymast_steps_an_epoch == 0):
             self._jurymast_checkpoint.step(step)
 
@@ -128,12 +133,16 @@ class _Progress:
         self._trainer = trainer
         self._held: Any = None
         self.is_restored = self.is_over = False
+        # Which epoch this is, and the step at which it began. It may go on, or its end is done too.
+        self._epoch, self._began, self.epoch_over = -1, 0, False
+        self._goes_on = False
 
     def state_dict(self) -> dict[str, Any]:
         if self._held is not None:
             return dict(self._held)
         states = [[type(one).__name__, one.state()] for one in self._exportable()]
-        return {"state": asdict(self._trainer.state), "callbacks": states}
+        epoch = {"epoch": self._epoch, "began": self._began, "epoch over": self.epoch_over}
+        return {"state": asdict(self._trainer.state), "callbacks": states, **epoch}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._held = saved
@@ -153,7 +162,23 @@ class _Progress:
             for attribute, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
                 setattr(one, attribute, value)
         self.is_restored, self.is_over = True, bool(trainer.control.should_training_stop)
+        # A state of an older jurymast has no epoch: it counts as its first.
+        self._epoch, self._began = self._held.get("epoch", 0), self._held.get("began", 0)
+        self.epoch_over = self._held.get("epoch over", False)
+        self._goes_on = not self.epoch_over
         self._held = None
+
+    def place(self) -> tuple[int, int]:
+        """Return the epoch in which training goes on, and how many steps of it are done."""
+        if self.epoch_over:
+            return self._epoch + 1, 0
+        return self._epoch, self._trainer.state.global_step - self._began
+
+    def epoch_begins(self) -> None:
+        if self._goes_on:
+            self._goes_on = False
+            return
+        self._epoch, self._began, self.epoch_over = self._epoch + 1, self._trainer.state.global_step, False
 
     def _exportable(self) -> list[Any]:
         found = [*self._trainer.callback_handler.callbacks, self._trainer.control]
@@ -198,3 +223,6 @@ class _Restoring(TrainerCallback):
         if self._trainer._jurymast_progress.is_over:
             self._trainer._jurymast_random.apply()
             control.should_training_stop = True
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        self._trainer._jurymast_progress.epoch_begins()

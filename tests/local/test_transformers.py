@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 pytest.importorskip("transformers", minversion="5")
 
@@ -45,6 +46,13 @@ class Points(Dataset[Any]):
         return {"x": torch.tensor([index / 8.0, 1.0]), "labels": torch.tensor([index / 4.0])}
 
 
+class Stream(IterableDataset[Any]):
+    """Has no length: the Trainer begins it again until all steps are done."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (Points()[index] for index in range(BATCHES * 2))
+
+
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -71,6 +79,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     patience: int = 0
     points: tuple[int, ...] = tuple(range(1, EPOCHS * BATCHES + 1))
+    data: Callable[[], Any] = Points
 
 
 PLATEAU = {
@@ -89,6 +98,9 @@ CASES = [
          points=(1, 2, 3, 4, 5, 6)),
     Case("accumulated", {"gradient_accumulation_steps": 3}, points=(1, 2, 3, 4)),
     Case("limited by steps", {"max_steps": 6}, points=(1, 2, 3, 4, 5, 6)),
+    Case("no length", {"max_steps": 7, "eval_strategy": "epoch"}, points=(1, 2, 3, 4, 5, 6, 7), data=Stream),
+    Case("no length, accumulated", {"max_steps": 4, "gradient_accumulation_steps": 3}, points=(1, 2, 3, 4),
+         data=Stream),
     Case("rate by step", {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
 ]  # fmt: skip
 
@@ -104,7 +116,7 @@ def train(case: Case, kept: Kept, out: Path, seed: int) -> dict[str, Any]:
     ends = Ends()
     stopping = EarlyStoppingCallback(case.patience, 9.0) if case.patience else None
     trainer = Trainer(
-        model=Model(), args=arguments, train_dataset=Points(), eval_dataset=Points(),
+        model=Model(), args=arguments, train_dataset=case.data(), eval_dataset=Points(),
         callbacks=[ends, *([stopping] if stopping else [])],
     )  # fmt: skip
     result = jurymast_transformers.train(trainer, directory=kept)
