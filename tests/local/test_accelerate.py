@@ -41,6 +41,23 @@ class Points(Dataset[Any]):
         return torch.tensor([index / 8.0, 1.0])
 
 
+class Average:
+    """An average of the weights, registered for Accelerate's checkpoints."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.of, self.weights = model, [one.detach().clone() for one in model.parameters()]
+
+    def update(self) -> None:
+        for mean, one in zip(self.weights, self.of.parameters(), strict=True):
+            mean.mul_(0.9).add_(one.detach(), alpha=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = [one.clone() for one in state["weights"]]
+
+
 def train(kept: Kept, seed: int, *, accumulate: int, updates: list[int] | None = None) -> dict[str, Any]:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -50,12 +67,16 @@ def train(kept: Kept, seed: int, *, accumulate: int, updates: list[int] | None =
         gradient_accumulation_steps=accumulate, cpu=True,
         dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
     )  # fmt: skip
+    # As with mixed precision on a GPU.
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     torch.manual_seed(3)
     model: Any = torch.nn.Linear(2, 1)
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     loader: Any = StatefulDataLoader(Points(), batch_size=2, generator=torch.Generator())
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    average = Average(model)
+    accelerator.register_for_checkpointing(average)
     checkpoint = jurymast_accelerate.checkpointer(accelerator, directory=kept)
     done = checkpoint.restore()
     while done < EPOCHS * BATCHES:
@@ -66,6 +87,8 @@ def train(kept: Kept, seed: int, *, accumulate: int, updates: list[int] | None =
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                average.update()
             done += 1
             if accelerator.sync_gradients and updates is not None:
                 updates.append(done)
@@ -74,6 +97,8 @@ def train(kept: Kept, seed: int, *, accumulate: int, updates: list[int] | None =
         "weights": dict(model.state_dict()),
         "optimizer": optimizer.optimizer.state_dict(),
         "schedule": schedule.scheduler.state_dict(),
+        "average": average.weights,
+        "scaler": accelerator.scaler.state_dict(),
         "step": accelerator.step,
         "drawn": float(torch.rand(1)),
     }

@@ -119,12 +119,15 @@ def train(case: Case, kept: Kept, out: Path, seed: int) -> dict[str, Any]:
         model=Model(), args=arguments, train_dataset=case.data(), eval_dataset=Points(),
         callbacks=[ends, *([stopping] if stopping else [])],
     )  # fmt: skip
+    # As with mixed precision on a GPU.
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     result = jurymast_transformers.train(trainer, directory=kept)
     return {
         "weights": dict(trainer.model.state_dict()),
         "optimizer": trainer.optimizer.state_dict(),
         "schedule": trainer.lr_scheduler.state_dict(),
         "at": (trainer.state.global_step, trainer.state.epoch),
+        "scaler": trainer.accelerator.scaler.state_dict(),
         "best": trainer.state.best_metric,
         "log": [timeless(line) for line in trainer.state.log_history],
         "loss": result.training_loss,

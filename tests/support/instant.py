@@ -39,9 +39,12 @@ class InstantCheckpointer:
         return step
 
     def step(self, step: int) -> None:
-        self.save(step)
+        self._keep(step)  # not by `save`, which an adapter may override
 
     def save(self, step: int) -> bool:
+        self._keep(step)
+        return True
+
+    def _keep(self, step: int) -> None:
         if step not in self._kept.states:
             self._kept.states[step] = pickle.dumps(self._state.trees())
-        return True
