@@ -354,6 +354,15 @@ def test_a_node_that_alone_cannot_load_torch_is_replaced() -> None:
     assert list(story.state.excluded) == ["n1"]
 
 
+def test_one_node_of_several_shows_nothing_of_the_environment() -> None:
+    story = joined("n1", "n2")
+    unloadable(story, "n1")
+    story.feed(ev.NodeLost(t=story.t, node="n2", how="closed", silent_s=0.0))
+    story.wait(1.0)
+    assert story.state.phase is Phase.REQUEUED
+    assert "n1" in story.state.excluded
+
+
 def test_why_python_cannot_load_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "raise ImportError('libcudart.so.99: cannot open shared object file')\n"
