@@ -118,3 +118,30 @@ def test_what_the_script_says_of_its_tasks_counts() -> None:
     for train, protected in (("yes", True), ("no", False)):
         (found,) = foreseen("srun -N2 python shard.py", CommandLine(), 2, train)
         assert (found.protected, found.why.endswith(f"`train: {train}`")) == (protected, True)
+
+
+LAUNCH = "python -u -m torch.distributed.run --nnodes 2 train.py"
+
+
+@pytest.mark.parametrize(
+    ("lines", "protected"),
+    [
+        (f"export PYTHONPATH=/repo\n{LAUNCH} 2>&1 | tee log", False),
+        (f'export L="{LAUNCH}"\nexport PYTHONPATH=$REPO\n$L', False),
+        (f"PYTHONPATH=. {LAUNCH}", False),
+        (f"PYTHONPATH=/repo\nexport PYTHONPATH\nbash -c '{LAUNCH}'", False),
+        (f"srun bash -c 'export PYTHONPATH=/repo; {LAUNCH}'", False),
+        ("python -I -m torch.distributed.run --nnodes 2 train.py", False),
+        # It is extended, is not exported, or hides nothing.
+        (f"export PYTHONPATH=/repo:$PYTHONPATH\n{LAUNCH}", True),
+        (f'export PYTHONPATH="/repo${{PYTHONPATH:+:$PYTHONPATH}}"\n{LAUNCH}', True),
+        (f"srun bash -c 'export PYTHONPATH=/repo:$PYTHONPATH; {LAUNCH}'", True),
+        (f"PYTHONPATH=. python prepare.py\n{LAUNCH}", True),
+        (f"export PYTHONPATH=/repo\nsrun {LAUNCH}", True),
+        ("export PYTHONPATH=/repo\ntorchrun --nnodes 2 train.py", True),
+    ],
+)
+def test_a_launcher_whose_python_cannot_find_jurymast_is_not_protected(lines: str, protected: bool) -> None:
+    last = foreseen(f"#!/bin/bash\n{lines}\n", CommandLine(), 2)[-1]
+    assert last.protected is protected, last.why
+    assert protected or "jurymast" in last.why

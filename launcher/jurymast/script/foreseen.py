@@ -36,6 +36,13 @@ CONFIGURATION = re.compile(r"--config[-_]file[=\s]+[\"']?([^\s\"']+)")
 CONFIGURED = re.compile(
     r"^distributed_type:\s*[\"']?(DEEPSPEED|FSDP|MEGATRON_LM|MULTI_(?!CPU)\w+)", re.MULTILINE
 )
+# What stands in PYTHONPATH for the folder by which a launcher's Python finds jurymast. A script that sets the
+# variable anew hides that folder, and so do python's -E and -I; a torchrun that is found by PATH is ours.
+OURS = "/the-run-directory/hook"
+_ANEW = rf"PYTHONPATH=(?!\S*(?:PYTHONPATH|{OURS}))"
+HIDDEN = re.compile(rf"\bexport\s+{_ANEW}|\b{_ANEW}[^;|&\n]*(?:{recognise.LAUNCHER.pattern})")
+ISOLATED = re.compile(r"\bpython[\d.]*\s+(-\w+\s+)*-[a-zA-Z]*[EI]")
+BY_PATH = re.compile(r"(?<![\w/.-])torchrun\b")
 SIZES = ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node")
 
 
@@ -56,10 +63,12 @@ def foreseen(text: str, told: CommandLine, active: int, train: str = "") -> list
     variables = _of_slurm(told, active)
     gpus = any(told.last(name) for name in GPUS) or any("gpu" in (told.last(name) or "") for name in TRES)
     found = []
-    for command in shell.commands(text, variables):
+    for command in shell.commands(text, {**variables, "PYTHONPATH": OURS}):
         seen = {**command.exported, **variables}
         fate = _fate(command.words, seen, active, train)
         if fate is not None and fate[0] and (why := _by_itself(command.words, seen, gpus=gpus)):
+            fate = False, why
+        if fate is not None and fate[0] and (why := _out_of_reach(command.words, seen)):
             fate = False, why
         if fate is not None:
             found.append(Foreseen(command.line, command.text, *fate))
@@ -116,6 +125,22 @@ def _by_itself(words: Sequence[str], variables: Mapping[str, str], *, gpus: bool
         return ""
     reasons = [_without_torch(options, gpus=gpus) for options in starts]
     return f"accelerate starts its process by itself, unseen, {reasons[0]}" if all(reasons) else ""
+
+
+def _out_of_reach(words: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Why the Python of the launchers in a command does not find jurymast; "" if it does."""
+    in_step = any(_name(word) == "srun" for word in words)  # our srun extends PYTHONPATH once more
+    anew = not in_step and OURS not in variables.get("PYTHONPATH", OURS)
+    for text in recognise.texts(words, recognise.read_shell_script, variables):
+        if not recognise.LAUNCHER.search(BY_PATH.sub("", text)):
+            continue
+        if anew or HIDDEN.search(text):
+            return (
+                "PYTHONPATH is set anew, so the launcher does not find jurymast: extend it, or use torchrun"
+            )
+        if ISOLATED.search(text):
+            return "python's -E or -I hides jurymast from the launcher: leave it out, or use torchrun"
+    return ""
 
 
 def _without_torch(options: str, *, gpus: bool) -> str:
