@@ -298,9 +298,6 @@ ENDS_STEP = [
     ("srun x | cat & wait_for_it; kill -USR2 $(cat pid); wait", "USR2", 0),
     ("(srun x & wait_for_it; kill -USR1 $!; wait $!; exit $?) & wait $!", "USR1", 3),
     ("f() { srun x & wait_for_it; kill -INT $!; wait $!; }; set -eu; f", "INT", 3),
-    ("set -m; trap : USR1; srun x & wait_for_it; kill -USR1 $!; wait $!", "USR1", 3),
-    ("set -m; srun x & wait_for_it; kill -INT $!; wait $!", "INT", 3),
-    ("set -meu; (srun x; echo > after) & wait_for_it; kill -TERM %1; wait $!", "TERM", 3),
     # Not a shell that only runs srun: what ends it ends the step.
     ("(srun x; echo > after) & wait_for_it; kill -TERM $!; wait $!", "TERM", 143),
     ("{ srun x; echo > after; } & wait_for_it; kill -USR1 $!; wait $!", "TERM", 138),

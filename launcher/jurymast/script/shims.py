@@ -31,8 +31,7 @@ STEP_VARIABLE = "JURYMAST_STEP"
 FUNCTION = "BASH_FUNC_srun%%"
 # In `srun ... &`, $! is a shell that only runs the function: our srun replaces it, and gets the signals for
 # $!. Of all subshells that one alone ignores QUIT and not INT. In others, such as `(srun ...; srun ...) &`, a
-# signal that ends the shell is the step's end. After `set -m` none ignores any, and it cannot be known which
-# it is: the shell passes on what would end it, and ends with the step if that ends the step.
+# signal that ends the shell is the step's end.
 SHELL_VARIABLE = "JURYMAST_SCRIPT_SHELL"
 FUNCTION_TEXT = """\
 () {{  if [ "${job}" != "$SLURM_JOB_ID" ]; then command srun "$@"
@@ -41,25 +40,7 @@ FUNCTION_TEXT = """\
   local name ignored=0
   while read -r name ignored && [ "$name" != SigIgn: ]; do :; done < "/proc/$BASHPID/status" || :
   if [ "$((0x${{ignored:-0}} & 6))" = 4 ]; then exec {srun} "$@"; fi
-  case $- in *m*) ;; *) {background}=$BASHPID {srun} "$@"; return ;; esac
-  local child code=0 over=
-  set +m
-  {background}=$BASHPID {srun} "$@" <&0 &
-  child=$!
-  set -m
-  for name in HUP INT QUIT TERM USR1 USR2; do
-   if [ -z "$(trap -p "$name")" ]; then
-    case $name in HUP|QUIT|TERM) over="over=yes; " ;; *) over= ;; esac
-    trap "${{over}}kill -s $name $child || :" "$name"
-   fi
-  done
-  over=
-  until wait "$child"; code=$?; ! kill -0 "$child"; do :; done 2> /dev/null
-  if [ "$over" ]; then exit "$code"; fi
-  for name in HUP INT QUIT TERM USR1 USR2; do
-   case $(trap -p "$name") in *"kill -s $name $child"*) trap - "$name" ;; esac
-  done
-  return "$code"
+  {background}=$BASHPID {srun} "$@"
  fi
 }}"""
 # Directories that containers see in addition to their own. If both variables are set, apptainer reads only
