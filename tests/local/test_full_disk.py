@@ -21,6 +21,9 @@ sys.stderr.write("y" * 100_000)
 sys.stdout.buffer.write(b"z" * 100_000)
 """
 
+# What a full disk does to the log: writes fail, from here on.
+FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+
 
 def end_of(folder: Path, script: str, log: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Of a rank that starts by itself."""
@@ -34,13 +37,14 @@ def end_of(folder: Path, script: str, log: str, **more: str) -> subprocess.Compl
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("log", ["/dev/full", "/proc/no/such/log"])
+@pytest.mark.parametrize("log", ["full", "/dev/full", "/proc/no/such/log"])
 def test_what_a_rank_prints_never_ends_it(tmp_path: Path, log: str) -> None:
-    """The device that is always full; a place where no file can be made."""
-    done = end_of(tmp_path, f"{TALKS}raise SystemExit(3)\n", log)
+    """A log that finds no room; a device, which is no log; a place where no file can be made."""
+    done = end_of(tmp_path, f"{FULL * (log == 'full')}{TALKS}raise SystemExit(3)\n", str(tmp_path / log))
     assert done.returncode == 3, done.stderr
-    assert ("a rank writes here, because it cannot open its own log" in done.stderr) == (log != "/dev/full")
-    assert ("x" * 100_000 in done.stdout) == (log != "/dev/full")
+    assert ("a rank writes here, because it cannot open its own log" in done.stderr) == (log != "full")
+    assert ("x" * 100_000 in done.stdout) == (log != "full")
+    assert log != "full" or (tmp_path / log).stat().st_size <= 4096
 
 
 @pytest.mark.parametrize("opens", [True, False])
@@ -56,7 +60,8 @@ def test_a_rank_has_a_log_of_its_stderr_if_that_goes_elsewhere(tmp_path: Path, o
 
 
 def test_an_exception_is_told_although_its_traceback_finds_no_room(tmp_path: Path) -> None:
-    done = end_of(tmp_path, f"{TALKS}os.write(os.open('/dev/full', os.O_WRONLY), b'x')\n", "/dev/full")
+    full = f"{FULL}{TALKS}os.write(os.open('/dev/full', os.O_WRONLY), b'x')\n"
+    done = end_of(tmp_path, full, str(tmp_path / "log"))
     assert done.returncode == 1
     told = read_error(str(tmp_path / "error.json"))
     assert told["error"] == "OSError"
