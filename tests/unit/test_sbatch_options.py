@@ -15,12 +15,11 @@ from jurymast.cluster.sbatch import (
     REQUIRED,
     SBATCH,
     SHORT,
-    _help_of,
+    _answer,
     merged,
     parse,
     ranks_per_node,
     split_command_line,
-    version_of,
 )
 from jurymast.cluster.slurm import hint_for
 from jurymast.errors import UsageError
@@ -196,11 +195,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     program.write_text(f"#!/bin/sh\n{version}\ncat <<'END'\n{HELP}END\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    _help_of.cache_clear()
-    version_of.cache_clear()
+    _answer.cache_clear()
     yield
-    _help_of.cache_clear()
-    version_of.cache_clear()
+    _answer.cache_clear()
 
 
 @pytest.mark.usefixtures("installed")
@@ -254,8 +251,8 @@ def test_without_slurm_the_message_says_that_plugins_options_are_not_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    _help_of.cache_clear()
+    _answer.cache_clear()
     with pytest.raises(UsageError) as refused:
         split_command_line(["--image=x"], {})
     assert str(refused.value.hint).endswith("sbatch is not here, so options of Slurm's plugins are not known")
-    _help_of.cache_clear()
+    _answer.cache_clear()

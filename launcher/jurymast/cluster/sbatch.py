@@ -101,9 +101,9 @@ HELP_LIMIT_S = 10.0
 
 
 @cache
-def _help_of(program: str) -> str:
-    """What the command prints for --help; "" if it is not here."""
-    command = [program, "--help"]
+def _answer(program: str, option: str) -> str:
+    """What the command prints for this option; "" if it is not here."""
+    command = [program, option]
     try:
         done = programs.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=HELP_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):
@@ -111,15 +111,14 @@ def _help_of(program: str) -> str:
     return done.stdout
 
 
-@cache
+def _help_of(program: str) -> str:
+    return _answer(program, "--help")
+
+
 def version_of(program: str) -> str:
     """The release that the command says it is from, such as "slurm-wlm 22.05.8"; "" if it does not say."""
-    command = [program, "--version"]
-    try:
-        done = programs.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=HELP_LIMIT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if re.fullmatch(r"slurm\S* \S+", done.stdout.strip()) else ""
+    said = _answer(program, "--version").strip()
+    return said if re.fullmatch(r"slurm\S* \S+", said) else ""
 
 
 SBATCH = Grammar("sbatch", REQUIRED, OPTIONAL, NONE, SHORT)
