@@ -583,11 +583,12 @@ def test_a_local_disk_on_which_the_usual_name_is_taken_serves_all_the_same(commo
     planted = common / f"{usual.name}-planted"
     planted.mkdir(mode=0o777)
     os.chown(planted, MALLORY, MALLORY)
-    found = local_root(str(common), "run")
-    assert found.parent.parent == common
-    assert found.parent not in (usual, planted)
-    assert foreign.owns(found.parent)
-    assert local_root(str(common), "run") == found, "the next agent finds the images"
+    with acting_as(ADA):
+        found = local_root(str(common), "run")
+        assert found.parent.parent == common
+        assert found.parent not in (usual, planted)
+        assert foreign.owns(found.parent)
+        assert local_root(str(common), "run") == found, "the next agent finds the images"
 
 
 def test_no_core_is_left_of_what_holds_secrets_and_the_ranks_keep_their_limit() -> None:
