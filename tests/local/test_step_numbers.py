@@ -23,6 +23,7 @@ STYLES = [
     ("own", "sgd", False),
     ("own", "momentum", False),
     ("file", "sgd", False),
+    ("tensors", "sgd", False),
     ("epochs", "adamw", True),
     ("weights", "adamw", False),
     ("told", "sgd", True),

@@ -6,6 +6,7 @@ after the Nth of them.
     own        torch.save of model, optimizer and step, every N steps, and a resume of its own
     file       weights in one file, the step in another
     epochs     saves only at the end of an epoch, of 3 N steps
+    tensors    weights and the step in a file of safetensors, which Python does not open
     weights    saves weights and the step, so the optimizer begins anew
     told       as own, and calls jurymast.step
     older      goes on from the last checkpoint but one, on purpose
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import jurymast
@@ -60,6 +62,11 @@ class OwnSaves:
         state = {"model": self.model.state_dict(), "step": step}
         if self.args.style not in ("weights", "file"):
             state["optimizer"] = self.optimizer.state_dict()
+        if self.args.style == "tensors":
+            partial = self.folder / ".partial"
+            save_file({"step": torch.tensor(step), **self.model.state_dict()}, partial)
+            partial.rename(self.folder / f"{step:06d}.pt")
+            return
         if self.args.style == "file":
             del state["step"]
             self.folder.joinpath("step.json").write_text(json.dumps({"step": step}))
@@ -76,6 +83,11 @@ class OwnSaves:
             saved = saved[:-1]
         if self.args.style == "none" or not saved:
             return 0
+        if self.args.style == "tensors":
+            tensors = load_file(saved[-1])
+            step = int(tensors.pop("step"))
+            self.model.load_state_dict(tensors)
+            return step
         state = torch.load(saved[-1], weights_only=True)
         self.model.load_state_dict(state["model"])
         if "optimizer" in state:

@@ -117,6 +117,15 @@ def test_a_number_that_the_script_gives_later_settles_what_was_unknown() -> None
     assert "maybe_rework" not in ledger.account().totals
 
 
+def test_where_a_numbered_attempt_began_is_heard_after_its_first_number_at_times() -> None:
+    """They come by two ways. The number counts."""
+    story = attempt(Story(spares=0).allocated(), 51)
+    failed(story).backed_off().ranks_up()
+    story.feed(ev.Progress(t=story.t, attempt=2, step=40, stepped_at=story.t, absolute=True, given=True))
+    began(story, 39, given=True)
+    assert (story.state.step, story.state.absolute, story.state.best_step) == (40, True, 51)
+
+
 ATTEMPTS = st.lists(st.tuples(st.integers(2, 60), st.integers(0, 100)), min_size=1, max_size=6)
 
 
@@ -430,11 +439,17 @@ def test_a_run_is_named_by_its_beginning_or_as_the_last(tmp_path: Path) -> None:
 # ---- the way on
 
 
-def test_a_run_is_submitted_again_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [False, True])
+def test_a_run_is_submitted_again_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: bool
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
     story = Story(spares=2)
-    story.plan = replace(story.plan, cluster="local", working_directory=str(tmp_path), ranks_per_node=3)
+    story.plan = replace(
+        story.plan, cluster="local", working_directory=str(tmp_path), ranks_per_node=3, module=module,
+        script="train" if module else "train.py", arguments=("--lr", "1 e", "--"), exclude=("n7", "n[8-9]"),
+    )  # fmt: skip
     directory = story.allocated().write(tmp_path / "runs" / story.plan.run)
     directory.policy_file.write_text("failures:\n  restarts:\n    application: 7 per 2h\n")
     asked: list[Request] = []
@@ -453,7 +468,9 @@ def test_a_run_is_submitted_again_as_it_was(tmp_path: Path, monkeypatch: pytest.
             "active",
             "ranks_per_node",
             "script",
+            "module",
             "arguments",
+            "exclude",
             "working_directory",
             "name",
         ):
@@ -482,13 +499,15 @@ def test_a_batch_script_is_submitted_again_as_it_was_typed(
     monkeypatch.setattr("jurymast.cluster.slurm.submit", submitted)
     parts = slurm.parse_partitions("all*|up|infinite|9|idle")
     monkeypatch.setattr(slurm, "partitions", lambda clusters: parts)
-    typed = ["--runs", "runs", "--spares", "1", "--time=10", "job.sbatch", "a b"]
+    typed = ["--runs", "runs", "--spares", "1", "--time=10", "--exclude", "n[1-2]", "--train", "no"]
+    typed += ["job.sbatch", "a b"]
     submit.main(typed, standalone_mode=False)
     (first,) = asked
     again = [first.plan.run, "--runs", "runs", "--set", "spares=1"]
     resubmit.main(again, standalone_mode=False)
     second = asked[1]
-    for name in ("active", "spares", "signal_s", "arguments", "name"):
+    assert (first.plan.exclude, first.plan.train) == (("n[1-2]",), "no")
+    for name in ("active", "spares", "signal_s", "arguments", "name", "exclude", "train"):
         assert getattr(second.plan, name) == getattr(first.plan, name)
     assert [word for word in second.plan.sbatch_options if "--nodes" in word or "--ntasks" in word] == [
         word for word in first.plan.sbatch_options if "--nodes" in word or "--ntasks" in word
@@ -497,8 +516,9 @@ def test_a_batch_script_is_submitted_again_as_it_was_typed(
     assert second.users == first.users
     assert Path(second.plan.script) == script
     capfd.readouterr()
-    resubmit.main([*again, "--dry-run"], standalone_mode=False)
+    resubmit.main([*again, "--dry-run", "--shared-runs"], standalone_mode=False)
     assert "--policy POLICY.yaml" in (shown := capfd.readouterr().out)
+    assert "jurymast submit --shared-runs " in shown
     assert "spares: 1" in shown
     script.write_text("#!/bin/bash\n")
     resubmit.main(again, standalone_mode=False)

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 @click.option(
     "--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Change a key of the policy (repeatable)."
 )  # fmt: skip
+@click.option("--shared-runs", is_flag=True, help="Accept a runs directory in which others can replace runs.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and submit nothing.")
 @runs_option
-def command(run: str, pairs: tuple[str, ...], dry_run: bool, runs: Path | None) -> Any:
+def command(run: str, pairs: tuple[str, ...], shared_runs: bool, dry_run: bool, runs: Path | None) -> Any:
     """Submit a run's command again, as a new run with the same policy."""
     from jurymast.cli import submit
 
@@ -51,6 +52,7 @@ def command(run: str, pairs: tuple[str, ...], dry_run: bool, runs: Path | None) 
             write_atomically(policy, text.encode())
         shown = Path("POLICY.yaml") if values and dry_run else policy
         words = words_of(directory, plan, shown, keep_spares="spares" not in values)
+        words = ["--shared-runs", *words] if shared_runs else words
         if dry_run:
             echo(f"cd {shlex.quote(plan.working_directory)}\n{shlex.join(['jurymast', 'submit', *words])}")
             if values:
@@ -99,6 +101,7 @@ def words_of(directory: RunDirectory, plan: RunPlan, policy: Path, *, keep_spare
     words += ["--cluster", plan.cluster, "--nodes", str(plan.active)]
     words += ["--spares", str(plan.spares)] if keep_spares else []
     words += [f"--exclude={','.join(plan.exclude)}"] if plan.exclude else []
+    words += ["--train", plan.train] if plan.train else []
     if not plan.batch:
         named = ["-m", plan.script] if plan.module else [plan.script]
         own = ["--name", plan.name, "--nproc-per-node", str(plan.ranks_per_node)]

@@ -7,10 +7,11 @@ Only rank 0 looks, which reads a checkpoint itself or gives it to the others.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jurymast.core import within
@@ -27,9 +28,10 @@ _NO_STATE = ("/proc/", "/sys/", "/dev/", "/torchinductor_", "/.triton/", "/__pyc
 
 class FilesRead:
     """Notes a file that an earlier attempt may have written, between `since` and `until`, and that this
-    process opens to read, until `over`. A hook of the interpreter sees all that Python opens, and the script
-    finds its modules as ever; but no process can take such a hook out again, so it is for one rank, and only
-    after a failure."""
+    process opens to read, until `over`. A hook of the interpreter sees all that Python opens, and what torch
+    maps into memory (`tell_of_mapped`), but nothing that another library reads by itself. The script finds
+    its modules as ever; but no process can take such a hook out again, so it is for one rank, and only after
+    a failure."""
 
     def __init__(self, since: float, until: float, own: str = "") -> None:
         self.found = ""
@@ -60,6 +62,22 @@ class FilesRead:
             return
         if self._since < written_at < self._until:
             self.found = whole
+
+
+def tell_of_mapped(torch: Any) -> None:
+    """Have torch tell the interpreter's hooks which files it maps into memory, as Python tells of those that
+    it opens. So safetensors reads weights, by functions that it looks up in torch."""
+    torch.from_file = _telling(torch.from_file)
+    torch.UntypedStorage.from_file = staticmethod(_telling(torch.UntypedStorage.from_file))
+
+
+def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def told(filename: Any, *arguments: Any, **named: Any) -> Any:
+        sys.audit("open", filename, "r", os.O_RDONLY)
+        return function(filename, *arguments, **named)
+
+    return told
 
 
 def _only_writes(mode: object, flags: object) -> bool:

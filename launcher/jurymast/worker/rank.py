@@ -303,6 +303,8 @@ class _Rank:
         self._has_torch = True
         if not self._attached:
             self.attach()
+        if self._read is not None:
+            beginning.tell_of_mapped(sys.modules["torch"])
         told = functools.partial(beginning.began_at, read=self._read)
         hooks.watch_steps(self._link, told if self._variables.get("RANK") == "0" else None)
         if link.LOCAL_RANK_VARIABLE in self._variables:
