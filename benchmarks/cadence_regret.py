@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import Row, Target
-from jurymast.core import events as ev
-from jurymast.core.checkpoints.cadence import Cadence
-from jurymast.core.checkpoints.copies import MEMORY
-from jurymast.core.planning.failure_rate import FailureRate, mtbf_s, prior
-from jurymast.core.planning.forecast import optimal_s
+from jurymast.core.judges.cadence import Cadence
+from jurymast.core.judges.forecast import optimal_s
 from jurymast.core.run.machine import step
-from jurymast.core.run.state import Phase, RunState
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state.failure_rate import FailureRate, mtbf_s, prior
+from jurymast.core.state.images import MEMORY
+from jurymast.core.state.run import Phase, RunState
+from jurymast.core.state.settings import Settings
 from jurymast.sim.checkpoints import SimRanks
 from jurymast.sim.faults import BUNDLED_TRACE, read_trace
 

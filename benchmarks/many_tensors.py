@@ -32,8 +32,8 @@ from benchmarks import common
 from benchmarks.common import Row, Target
 from jurymast.agent.keeping import Phases, StorageProcesses, lent_image
 from jurymast.checkpoint.contents import Contents, Item
-from jurymast.core import messages as msg
-from jurymast.core.messages import Room, WritePhase
+from jurymast.core.state import messages as msg
+from jurymast.core.state.messages import Room, WritePhase
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest, RankRecord, SlotRecord, SlotWord, Word
 from jurymast.storage.orders import Done, WriteShared

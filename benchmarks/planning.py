@@ -15,15 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from jurymast.core.checkpoints.copies import StateId
+from jurymast.core.state.images import StateId
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
-from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, Copies, Copy
+from jurymast.core.checkpoints.copies import Copies
 from jurymast.core.checkpoints.copies import plan_restore as restore_plan
 from jurymast.core.checkpoints.replicas import Order, holders, missing_replicas
+from jurymast.core.state.images import ALL, MEMORY, PEER, Copy
 
 NODES = (256, 2048, 12500)
 ROUNDS = 3

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import Row, Target
-from jurymast.core.checkpoints.cadence import Cadence
-from jurymast.core.planning.failure_rate import DAY_S, mtbf_s, prior
-from jurymast.core.planning.forecast import DURABLE_SHARE, Question, auto_spares, forecast, goodput, young_s
+from jurymast.core.judges.cadence import Cadence
+from jurymast.core.judges.forecast import DURABLE_SHARE, Question, auto_spares, forecast, goodput, young_s
+from jurymast.core.state.failure_rate import DAY_S, mtbf_s, prior
 from jurymast.report.plan import plan_view
 from jurymast.report.simulation import GOODPUT, simulate
 from jurymast.sim.checkpoints import TRAINING_START_S, Durations, read_measured

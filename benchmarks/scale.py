@@ -32,7 +32,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
-from jurymast.core.messages import read_said
+from jurymast.core.state.messages import read_said
 from jurymast.journal import read
 from jurymast.wire import stream
 from jurymast.wire.protocol import SUPERVISOR

@@ -30,8 +30,8 @@ from benchmarks.common import Row, Target
 from benchmarks.side_by_side.steps import Stamp, StepFiles, done_by_all, measure
 from benchmarks.side_by_side.systems import ACTIVE, STEP_S, Place, Started, submit_jurymast
 from benchmarks.side_by_side.trial import clear
-from jurymast.core import events as ev
-from jurymast.core.run.state import RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import RunState
 from jurymast.journal import JournalFollower, events, read
 from jurymast.rundir import RunDirectory
 from testcluster import Cluster, ClusterError

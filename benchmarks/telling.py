@@ -29,10 +29,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
 from jurymast.cluster.control import Ending
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.messages import CadenceReport, RankReport, beat_of, encode, read_said
-from jurymast.core.run.state import Phase
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.messages import CadenceReport, RankReport, beat_of, encode, read_said
+from jurymast.core.state.run import Phase
 from jurymast.journal import JournalWriter, first_events, replay
 from jurymast.supervisor.supervisor import Hold, Supervisor
 from jurymast.wire.channel import Channel, Connection

@@ -20,8 +20,8 @@ import msgspec
 
 from benchmarks.tiers.child import Message, first_line, say
 from jurymast.agent.keeping import StorageProcesses, lent_image
-from jurymast.core import messages as msg
-from jurymast.core import within
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import PAGE_VARIABLE
 from jurymast.storage.orders import StorageFailed, WriteLocal

@@ -23,11 +23,11 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 
 from jurymast import foreign
-from jurymast.core import events as ev
-from jurymast.core.effects import Instruction
 from jurymast.core.run.machine import step, step_quietly
-from jurymast.core.run.state import RunState
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Instruction
+from jurymast.core.state.run import RunState
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory, sync_directory
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jurymast.core.nodes.findings import Verdict
+from jurymast.core.state.findings import Verdict
 
 DATA = Path(__file__).parent / "health" / "data"
 
@@ -17,7 +17,7 @@ DATA = Path(__file__).parent / "health" / "data"
 @dataclass(frozen=True)
 class Xid:
     """One code of NVIDIA's driver. `group` is its class in the table: application, contained, informational,
-    reset, drain, decode, test, text or support; `kind` is one of `core.nodes.findings.KINDS`.
+    reset, drain, decode, test, text or support; `kind` is one of `core.state.findings.KINDS`.
     `against_node`: whether it counts in the node's record. `by_program`: whether what a program asks of a
     healthy GPU can cause it."""
 

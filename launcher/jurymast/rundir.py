@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from jurymast import foreign
-from jurymast.core.settings import RunPlan
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 
 

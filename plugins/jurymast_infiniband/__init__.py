@@ -2,7 +2,7 @@
 
 Everything comes from /sys/class/infiniband and /sys/class/net (kernel: Documentation/ABI/stable/
 sysfs-class-infiniband, testing/sysfs-class-net). Codes begin with "ib-" for ports and with "net-" for
-interfaces, which `core.nodes.devices` uses. A device that was down when the job started is not the run's,
+interfaces, which `core.judges.devices` uses. A device that was down when the job started is not the run's,
 unless the user names it. A device that goes down is `suspect` while another one of its kind is up, so that
 the ranks can do without it, and otherwise `bad`.
 """
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jurymast.core.nodes import devices
+from jurymast.core.judges import devices
 from jurymast.health.grant import may_open
 from jurymast.health.probe import NETWORK, NOT_OBSERVABLE, Context, Finding, Probe, Verdict, threshold
 from jurymast.health.readings import Gains, number, text

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from support.ports import free_port
 from support.runs import RunUnderTest, end_all, telling_where, tree, wait_gone
 from support.waiting import wait_until

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from conformance.harness import LIMIT_S, Case, jurymast_run, torchruns_weights
-from jurymast.core import events as ev
-from jurymast.core.run.state import Phase
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import Phase
 from jurymast.jobs import await_ended
 from support.runs import RunUnderTest, wait_gone
 from support.waiting import wait_until

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.run.state import Role
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import Role
 from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
 from support.saves import check_restores
 from support.waiting import wait_until

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from jurymast.wire.endpoint import find
 from support.runs import RunUnderTest, jurymast, local_run
 from support.saves import agreed, all_alike, named, saved_by_rank, saves

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from support.runs import jurymast, local_run, wait_gone
 
 pytestmark = pytest.mark.torch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.run.state import Phase
+from jurymast.core.state.run import Phase
 from support.runs import ROOT, local_run, result
 
 pytestmark = pytest.mark.torch

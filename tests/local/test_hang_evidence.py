@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.nodes.stacks import WAITING
+from jurymast.core.judges.stacks import WAITING
+from jurymast.core.state import events as ev
 from support.runs import local_run, wait_gone
 
 pytestmark = pytest.mark.torch

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.state.findings import Finding, Verdict
 from jurymast.health.probe import Context, Probe
 from jurymast.health.readings import waits_for_storage
 from jurymast_host import HostProbe, _is_shared

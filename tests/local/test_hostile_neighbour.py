@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from jurymast.wire import endpoint
 from support.runs import SCRIPTS, RunUnderTest, local_run, processes_of, result, wait_gone
 from support.waiting import wait_until

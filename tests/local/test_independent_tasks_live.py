@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.run.state import Phase
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import Phase
 from support.runs import local_run, wait_gone
 
 pytestmark = pytest.mark.torch

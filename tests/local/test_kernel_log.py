@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.state.findings import Finding, Verdict
 from jurymast.health.probe import Context
 from jurymast_host.kernel_log import KernelLog
 

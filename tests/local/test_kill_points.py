@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.core.run.state import RunState
+from jurymast.core.state.run import RunState
 from support import stopping
 from support.runs import RunUnderTest, local_run, result, wait_gone
 from support.saves import check_restores

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.run.state import RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import RunState
 from jurymast.processes import OOM_SCORE_FIRST
 from jurymast.wire import endpoint
 from support.cgroups import kills, leave_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from jurymast.wire import endpoint
 from support.runs import RunUnderTest, local_run
 from support.waiting import wait_until

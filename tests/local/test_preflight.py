@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.run.state import Role, RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import Role, RunState
 from support.runs import command_of, hosts, jurymast, local_run, processes_of, wait_gone
 
 pytestmark = pytest.mark.torch

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from jurymast.agent.health import Probing
-from jurymast.core import events as ev
-from jurymast.core.messages import HealthFound
-from jurymast.core.nodes.own_health import OFFSETS
-from jurymast.core.settings import RunPlan, Settings
+from jurymast.core.judges.own_health import OFFSETS
+from jurymast.core.state import events as ev
+from jurymast.core.state.messages import HealthFound
+from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.health.probe import Context, Finding
 from jurymast.health.watcher import ProbeWatcher
 from jurymast.jobs import await_ended, began_at
@@ -271,7 +271,7 @@ def test_children_that_never_answer_end_in_a_note(
 ) -> None:
     acme("acme")
     watched = Watched("acme")
-    monkeypatch.setattr("jurymast.core.nodes.own_health.PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("jurymast.core.judges.own_health.PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr("jurymast.processes.sys.executable", "/nonexistent/python")
     asyncio.run(watched.watcher.run())
     assert watched.codes() == [("health", "no-probes", "unknown")]

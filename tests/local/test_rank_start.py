@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from jurymast.jobs import await_ended
 from support.runs import RunUnderTest, hosts, jurymast, local_run, wait_gone
 from support.waiting import LIMIT_S, wait_until

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from jurymast.cluster.allocation import local_process
-from jurymast.core.run.state import RunState
+from jurymast.core.state.run import RunState
 from support.runs import RunUnderTest, hosts, jurymast, local_run, processes_of, result, wait_gone
 from support.saves import check_restores
 from support.waiting import wait_until

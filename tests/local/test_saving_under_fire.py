@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.core.run.state import RunState
+from jurymast.core.state.run import RunState
 from support.runs import RunUnderTest, command_of, hosts, local_run, result, wait_gone
 from support.saves import check_restores
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from support import s3_server
 from support.cgroups import limit_file
 from support.hanging import hanging

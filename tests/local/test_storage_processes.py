@@ -20,8 +20,8 @@ import pytest
 
 from jurymast.agent.keeping import NEVER, Phases, StorageProcesses
 from jurymast.checkpoint.directory import CheckpointDirectory, remove_trees
-from jurymast.core import messages as msg
-from jurymast.core.messages import WritePhase
+from jurymast.core.state import messages as msg
+from jurymast.core.state.messages import WritePhase
 from jurymast.keeper.copies import local_copies, remove_local_copies
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage import shared

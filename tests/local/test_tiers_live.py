@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
 from support.saves import check_restores
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.nodes.findings import Verdict
+from jurymast.core.state import events as ev
+from jurymast.core.state.findings import Verdict
 from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
 from support.sysfs_trees import Sysfs
 

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from jurymast.core.checkpoints.copies import ALL, MEMORY
+from jurymast.core.state.images import ALL, MEMORY
 from jurymast.keeper import transfer
 from jurymast.keeper.copies import CopyTable, StoredCopy
 from jurymast.keeper.manifest import Manifest

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from jurymast.cli.main import main
-from jurymast.core.checkpoints.cadence import Cadence
-from jurymast.core.effects import Effect
-from jurymast.core.settings import Settings
+from jurymast.core.judges.cadence import Cadence
+from jurymast.core.state.effects import Effect
+from jurymast.core.state.settings import Settings
 from jurymast.report.simulation import simulate
 from jurymast.sim.bounds import AT_ONCE_MAX, EVENTS_MAX, Bounds, StandsStill
 from jurymast.sim.checkpoints import START, Durations

@@ -8,14 +8,14 @@ from random import Random
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.checkpoints.checkpoints import RestoreChoice
-from jurymast.core.effects import Effect, Instruction
 from jurymast.core.keeper.effects import Serve
 from jurymast.core.run import machine
-from jurymast.core.run.state import RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.effects import Effect, Instruction
+from jurymast.core.state.run import RunState
 from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import Cluster, Fault, Plan, random_plan, run
 from jurymast.sim.cluster.keeper import SimImage

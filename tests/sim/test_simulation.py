@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jurymast.core.checkpoints.cadence import Cadence
-from jurymast.core.events import Event
-from jurymast.core.planning.failure_rate import mtbf_s
-from jurymast.core.planning.forecast import goodput
-from jurymast.core.settings import Settings
+from jurymast.core.judges.cadence import Cadence
+from jurymast.core.judges.forecast import goodput
+from jurymast.core.state.events import Event
+from jurymast.core.state.failure_rate import mtbf_s
+from jurymast.core.state.settings import Settings
 from jurymast.report.simulation import GOODPUT, simulate, summary
 from jurymast.sim.checkpoints import Durations, Parts, asked_cadence
 from jurymast.sim.faults import PATTERNS, FaultModel, TraceFault, names_needed

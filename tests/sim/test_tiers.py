@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.checkpoints.cadence import Cadence
-from jurymast.core.checkpoints.copies import MEMORY, SHARED, StateId
-from jurymast.core.effects import Launch
-from jurymast.core.run.state import RunState
-from jurymast.core.settings import Settings
+from jurymast.core.judges.cadence import Cadence
+from jurymast.core.state.effects import Launch
+from jurymast.core.state.images import MEMORY, SHARED, StateId
+from jurymast.core.state.run import RunState
+from jurymast.core.state.settings import Settings
 from jurymast.errors import UsageError
 from jurymast.sim.checkpoints import (
     HANG,

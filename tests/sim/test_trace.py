@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.cadence_regret import Adaptive, Fixed, goodput_of, measure
 
-from jurymast.core.planning.failure_rate import AFTER_REPAIR, MERGE_S
-from jurymast.core.settings import Settings
+from jurymast.core.state.failure_rate import AFTER_REPAIR, MERGE_S
+from jurymast.core.state.settings import Settings
 from jurymast.errors import UsageError
 from jurymast.report.simulation import GOODPUT
 from jurymast.sim.checkpoints import Durations, asked_cadence

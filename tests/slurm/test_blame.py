@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.run.state import RunState, TierState
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import RunState, TierState
 from support.fake_gpus import FakeGpus, build
 from support.runs import SCRIPTS, result
 from support.slurm_runs import SlurmRun, jurymast

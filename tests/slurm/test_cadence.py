@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.events import CadenceSet
-from jurymast.core.planning.forecast import Saving, optimal_interval_s
-from jurymast.core.run.recovery import expected_mtbf_s
-from jurymast.core.run.state import RunState
+from jurymast.core.judges.forecast import Saving, optimal_interval_s
+from jurymast.core.state.events import CadenceSet
+from jurymast.core.state.run import RunState, expected_mtbf_s
 from support.saves import agreed, all_alike
 from support.slurm_runs import SlurmRun, jurymast, kill_rank, submit
 from testcluster import Cluster

@@ -14,7 +14,7 @@ import pytest
 
 from jurymast.cli.options import find_run
 from jurymast.cluster.verdicts import verdict
-from jurymast.core.nodes.findings import HARDWARE, Finding, Verdict
+from jurymast.core.state.findings import HARDWARE, Finding, Verdict
 from support.fake_gpus import FakeGpus, build
 from support.runs import SCRIPTS
 from support.slurm_runs import SlurmRun, forget_earlier_runs

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from support.runs import result
 from support.slurm_runs import TRAIN, SlurmRun, forget_earlier_runs, kill_rank, submit, submit_script
 from support.waiting import ASK_POLL_S, wait_until

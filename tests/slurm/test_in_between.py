@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
 from jurymast.core.run.machine import step
-from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.journal import initial_state
 from support.saves import check_restores
 from support.slurm_runs import TRAIN, SlurmRun, crash, kill_rank, submit, weights

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.run.state import RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import RunState
 from support.cgroups import kills, leave_bytes, moved_to, new_cgroup
 from support.runs import result
 from support.slurm_runs import TRAIN, SlurmRun, submit

@@ -10,7 +10,7 @@ import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.checkpoint.owner import owner
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from support.runs import result
 from support.slurm_runs import TRAIN, submit
 from support.waiting import wait_until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from support.slurm_runs import jurymast, submit
 from testcluster import Cluster
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.cli.options import find_run
-from jurymast.core.run.state import RunState
+from jurymast.core.state.run import RunState
 from support.runs import SCRIPTS
 from support.saves import check_restores
 from support.slurm_runs import (

@@ -11,12 +11,12 @@ from statistics import fmean, median, stdev
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.checkpoints.cadence import Cadence
-from jurymast.core.checkpoints.copies import PEER
 from jurymast.core.goodput import Account, Ledger
-from jurymast.core.run.incident import Incident
-from jurymast.core.run.state import RunState
+from jurymast.core.judges.cadence import Cadence
+from jurymast.core.state import events as ev
+from jurymast.core.state.images import PEER
+from jurymast.core.state.incident import Incident
+from jurymast.core.state.run import RunState
 from jurymast.journal import initial_state
 from jurymast.sim.checkpoints import POWER_LOSS, WORKER_KILL, Durations, Parts
 from jurymast.sim.faults import TraceFault

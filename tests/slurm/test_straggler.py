@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from support.runs import result
 from support.slurm_runs import jurymast, submit
 from testcluster import Cluster

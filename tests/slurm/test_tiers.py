@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.run.incident import Incident
-from jurymast.core.run.state import RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.incident import Incident
+from jurymast.core.state.run import RunState
 from support.runs import result
 from support.slurm_runs import TRAIN, SlurmRun, jurymast, power_loss, submit, weights
 from support.waiting import wait_until

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
-from jurymast.core.run.state import Findings
+from jurymast.core.state.events import Asked, NodeLost, RanksHung, WorkerFailed
+from jurymast.core.state.run import Findings
 
 
 def found(

@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 from jurymast.cluster.allocation import Allocation
-from jurymast.core import events as ev
-from jurymast.core.effects import StopWorkers, TestNodes
-from jurymast.core.run.state import Phase
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import StopWorkers, TestNodes
+from jurymast.core.state.run import Phase
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import endpoint
 from support.stories import START, Story

@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jurymast.cluster.allocation import Allocation
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ImageId
-from jurymast.core.messages import CadenceReport, RankReport, Room, beat_of, encode
-from jurymast.core.nodes.silence import patience_s
-from jurymast.core.settings import RunPlan, Settings
+from jurymast.core.judges.silence import patience_s
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ImageId
+from jurymast.core.state.messages import CadenceReport, RankReport, Room, beat_of, encode
+from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
 from jurymast.wire.protocol import HEAD_BYTES, MAGIC, NONCE_BYTES, SUPERVISOR, Handshake, Seal

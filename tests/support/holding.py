@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, OWN, PEER, SHARED, Copies, Source, StateId, age
+from jurymast.core.checkpoints.copies import Copies
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import LOCAL, MEMORY, OWN, PEER, SHARED, Source, StateId, age
 from support.reports import hello
 
 SLOTS = 2

@@ -16,8 +16,8 @@ import torch
 
 from jurymast.checkpoint.contents import Contents, Item
 from jurymast.core.checkpoints.writes import ALONE
-from jurymast.core.message import Strange
-from jurymast.core.messages import WritePhase
+from jurymast.core.state.message import Strange
+from jurymast.core.state.messages import WritePhase
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage.orders import (
     Answer,

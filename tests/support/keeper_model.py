@@ -9,14 +9,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, ImageId, StateId, age
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.effects import KeptCopy
 from jurymast.core.keeper.holding import SLOTS
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.restores import Filled, Found
-from jurymast.core.messages import Room
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, ImageId, StateId, age
+from jurymast.core.state.messages import Room
 
 MIB = 1 << 20
 SIZE, COMMON_BYTES, BEHIND = 5 * MIB, 3 * MIB, 1000

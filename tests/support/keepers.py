@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ImageId
 from jurymast.core.keeper.holding import SLOTS
-from jurymast.core.messages import Room
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ImageId
+from jurymast.core.state.messages import Room
 from jurymast.keeper import manifest
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest, RankRecord, RestoreStatus, SlotWord, Word

@@ -7,12 +7,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
-from jurymast.core.messages import Endpoint
-from jurymast.core.nodes.tests import Alone
-from jurymast.core.settings import RunPlan, Settings
+from jurymast.core.state import messages as msg
+from jurymast.core.state.evidence import Alone
+from jurymast.core.state.messages import Endpoint
+from jurymast.core.state.settings import RunPlan, Settings
 
 
 def plan(ranks_per_node: int = 1, cluster: str = "local") -> RunPlan:

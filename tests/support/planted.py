@@ -9,8 +9,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
 from jurymast.core.agent import link
 from jurymast.core.agent.machine import NodeWrites
 from jurymast.core.agent.ranks import Ranks
@@ -20,15 +18,18 @@ from jurymast.core.checkpoints.checkpoints import Checkpoints, Securing
 from jurymast.core.checkpoints.copies import Reachability
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.writes import OpenWrite, Writes
-from jurymast.core.effects import Send
-from jurymast.core.messages import Endpoint
-from jurymast.core.nodes import silence
+from jurymast.core.judges import leaving, loops, silence
+from jurymast.core.judges.attribution import cause_of_end
+from jurymast.core.judges.stragglers import Windows
 from jurymast.core.nodes.hangs import Hangs
-from jurymast.core.nodes.stragglers import Windows
 from jurymast.core.nodes.watch import Watch
-from jurymast.core.run import ends, leaving, loops, machine, recovery, tasks
-from jurymast.core.run.attribution import cause_of_end
-from jurymast.core.run.state import Node, RunState
+from jurymast.core.run import ends, machine, recovery, tasks
+from jurymast.core.state import events as ev
+from jurymast.core.state import images as im
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Send
+from jurymast.core.state.messages import Endpoint
+from jurymast.core.state.run import Node, RunState
 from jurymast.core.supervision import machine as supervision
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.machine import Supervision
@@ -83,7 +84,7 @@ def _leave_nobody(self: SimHost, *, loud: bool) -> None:
     self.attempt = 0
 
 
-def _no_books(self: Replicas, key: cp.StateId, nodes: Any) -> list[Any]:
+def _no_books(self: Replicas, key: im.StateId, nodes: Any) -> list[Any]:
     return [Send(node, msg.Committed(step=key[0], attempt=key[1])) for node in nodes]
 
 

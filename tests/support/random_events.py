@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from jurymast.core import events as ev
-from jurymast.core.nodes.findings import KINDS as KINDS_OF_FINDINGS
-from jurymast.core.run.state import RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.findings import KINDS as KINDS_OF_FINDINGS
+from jurymast.core.state.run import RunState
 from support.stories import START
 
 NODES = ("n1", "n2", "n3", "n4")

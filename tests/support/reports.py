@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from jurymast.core.messages import Hello, RankReport
+from jurymast.core.state.messages import Hello, RankReport
 
 STEPPING = RankReport(
     step=30, beats=5, explicit=True, phase="stepping", quiet_s=0.1, beat_s=0.1, longest_s=0.2, settled=0,

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from jurymast.cli.options import find_run
-from jurymast.core import events as ev
-from jurymast.core.run.state import RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import RunState
 from jurymast.jobs import await_ended
 from jurymast.journal import JournalFollower, events, read
 from jurymast.processes import is_tracker

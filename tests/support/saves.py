@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from jurymast.core import events as ev
-from jurymast.core.checkpoints.cadence import Schedule
+from jurymast.core.state import events as ev
+from jurymast.core.state.schedule import Schedule
 from support.runs import RunUnderTest
 
 

@@ -3,7 +3,7 @@ in which healthy nodes were blamed elsewhere, and what tends to be mistaken for 
 
 from __future__ import annotations
 
-from jurymast.core.settings import Settings
+from jurymast.core.state.settings import Settings
 from support.scenarios import GLOO_RESET, NCCL_REMOTE, WATCHDOG, Scenario
 
 GPU = "Llama 3: faulty GPU"

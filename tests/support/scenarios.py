@@ -23,11 +23,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from jurymast.core import events as ev
-from jurymast.core.effects import RaiseAlert
-from jurymast.core.run.incident import Incident
-from jurymast.core.run.state import Phase, Role
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import RaiseAlert
+from jurymast.core.state.incident import Incident
+from jurymast.core.state.run import Phase, Role
+from jurymast.core.state.settings import Settings
 from jurymast.health.probe import unit_in
 from support.findings import FINDINGS
 from support.stories import Story

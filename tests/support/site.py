@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.copies import SHARED, StateId
-from jurymast.core.effects import Effect, Launch, Record, Send
-from jurymast.core.messages import WritePhase
 from jurymast.core.run.machine import step
-from jurymast.core.run.state import Node, Phase, Role, RunState
-from jurymast.core.settings import Settings
-from jurymast.core.within import Skip
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Launch, Record, Send
+from jurymast.core.state.images import SHARED, StateId
+from jurymast.core.state.messages import WritePhase
+from jurymast.core.state.run import Node, Phase, Role, RunState
+from jurymast.core.state.settings import Settings
+from jurymast.core.state.within import Skip
 from support.reports import hello
 
 ACTIVE = ("n1", "n2", "n3")

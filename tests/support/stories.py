@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from jurymast.core import events as ev
-from jurymast.core.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
-from jurymast.core.run import explained
-from jurymast.core.run.incident import Incident
+from jurymast.core.judges import explained
 from jurymast.core.run.machine import step
-from jurymast.core.run.state import Phase, RunState
-from jurymast.core.settings import RunPlan, Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.state.incident import Incident
+from jurymast.core.state.run import Phase, RunState
+from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.journal import JournalWriter, initial_state
 from jurymast.rundir import RunDirectory
 

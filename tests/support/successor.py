@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jurymast.core import messages as msg
-from jurymast.core.effects import Effect, Send
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Send
 from jurymast.core.supervision.machine import Heard, Supervision
 from support.reports import hello
 from support.stories import Story

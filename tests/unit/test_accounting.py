@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jurymast.core import events as ev
 from jurymast.core.goodput import CATEGORIES, PLACED, Account, Ledger, to_us
-from jurymast.core.planning.failure_rate import gamma_below, gamma_quantile, mtbf
-from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.failure_rate import gamma_below, gamma_quantile, mtbf
+from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.journal import initial_state
 from support.random_events import Moment, moments, next_event
 from support.stories import START, Story

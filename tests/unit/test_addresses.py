@@ -15,7 +15,7 @@ import pytest
 
 from jurymast.agent.agent import local_address
 from jurymast.cluster.allocation import announced_by, listen, loopback
-from jurymast.core.messages import Launch
+from jurymast.core.state.messages import Launch
 from jurymast.wire import addresses
 from jurymast.wire.addresses import ADDRESS_VARIABLE, is_up, listen_at, listen_at_each, listens_at_all
 from jurymast.worker.agent_pipe import AgentPipe

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.core import admission
-from jurymast.core.admission import OF_ADDRESS_PER_S, OF_STRANGERS_PER_S, Admission
+from jurymast.core.judges import admission
+from jurymast.core.judges.admission import OF_ADDRESS_PER_S, OF_STRANGERS_PER_S, Admission
 
 LIMIT_S = 5.0
 STEPS = st.tuples(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent import link as machine
 from jurymast.core.agent.link import Hearing, SupervisorLink
 from jurymast.core.agent.machine import PROBE_ANYWAY_S, AgentMachine
 from jurymast.core.agent.ranks import Ranks
-from jurymast.core.checkpoints.cadence import Schedule
-from jurymast.core.messages import Endpoint
-from jurymast.core.nodes.silence import ANSWER_INTERVAL_S, BEATS, FACTOR, KNOWN_AFTER
+from jurymast.core.judges.silence import ANSWER_INTERVAL_S, BEATS, FACTOR, KNOWN_AFTER
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.messages import Endpoint
+from jurymast.core.state.schedule import Schedule
 from support.node_model import launch, plan
 
 PATIENCE_S = 3.0

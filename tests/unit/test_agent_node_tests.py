@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.ranks import ITSELF, NodeTests
-from jurymast.core.nodes.tests import Alone
-from jurymast.core.settings import Settings
+from jurymast.core.state import messages as msg
+from jurymast.core.state.evidence import Alone
+from jurymast.core.state.settings import Settings
 from support.node_model import plan
 
 ALONE = msg.TestAlone(limit_s=60.0)

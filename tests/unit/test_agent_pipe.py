@@ -6,8 +6,8 @@ import socket
 import subprocess
 import sys
 
-from jurymast.core import messages as msg
-from jurymast.core.host_messages import read_host
+from jurymast.core.state import messages as msg
+from jurymast.core.state.host_messages import read_host
 
 LIMIT_S = 90.0
 # In a process of its own: it ends with its agent.

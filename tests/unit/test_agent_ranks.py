@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent import ranks as machine
 from jurymast.core.agent.ranks import Ranks
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
 from support.node_model import launch
 
 GRACE_S = 5.0

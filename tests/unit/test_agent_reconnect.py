@@ -14,8 +14,8 @@ import pytest
 from jurymast.agent import supervision
 from jurymast.agent.agent import Agent
 from jurymast.cluster.allocation import Allocation
-from jurymast.core import messages as msg
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import messages as msg
+from jurymast.core.state.settings import RunPlan
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel

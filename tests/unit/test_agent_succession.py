@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
 from jurymast.core.agent import succession as machine
 from jurymast.core.agent.link import Hearing
 from jurymast.core.agent.succession import HEIRS, LOOK_S, PULSE_INTERVAL_S, RESTART_S, STAGGER_S, Succession
-from jurymast.core.nodes.silence import BEATS, FACTOR, KNOWN_AFTER, UNKNOWN_BEATS
+from jurymast.core.judges.silence import BEATS, FACTOR, KNOWN_AFTER, UNKNOWN_BEATS
+from jurymast.core.state import messages as msg
 
 NODES = ("n0", "n1", "n2", "n3")
 LIMIT_S, UNKNOWN_S = BEATS * PULSE_INTERVAL_S, UNKNOWN_BEATS * PULSE_INTERVAL_S

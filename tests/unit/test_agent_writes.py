@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import NodeWrites
-from jurymast.core.checkpoints import copies as cp
+from jurymast.core.state import images as im
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
 from support.node_model import launch
 
 
-def write(id: str, tier: str = cp.SHARED) -> msg.Write:
+def write(id: str, tier: str = im.SHARED) -> msg.Write:
     return msg.Write(id=id, tier=tier, step=10, attempt=1, ranks=(0,), world=2)
 
 
@@ -21,7 +21,7 @@ def cancelled(id: str) -> do.Obey:
 def test_a_new_write_to_a_tier_voids_the_one_before() -> None:
     writes = NodeWrites(1)
     assert writes.begin(write("a")) == [do.Obey(write("a"))]
-    assert writes.begin(write("b", cp.LOCAL)) == [do.Obey(write("b", cp.LOCAL))]
+    assert writes.begin(write("b", im.LOCAL)) == [do.Obey(write("b", im.LOCAL))]
     assert writes.begin(write("c")) == [cancelled("a"), do.Obey(write("c"))]
     writes.check()
     assert writes.begin(write("d")) == [cancelled("c"), do.Obey(write("d"))], "a knows it"

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints.agreement import HOLD_S, MARGIN_BEATS, SAMPLE_S, Agreement
-from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.messages import Beat, CadenceReport
-from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.run.machine import step as take
-from jurymast.core.run.state import Node, Phase, Role, RunState
-from jurymast.core.settings import RunPlan, Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Record, Send
+from jurymast.core.state.failure_rate import DAY_S, FailureRate, prior
+from jurymast.core.state.messages import Beat, CadenceReport
+from jurymast.core.state.run import Node, Phase, Role, RunState
+from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.report.status import cadence_json, cadence_lines
 from support.reports import reported
 

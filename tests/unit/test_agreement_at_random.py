@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jurymast.agent.ranks import RankMemory
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.checkpoints.agreement import Agreement
-from jurymast.core.checkpoints.cadence import NEVER, Schedule
-from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.messages import Beat, CadenceReport
 from jurymast.core.run.machine import step as take
-from jurymast.core.run.state import Node, Phase, Role, RunState
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.effects import Effect, Record, Send
+from jurymast.core.state.messages import Beat, CadenceReport
+from jurymast.core.state.run import Node, Phase, Role, RunState
+from jurymast.core.state.schedule import NEVER, Schedule
+from jurymast.core.state.settings import Settings
 from jurymast.worker.link import EXPLICIT, Link, ScheduleFollower, open_page
 from support.reports import reported
 from support.waiting import wait_until

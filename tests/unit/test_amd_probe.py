@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.nodes.findings import HARDWARE, Verdict
+from jurymast.core.state.findings import HARDWARE, Verdict
 from jurymast.health.probe import Context, Probe
 from jurymast_amd import AmdProbe, gpus
 from support.sysfs_trees import Sysfs

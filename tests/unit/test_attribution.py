@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from jurymast.core import events as ev
-from jurymast.core.effects import StopWorkers
-from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
-from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
-from jurymast.core.run import recovery
-from jurymast.core.run.attribution import Surroundings, attribute, describe_exit
-from jurymast.core.run.leaving import NEWS_S
-from jurymast.core.run.state import LEAVE_S
+from jurymast.core.judges.attribution import Surroundings, attribute, describe_exit
+from jurymast.core.judges.leaving import NEWS_S
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import StopWorkers
+from jurymast.core.state.events import Asked, NodeLost, RanksHung, WorkerFailed
+from jurymast.core.state.findings import NETWORK, Finding, Verdict
+from jurymast.core.state.run import LEAVE_S, failure_rate
 from jurymast.errors import RunFailedError
 from support.attribution import found
 from support.stories import Story
@@ -171,7 +170,7 @@ def test_time_outs_that_nobody_explains_dismiss_no_node_and_end_the_run_after_th
             story.ranks_up().restored(90)
     assert [i.charged for i in story.state.incidents] == ["nobody"] * 3
     assert "crash loop: the same failure 3 times" in story.state.end_reason
-    rate = recovery.failure_rate(story.state, story.t)
+    rate = failure_rate(story.state, story.t)
     assert rate is not None
     assert rate.incidents == 0.0
     assert not story.state.excluded

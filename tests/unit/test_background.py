@@ -12,9 +12,9 @@ import pytest
 
 from jurymast import background
 from jurymast.agent.keeping import Keeping
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints import copies as cp
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import images as im
+from jurymast.core.state import messages as msg
+from jurymast.core.state.settings import RunPlan
 from jurymast.keeper import keeper as keepers
 from jurymast.keeper.keeper import Loan
 from jurymast.keeper.manifest import Word
@@ -154,7 +154,7 @@ def test_a_write_that_fails_in_an_unforeseen_way_is_reported(
         monkeypatch.setattr(keeping.keeper, "lend", lends)
         monkeypatch.setattr(keeping, "_order", lambda *_: None)
         monkeypatch.setattr(place, broken, fail)
-        keeping.write(msg.Write(id="7", tier=cp.SHARED, step=1, attempt=1, ranks=(0,), world=1))
+        keeping.write(msg.Write(id="7", tier=im.SHARED, step=1, attempt=1, ranks=(0,), world=1))
         await until("end", lambda: ended)
         await keeping.close()
 

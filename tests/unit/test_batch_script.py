@@ -11,7 +11,7 @@ import pytest
 from jurymast.cluster.planning import OwnOptions, make_plan
 from jurymast.cluster.sbatch import BatchScript, find_script, parse, read_script, split_command_line, wrapped
 from jurymast.cluster.slurm import build_request
-from jurymast.core.settings import RunPlan
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import UsageError
 from jurymast.policy.resolve import pairs_layer, resolve
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
 from jurymast.core.run.machine import step
+from jurymast.core.state import events as ev
 from jurymast.journal import JournalWriter, events, initial_state, nodes_in, read, replay, single, together
 from jurymast.report.liveness import JournalTail
 from jurymast.report.sentences import sentence

@@ -11,16 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jurymast.core import events as ev
-from jurymast.core.effects import Instruction, RaiseAlert, Requeue, StopWorkers
-from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.run import attribution, loops, machine, recovery
-from jurymast.core.run.attribution import exception_class
-from jurymast.core.run.blame import HOUR_S, PER_HOUR, acts, escalated
-from jurymast.core.run.incident import CAUSES, FROM_FINDINGS
+from jurymast.core.judges import attribution, loops
+from jurymast.core.judges.attribution import exception_class
+from jurymast.core.judges.blame import HOUR_S, PER_HOUR, acts, escalated
+from jurymast.core.run import machine, recovery
 from jurymast.core.run.machine import step
-from jurymast.core.run.state import Phase, Role
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Instruction, RaiseAlert, Requeue, StopWorkers
+from jurymast.core.state.findings import Finding, Verdict
+from jurymast.core.state.incident import CAUSES, FROM_FINDINGS
+from jurymast.core.state.run import Phase, Role
+from jurymast.core.state.settings import Settings
 from jurymast.journal import initial_state
 from jurymast.report.liveness import Liveness
 from jurymast.report.sentences import is_routine, sentence

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.core.checkpoints.cadence import (
+from jurymast.core.judges.cadence import (
     AUTO_INTERVAL_MAX_S,
     Cadence,
     first_interval_s,
@@ -17,7 +17,7 @@ from jurymast.core.checkpoints.cadence import (
     parse_cadence,
     young_interval_s,
 )
-from jurymast.core.planning.failure_rate import default_mtbf_s
+from jurymast.core.state.failure_rate import default_mtbf_s
 
 DAY_S = 86_400.0
 

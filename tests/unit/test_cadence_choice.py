@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.cadence import (
+from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.checkpoints.writes import durable_every_s
+from jurymast.core.judges.cadence import (
     DURABLE_SHARE_ALONE,
     HYSTERESIS,
     best_interval_s,
@@ -21,13 +21,13 @@ from jurymast.core.checkpoints.cadence import (
     moved,
     why_interval,
 )
-from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.writes import durable_every_s
-from jurymast.core.effects import Effect, Send
-from jurymast.core.planning.forecast import DURABLE_SHARE, IDLE_SHARE, Saving, async_goodput
-from jurymast.core.run.incident import Incident
-from jurymast.core.run.state import Node, Phase, RunState
-from jurymast.core.settings import Settings
+from jurymast.core.judges.forecast import DURABLE_SHARE, IDLE_SHARE, Saving, async_goodput
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Send
+from jurymast.core.state.incident import Incident
+from jurymast.core.state.run import Node, Phase, RunState
+from jurymast.core.state.settings import Settings
 from support.reports import hello
 
 HOUR_S = 3600.0

@@ -6,15 +6,16 @@ import pytest
 from msgspec import structs
 
 from jurymast.agent.keeping import failure_domain
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.checkpoints import replicas
-from jurymast.core.checkpoints.copies import RETRY_MAX_S, RETRY_S, Copy, StateId
+from jurymast.core.checkpoints.copies import RETRY_MAX_S, RETRY_S
 from jurymast.core.checkpoints.replicas import REST_SHARE
 from jurymast.core.checkpoints.writes import WRITE_LIMIT_S
-from jurymast.core.effects import Launch, Send
-from jurymast.core.run.state import Phase, Role
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.effects import Launch, Send
+from jurymast.core.state.images import Copy, StateId
+from jurymast.core.state.run import Phase, Role
 from jurymast.core.supervision.machine import Supervision
 from support.site import ACTIVE, Site
 from support.stories import Story

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.copies import MEMORY, PAUSE_MAX_S, PEER, StateId
-from jurymast.core.effects import Effect, Launch, Record, Send
+from jurymast.core.checkpoints.copies import PAUSE_MAX_S
 from jurymast.core.run.machine import step
-from jurymast.core.run.state import Node, Phase, Role, RunState
-from jurymast.core.settings import Settings
-from jurymast.core.within import Skip
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Launch, Record, Send
+from jurymast.core.state.images import MEMORY, PEER, StateId
+from jurymast.core.state.run import Node, Phase, Role, RunState
+from jurymast.core.state.settings import Settings
+from jurymast.core.state.within import Skip
 from support.holding import Agent, Nodes, report, without
 
 ACTIVE = 3

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jurymast.cli.main import main
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 from support.commands import RUN, Place, swapped

@@ -13,7 +13,7 @@ import pytest
 
 from jurymast.cli.main import main
 from jurymast.cli.options import find_run, size
-from jurymast.core.settings import RunPlan
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunNotFoundError
 from jurymast.rundir import RunDirectory
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory, CheckpointManifest
-from jurymast.core import events as ev
-from jurymast.core.messages import Accepted, Ask, Declined, Said, read_said
+from jurymast.core.state import events as ev
+from jurymast.core.state.messages import Accepted, Ask, Declined, Said, read_said
 from jurymast.errors import AuthenticationError
 from jurymast.journal import replay
 from jurymast.report.liveness import record_cancel

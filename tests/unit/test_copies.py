@@ -6,20 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.copies import (
-    ALL,
-    COMMON,
-    COMMON_SOURCES,
-    LOCAL,
-    MEMORY,
-    OWN,
-    PEER,
-    SHARED,
-    Copies,
-    Copy,
-    StateId,
-)
+from jurymast.core.checkpoints.copies import COMMON_SOURCES, Copies
 from jurymast.core.checkpoints.replicas import holders, missing_replicas
+from jurymast.core.state.images import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, SHARED, Copy, StateId
 from support.holding import source as source_of
 
 NODES = ("n1", "n2", "n3")

@@ -13,10 +13,10 @@ import pytest
 
 from jurymast.agent.supervision import read_run_directory
 from jurymast.cluster.allocation import Allocation
-from jurymast.core import effects as do
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.run.state import Phase
+from jurymast.core.state import effects as do
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.run import Phase
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory, write_json
 from jurymast.supervisor.epoch import known_allocation

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import GATHER_LIMIT_S
 from jurymast.core.checkpoints.copies import INTERRUPTED_S, RETRY_S
-from jurymast.core.effects import AskSuperseded, GiveWay, Send, WhyEnding
-from jurymast.core.messages import Endpoint
-from jurymast.core.nodes.silence import LIMIT_MAX_S
-from jurymast.core.run.state import Phase
+from jurymast.core.judges.silence import LIMIT_MAX_S
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import AskSuperseded, GiveWay, Send, WhyEnding
+from jurymast.core.state.messages import Endpoint
+from jurymast.core.state.run import Phase
 from jurymast.core.supervision.departure import KILL_WAIT_S, SPARED_S, TELL_EVERY_S
 from support.site import Site
 from support.stories import Story

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from jurymast.agent.ranks import NetworkWorkaround, interfaces, rdma_ports
-from jurymast.core.messages import HealthFound
-from jurymast.core.nodes.devices import leave_out, lets_through, names, work_around
-from jurymast.core.nodes.findings import HARDWARE, NETWORK, Finding, Verdict
+from jurymast.core.judges.devices import leave_out, lets_through, names, work_around
+from jurymast.core.state.findings import HARDWARE, NETWORK, Finding, Verdict
+from jurymast.core.state.messages import HealthFound
 from support.sysfs_trees import Sysfs
 
 PORTS = [f"mlx5_{number}:1" for number in (*range(4), 10)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import jurymast
-from jurymast.core.run.incident import CAUSES
+from jurymast.core.state.incident import CAUSES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "launcher" / "jurymast"

@@ -9,10 +9,10 @@ import pytest
 
 from jurymast.cluster.allocation import _eligible_at
 from jurymast.cluster.earlier import out_of_service, parse_accounting, past_runs, watched_in, with_earlier
-from jurymast.core import events as ev
-from jurymast.core.nodes.history import PastRun, Span
-from jurymast.core.planning.failure_rate import DAY_S, FailureRate, Watched, learned_before, node_rate, prior
-from jurymast.core.settings import RunPlan, Settings
+from jurymast.core.judges.history import PastRun, Span
+from jurymast.core.state import events as ev
+from jurymast.core.state.failure_rate import DAY_S, FailureRate, Watched, learned_before, node_rate, prior
+from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.journal import initial_state
 from support.stories import Story
 

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.ranks import Ranks
-from jurymast.core.effects import Effect, Journal, Send
 from jurymast.core.run.machine import step
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.effects import Effect, Journal, Send
+from jurymast.core.state.run import Phase, RunState
 from support.node_model import launch
 from support.stories import Story
 from support.successor import Successor

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.core.planning.failure_rate import (
+from jurymast.core.state.failure_rate import (
     DAY_S,
     HALF_LIFE_DAYS,
     PRIOR_NODE_DAYS,
@@ -27,7 +27,7 @@ from jurymast.core.planning.failure_rate import (
     mtbf_s,
     prior,
 )
-from jurymast.core.run.incident import Incident
+from jurymast.core.state.incident import Incident
 
 
 def test_gamma_at_shapes_that_are_no_whole_numbers() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from jurymast.agent.health import Probing
-from jurymast.core import messages as msg
-from jurymast.core.nodes.findings import Finding
-from jurymast.core.nodes.own_health import OFFSETS, WEDGED
+from jurymast.core.judges.own_health import OFFSETS, WEDGED
+from jurymast.core.state import messages as msg
+from jurymast.core.state.findings import Finding
 from jurymast.health.probe import Context
 from jurymast_host import HostProbe
 from jurymast_infiniband import InfinibandProbe

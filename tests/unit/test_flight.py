@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from jurymast.agent.stacks import read
-from jurymast.core.nodes.stacks import Entered, Missing, entered, missing
+from jurymast.core.judges.stacks import Missing, entered, missing
+from jurymast.core.state.evidence import Entered
 
 # Every rank records what it entered, and is gone. Rank 1 leaves the second collective out.
 RANKS = """

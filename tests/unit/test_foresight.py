@@ -9,12 +9,12 @@ import torch
 
 from jurymast.checkpoint.image import Drafter, foreseen_bytes
 from jurymast.checkpoint.state import ScriptState
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Need, Shortages, needs
 from jurymast.core.checkpoints.replicas import holders
-from jurymast.core.effects import Record
-from jurymast.core.messages import Room
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Record
+from jurymast.core.state.messages import Room
 
 GIB = 1 << 30
 NODES = ("n1", "n2")

@@ -11,10 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.cluster.earlier import past_runs, with_earlier
-from jurymast.core import events as ev
-from jurymast.core.effects import Launch
-from jurymast.core.nodes.history import (
-    Frail,
+from jurymast.core.judges.history import (
     NodeDeparture,
     PastRun,
     Span,
@@ -24,8 +21,10 @@ from jurymast.core.nodes.history import (
     history,
     more_exposure,
 )
-from jurymast.core.planning.failure_rate import AFTER_REPAIR, DAY_S, FailureRate, counted, prior
-from jurymast.core.settings import RunPlan, Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Launch
+from jurymast.core.state.failure_rate import AFTER_REPAIR, DAY_S, FailureRate, Frail, counted, prior
+from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.journal import initial_state
 from support.stories import START, Story
 
@@ -224,7 +223,7 @@ def test_who_was_drained_by_hand_did_not_fail() -> None:
 
 
 def test_a_placed_one_shortens_the_expected_time_between_failures() -> None:
-    from jurymast.core.run.recovery import expected_mtbf_s
+    from jurymast.core.state.run import expected_mtbf_s
 
     plain = Story(active=2, spares=0).allocated()
     story = Story(active=2, spares=0)

@@ -31,13 +31,13 @@ from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, Fi
 from jurymast.checkpoint.directory import CheckpointManifest as StoredManifest
 from jurymast.checkpoint.owner import OWNER, owner
 from jurymast.cluster.earlier import past_runs, summary_file
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core import within
-from jurymast.core.checkpoints.copies import ImageId
-from jurymast.core.host_messages import read_host
-from jurymast.core.message import Strange
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.host_messages import read_host
+from jurymast.core.state.images import ImageId
+from jurymast.core.state.message import Strange
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import (
     AuthenticationError,
     CheckpointError,

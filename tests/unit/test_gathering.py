@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jurymast.core import messages as msg
 from jurymast.core.keeper.restores import usable, whom_to_ask
+from jurymast.core.state import messages as msg
 
 BOTH = {"common", "own"}
 

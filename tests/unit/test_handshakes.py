@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jurymast.core.messages import Ask, Said, read_said
+from jurymast.core.state.messages import Ask, Said, read_said
 from jurymast.errors import AuthenticationError
 from jurymast.keeper.copies import CopyTable
 from jurymast.keeper.transfer import ImageServer, read_served

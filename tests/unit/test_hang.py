@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jurymast.core.nodes.silence import (
+from jurymast.core.judges.silence import (
     AFTER_TORCH_S,
     BLOCKED_S,
     BUSY_BYTES,
@@ -27,8 +27,9 @@ from jurymast.core.nodes.silence import (
     judge,
     works,
 )
-from jurymast.core.nodes.stacks import BACKWARD, BLOCKED, CODE, COLLECTIVE, LOADER, UNKNOWN, Stand
-from jurymast.core.within import TORCH_LIMIT_S
+from jurymast.core.judges.stacks import BACKWARD, BLOCKED, CODE, COLLECTIVE, LOADER, UNKNOWN
+from jurymast.core.state.evidence import Stand
+from jurymast.core.state.within import TORCH_LIMIT_S
 
 AUTO = HangLimits(fixed_s=None, start_s=1800.0)
 VIEW = RankView(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.messages import beat_of
+from jurymast.core.judges.silence import LOOK_AGAIN_S, UNMOVED_S, WatcherClock
+from jurymast.core.judges.stacks import CODE, COLLECTIVE
 from jurymast.core.nodes.hangs import Hangs, Reports
-from jurymast.core.nodes.silence import LOOK_AGAIN_S, UNMOVED_S, WatcherClock
-from jurymast.core.nodes.stacks import CODE, COLLECTIVE, Stand
-from jurymast.core.run.state import Phase
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Record, Send
+from jurymast.core.state.evidence import Stand
+from jurymast.core.state.messages import beat_of
+from jurymast.core.state.run import Phase
 from support.reports import reported
 from support.stories import Story
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.effects import Effect, Record
-from jurymast.core.nodes.findings import KINDS, Finding, Verdict
 from jurymast.core.nodes.health import NodeHealth
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Record
+from jurymast.core.state.findings import KINDS, Finding, Verdict
 from jurymast.errors import PolicyError
 from jurymast.health.once import proven
 from jurymast.health.probe import READINGS, Context, reading, threshold, xid_finding

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.core.nodes.silence import (
+from jurymast.core.judges.silence import (
     BEATS,
     FACTOR,
     KNOWN_AFTER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.core.texts import compressed
+from jurymast.core.state.texts import compressed
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 from msgspec import structs
 
 from jurymast.cluster.sbatch import parse
-from jurymast.core import events as ev
-from jurymast.core.effects import Finish, Launch, StopWorkers
-from jurymast.core.run.attribution import NEAR_S
-from jurymast.core.run.state import Phase, Role
+from jurymast.core.judges.attribution import NEAR_S
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Finish, Launch, StopWorkers
+from jurymast.core.state.run import Phase, Role
 from jurymast.script.evidence import shows
 from support.stories import Story
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
+from jurymast.core.state.findings import NETWORK, Finding, Verdict
 from jurymast.health.probe import Context, Probe
 from jurymast_infiniband import InfinibandProbe
 from support.sysfs_trees import Sysfs

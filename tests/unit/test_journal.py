@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.effects import Finish
-from jurymast.core.run.state import Phase
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Finish
+from jurymast.core.state.run import Phase
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import VERSION, JournalFollower, JournalWriter, events, read, read_file, replay
 from jurymast.report.liveness import JournalTail
@@ -85,7 +85,7 @@ def test_a_line_that_a_crash_cut_short_is_passed_over(directory: RunDirectory) -
     code = """
 import itertools, sys
 from pathlib import Path
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from jurymast.report.liveness import JournalTail
 from jurymast.journal import JournalWriter
 writer = JournalWriter(Path(sys.argv[1]), 1)
@@ -150,7 +150,7 @@ def test_damaged_lines_and_unknown_events_are_passed_over(
 FULL_DISK = """
 import json, resource, sys
 from pathlib import Path
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from jurymast.report.liveness import JournalTail
 from jurymast.journal import JournalWriter
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)

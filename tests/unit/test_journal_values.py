@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jurymast.cli.main import main
-from jurymast.core import effects
-from jurymast.core import events as ev
+from jurymast.core.state import effects
+from jurymast.core.state import events as ev
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import VERSION, together
 from support.commands import RUN, Place, swapped

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ImageId
 from jurymast.core.keeper.holding import ROUND_BYTES, SLOTS
-from jurymast.core.messages import Room
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ImageId
+from jurymast.core.state.messages import Room
 from jurymast.keeper import gathering
 from jurymast.keeper import keeper as keeper_module
 from jurymast.keeper.keeper import Keeper

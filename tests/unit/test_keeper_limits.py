@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import messages as msg
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.holding import ROUND_BYTES, SLOTS, Buffer, BufferPool, Claim
-from jurymast.core.messages import Room
+from jurymast.core.state import messages as msg
+from jurymast.core.state.messages import Room
 from jurymast.keeper import memory as node_memory
 from jurymast.keeper.manifest import RestoreStatus, Word
 from jurymast.keeper.memory import MappedBuffer

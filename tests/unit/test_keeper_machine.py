@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import PEER, ImageId, StateId
 from jurymast.core.keeper import effects as do
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import PEER, ImageId, StateId
 from support.keeper_model import WANTS, KeeperNode, Waiting
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ALL
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.keeper.memory import MappedBuffer

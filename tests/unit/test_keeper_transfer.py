@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ImageId
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ImageId
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import transfer
 from jurymast.keeper.copies import CopyTable

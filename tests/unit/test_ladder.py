@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.effects import Dismiss, Finish, Instruction, Launch
 from jurymast.core.run.machine import HANG_PATIENCE
-from jurymast.core.run.state import Phase, Role
-from jurymast.core.settings import Budget, Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Dismiss, Finish, Instruction, Launch
+from jurymast.core.state.run import Phase, Role
+from jurymast.core.state.settings import Budget, Settings
 from support.stories import Story
 
 

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from jurymast.cluster.control import Ending
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, MEMORY, Copies, Copy, StateId
-from jurymast.core.effects import Fence, Launch, Send
-from jurymast.core.nodes.silence import rejoin_limit_s
-from jurymast.core.run.state import Phase, Role
+from jurymast.core.checkpoints.copies import Copies
+from jurymast.core.judges.silence import rejoin_limit_s
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Fence, Launch, Send
+from jurymast.core.state.images import ALL, MEMORY, Copy, StateId
+from jurymast.core.state.run import Phase, Role
 from jurymast.core.supervision import launching
 from jurymast.core.supervision.launching import Launching
 from jurymast.journal import JournalWriter

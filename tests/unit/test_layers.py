@@ -33,7 +33,7 @@ def test_the_layers_hold() -> None:
     ("file", "line", "contract"),
     [
         ("core/run/machine.py", "import subprocess", "core decides, and touches nothing"),
-        ("core/checkpoints/cadence.py", "import jurymast.journal", "imports go downwards only"),
+        ("core/judges/cadence.py", "import jurymast.journal", "imports go downwards only"),
         ("cluster/batch.py", "from jurymast.supervisor import clock", "imports go downwards only"),
         (
             "agent/keeping.py",
@@ -68,10 +68,10 @@ def test_what_the_system_s_python_runs_needs_nothing_of_jurymast() -> None:
 # What these say about a thing may have the thing's name.
 SAID_BETWEEN = (
     "messages.py",
-    "core/within.py",
-    "core/events.py",
+    "core/state/within.py",
+    "core/state/events.py",
     "effects.py",
-    "core/effects.py",
+    "core/state/effects.py",
 )
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from jurymast.agent.ranks import RankMemory, RankWatch
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core import within
-from jurymast.core.checkpoints.copies import ImageId
-from jurymast.core.effects import Record
-from jurymast.core.message import KINDS_COUNTED, Strange, Strangers
-from jurymast.core.nodes.findings import MESSAGE_MAX, Finding, Verdict
 from jurymast.core.nodes.health import FINDINGS_OF_NODE, NEWS_AT_ONCE, NodeHealth
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.effects import Record
+from jurymast.core.state.findings import MESSAGE_MAX, Finding, Verdict
+from jurymast.core.state.images import ImageId
+from jurymast.core.state.message import KINDS_COUNTED, Strange, Strangers
 from jurymast.health.child import ProbeChild
 from jurymast.health.probe import Context
 from jurymast.health.watcher import UNREADABLE, ProbeWatcher

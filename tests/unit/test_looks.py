@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from jurymast.core.nodes.findings import HOST, NOT_OBSERVABLE, STORAGE, Finding, Verdict
-from jurymast.core.nodes.own_health import PAUSES_S, SAME_EVENT_S, STARVED_MAX, After, ChildEnd, ProbeLooks
+from jurymast.core.judges.own_health import PAUSES_S, SAME_EVENT_S, STARVED_MAX, After, ChildEnd, ProbeLooks
+from jurymast.core.state.findings import HOST, NOT_OBSERVABLE, STORAGE, Finding, Verdict
 
 HUNG = ChildEnd("hung", "acme", "no answer for 3 s, in state S")
 

@@ -9,12 +9,11 @@ from random import Random
 import pytest
 
 from jurymast.cluster.earlier import past_runs
-from jurymast.core import events as ev
-from jurymast.core.effects import Finish, Requeue
-from jurymast.core.nodes.history import history
-from jurymast.core.run import recovery
-from jurymast.core.run.state import Phase
-from jurymast.core.settings import Settings
+from jurymast.core.judges.history import history
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Finish, Requeue
+from jurymast.core.state.run import Phase, failure_rate
+from jurymast.core.state.settings import Settings
 from support.stories import Story
 
 DAY_S = 86_400.0
@@ -239,7 +238,7 @@ def test_the_node_with_the_same_ranks_dies_each_time_so_the_script_is_the_cause(
     assert (story.incident.cause, story.incident.charged) == ("script_fault", "application")
     assert "no node is blamed" in story.incident.evidence
     assert story.state.excluded == {}
-    found = recovery.failure_rate(story.state, story.t)
+    found = failure_rate(story.state, story.t)
     assert found is not None
     assert found.incidents == 0.0
     assert strikes(story, tmp_path) == set()

@@ -17,7 +17,7 @@ import pytest
 
 from jurymast.agent.keeping import lent_image
 from jurymast.checkpoint.contents import Contents, Item
-from jurymast.core import messages as msg
+from jurymast.core.state import messages as msg
 from jurymast.keeper.manifest import Manifest, Word
 from jurymast.storage import orders
 from support import keepers

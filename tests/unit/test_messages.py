@@ -18,18 +18,17 @@ import pytest
 from jurymast.agent.agent import Agent
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.control import Ending
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core import within
-from jurymast.core.checkpoints.cadence import Schedule
-from jurymast.core.host_messages import read_host
-from jurymast.core.message import Strangers
-from jurymast.core.messages import Endpoint, Room
-from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.nodes.stacks import Entered, Stand
-from jurymast.core.nodes.tests import Alone
-from jurymast.core.run.incident import Alert
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.evidence import Alone, Entered, Stand
+from jurymast.core.state.findings import Finding, Verdict
+from jurymast.core.state.host_messages import read_host
+from jurymast.core.state.incident import Alert
+from jurymast.core.state.message import Strangers
+from jurymast.core.state.messages import Endpoint, Room
+from jurymast.core.state.schedule import Schedule
+from jurymast.core.state.settings import RunPlan
 from jurymast.journal import JournalWriter, events, read
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.supervisor import Hold, Supervisor

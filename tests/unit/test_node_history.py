@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.cluster.earlier import forgive, forgiven_nodes, past_runs, summary_file
-from jurymast.core import events as ev
-from jurymast.core.nodes.history import (
+from jurymast.core.judges.history import (
     BURST_NODES,
     BURST_S,
     STRIKES_MAX,
@@ -24,7 +23,8 @@ from jurymast.core.nodes.history import (
     Span,
     history,
 )
-from jurymast.core.planning.failure_rate import DAY_S
+from jurymast.core.state import events as ev
+from jurymast.core.state.failure_rate import DAY_S
 from support.stories import START, Story
 
 NOW = 1_800_000_000.0

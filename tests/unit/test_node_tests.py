@@ -6,13 +6,14 @@ import random
 
 import pytest
 
-from jurymast.core import effects as ins
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.effects import Effect, Record, Send
+from jurymast.core.judges.tests import ROUNDS_MAX
 from jurymast.core.nodes.preflight import ALL_SHARE, ALONE_SHARE, REPEAT_S, Preflight
-from jurymast.core.nodes.tests import ROUNDS_MAX, Alone
-from jurymast.core.run.state import Role
+from jurymast.core.state import effects as ins
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Record, Send
+from jurymast.core.state.evidence import Alone
+from jurymast.core.state.run import Role
 from support.stories import Story
 
 LIMIT_S = 60.0

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from jurymast.cluster.earlier import avoided, banned, fitting
-from jurymast.core.nodes.history import NodeRecord
-from jurymast.core.settings import Avoided, RunPlan
+from jurymast.core.judges.history import NodeRecord
+from jurymast.core.state.settings import Avoided, RunPlan
 from support.commands import Place
 from support.stories import START, Story
 

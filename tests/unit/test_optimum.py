@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jurymast.core.planning.forecast import (
+from jurymast.core.judges.forecast import (
     Saving,
     async_goodput,
     goodput,

@@ -11,13 +11,12 @@ from msgspec import structs
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.control import ended_life
 from jurymast.cluster.earlier import past_runs
-from jurymast.core import events as ev
-from jurymast.core.effects import Requeue
-from jurymast.core.nodes.findings import HARDWARE
-from jurymast.core.nodes.history import judged
-from jurymast.core.run import recovery
-from jurymast.core.run.state import Phase, Role
-from jurymast.core.settings import Budget, Settings
+from jurymast.core.judges.history import judged
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Requeue
+from jurymast.core.state.findings import HARDWARE
+from jurymast.core.state.run import Phase, Role, expected_mtbf_s, failure_rate
+from jurymast.core.state.settings import Budget, Settings
 from jurymast.supervisor.epoch import allocation_begun
 from support.stories import Story
 
@@ -45,7 +44,7 @@ def preempted(story: Story, step: int) -> Story:
 
 
 def failures(story: Story) -> float:
-    found = recovery.failure_rate(story.state, story.t)
+    found = failure_rate(story.state, story.t)
     assert found is not None
     return found.incidents
 
@@ -57,13 +56,13 @@ def charges(story: Story) -> list[tuple[str, str]]:
 def test_preemptions_spend_no_budget_for_failures_and_raise_no_failure_rate() -> None:
     budget = Budget(count=3, window_s=DAY_S)
     story = Story(active=2, spares=1, settings=Settings(infrastructure=budget, requeues=2)).running(100)
-    mtbf_s = recovery.expected_mtbf_s(story.state, story.t)
+    mtbf_s = expected_mtbf_s(story.state, story.t)
     for life in range(12):
         preempted(story, 100 * (life + 1))
     assert set(charges(story)) == {("preempted", "preemption")}
     assert len(story.state.incidents) == story.state.restarts == 12
     assert failures(story) == 0.0
-    assert recovery.expected_mtbf_s(story.state, story.t) >= mtbf_s
+    assert expected_mtbf_s(story.state, story.t) >= mtbf_s
     story.lost(story.state.placement[1])
     story.stopped()
     assert not story.state.ended, story.state.end_reason
@@ -95,7 +94,7 @@ def test_a_preemption_begins_when_slurm_ends_the_job_and_not_when_it_starts_it_a
     assert (seconds["detect"], seconds["diagnose"], seconds["decide"]) == (0.0, 0.0, 0.0)
     assert seconds["replace"] >= 7200.0
     assert story.incident.fault_at <= ended_at
-    exposure = recovery.failure_rate(story.state, story.t)
+    exposure = failure_rate(story.state, story.t)
     assert exposure is not None
     assert exposure.exposure_node_days < 2 * 600.0 / DAY_S, "nodes cannot fail while the job is queued"
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.effects import AskSuperseded, Effect, End, Journal, Send, WhyEnding
-from jurymast.core.run import explained
-from jurymast.core.run.state import Phase
+from jurymast.core.judges import explained
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import AskSuperseded, Effect, End, Journal, Send, WhyEnding
+from jurymast.core.state.run import Phase
 from jurymast.core.supervision.departure import (
     KILL_WAIT_S,
     LEAVE_LIMIT_S,

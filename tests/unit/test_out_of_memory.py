@@ -16,12 +16,12 @@ import pytest
 
 from jurymast.agent.keeping import StorageProcesses
 from jurymast.cluster import earlier
-from jurymast.core import events as ev
-from jurymast.core.effects import Finish, Launch, Requeue
-from jurymast.core.nodes.history import PastRun, judged
-from jurymast.core.run import explained, loops
-from jurymast.core.run.attribution import attribute
-from jurymast.core.run.state import Phase, Role
+from jurymast.core.judges import explained, loops
+from jurymast.core.judges.attribution import attribute
+from jurymast.core.judges.history import PastRun, judged
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Finish, Launch, Requeue
+from jurymast.core.state.run import Phase, Role
 from jurymast.jobs import await_ended
 from jurymast.storage import orders
 from support.attribution import found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.core.nodes.findings import HOST, NOT_OBSERVABLE, Finding, Verdict
-from jurymast.core.nodes.own_health import KEPT_MAX, OFFSET_WORTH_S, OFFSETS, OwnHealth
+from jurymast.core.judges.own_health import KEPT_MAX, OFFSET_WORTH_S, OFFSETS, OwnHealth
+from jurymast.core.state.findings import HOST, NOT_OBSERVABLE, Finding, Verdict
 
 NOW, LIMIT_S = 1000.0, 2.0
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from jurymast.checkpoint.owner import OWNER, Owner, claim, is_foreign, owner, this_host
-from jurymast.core.messages import WritePhase
+from jurymast.core.state.messages import WritePhase
 from jurymast.errors import CheckpointError
 from jurymast.jobs import began_at
 from jurymast.report.liveness import record_cancel

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core.goodput import CATEGORIES, Interval
-from jurymast.core.run.state import TierState
+from jurymast.core.state.run import TierState
 from jurymast.report import pages
 from jurymast.report.goodput import page, report_page, report_view
 from jurymast.report.liveness import Liveness

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from jurymast.cli.main import main
 from jurymast.cli.plan import command
-from jurymast.core.planning.failure_rate import prior
-from jurymast.core.planning.forecast import REPLICATE_BYTES_PER_S, Question, forecast, goodput_at
+from jurymast.core.judges.forecast import REPLICATE_BYTES_PER_S, Question, forecast, goodput_at
+from jurymast.core.state.failure_rate import prior
 from jurymast.report.plan import facts, page, plan_blocks, plan_view
 from jurymast.report.text import minutes, render
 from jurymast.sim.checkpoints import TRAINING_START_S, read_measured

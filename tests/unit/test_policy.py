@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.planning.forecast import auto_spares
-from jurymast.core.settings import Budget, Settings
+from jurymast.core.judges.forecast import auto_spares
+from jurymast.core.state.settings import Budget, Settings
 from jurymast.errors import PolicyError
 from jurymast.policy import model
 from jurymast.policy.resolve import Resolved, file_layers, pairs_layer, resolve, site_layers

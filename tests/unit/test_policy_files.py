@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from jurymast.cli.main import main
-from jurymast.core.effects import Launch
-from jurymast.core.settings import RunPlan, Settings
+from jurymast.core.state.effects import Launch
+from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.policy.model import schema
 from jurymast.policy.resolve import Resolved, file_layers, resolve
 from support.stories import Story

@@ -24,7 +24,7 @@ from jurymast.checkpoint.directory import (
     NewFile,
 )
 from jurymast.checkpoint.owner import Owner, claim, owner
-from jurymast.core.messages import WritePhase
+from jurymast.core.state.messages import WritePhase
 from jurymast.keeper.copies import StoredCopy, local_copies
 from jurymast.keeper.manifest import blocks_of, is_intact
 from jurymast.rundir import RunDirectory

@@ -8,13 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.core import effects as ins
-from jurymast.core import events as ev
-from jurymast.core.nodes.findings import Verdict
-from jurymast.core.nodes.tests import (
+from jurymast.core.judges.tests import (
     AUTO_LIMIT_S,
     ROUNDS_MAX,
-    Alone,
     Judgement,
     Pairing,
     judge,
@@ -22,8 +18,12 @@ from jurymast.core.nodes.tests import (
     next_round,
 )
 from jurymast.core.run.machine import resume
-from jurymast.core.run.state import Phase, Role
-from jurymast.core.settings import Settings
+from jurymast.core.state import effects as ins
+from jurymast.core.state import events as ev
+from jurymast.core.state.evidence import Alone
+from jurymast.core.state.findings import Verdict
+from jurymast.core.state.run import Phase, Role
+from jurymast.core.state.settings import Settings
 from support.stories import Story
 
 LATENCY, TRANSFER = "gloo latency", "gloo transfer"

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.published import PREDICTIONS, Case, cases, micron
 
-from jurymast.core.planning.forecast import forecast
+from jurymast.core.judges.forecast import forecast
 from jurymast.sim.checkpoints import TRAINING_START_S
 
 ROOT = Path(__file__).resolve().parents[2]

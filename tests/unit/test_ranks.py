@@ -16,8 +16,8 @@ import pytest
 
 from jurymast.agent import ranks
 from jurymast.agent.ranks import RankMemory, RankWatch, process_state
-from jurymast.core import within
-from jurymast.core.messages import CadenceReport, RankReport, Strange, beat_of, encode, read_said
+from jurymast.core.state import within
+from jurymast.core.state.messages import CadenceReport, RankReport, Strange, beat_of, encode, read_said
 from jurymast.jobs import await_ended
 from jurymast.worker import link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
@@ -53,7 +53,7 @@ COLD = "\ncold = lambda n, why='': within.ColdStart(seconds=n, why=why)\n"
 
 def rank(memory: RankMemory, local_rank: int, code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` as a rank would run it: `link` is its link to the agent."""
-    imports = "from jurymast.core import within; from jurymast.worker import link as m"
+    imports = "from jurymast.core.state import within; from jurymast.worker import link as m"
     environment = {PAGE_VARIABLE: memory.page_path, EVENTS_VARIABLE: memory.events_path}
     return subprocess.run(
         [sys.executable, "-c", f"{imports}; link = m.current(){COLD}{code}"],
@@ -174,8 +174,8 @@ def test_both_are_gone_with_the_agent_and_the_rank_goes_on() -> None:
     assert not Path(page).exists()
     environment = {**os.environ, PAGE_VARIABLE: page, EVENTS_VARIABLE: events}
     told = (
-        "from jurymast.core import within; from jurymast.worker import link; l = link.current(); l.beat(1);"
-        "l.emit(within.Cadence(steps=1)); print(l.schedule)"
+        "from jurymast.core.state import within; from jurymast.worker import link; l = link.current(); "
+        "l.beat(1); l.emit(within.Cadence(steps=1)); print(l.schedule)"
     )
     done = subprocess.run(
         [sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True

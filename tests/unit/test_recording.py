@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from jurymast.core import events as ev
 from jurymast.core.goodput import Ledger
-from jurymast.core.messages import beat_of
+from jurymast.core.judges.silence import WatcherClock
 from jurymast.core.nodes.hangs import Reports
-from jurymast.core.nodes.silence import WatcherClock
 from jurymast.core.run.recording import PAUSE_MAX_S, YOUNG_S, Teller
+from jurymast.core.state import events as ev
+from jurymast.core.state.messages import beat_of
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import initial_state, replay
 from support.reports import reported

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.run.state import Node, Phase, Role
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.run import Node, Phase, Role
+from jurymast.core.state.settings import Settings
 from support.site import Site
 from support.stories import Story
 

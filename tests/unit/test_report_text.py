@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.messages import Condition
-from jurymast.core.run.incident import Alert
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state.incident import Alert
+from jurymast.core.state.messages import Condition
+from jurymast.core.state.settings import Settings
 from jurymast.journal import VERSION, FileTail
 from jurymast.report import follow
 from jurymast.report.follow import Narrator, ProgressLine, end_lines, wait

@@ -15,7 +15,7 @@ import pytest
 
 from jurymast.cluster import control
 from jurymast.cluster.allocation import Allocation
-from jurymast.core.settings import RunPlan
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError
 from jurymast.jobs import await_ended, began_at, run_command
 from jurymast.rundir import RunDirectory, write_atomically

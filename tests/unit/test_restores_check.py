@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from support.runs import RunUnderTest
 from support.saves import check_restores
 from support.stories import Story

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints.commit import Rollback
-from jurymast.core.checkpoints.copies import StateId
-from jurymast.core.effects import Journal
-from jurymast.core.run.state import Phase
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Journal
+from jurymast.core.state.images import StateId
+from jurymast.core.state.run import Phase
 from jurymast.core.supervision.machine import Supervision
 from support.site import Site
 from support.stories import Story

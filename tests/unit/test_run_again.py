@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jurymast.core import events as ev
-from jurymast.core import within
-from jurymast.core.checkpoints.copies import MEMORY, SHARED
-from jurymast.core.effects import Launch, StopWorkers
 from jurymast.core.run.machine import WAIT_LIMIT_S
-from jurymast.core.run.state import Phase
+from jurymast.core.state import events as ev
+from jurymast.core.state import within
+from jurymast.core.state.effects import Launch, StopWorkers
+from jurymast.core.state.images import MEMORY, SHARED
+from jurymast.core.state.run import Phase
 from support.stories import START, Story
 
 

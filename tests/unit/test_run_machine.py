@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from jurymast.core import events as ev
-from jurymast.core.effects import Finish, Instruction, Launch, Requeue, StopWorkers
-from jurymast.core.planning.failure_rate import prior
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.recovery import not_stopped
-from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.state.failure_rate import prior
+from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.journal import initial_state
 from support.random_events import NODES, Moment, moments, next_event
 from support.stories import START, Story

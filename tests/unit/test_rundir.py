@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jurymast import foreign
-from jurymast.core.settings import Budget, RunPlan, Settings
+from jurymast.core.state.settings import Budget, RunPlan, Settings
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory, write_atomically
 from support.hanging import hanging

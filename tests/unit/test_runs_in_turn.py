@@ -14,10 +14,10 @@ from jurymast.checkpoint.directory import (
     FileRecord,
     hash_file,
 )
-from jurymast.core import events as ev
 from jurymast.core.checkpoints.commit import superfluous
-from jurymast.core.checkpoints.copies import StateId
 from jurymast.core.run.machine import step as advance
+from jurymast.core.state import events as ev
+from jurymast.core.state.images import StateId
 from support.stories import Story
 
 

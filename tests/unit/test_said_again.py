@@ -3,14 +3,14 @@ twice."""
 
 from __future__ import annotations
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core import within
-from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.effects import Answer, Effect, Journal, Record, Send
 from jurymast.core.nodes.watch import RECONNECT_GRACE_S, SOON_S
-from jurymast.core.run.state import Phase
+from jurymast.core.state import events as ev
+from jurymast.core.state import images as im
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.effects import Answer, Effect, Journal, Record, Send
+from jurymast.core.state.run import Phase
 from jurymast.core.supervision.machine import Supervision
 from support.reports import hello
 from support.stories import Story
@@ -101,7 +101,7 @@ def test_a_write_whose_order_was_lost_is_ordered_again() -> None:
     story = Story(active=2, spares=0).running()
     checkpoints, nodes = Checkpoints(story.state), story.state.placement
     images = {
-        node: msg.CopyReport(step=8, attempt=1, rank=rank, world=2, tier=cp.MEMORY, part="all", size_bytes=9)
+        node: msg.CopyReport(step=8, attempt=1, rank=rank, world=2, tier=im.MEMORY, part="all", size_bytes=9)
         for rank, node in enumerate(nodes)
     }
     effects: list[Effect] = []
@@ -126,7 +126,7 @@ def test_a_write_whose_order_was_lost_is_ordered_again() -> None:
     ended = checkpoints.hear(first, done, story.t)
     assert [
         one.event.tier for one in ended if isinstance(one, Record) and isinstance(one.event, ev.Saved)
-    ] == [cp.SHARED]
+    ] == [im.SHARED]
     assert not checkpoints.writes.any_under_way
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jurymast.core.checkpoints.cadence import (
+from jurymast.core.judges.cadence import (
     Cadence,
     Due,
     MemoryUse,

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from jurymast.cluster.sbatch import usable_gpus, words_of
-from jurymast.core import events as ev
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import events as ev
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunCancelledError, UsageError
 from jurymast.interpreter import run_module
 from jurymast.journal import JournalWriter, first_events

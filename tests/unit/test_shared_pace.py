@@ -22,7 +22,7 @@ from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord
 from jurymast.core.agent.effects import ReadPulse
 from jurymast.core.agent.link import Hearing
 from jurymast.core.agent.succession import Succession
-from jurymast.core.messages import WritePhase
+from jurymast.core.state.messages import WritePhase
 from jurymast.health.probe import Context
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage import orders, shared

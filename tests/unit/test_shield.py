@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ImageId
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ImageId
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.keeper.transfer import ManifestFollows, manifest_of, read_request, read_served

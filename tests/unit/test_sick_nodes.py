@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster.control import give_back
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.effects import Effect, GiveBack, Record, Send
 from jurymast.core.nodes.health import ANSWER_LIMIT_S, SickNodes
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, GiveBack, Record, Send
+from jurymast.core.state.settings import Settings
 from jurymast.errors import ClusterUnavailableError
 from support.stories import Story
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from jurymast.core.checkpoints.copies import Retries
-from jurymast.core.events import WorkerFailed
-from jurymast.core.run.attribution import attribute
-from jurymast.core.run.incident import Incident
-from jurymast.core.run.loops import repeats
-from jurymast.core.signatures import ErrorSignature, Signature, error_signature
+from jurymast.core.judges.attribution import attribute
+from jurymast.core.judges.loops import repeats
+from jurymast.core.state.events import WorkerFailed
+from jurymast.core.state.incident import Incident
+from jurymast.core.state.signatures import ErrorSignature, Signature, error_signature
 from support.attribution import found
 
 CALL = '  File "/tmp/run-4711/train.py", line 12, in <module>\n    main()\n'

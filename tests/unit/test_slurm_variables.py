@@ -10,8 +10,8 @@ import pytest
 
 from jurymast.agent.agent import users_variables
 from jurymast.cluster.slurm import environment_for_sbatch
-from jurymast.core import slurm_variables
-from jurymast.core.slurm_variables import of_a_task, of_active_nodes
+from jurymast.core.judges import slurm_variables
+from jurymast.core.judges.slurm_variables import of_a_task, of_active_nodes
 from jurymast.worker.elastic import task_variables
 from support.node_model import plan as plan_on
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jurymast.core.planning.forecast import Outages, auto_spares, by_risk, outages, size_spares
+from jurymast.core.judges.forecast import Outages, auto_spares, by_risk, outages, size_spares
 
 DAY_S = 86_400.0
 

@@ -19,10 +19,8 @@ from msgspec.structs import asdict
 
 from jurymast.agent.ranks import process_state
 from jurymast.agent.stacks import StackTaker, loader_workers
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.nodes import stacks
-from jurymast.core.nodes.stacks import (
+from jurymast.core.judges import stacks
+from jurymast.core.judges.stacks import (
     BACKWARD,
     BLOCKED,
     CODE,
@@ -32,7 +30,6 @@ from jurymast.core.nodes.stacks import (
     Frame,
     LoaderWorker,
     Place,
-    Stand,
     absent,
     behind,
     describe,
@@ -40,7 +37,10 @@ from jurymast.core.nodes.stacks import (
     place,
     stand,
 )
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.evidence import Stand
+from jurymast.core.state.settings import RunPlan
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder
 from jurymast.worker import stack_signal
 from support.stories import Story
@@ -188,7 +188,7 @@ def test_those_that_are_alone_are_told_first() -> None:
 
 
 def stopped_with(story: Story, places: dict[int, Place], **values: Any) -> None:
-    from jurymast.core import events as ev
+    from jurymast.core.state import events as ev
 
     for rank, at in places.items():
         node = story.state.placement[rank]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster.allocation import Allocation
-from jurymast.core import events as ev
+from jurymast.core.state import events as ev
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.journal import JournalWriter, read, replay
 from jurymast.rundir import RunDirectory

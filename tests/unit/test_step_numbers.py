@@ -22,10 +22,10 @@ from jurymast.cli.resubmit import command as resubmit
 from jurymast.cli.submit import command as submit
 from jurymast.cluster import planning, slurm
 from jurymast.cluster.slurm import Request, Submitted, write_run_directory
-from jurymast.core import events as ev
 from jurymast.core.goodput import Ledger
-from jurymast.core.run.loops import fruitless
-from jurymast.core.run.state import Phase
+from jurymast.core.judges.loops import fruitless
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import Phase
 from jurymast.errors import RunNotFoundError, ScriptError, UsageError
 from jurymast.jobs import await_ended
 from jurymast.journal import initial_state

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jurymast.core.settings import RunPlan
+from jurymast.core.state.settings import RunPlan
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script.output import NUMBER_FILE, READ_BYTES, CannotOpen, Output, expanded, relayed
 from jurymast.script.srun import parse

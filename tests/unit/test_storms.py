@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from jurymast.core.run.state import Phase
+from jurymast.core.state.run import Phase
 from jurymast.journal import read, replay
 from support.fleet import Supervised, supervised
 

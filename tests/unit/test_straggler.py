@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.agent.ranks import RankMemory, RankWatch
-from jurymast.core import events as ev
-from jurymast.core.effects import Effect, Journal, RaiseAlert, Record, SaveFirst
-from jurymast.core.messages import Times, beat_of
-from jurymast.core.nodes import stragglers
-from jurymast.core.nodes.stragglers import Mean, Slow, Stragglers, Windows, slowest
-from jurymast.core.run.state import Phase, Role
-from jurymast.core.settings import Settings
+from jurymast.core.judges import stragglers
+from jurymast.core.judges.stragglers import Mean, Slow, Stragglers, Windows, slowest
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Effect, Journal, RaiseAlert, Record, SaveFirst
+from jurymast.core.state.messages import Times, beat_of
+from jurymast.core.state.run import Phase, Role
+from jurymast.core.state.settings import Settings
 from jurymast.core.supervision.machine import Supervision
 from jurymast.worker.link import SLOT_BYTES, Link, read_slot
 from support.stories import Story

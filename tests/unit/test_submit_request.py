@@ -26,7 +26,7 @@ from jurymast.cluster.slurm import (
     submit_slurm,
     write_run_directory,
 )
-from jurymast.core.settings import RunPlan
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import JurymastError, RunDirectoryError, ScriptError, SubmissionError, UsageError
 from jurymast.policy.resolve import pairs_layer, resolve
 from jurymast.rundir import RunDirectory

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from jurymast.cluster.control import Binding, binding_of
-from jurymast.core.settings import TaskShares
-from jurymast.core.task_shares import Processor, gpus, processors
+from jurymast.core.judges.task_shares import Processor, gpus, processors
+from jurymast.core.state.settings import TaskShares
 from jurymast.script.sharing import shares_of
 from jurymast.script.srun import parse
 from jurymast.worker.elastic import own_gpus

@@ -9,10 +9,10 @@ import pytest
 from msgspec import structs
 
 from jurymast.cluster.control import limit_in_s
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.effects import AskTimeLimit, Effect, Journal
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import AskTimeLimit, Effect, Journal
+from jurymast.core.state.settings import Settings
 from jurymast.core.supervision.limit import ASK_EVERY_S, LEAST_S, MOVED_S
 from jurymast.jobs import utc_time
 from support.stories import Story

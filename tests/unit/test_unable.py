@@ -20,10 +20,11 @@ from jurymast.checkpoint.directory import (
     FileRecord,
     hash_file,
 )
-from jurymast.core import messages as msg
-from jurymast.core import within
-from jurymast.core.checkpoints.copies import OBJECT, Copies, StateId, plan_restore
-from jurymast.core.settings import RunPlan, Settings
+from jurymast.core.checkpoints.copies import Copies, plan_restore
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.images import OBJECT, StateId
+from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.reading import Unable, patiently
 from jurymast.rundir import RunDirectory
 from jurymast.storage import shared

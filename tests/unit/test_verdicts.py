@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from jurymast.cluster import verdicts as written
-from jurymast.core.nodes.findings import HARDWARE, Finding
-from jurymast.core.nodes.findings import Verdict as Grade
-from jurymast.core.nodes.own_health import ProbeLooked
+from jurymast.core.judges.own_health import ProbeLooked
+from jurymast.core.state.findings import HARDWARE, Finding
+from jurymast.core.state.findings import Verdict as Grade
 from jurymast.errors import ClusterUnavailableError
 from jurymast.health.once import view
 from jurymast.health.probe import Context, xid_finding

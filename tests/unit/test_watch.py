@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from jurymast.core import events as ev
 from jurymast.core.agent.succession import HEIRS
-from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
-from jurymast.core.messages import Leaving, beat_of
-from jurymast.core.nodes.silence import (
+from jurymast.core.judges.silence import (
     ANSWER_INTERVAL_S,
     BEATS,
     KNOWN_AFTER,
@@ -33,8 +30,11 @@ from jurymast.core.nodes.watch import (
     WATCH_INTERVAL_S,
     Watch,
 )
-from jurymast.core.run.state import Node, Phase, Role, RunState
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Answer, Disconnect, Effect, Pulse, Record
+from jurymast.core.state.messages import Leaving, beat_of
+from jurymast.core.state.run import Node, Phase, Role, RunState
+from jurymast.core.state.settings import Settings
 from support.reports import reported
 
 NAMES = ("n1", "n2", "n3")

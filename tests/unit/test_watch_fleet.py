@@ -17,10 +17,7 @@ from functools import partial
 
 import pytest
 
-from jurymast.core import events as ev
-from jurymast.core.effects import Answer, Disconnect, Effect, Record
-from jurymast.core.messages import beat_of
-from jurymast.core.nodes.silence import LIMIT_MAX_S, UNKNOWN_BEATS, patience_s, rejoin_limit_s
+from jurymast.core.judges.silence import LIMIT_MAX_S, UNKNOWN_BEATS, patience_s, rejoin_limit_s
 from jurymast.core.nodes.watch import (
     MANY_LIMIT_S,
     RECONNECT_GRACE_S,
@@ -28,8 +25,11 @@ from jurymast.core.nodes.watch import (
     STEADY_INTERVAL_S,
     Watch,
 )
-from jurymast.core.run.state import Node, Phase, Role, RunState
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Answer, Disconnect, Effect, Record
+from jurymast.core.state.messages import beat_of
+from jurymast.core.state.run import Node, Phase, Role, RunState
+from jurymast.core.state.settings import Settings
 
 SEEDS = range(40)
 START, HEARTBEAT_S = 1000.0, 0.5

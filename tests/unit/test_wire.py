@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jurymast.core import messages as msg
-from jurymast.core.messages import Ask, beat_of, read_said
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import messages as msg
+from jurymast.core.state.messages import Ask, beat_of, read_said
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import AuthenticationError, ProtocolError, RunCancelledError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine, NodeWrites
-from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.copies import RETRY_S
 from jurymast.core.checkpoints.writes import ALONE, WRITE_LIMIT_S
-from jurymast.core.messages import WritePhase
+from jurymast.core.state import images as im
+from jurymast.core.state import messages as msg
+from jurymast.core.state.messages import WritePhase
 from support.node_model import plan
 from support.site import ACTIVE, Site
 
@@ -39,7 +39,7 @@ def begun(until: WritePhase = WritePhase.OPEN) -> tuple[Site, str]:
 
 
 def written(id: str, why: str = "") -> msg.Written:
-    return msg.Written(id=id, tier=cp.SHARED, ok=not why, why=why, size_bytes=50)
+    return msg.Written(id=id, tier=im.SHARED, ok=not why, why=why, size_bytes=50)
 
 
 def concerned(phase: WritePhase) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ def test_a_write_that_the_supervisor_does_not_know_is_cancelled(phase: WritePhas
 # ---- the agent
 
 
-def order(id: str, tier: str = cp.SHARED, ranks: tuple[int, ...] = (1,), *, lead: bool = False) -> msg.Write:
+def order(id: str, tier: str = im.SHARED, ranks: tuple[int, ...] = (1,), *, lead: bool = False) -> msg.Write:
     return msg.Write(id=id, tier=tier, step=10, attempt=1, ranks=ranks, world=2, lead=lead)
 
 
@@ -236,7 +236,7 @@ def test_a_node_goes_on_once_with_each_phase_that_is_ordered() -> None:
 
 def test_each_supervisor_is_told_how_far_the_writes_are() -> None:
     writes = NodeWrites(1)
-    writes.begin(order("a", cp.LOCAL))
+    writes.begin(order("a", im.LOCAL))
     writes.begin(order("b"))
     assert writes.connected() == [do.Send(msg.WriteReached(id="b", phase=WritePhase.HOLD))]
     writes.go_on(turn("b", WritePhase.ANNOUNCE))
@@ -329,7 +329,7 @@ class WritingNode:
     def heed(self) -> None:
         if self.orders:
             match self.orders.popleft():
-                case msg.Write() as order if order.tier == cp.SHARED:
+                case msg.Write() as order if order.tier == im.SHARED:
                     self.carry_out(self.machine.begin(order))
                 case msg.ContinueWrite() as go_on:
                     self.carry_out(self.machine.go_on(go_on))

@@ -47,16 +47,17 @@ from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.sbatch import visible_gpus
 from jurymast.cluster.signals import WARNINGS
 from jurymast.cluster.verdicts import boot_id
-from jurymast.core import messages as msg
-from jurymast.core import slurm_variables, within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.agent.ranks import STOP_MARGIN_S
-from jurymast.core.host_messages import Apart, FromHosts
-from jurymast.core.message import Strangers
-from jurymast.core.nodes.silence import beat_every_s
-from jurymast.core.settings import RunPlan
-from jurymast.core.texts import compressed
+from jurymast.core.judges import slurm_variables
+from jurymast.core.judges.silence import beat_every_s
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.host_messages import Apart, FromHosts
+from jurymast.core.state.message import Strangers
+from jurymast.core.state.settings import RunPlan
+from jurymast.core.state.texts import compressed
 from jurymast.errors import never
 from jurymast.foreign import check_private, temporary_place
 from jurymast.processes import TASKS_ALONE_VARIABLE, adopt_orphans, catches, end_strays, leave_no_core

@@ -18,12 +18,12 @@ from jurymast import background
 from jurymast.agent.supervision import Driver
 from jurymast.child import Child
 from jurymast.cluster.verdicts import boot_id, leave, verdict
-from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
-from jurymast.core.nodes.findings import HOST, Finding, Verdict
-from jurymast.core.nodes.own_health import OwnHealth
-from jurymast.core.nodes.tests import Alone
-from jurymast.core.settings import RunPlan
+from jurymast.core.judges.own_health import OwnHealth
+from jurymast.core.state import messages as msg
+from jurymast.core.state.evidence import Alone
+from jurymast.core.state.findings import HOST, Finding, Verdict
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, never
 from jurymast.health.probe import Context, granted_gpus
 from jurymast.health.watcher import ProbeWatcher, names_to_ask

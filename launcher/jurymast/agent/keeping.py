@@ -18,12 +18,12 @@ import msgspec
 
 from jurymast import background, foreign
 from jurymast.child import Child
-from jurymast.core import messages as msg
-from jurymast.core import within
-from jurymast.core.checkpoints import copies as cp
-from jurymast.core.message import Strange
-from jurymast.core.messages import WritePhase
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import images as im
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.message import Strange
+from jurymast.core.state.messages import WritePhase
+from jurymast.core.state.settings import RunPlan
 from jurymast.keeper.copies import remove_local_copies
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import PAGE_VARIABLE
@@ -276,7 +276,7 @@ class Keeping:
         ok = isinstance(answer, orders.Done)
         size_bytes, why = (answer.bytes, "") if isinstance(answer, orders.Done) else (0, answer.why)
         self._tell(msg.Written(id=order.id, tier=order.tier, ok=ok, size_bytes=size_bytes, why=why))
-        if ok and order.tier == cp.LOCAL and self._local is not None:
+        if ok and order.tier == im.LOCAL and self._local is not None:
             self.keeper.scan_local(self._local)
 
     async def _written(self, order: msg.Write, phases: Phases) -> orders.Answer:
@@ -295,14 +295,14 @@ class Keeping:
     def _order(self, write: msg.Write, loans: list[Loan]) -> orders.AnyOrder:
         step, attempt, run = write.step, write.attempt, self._plan.run
         root = write.root or str(self._shared)
-        if write.tier == cp.OBJECT:
+        if write.tier == im.OBJECT:
             url = self._plan.settings.object_url or ""
             return orders.Upload(
                 root=root, step=step, url=url, run=run, run_directory=str(self._run_directory),
                 keep=self._plan.settings.object_keep,
             )  # fmt: skip
         images = tuple(map(lent_image, loans))
-        if write.tier == cp.LOCAL:
+        if write.tier == im.LOCAL:
             return orders.WriteLocal(root=str(self._local), step=step, attempt=attempt, images=images)
         return orders.WriteShared(
             root=root, step=step, attempt=attempt, world=write.world, images=images,

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import background, foreign, worker
-from jurymast.core import messages as msg
-from jurymast.core import within
-from jurymast.core.host_messages import Apart, FromHosts, read_host
-from jurymast.core.message import Strange
-from jurymast.core.nodes import devices
-from jurymast.core.nodes.devices import work_around
-from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
-from jurymast.core.nodes.silence import IDLE_SHARE
+from jurymast.core.judges import devices
+from jurymast.core.judges.devices import work_around
+from jurymast.core.judges.silence import IDLE_SHARE
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.findings import NETWORK, Finding, Verdict
+from jurymast.core.state.host_messages import Apart, FromHosts, read_host
+from jurymast.core.state.message import Strange
 from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
 from jurymast.jobs import began_at
 from jurymast.processes import catches, die_with_parent, kill_group, shared_memory

@@ -29,11 +29,12 @@ import psutil
 
 from jurymast import foreign, programs
 from jurymast.agent.ranks import process_state
-from jurymast.core import messages as msg
-from jurymast.core.nodes import stacks
-from jurymast.core.nodes.silence import works
-from jurymast.core.nodes.stacks import Entered, entered
-from jurymast.core.settings import RunPlan
+from jurymast.core.judges import stacks
+from jurymast.core.judges.silence import works
+from jurymast.core.judges.stacks import entered
+from jurymast.core.state import messages as msg
+from jurymast.core.state.evidence import Entered, Stand
+from jurymast.core.state.settings import RunPlan
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder, write_atomically
 from jurymast.worker import stack_signal
 
@@ -124,7 +125,7 @@ class _SeenRank:
         at = stacks.place(stacks.frames(self.text), self.process())
         return stacks.behind(at, self.workers)
 
-    def stand(self, busy: int) -> stacks.Stand:
+    def stand(self, busy: int) -> Stand:
         return stacks.stand(stacks.frames(self.text), self.place(), busy)
 
 

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 from jurymast import background
-from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.effects import NEVER, Effect, WakeAt
 from jurymast.core.agent.machine import AgentMachine
-from jurymast.core.message import Strangers
+from jurymast.core.state import messages as msg
+from jurymast.core.state.message import Strangers
 from jurymast.errors import RunDirectoryError, never
 from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory

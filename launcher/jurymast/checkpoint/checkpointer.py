@@ -19,9 +19,9 @@ from jurymast.checkpoint.image import foreseen_bytes
 from jurymast.checkpoint.memory_tier import MemoryTier
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import ScriptState
-from jurymast.core import within
-from jurymast.core.checkpoints.cadence import Cadence, Due, SaveTimes, memory_of, parse_cadence
-from jurymast.core.planning.failure_rate import default_mtbf_s
+from jurymast.core.judges.cadence import Cadence, Due, SaveTimes, memory_of, parse_cadence
+from jurymast.core.state import within
+from jurymast.core.state.failure_rate import default_mtbf_s
 from jurymast.errors import CheckpointError, RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.worker import link

@@ -42,7 +42,7 @@ import xxhash
 
 from jurymast import foreign
 from jurymast.core.checkpoints.commit import Rollback, superfluous
-from jurymast.core.checkpoints.copies import StateId
+from jurymast.core.state.images import StateId
 from jurymast.reading import PATIENCE_S, Unable, patiently
 from jurymast.rundir import make_durable_folder, sync_directory, write_atomically
 

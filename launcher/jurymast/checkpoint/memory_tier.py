@@ -21,8 +21,8 @@ from jurymast.checkpoint import image
 from jurymast.checkpoint.group import Candidate, Group, RankFailed, SaveResult
 from jurymast.checkpoint.names import no_collections
 from jurymast.checkpoint.state import ScriptState
-from jurymast.core import within
 from jurymast.core.keeper.holding import SLOTS
+from jurymast.core.state import within
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import (
     HEADROOM_BYTES,

@@ -36,7 +36,7 @@ def command(run: str, runs: Path | None) -> None:
     directory = the_run(run, runs)
     name = directory.root.name
     watcher = read_status(directory)
-    from jurymast.core.messages import Accepted
+    from jurymast.core.state.messages import Accepted
     from jurymast.wire.channel import ask
 
     # Until there is an outcome, a supervisor may still be there, waiting until the last checkpoint can be
@@ -109,7 +109,7 @@ def _kill_all(process: psutil.Process) -> None:
 
 def _writes_its_last_checkpoint(directory: RunDirectory) -> bool:
     """Whether the run's supervisor says so; it gives up by itself what makes no progress."""
-    from jurymast.core.messages import Condition
+    from jurymast.core.state.messages import Condition
     from jurymast.wire.channel import ask
 
     answer = ask(directory, "how", by=user())

@@ -27,7 +27,7 @@ from jurymast.cli.options import (
     user,
 )
 from jurymast.cli.output import echo
-from jurymast.core.texts import did_you_mean
+from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import CheckpointError, UsageError
 from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory
@@ -256,7 +256,7 @@ class _Call:
 
     def _on_nodes(self) -> dict[int, list[str]]:
         """Steps that the run's nodes hold, newest first. They are lost when the run ends."""
-        from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER
+        from jurymast.core.state.images import LOCAL, MEMORY, PEER
 
         state = self._state
         steps: dict[int, list[str]] = {}
@@ -360,7 +360,7 @@ class _Call:
 
     def rollback(self, step: int, delete: bool) -> int:
         from jurymast.checkpoint.directory import remove_trees
-        from jurymast.core.messages import Accepted
+        from jurymast.core.state.messages import Accepted
         from jurymast.wire.channel import ask
 
         self._present(step)

@@ -9,11 +9,11 @@ import click
 
 from jurymast.cli.options import ask_supervisor, examples, run_argument, runs_option, the_run
 from jurymast.cli.output import echo
-from jurymast.core.texts import did_you_mean
+from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
-    from jurymast.core.run.state import RunState
+    from jurymast.core.state.run import RunState
 
 
 @click.command(epilog=examples("jurymast drain 4711 node012"))
@@ -42,7 +42,7 @@ def command(run: str, node: str, runs: Path | None) -> None:
 
 def what_follows(state: RunState, node: str) -> str:
     """The decision that the restart ladder will make once the ranks are stopped, in words."""
-    from jurymast.core.run.state import Role
+    from jurymast.core.state.run import Role
 
     if node not in state.placement:
         return "it has no ranks"

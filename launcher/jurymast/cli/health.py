@@ -16,11 +16,11 @@ from jurymast.cli.options import (
     show,
     show_json,
 )
-from jurymast.core.texts import did_you_mean
+from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
-    from jurymast.core.settings import Settings
+    from jurymast.core.state.settings import Settings
     from jurymast.policy.resolve import Resolved
 
 # The words with which Nagios begins a line, by its exit codes.

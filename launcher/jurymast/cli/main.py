@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 
 from jurymast.cli import patience
 from jurymast.cli.output import echo
-from jurymast.core.texts import did_you_mean
+from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import JurymastError, RunDirectoryError, UsageError
 
 # What each does. Its module in this package has a click command called `command`.

@@ -17,7 +17,7 @@ from jurymast.cli.options import (
     show_json,
 )
 from jurymast.cli.output import echo
-from jurymast.core.texts import did_you_mean
+from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import RunDirectoryError, UsageError
 
 

@@ -20,7 +20,7 @@ from click.shell_completion import CompletionItem
 
 from jurymast import foreign
 from jurymast.cli.output import echo, echo_coloured
-from jurymast.core.texts import nearest, some
+from jurymast.core.state.texts import nearest, some
 from jurymast.errors import NotNowError, RunDirectoryError, RunNotFoundError, UsageError
 from jurymast.rundir import RunDirectory, check_readable, run_names
 
@@ -302,7 +302,7 @@ def user() -> str:
 def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> None:
     """Send a request to the supervisor. Raises NotNowError if it refuses, if none answers, or if the run
     has ended."""
-    from jurymast.core.messages import Declined
+    from jurymast.core.state.messages import Declined
     from jurymast.report.liveness import Liveness
     from jurymast.report.status import public_state, read_status
     from jurymast.wire.channel import ask

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import click
 
-from jurymast.core.texts import clean
+from jurymast.core.state.texts import clean
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:

@@ -26,7 +26,7 @@ from jurymast.cli.options import (
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
-    from jurymast.core.planning.forecast import Question
+    from jurymast.core.judges.forecast import Question
     from jurymast.policy.resolve import Resolved
 
 
@@ -68,7 +68,7 @@ def command(
 ) -> None:
     """Estimate how often a run fails, how often to save, how many spares it needs, and the goodput that
     remains."""
-    from jurymast.core.planning.forecast import forecast
+    from jurymast.core.judges.forecast import forecast
     from jurymast.report.plan import plan_view, restart_lines
     from jurymast.sim.checkpoints import read_measured
 
@@ -96,8 +96,8 @@ def command(
 def _question(policy: Resolved, given: dict[str, Any]) -> Question:
     """The question by the command line's values, or else the policy's. Raises UsageError for a policy that
     cannot be planned for."""
-    from jurymast.core.planning.failure_rate import prior
-    from jurymast.core.planning.forecast import Question
+    from jurymast.core.judges.forecast import Question
+    from jurymast.core.state.failure_rate import prior
 
     settings = policy.settings()
     if settings.cadence_steps is not None:

@@ -17,7 +17,7 @@ from jurymast.errors import RunDirectoryError, UsageError
 from jurymast.rundir import RunDirectory, write_atomically
 
 if TYPE_CHECKING:
-    from jurymast.core.settings import RunPlan
+    from jurymast.core.state.settings import RunPlan
 
 
 @click.command(epilog=examples("jurymast resubmit 4711", "jurymast resubmit last --set spares=2"))

@@ -22,7 +22,7 @@ from jurymast.errors import CheckpointError
 def command(run: str, limit: int, as_json: bool, runs: Path | None) -> None:
     """Save a checkpoint now: all ranks save at their next common step. The command waits until all have
     that step in memory; replicas and copies on storage follow."""
-    from jurymast.core.checkpoints.copies import MEMORY
+    from jurymast.core.state.images import MEMORY
     from jurymast.report.status import read_status
 
     directory = the_run(run, runs)

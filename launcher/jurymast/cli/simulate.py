@@ -35,7 +35,7 @@ from jurymast.errors import UsageError
 if TYPE_CHECKING:
     from random import Random
 
-    from jurymast.core.settings import Settings
+    from jurymast.core.state.settings import Settings
     from jurymast.policy.resolve import Resolved
     from jurymast.sim.checkpoints import Durations, Measured
     from jurymast.sim.faults import TraceFault
@@ -120,7 +120,7 @@ def command(
     nodes: int, days: float, seeds: int, policy: Path | None, html: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Simulate runs with failures, with the decisions, the cadence and the accounting of real runs."""
-    from jurymast.core.planning.forecast import auto_spares
+    from jurymast.core.judges.forecast import auto_spares
     from jurymast.report.simulation import simulate, simulate_blocks, simulated_lines, summary
     from jurymast.sim.checkpoints import asked_cadence, read_measured
     from jurymast.sim.simulation import Setup
@@ -203,7 +203,7 @@ def _durations(measured: Measured, nodes: int, settings: Settings, options: dict
 
 def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tuple[float, str, Draw]:
     """The failure rate, a name for the faults, and how to draw them for a number of nodes."""
-    from jurymast.core.planning.failure_rate import PRIOR_RATE
+    from jurymast.core.state.failure_rate import PRIOR_RATE
     from jurymast.sim.faults import FaultModel, parse_patterns, read_trace
 
     if options["trace"] is not None:

@@ -32,7 +32,7 @@ from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
     from jurymast.cluster.slurm import Request, Submitted
-    from jurymast.core.settings import RunPlan
+    from jurymast.core.state.settings import RunPlan
     from jurymast.policy.resolve import Resolved
 
 
@@ -174,7 +174,7 @@ def _request(
     from jurymast.cluster.earlier import with_earlier
     from jurymast.cluster.planning import OwnOptions, make_plan, signal_note, time_limit_s
     from jurymast.cluster.slurm import build_request, check_runs_directory
-    from jurymast.core.planning.forecast import auto_spares
+    from jurymast.core.judges.forecast import auto_spares
 
     asked = OwnOptions(
         options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs,

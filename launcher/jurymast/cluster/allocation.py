@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from jurymast import foreign
-from jurymast.core.settings import RunPlan
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError, SubmissionError
 from jurymast.interpreter import run_module
 from jurymast.jobs import is_running, job_fields, run_command, utc_time

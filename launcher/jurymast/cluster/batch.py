@@ -26,7 +26,7 @@ from jurymast import foreign, programs
 from jurymast.cluster.allocation import Allocation, announced_hosts, from_slurm_environment, listen, loopback
 from jurymast.cluster.control import requeue, signals_tasks_alone
 from jurymast.cluster.signals import WARNINGS
-from jurymast.core.settings import RunPlan
+from jurymast.core.state.settings import RunPlan
 from jurymast.core.supervision import batch as core
 from jurymast.errors import JurymastError, RunDirectoryError, never
 from jurymast.interpreter import run_module

@@ -16,7 +16,7 @@ from typing import TypeVar
 from jurymast.cluster import earlier
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.sbatch import seconds_of, split_command_line, where_options
-from jurymast.core.settings import RunPlan
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, UsageError
 from jurymast.interpreter import run_module
 from jurymast.jobs import UNIX_TIMES, job_fields, run_command, utc_time

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.core import events as ev
-from jurymast.core.nodes.history import (
+from jurymast.core.judges.history import (
     NodeDeparture,
     NodeRecord,
     PastRun,
@@ -26,11 +25,12 @@ from jurymast.core.nodes.history import (
     history,
     more_exposure,
 )
-from jurymast.core.planning.failure_rate import AFTER_REPAIR, DAY_S, Watched, learned_before, prior
-from jurymast.core.run.incident import Incident
 from jurymast.core.run.machine import step
-from jurymast.core.run.state import Node, Phase, Role, RunState
-from jurymast.core.settings import Avoided, RunPlan
+from jurymast.core.state import events as ev
+from jurymast.core.state.failure_rate import AFTER_REPAIR, DAY_S, Watched, learned_before, prior
+from jurymast.core.state.incident import Incident
+from jurymast.core.state.run import Node, Phase, Role, RunState
+from jurymast.core.state.settings import Avoided, RunPlan
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.jobs import UNIX_TIMES, run_command, utc_time
 from jurymast.journal import initial_state, read, take

@@ -28,9 +28,9 @@ from jurymast.cluster.sbatch import (
     words_of,
 )
 from jurymast.cluster.signals import JobSignal
-from jurymast.core.planning.forecast import auto_spares
-from jurymast.core.settings import RunPlan
-from jurymast.core.slurm_variables import scaled
+from jurymast.core.judges.forecast import auto_spares
+from jurymast.core.judges.slurm_variables import scaled
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import ScriptError, UsageError
 from jurymast.interpreter import relative_parts
 from jurymast.policy.resolve import Resolved

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from jurymast import foreign, programs
-from jurymast.core.texts import did_you_mean
+from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import ScriptError, UsageError
 
 # ---- options

@@ -22,9 +22,9 @@ from jurymast import foreign, programs
 from jurymast.cluster.allocation import batch_process, submit_local
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.sbatch import BatchScript, version_of
-from jurymast.core.settings import RunPlan
-from jurymast.core.slurm_variables import without_a_job
-from jurymast.core.texts import did_you_mean
+from jurymast.core.judges.slurm_variables import without_a_job
+from jurymast.core.state.settings import RunPlan
+from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError, SubmissionError, UsageError
 from jurymast.interpreter import run_module
 from jurymast.jobs import ENDED_STATES, jobs_in, run_command

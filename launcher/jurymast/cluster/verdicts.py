@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jurymast.core.nodes.findings import Finding
+from jurymast.core.state.findings import Finding
 from jurymast.errors import ClusterUnavailableError
 from jurymast.jobs import run_command
 from jurymast.rundir import write_atomically

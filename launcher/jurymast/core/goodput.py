@@ -22,11 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jurymast.core import events as ev
-from jurymast.core.effects import Instruction
 from jurymast.core.run.machine import step
 from jurymast.core.run.recording import pause_s
-from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Instruction
+from jurymast.core.state.run import Phase, Role, RunState
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jurymast.cluster.allocation import local_process
 from jurymast.cluster.planning import OwnOptions, make_plan
 from jurymast.cluster.sbatch import CommandLine
 from jurymast.cluster.slurm import Request, build_request, submit
-from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.errors import RunFailedError
 from jurymast.jobs import await_ended
 from jurymast.journal import Entry, FileTail

@@ -23,7 +23,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.state.findings import Finding, Verdict
 from jurymast.health.probe import Context, Probe, failed, open_probe, threshold
 
 # Drivers that are not in use may take seconds per GPU to open.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jurymast.core.nodes.findings import Verdict
+from jurymast.core.state.findings import Verdict
 
 # Set by Slurm itself, which counts what it grants; the others are the user's.
 COUNT = "SLURM_GPUS_ON_NODE"

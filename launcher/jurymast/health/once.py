@@ -18,8 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.nodes.own_health import ProbeLooked
+from jurymast.core.judges.own_health import ProbeLooked
+from jurymast.core.state.findings import Finding, Verdict
 from jurymast.health.probe import READINGS, Context, granted_gpus, installed
 from jurymast.health.watcher import ProbeWatcher, names_to_ask
 from jurymast.reference import thresholds, xid_of, xids

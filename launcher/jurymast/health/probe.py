@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from jurymast.core.nodes import findings
-from jurymast.core.nodes.findings import (
+from jurymast.core.judges.own_health import FAILED
+from jurymast.core.state import findings
+from jurymast.core.state.findings import (
     APPLICATION,
     HARDWARE,
     HOST,
@@ -26,8 +27,7 @@ from jurymast.core.nodes.findings import (
     Finding,
     Verdict,
 )
-from jurymast.core.nodes.own_health import FAILED
-from jurymast.core.texts import did_you_mean
+from jurymast.core.state.texts import did_you_mean
 from jurymast.health.grant import granted_gpus
 from jurymast.reference import Xid, recovery_action, recovery_actions, thresholds, xids
 

@@ -1,6 +1,6 @@
 """Keeps a process for each probe running, and survives its faults: a driver may hang, crash, or block a
 process so that not even SIGKILL ends it. What a probe remembers is kept here for its next process.
-`core.nodes.own_health` decides what follows."""
+`core.judges.own_health` decides what follows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from jurymast.child import Child
-from jurymast.core.nodes.findings import Finding
-from jurymast.core.nodes.own_health import ChildEnd, ProbeLooked, ProbeLooks
+from jurymast.core.judges.own_health import ChildEnd, ProbeLooked, ProbeLooks
+from jurymast.core.state.findings import Finding
 from jurymast.health.child import FINDINGS_MAX
 from jurymast.health.probe import Context, installed
 from jurymast.health.readings import stands_in, waits_for_storage

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, LOCAL, OWN, ImageId
 from jurymast.core.keeper import effects as core
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ALL, LOCAL, OWN, ImageId
 from jurymast.foreign import MANIFEST_BYTES_MAX, NotOurs, check_private, open_own, own_directory, read_own
 from jurymast.keeper.manifest import BadImage, Manifest, blocks_of
 from jurymast.keeper.memory import MappedBuffer

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from jurymast import background
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER, ImageId
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.restores import Filled, Found, usable, whom_to_ask
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ALL, LOCAL, MEMORY, PEER, ImageId
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.copies import CopyTable, StoredCopy, report_of
 from jurymast.keeper.manifest import (

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import background
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, MEMORY, ImageId
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.holding import SlotState
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.restores import Filled, Found
-from jurymast.core.messages import Room
-from jurymast.core.texts import memory_size
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ALL, MEMORY, ImageId
+from jurymast.core.state.messages import Room
+from jurymast.core.state.texts import memory_size
 from jurymast.errors import never
 from jurymast.keeper import memory
 from jurymast.keeper.copies import CopyTable, StoredCopy, local_copies

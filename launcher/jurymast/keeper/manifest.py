@@ -29,7 +29,7 @@ import msgspec
 import xxhash
 
 from jurymast import foreign
-from jurymast.core.checkpoints.copies import ALL, COMMON, OWN, ImageId, parts_of
+from jurymast.core.state.images import ALL, COMMON, OWN, ImageId, parts_of
 from jurymast.processes import shared_memory
 from jurymast.worker.link import fence
 

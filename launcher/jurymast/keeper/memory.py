@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jurymast.core.keeper.holding import round_up
-from jurymast.core.messages import Room
+from jurymast.core.state.messages import Room
 from jurymast.health.readings import MOUNT, memory_cgroups, number, text
 from jurymast.keeper.manifest import SlotRecord, SlotWord
 from jurymast.processes import shared_memory

@@ -21,9 +21,9 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from jurymast.core.checkpoints.copies import ALL, LOCAL, ImageId, parts_of
-from jurymast.core.message import Strange, kind_of, reader
-from jurymast.core.messages import Source
+from jurymast.core.state.images import ALL, LOCAL, ImageId, parts_of
+from jurymast.core.state.message import Strange, kind_of, reader
+from jurymast.core.state.messages import Source
 from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.foreign import open_own
 from jurymast.keeper.copies import CopyTable, StoredCopy, trusted

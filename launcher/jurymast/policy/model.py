@@ -28,9 +28,9 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from jurymast.core.checkpoints.cadence import Cadence, parse_cadence
-from jurymast.core.settings import Budget
-from jurymast.core.texts import DURATION, did_you_mean, seconds_in
+from jurymast.core.judges.cadence import Cadence, parse_cadence
+from jurymast.core.state.settings import Budget
+from jurymast.core.state.texts import DURATION, did_you_mean, seconds_in
 from jurymast.reference import thresholds, xids
 
 # Far below what the clocks of Python and of the system can count.

@@ -21,8 +21,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from jurymast import foreign
-from jurymast.core.settings import Settings
-from jurymast.core.texts import did_you_mean
+from jurymast.core.state.settings import Settings
+from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import PolicyError
 from jurymast.policy.model import Policy
 

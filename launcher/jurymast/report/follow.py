@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from jurymast.core import events as ev
-from jurymast.core.effects import Launch, RaiseAlert, Requeue
-from jurymast.core.run.state import RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Launch, RaiseAlert, Requeue
+from jurymast.core.state.run import RunState
 from jurymast.journal import Entry
 from jurymast.report.liveness import Liveness, look
 from jurymast.report.sentences import is_routine, sentence, short_reason

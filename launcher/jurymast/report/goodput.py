@@ -10,21 +10,12 @@ from datetime import datetime
 from typing import Any
 
 import jurymast
-from jurymast.core.checkpoints.cadence import young_interval_s
 from jurymast.core.goodput import MAYBE_REWORK, MEANINGS, RATIOS, Account, SaveCounts, ordered
-from jurymast.core.planning.failure_rate import (
-    LEVEL,
-    Mtbf,
-    Watched,
-    between_bursts,
-    failure_times,
-    mtbf,
-    prior,
-)
-from jurymast.core.run.incident import CAUSES
-from jurymast.core.run.recovery import failure_rate
-from jurymast.core.run.state import RunState
-from jurymast.core.settings import RunPlan, Settings
+from jurymast.core.judges.cadence import young_interval_s
+from jurymast.core.state.failure_rate import LEVEL, Mtbf, Watched, between_bursts, failure_times, mtbf, prior
+from jurymast.core.state.incident import CAUSES
+from jurymast.core.state.run import RunState, failure_rate
+from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.pages import Bar, Slice, kind, render, slices, timeline
 from jurymast.report.sentences import decision

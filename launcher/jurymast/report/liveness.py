@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import jurymast
 from jurymast import foreign
-from jurymast.core import events as ev
-from jurymast.core.events import Event
 from jurymast.core.goodput import Ledger
 from jurymast.core.run.machine import step
-from jurymast.core.run.state import RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.events import Event
+from jurymast.core.state.run import RunState
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.jobs import ENDED_STATES, job_state
 from jurymast.journal import (
@@ -40,7 +40,7 @@ from jurymast.rundir import RunDirectory, write_json
 from jurymast.wire.endpoint import PULSE, claim_epoch, find
 
 if TYPE_CHECKING:
-    from jurymast.core.messages import Condition
+    from jurymast.core.state.messages import Condition
 
 
 class _EpochTail:
@@ -269,7 +269,7 @@ def hear(directory: RunDirectory, state: RunState, silent_s: float) -> Condition
         return None
     if find(directory.epochs) is None:
         return None
-    from jurymast.core.messages import Condition
+    from jurymast.core.state.messages import Condition
     from jurymast.wire.channel import ask  # imports asyncio, which is seldom needed
 
     try:

@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jurymast.core.goodput import CATEGORIES, MEANINGS, Account, Interval
-from jurymast.core.run.incident import Incident
+from jurymast.core.state.incident import Incident
 from jurymast.report import text
 from jurymast.report.text import clean, duration
 

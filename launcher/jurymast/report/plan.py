@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from jurymast.core.planning.failure_rate import DAY_S, LEVEL
-from jurymast.core.planning.forecast import (
+from jurymast.core.judges.forecast import (
     COPY_BYTES_PER_S,
     RATE_FACTOR,
     REPLICATE_BYTES_PER_S,
@@ -19,6 +18,7 @@ from jurymast.core.planning.forecast import (
     durable_per_day,
     goodput_at,
 )
+from jurymast.core.state.failure_rate import DAY_S, LEVEL
 from jurymast.report.goodput import Card
 from jurymast.report.pages import AxisTick, Plot, PlotArea, Shape, render
 from jurymast.report.text import Block, Line, Table, count, duration, minutes, percent, percent_fine, size

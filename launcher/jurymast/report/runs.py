@@ -14,8 +14,8 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.earlier import forgiven_nodes, out_of_service, past_runs, until_text, watched_in
-from jurymast.core.nodes.history import NodeRecord, comebacks, history, more_exposure
-from jurymast.core.planning.failure_rate import AFTER_REPAIR, learned_before, node_rate, prior
+from jurymast.core.judges.history import NodeRecord, comebacks, history, more_exposure
+from jurymast.core.state.failure_rate import AFTER_REPAIR, learned_before, node_rate, prior
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.jobs import run_command
 from jurymast.report.liveness import ANSWER_LIMIT_S, Liveness, judge, look, slurm_jobs

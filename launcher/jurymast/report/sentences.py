@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jurymast.core.checkpoints.copies import MEMORY
-from jurymast.core.nodes.findings import APPLICATION, SYMPATHETIC
-from jurymast.core.run.attribution import describe_exit
-from jurymast.core.run.incident import because
-from jurymast.core.texts import request
+from jurymast.core.judges.attribution import describe_exit
+from jurymast.core.state.findings import APPLICATION, SYMPATHETIC
+from jurymast.core.state.images import MEMORY
+from jurymast.core.state.incident import because
+from jurymast.core.state.texts import request
 from jurymast.journal import single
 from jurymast.report.text import amounts, count, duration, one_line, size, some
 

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.goodput import MEANINGS, RATIOS, ordered
-from jurymast.core.run.incident import Incident
+from jurymast.core.judges.cadence import Cadence
+from jurymast.core.state.incident import Incident
 from jurymast.report.goodput import Card, ratio_cards
 from jurymast.report.pages import (
     DAY_S,

@@ -9,17 +9,17 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from jurymast.core.checkpoints.cadence import NEVER, Schedule, cost_if, next_save_step
-from jurymast.core.checkpoints.copies import MEMORY, PEER, SHARED
 from jurymast.core.checkpoints.writes import durable_every_s
 from jurymast.core.goodput import Account
-from jurymast.core.planning.failure_rate import LEVEL, failure_times
-from jurymast.core.planning.forecast import IDLE_SHARE, Saving
-from jurymast.core.run.incident import Incident, meaning
+from jurymast.core.judges.cadence import cost_if, next_save_step
+from jurymast.core.judges.forecast import IDLE_SHARE, Saving
 from jurymast.core.run.recording import pause_s
-from jurymast.core.run.recovery import failure_rate
-from jurymast.core.run.state import Phase, Role, RunState
-from jurymast.core.settings import RunPlan
+from jurymast.core.state.failure_rate import LEVEL, failure_times
+from jurymast.core.state.images import MEMORY, PEER, SHARED
+from jurymast.core.state.incident import Incident, meaning
+from jurymast.core.state.run import Phase, Role, RunState, failure_rate
+from jurymast.core.state.schedule import NEVER, Schedule
+from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.liveness import JournalTail, Liveness, hear, look, slurm_jobs
@@ -30,7 +30,7 @@ from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find
 
 if TYPE_CHECKING:
-    from jurymast.core.messages import Condition
+    from jurymast.core.state.messages import Condition
 
 # While steps are done, a supervisor writes every two seconds, later in a run less often, but then it is
 # asked. If no step is heard of for much longer, a warning is shown.

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from jurymast.core.texts import clean as clean
-from jurymast.core.texts import count as count
-from jurymast.core.texts import size as size
-from jurymast.core.texts import some as some
+from jurymast.core.state.texts import clean as clean
+from jurymast.core.state.texts import count as count
+from jurymast.core.state.texts import size as size
+from jurymast.core.state.texts import some as some
 
 
 def iso(t: float | None) -> str | None:

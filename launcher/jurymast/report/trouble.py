@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jurymast.core.nodes.stacks import ranks_told
-from jurymast.core.run.incident import CAUSES, INFRASTRUCTURE
+from jurymast.core.judges.stacks import ranks_told
+from jurymast.core.state.incident import CAUSES, INFRASTRUCTURE
 from jurymast.report.sentences import decision
 from jurymast.report.text import Block, Line, one_line
 

@@ -21,8 +21,8 @@ from jurymast.cluster.control import STILL_RUNNING, why_ending
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.signals import WARNINGS
 from jurymast.cluster.slurm import script_file, users_script
-from jurymast.core.slurm_variables import of_active_nodes
-from jurymast.core.texts import compressed
+from jurymast.core.judges.slurm_variables import of_active_nodes
+from jurymast.core.state.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import PASSED_ON, WARNING, hold, release, shims
 from jurymast.script.step import PROCESS_NAME, true_variables_file

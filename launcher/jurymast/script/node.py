@@ -15,7 +15,7 @@ import msgspec
 
 from jurymast import foreign
 from jurymast.cluster.sbatch import CommandLine, Given, usable_gpus
-from jurymast.core.settings import TaskShares
+from jurymast.core.state.settings import TaskShares
 from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory, renew

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.core.texts import clean
+from jurymast.core.state.texts import clean
 from jurymast.rundir import write_json
 
 

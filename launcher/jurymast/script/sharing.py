@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from jurymast.cluster.control import Binding
 from jurymast.cluster.sbatch import CommandLine
-from jurymast.core.settings import TaskShares
+from jurymast.core.state.settings import TaskShares
 
 # The options, which our own srun does not get, and the variables from which srun reads the same.
 VARIABLES = {

@@ -34,11 +34,11 @@ from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import SURVIVE, Agents, BatchProcess, end_srun, end_with_us
 from jurymast.cluster.control import STILL_RUNNING, binding, signals_tasks_alone, why_ending
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
-from jurymast.core.messages import Accepted
-from jurymast.core.settings import RunPlan
-from jurymast.core.slurm_variables import kind_of, of_a_task, scaled
+from jurymast.core.judges.slurm_variables import kind_of, of_a_task, scaled
+from jurymast.core.state.messages import Accepted
+from jurymast.core.state.settings import RunPlan
+from jurymast.core.state.texts import compressed
 from jurymast.core.supervision.batch import Outcome
-from jurymast.core.texts import compressed
 from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
 from jurymast.jobs import run_command

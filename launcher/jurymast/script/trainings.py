@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from jurymast import foreign
-from jurymast.core.settings import RunPlan, TaskShares
+from jurymast.core.state.settings import RunPlan, TaskShares
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import replay
 from jurymast.rundir import RunDirectory, make_folder, write_atomically, write_json

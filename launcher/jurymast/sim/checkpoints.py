@@ -29,24 +29,26 @@ import msgspec
 import yaml
 
 from jurymast import foreign
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints.agreement import SAMPLE_S, Agreement
-from jurymast.core.checkpoints.cadence import NEVER, Cadence, next_save_step, parse_cadence
 from jurymast.core.checkpoints.checkpoints import RestoreChoice, Securing
 from jurymast.core.checkpoints.commit import Commit
-from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Holder, StateId
+from jurymast.core.checkpoints.copies import Copies, Holder
 from jurymast.core.checkpoints.replicas import Replicas, holders
 from jurymast.core.checkpoints.writes import Writes
-from jurymast.core.effects import Effect, Launch, Record, Send
-from jurymast.core.nodes.silence import steady_limit_s
-from jurymast.core.planning.failure_rate import mtbf_s
-from jurymast.core.planning.forecast import SLOWDOWN, Saving, optimal_s, young_s
+from jurymast.core.judges.cadence import Cadence, next_save_step, parse_cadence
+from jurymast.core.judges.forecast import SLOWDOWN, Saving, optimal_s, young_s
+from jurymast.core.judges.silence import steady_limit_s
 from jurymast.core.run.recovery import LAUNCH_LIMIT_S, STOP_LIMIT_S
-from jurymast.core.run.state import RunState
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Launch, Record, Send
+from jurymast.core.state.failure_rate import mtbf_s
+from jurymast.core.state.images import ALL, MEMORY, PEER, SHARED, Copy, StateId
+from jurymast.core.state.run import RunState
+from jurymast.core.state.schedule import NEVER
+from jurymast.core.state.settings import Settings
+from jurymast.core.state.texts import did_you_mean
 from jurymast.core.supervision.departure import STILL_LIMIT_S
-from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 from jurymast.sim.bounds import Bounds
 from jurymast.worker.link import SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord

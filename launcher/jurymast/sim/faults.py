@@ -19,9 +19,9 @@ from importlib import resources
 from pathlib import Path
 
 from jurymast import foreign
-from jurymast.core.planning.failure_rate import DAY_S, PRIOR_RATE
-from jurymast.core.run.attribution import MANY_LOST, MANY_LOST_FRACTION
-from jurymast.core.texts import did_you_mean
+from jurymast.core.judges.attribution import MANY_LOST, MANY_LOST_FRACTION
+from jurymast.core.state.failure_rate import DAY_S, PRIOR_RATE
+from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import UsageError
 from jurymast.sim.checkpoints import HANG, POWER_LOSS, SCRIPT
 

@@ -16,17 +16,18 @@ from typing import Any
 
 import msgspec
 
-from jurymast.core import events as ev
-from jurymast.core.checkpoints.cadence import NEVER, Cadence
-from jurymast.core.checkpoints.copies import MEMORY, PEER, StateId
-from jurymast.core.effects import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.goodput import Account, Ledger, ordered, to_us
-from jurymast.core.nodes.silence import WAITING_S, HangLimits, RankView, judge
-from jurymast.core.run.incident import Incident
+from jurymast.core.judges.cadence import Cadence
+from jurymast.core.judges.silence import WAITING_S, HangLimits, RankView, judge
 from jurymast.core.run.recording import copied
 from jurymast.core.run.recovery import SPARE_GRACE_S
-from jurymast.core.run.state import Phase, Role, RunState
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.state.images import MEMORY, PEER, StateId
+from jurymast.core.state.incident import Incident
+from jurymast.core.state.run import Phase, Role, RunState
+from jurymast.core.state.schedule import NEVER
+from jurymast.core.state.settings import Settings
 from jurymast.sim.bounds import Bounds
 from jurymast.sim.checkpoints import (
     HANG,

@@ -16,8 +16,8 @@ import msgspec
 import psutil
 
 from jurymast.checkpoint.directory import one_line
-from jurymast.core.message import Strange
-from jurymast.core.messages import WritePhase
+from jurymast.core.state.message import Strange
+from jurymast.core.state.messages import WritePhase
 from jurymast.errors import never
 from jurymast.processes import become_helper
 from jurymast.storage import local, object_store, orders, shared

@@ -19,8 +19,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from jurymast.checkpoint.directory import NewFile, names_in
-from jurymast.core.checkpoints.copies import COMMON, OWN, StateId, age
-from jurymast.core.texts import size
+from jurymast.core.state.images import COMMON, OWN, StateId, age
+from jurymast.core.state.texts import size
 from jurymast.foreign import NotOurs, exists, make_private, name_of, own_directory
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, is_intact
 from jurymast.rundir import sync_directory, write_atomically

@@ -17,11 +17,11 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from jurymast import foreign
-from jurymast.core.checkpoints.copies import LOCAL, OBJECT, SHARED
 from jurymast.core.checkpoints.writes import STILL_LIMIT_S
-from jurymast.core.message import Strange, kind_of, reader
-from jurymast.core.messages import WritePhase
-from jurymast.core.texts import size
+from jurymast.core.state.images import LOCAL, OBJECT, SHARED
+from jurymast.core.state.message import Strange, kind_of, reader
+from jurymast.core.state.messages import WritePhase
+from jurymast.core.state.texts import size
 
 LIMIT_S = STILL_LIMIT_S
 # How often an order that makes progress says so.

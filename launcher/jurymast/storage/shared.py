@@ -45,7 +45,7 @@ from jurymast.checkpoint.directory import (
 )
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
 from jurymast.core.checkpoints.writes import GIVEN_UP_S
-from jurymast.core.messages import WritePhase
+from jurymast.core.state.messages import WritePhase
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.rundir import make_durable_folder, write_atomically, write_json

@@ -18,10 +18,10 @@ import jurymast
 from jurymast.cluster.allocation import Allocation, announced_by, listen
 from jurymast.cluster.batch import tell_of_requeue
 from jurymast.cluster.control import Ending, ended_as, ends_in_s, kill_wait_s, requeue, why_ending
-from jurymast.core import events as ev
 from jurymast.core.run.ends import unexplained
-from jurymast.core.run.state import Phase, Role, RunState
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import Phase, Role, RunState
+from jurymast.core.state.settings import RunPlan
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.errors import JurymastError, RunDirectoryError
 from jurymast.jobs import run_command

@@ -28,12 +28,12 @@ from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
 from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import Ending, give_back
 from jurymast.cluster.signals import WARNINGS
-from jurymast.core import effects as do
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.message import Strangers
-from jurymast.core.messages import read_said
-from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.state import effects as do
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.message import Strangers
+from jurymast.core.state.messages import read_said
+from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import (
     AuthenticationError,

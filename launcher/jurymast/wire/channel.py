@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from jurymast import background
-from jurymast.core.messages import Accepted, Ask, Condition, Declined, Strange, encode, read_answer
+from jurymast.core.state.messages import Accepted, Ask, Condition, Declined, Strange, encode, read_answer
 from jurymast.errors import AuthenticationError, JurymastError, ProtocolError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, protocol

@@ -17,7 +17,7 @@ import msgspec
 
 from jurymast import foreign
 from jurymast.core.agent.succession import PULSE_INTERVAL_S as PULSE_INTERVAL_S
-from jurymast.core.messages import Endpoint as Endpoint
+from jurymast.core.state.messages import Endpoint as Endpoint
 from jurymast.rundir import sync_directory, write_json
 
 PULSE, NEWEST = "pulse", "newest.json"

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from jurymast.core.admission import Admission
+from jurymast.core.judges.admission import Admission
 from jurymast.errors import AuthenticationError
 from jurymast.wire import protocol
 from jurymast.wire.addresses import BACKLOG, plain

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from jurymast.core.message import encode
+from jurymast.core.state.message import encode
 from jurymast.wire import protocol
 from jurymast.wire.handshakes import Proven
 from jurymast.wire.protocol import TAG_BYTES as PIECE_TAG_BYTES

@@ -8,9 +8,9 @@ import socket
 import sys
 import threading
 
-from jurymast.core import host_messages
-from jurymast.core import messages as msg
-from jurymast.core.message import Strange, Strangers, encode
+from jurymast.core.state import host_messages
+from jurymast.core.state import messages as msg
+from jurymast.core.state.message import Strange, Strangers, encode
 from jurymast.errors import never
 
 FD_VARIABLE = "JURYMAST_HOST_FD"

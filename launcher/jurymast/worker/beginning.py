@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jurymast.core import within
+from jurymast.core.state import within
 
 PATH_CHARACTERS = 300
 # Parameters that are looked at: one may have been frozen, or not been used yet.

@@ -34,9 +34,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
-from jurymast.core import messages as msg
-from jurymast.core import task_shares
-from jurymast.core.slurm_variables import of_a_task
+from jurymast.core.judges import task_shares
+from jurymast.core.judges.slurm_variables import of_a_task
+from jurymast.core.state import messages as msg
 from jurymast.processes import TASKS_ALONE_VARIABLE, catches, kill_group
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import link, stack_signal

@@ -36,7 +36,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from jurymast.core import within
+from jurymast.core.state import within
 from jurymast.worker.link import Link
 
 

@@ -46,9 +46,9 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from jurymast.core import within
-from jurymast.core.checkpoints.cadence import NEVER, Schedule
-from jurymast.core.message import encode
+from jurymast.core.state import within
+from jurymast.core.state.message import encode
+from jurymast.core.state.schedule import NEVER, Schedule
 
 
 def fence() -> None:

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 from jurymast import worker
-from jurymast.core import within
+from jurymast.core.state import within
 from jurymast.processes import (
     IGNORED_BY_PYTHON,
     TASKS_ALONE_VARIABLE,

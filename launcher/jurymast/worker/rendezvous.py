@@ -15,7 +15,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from jurymast.core import messages as msg
+from jurymast.core.state import messages as msg
 from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at
 from jurymast.worker.agent_pipe import AgentPipe
 

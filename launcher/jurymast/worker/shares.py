@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from jurymast.core import task_shares
-from jurymast.core.task_shares import Processor
+from jurymast.core.judges import task_shares
+from jurymast.core.judges.task_shares import Processor
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 

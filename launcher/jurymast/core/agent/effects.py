@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-from jurymast.core import messages as msg
+from jurymast.core.state import messages as msg
 
 NEVER = math.inf
 Obeyed = (

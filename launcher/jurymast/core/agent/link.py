@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from jurymast.core import messages as msg
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.agent.ranks import Ranks
-from jurymast.core.messages import Endpoint
-from jurymast.core.nodes.silence import BEATS, Arrivals
+from jurymast.core.judges.silence import BEATS, Arrivals
+from jurymast.core.state import messages as msg
+from jurymast.core.state.messages import Endpoint
 
 # ---- whether the supervisor is heard
 

@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.agent.link import Hearing, SupervisorLink
 from jurymast.core.agent.ranks import NodeTests, Ranks
 from jurymast.core.agent.succession import Succession, epoch_of
-from jurymast.core.checkpoints.copies import SHARED
-from jurymast.core.messages import WritePhase
-from jurymast.core.nodes.silence import answer_every_s, patience_s
-from jurymast.core.nodes.tests import Alone
-from jurymast.core.settings import RunPlan
+from jurymast.core.judges.silence import answer_every_s, patience_s
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.evidence import Alone
+from jurymast.core.state.images import SHARED
+from jurymast.core.state.messages import WritePhase
+from jurymast.core.state.settings import RunPlan
 
 # ---- what the node writes
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
-from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.effects import NEVER, Effect
-from jurymast.core.nodes.tests import LOCAL, Alone, limit_s, slowest
-from jurymast.core.settings import RunPlan
+from jurymast.core.judges.tests import LOCAL, limit_s, slowest
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.evidence import Alone
+from jurymast.core.state.settings import RunPlan
 
 # ---- ranks
 

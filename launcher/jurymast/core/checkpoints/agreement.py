@@ -12,15 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.cadence import Schedule, best_interval_s, first_interval_s, moved, why_interval
-from jurymast.core.checkpoints.copies import PEER
-from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.messages import Beat, CadenceReport, RankReport
-from jurymast.core.planning.forecast import SLOWDOWN, Saving
-from jurymast.core.run.recovery import expected_mtbf_s
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.judges.cadence import best_interval_s, first_interval_s, moved, why_interval
+from jurymast.core.judges.forecast import SLOWDOWN, Saving
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Record, Send
+from jurymast.core.state.images import PEER
+from jurymast.core.state.messages import Beat, CadenceReport, RankReport
+from jurymast.core.state.run import Phase, RunState, expected_mtbf_s
+from jurymast.core.state.schedule import Schedule
 
 LOOK_INTERVAL_S = 0.5
 # Between two changes; the first schedules of an attempt go by the times of its first steps.

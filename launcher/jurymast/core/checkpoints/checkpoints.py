@@ -19,17 +19,19 @@ from itertools import takewhile
 
 from msgspec.structs import asdict
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.commit import Commit, Rollback
-from jurymast.core.checkpoints.copies import RATES, RETRY_S, Copies, Holder, RestorePlan, Source, StateId
+from jurymast.core.checkpoints.copies import RATES, RETRY_S, Copies, Holder, RestorePlan
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.writes import Writes
-from jurymast.core.effects import Effect, Launch, Record, Send
-from jurymast.core.run.state import Phase, Role, RunState
-from jurymast.core.texts import memory_size
-from jurymast.core.within import Skip
+from jurymast.core.state import events as ev
+from jurymast.core.state import images as im
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Launch, Record, Send
+from jurymast.core.state.images import Source, StateId
+from jurymast.core.state.run import Phase, Role, RunState
+from jurymast.core.state.texts import memory_size
+from jurymast.core.state.within import Skip
 from jurymast.errors import never
 
 # ---- whether checkpoints fit into memory
@@ -156,7 +158,7 @@ class RestoreChoice:
     def choose(self, launch: Launch, shared: Mapping[StateId, int], now: float) -> list[Effect]:
         """Choose the state of an attempt. Called once per attempt, because all its nodes must continue from
         one state."""
-        on_shared = {key.step: shared[key] for key in sorted(shared, key=cp.age)}
+        on_shared = {key.step: shared[key] for key in sorted(shared, key=im.age)}
         failed, count = self._state.failed_to_restore(), self._state.ranks_per_node
         chosen = self.chosen = cp.plan_restore(self._copies, on_shared, launch.placement, count, failed)
         return [
@@ -177,7 +179,7 @@ class RestoreChoice:
         nodes have nearly all images in their own memory. To name other sources for these, too, would take
         most of the time of a launch of thousands of nodes."""
         chosen = self.chosen
-        if chosen is None or chosen.tier != cp.MEMORY:
+        if chosen is None or chosen.tier != im.MEMORY:
             return None
         key = StateId(chosen.step, chosen.attempt)
         sources = {rank: self._sources(key, rank, node) for rank in ranks}
@@ -191,7 +193,7 @@ class RestoreChoice:
     def sources(self, node: str, ask: msg.AskSources) -> Effect:
         """Return the sources for a node that cannot use the image in its own memory."""
         found = self._copies.sources(StateId(ask.step, ask.attempt), ask.rank, node)
-        sources = tuple(one for one in found if (one.node, one.tier) != (node, cp.MEMORY))
+        sources = tuple(one for one in found if (one.node, one.tier) != (node, im.MEMORY))
         return Send(node, msg.Sources(step=ask.step, attempt=ask.attempt, rank=ask.rank, sources=sources))
 
 
@@ -231,19 +233,19 @@ class Securing:
 
     def _write(self, key: StateId, now: float) -> list[Effect]:
         """Have a state written, if that is due; nothing, unless it is whole."""
-        return self._writes.write(cp.SHARED, key, now) if self._writes.ready(key, now) else []
+        return self._writes.write(im.SHARED, key, now) if self._writes.ready(key, now) else []
 
     def secure(self, now: float) -> list[Effect]:
         """Order what is due. Called repeatedly until `secured`."""
         keys = [key for key in self._writes.unsaved() if key not in self._hopeless] or self._press()
         self.secured = not keys
-        if not keys or self._writes.is_writing(cp.SHARED):
+        if not keys or self._writes.is_writing(im.SHARED):
             return []
-        key, unfit = keys[0], self._writes.unfit(cp.SHARED, now)
+        key, unfit = keys[0], self._writes.unfit(im.SHARED, now)
         writers = [self._writes.writer(key, rank, unfit) for rank in range(self._copies.world(key))]
         ranks = [rank for rank, node in enumerate(writers) if not node or node in unfit]
         whole = all(writers)
-        tried_until = self._writes.retries.failed_at(cp.SHARED) + GATHER_LIMIT_S
+        tried_until = self._writes.retries.failed_at(im.SHARED) + GATHER_LIMIT_S
         late = whole and now > max(tried_until, self.gathers_until)
         if not ranks or late:
             return self._write(key, now)
@@ -275,12 +277,12 @@ class Securing:
         that could not write just now."""
         if key != self._gathered:
             self._gathered = key
-            self.gathers_until = now + GATHER_TIMES * self._copies.size_bytes(key) / RATES[cp.PEER]
+            self.gathers_until = now + GATHER_TIMES * self._copies.size_bytes(key) / RATES[im.PEER]
         effects: list[Effect] = []
         for number, rank in enumerate(ranks):
             holder = takers[(number + self._not_gathered) % len(takers)]
             sources = self._copies.sources(key, rank, holder)
-            order = msg.Replicate(step=key.step, attempt=key.attempt, rank=rank, part=cp.ALL, sources=sources)
+            order = msg.Replicate(step=key.step, attempt=key.attempt, rank=rank, part=im.ALL, sources=sources)
             effects += self._replicas.order(holder, order)
         return effects
 
@@ -397,7 +399,7 @@ class Checkpoints:
         self._held_at = now
         for report in reports:
             key = StateId(report.step, report.attempt)
-            if report.tier == cp.MEMORY:
+            if report.tier == im.MEMORY:
                 self._tells(report.rank, key)
             # It was away when this was sent, and has no room until it knows.
             if key in self._void or self.restore.is_void(key):
@@ -503,16 +505,16 @@ class Checkpoints:
         """Have agents give up what they hold of a state that is of no use."""
         self._void.append(key)
         self._commit.void(key)
-        self.copies.drop_where(key, tiers=(cp.MEMORY, cp.PEER))
+        self.copies.drop_where(key, tiers=(im.MEMORY, im.PEER))
         void = msg.Void(step=key.step, attempt=key.attempt)
         saved = ev.Saved(
-            t=now, attempt=key.attempt, step=key.step, tier=cp.MEMORY, ok=False, stall_s=0.0, error=why
+            t=now, attempt=key.attempt, step=key.step, tier=im.MEMORY, ok=False, stall_s=0.0, error=why
         )
         return [*(Send(node, void) for node in self._holders), Record(saved)]
 
     def restored(self, attempt: int, step: int, tier: str) -> None:
         """Note that the ranks continue from this state."""
-        if tier != cp.MEMORY:
+        if tier != im.MEMORY:
             self.writes.restored(attempt, step)
 
     # ---- now and then
@@ -530,7 +532,7 @@ class Checkpoints:
         key, why = self._commit.key, self._commit.damaged
         if key is None or not self._commit.useless() or not self._all_heard():
             return []
-        older = [one for one in self.copies.newest_first() if cp.age(one) < cp.age(key)]
+        older = [one for one in self.copies.newest_first() if im.age(one) < im.age(key)]
         self._commit.go_on_from(next((one for one in older if self.copies.in_memory(one)), None))
         self._gone(now)
         return self._make_void(key, why, now)
@@ -555,10 +557,10 @@ class Checkpoints:
         effects = self.restore.choose(launch, self.writes.shared, now)
         chosen = self.restore.chosen
         assert chosen is not None
-        if chosen.tier == cp.MEMORY:
+        if chosen.tier == im.MEMORY:
             self._commit.go_on_from(StateId(chosen.step, chosen.attempt))
         else:  # agents drop their replicas without a word
-            self.copies.drop_where(tiers=(cp.PEER,))
+            self.copies.drop_where(tiers=(im.PEER,))
             self._commit.go_on_from(None)
         self._gone(now)
         return effects
@@ -567,8 +569,8 @@ class Checkpoints:
     def saved_on_shared(self) -> int:
         """The newest step known to be in the shared tier, by the journal or by the choice; 0 for none."""
         chosen = self.restore.chosen
-        found = chosen.step if chosen is not None and chosen.tier == cp.SHARED else 0
-        return max(found, self._state.saved_on(cp.SHARED))
+        found = chosen.step if chosen is not None and chosen.tier == im.SHARED else 0
+        return max(found, self._state.saved_on(im.SHARED))
 
     def found_on_storage(
         self, shared: Mapping[StateId, int], rollbacks: Iterable[Rollback], now: float

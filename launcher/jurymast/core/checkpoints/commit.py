@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from jurymast.core import events as ev
-from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.copies import Copies, Copy, StateId
-from jurymast.core.effects import Effect, Record
-from jurymast.core.run.state import RunState
+from jurymast.core.checkpoints.copies import Copies
+from jurymast.core.state import events as ev
+from jurymast.core.state import images as im
+from jurymast.core.state.effects import Effect, Record
+from jurymast.core.state.images import Copy, StateId
+from jurymast.core.state.run import RunState
 
 
 def superfluous(
@@ -74,7 +75,7 @@ class Commit:
 
     def _commit(self, key: StateId, now: float) -> Record:
         saved = ev.Saved(
-            t=now, attempt=key.attempt, step=key.step, tier=cp.MEMORY, ok=True,
+            t=now, attempt=key.attempt, step=key.step, tier=im.MEMORY, ok=True,
             stall_s=self._stalls.get(key, 0.0), size_bytes=self._copies.size_bytes(key),
         )  # fmt: skip
         self.go_on_from(key)
@@ -88,7 +89,7 @@ class Commit:
         self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if one in held}
 
     def corrupt(self, copy: Copy, why: str) -> None:
-        if copy.key == self.key and copy.tier == cp.MEMORY:
+        if copy.key == self.key and copy.tier == im.MEMORY:
             self.damaged = self.damaged or why
 
     def whole(self) -> bool:
@@ -110,10 +111,10 @@ class Commit:
         restore, attempt = self._state.restore, self._state.attempt
         if key.attempt == attempt or restore is None or restore.attempt != attempt:
             return True
-        return restore.tier == cp.MEMORY and key.step == restore.step
+        return restore.tier == im.MEMORY and key.step == restore.step
 
     def is_newer(self, key: StateId) -> bool:
-        return self.key is None or cp.age(key) > cp.age(self.key)
+        return self.key is None or im.age(key) > im.age(self.key)
 
     def check(self) -> None:
         """Check the invariants; AssertionError names the broken one."""

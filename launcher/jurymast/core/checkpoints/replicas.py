@@ -12,24 +12,15 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.commit import Commit
-from jurymast.core.checkpoints.copies import (
-    ALL,
-    COMMON,
-    NODES_PER_SPARE,
-    OWN,
-    RETRY_S,
-    Copies,
-    Copy,
-    Pair,
-    Reachability,
-    StateId,
-)
-from jurymast.core.effects import Effect, Send
+from jurymast.core.checkpoints.copies import NODES_PER_SPARE, RETRY_S, Copies, Pair, Reachability
 from jurymast.core.run.recording import copied
-from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.state import images as im
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Send
+from jurymast.core.state.images import ALL, COMMON, OWN, Copy, StateId
+from jurymast.core.state.run import Phase, Role, RunState
 
 # ---- who holds what
 
@@ -188,11 +179,11 @@ class Replicas:
     def gives_up(self, copy: Copy) -> bool:
         """Whether the copy's holder gives it up as soon as it hears what it was told, and says no more."""
         given_up = self._given_up.get(copy.node)
-        return copy.tier == cp.PEER and given_up is not None and cp.age(copy.key) < cp.age(given_up)
+        return copy.tier == im.PEER and given_up is not None and im.age(copy.key) < im.age(given_up)
 
     def held(self, copy: Copy) -> None:
         self._dirty = True
-        if copy.tier == cp.PEER:
+        if copy.tier == im.PEER:
             self._reach.worked(self._pair(copy.node, copy.rank))
 
     def refused(self, node: str) -> None:
@@ -242,7 +233,7 @@ class Replicas:
 
     def _forget_orders_before(self, key: StateId) -> None:
         for node, names in list(self._ordered.items()):
-            self._ordered[node] = {name for name in names if cp.age(name[0]) >= cp.age(key)}
+            self._ordered[node] = {name for name in names if im.age(name[0]) >= im.age(key)}
 
     def slice(self, now: float) -> list[Effect]:
         """Order what some nodes lack. Once nothing is missing anywhere, older images may go."""
@@ -312,7 +303,7 @@ class Replicas:
         if name in ordered:
             return []
         ordered.add(name)
-        if cp.age(key) < cp.age(self._given_up.get(holder, key)):
+        if im.age(key) < im.age(self._given_up.get(holder, key)):
             del self._given_up[holder]
         return [Send(holder, order)]
 
@@ -327,18 +318,18 @@ class Replicas:
         if replicated and key != self._told_safe:
             self._told_safe = key
             size_bytes, took_s = self._copies.replica_bytes(key), now - self._commit.at
-            effects.append(copied(cp.PEER, key, now, size_bytes=size_bytes, seconds=took_s))
+            effects.append(copied(im.PEER, key, now, size_bytes=size_bytes, seconds=took_s))
         effects += self.give_up_older(key, self._holders)
         self._ordered.clear()
         return effects
 
     def give_up_older(self, key: StateId, nodes: Collection[str]) -> list[Effect]:
         committed = msg.Committed(step=key.step, attempt=key.attempt)
-        older = [one for one in self._copies.newest_first() if cp.age(one) < cp.age(key)]
+        older = [one for one in self._copies.newest_first() if im.age(one) < im.age(key)]
         self._ask_again(older, nodes)
         for one in older:
             for node in [""] if len(nodes) == len(self._holders) else nodes:  # "": all
-                self._copies.drop_where(one, node=node, tiers=(cp.MEMORY, cp.PEER))
+                self._copies.drop_where(one, node=node, tiers=(im.MEMORY, im.PEER))
         self._given_up.update(dict.fromkeys(nodes, key))
         return [Send(node, committed) for node in nodes]
 
@@ -346,7 +337,7 @@ class Replicas:
         """Ask full nodes again that give up replicas: one of a newer state has room where that was."""
         full = {name for name in nodes if self._holders[name].full}
         held = self._copies.every() if full else ()
-        for name in full & {copy.node for copy in held if copy.tier == cp.PEER and copy.key in given_up}:
+        for name in full & {copy.node for copy in held if copy.tier == im.PEER and copy.key in given_up}:
             self._holders[name].full = False
             self._settled, self._dirty = None, True
 

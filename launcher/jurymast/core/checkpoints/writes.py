@@ -18,15 +18,16 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.cadence import durable_interval_s, durable_share
-from jurymast.core.checkpoints.copies import RATES, Copies, Reachability, Retries, StateId
-from jurymast.core.effects import Effect, Send
-from jurymast.core.messages import WritePhase
-from jurymast.core.planning.forecast import IDLE_SHARE, Saving
+from jurymast.core.checkpoints.copies import RATES, Copies, Reachability, Retries
+from jurymast.core.judges.cadence import durable_interval_s, durable_share
+from jurymast.core.judges.forecast import IDLE_SHARE, Saving
 from jurymast.core.run.recording import copied
-from jurymast.core.run.state import RunState
+from jurymast.core.state import images as im
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Send
+from jurymast.core.state.images import StateId
+from jurymast.core.state.messages import WritePhase
+from jurymast.core.state.run import RunState
 
 # A copy that takes this long, and three times as long as the one before, is slower than storage should be.
 LATE_S = 15.0
@@ -153,13 +154,13 @@ class Writes:
         """Whether this state can be written to shared storage now, in a hurry. What one node could not write
         others write at once, if they have it: only a second node's failure says something about the
         storage."""
-        if self.is_writing(cp.SHARED):
+        if self.is_writing(im.SHARED):
             return False
-        unfit = self.unfit(cp.SHARED, now)
+        unfit = self.unfit(im.SHARED, now)
         writers = (self.writer(key, rank, unfit) for rank in range(self._copies.world(key)))
         if len(unfit) == 1 and all(node and node not in unfit for node in writers):
-            return now >= self.retries.calm_at(cp.SHARED)
-        return self.retries.due(cp.SHARED, now, hurry=True)
+            return now >= self.retries.calm_at(im.SHARED)
+        return self.retries.due(im.SHARED, now, hurry=True)
 
     def due_at(self, tier: str) -> float:
         """Return when the next write to the tier may begin, if none is under way; 0.0: at once."""
@@ -169,16 +170,16 @@ class Writes:
         """Return how long it takes to write this state to shared storage, as far as that was measured: a
         write that is under way may show that storage is slower by now."""
         nodes = max(1, len(self._state.placement))
-        usual = usual_s(self._state, cp.SHARED, self._copies.size_bytes(key), nodes)
-        write = self._under_way.get(cp.SHARED)
+        usual = usual_s(self._state, im.SHARED, self._copies.size_bytes(key), nodes)
+        write = self._under_way.get(im.SHARED)
         return usual if write is None else max(usual, now - write.started_at)
 
     def hasten(self, key: StateId, now: float, until: float) -> None:
         """Have this state, or a newer one, written to shared storage as soon as no other write is under way
         (that one may be the last to succeed), and for a while, or `until` later, each that is the newest when
         a write ends."""
-        newest = max(map(cp.age, self.shared), default=(-1, -1))
-        self._hastened = key if cp.age(key) > newest else None
+        newest = max(map(im.age, self.shared), default=(-1, -1))
+        self._hastened = key if im.age(key) > newest else None
         self._hasty_until = max(now + HASTE_S, until)
 
     # ---- beginning
@@ -187,19 +188,19 @@ class Writes:
         """Have the committed state written to every tier where that is due."""
         settings = self._state.settings
         effects: list[Effect] = []
-        if settings.local_path and self._due(cp.LOCAL, key, now):
-            effects += self.write(cp.LOCAL, key, now)
-        if self._due(cp.SHARED, key, now) and key not in self.shared:
-            effects += self.write(cp.SHARED, key, now)
-        if settings.object_url and self.shared and now >= self._next_at.get(cp.OBJECT, 0.0):
-            newest = max(self.shared, key=cp.age)
-            if cp.age(newest) > cp.age(self._newest_object) and self.free(cp.OBJECT, now):
-                self._next_at[cp.OBJECT] = now + settings.object_every_s
-                effects += self.write(cp.OBJECT, newest, now)
+        if settings.local_path and self._due(im.LOCAL, key, now):
+            effects += self.write(im.LOCAL, key, now)
+        if self._due(im.SHARED, key, now) and key not in self.shared:
+            effects += self.write(im.SHARED, key, now)
+        if settings.object_url and self.shared and now >= self._next_at.get(im.OBJECT, 0.0):
+            newest = max(self.shared, key=im.age)
+            if im.age(newest) > im.age(self._newest_object) and self.free(im.OBJECT, now):
+                self._next_at[im.OBJECT] = now + settings.object_every_s
+                effects += self.write(im.OBJECT, newest, now)
         return effects
 
     def _due(self, tier: str, key: StateId, now: float) -> bool:
-        hurry = tier == cp.SHARED and (self._hastened is not None or now < self._hasty_until)
+        hurry = tier == im.SHARED and (self._hastened is not None or now < self._hasty_until)
         idle = self.ready(key, now) if hurry else self.free(tier, now) and now >= self.due_at(tier)
         return idle and self._tried.get(tier) != key and self._copies.in_memory(key)
 
@@ -210,24 +211,24 @@ class Writes:
             return []
         name = f"{self._state.epoch:04x}{next(self._numbers):06x}"
         self._tried[tier] = key
-        size_bytes = self.shared.get(key, 0) if tier == cp.OBJECT else self._copies.size_bytes(key)
+        size_bytes = self.shared.get(key, 0) if tier == im.OBJECT else self._copies.size_bytes(key)
         late_at = now + late_after_s(self._state, tier, size_bytes, len(writers))
         world = self._copies.world(key)
         orders = {
             node: msg.Write(
                 id=name, tier=tier, step=key.step, attempt=key.attempt, ranks=tuple(ranks), world=world,
-                lead=0 in ranks or tier == cp.OBJECT, root=self._state.checkpoints,
+                lead=0 in ranks or tier == im.OBJECT, root=self._state.checkpoints,
             )
             for node, ranks in writers.items()
         }  # fmt: skip
-        lead = next((node for node, order in orders.items() if order.lead and tier != cp.LOCAL), "")
+        lead = next((node for node, order in orders.items() if order.lead and tier != im.LOCAL), "")
         self._under_way[tier] = OpenWrite(name, tier, key, now, orders, late_at, lead)
         return [Send(node, order) for node, order in orders.items()]
 
     def _writers(self, tier: str, key: StateId, now: float) -> dict[str, list[int]]:
         """Return the nodes that write, and which ranks' images; empty if the state cannot be written."""
         unfit = self.unfit(tier, now)
-        if tier == cp.OBJECT:
+        if tier == im.OBJECT:
             here = [node for node in (*self._state.placement, *self._holders) if node in self._holders]
             lead = next((node for node in here if node not in unfit), "")
             return {lead: []} if lead else {}
@@ -242,7 +243,7 @@ class Writes:
     def unfit(self, tier: str, now: float) -> Set[str]:
         """Return the nodes that could not write there lately. If no node can write, any node may have caused
         it. A node's own disk has no other writer."""
-        if tier == cp.LOCAL:
+        if tier == im.LOCAL:
             return frozenset()
         failing = {node for node, of in self._reach.given_up(now) if of == tier}
         return frozenset() if failing >= self._holders.keys() else failing
@@ -254,8 +255,8 @@ class Writes:
         if own in self._holders and own not in unfit and self._copies.has_whole(key, rank, own):
             return own
         copies = [copy for copy in self._copies.of(key, rank) if copy.node in self._holders]
-        whole = [copy for copy in copies if copy.part == cp.ALL]
-        whole.sort(key=lambda copy: (copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
+        whole = [copy for copy in copies if copy.part == im.ALL]
+        whole.sort(key=lambda copy: (copy.tier != im.MEMORY, copy.tier == im.LOCAL))
         both = [node for node in self._copies.nodes_with_both(key, rank) if node in self._holders]
         return min([*(copy.node for copy in whole), *both], key=lambda node: node in unfit, default="")
 
@@ -272,7 +273,7 @@ class Writes:
 
     def reached(self, node: str, message: msg.WriteReached, now: float) -> list[Effect]:
         """A node has reached the end of a phase; it may have said so before."""
-        write = self._under_way.get(cp.SHARED)
+        write = self._under_way.get(im.SHARED)
         if write is None or write.id != message.id:
             # It has ended, or is an earlier supervisor's: nobody would ever have the node go on.
             return [Send(node, msg.CancelWrite(id=message.id))]
@@ -380,12 +381,12 @@ class Writes:
 
     def _succeeded(self, write: OpenWrite, took_s: float, now: float) -> None:
         self.retries.succeeded(write.tier)
-        if write.tier == cp.SHARED:
+        if write.tier == im.SHARED:
             self.shared[write.key] = write.size_bytes
-            if self._hastened is not None and cp.age(write.key) >= cp.age(self._hastened):
+            if self._hastened is not None and im.age(write.key) >= im.age(self._hastened):
                 self._hastened = None
-            self._next_at[cp.SHARED] = now + self._shared_pause_s(took_s, now)
-        elif write.tier == cp.OBJECT:
+            self._next_at[im.SHARED] = now + self._shared_pause_s(took_s, now)
+        elif write.tier == im.OBJECT:
             self._newest_object = write.key
 
     def _shared_pause_s(self, took_s: float, now: float) -> float:
@@ -403,8 +404,8 @@ class Writes:
 
     def unsaved(self) -> list[StateId]:
         """Return the states that would be lost with these nodes, the newest first."""
-        newest = max(map(cp.age, self.shared), default=(-1, -1))
-        newer = takewhile(lambda key: cp.age(key) > newest, self._copies.newest_first())
+        newest = max(map(im.age, self.shared), default=(-1, -1))
+        newer = takewhile(lambda key: im.age(key) > newest, self._copies.newest_first())
         return [key for key in newer if self._copies.restorable(key)]
 
     def check(self) -> None:

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER, ImageId, age
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ALL, LOCAL, MEMORY, PEER, ImageId, age
 
 # The order in which a reader is served.
 TIERS = (MEMORY, PEER, LOCAL)

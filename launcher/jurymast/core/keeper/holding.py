@@ -11,21 +11,12 @@ from typing import Protocol
 
 import msgspec
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, ImageId, StateId
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.effects import (
-    Effect,
-    Entry,
-    KeptCopy,
-    Make,
-    Measure,
-    Reserve,
-    Unmake,
-    best_first,
-)
-from jurymast.core.messages import Room
-from jurymast.core.texts import memory_size
+from jurymast.core.keeper.effects import Effect, Entry, KeptCopy, Make, Measure, Reserve, Unmake, best_first
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import LOCAL, MEMORY, PEER, ImageId, StateId
+from jurymast.core.state.messages import Room
+from jurymast.core.state.texts import memory_size
 
 # ---- slots
 

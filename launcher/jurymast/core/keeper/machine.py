@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, PEER, ImageId, StateId, age
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.effects import KeptCopy
 from jurymast.core.keeper.holding import (
@@ -26,8 +24,10 @@ from jurymast.core.keeper.holding import (
     kernel_refusal,
 )
 from jurymast.core.keeper.restores import Filled, Found, Restores, Work, Works
-from jurymast.core.messages import Room
-from jurymast.core.texts import memory_size
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ALL, COMMON, MEMORY, PEER, ImageId, StateId, age
+from jurymast.core.state.messages import Room
+from jurymast.core.state.texts import memory_size
 from jurymast.errors import never
 
 AT_ONCE = 2

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, ImageId, parts_of
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.effects import KeptCopy
 from jurymast.core.keeper.holding import Buffer, Claim, Holding, RankSlots, Slot, SlotState, kernel_refusal
-from jurymast.core.texts import memory_size
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ALL, MEMORY, PEER, ImageId, parts_of
+from jurymast.core.state.texts import memory_size
 
 
 @dataclass(frozen=True)

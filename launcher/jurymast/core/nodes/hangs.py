@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.nodes.silence import (
+from jurymast.core.judges import leaving
+from jurymast.core.judges.silence import (
     IDLE_FLOOR_S,
     HangLimits,
     HangVerdict,
@@ -17,11 +15,14 @@ from jurymast.core.nodes.silence import (
     WatcherClock,
     judge,
 )
-from jurymast.core.nodes.stacks import UNKNOWN, Stand
-from jurymast.core.run import leaving
-from jurymast.core.run.state import Phase, RunState
-from jurymast.core.texts import spoken_s
-from jurymast.core.within import DONE, OVER, TORCH_LIMIT_S
+from jurymast.core.judges.stacks import UNKNOWN
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Record, Send
+from jurymast.core.state.evidence import Stand
+from jurymast.core.state.run import Phase, RunState
+from jurymast.core.state.texts import spoken_s
+from jurymast.core.state.within import DONE, OVER, TORCH_LIMIT_S
 
 NOTHING = msg.Beat(0, [])
 # People who ask are told of a silence this long, and so many times as long as a step.

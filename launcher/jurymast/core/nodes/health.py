@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.admission import Rate
-from jurymast.core.effects import Effect, GiveBack, Record, Send
-from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.judges.admission import Rate
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, GiveBack, Record, Send
+from jurymast.core.state.findings import Finding, Verdict
+from jurymast.core.state.run import Phase, RunState
 
 # What one node may report: different findings, and news of them. The first are all that people can read; more
 # comes from an agent or a probe that is broken.

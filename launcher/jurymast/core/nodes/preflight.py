@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.effects import Effect, Instruction, Record, Send, TestNodes
-from jurymast.core.events import HealthFound, NodeTested
-from jurymast.core.nodes.findings import HARDWARE, Verdict
-from jurymast.core.nodes.tests import ROUNDS_MAX, Alone, Pairing, judge, limit_s, next_round
-from jurymast.core.run import blame
-from jurymast.core.run.state import Node, Phase, Role, RunState
+from jurymast.core.judges import blame
+from jurymast.core.judges.tests import ROUNDS_MAX, Pairing, judge, limit_s, next_round
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Instruction, Record, Send, TestNodes
+from jurymast.core.state.events import HealthFound, NodeTested
+from jurymast.core.state.evidence import Alone
+from jurymast.core.state.findings import HARDWARE, Verdict
+from jurymast.core.state.run import Node, Phase, Role, RunState
 
 # ---- carrying tests out
 

@@ -1,6 +1,6 @@
 """Which nodes are there, by their connections and heartbeats, and which of them are lost.
 
-A node is lost if it is silent for longer than its own limit (see `core.nodes.silence`), if its connection
+A node is lost if it is silent for longer than its own limit (see `core.judges.silence`), if its connection
 closed and it does not return soon, or if it says so. But a late supervisor is no evidence against a node:
 
 - The clock stands still while the supervisor does, and after a pause a node is given up only at the next
@@ -29,13 +29,8 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
 from jurymast.core.agent.succession import HEIRS
-from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
-from jurymast.core.messages import Beat
-from jurymast.core.nodes.hangs import Reports
-from jurymast.core.nodes.silence import (
+from jurymast.core.judges.silence import (
     BEATS,
     LIMIT_MAX_S,
     Arrivals,
@@ -44,8 +39,13 @@ from jurymast.core.nodes.silence import (
     patience_s,
     rejoin_limit_s,
 )
-from jurymast.core.run.state import Role, RunState
-from jurymast.core.texts import NODES_TOLD, some
+from jurymast.core.nodes.hangs import Reports
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Answer, Disconnect, Effect, Pulse, Record
+from jurymast.core.state.messages import Beat
+from jurymast.core.state.run import Role, RunState
+from jurymast.core.state.texts import NODES_TOLD, some
 
 # Between two ticks, at most and at least.
 WATCH_INTERVAL_S, SOON_S = 0.05, 0.01

@@ -6,12 +6,12 @@ supervisor knows the reason; what they report belongs to the order.
 
 from __future__ import annotations
 
-from jurymast.core.effects import Instruction
-from jurymast.core.run import explained, loops
-from jurymast.core.run.attribution import OF_AN_END, cause_of_end
-from jurymast.core.run.incident import ORDERED, PREEMPTION, Incident
+from jurymast.core.judges import explained, loops
+from jurymast.core.judges.attribution import OF_AN_END, cause_of_end
 from jurymast.core.run.recovery import finish, open_incident, settle, spent
-from jurymast.core.run.state import EndOrder, Phase, Role, RunState
+from jurymast.core.state.effects import Instruction
+from jurymast.core.state.incident import ORDERED, PREEMPTION, Incident
+from jurymast.core.state.run import EndOrder, Phase, Role, RunState
 from jurymast.errors import RunFailedError
 
 # So long before the order may come what it does to ranks and agents, in seconds.

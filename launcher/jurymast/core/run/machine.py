@@ -11,17 +11,18 @@ from typing import Any
 
 from msgspec import structs
 
-from jurymast.core import events as ev
 from jurymast.core.agent.link import IDLE_ALONE_LIMIT_S
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, SHARED, StateId
-from jurymast.core.effects import Dismiss, Instruction, Requeue, StopWorkers
-from jurymast.core.nodes import preflight, stragglers
-from jurymast.core.nodes.findings import Verdict
-from jurymast.core.nodes.silence import rejoin_limit_s
-from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
-from jurymast.core.run import blame, ends, explained, leaving, loops, recovery, tasks
-from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS
-from jurymast.core.run.state import (
+from jurymast.core.judges import blame, explained, leaving, loops, stragglers
+from jurymast.core.judges.attribution import RESTORE_FAILED, STORAGE_HANGS
+from jurymast.core.judges.silence import rejoin_limit_s
+from jurymast.core.nodes import preflight
+from jurymast.core.run import ends, recovery, tasks
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Dismiss, Instruction, Requeue, StopWorkers
+from jurymast.core.state.failure_rate import DAY_S, FailureRate, prior
+from jurymast.core.state.findings import Verdict
+from jurymast.core.state.images import LOCAL, MEMORY, PEER, SHARED, StateId
+from jurymast.core.state.run import (
     RESTORE_TRIES,
     WITH_RANKS,
     EndOrder,
@@ -31,7 +32,7 @@ from jurymast.core.run.state import (
     RunState,
     TierState,
 )
-from jurymast.core.texts import NODES_TOLD, some
+from jurymast.core.state.texts import NODES_TOLD, some
 from jurymast.errors import RunCancelledError, RunFailedError
 
 # A silence that comes back without a new step before it may be no hang: it has twice the time, until there is

@@ -8,11 +8,11 @@ from typing import Any
 
 from msgspec import structs
 
-from jurymast.core import events as ev
-from jurymast.core.checkpoints.copies import StateId
-from jurymast.core.effects import Record
 from jurymast.core.nodes.hangs import Reach, Reports
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Record
+from jurymast.core.state.images import StateId
+from jurymast.core.state.run import Phase, RunState
 
 # Everything is journalled while a run is young; then about this many lines of a kind until it is twice as
 # old. What is not yet journalled is lost if all nodes die at once: never more than the longest pause.

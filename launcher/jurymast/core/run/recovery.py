@@ -12,14 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from jurymast.core.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
-from jurymast.core.events import WorkerFailed
-from jurymast.core.nodes import preflight
-from jurymast.core.nodes.findings import STORAGE, Finding
-from jurymast.core.nodes.history import Frail
-from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
-from jurymast.core.run import blame, explained, leaving, loops, tasks
-from jurymast.core.run.attribution import (
+from jurymast.core.judges import blame, explained, leaving, loops
+from jurymast.core.judges.attribution import (
     ENDED_EARLY,
     LOCAL_PATHS,
     NEAR_S,
@@ -31,7 +25,13 @@ from jurymast.core.run.attribution import (
     cause_of,
     cause_of_end,
 )
-from jurymast.core.run.incident import (
+from jurymast.core.nodes import preflight
+from jurymast.core.run import tasks
+from jurymast.core.state.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.state.events import WorkerFailed
+from jurymast.core.state.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Frail
+from jurymast.core.state.findings import STORAGE, Finding
+from jurymast.core.state.incident import (
     APPLICATION,
     CHOSEN,
     FROM_FINDINGS,
@@ -41,16 +41,8 @@ from jurymast.core.run.incident import (
     Incident,
     because,
 )
-from jurymast.core.run.state import (
-    WITH_RANKS,
-    Blame,
-    Exclusion,
-    Node,
-    Phase,
-    Role,
-    RunState,
-)
-from jurymast.core.texts import NODES_TOLD, count, request, some
+from jurymast.core.state.run import WITH_RANKS, Blame, Exclusion, Node, Phase, Role, RunState, expected_mtbf_s
+from jurymast.core.state.texts import NODES_TOLD, count, request, some
 from jurymast.errors import RunFailedError
 
 # ---- the restart ladder
@@ -683,17 +675,3 @@ def serve_again(state: RunState, names: Collection[str]) -> None:
     for name in state.frail.keys() & set(names) if state.frail else ():
         if state.frail[name].fresh_until is None:
             state.frail[name] = replace(state.frail[name], fresh_until=state.now + AFTER_REPAIR_S)
-
-
-def failure_rate(state: RunState, now: float) -> Posterior | None:
-    """Return the estimate from this run until `now` and earlier ones; None before the first nodes came."""
-    if state.failures is None:
-        return None
-    return state.failures.posterior_at(now, state.exposed, state.fresh_until())
-
-
-def expected_mtbf_s(state: RunState, now: float) -> float:
-    """Return the mean time between failures of the active nodes, in seconds, from the policy's rate and what
-    this run and earlier ones have seen until `now`; 0.0 before the first nodes came."""
-    found = failure_rate(state, now)
-    return 0.0 if found is None else round(found.mtbf_s(counted(state.exposed, state.fresh_until(), now)), 1)

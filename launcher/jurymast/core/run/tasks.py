@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from jurymast.core import events as ev
-from jurymast.core.run.attribution import NEAR_S
-from jurymast.core.run.state import Findings, Phase, RunState
-from jurymast.core.texts import count
+from jurymast.core.judges.attribution import NEAR_S
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import Findings, Phase, RunState
+from jurymast.core.state.texts import count
 
 
 def ended(state: RunState) -> tuple[int, ...]:

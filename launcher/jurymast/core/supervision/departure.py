@@ -12,13 +12,13 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.effects import AskSuperseded, Effect, End, GiveWay, Record, Send
 from jurymast.core.nodes.watch import Watch
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.state import events as ev
+from jurymast.core.state import images as im
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import AskSuperseded, Effect, End, GiveWay, Record, Send
+from jurymast.core.state.run import Phase, RunState
 from jurymast.core.supervision.launching import may_know_more
 
 # Slurm's default KillWait: from its SIGTERM to its SIGKILL, until it was asked.
@@ -222,7 +222,7 @@ class Departure:
         if now < self._tell_at:
             return []
         self._tell_at = now + TELL_EVERY_S
-        shared = self._state.saved.get(cp.SHARED)
+        shared = self._state.saved.get(im.SHARED)
         what = self._checkpoints.unsaved() or "what missing nodes hold in memory"
         why = f" ({shared.error})" if shared is not None and shared.error else ""
         if self._order is not None and self._order.kill_at < math.inf:

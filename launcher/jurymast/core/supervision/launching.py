@@ -3,13 +3,13 @@ and after all nodes that may hold a part of what it restores have reported. Unkn
 
 from __future__ import annotations
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.effects import Effect, Fence, Launch, Record, Send
 from jurymast.core.nodes.watch import Watch
-from jurymast.core.run.state import Phase, RunState
-from jurymast.core.texts import compressed, some
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, Fence, Launch, Record, Send
+from jurymast.core.state.run import Phase, RunState
+from jurymast.core.state.texts import compressed, some
 
 # ---- a launch
 

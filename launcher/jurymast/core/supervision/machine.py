@@ -15,14 +15,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import structs, to_builtins
 from msgspec.structs import asdict
 
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.checkpoints.agreement import Agreement
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.commit import Rollback
-from jurymast.core.checkpoints.copies import SHARED, StateId
-from jurymast.core.effects import (
+from jurymast.core.judges.stragglers import Stragglers
+from jurymast.core.nodes.hangs import Hangs
+from jurymast.core.nodes.health import NodeHealth, SickNodes
+from jurymast.core.nodes.preflight import Preflight
+from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
+from jurymast.core.run import tasks
+from jurymast.core.run.machine import resume, step
+from jurymast.core.run.recording import Teller
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.effects import (
     AskTimeLimit,
     Dismiss,
     Effect,
@@ -41,16 +48,9 @@ from jurymast.core.effects import (
     TestNodes,
     WhyEnding,
 )
-from jurymast.core.messages import Endpoint
-from jurymast.core.nodes.hangs import Hangs
-from jurymast.core.nodes.health import NodeHealth, SickNodes
-from jurymast.core.nodes.preflight import Preflight
-from jurymast.core.nodes.stragglers import Stragglers
-from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
-from jurymast.core.run import tasks
-from jurymast.core.run.machine import resume, step
-from jurymast.core.run.recording import Teller
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.state.images import SHARED, StateId
+from jurymast.core.state.messages import Endpoint
+from jurymast.core.state.run import Phase, RunState
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
 from jurymast.core.supervision.limit import TimeLimit

@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jurymast.core import messages as msg
-from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
-from jurymast.core.checkpoints.copies import StateId
-from jurymast.core.messages import CadenceReport, Endpoint, RankReport, Times, beat_of
-from jurymast.core.nodes.silence import beat_every_s
-from jurymast.core.nodes.stacks import COLLECTIVE, Stand
+from jurymast.core.judges.silence import beat_every_s
+from jurymast.core.judges.stacks import COLLECTIVE
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.evidence import Stand
+from jurymast.core.state.images import StateId
+from jurymast.core.state.messages import CadenceReport, Endpoint, RankReport, Times, beat_of
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.training import Page, SimGroup, SimMember, follower
 from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection, SimWrite, Steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jurymast.core import within
+from jurymast.core.state import within
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.training import SimGroup, SimMember

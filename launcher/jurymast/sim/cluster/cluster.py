@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 
 import msgspec
 
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints.commit import Rollback
-from jurymast.core.run.state import LEAVE_S
-from jurymast.core.settings import Budget, RunPlan, Settings
+from jurymast.core.state import messages as msg
+from jurymast.core.state.run import LEAVE_S
+from jurymast.core.state.settings import Budget, RunPlan, Settings
 from jurymast.core.supervision import batch
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.core.supervision.machine import STILL_RUNNING

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, ImageId, StateId, parts_of
 from jurymast.core.keeper import effects as core
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.holding import SLOTS, SlotState, round_up
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.restores import Filled, Found, usable, whom_to_ask
-from jurymast.core.messages import Room
+from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ALL, COMMON, MEMORY, OWN, PEER, ImageId, StateId, parts_of
+from jurymast.core.state.messages import Room
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.sim.cluster.world import Steps, Token
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from jurymast.core import effects as do
-from jurymast.core import events as ev
 from jurymast.core.checkpoints.commit import Rollback
-from jurymast.core.checkpoints.copies import MEMORY, StateId, age
-from jurymast.core.effects import Finish, Requeue, StopWorkers
-from jurymast.core.run.incident import INFRASTRUCTURE
-from jurymast.core.run.state import LEAVE_S, Phase
+from jurymast.core.state import effects as do
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Finish, Requeue, StopWorkers
+from jurymast.core.state.images import MEMORY, StateId, age
+from jurymast.core.state.incident import INFRASTRUCTURE
+from jurymast.core.state.run import LEAVE_S, Phase
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
 from jurymast.sim.cluster.task_rules import TaskRules
 

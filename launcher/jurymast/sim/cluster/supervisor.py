@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jurymast.core import effects as do
-from jurymast.core import events as ev
-from jurymast.core import messages as msg
-from jurymast.core.messages import Endpoint
 from jurymast.core.run import ends
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.state import effects as do
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.messages import Endpoint
+from jurymast.core.state.run import Phase, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import FLUSH_LIMIT_S
 from jurymast.sim.cluster.world import Item, SimConnection, Steps

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jurymast.core import events as ev
-from jurymast.core.effects import Instruction, Launch
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Instruction, Launch
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from jurymast.core import messages as msg
-from jurymast.core import within
-from jurymast.core.messages import RankReport, Times
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.messages import RankReport, Times
 from jurymast.sim.cluster.training import SimGroup, SimMember
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jurymast.core import messages as msg
-from jurymast.core import within
-from jurymast.core.checkpoints.copies import MEMORY, SHARED, StateId
-from jurymast.core.messages import RankReport, Times
+from jurymast.core.state import messages as msg
+from jurymast.core.state import within
+from jurymast.core.state.images import MEMORY, SHARED, StateId
+from jurymast.core.state.messages import RankReport, Times
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.sim.cluster.keeper import SIZE_BYTES
 from jurymast.sim.cluster.world import Steps, Token

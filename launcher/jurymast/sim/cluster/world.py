@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints.commit import Rollback
-from jurymast.core.checkpoints.copies import StateId
 from jurymast.core.checkpoints.writes import GIVEN_UP_S
-from jurymast.core.effects import Instruction
-from jurymast.core.events import Event
-from jurymast.core.messages import Endpoint, WritePhase
 from jurymast.core.run.machine import step
-from jurymast.core.run.state import RunState
-from jurymast.core.settings import RunPlan
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Instruction
+from jurymast.core.state.events import Event
+from jurymast.core.state.images import StateId
+from jurymast.core.state.messages import Endpoint, WritePhase
+from jurymast.core.state.run import RunState
+from jurymast.core.state.settings import RunPlan
 from jurymast.journal import EpochBegin, begin_of, counting, initial_state, take, together
 from jurymast.sim.bounds import Bounds
 

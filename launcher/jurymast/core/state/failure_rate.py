@@ -28,7 +28,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jurymast.core.run.incident import Incident
+from jurymast.core.state.incident import Incident
 
 # ---- the mean time between failures
 
@@ -382,3 +382,25 @@ class FailureRate:
         """What a failure at `at_s` counts now."""
         age_days = max(0.0, (self._until_s - at_s) / DAY_S)
         return float(0.5 ** (age_days / self._half_life_days))
+
+
+# A smaller difference may be chance, and does not justify an order other than Slurm's.
+FRAIL_FROM = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frail:
+    """`node` fails `factor` times as often as the fleet's nodes on average, and `AFTER_REPAIR` times that
+    until `fresh_until`; None: for a day once it serves again. `why`: the evidence."""
+
+    node: str
+    factor: float = 1.0
+    fresh_until: float | None = 0.0
+    why: str = ""
+
+    def times(self, now: float) -> float:
+        """Return how many times as often as others it is expected to fail at `now`; 1.0 if that hardly
+        differs."""
+        fresh = self.fresh_until is None or now < self.fresh_until
+        times = self.factor * (AFTER_REPAIR if fresh else 1.0)
+        return times if times >= FRAIL_FROM else 1.0

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jurymast.core.events import NodeLost
-from jurymast.core.nodes import findings
-from jurymast.core.signatures import Signature
+from jurymast.core.state import findings
+from jurymast.core.state.events import NodeLost
+from jurymast.core.state.signatures import Signature
 
 INFRASTRUCTURE = "infrastructure"
 APPLICATION = "application"

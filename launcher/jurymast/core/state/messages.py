@@ -16,25 +16,24 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from jurymast.core import within
-from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.cadence import Schedule
-from jurymast.core.checkpoints.copies import Part
-from jurymast.core.checkpoints.copies import Source as Source
-from jurymast.core.message import Strange as Strange
-from jurymast.core.message import ToAgent as ToAgent
-from jurymast.core.message import ToAsker, reader
-from jurymast.core.message import ToSupervisor as ToSupervisor
-from jurymast.core.message import encode as encode
-from jurymast.core.message import out_of_place as out_of_place
-from jurymast.core.nodes.findings import Finding
-from jurymast.core.nodes.stacks import Entered, Stand
-from jurymast.core.nodes.tests import Alone
-from jurymast.core.run.incident import Alert
+from jurymast.core.state import images as im
+from jurymast.core.state import within
+from jurymast.core.state.evidence import Alone, Entered, Stand
+from jurymast.core.state.findings import Finding
+from jurymast.core.state.images import Part
+from jurymast.core.state.images import Source as Source
+from jurymast.core.state.incident import Alert
+from jurymast.core.state.message import Strange as Strange
+from jurymast.core.state.message import ToAgent as ToAgent
+from jurymast.core.state.message import ToAsker, reader
+from jurymast.core.state.message import ToSupervisor as ToSupervisor
+from jurymast.core.state.message import encode as encode
+from jurymast.core.state.message import out_of_place as out_of_place
+from jurymast.core.state.schedule import Schedule
 
 # Images: who holds which, who copies what where, and what an attempt restores.
 
-HeldTier = Annotated[str, msgspec.Meta(pattern=f"^({cp.MEMORY}|{cp.PEER}|{cp.LOCAL})$")]
+HeldTier = Annotated[str, msgspec.Meta(pattern=f"^({im.MEMORY}|{im.PEER}|{im.LOCAL})$")]
 
 
 class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,9 +51,9 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     common_id: str = ""
     stall_s: float = 0.0
 
-    def on(self, node: str) -> cp.Copy:
+    def on(self, node: str) -> im.Copy:
         """Return it as the supervisor counts it."""
-        return cp.Copy(
+        return im.Copy(
             node, self.tier, self.step, self.attempt, self.rank, self.world, self.part,
             self.size_bytes, self.common_bytes, self.common_id,
         )  # fmt: skip

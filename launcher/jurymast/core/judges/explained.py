@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from jurymast.core.events import NodeLost
-from jurymast.core.run.attribution import OF_A_LOSS, Cause, Surroundings, lost_cause
-from jurymast.core.run.incident import INFRASTRUCTURE, Incident
-from jurymast.core.run.state import Node, Role, RunState
+from jurymast.core.judges.attribution import OF_A_LOSS, Cause, Surroundings, lost_cause
+from jurymast.core.state.events import NodeLost
+from jurymast.core.state.incident import INFRASTRUCTURE, Incident
+from jurymast.core.state.run import Node, Role, RunState
 
 # The next agent of a node that lives connects within this time (seconds).
 LIMIT_S = 5.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jurymast.core.message import Strange, reader
-from jurymast.core.messages import Failed, Finished, Launch, Ready, Started, Stop, ToAgent
+from jurymast.core.state.message import Strange, reader
+from jurymast.core.state.messages import Failed, Finished, Launch, Ready, Started, Stop, ToAgent
 
 
 class Apart(ToAgent, frozen=True, kw_only=True):

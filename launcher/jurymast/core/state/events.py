@@ -374,7 +374,7 @@ class CadenceSet(Event, frozen=True, kw_only=True):
 
 
 class HealthFound(Event, frozen=True, kw_only=True):
-    """A probe's finding on a node: the fields of `core.nodes.findings.Finding`, `at` in seconds since the
+    """A probe's finding on a node: the fields of `core.state.findings.Finding`, `at` in seconds since the
     epoch."""
 
     node: str
@@ -421,9 +421,9 @@ class Straggling(Event, frozen=True, kw_only=True):
 
 class StacksTaken(Event, frozen=True, kw_only=True):
     """Where the ranks of a node stood just before they were stopped for a hang: for each of `ranks` the kind
-    of place (see `core.nodes.stacks`) and its description. `records` are the ranks whose flight recorder has
+    of place (see `core.judges.stacks`) and its description. `records` are the ranks whose flight recorder has
     written what collectives it saw, `recorded` tells whether any was asked to, and `flights` what those say
-    (`core.nodes.stacks.Entered`, as JSON). All of it is in `folder`."""
+    (`core.state.evidence.Entered`, as JSON). All of it is in `folder`."""
 
     node: str
     attempt: int

@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from jurymast.core.effects import Dismiss, Instruction, RaiseAlert
-from jurymast.core.events import HealthFound
-from jurymast.core.nodes import findings
-from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.run import incident
-from jurymast.core.run.incident import Alert
-from jurymast.core.run.state import Blame, Exclusion, Node, Phase, Role, RunState, Sighting
+from jurymast.core.state import findings, incident
+from jurymast.core.state.effects import Dismiss, Instruction, RaiseAlert
+from jurymast.core.state.events import HealthFound
+from jurymast.core.state.findings import Finding, Verdict
+from jurymast.core.state.incident import Alert
+from jurymast.core.state.run import Blame, Exclusion, Node, Phase, Role, RunState, Sighting
 
 FEW_NODES = 2
 MANY_FRACTION = 0.1

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jurymast.core.nodes.findings import HOST, NOT_OBSERVABLE, STORAGE, Finding, Verdict
+from jurymast.core.state.findings import HOST, NOT_OBSERVABLE, STORAGE, Finding, Verdict
 
 # A process that wants to run while the ranks keep the processors busy has this many limits more.
 STARVED_MAX = 5

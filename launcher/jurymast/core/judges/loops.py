@@ -13,12 +13,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from jurymast.core.planning.failure_rate import Posterior
-from jurymast.core.run.attribution import Cause, cause_of
-from jurymast.core.run.incident import APPLICATION, INFRASTRUCTURE, ORDERED, Incident
-from jurymast.core.run.state import RunState
-from jurymast.core.signatures import Signature
-from jurymast.core.texts import NODES_TOLD, count, some
+from jurymast.core.judges.attribution import Cause, cause_of
+from jurymast.core.state.failure_rate import Posterior
+from jurymast.core.state.incident import APPLICATION, INFRASTRUCTURE, ORDERED, Incident
+from jurymast.core.state.run import RunState
+from jurymast.core.state.signatures import Signature
+from jurymast.core.state.texts import NODES_TOLD, count, some
 
 SCRIPT_FAULT = "script_fault"
 # So many times in a row without a new step: the cause is not going away by itself.

@@ -3,9 +3,9 @@ peers by that have not failed, and the others may save for as long as `RunState.
 
 from __future__ import annotations
 
-from jurymast.core import events as ev
-from jurymast.core.run.attribution import Cause
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.judges.attribution import Cause
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import Phase, RunState
 
 # A rank may lose its peer some time before it is known that this one has left: heartbeats tell.
 NEWS_S = 2.0

@@ -16,7 +16,7 @@ the others hang, a collective that timed out, one that failed, a hang.
 A node that was chosen to leave for its slowness is the cause, unless ranks failed for a reason of their own.
 
 Tables of exception texts and signals interpret what ranks report when they end; the classes are those of
-`core.run.incident`. Rows are tried in order; the first match counts. Sources of the texts: strerror(3) for
+`core.state.incident`. Rows are tried in order; the first match counts. Sources of the texts: strerror(3) for
 errno names, `cudaGetErrorString` in NVIDIA's CUDA runtime documentation, `ncclGetErrorString` and torch's own
 messages.
 """
@@ -28,15 +28,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from jurymast.core.events import NodeLost, RanksHung, StacksTaken, WorkerFailed
-from jurymast.core.nodes import findings, stacks
-from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.run import incident
-from jurymast.core.run.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
-from jurymast.core.run.incident import APPLICATION, CAUSES
-from jurymast.core.run.state import EndOrder, Findings
-from jurymast.core.signatures import ErrorSignature, Signature, error_signature
-from jurymast.core.texts import NODES_TOLD, count, request, some
+from jurymast.core.judges import stacks
+from jurymast.core.judges.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
+from jurymast.core.state import findings, incident
+from jurymast.core.state.events import NodeLost, RanksHung, StacksTaken, WorkerFailed
+from jurymast.core.state.findings import Finding, Verdict
+from jurymast.core.state.incident import APPLICATION, CAUSES
+from jurymast.core.state.run import EndOrder, Findings
+from jurymast.core.state.signatures import ErrorSignature, Signature, error_signature
+from jurymast.core.state.texts import NODES_TOLD, count, request, some
 
 # ---- what the end of a rank says
 

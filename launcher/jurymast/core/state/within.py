@@ -9,7 +9,7 @@ from enum import Enum
 
 import msgspec
 
-from jurymast.core.message import Strange, reader
+from jurymast.core.state.message import Strange, reader
 
 # A restore that has waited this long for storage is reported, and again each time this much more has passed.
 RESTORE_TOLD_S = 30.0

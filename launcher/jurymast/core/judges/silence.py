@@ -39,9 +39,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jurymast.core.messages import RankReport
-from jurymast.core.nodes.stacks import BLOCKED, CODE, LOADER, WAITING, Place, Stand, absent, describe
-from jurymast.core.within import TORCH_LIMIT_S
+from jurymast.core.judges.stacks import BLOCKED, CODE, LOADER, WAITING, Place, absent, describe
+from jurymast.core.state.evidence import Stand
+from jurymast.core.state.messages import RankReport
+from jurymast.core.state.within import TORCH_LIMIT_S
 
 # ---- whether a node is lost
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from jurymast.core.planning.forecast import (
+from jurymast.core.judges.forecast import (
     DURABLE_SHARE,
     Saving,
     async_goodput,
@@ -26,7 +25,8 @@ from jurymast.core.planning.forecast import (
     two_levels,
     young_s,
 )
-from jurymast.core.texts import seconds_in
+from jurymast.core.state.schedule import NEVER
+from jurymast.core.state.texts import seconds_in
 
 # Stalls may take at most a tenth of the time, however short the time between failures.
 STALLS_PER_INTERVAL_MIN = 10.0
@@ -34,7 +34,6 @@ AUTO_INTERVAL_MAX_S = 1800.0
 # The first automatic save comes early: it measures the stall, and shows that the storage can be written.
 AUTO_FIRST_SAVE_S = 300.0
 STALL_GUESS_S = 10.0
-NEVER = sys.maxsize
 # Goodput is flat around the best interval: at 1.25 times it, a save and its rework cost 2.5 % more than they
 # must. A cadence that moved with every measurement would be no cadence.
 HYSTERESIS = 1.25
@@ -116,28 +115,6 @@ def next_meeting(step: int, gap: int, remaining_s: float, step_s: float) -> int:
         return step
     half_way = remaining_s / step_s / 2.0 if step_s > 0.0 else math.inf
     return step + int(max(1.0, min(2.0 * gap, half_way)))
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """From step `at` on: save at step `first`, and every `every` steps after it (0: not again).
-
-    `number` grows from one schedule to the next. What a rank saves depends only on the schedule and the step,
-    so a rank that learns of it late does the same as the others from then on.
-    """
-
-    number: int
-    at: int
-    first: int
-    every: int
-
-    def due_after(self, step: int) -> int:
-        """Return the first step after `step` that is to be saved; NEVER if there is none."""
-        if step < self.first:
-            return self.first
-        if self.every <= 0:
-            return NEVER
-        return self.first + ((step - self.first) // self.every + 1) * self.every
 
 
 def best_interval_s(saving: Saving, mtbf_s: float, max_loss_s: float) -> float:

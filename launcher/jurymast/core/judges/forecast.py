@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jurymast.core.planning.failure_rate import DAY_S, PRIOR_RATE, Posterior, mtbf_s, prior
+from jurymast.core.state.failure_rate import DAY_S, PRIOR_RATE, Posterior, mtbf_s, prior
 
 # ---- how often to save
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
+from jurymast.core.state.findings import NETWORK, Finding, Verdict
 
 PORTS, INTERFACES, GLOO = "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 VARIABLES = (PORTS, INTERFACES, GLOO)

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from jurymast.core.nodes.findings import Verdict
-from jurymast.core.settings import Settings
+from jurymast.core.state.evidence import MATTERS, Alone
+from jurymast.core.state.findings import Verdict
+from jurymast.core.state.settings import Settings
 
 # Seconds that `auto` allows nodes with GPUs. NCCL's first connections take seconds, torch's import on a busy
 # shared file system far longer.
 AUTO_LIMIT_S = 60.0
-# Multiples of the median from which a node is slow, and from which it should be a spare.
+# A multiple of the median from which a node is slow.
 SLOW = 2.0
-MATTERS = 1.25
 ROUNDS_MAX = 3
 # Seconds below which a difference is noise: no training waits for it, and on busy CPUs it is chance. Named by
 # the library that connects the nodes; within one node the measure's name begins with `LOCAL`.
@@ -32,18 +32,6 @@ def limit_s(settings: Settings, gpus: int) -> float:
     if settings.preflight_s is None:
         return AUTO_LIMIT_S if gpus > 0 else 0.0
     return settings.preflight_s
-
-
-@dataclass(frozen=True)
-class Alone:
-    """The result of testing a node by itself: seconds by measure, of its slowest device.
-
-    `wrong` says which result was not exact, `error` what kept a test from finishing; "" for neither.
-    """
-
-    times: Mapping[str, float] = field(default_factory=dict)
-    wrong: str = ""
-    error: str = ""
 
 
 def slowest(answers: Iterable[Alone]) -> Alone:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from jurymast.core.planning.failure_rate import AFTER_REPAIR, AFTER_REPAIR_S, DAY_S, Watched, node_rate
+from jurymast.core.state.failure_rate import AFTER_REPAIR, AFTER_REPAIR_S, DAY_S, Frail, Watched, node_rate
 
 WINDOW_S = 28 * DAY_S
 STRIKES_MAX = 3
@@ -291,27 +291,6 @@ def _signals(counts: _Counts, out_s: float) -> list[Signal]:
 
 
 # ---- nodes that are likely to fail
-
-# A smaller difference may be chance, and does not justify an order other than Slurm's.
-MATTERS = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frail:
-    """`node` fails `factor` times as often as the fleet's nodes on average, and `AFTER_REPAIR` times that
-    until `fresh_until`; None: for a day once it serves again. `why`: the evidence."""
-
-    node: str
-    factor: float = 1.0
-    fresh_until: float | None = 0.0
-    why: str = ""
-
-    def times(self, now: float) -> float:
-        """Return how many times as often as others it is expected to fail at `now`; 1.0 if that hardly
-        differs."""
-        fresh = self.fresh_until is None or now < self.fresh_until
-        times = self.factor * (AFTER_REPAIR if fresh else 1.0)
-        return times if times >= MATTERS else 1.0
 
 
 def frail_nodes(records: Iterable[NodeRecord], fleet: float, now: float) -> list[Frail]:

@@ -7,14 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jurymast.core import events as ev
-from jurymast.core.checkpoints.copies import SHARED, StateId
-from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.nodes.history import Frail
-from jurymast.core.nodes.tests import MATTERS
-from jurymast.core.planning.failure_rate import INFRASTRUCTURE, FailureRate
-from jurymast.core.run.incident import Alert, Incident
-from jurymast.core.settings import Settings
+from jurymast.core.state import events as ev
+from jurymast.core.state.evidence import MATTERS
+from jurymast.core.state.failure_rate import (
+    INFRASTRUCTURE,
+    FailureRate,
+    Frail,
+    Posterior,
+    counted,
+)
+from jurymast.core.state.findings import Finding, Verdict
+from jurymast.core.state.images import SHARED, StateId
+from jurymast.core.state.incident import (
+    Alert,
+    Incident,
+)
+from jurymast.core.state.settings import Settings
 
 
 class Role(str, Enum):
@@ -404,3 +412,17 @@ class RunState:
             assert len(self.placement) == self.active, "running with another number of nodes than asked for"
         for earlier in self.incidents[:-1]:
             assert not earlier.open, "two open incidents"
+
+
+def failure_rate(state: RunState, now: float) -> Posterior | None:
+    """Return the estimate from this run until `now` and earlier ones; None before the first nodes came."""
+    if state.failures is None:
+        return None
+    return state.failures.posterior_at(now, state.exposed, state.fresh_until())
+
+
+def expected_mtbf_s(state: RunState, now: float) -> float:
+    """Return the mean time between failures of the active nodes, in seconds, from the policy's rate and what
+    this run and earlier ones have seen until `now`; 0.0 before the first nodes came."""
+    found = failure_rate(state, now)
+    return 0.0 if found is None else round(found.mtbf_s(counted(state.exposed, state.fresh_until(), now)), 1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from jurymast.core.nodes.history import Frail
+from jurymast.core.state.failure_rate import Frail
 
 # What a damaged plan, or a stranger's, may say at most.
 COUNT_MAX = 10_000_000

@@ -35,13 +35,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from jurymast.core import events as ev
-from jurymast.core.effects import Effect, Record, SaveFirst
-from jurymast.core.events import Straggling
-from jurymast.core.messages import Beat, Times
-from jurymast.core.run import blame
-from jurymast.core.run.recovery import expected_mtbf_s
-from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.judges import blame
+from jurymast.core.state import events as ev
+from jurymast.core.state.effects import Effect, Record, SaveFirst
+from jurymast.core.state.events import Straggling
+from jurymast.core.state.messages import Beat, Times
+from jurymast.core.state.run import Phase, Role, RunState, expected_mtbf_s
 
 WINDOW_S = 10.0
 WINDOW_STEPS = 20

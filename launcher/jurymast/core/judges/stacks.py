@@ -24,23 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from jurymast.core.state.evidence import Entered, Stand
+
 if TYPE_CHECKING:  # agents do without, and start sooner so
-    from jurymast.core.events import StacksTaken
+    from jurymast.core.state.events import StacksTaken
 
 # A rank is in as many groups as its parallelism has dimensions, and a few more.
 GROUPS_MAX = 32
 NAME_MAX = 80
-
-
-class Entered(msgspec.Struct, frozen=True, array_like=True):
-    """How far `rank` is in `group`: the number of the newest collective that it entered (0: none), what that
-    was, and whether it still waits there."""
-
-    rank: int
-    group: str
-    number: int
-    collective: str
-    waits: bool
 
 
 def entered(rank: int, record: Mapping[str, Any]) -> list[Entered]:
@@ -152,16 +143,6 @@ class Place:
     kind: str
     text: str
     where: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True)
-class Stand:
-    """A rank at one look: the `kind` of its place, a `mark` that changes when the rank moves, and the place
-    for people: `text`."""
-
-    kind: str
-    mark: str
-    text: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from jurymast.core.events import Event
-from jurymast.core.message import ToAgent
+from jurymast.core.state.events import Event
+from jurymast.core.state.message import ToAgent
 
 
 class Instruction(msgspec.Struct, frozen=True, kw_only=True):
