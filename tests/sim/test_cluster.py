@@ -76,6 +76,11 @@ MENDED = {
         '{"seed":777004292,"active":3,"spares":0,"ranks":1,"cadence_steps":5,"room":1,"last_step":82,'
         '"copy_s":5.0,"faults":[{"at":15.57,"kind":"given up"}]}'
     ),
+    "a node is away for a moment when all are told to leave, and ranks have a minute for that": (
+        '{"seed":93000928,"active":4,"spares":1,"ranks":1,"cadence_steps":5,"room":1,"faults":['
+        '{"at":10.59,"kind":"grace","node":2,"seconds":32.36},'
+        '{"at":11.63,"kind":"freeze","node":2,"seconds":4.0}],"last_step":57}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

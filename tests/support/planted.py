@@ -376,6 +376,16 @@ def _preempted(chance: Random) -> tuple[Fault, ...]:
     return (Fault(chance.uniform(6.0, 12.0), "preempted"),)
 
 
+def _silent_as_all_leave(chance: Random) -> tuple[Fault, ...]:
+    """A node, while its ranks have most of a grace time left."""
+    at = chance.uniform(6.0, 12.0)
+    return Fault(at, "grace", seconds=60.0), Fault(at + chance.random(), "freeze", node=1, seconds=60.0)
+
+
+def _preempted_while_nodes_come(chance: Random) -> tuple[Fault, ...]:
+    return (Fault(chance.uniform(0.6, 1.4), "grace", seconds=60.0),)
+
+
 def never_beyond_a_step(chance: Random) -> tuple[Fault, ...]:
     return (Fault(chance.uniform(6.0, 12.0), "breaks", seconds=400.0),)
 
@@ -469,6 +479,14 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "8: what agents say when they are back is not compared": (
         of("supervisor", "rank", "storage hangs", "stall"),
         [(Supervision, "_missed", lambda *_, **__: None)],
+    ),
+    "6: who joins after all were told to leave is never told": (
+        exactly(_preempted_while_nodes_come),
+        [(Departure, "on_joined", _nothing)],
+    ),
+    "6: who would be lost is waited for as all leave": (
+        exactly(_silent_as_all_leave),
+        [(Departure, "_waits_for", lambda self, _: self._watch.here)],
     ),
     "6: a restart of which only some agents were told is not begun anew": (
         of("half told"),

@@ -11,7 +11,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import AskSuperseded, GiveWay, Send, WhyEnding
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase
-from jurymast.core.supervision.departure import KILL_WAIT_S, SPARED_S, TELL_EVERY_S
+from jurymast.core.supervision.departure import KILL_WAIT_S, RESERVE_S, SPARED_S, TELL_EVERY_S
 from support.site import Site
 from support.stories import Story
 from support.successor import Successor, image, sent_home, written
@@ -86,6 +86,38 @@ def test_a_node_that_is_lost_while_slurm_ends_the_job_is_not_waited_for() -> Non
     orders = written(after.waits(LIMIT_MAX_S, beating=(one, spare)))
     assert {node: order.ranks for node, order in orders.items()} == {one: (0,), spare: (1,)}
     assert not story.state.incidents
+
+
+def preempted_with_grace() -> tuple[Successor, str, str]:
+    """Slurm leaves the job a minute, and nothing was saved: all nodes are told to leave, but for one that has
+    been away for so long that it would be lost at any other time."""
+    story = Story(active=2, spares=0).running()
+    one, other = story.state.placement
+    after = Successor(story)
+    after.joins(one, ranks="running", attempt=1)
+    after.joins(other, ranks="running", attempt=1)
+    after.machine.closed(other, 2, story.t)
+    (asks,) = [one for one in after.machine.terminated(story.t) if isinstance(one, WhyEnding)]
+    after.machine.why_ending(asks, "preempted", "", story.t, 60.0)
+    assert sent_home(after.waits(LIMIT_MAX_S, beating=(one,)))
+    return after, one, other
+
+
+def test_an_agent_that_joins_when_all_others_were_told_to_leave_is_told_as_well() -> None:
+    """With what is left of the time that ranks have for what they do at a SIGTERM."""
+    after, _, other = preempted_with_grace()
+    (order,) = [
+        effect.message
+        for effect in after.joins(other, ranks="running", attempt=1)
+        if isinstance(effect, Send) and isinstance(effect.message, msg.Leave)
+    ]
+    assert 60.0 - LIMIT_MAX_S - RESERVE_S - 1.0 < order.grace_s <= 60.0 - RESERVE_S
+
+
+def test_a_node_that_is_lost_once_it_was_told_to_leave_is_not_waited_for() -> None:
+    after, one, _ = preempted_with_grace()
+    assert AskSuperseded() not in after.waits(LIMIT_MAX_S, beating=(one,))
+    assert AskSuperseded() in after.waits(LIMIT_MAX_S, beating=())
 
 
 def test_a_checkpoint_that_does_not_get_to_storage_is_told_of() -> None:

@@ -153,6 +153,10 @@ class Departure:
         if self._stage is Stage.LEAVES:
             self._leave_until = min(self._leave_until, now + LEAVE_LIMIT_S)
 
+    def on_joined(self, node: str, now: float) -> list[Effect]:
+        """An agent that joins now has missed the order to leave: it came late, or was away."""
+        return [Send(node, self._order_to_leave(now))] if self.leaving else []
+
     def _begin(self, now: float) -> None:
         if self._stage is Stage.STAYS:
             self._stage, self._since, self._tell_at = Stage.SECURES, now, now + TELL_EVERY_S
@@ -172,7 +176,7 @@ class Departure:
         match self._stage:
             case Stage.SECURES:
                 return self._secure(now)
-            case Stage.LEAVES if not self._watch.here or now >= self._leave_until:
+            case Stage.LEAVES if not self._waits_for(now) or now >= self._leave_until:
                 self._stage = Stage.CHECKS
                 return [AskSuperseded()]
             case _:
@@ -181,7 +185,8 @@ class Departure:
     def _secure(self, now: float) -> list[Effect]:
         for_good = self._own or not self.unexplained
         effects = self._checkpoints.secure(now, for_good=for_good)
-        more = may_know_more(self._watch, self._checkpoints)
+        # While Slurm ends the job no node counts as lost: those that would are not waited for.
+        more = {*may_know_more(self._watch, self._checkpoints)}.difference(self._watch.silent(now))
         if not for_good:
             return effects
         if not self._checkpoints.securing.secured or more:
@@ -191,11 +196,17 @@ class Departure:
                 by = f": {self.given_up_by} ended the wait for it" if self.given_up_by else ""
                 effects.append(Record(ev.Noted(t=now, message=f"{lost} was lost with the nodes{by}")))
         self._stage, self._watch.ending = Stage.LEAVES, True
-        grace_s = self._grace_s(now)
-        self._waits_for_ranks(now + grace_s)
-        over = self._state.ended
-        leave = msg.Leave(over=over, exit_code=self._state.exit_code if over else 0, grace_s=grace_s)
+        self._waits_for_ranks(now + self._grace_s(now))
+        leave = self._order_to_leave(now)
         return [*effects, *(Send(node, leave) for node in sorted(self._watch.here))]
+
+    def _order_to_leave(self, now: float) -> msg.Leave:
+        over, grace_s = self._state.ended, max(0.0, self._grace_until - now)
+        return msg.Leave(over=over, exit_code=self._state.exit_code if over else 0, grace_s=grace_s)
+
+    def _waits_for(self, now: float) -> set[str]:
+        """The nodes whose agents have yet to leave. A leaving agent sends heartbeats until it goes."""
+        return self._watch.here.difference(self._watch.silent(now))
 
     def _grace_s(self, now: float) -> float:
         """How long ranks have for what they do at a SIGTERM, as without us: until the SIGKILL of Slurm that

@@ -340,6 +340,7 @@ class Supervision:
             out.append(Send(node, msg.Dismiss()))
         if node in self.state.places:
             out += self._tell_again(node, hello.attempt)
+        out += self.departure.on_joined(node, now)
         return out + self._do(self.launching.look(now), now)
 
     def _if_unknown(self, node: str, attempt: int, now: float) -> list[Effect]:
