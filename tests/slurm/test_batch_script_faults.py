@@ -215,14 +215,21 @@ def test_a_script_gets_the_sigterm_that_slurm_sends_to_it_alone(cluster: Cluster
     assert run.state().phase.value == "succeeded", run.story()
 
 
-def test_a_launcher_that_does_not_find_jurymast_is_said(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [("srun python -I -m torch.distributed.run --help", "step"),
+     ("unset PYTHONPATH; python -m torch.distributed.run --help", "script")],
+)  # fmt: skip
+def test_a_launcher_that_does_not_find_jurymast_is_said(
+    cluster: Cluster, tmp_path: Path, line: str, where: str
+) -> None:
     work = cluster.shared / tmp_path.name
-    script = "#!/bin/bash\n#SBATCH --output=out\nsrun python -I -m torch.distributed.run --help\n"
-    run = submit_script(cluster, work, script, "--spares=0")
+    run = submit_script(cluster, work, f"#!/bin/bash\n#SBATCH --output=out\n{line}\n", "--spares=0")
     cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
     printed = (work / "out").read_text()
     assert "usage: run.py" in printed
-    assert printed.count("jurymast: no launcher in this step found jurymast") == 1
+    assert printed.count(f"jurymast: no launcher in this {where} found jurymast") == 1
+    assert printed.count("jurymast: ") == 1
 
 
 SHARD = """import os, sys, time

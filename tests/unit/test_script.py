@@ -32,7 +32,13 @@ from jurymast.script.recognise import (
     tasks_a_node,
 )
 from jurymast.script.srun import parse
-from jurymast.script.step import REACHED, container_command, node_command, warn_if_unreached
+from jurymast.script.step import (
+    REACHED,
+    container_command,
+    node_command,
+    warn_if_none_reached,
+    warn_if_unreached,
+)
 from jurymast.script.trainings import Training, Trainings
 from jurymast.worker.elastic import as_a_task
 
@@ -545,13 +551,31 @@ def test_what_ranks_print_is_relayed_attempt_by_attempt(job: RunDirectory, tmp_p
     assert (tmp_path / "out").read_text() == "second\nthird, to its end"
 
 
-def test_gpus_are_counted_by_any_vendors_variable_or_by_the_driver(tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+NVIDIA = ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm")
+
+
+@pytest.mark.parametrize(
+    ("variables", "files", "count"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "0,1,2"}, NVIDIA, 3), ({"ZE_AFFINITY_MASK": "0"}, NVIDIA, 1),
+        ({"HIP_VISIBLE_DEVICES": "4, 5"}, (), 2), ({"CUDA_VISIBLE_DEVICES": "MIG-a1,MIG-b2"}, (), 2),
+        ({"ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "0,1"}, (), 2),
+        ({"CUDA_VISIBLE_DEVICES": ""}, NVIDIA, 0), ({"CUDA_VISIBLE_DEVICES": "-1"}, NVIDIA, 0),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, NVIDIA, 1), ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, (), 0),
+        ({}, NVIDIA, 2), ({}, ("kfd",), 2), ({}, (), 0),
+    ],
+)  # fmt: skip
+def test_gpus_are_counted_by_any_vendors_variable_or_by_the_driver(
+    tmp_path: Path, variables: dict[str, str], files: tuple[str, ...], count: int
+) -> None:
+    """As torch counts them. The machine's two processors are no GPUs of AMD's."""
+    for name in files:
         (tmp_path / name).touch()
-    assert usable_gpus({"ROCR_VISIBLE_DEVICES": "0,1,2"}, tmp_path) == 3
-    assert usable_gpus({"ZE_AFFINITY_MASK": "0"}, tmp_path) == 1
-    assert usable_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
-    assert usable_gpus({}, tmp_path) == 2
+    for number, units in enumerate((0, 0, 304, 304)):
+        node = tmp_path / "nodes" / str(number)
+        node.mkdir(parents=True)
+        (node / "properties").write_text(f"cpu_cores_count 48\nsimd_count {units}\nmem_banks_count 1\n")
+    assert usable_gpus(variables, tmp_path, tmp_path) == count
 
 
 @pytest.fixture
@@ -658,6 +682,13 @@ def test_a_launcher_that_does_not_find_us_is_said(tmp_path: Path, capsys: pytest
     (tmp_path / REACHED).touch()
     warn_if_unreached(tmp_path, ["torchrun", "--nnodes=1", "train.py"])
     assert capsys.readouterr().err == ""
+    script = tmp_path / "script"
+    script.write_text("#!/bin/bash\nunset PYTHONPATH\npython -m torch.distributed.run train.py\n")
+    for reached in ("", "trainings", "steps"):
+        job = RunDirectory(tmp_path / f"run-{reached}")
+        (job.submission / reached).mkdir(parents=True)
+        warn_if_none_reached(job, script)
+        assert ("no launcher in this script found" in capsys.readouterr().err) is (not reached)
 
 
 def test_a_step_whose_script_is_gone_waits_for_nothing() -> None:

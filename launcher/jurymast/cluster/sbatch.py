@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from jurymast import foreign, programs
@@ -331,21 +332,35 @@ def _typed_counts(text: str, option: str) -> int:
     return total
 
 
-def visible_gpus(environment: Mapping[str, str]) -> int:
-    """The number of GPUs that a process with these variables may use; 0 if they do not tell."""
-    name = next((name for name in VISIBLE if environment.get(name)), "")
-    return len([part for part in environment.get(name, "").split(",") if part.strip()])
-
-
 # The lists of the devices that a process may use, of CUDA, ROCm and oneAPI.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+DEVICE = re.compile(r"\d|GPU-|MIG-")
+AMD_DEVICE = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 
 
-def usable_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
-    """The same on this node; of GPUs that no variable limits, all that NVIDIA's driver has here."""
+def visible_gpus(environment: Mapping[str, str]) -> int:
+    """The number of GPUs that a process with these variables may use; 0 if they do not tell. ROCm has several
+    lists, each of which hides more."""
+    return min((_listed(environment[name]) for name in VISIBLE if environment.get(name)), default=0)
+
+
+def _listed(text: str) -> int:
+    """The number of devices in a list. What is no device (-1, NoDevFiles) ends it."""
+    parts = (part.strip() for part in text.split(","))
+    return len(list(takewhile(DEVICE.match, parts)))
+
+
+def usable_gpus(
+    environment: Mapping[str, str], dev: Path = Path("/dev"), kfd: Path = Path("/sys/class/kfd/kfd/topology")
+) -> int:
+    """The same on this node; of GPUs that no variable limits, all that NVIDIA's driver has here, or AMD's,
+    which lists processors as well."""
     if any(name in environment for name in VISIBLE):
         return visible_gpus(environment)
-    return len([path for path in dev.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+    if cards := [path for path in dev.glob("nvidia[0-9]*") if path.name[6:].isdigit()]:
+        return len(cards)
+    nodes = kfd.glob("nodes/*/properties") if (dev / "kfd").exists() else ()
+    return len([path for path in nodes if AMD_DEVICE.search(path.read_text(encoding="ascii"))])
 
 
 def seconds_of(text: str) -> int | None:

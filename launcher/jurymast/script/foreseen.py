@@ -37,11 +37,16 @@ CONFIGURED = re.compile(
     r"^distributed_type:\s*[\"']?(DEEPSPEED|FSDP|MEGATRON_LM|MULTI_(?!CPU)\w+)", re.MULTILINE
 )
 # What stands in PYTHONPATH for the folder by which a launcher's Python finds jurymast. A script that sets the
-# variable anew hides that folder, and so do python's -E and -I; a torchrun that is found by PATH is ours.
+# variable anew, or takes it away, hides that folder, and so do python's -E, -I and -S; a torchrun that is
+# found by PATH is ours.
 OURS = "/the-run-directory/hook"
 _ANEW = rf"PYTHONPATH=(?!\S*(?:PYTHONPATH|{OURS}))"
-HIDDEN = re.compile(rf"\bexport\s+{_ANEW}|\b{_ANEW}[^;|&\n]*(?:{recognise.LAUNCHER.pattern})")
-ISOLATED = re.compile(r"\bpython[\d.]*\s+(-\w+\s+)*-[a-zA-Z]*[EI]")
+_TAKEN = r"env\s[^;|&\n]*(?<!\S)(?:-u\s*PYTHONPATH|--unset=PYTHONPATH|-i|-|--ignore-environment)\s"
+HIDDEN = re.compile(
+    rf"\bexport\s+{_ANEW}|\bunset\s+(?:-?\w+\s+)*PYTHONPATH\b"
+    rf"|\b(?:{_ANEW}|{_TAKEN})[^;|&\n]*(?:{recognise.LAUNCHER.pattern})"
+)
+ISOLATED = re.compile(r"\bpython[\d.]*\s+(-\w+\s+)*-[a-zA-Z]*[EIS]")
 BY_PATH = re.compile(r"(?<![\w/.-])torchrun\b")
 SIZES = ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node")
 
@@ -130,16 +135,17 @@ def _by_itself(words: Sequence[str], variables: Mapping[str, str], *, gpus: bool
 def _out_of_reach(words: Sequence[str], variables: Mapping[str, str]) -> str:
     """Why the Python of the launchers in a command does not find jurymast; "" if it does."""
     in_step = any(_name(word) == "srun" for word in words)  # our srun extends PYTHONPATH once more
-    anew = not in_step and OURS not in variables.get("PYTHONPATH", OURS)
+    anew = not in_step and OURS not in variables.get("PYTHONPATH", "")
     for text in recognise.texts(words, recognise.read_shell_script, variables):
         if not recognise.LAUNCHER.search(BY_PATH.sub("", text)):
             continue
         if anew or HIDDEN.search(text):
             return (
-                "PYTHONPATH is set anew, so the launcher does not find jurymast: extend it, or use torchrun"
+                "PYTHONPATH is set anew or taken away, so the launcher does not find jurymast: extend it, "
+                "or use torchrun"
             )
         if ISOLATED.search(text):
-            return "python's -E or -I hides jurymast from the launcher: leave it out, or use torchrun"
+            return "python's -E, -I or -S hides jurymast from the launcher: leave it out, or use torchrun"
     return ""
 
 

@@ -25,7 +25,7 @@ from jurymast.core.judges.slurm_variables import of_active_nodes
 from jurymast.core.state.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import PASSED_ON, WARNING, hold, release, shims
-from jurymast.script.step import PROCESS_NAME, true_variables_file
+from jurymast.script.step import PROCESS_NAME, true_variables_file, warn_if_none_reached
 from jurymast.script.trainings import beside
 
 # sbatch's own warning of the time limit, unless the job asks for another signal.
@@ -47,10 +47,13 @@ def run(run_directory: str, arguments: list[str]) -> int:
     write_json(true_variables_file(directory), true)
     warns = plan.sbatch_options[-1:] == (f"--signal={WARN_SIGNAL}",)
     script = users_script(directory)
-    return run_script(
+    code = run_script(
         script, arguments, shims.with_shims(environment, directory), warns=warns,
         goes_on=lambda: why_ending(allocation).why == STILL_RUNNING,
     )  # fmt: skip
+    if code == 0:  # else it may not have come to its launcher
+        warn_if_none_reached(directory, script)
+    return code
 
 
 def _users_path(name: str) -> str:

@@ -178,6 +178,10 @@ class _WordReader:
                 if raw[first] == "export" or "-x" in raw:
                     self.exported.add(word.partition("=")[0])
             return []
+        if raw[first : first + 1] in (["unset"], ["unsetenv"]):
+            for name in raw[first + 1 :] if not self.choices else ():
+                self.values.pop(name, None)
+            return []
         if raw[first : first + 1] == ["setenv"] and len(raw) == first + 3:  # csh
             self._assign(f"{raw[first + 1]}={raw[first + 2]}")
             self.exported.add(raw[first + 1])

@@ -183,6 +183,8 @@ def container_command(job: RunDirectory, step: Path) -> str:
 
 PROCESS_NAME = "jurymast-step"
 REACHED = "reached"  # a launcher in the step was ours
+UNREACHED = "found jurymast: what it trained had no failure handling"
+REACHES = "extend PYTHONPATH instead of setting it anew; leave out python's -E, -I, -S"
 ASKED, ANSWER = "asked-{}.json", "answer-{}.json"
 POLL_S = 0.05
 # Options of a step's srun that jurymast sets itself.
@@ -507,11 +509,15 @@ class Step:
 
 def warn_if_unreached(folder: Path, command: Sequence[str]) -> None:
     """Say so if a step's command names a launcher, and none in it has found jurymast."""
-    if starts_launcher(command, read_shell_script, os.environ) and not (folder / REACHED).exists():
-        say(
-            "no launcher in this step found jurymast: what it trained had no failure handling, and ran on "
-            "all nodes of the job (extend PYTHONPATH instead of setting it anew; leave out python's -I, -E)"
-        )
+    if not (folder / REACHED).exists() and starts_launcher(command, read_shell_script, os.environ):
+        say(f"no launcher in this step {UNREACHED}, and ran on all nodes of the job ({REACHES})")
+
+
+def warn_if_none_reached(job: RunDirectory, script: Path) -> None:
+    """The same for a `job`'s script that has ended. Its steps have said it for themselves."""
+    reached = (job.submission / "steps").exists() or shims.trainings(job).exists()
+    if not reached and starts_launcher([str(script)], read_shell_script, os.environ):
+        say(f"no launcher in this script {UNREACHED} ({REACHES})")
 
 
 def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | None:
