@@ -27,31 +27,43 @@ def test_the_message_of_an_exit_is_told_as_the_cause(tmp_path: Path) -> None:
     assert "evidence   rank 0 on local-1: exit code 1; its log ends: no data at /data\n" in shown
 
 
-UNEVEN = """import torch
+UNEVEN = """import os, sys
+import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
+early, how = int(sys.argv[1]), sys.argv[2]
 parameter = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([parameter], lr=0.1)
-for step in range(6 if dist.get_rank() == 0 else 3):
+for step in range(3 if dist.get_rank() == early else 6):
+    if step == 2 and dist.get_rank() == early and how == "at once":
+        os._exit(0)
+    if step == 2 and dist.get_rank() == early and how == "another":
+        os.execlp("true", "true")
     parameter.grad = torch.ones(1)
     dist.all_reduce(parameter.grad)
     optimizer.step()
 """
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_rank_that_ends_early_is_named_and_no_node_goes_for_it(nodes: int, tmp_path: Path) -> None:
-    """Its data were fewer. The others lose their connections to it, at the same step each time."""
+@pytest.mark.parametrize(
+    ("nodes", "early", "how"), [(1, 1, "data"), (2, 1, "data"), (2, 0, "at once"), (1, 0, "another")]
+)
+def test_a_rank_that_ends_early_is_named_and_no_node_goes_for_it(
+    nodes: int, early: int, how: str, tmp_path: Path
+) -> None:
+    """Its data were fewer, it leaves without Python's end, or becomes another program. The others lose their
+    connections to it, at the same step each time."""
     script = tmp_path / "train.py"
     script.write_text(UNEVEN)
     each = ("--nodes", str(nodes), "--spares", "1", "--nproc-per-node", str(2 // nodes))
-    with local_run(tmp_path / "runs", *each, script=str(script)) as run:
+    with local_run(tmp_path / "runs", *each, script=str(script), arguments=(str(early), how)) as run:
         state = run.wait_end()
         wait_gone(run.directory.root)
     told = {(i.cause, i.charged, i.rank) for i in state.incidents}
-    assert told == {("worker_exit", "application", 1)}, run.story()
-    assert len(state.incidents) == 3
-    assert "rank 1 ended early, with exit code 0; the others then failed: rank 0" in state.end_reason
+    assert told == {("worker_exit", "application", early)}, run.story()
+    assert (len(state.incidents), state.exit_code) == (3, 1)
+    others = f"the others then failed: rank {1 - early}"
+    assert f"rank {early} ended early, with exit code 0; {others}" in state.end_reason
     assert not state.excluded
 
 

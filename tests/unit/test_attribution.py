@@ -8,7 +8,7 @@ from msgspec import structs
 from jurymast.core.judges.attribution import Surroundings, attribute, describe_exit
 from jurymast.core.judges.leaving import NEWS_S
 from jurymast.core.state import events as ev
-from jurymast.core.state.effects import StopWorkers
+from jurymast.core.state.effects import Finish, StopWorkers
 from jurymast.core.state.events import Asked, NodeLost, RanksHung, WorkerFailed
 from jurymast.core.state.findings import NETWORK, Finding, Verdict
 from jurymast.core.state.run import LEAVE_S, failure_rate
@@ -230,13 +230,10 @@ CLOSED = "Connection closed by peer [10.0.0.3]:4711"
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "ends_with"), [(143, "", 143), (1, "RuntimeError", RunFailedError.exit_code)],
-    ids=["by the signal", "for its peer"],
-)  # fmt: skip
-def test_ranks_save_until_they_leave_though_others_have_left_before(
-    code: int, error: str, ends_with: int
-) -> None:
-    """After a signal that they caught. Then the run ends, as a step would."""
+    ("code", "error"), [(143, ""), (1, "RuntimeError")], ids=["by the signal", "for its peer"]
+)
+def test_ranks_save_until_they_leave_though_others_have_left_before(code: int, error: str) -> None:
+    """After a signal that they caught. Then the run ends, as a step would, and with its exit code."""
     story = Story(active=3).running()
     story.feed(ev.Signalled(t=story.t, signal=ev.CAUGHT))
     assert story.failed(0, exit_code=code, error=error, message=CLOSED if error else "") == []
@@ -249,7 +246,7 @@ def test_ranks_save_until_they_leave_though_others_have_left_before(
         story.feed(ev.NodeFinished(t=story.t, node=node, attempt=1))
     story.feed(ev.RanksEnded(t=story.t, attempt=1, ranks=(1, 2)))
     story.stopped()
-    assert (story.incident.action, story.state.attempt, story.state.exit_code) == ("stop", 1, ends_with)
+    assert (story.incident.action, story.state.attempt, story.state.exit_code) == ("stop", 1, code)
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -281,3 +278,4 @@ def test_a_rank_that_ends_early_is_the_scripts_fault_and_no_node_goes(hangs: boo
         assert incident.action == action
         if action == "restart":
             story.backed_off().ranks_up()
+    assert story.last(Finish).exit_code == (RunFailedError.exit_code if hangs else 1), "as under srun"

@@ -20,6 +20,7 @@ from jurymast.cluster.sbatch import (
     parse,
     ranks_per_node,
     split_command_line,
+    usable_gpus,
 )
 from jurymast.cluster.slurm import hint_for
 from jurymast.errors import UsageError
@@ -256,3 +257,30 @@ def test_without_slurm_the_message_says_that_plugins_options_are_not_known(
         split_command_line(["--image=x"], {})
     assert str(refused.value.hint).endswith("sbatch is not here, so options of Slurm's plugins are not known")
     _answer.cache_clear()
+
+
+NVIDIA = ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm")
+
+
+@pytest.mark.parametrize(
+    ("variables", "files", "count"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "0,1,2"}, NVIDIA, 3), ({"ZE_AFFINITY_MASK": "0"}, NVIDIA, 1),
+        ({"HIP_VISIBLE_DEVICES": "4, 5"}, (), 2), ({"CUDA_VISIBLE_DEVICES": "MIG-a1,MIG-b2"}, (), 2),
+        ({"ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "0,1"}, (), 2),
+        ({"CUDA_VISIBLE_DEVICES": ""}, NVIDIA, 0), ({"CUDA_VISIBLE_DEVICES": "-1"}, NVIDIA, 0),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, NVIDIA, 1), ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, (), 0),
+        ({}, NVIDIA, 2), ({}, ("kfd",), 2), ({}, (), 0),
+    ],
+)  # fmt: skip
+def test_gpus_are_counted_by_any_vendors_variable_or_by_the_driver(
+    tmp_path: Path, variables: dict[str, str], files: tuple[str, ...], count: int
+) -> None:
+    """As torch counts them. The machine's two processors are no GPUs of AMD's."""
+    for name in files:
+        (tmp_path / name).touch()
+    for number, units in enumerate((0, 0, 304, 304)):
+        node = tmp_path / "nodes" / str(number)
+        node.mkdir(parents=True)
+        (node / "properties").write_text(f"cpu_cores_count 48\nsimd_count {units}\nmem_banks_count 1\n")
+    assert usable_gpus(variables, tmp_path, tmp_path) == count

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.cluster.sbatch import usable_gpus, words_of
+from jurymast import foreign
+from jurymast.cluster.sbatch import words_of
 from jurymast.core.state import events as ev
 from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunCancelledError, UsageError
@@ -549,33 +550,6 @@ def test_what_ranks_print_is_relayed_attempt_by_attempt(job: RunDirectory, tmp_p
         prints(3, 0, "to its end")
     output.close()
     assert (tmp_path / "out").read_text() == "second\nthird, to its end"
-
-
-NVIDIA = ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm")
-
-
-@pytest.mark.parametrize(
-    ("variables", "files", "count"),
-    [
-        ({"ROCR_VISIBLE_DEVICES": "0,1,2"}, NVIDIA, 3), ({"ZE_AFFINITY_MASK": "0"}, NVIDIA, 1),
-        ({"HIP_VISIBLE_DEVICES": "4, 5"}, (), 2), ({"CUDA_VISIBLE_DEVICES": "MIG-a1,MIG-b2"}, (), 2),
-        ({"ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "0,1"}, (), 2),
-        ({"CUDA_VISIBLE_DEVICES": ""}, NVIDIA, 0), ({"CUDA_VISIBLE_DEVICES": "-1"}, NVIDIA, 0),
-        ({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, NVIDIA, 1), ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, (), 0),
-        ({}, NVIDIA, 2), ({}, ("kfd",), 2), ({}, (), 0),
-    ],
-)  # fmt: skip
-def test_gpus_are_counted_by_any_vendors_variable_or_by_the_driver(
-    tmp_path: Path, variables: dict[str, str], files: tuple[str, ...], count: int
-) -> None:
-    """As torch counts them. The machine's two processors are no GPUs of AMD's."""
-    for name in files:
-        (tmp_path / name).touch()
-    for number, units in enumerate((0, 0, 304, 304)):
-        node = tmp_path / "nodes" / str(number)
-        node.mkdir(parents=True)
-        (node / "properties").write_text(f"cpu_cores_count 48\nsimd_count {units}\nmem_banks_count 1\n")
-    assert usable_gpus(variables, tmp_path, tmp_path) == count
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from jurymast.cluster.control import Binding, binding_of
 from jurymast.core.judges.task_shares import Processor, gpus, processors
 from jurymast.core.state.settings import TaskShares
-from jurymast.script.sharing import shares_of
+from jurymast.script.sharing import each_nodes_gpus, shares_of
 from jurymast.script.srun import parse
 from jurymast.worker.elastic import own_gpus
 from jurymast.worker.shares import places
@@ -136,6 +136,25 @@ def test_gpus_of_a_task(typed: str, seen: list[str]) -> None:
     how = asdict(asked(typed))
     found = [",".join(DEVICES[place] for place in gpus(DEVICES, n, how)) for n in range(len(seen))]
     assert found == seen
+
+
+@pytest.mark.parametrize(
+    ("typed", "environment", "told", "left"),
+    [
+        ("--gpus=8 x", {"SLURM_GPUS": "24"}, ["--gpus-per-node=4"], {}),
+        ("x", {"SLURM_GPUS": "24"}, [], None),
+        ("-G h100:3 x", {}, ["--gpus-per-node=h100:2"], {}),
+        ("--gpus=8 x", {"SLURM_GPUS_PER_NODE": "4"}, [], None),
+    ],
+)  # fmt: skip
+def test_a_steps_own_total_of_gpus_is_each_nodes_share(
+    typed: str, environment: dict[str, str], told: list[str], left: dict[str, str] | None
+) -> None:
+    """Of two active nodes."""
+    before, srun = dict(environment), parse(typed.split())
+    assert srun is not None
+    assert each_nodes_gpus(srun, environment, 2) == told
+    assert environment == (before if left is None else left)
 
 
 def test_gpus_of_a_task_by_variables() -> None:

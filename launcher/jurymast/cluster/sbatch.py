@@ -335,7 +335,7 @@ def _typed_counts(text: str, option: str) -> int:
 # The lists of the devices that a process may use, of CUDA, ROCm and oneAPI.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 DEVICE = re.compile(r"\d|GPU-|MIG-")
-AMD_DEVICE = re.compile(r"^simd_count [1-9]", re.MULTILINE)
+AMD_DEVICE = re.compile(rb"^simd_count [1-9]", re.MULTILINE)
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
@@ -360,7 +360,7 @@ def usable_gpus(
     if cards := [path for path in dev.glob("nvidia[0-9]*") if path.name[6:].isdigit()]:
         return len(cards)
     nodes = kfd.glob("nodes/*/properties") if (dev / "kfd").exists() else ()
-    return len([path for path in nodes if AMD_DEVICE.search(path.read_text(encoding="ascii"))])
+    return len([path for path in nodes if AMD_DEVICE.search(foreign.read(path, foreign.NOTE_BYTES_MAX))])
 
 
 def seconds_of(text: str) -> int | None:

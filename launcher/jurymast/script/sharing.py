@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from jurymast.cluster.control import Binding
 from jurymast.cluster.sbatch import CommandLine
+from jurymast.core.judges.slurm_variables import scaled
 from jurymast.core.state.settings import TaskShares
 
 # The options, which our own srun does not get, and the variables from which srun reads the same.
@@ -33,6 +34,18 @@ HINTS = {
     "nomultithread": ("threads", 1), "multithread": ("threads", 0),
     "compute_bound": ("cores", 1), "memory_bound": ("cores", 1),
 }  # fmt: skip
+
+
+def each_nodes_gpus(srun: CommandLine, environment: dict[str, str], active: int) -> list[str]:
+    """A step's own total of GPUs (--gpus) on its `active` nodes as an option for our srun, which has spare
+    nodes as well and refuses most totals that are not the job's. A job's --gpus-per-node counts for more:
+    srun gives such a step all GPUs of its nodes. Takes the job's total, which would contradict it, out of the
+    `environment` of our srun."""
+    total = srun.last("gpus")
+    if total is None or "SLURM_GPUS_PER_NODE" in environment:
+        return []
+    environment.pop("SLURM_GPUS", None)
+    return [f"--gpus-per-node={scaled(total, 1, active)}"]
 
 
 class StepOptions:

@@ -34,7 +34,7 @@ from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import SURVIVE, Agents, BatchProcess, end_srun, end_with_us
 from jurymast.cluster.control import STILL_RUNNING, binding, signals_tasks_alone, why_ending
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
-from jurymast.core.judges.slurm_variables import kind_of, of_a_task, scaled
+from jurymast.core.judges.slurm_variables import kind_of, of_a_task
 from jurymast.core.state.messages import Accepted
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.state.texts import compressed
@@ -422,10 +422,8 @@ class Step:
             f"--nodes={len(nodes)}",
         ]
         command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
-        if total := srun.last("gpus"):
-            command.append(f"--gpus={scaled(total, len(nodes), self.active)}")
-        command += [str(program), *words]
         environment = {**shims.with_shims(os.environ, self._job), **true}
+        command += [*sharing.each_nodes_gpus(srun, environment, self.active), str(program), *words]
         environment.pop(VARIABLES["output"], None)
         return subprocess.Popen(command, env=environment, stdout=output.common, preexec_fn=end_with_us)
 

@@ -280,10 +280,12 @@ def _early_end(classed: Sequence[tuple[str, WorkerFailed]], found: Findings, end
     )
     told = "; ".join(f"{stacks.ranks_told(ranks)} {how}" for ranks, how in ends if ranks)
     others = f"the others then failed: rank {classed[0][1].rank}: {_told(classed[0][1])}" if classed else ""
+    code = max((failure.exit_code for _, failure in classed), default=0)  # as srun ends then
     if found.hung is not None:
+        code = 0
         others = "; ".join([f"the others hang: {found.hung.evidence}", *stacks.evidence(found.stacks)])
     evidence = f"{told}; {others}"
-    return cause_of("worker_exit", evidence, rank=ended[0], signature=ENDED_EARLY)
+    return cause_of("worker_exit", evidence, rank=ended[0], exit_code=code, signature=ENDED_EARLY)
 
 
 def _class_of(failure: WorkerFailed, around: Surroundings) -> str:
