@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast import foreign
 from jurymast.cluster.sbatch import words_of
 from jurymast.core.state import events as ev
 from jurymast.core.state.settings import RunPlan
