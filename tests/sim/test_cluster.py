@@ -81,6 +81,15 @@ MENDED = {
         '{"at":10.59,"kind":"grace","node":2,"seconds":32.36},'
         '{"at":11.63,"kind":"freeze","node":2,"seconds":4.0}],"last_step":57}'
     ),
+    "tasks are stopped by a supervisor that dies, one after it has failed, and the next hears only of that": (
+        '{"seed":93003819,"active":3,"spares":0,"ranks":2,"cadence_steps":5,"room":8,"tasks":true,"faults":['
+        '{"at":19.56,"kind":"half told","node":1}]}'
+    ),
+    "a task fails while storage hangs, and the supervisor's node is lost": (
+        '{"seed":700636,"active":4,"spares":0,"ranks":2,"cadence_steps":5,"room":1,"tasks":true,"faults":['
+        '{"at":3.28,"kind":"clock","node":2},{"at":10.22,"kind":"storage hangs","seconds":43.13},'
+        '{"at":11.77,"kind":"power"}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

@@ -29,7 +29,7 @@ from jurymast.core.state import images as im
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Send
 from jurymast.core.state.messages import Endpoint
-from jurymast.core.state.run import Node, RunState
+from jurymast.core.state.run import Node, Phase, RunState
 from jurymast.core.supervision import machine as supervision
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.machine import Supervision
@@ -154,6 +154,12 @@ def _first_code(state: RunState) -> Any:
     return recovery.finish(state, "failed", code, "a task failed")
 
 
+def _failed_beside_them(state: RunState, event: ev.WorkersStopped) -> bool:
+    runs = state.alone and state.phase in (Phase.LAUNCHING, Phase.RUNNING) and event.attempt == state.attempt
+    failures = state.findings.failures.values()
+    return runs and any((one.node, one.attempt) == (event.node, event.attempt) for one in failures)
+
+
 def _ever(self: RunState, now: float) -> bool:
     return self.warned == self.attempt > 0
 
@@ -175,6 +181,10 @@ def of(*kinds: str) -> Plans:
 def of_tasks(*kinds: str) -> Plans:
     """The same for a run of independent tasks."""
     return lambda seed: replace(random_plan(seed, only=kinds), tasks=True)
+
+
+def _exactly_of_tasks(faults: Callable[[Random], tuple[Fault, ...]]) -> Plans:
+    return lambda seed: replace(exactly(faults)(seed), tasks=True)
 
 
 def exactly(faults: Callable[[Random], tuple[Fault, ...]]) -> Plans:
@@ -376,6 +386,12 @@ def _preempted(chance: Random) -> tuple[Fault, ...]:
     return (Fault(chance.uniform(6.0, 12.0), "preempted"),)
 
 
+def _taken_over_while_storage_hangs(chance: Random) -> tuple[Fault, ...]:
+    at = chance.uniform(6.0, 12.0)
+    hangs = Fault(at, "storage hangs", seconds=chance.uniform(10.0, 20.0))
+    return hangs, Fault(at + chance.uniform(3.0, 8.0), "supervisor")
+
+
 def _silent_as_all_leave(chance: Random) -> tuple[Fault, ...]:
     """A node, while its ranks have most of a grace time left."""
     at = chance.uniform(6.0, 12.0)
@@ -553,6 +569,14 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "13: tasks that are done begin again with the others": (
         of_tasks("power", "restart"),
         [(tasks, "ended", lambda _: ())],
+    ),
+    "13: agents do not tell the next supervisor how tasks ended": (
+        _exactly_of_tasks(_taken_over_while_storage_hangs),
+        [(Supervision, "_ended_before", _nothing)],
+    ),
+    "7: tasks that were stopped have ended with those that failed beside them": (
+        of_tasks("half told"),
+        [(tasks, "ended_alone", _failed_beside_them)],
     ),
     "14: a run of tasks ends with the code of the first that failed": (
         of_tasks("rank", "snap"),

@@ -19,8 +19,8 @@ PIDS = (11, 12)
 EVIDENCE = {"oom_kills": 0, "shm_used": 0.5}
 
 
-def warm(port: int = PORT) -> Ranks:
-    ranks = Ranks(GRACE_S)
+def warm(port: int = PORT, *, tasks: bool = False) -> Ranks:
+    ranks = Ranks(GRACE_S, tasks=tasks)
     assert ranks.state == "warming"
     assert ranks.begin(0.0) == [do.StartHost()]
     assert ranks.begin(0.0) == []
@@ -28,8 +28,8 @@ def warm(port: int = PORT) -> Ranks:
     return ranks
 
 
-def starting(attempt: int = 1) -> Ranks:
-    ranks = warm()
+def starting(attempt: int = 1, *, tasks: bool = False) -> Ranks:
+    ranks = warm(tasks=tasks)
     order = launch(attempt)
     assert ranks.launch(order, 2.0) == [do.Prepare(order)]
     assert ranks.state == "starting"
@@ -38,8 +38,8 @@ def starting(attempt: int = 1) -> Ranks:
     return ranks
 
 
-def running(attempt: int = 1) -> Ranks:
-    ranks = starting(attempt)
+def running(attempt: int = 1, *, tasks: bool = False) -> Ranks:
+    ranks = starting(attempt, tasks=tasks)
     started = msg.Started(attempt=attempt, pids=PIDS)
     effects = ranks.host_said(msg.Started(attempt=attempt, pids=PIDS), 3.0)
     assert effects == [do.Send(started), do.Beat(attempt, PIDS)]
@@ -327,6 +327,25 @@ def test_a_failure_after_a_sigterm_is_told_once_the_job_is_known_to_go_on() -> N
     assert ranks.job_goes_on() == [do.Send(failed), stopped(1, 7)]
     assert ranks.job_goes_on() == []
     assert do.Send(failed) in ranks.rank_failed(failed, {}, 6.0), "it counts at once again"
+
+
+def test_how_tasks_ended_is_kept_for_every_supervisor() -> None:
+    """But for what the end of the job may explain: such tasks begin anew."""
+    ranks, failed = running(tasks=True), msg.Failed(attempt=1, rank=1, exit_code=3)
+    done, late = msg.Finished(attempt=1, ranks=(0,)), msg.Finished(attempt=1, ranks=(2,))
+    assert ranks.host_said(done, 4.0) == [do.Beat(1, PIDS), do.Send(done)]
+    assert ranks.state == "running", "others run on"
+    ranks.rank_failed(failed, {}, 4.1)
+    ranks.terminated()
+    ranks.host_said(late, 4.2)
+    assert ranks.ended == {0: done, 1: failed}
+    ranks.job_goes_on()
+    ranks.host_said(msg.Ready(store_port=7), 5.0)
+    ranks.launch(launch(2), 6.0)
+    assert ranks.ended == {0: done, 1: failed, 2: late}
+    training = running()
+    training.rank_failed(failed, {}, 4.0)
+    assert training.ended == {}
 
 
 def test_a_launch_after_a_sigterm_shows_that_the_job_goes_on() -> None:

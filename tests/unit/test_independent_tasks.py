@@ -11,11 +11,14 @@ from msgspec import structs
 
 from jurymast.cluster.sbatch import parse
 from jurymast.core.judges.attribution import NEAR_S
+from jurymast.core.run import tasks as task_ends
 from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Finish, Launch, StopWorkers
 from jurymast.core.state.run import Phase, Role
 from jurymast.script.evidence import shows
 from support.stories import Story
+from support.successor import Successor
 
 SHARD = (
     "import os, sys\nimport numpy as np\nfrom lib.part import work\nwork(int(os.environ['SLURM_PROCID']))\n"
@@ -214,6 +217,58 @@ def test_ranks_of_a_training_all_start_again() -> None:
     story.lost(story.state.placement[1])
     story.stopped()
     assert story.last(Launch).ended == ()
+
+
+def ended_so(attempt: int, codes: dict[int, int]) -> tuple[msg.Finished | msg.Failed, ...]:
+    """What an agent says of tasks that have ended with these exit codes, by rank."""
+    return tuple(
+        msg.Failed(attempt=attempt, rank=rank, exit_code=code, error="ValueError", message="bad")
+        if code
+        else msg.Finished(attempt=attempt, ranks=(rank,))
+        for rank, code in codes.items()
+    )
+
+
+def test_a_successor_hears_from_agents_how_tasks_ended_that_the_journal_lacks() -> None:
+    story = tasks(spares=0, ranks_per_node=2)
+    one, other = story.state.placement
+    story.failed(2, exit_code=3)
+    after = Successor(story)
+    after.joins(one, ranks="finished", attempt=1, ended=ended_so(1, {0: 0, 1: 0}))
+    after.joins(other, ranks="waiting", attempt=1, ended=ended_so(1, {2: 3, 3: 7}))
+    assert (story.state.phase, story.state.exit_code) == (Phase.FAILED, 7)
+    assert "rank 2" in story.state.end_reason
+    assert len(story.state.findings.failures) == 2, "one was known"
+
+
+def test_tasks_that_the_last_supervisor_stopped_have_not_ended_with_those_that_failed_beside_them() -> None:
+    """It died before its journal had the restart, and not all agents had been told to stop."""
+    story = tasks(spares=0, ranks_per_node=2)
+    one, other = story.state.placement
+    story.failed(2, exit_code=3)
+    after = Successor(story)
+    after.joins(one, ranks="finished", attempt=1, ended=ended_so(1, {0: 0, 1: 0}))
+    after.joins(other, ranks="waiting", attempt=1, ended=ended_so(1, {2: 3}))
+    assert story.state.phase is Phase.STOPPING
+    after.hears(one, msg.Stopped(attempt=1, store_port=29000))
+    assert (story.state.attempt, story.state.phase) == (2, Phase.LAUNCHING)
+    assert task_ends.ended(story.state) == (0, 1, 2)
+
+
+def test_how_tasks_ended_before_a_launch_that_is_recorded_is_known_from_that() -> None:
+    """Some of that may have begun anew, as what failed on a node that was bad."""
+    story = tasks(ranks_per_node=2)
+    story.lost(story.state.placement[1])
+    story.stopped()
+    story.told().ranks_up()
+    one, other = story.state.placement
+    after = Successor(story)
+    after.joins(one, ranks="running", attempt=2, pids=(1, 2), ended=ended_so(1, {0: 3}) + ended_so(2, {1: 0}))
+    assert task_ends.ended(story.state) == (1,)
+    after.joins(
+        other, ranks="running", attempt=3, pids=(1, 2), ended=ended_so(2, {2: 0}) + ended_so(3, {3: 4})
+    )
+    assert task_ends.ended(story.state) == (1, 2, 3), "the journal lacks the newest attempt"
 
 
 @pytest.mark.parametrize("seed", range(150))

@@ -287,8 +287,8 @@ class ImpatientAgent(LocalElasticAgent):
             lives = (number for number, code in enumerate(codes) if code is None)
             failed |= {number: 1 for number in lives if os.path.exists(self._error_file(number))}
         for local_rank, code in enumerate(codes):
-            if code == 0 and self._page is not None:
-                link.ended(self._page, local_rank)
+            if code == 0:
+                self._report_end(local_rank)
         for local_rank in sorted(failed.keys() - self._reported):
             self._reported.add(local_rank)
             worker = self._worker_group.workers[local_rank]
@@ -299,6 +299,16 @@ class ImpatientAgent(LocalElasticAgent):
                 )
             )  # fmt: skip
         return bool(failed)
+
+    def _report_end(self, local_rank: int) -> None:
+        """Show that a rank has ended with exit code 0; say it of a task that was not left out."""
+        if self._page is not None:
+            link.ended(self._page, local_rank)
+        rendezvous = self._rendezvous_handler
+        if self._plan["guessed"] and local_rank not in {*self._reported, *rendezvous.launch.ended}:
+            self._reported.add(local_rank)
+            rank = self._worker_group.workers[local_rank].global_rank
+            rendezvous.pipe.tell(msg.Finished(attempt=rendezvous.launch.attempt, ranks=(rank,)))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         state = self._ranks_state()

@@ -148,7 +148,7 @@ class AgentMachine:
         NodeTests."""
         patience = patience_s(plan.settings.heartbeat_s, plan.nodes)
         hearing = Hearing(answer_every_s(plan.settings.heartbeat_s, plan.nodes))
-        self.ranks = Ranks(plan.settings.stop_grace_s)
+        self.ranks = Ranks(plan.settings.stop_grace_s, tasks=plan.guessed)
         self.link = SupervisorLink(node, allocation, hint, patience, plan.nodes, share, self.ranks, hearing)
         self.succession = Succession(node, nodes, hearing, enabled=plan.cluster == "slurm")
         self.writes = NodeWrites(plan.ranks_per_node)

@@ -46,8 +46,11 @@ class Ranks:
     - A launch that fails is reported like one whose ranks have ended.
     """
 
-    def __init__(self, stop_grace_s: float) -> None:
-        """`stop_grace_s`: seconds between SIGTERM and SIGKILL."""
+    def __init__(self, stop_grace_s: float, *, tasks: bool = False) -> None:
+        """`stop_grace_s`: seconds between SIGTERM and SIGKILL. `tasks`: each rank may be for itself."""
+        self._tasks = tasks
+        # By rank, how tasks have ended here, in any attempt: each supervisor is told.
+        self.ended: dict[int, msg.Failed | msg.Finished] = {}
         self.attempt = 0  # the newest ordered here
         self.store_port = 0  # the host's, while it waits
         self.pids: tuple[int, ...] = ()
@@ -183,7 +186,7 @@ class Ranks:
 
     def job_goes_on(self) -> list[Effect]:
         held, self._held = self._held or [], None
-        return [do.Send(message) for message in held if message.attempt >= self.attempt]
+        return [told for said in held if said.attempt >= self.attempt for told in self._tell(said)]
 
     def _begin_stop(self, stacks: bool, now: float) -> list[Effect]:
         self._ending = True
@@ -219,7 +222,9 @@ class Ranks:
                 return [do.Send(message), self.beat()]
             case msg.Finished():
                 effects: list[Effect] = [self.beat(), *self._tell(message)]
-                if not self._ending:  # otherwise the one who stops them still waits for the host
+                if not (
+                    message.ranks or self._ending
+                ):  # otherwise the one who stops them still waits for the host
                     self._gone()
                     self._finished = True
                 return effects
@@ -285,10 +290,18 @@ class Ranks:
     def _tell(self, message: Ended) -> list[Effect]:
         """Tell the supervisor, unless the end of the job may explain it."""
         asked = isinstance(message, msg.Stopped) and self._stopping >= self.attempt
-        if self._held is None or asked:
-            return [do.Send(message)]
-        self._held.append(message)
-        return []
+        if self._held is not None and not asked:
+            self._held.append(message)
+            return []
+        self._note_ended(message)
+        return [do.Send(message)]
+
+    def _note_ended(self, message: Ended) -> None:
+        match message:
+            case msg.Finished(ranks=ranks):
+                self.ended.update(dict.fromkeys(ranks, message))
+            case msg.Failed(rank=rank) if self._tasks and rank >= 0:
+                self.ended[rank] = message
 
 
 # ---- tests of this node

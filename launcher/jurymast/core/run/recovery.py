@@ -324,12 +324,13 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
 
 def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
     """Handle the end of a rank, or a reason to end it."""
-    if state.phase not in WITH_RANKS:
+    task = state.alone and event.rank >= 0 and event.exit_code != 0
+    if state.phase not in WITH_RANKS and not (task and tasks.is_told_by_trusted(state, event.node)):
         return []
     if event.rank >= 0:  # the reason came after all
         state.findings.failures.pop((event.node, -1, RANKS_GONE), None)
     state.findings.failures.setdefault((event.node, event.rank, event.error), event)
-    if (state.alone and event.rank >= 0 and event.exit_code) or leaving.may_explain(state, event):
+    if task or leaving.may_explain(state, event):
         return []  # the others are not concerned, unless they prove to be ranks that train
     return begin(state, event.t, event.t)
 
@@ -641,7 +642,7 @@ def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[In
 def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[Instruction]:
     if state.attempt and state.incidents:
         reason = f"{state.incidents[-1].action} after incident {state.incidents[-1].id}, {reason}"
-    state.attempt += 1
+    state.launched = state.attempt = state.attempt + 1
     state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, None
     state.started, state.finished, state.stopped = set(), set(), set()
     state.restore = state.cadence = None

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from jurymast.core.judges.attribution import NEAR_S
 from jurymast.core.state import events as ev
-from jurymast.core.state.run import Findings, Phase, RunState
+from jurymast.core.state.run import Findings, Phase, Role, RunState
 from jurymast.core.state.texts import count
 
 
@@ -31,10 +31,16 @@ def none_left(state: RunState, node: str) -> bool:
 
 
 def ended_alone(state: RunState, event: ev.WorkersStopped) -> bool:
-    """Whether a node's tasks, each for itself, have ended, some of them with an error."""
+    """Whether a node's tasks, each for itself, have all ended, and not because they were stopped: a
+    supervisor that is gone may have ordered that."""
     runs = state.alone and state.phase in (Phase.LAUNCHING, Phase.RUNNING) and event.attempt == state.attempt
-    failures = state.findings.failures.values()
-    return runs and any((one.node, one.attempt) == (event.node, event.attempt) for one in failures)
+    return runs and event.node in state.places and {*_of(state, event.node)} <= {*ended(state)}
+
+
+def is_told_by_trusted(state: RunState, node: str) -> bool:
+    """Whether what this node says of tasks that failed counts in any phase: it is not out for a reason that
+    may be theirs as well."""
+    return node in state.nodes and state.nodes[node].role not in (Role.FAILED, Role.SUSPECT)
 
 
 def done_on(state: RunState, node: str) -> None:

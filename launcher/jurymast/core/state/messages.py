@@ -307,32 +307,6 @@ class Condition(ToAsker, frozen=True, kw_only=True):
     late: tuple[int, ...] = ()
 
 
-RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
-
-
-class Hello(ToSupervisor, frozen=True, kw_only=True):
-    """An agent's first message: who it is, its newest `attempt` and what its `ranks` do, `copies` of images,
-    `room` for more, findings (`health`). It serves images at `data_port`. `oom_kills`: see `NodeJoined`."""
-
-    node: str
-    allocation: str
-    address: str
-    incarnation: str
-    pid: int
-    boot_id: str
-    gpus: int
-    attempt: int
-    ranks: RanksState
-    store_port: int
-    pids: tuple[int, ...]
-    data_port: int
-    copies: tuple[CopyReport, ...] = ()
-    room: Room | None = None
-    domain: str = ""
-    health: tuple[Finding, ...] = ()
-    oom_kills: int = 0
-
-
 class Ready(ToSupervisor, frozen=True, kw_only=True):
     """The node's torchrun host is warm; its next store listens on `store_port`."""
 
@@ -368,9 +342,39 @@ class Stopped(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Finished(ToSupervisor, frozen=True, kw_only=True):
-    """Every rank of the node has ended with exit code 0."""
+    """Every rank of the node has ended with exit code 0; or these `ranks` have, of tasks that may each be for
+    themselves."""
 
     attempt: int
+    ranks: tuple[int, ...] = ()
+
+
+RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
+
+
+class Hello(ToSupervisor, frozen=True, kw_only=True):
+    """An agent's first message: who it is, its newest `attempt` and what its `ranks` do, `copies` of images,
+    `room` for more, findings (`health`). It serves images at `data_port`. `oom_kills`: see `NodeJoined`.
+    `ended`: how tasks ended here, in any attempt."""
+
+    node: str
+    allocation: str
+    address: str
+    incarnation: str
+    pid: int
+    boot_id: str
+    gpus: int
+    attempt: int
+    ranks: RanksState
+    store_port: int
+    pids: tuple[int, ...]
+    data_port: int
+    copies: tuple[CopyReport, ...] = ()
+    room: Room | None = None
+    domain: str = ""
+    health: tuple[Finding, ...] = ()
+    oom_kills: int = 0
+    ended: tuple[Finished | Failed, ...] = ()
 
 
 class RankEvent(ToSupervisor, frozen=True, kw_only=True):

@@ -234,6 +234,7 @@ class RunState:
     alerts: list[Alert] = field(default_factory=list)
 
     attempt: int = 0
+    launched: int = 0  # the newest attempt whose launch is recorded
     placement: tuple[str, ...] = ()  # index = group rank
     started: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)

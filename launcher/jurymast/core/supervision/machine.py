@@ -333,6 +333,7 @@ class Supervision:
         out += self._do(self._health.joined(node, hello.health, now), now)
         out += self._if_unknown(node, hello.attempt, now)
         ours = hello.attempt == self.state.attempt and node in self.state.places
+        out += self._ended_before(node, hello, now)
         out += self._if_half_told(node, hello, now, ours=ours)
         if (missed := self._missed(node, hello, now, ours=ours)) is not None:
             out += self.record(missed)
@@ -348,6 +349,28 @@ class Supervision:
         if attempt <= self.state.attempt:
             return []
         return self.record(ev.AttemptFound(t=now, node=node, attempt=attempt))
+
+    def _ended_before(self, node: str, hello: msg.Hello, now: float) -> list[Effect]:
+        """Take in how tasks, each for itself, have ended on this node: an earlier supervisor may have been
+        told, and its journal not have been written. Each recorded launch knew of what ended before it, and
+        some of that may have begun anew."""
+        out: list[Effect] = []
+        for said in hello.ended:
+            news = self.state.alone and said.attempt >= self.state.launched
+            if news and isinstance(said, msg.Finished):
+                out += self._tasks_done(self.state.attempt, said.ranks, now)
+            elif news and isinstance(said, msg.Failed) and said.rank not in tasks.ended(self.state):
+                fields = asdict(said) | {"attempt": self.state.attempt}
+                out += self.record(ev.WorkerFailed(t=now, node=node, **fields))
+        return out
+
+    def _tasks_done(self, attempt: int, ranks: Sequence[int], now: float) -> list[Effect]:
+        """Record at once which tasks, each for itself, have ended with exit code 0: they are not done again,
+        whichever node is lost next."""
+        new = tuple(rank for rank in ranks if rank not in self.state.done)
+        if not (new and self.state.alone):
+            return []
+        return self.record(ev.RanksEnded(t=now, attempt=attempt, ranks=new))
 
     def _if_half_told(self, node: str, hello: msg.Hello, now: float, *, ours: bool) -> list[Effect]:
         """Start another attempt if this node missed what to restore, because what the others were told is no
@@ -402,8 +425,10 @@ class Supervision:
             case msg.Stopped():
                 stopped = ev.WorkersStopped(t=now, node=node, **asdict(message))
                 return self._if_unknown(node, message.attempt, now) + self.record(stopped)
+            case msg.Finished() if message.ranks:
+                return self._tasks_done(message.attempt, message.ranks, now)
             case msg.Finished():
-                return self.record(ev.NodeFinished(t=now, node=node, **asdict(message)))
+                return self.record(ev.NodeFinished(t=now, node=node, attempt=message.attempt))
             case msg.RankEvent():
                 return self._of_rank(node, message, now)
             case msg.HealthFound():
@@ -429,16 +454,15 @@ class Supervision:
         effects = self.watch.beat(node, beat, now)
         effects += self._stragglers.beat(node, beat, now)
         effects += self.agreement.beat(node, beat, now)
-        if self.state.alone or self.state.may_leave(now):
-            effects += self._ranks_done(node, beat, now)
+        if self.state.may_leave(now) and not self.state.alone:
+            effects += self._ranks_left(node, beat, now)
         return self._do(effects, now) if effects else effects
 
-    def _ranks_done(self, node: str, beat: msg.Beat, now: float) -> list[Effect]:
-        """Record at once which tasks, each for itself, have ended with exit code 0: they are not done again,
-        whichever node is lost next. And which ranks have left after a signal, as others lose them."""
+    def _ranks_left(self, node: str, beat: msg.Beat, now: float) -> list[Effect]:
+        """Record at once which ranks have left after a signal, as others lose them."""
         first = self.state.places.get(node, 0) * len(beat.ranks)
         done = {first + local for local, rank in enumerate(beat.ranks) if rank.phase == within.DONE}
-        done.difference_update(tasks.ended(self.state), self.state.done)
+        done.difference_update(self.state.done)
         if not done or beat.attempt != self.state.attempt or node not in self.state.places:
             return []
         return [Record(ev.RanksEnded(t=now, attempt=beat.attempt, ranks=tuple(sorted(done))))]

@@ -77,6 +77,8 @@ class SimTasks(SimGroup):
                 attempt=self.attempt, rank=rank, exit_code=code, error=error, message="it fails"
             )
             member.agent.host_failed(failed)
+        else:
+            member.agent.host_said(msg.Finished(attempt=self.attempt, ranks=(rank,)))
         self._look(member)
 
     def _look(self, member: SimMember) -> None:
