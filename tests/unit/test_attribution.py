@@ -83,7 +83,7 @@ def test_several_ranks_with_the_same_end_name_no_node() -> None:
     cause = attribute(found(failed(0, 1, "OSError", "x"), failed(1, 1, "OSError", "x")))
     assert cause.nodes == ("n0", "n1")
     assert (cause.node, cause.rank) == ("", 0)
-    assert cause.evidence == "rank 0 on n0: OSError: x (and 1 more ranks)"
+    assert cause.evidence == "rank 0 on n0: OSError: x (and 1 more rank)"
 
 
 def test_several_lost_nodes_are_all_named() -> None:

@@ -279,8 +279,11 @@ def _early_end(classed: Sequence[tuple[str, WorkerFailed]], found: Findings, end
         (sorted({*ended} & unknown), "ended early, stopped before the exit code was known"),
     )
     told = "; ".join(f"{stacks.ranks_told(ranks)} {how}" for ranks, how in ends if ranks)
-    others = f"the others then failed: rank {classed[0][1].rank}: {_told(classed[0][1])}" if classed else ""
-    code = max((failure.exit_code for _, failure in classed), default=0)  # as srun ends then
+    others, code = "", 0
+    if classed:
+        first, code = classed[0][1], max(failure.exit_code for _, failure in classed)  # as srun ends then
+        at = " ".join(["rank", str(first.rank), stacks.raised(first.traceback)]).rstrip()
+        others = f"the others then failed: {at}: {_told(first)}"
     if found.hung is not None:
         code = 0
         others = "; ".join([f"the others hang: {found.hung.evidence}", *stacks.evidence(found.stacks)])
@@ -416,7 +419,7 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     # storage may hang on one node alone. A rank whose time-out ended its wait is where the fault is not.
     of_many = kind.startswith("storage_") and first.error != STORAGE_HANGS
     named = len(nodes) == 1 and not of_many and kind != "collective_timeout"
-    also = f" (and {len(same) - 1} more ranks)" if len(same) > 1 else ""
+    also = f" (and {count(len(same) - 1, 'more rank')})" if len(same) > 1 else ""
     evidence = f"rank {first.rank} on {first.node}: {_told(first)}{also}"
     finding = around.against(first.node) if kind in incident.FROM_FINDINGS else None
     evidence += f"; {describe(finding)}" if finding else ""

@@ -97,8 +97,8 @@ OF_THE_SCRIPT = (CODE, LOADER)  # a line of the script says where such a rank is
 MAY_BLOCK = (LOADER, UNKNOWN)  # its loader's processes are worth a look
 PLACES_TOLD = 4
 RANKS_TOLD = 6
-# faulthandler: File "train.py", line 57 in main; py-spy: main (train.py:57)
-_FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
+# faulthandler: File "train.py", line 57 in main, with a comma in a traceback; py-spy: main (train.py:57)
+_FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)$')
 _PY_SPY_FRAME = re.compile(r"^ +(?P<function>\S+) \((?P<file>[^()]+):(?P<line>\d+)\)$")
 _MAIN_THREAD = re.compile(r'^(Current thread |Thread .*"MainThread")')
 _THREAD = re.compile(r"^(Current thread |Thread )")
@@ -217,6 +217,13 @@ def frames(dump: str) -> list[Frame]:
         if inside and frame:
             found.append(Frame(frame["file"], int(frame["line"]), frame["function"]))
     return found
+
+
+def raised(traceback: str) -> str:
+    """Say where a rank was when it raised an exception; "" for a traceback without frames."""
+    found = [frame for line in traceback.splitlines() if (frame := _FRAME.match(line))]
+    stack = [Frame(frame["file"], int(frame["line"]), frame["function"]) for frame in reversed(found)]
+    return place(stack).text if stack else ""
 
 
 def place(stack: Sequence[Frame], process: str = "") -> Place:
