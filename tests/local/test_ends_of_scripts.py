@@ -60,7 +60,7 @@ def test_a_rank_that_ends_early_is_named_and_no_node_goes_for_it(
     told = {(i.cause, i.charged, i.rank) for i in state.incidents}
     assert told == {("worker_exit", "application", early)}, run.story()
     assert (len(state.incidents), state.exit_code) == (3, 1)
-    others = f"the others then failed: rank {1 - early} in all_reduce at train.py:8: RuntimeError"
+    others = f"the others then failed: rank {1 - early} in all_reduce at train.py:14: RuntimeError"
     assert f"rank {early} ended early, with exit code 0; {others}" in state.end_reason
     assert not state.excluded
 

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.torch
 
 ROWS, COLUMNS = 24, 80
 TRAIN = """import sys, time
+from datetime import timedelta
 import torch
 import torch.distributed as dist
 
@@ -37,7 +38,7 @@ def deep(levels, names):
 def wide(levels, names):
     return {}["tokens"]
 
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=timedelta(seconds=40))
 parameter = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([parameter], lr=0.1)
 for step in range(100_000):
@@ -110,6 +111,7 @@ def test_a_hang(tmp_path: Path, script: str) -> None:
             return "restart at" in screens[-1]
 
         wait_until("look at the ranks' stacks", looked, LIMIT_S)
+        state = run.wait("torch's time-out", lambda s: bool(s.incidents) and bool(s.incidents[0].action))
     name = run.directory.root.name
     assert re.search(
         r"no step for [0-9]+ (s|min) \(normally [0-9.]+ m?s\): rank 1 in wait_for_data at train\.py:[0-9]+, "
@@ -117,6 +119,10 @@ def test_a_hang(tmp_path: Path, script: str) -> None:
         screens[-1],
     ), screens[-1]
     assert f"next jurymast logs {name} --rank 1 jurymast restart {name}, to wait no longer" in screens[-1]
+    (incident,) = state.incidents
+    assert (incident.cause, incident.rank, incident.node) == ("hang", 1, "local-2"), run.story()
+    where = "torch's time-out ended the wait of rank 0; rank 1 in wait_for_data at train.py:"
+    assert incident.evidence.startswith(where)
 
 
 def test_a_node_that_is_lost_without_a_spare(tmp_path: Path, script: str) -> None:

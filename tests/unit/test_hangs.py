@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import pytest
+
 from jurymast.core.judges.silence import LOOK_AGAIN_S, UNMOVED_S, WatcherClock
 from jurymast.core.judges.stacks import CODE, COLLECTIVE
 from jurymast.core.nodes.hangs import Hangs, Reports
@@ -103,6 +105,27 @@ def test_a_rank_that_waits_for_a_service_while_the_others_wait_for_it_goes_on() 
     silent.answers = dict.fromkeys(silent.state.placement, (COLLECTIVE, "in barrier at a.py:30"))
     silent.answers[silent.state.placement[0]] = (CODE, "in sleep at a.py:26")
     assert not silent.passes(190.0)
+
+
+@pytest.mark.parametrize("seen_to_end", [False, True])
+def test_where_silent_ranks_were_is_known_though_one_fails_before_they_count_as_hanging(
+    seen_to_end: bool,
+) -> None:
+    """torch's time-out ends the wait of one: the others are stopped at once."""
+    silent = Silent()
+    waits, works = (COLLECTIVE, "in barrier at a.py:30"), (CODE, "in sleep at a.py:26")
+    silent.answers = dict(zip(silent.state.placement, (works, waits), strict=True))
+    assert not silent.passes(20.0)
+    assert silent.hangs.seen(silent.story.t) == [], "nothing has failed"
+    assert not silent.passes(0.5, ended=seen_to_end)
+    silent.story.failed(1, error="RuntimeError", message="Timed out waiting 12000ms for recv operation")
+    silent.does(silent.hangs.seen(silent.story.t))
+    told = [(e.node, e.ranks, e.kinds, e.places) for e in silent.fed if isinstance(e, ev.StacksTaken)]
+    assert told == [
+        (node, (rank,), (kind,), (text,))
+        for rank, (node, (kind, text)) in enumerate(zip(silent.state.placement, (works, waits), strict=True))
+    ]
+    assert silent.hangs.seen(silent.story.t) == [], "the next one that fails tells nothing new"
 
 
 def test_a_longer_time_out_that_the_script_gave_its_groups_is_waited_for_in_that_attempt() -> None:

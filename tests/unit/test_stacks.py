@@ -201,14 +201,19 @@ def stopped_with(story: Story, places: dict[int, Place], **values: Any) -> None:
     story.stopped()
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
 @pytest.mark.parametrize("at", [WORKS, READS, Place(UNKNOWN, "without a stack")])
-def test_a_hang_names_the_rank_that_is_elsewhere_and_the_second_time_who_is_at_fault(at: Place) -> None:
-    """The script, if the rank stands at the same line of it again; otherwise the node."""
+def test_a_hang_names_the_rank_that_is_elsewhere_and_the_second_time_who_is_at_fault(
+    at: Place, by_torch: bool
+) -> None:
+    """The script, if the rank stands at the same line of it again; otherwise the node. Whoever ends it:
+    torch's time-out may come first, in a rank that is not at fault."""
     story = Story(active=3).running()
     culprit = story.state.placement[1]
+    message = "Timed out waiting 1800000ms for recv operation to complete"
     for again in (False, True):
-        (stop,) = story.hung()
-        assert getattr(stop, "stacks", None) is True
+        (stop,) = story.failed(2, error="RuntimeError", message=message) if by_torch else story.hung()
+        assert getattr(stop, "stacks", None) is not by_torch
         stopped_with(story, {0: WAITS, 1: at, 2: WAITS})
         incident = story.incident
         of_script = again and at.kind != UNKNOWN
@@ -224,6 +229,16 @@ def test_a_hang_names_the_rank_that_is_elsewhere_and_the_second_time_who_is_at_f
     if at.kind != UNKNOWN:
         assert f"hang 2 times in a row at the same place ({at.text})" in story.incident.evidence
         assert story.state.incidents[0].charged == "application", "so was the first"
+
+
+def test_where_all_ranks_hang_at_one_line_of_the_script_twice_that_is_at_fault() -> None:
+    story = Story(active=3).running()
+    for cause in ("hang", "script_fault"):
+        story.hung()
+        stopped_with(story, dict.fromkeys(range(3), WORKS))
+        assert (story.incident.cause, story.incident.node, story.incident.rank) == (cause, "", None)
+        story.recovered(10, 20)
+    assert f"hang 2 times in a row at the same place ({WORKS.text})" in story.incident.evidence
 
 
 def test_a_hang_without_stacks_or_without_a_difference_names_nobody() -> None:

@@ -260,6 +260,9 @@ def _collective_cause(
     # Ranks that are stopped because all hang lose their connections meanwhile, which explains nothing.
     if hung is not None and (_absent(found.stacks) or all(failure.t >= hung.t for _, failure in classed)):
         return _hang_cause("hang", hung, found.stacks)
+    timed_out = [failure for kind, failure in classed if kind == "collective_timeout"]
+    if hung is None and timed_out and _absent(found.stacks):
+        return _hang_cause("hang", _ended_by_torch(timed_out), found.stacks)
     for kind in ("collective_timeout", "communication"):
         if failed := [pair for pair in classed if pair[0] == kind]:
             return _failure_cause(failed, around)
@@ -457,14 +460,24 @@ def _absent(taken: Sequence[StacksTaken]) -> dict[int, str]:
     return {rank: node_of[rank] for rank in late if rank in node_of}
 
 
+def _ended_by_torch(timed_out: Sequence[WorkerFailed]) -> RanksHung:
+    """The hang of ranks for which others waited until torch's time-out."""
+    first, ranks = timed_out[0], sorted(failure.rank for failure in timed_out)
+    told = f"torch's time-out ended the wait of {stacks.ranks_told(ranks)}"
+    return RanksHung(
+        t=first.t, attempt=first.attempt, ranks=(), node="", silent_s=0.0, limit_s=0.0, evidence=told
+    )
+
+
 def _hang_cause(kind: str, hung: RanksHung, taken: Sequence[StacksTaken]) -> Cause:
     missing = {} if hung.ranks else _absent(taken)
     nodes = tuple(dict.fromkeys(missing.values())) or ((hung.node,) if hung.node else ())
     node = nodes[0] if len(nodes) == 1 else ""
     rank = next(iter(hung.ranks or missing), None)
     evidence = "; ".join([hung.evidence, *stacks.evidence(taken)])
-    at = stacks.places(taken).get(-1 if rank is None or hung.ranks else rank)
-    where = at.text if at is not None and at.kind in stacks.OF_THE_SCRIPT else ""
+    places = stacks.places(taken)
+    at = {*places.values()} if rank is None else {places[rank]} if rank in missing else set()
+    where = next((one.text for one in at if len(at) == 1 and one.kind in stacks.OF_THE_SCRIPT), "")
     signature = Signature(kind, error=ErrorSignature(message=where))
     return cause_of(kind, evidence, node, nodes, rank=rank, signature=signature)
 

@@ -27,6 +27,8 @@ from jurymast.core.state.within import DONE, OVER, TORCH_LIMIT_S
 NOTHING = msg.Beat(0, [])
 # People who ask are told of a silence this long, and so many times as long as a step.
 QUIET_S, QUIET_STEPS = 10.0, 5.0
+# A rank that ends by an exception is reported as failed this much later at most, on a busy node.
+ENDS_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class Hangs:
     def __init__(self, state: RunState, reports: Reports) -> None:
         self._state, self._reports = state, reports
         self._begin_anew()
+        self._were: tuple[float, dict[int, Stand]] = 0.0, {}  # see `seen`
         self._asked_at = 0.0
         self._number = 0
         self._answers: dict[int, Stand] = {}
@@ -178,11 +181,15 @@ class Hangs:
         """Look for hangs. To be called often while the ranks run."""
         self.silent, self.restart_at, self.late = "", 0.0, ()
         if self._state.phase is not Phase.RUNNING or self._state.alone or self._leaves(now):
+            self._begin_anew()
+            self._were = 0.0, {}
             return []
         verdict = self._reports.hang()
         if verdict is not None:
             self._tell(verdict, now)
         if verdict is None:
+            if stands := self._stands():
+                self._were = now, stands if self._reports.ended(now) else {}
             self._begin_anew()
             return []
         effects: list[Effect] = []
@@ -239,6 +246,29 @@ class Hangs:
         """Take in what a node's agent saw."""
         if (message.attempt, message.number) == (self._state.attempt, self._number):
             self._answers.update(message.stands)
+
+    def seen(self, now: float) -> list[Effect]:
+        """Record where silent ranks were at the newest look, if all are being stopped now because one of them
+        has failed: it waited until torch's time-out, say. It may have been seen to end before."""
+        if self._state.phase is not Phase.STOPPING:
+            return []
+        at, before = self._were
+        stands = self._stands() or (before if now < at + ENDS_WITHIN_S else {})
+        self._begin_anew()
+        self._were = 0.0, {}
+        effects: list[Effect] = []
+        for place, node in enumerate(self._state.placement if stands else ()):
+            first = place * self._state.ranks_per_node
+            ranks = [rank for rank in range(first, first + self._state.ranks_per_node) if rank in stands]
+            kinds, places = tuple(stands[n].kind for n in ranks), tuple(stands[n].text for n in ranks)
+            taken = ev.StacksTaken(
+                t=now, node=node, attempt=self._state.attempt, ranks=tuple(ranks), kinds=kinds, places=places
+            )
+            effects += [Record(taken)] if ranks else []
+        return effects
+
+    def _stands(self) -> dict[int, Stand]:
+        return {**self._looks.stands, **self._answers} if self._asked else {}
 
     def _look(self) -> list[Effect]:
         """Ask all nodes again, once the answers to the last question are counted."""

@@ -90,7 +90,7 @@ _CLASSES = (
                "repair the environment of the script"),
     CauseClass("worker_exception", APPLICATION, "the training's code raised an exception",
                "read the traceback"),
-    CauseClass("worker_exit", APPLICATION, "the training's code ended a rank, by an error or before the others",
+    CauseClass("worker_exit", APPLICATION, "the training's code ended a rank: too early, or as failed",
                "read the log of that rank"),
     CauseClass("script_fault", APPLICATION, "the same failure came on node after node, at the same point",
                "find what the script does there: how it fills memory or disks, whom it kills"),

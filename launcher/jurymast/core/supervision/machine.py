@@ -418,7 +418,8 @@ class Supervision:
             case msg.Started():
                 return self.record(ev.WorkersStarted(t=now, node=node, **asdict(message)))
             case msg.Failed():
-                return self.record(ev.WorkerFailed(t=now, node=node, **asdict(message)))
+                effects = self.record(ev.WorkerFailed(t=now, node=node, **asdict(message)))
+                return effects + self._do(self._hangs.seen(now), now)
             case msg.Stacks():
                 fields = asdict(message) | {"flights": tuple(to_builtins(message.flights))}
                 return self.record(ev.StacksTaken(t=now, node=node, **fields))
