@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins import MixedPrecision
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanMetric
 
@@ -201,6 +202,13 @@ class Average(Callback):
         self.average = {k: v.clone() for k, v in checkpoint["average"].items()}
 
 
+class Stops(Callback):
+    """Asks for the end once, sooner than it may come."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step == 3
+
+
 class Data(LightningDataModule):
     def __init__(self) -> None:
         super().__init__()
@@ -235,8 +243,14 @@ def stream() -> Any:
     return StatefulDataLoader(Stream(), batch_size=2)
 
 
-def working() -> Any:
-    return StatefulDataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2, num_workers=1)
+def working(kind: Any = StatefulDataLoader, **more: Any) -> Any:
+    return kind(
+        TensorDataset(torch.arange(16.0).view(8, 2) / 16), batch_size=2, shuffle=True, num_workers=1, **more
+    )
+
+
+def scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
 
 
 def plain(**more: Any) -> Any:
@@ -262,6 +276,7 @@ class Case:
     model: Callable[[], Model] = Model
     callbacks: Callable[[], list[Callback]] = list
     options: dict[str, Any] = field(default_factory=dict)
+    plugins: Callable[[], list[Any]] = list
     data: bool = False
     points: tuple[int, ...] = tuple(range(1, EPOCHS * BATCHES + 1))
     tried: tuple[int, ...] = ()  # of these points; () for all
@@ -288,10 +303,16 @@ CASES = [
          options={"val_check_interval": 2}),
     Case("stops early", callbacks=lambda: [EarlyStopping("checked", patience=2, min_delta=9)],
          options={"val_check_interval": 2}, points=(1, 2, 3, 4, 5, 6)),
+    Case("stops as soon as it may", callbacks=lambda: [Stops()], options={"min_epochs": 2, "max_epochs": 3}),
+    Case("workers that stay", loader=lambda: working(DataLoader, persistent_workers=True), points=ENDS,
+         tried=(BATCHES,)),
+    Case("workers that stay, with a state", loader=lambda: working(persistent_workers=True), tried=(2,)),
     Case("validated every second epoch", options={"check_val_every_n_epoch": 2}),
     Case("accumulated", options={"accumulate_grad_batches": 3}, points=(1, 2, 3, 4)),
     Case("accumulated from an epoch on",
          callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2})], points=(1, 2, 3, 4, 5, 6)),
+    Case("mixed precision", plugins=lambda: [MixedPrecision("16-mixed", "cpu", scaler())],
+         tried=(2, BATCHES)),
     Case("manual", model=Manual, points=(1, 2, 3, 4)),
     Case("limited by steps", options={"max_steps": 7, "max_epochs": -1}, points=(1, 2, 3, 4, 5, 6, 7)),
     Case("steps of whole epochs", options={"max_steps": 8, "max_epochs": -1}),
@@ -326,7 +347,7 @@ def fit(case: Case, kept: Kept, out: Path, seed: int) -> dict[str, Any]:
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=kept_by_lightning,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(out),
-        callbacks=[*case.callbacks(), Checkpoints(directory=kept)], **options,
+        callbacks=[*case.callbacks(), Checkpoints(directory=kept)], plugins=case.plugins(), **options,
     )  # fmt: skip
     data = Data() if case.data else None
     if data is not None:
@@ -340,6 +361,7 @@ def fit(case: Case, kept: Kept, out: Path, seed: int) -> dict[str, Any]:
         "weights": dict(model.state_dict()),
         "optimizer": trainer.optimizers[0].state_dict(),
         "schedules": plateau,
+        "precision": trainer.precision_plugin.state_dict(),
         "callbacks": {
             c.state_key: without_paths(c.state_dict()) for c in trainer.callbacks if c.state_dict()
         },
