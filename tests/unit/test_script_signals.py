@@ -298,6 +298,9 @@ ENDS_STEP = [
     ("srun x | cat & wait_for_it; kill -USR2 $(cat pid); wait", "USR2", 0),
     ("(srun x & wait_for_it; kill -USR1 $!; wait $!; exit $?) & wait $!", "USR1", 3),
     ("f() { srun x & wait_for_it; kill -INT $!; wait $!; }; set -eu; f", "INT", 3),
+    ("srun x & wait_for_it; kill %1; wait $!", "TERM", 3),
+    ("trap 'kill $(jobs -p)' EXIT; srun x & wait_for_it; exit 4", "TERM", 4),
+    ("timeout 1h srun x & wait_for_it; kill $!; wait $!", "TERM", 3),
     # Not a shell that only runs srun: what ends it ends the step.
     ("(srun x; echo > after) & wait_for_it; kill -TERM $!; wait $!", "TERM", 143),
     ("{ srun x; echo > after; } & wait_for_it; kill -USR1 $!; wait $!", "TERM", 138),
