@@ -27,7 +27,7 @@ SAMPLE = [
     "steps-and-exec", "torchrun-with-setup",
 ]  # fmt: skip
 # Those that train nothing, or on each node by itself.
-WITHOUT_TRAINING = ["helper-and-signal", "steps-and-exec", "training-on-each-node"]
+WITHOUT_TRAINING = ["files-of-steps", "helper-and-signal", "steps-and-exec", "training-on-each-node"]
 # As many jobs as a test submits at once: Slurm runs two or three of them beside each other.
 TOGETHER = 6
 

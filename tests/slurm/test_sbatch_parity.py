@@ -208,3 +208,37 @@ def test_every_variable_of_a_plain_run_that_is_submitted_inside_a_job(
             kept = {n: v for n, v in side["environment"].items() if n.startswith(COMPARED)}
             side["environment"] = {n: v for n, v in kept.items() if n not in ASKED_FOR}
         assert compared(name, found, ours) == []
+
+
+SHOWS = """import os, sys
+told = ["PATH" in os.environ, "HOME" in os.environ, os.environ.get("FOO", "-"), os.environ.get("BAR", "-")]
+open(sys.argv[1], "w").write(" ".join(map(str, told)))
+"""
+# What a plain run is told to export, and what its ranks then have.
+EXPORTS = {
+    "none": (["--export=NONE"], {}, "True True - -"),
+    "list": (["--export=FOO=1 2,BAR"], {}, "True True 1 2 mine"),
+    "all": (["--export=ALL,FOO=3"], {}, "True True 3 mine"),
+    "variable": ([], {"SLURM_EXPORT_ENV": "NONE"}, "True True - mine"),
+}  # fmt: skip
+
+
+def test_ranks_of_a_plain_run_have_what_it_exports(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name
+    cluster.login(["mkdir", "-p", str(work)])
+    (work / "show.py").write_text(SHOWS)
+    users = {"PATH": f"{cluster.python.parent}:/usr/bin:/bin", "BAR": "mine"}
+    submit = ["jurymast", "submit", "--parsable", "--spares=0", "-N1", "--runs", str(work / "runs")]
+    jobs = [
+        cluster.login(
+            [*submit, *options, "--", "show.py", name],
+            cwd=work,
+            env={**users, **variables},
+            timeout_s=LIMIT_S,
+        ).stdout
+        for name, (options, variables, _) in EXPORTS.items()
+    ]
+    for job in jobs:
+        cluster.wait_job(int(job), "COMPLETED", deadline_s=LIMIT_S)
+    found = {name: (work / name).read_text() for name in EXPORTS}
+    assert found == {name: told for name, (_, _, told) in EXPORTS.items()}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +32,7 @@ from jurymast.core.supervision.batch import (
     StartSupervisor,
 )  # fmt: skip
 from support.stories import Story
+from support.waiting import wait_until
 
 DONE = Outcome("succeeded", 0)
 REQUEUED = Outcome("requeued", 0, exclude=("n2",), lost=("n2",))
@@ -154,3 +160,46 @@ def test_what_an_earlier_life_has_written_is_gone_before_this_one_begins(tmp_pat
     for listener in life._listeners:
         listener.close()
     assert not directory.outcome_file.exists()
+
+
+TAKES_SIGNALS = """
+import pathlib, signal, subprocess, sys
+from jurymast.cluster.allocation import Allocation
+from jurymast.cluster.batch import BatchProcess, LocalAgents
+from jurymast.rundir import RunDirectory
+directory = RunDirectory(sys.argv[1])
+allocation = Allocation("local-17", 1, ("local-1",), "local-1", 0.0)
+life = BatchProcess(directory, directory.own_plan(), allocation, LocalAgents(sys.argv[1], []))
+life._listen()
+life._supervisor = subprocess.Popen([sys.executable, "-c", sys.argv[2]])
+sys.exit(life._supervisor.wait())
+"""
+HEARS = """
+import pathlib, signal, sys
+def hear(number, _frame):
+    pathlib.Path("heard").write_text(signal.Signals(number).name)
+    sys.exit(0)
+for number in (signal.SIGTERM, signal.SIGUSR2): signal.signal(number, hear)
+pathlib.Path("ready").touch()
+while True: signal.pause()
+"""
+
+
+@pytest.mark.parametrize("name", ["HUP", "QUIT", "ALRM", "USR1", "USR2", "TERM", "INT"])
+def test_every_warning_that_a_job_can_ask_for_reaches_the_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """--signal=B:USR1@300 and the like, which would end the job."""
+    directory = Story().write(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", TAKES_SIGNALS, str(directory.root), HEARS]
+    with subprocess.Popen(command, start_new_session=True) as batch:
+        try:
+            wait_until("the supervisor", (tmp_path / "ready").exists)
+            batch.send_signal(getattr(signal, f"SIG{name}"))
+            assert batch.wait(60) == 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(batch.pid, signal.SIGKILL)
+    ends = name in ("TERM", "INT")
+    assert (tmp_path / "heard").read_text() == ("SIGTERM" if ends else "SIGUSR2")
