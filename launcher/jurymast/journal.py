@@ -36,9 +36,8 @@ from jurymast.rundir import RunDirectory, sync_directory
 VERSION = 7
 # A shared file system that hangs must not stop the recovery: decisions wait this long for the disk.
 FLUSH_LIMIT_S = 0.5
-# No later line would make the writer try again what did not fit on the disk at the end.
-LAST_TRIES_S = 2.0
-LAST_TRY_EVERY_S = 0.1
+# What did not fit on the disk is tried again so often, and at the end for so long.
+TRY_EVERY_S, LAST_TRIES_S = 0.1, 2.0
 # The beginning of an epoch is among its first lines.
 FIRST_LINES = 3
 # Lines that come within this time are written together, unless a caller waits for them: thousands of nodes
@@ -114,14 +113,22 @@ class JournalWriter:
         self._hurry = threading.Event()
         self.error: OSError | None = None
         self._unwritten = b""
+        self._added = self._taken = self._written = 0  # entries so far: of the caller, by the thread
         self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
         self._thread.start()
 
     def event(self, event: ev.Event) -> None:
+        self._added += 1
         self._items.put(event)
 
     def decision(self, t: float, instruction: Instruction) -> None:
+        self._added += 1
         self._items.put((t, instruction))
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether something that was appended is not on the disk yet."""
+        return self._written < self._added
 
     def flush(self, limit_s: float = FLUSH_LIMIT_S) -> bool:
         """Wait for the disk. True if everything appended so far is on disk, False if that took longer than
@@ -137,7 +144,7 @@ class JournalWriter:
         self._thread.join(timeout=5.0)
 
     def _write(self) -> None:
-        while (item := self._items.get()) is not None:
+        while (item := self._next()) is not None:
             self._hurry.wait(GATHER_S)
             self._hurry.clear()
             batch: list[_Item | threading.Event | None] = [item]
@@ -151,17 +158,26 @@ class JournalWriter:
                 break
         end = time.monotonic() + LAST_TRIES_S
         while self._unwritten and time.monotonic() < end:
-            time.sleep(LAST_TRY_EVERY_S)
+            time.sleep(TRY_EVERY_S)
             self._write_batch([])
         os.close(self._descriptor)
 
+    def _next(self) -> _Item | threading.Event | None:
+        """Wait for the next item, and try again meanwhile what could not be written."""
+        while True:
+            try:
+                return self._items.get(timeout=TRY_EVERY_S if self.error is not None else None)
+            except queue.Empty:
+                self._write_batch([])
+
     def _write_batch(self, items: list[_Item]) -> None:
+        self._taken += len(items)
         self._unwritten += b"".join(map(self._line, together(items)))
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._descriptor, self._unwritten) :]
             os.fsync(self._descriptor)
-            self.error = None
+            self.error, self._written = None, self._taken
         except OSError as error:  # a full disk: the run continues, and the lines are tried again later
             self.error = error
 

@@ -90,6 +90,14 @@ MENDED = {
         '{"at":3.28,"kind":"clock","node":2},{"at":10.22,"kind":"storage hangs","seconds":43.13},'
         '{"at":11.77,"kind":"power"}]}'
     ),
+    "a run of tasks ends while its storage is full": (
+        '{"seed":93007813,"active":4,"spares":0,"ranks":1,"cadence_steps":5,"room":8,"tasks":true,"faults":['
+        '{"at":13.82,"kind":"storage full","seconds":27.05},{"at":17.57,"kind":"agent"}]}'
+    ),
+    "a run of tasks ends while its storage fails, and then the supervisor dies": (
+        '{"seed":700056,"active":3,"spares":2,"ranks":2,"cadence_steps":5,"room":1,"tasks":true,"faults":['
+        '{"at":9.79,"kind":"stale handles","seconds":23.0},{"at":17.76,"kind":"supervisor"}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

@@ -154,6 +154,9 @@ def _first_code(state: RunState) -> Any:
     return recovery.finish(state, "failed", code, "a task failed")
 
 
+_tick = Departure.tick
+
+
 def _failed_beside_them(state: RunState, event: ev.WorkersStopped) -> bool:
     runs = state.alone and state.phase in (Phase.LAUNCHING, Phase.RUNNING) and event.attempt == state.attempt
     failures = state.findings.failures.values()
@@ -573,6 +576,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "13: agents do not tell the next supervisor how tasks ended": (
         _exactly_of_tasks(_taken_over_while_storage_hangs),
         [(Supervision, "_ended_before", _nothing)],
+    ),
+    "13: agents leave before the journal is written": (
+        _exactly_of_tasks(_taken_over_while_storage_hangs),
+        [(Departure, "tick", lambda self, now, unwritten: _tick(self, now, unwritten=False))],
     ),
     "7: tasks that were stopped have ended with those that failed beside them": (
         of_tasks("half told"),

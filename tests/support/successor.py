@@ -40,14 +40,16 @@ class Successor:
         self.machine.check()
         return effects
 
-    def waits(self, seconds: float, beating: Sequence[str] | None = None) -> list[Effect]:
-        """Heartbeats come from all that have joined, or from these only."""
+    def waits(
+        self, seconds: float, beating: Sequence[str] | None = None, *, unwritten: bool = False
+    ) -> list[Effect]:
+        """Heartbeats come from all that have joined, or from these only. `unwritten`: the journal is."""
         effects: list[Effect] = []
         for _ in range(round(seconds / WATCH_INTERVAL_S)):
             self.story.t += WATCH_INTERVAL_S
             for node in self.nodes if beating is None else beating:
                 effects += self.hears(node, msg.Beat(1, []))
-            effects += self.machine.tick(self.story.t)
+            effects += self.machine.tick(self.story.t, unwritten=unwritten)
         return effects
 
     def fenced(self, attempt: int) -> dict[str, msg.Launch]:

@@ -88,6 +88,31 @@ def test_a_node_that_is_lost_while_slurm_ends_the_job_is_not_waited_for() -> Non
     assert not story.state.incidents
 
 
+def test_agents_do_not_leave_before_the_journal_is_written() -> None:
+    """What it lacks, only they could tell another supervisor. But they are not kept for ever."""
+    story = Story(active=2, spares=0).running()
+    one, other = story.state.placement
+    after = Successor(story)
+    for node in (one, other):
+        after.joins(node, ranks="running", attempt=1)
+        effects = after.hears(node, msg.Finished(attempt=1))
+    assert story.state.phase is Phase.SUCCEEDED
+    assert not sent_home([*effects, *after.waits(2 * TELL_EVERY_S, unwritten=True)])
+    assert "the journal is not on shared storage" in " ".join(text for _, text in story.state.notes)
+    assert sent_home(after.waits(0.1))
+
+
+def test_a_journal_that_cannot_be_written_is_not_waited_for_until_slurm_kills_the_job() -> None:
+    story = Story(active=2, spares=0).running()
+    after = Successor(story)
+    for node in story.state.placement:
+        after.joins(node, ranks="running", attempt=1)
+    (asks,) = [one for one in after.machine.terminated(story.t) if isinstance(one, WhyEnding)]
+    after.machine.why_ending(asks, "preempted", "", story.t, 60.0)
+    assert not sent_home(after.waits(60.0 - RESERVE_S - 1.0, unwritten=True))
+    assert sent_home(after.waits(2.0, unwritten=True))
+
+
 def preempted_with_grace() -> tuple[Successor, str, str]:
     """Slurm leaves the job a minute, and nothing was saved: all nodes are told to leave, but for one that has
     been away for so long that it would be lost at any other time."""

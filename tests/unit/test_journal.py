@@ -148,7 +148,7 @@ def test_damaged_lines_and_unknown_events_are_passed_over(
 
 # The file may grow to 4000 bytes, as on a disk that is full then. SIGXFSZ is ignored by Python.
 FULL_DISK = """
-import json, resource, sys
+import json, resource, sys, time
 from pathlib import Path
 from jurymast.core.state import events as ev
 from jurymast.report.liveness import JournalTail
@@ -162,19 +162,25 @@ def write(*numbers):
         flushed.append(writer.flush())
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limit[1]))
 write(1, 2, 3, 4, 5)
+unwritten = [writer.unwritten]
 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+end = time.monotonic() + 20.0
+while writer.unwritten and time.monotonic() < end:
+    time.sleep(0.01)
+unwritten.append(writer.unwritten)
 write(6, 7)
-print(json.dumps({"flushed": flushed, "error": str(writer.error)}))
+print(json.dumps({"flushed": flushed, "error": str(writer.error), "unwritten": unwritten}))
 writer.close()
 """
 
 
 def fill_the_disk(directory: RunDirectory) -> list[bool]:
-    """What each flush returned: three entries fit, two do not, then there is space again for two."""
+    """What each flush returned: three entries fit, two do not, then there is space again, for two more."""
     command = [sys.executable, "-c", FULL_DISK, str(directory.journal)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     told = json.loads(done.stdout)
     assert told["error"] == "None"
+    assert told["unwritten"] == [True, False], "what does not fit is tried again, also if nothing follows"
     flushed: list[bool] = told["flushed"]
     return flushed
 

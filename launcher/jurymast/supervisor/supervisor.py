@@ -370,7 +370,9 @@ class Supervisor:
             # Other tasks get at least as much time as a tick takes.
             await asyncio.sleep(max(self._machine.interval_s - took_s, took_s))
             began = self.now()
-            self._do(self._machine.tick(began, storage_waits_s=self._hold.waits_s))
+            self._make_room()
+            waits_s, unwritten = self._hold.waits_s, self._journal.unwritten
+            self._do(self._machine.tick(began, storage_waits_s=waits_s, unwritten=unwritten))
             took_s = self.now() - began
 
     def _signalled(self, event: Callable[[float], list[do.Effect]]) -> None:
@@ -419,6 +421,12 @@ class Supervisor:
             self._write_last_words()
         if self._failure is not None:
             raise self._failure
+
+    def _make_room(self) -> None:
+        """Let the journal's end be written into the space reserved for it, if the disk is full: agents leave
+        once it is written."""
+        if self._journal.error is not None and self._machine.departure.for_good:
+            self._directory.give_reserve_up()
 
     def _write_last_words(self) -> None:
         """Write the journal's end and the outcome; on a full disk, into the space reserved for them."""

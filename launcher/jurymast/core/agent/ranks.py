@@ -222,9 +222,7 @@ class Ranks:
                 return [do.Send(message), self.beat()]
             case msg.Finished():
                 effects: list[Effect] = [self.beat(), *self._tell(message)]
-                if not (
-                    message.ranks or self._ending
-                ):  # otherwise the one who stops them still waits for the host
+                if not (message.ranks or self._ending):  # who stops them still waits for the host
                     self._gone()
                     self._finished = True
                 return effects

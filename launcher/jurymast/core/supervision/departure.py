@@ -1,5 +1,5 @@
 """How a supervisor leaves: the newest checkpoint is written to storage, the agents leave, then the process
-ends.
+ends. Nor do agents leave before the journal is written: what it lacks only they can tell.
 
 The run itself may want that (it is over, or is to be requeued), or Slurm does (a SIGTERM, and what it
 answers when asked why). A departure for Slurm alone is revoked if the job goes on: until Slurm has said why
@@ -113,7 +113,7 @@ class Departure:
     def on_run_decision(self, now: float) -> list[Effect]:
         """The run has decided to leave. It may have been said before."""
         self._begin(now)
-        return self.tick(now)
+        return self.tick(now, unwritten=True)
 
     def on_sigterm(self, now: float) -> list[Effect]:
         """Slurm seems to end the job, or does so for the second time, as at the end of a preempted job's
@@ -123,7 +123,7 @@ class Departure:
             self._order = SlurmsOrder(kill_at, _reserve_s(KILL_WAIT_S))
         self._hurry(self._order, kill_at, now)
         self._begin(now)
-        return self.tick(now)
+        return self.tick(now, unwritten=True)
 
     def on_explained(self, why: str, kill_in_s: float | None, now: float) -> list[Effect]:
         """Slurm has said why it ends the job, and when it kills it, if it is asked that (None: unknown)."""
@@ -132,7 +132,7 @@ class Departure:
         if kill_in_s is not None and not self.leaving:
             order.kill_at, order.reserve_s = now + kill_in_s, _reserve_s(kill_in_s)
         self._begin(now)
-        return self.tick(now)
+        return self.tick(now, unwritten=True)
 
     def on_revoked(self) -> None:
         """The job goes on. A run that wants to leave by itself still does, at its own pace. One that has left
@@ -171,27 +171,34 @@ class Departure:
         self._grace_until = until
         self._leave_until = min(self._leave_until, until + _leave_s(self._order, until))
 
-    def tick(self, now: float) -> list[Effect]:
-        """Do what is due. To be called often."""
+    def tick(self, now: float, *, unwritten: bool) -> list[Effect]:
+        """Do what is due. To be called often. `unwritten`: some lines of the journal are not on the disk
+        yet, as that of a decision made now."""
         match self._stage:
             case Stage.SECURES:
-                return self._secure(now)
+                return self._secure(now, unwritten)
             case Stage.LEAVES if not self._waits_for(now) or now >= self._leave_until:
                 self._stage = Stage.CHECKS
                 return [AskSuperseded()]
             case _:
                 return []
 
-    def _secure(self, now: float) -> list[Effect]:
-        for_good = self._own or not self.unexplained
+    @property
+    def for_good(self) -> bool:
+        """Whether the nodes are about to be left, and nothing revokes that."""
+        return self.begun and (self._own or not self.unexplained)
+
+    def _secure(self, now: float, unwritten: bool) -> list[Effect]:
+        for_good = self.for_good
         effects = self._checkpoints.secure(now, for_good=for_good)
         # While Slurm ends the job no node counts as lost: those that would are not waited for.
         more = {*may_know_more(self._watch, self._checkpoints)}.difference(self._watch.silent(now))
         if not for_good:
             return effects
-        if not self._checkpoints.securing.secured or more:
+        if not self._checkpoints.securing.secured or more or unwritten:
             if not self._gives_up(now):
-                return [*effects, *self._tell(now)]
+                missing = "what missing nodes hold in memory" if more else "the journal"
+                return [*effects, *self._tell(missing, now)]
             if lost := self._checkpoints.unsaved():
                 by = f": {self.given_up_by} ended the wait for it" if self.given_up_by else ""
                 effects.append(Record(ev.Noted(t=now, message=f"{lost} was lost with the nodes{by}")))
@@ -229,12 +236,12 @@ class Departure:
             return now >= self._order.kill_at - self._order.reserve_s
         return now > max(self._since, self._checkpoints.moved_at) + self._still_limit_s
 
-    def _tell(self, now: float) -> list[Effect]:
+    def _tell(self, missing: str, now: float) -> list[Effect]:
         if now < self._tell_at:
             return []
         self._tell_at = now + TELL_EVERY_S
         shared = self._state.saved.get(im.SHARED)
-        what = self._checkpoints.unsaved() or "what missing nodes hold in memory"
+        what = self._checkpoints.unsaved() or missing
         why = f" ({shared.error})" if shared is not None and shared.error else ""
         if self._order is not None and self._order.kill_at < math.inf:
             until = f"for up to {self._order.kill_at - self._order.reserve_s - now:.0f} s more"

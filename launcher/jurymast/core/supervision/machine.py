@@ -272,8 +272,9 @@ class Supervision:
         """Seconds until the next tick."""
         return self.watch.interval_s if self.steady else min(WATCH_INTERVAL_S, self.watch.interval_s)
 
-    def tick(self, now: float, *, storage_waits_s: float = 0.0) -> list[Effect]:
-        """Do what is due. `storage_waits_s`: for how long the run directory has not answered."""
+    def tick(self, now: float, *, storage_waits_s: float = 0.0, unwritten: bool = False) -> list[Effect]:
+        """Do what is due. `storage_waits_s`: for how long the run directory has not answered; `unwritten`:
+        some lines of the journal are not on the disk yet."""
         out = self._do(self.watch.storage_waits(storage_waits_s, now), now)
         ran = self.state.phase is Phase.RUNNING
         out += self._do(self.watch.tick(now), now)
@@ -281,7 +282,7 @@ class Supervision:
             return out  # thousands are to be told: all else waits for the next tick
         if self.departure.begun:  # others may have what they do not write any more
             out += self._do(self.checkpoints.without(self.watch.silent(now), now), now)
-        out += self._do(self.departure.tick(now), now)
+        out += self._do(self.departure.tick(now, unwritten=unwritten), now)
         if now >= self._ask_at:
             out += self._ask()
         if self.departure.spared(now):

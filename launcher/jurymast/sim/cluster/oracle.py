@@ -254,6 +254,7 @@ class Oracle:
     def sends_home(self, supervisor: SimSupervisor) -> None:
         if supervisor is self.supervisor:
             self._goes(supervisor, "the nodes go")
+            self.tasks.sends_home(supervisor)
 
     def _goes(self, supervisor: SimSupervisor, how: str) -> None:
         if supervisor.machine.departure.given_up_by:

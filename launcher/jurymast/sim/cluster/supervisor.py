@@ -16,7 +16,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase, RunState
 from jurymast.core.supervision.machine import Supervision
-from jurymast.journal import FLUSH_LIMIT_S
+from jurymast.journal import FLUSH_LIMIT_S, TRY_EVERY_S
 from jurymast.sim.cluster.world import Item, SimConnection, Steps
 from jurymast.wire.endpoint import PULSE_INTERVAL_S
 
@@ -39,6 +39,10 @@ class SimJournal:
         self.error: OSError | None = None
         self._waits = 0
         self._flushed: Callable[[], None] | None = None
+
+    @property
+    def unwritten(self) -> bool:
+        return bool(self._unwritten)
 
     def add(self, items: Sequence[Item]) -> None:
         self._unwritten += items
@@ -65,21 +69,27 @@ class SimJournal:
     def _write(self) -> Steps[None]:
         supervisor, world = self._supervisor, self._supervisor.world
         yield world.now + GATHER_S
-        while True:
+        while self._unwritten:
             batch = list(self._unwritten)
-            write = partial(self._items.extend, batch)
-            self.error = yield from supervisor.cluster.storage.work(supervisor.site.name, write, writes=True)
+            write, storage = partial(self._items.extend, batch), supervisor.cluster.storage
+            has_room = supervisor.machine.departure.for_good  # some is reserved for the end
+            self.error = yield from storage.work(supervisor.site.name, write, writes=not has_room)
+            if self.error is None:
+                del self._unwritten[: len(batch)]
+            if self.error is not None or not self._unwritten:
+                self._tried()
             if self.error is not None:
-                break
-            del self._unwritten[: len(batch)]
-            if not self._unwritten:
-                break
+                yield world.now + TRY_EVERY_S
         self._writing = False
+
+    def _tried(self) -> None:
+        """Nobody waits for the disk any longer."""
         if self._flushed is not None:
             self._waits += 1
             then, self._flushed = self._flushed, None
-            supervisor.unblock()
-            world.at(world.now, supervisor.process, then, first=True)
+            self._supervisor.unblock()
+            world = self._supervisor.world
+            world.at(world.now, self._supervisor.process, then, first=True)
 
 
 class SimSupervisor:
@@ -306,7 +316,7 @@ class SimSupervisor:
 
     def _tick(self) -> None:
         waits_s = 0.0 if self._asked_at is None else self.world.now - self._asked_at
-        self._do(self.machine.tick(self.now, storage_waits_s=waits_s))
+        self._do(self.machine.tick(self.now, storage_waits_s=waits_s, unwritten=self._journal.unwritten))
         self.world.after(self.machine.interval_s, self.process, self._tick)
 
     def _fence(self, attempt: int) -> Steps[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Instruction, Launch
 
 if TYPE_CHECKING:
@@ -64,12 +65,34 @@ class TaskRules:
     def _launches(self, supervisor: SimSupervisor, launch: Launch) -> None:
         self._left_out[launch.attempt] = launch.ended
         written = self._cluster.world.now - WRITTEN_S
+        by_agents = self._told_by_agents(supervisor)
         for rank, (since, epoch) in self._done.items():
-            kept = epoch == supervisor.epoch or (since < written and self._oracle.storage_fine(WRITTEN_S))
-            if kept and rank not in launch.ended:
+            read = since < written and self._oracle.storage_fine(WRITTEN_S) and self._is_written(rank)
+            known = epoch == supervisor.epoch or rank in by_agents or read
+            if known and rank not in launch.ended:
                 self._oracle.fail(
                     ONCE, f"task {rank} has ended, and attempt {launch.attempt} starts it again"
                 )
+
+    def _told_by_agents(self, supervisor: SimSupervisor) -> set[int]:
+        """The tasks that are done as agents know from which this supervisor has heard."""
+        sites = self._cluster.sites.values()
+        agents = [site.agent for site in sites if site.agent is not None and supervisor.connected(site.name)]
+        said = [one for agent in agents for one in agent.machine.ranks.ended.values()]
+        return {rank for one in said if isinstance(one, msg.Finished) for rank in one.ranks}
+
+    def _is_written(self, rank: int) -> bool:
+        items = (item for items in self._cluster.disk.journal.values() for item in items)
+        return any(isinstance(item, ev.RanksEnded) and rank in item.ranks for item in items)
+
+    def sends_home(self, supervisor: SimSupervisor) -> None:
+        """Agents are sent home. What the journal lacks would be known to nobody; unless somebody is about to
+        kill them, there is time to write it."""
+        hurried = self._cluster.ending or supervisor.machine.departure.given_up_by
+        known = {*supervisor.state.done, *self._told_by_agents(supervisor)}
+        lost = [rank for rank in sorted(known) if not self._is_written(rank)]
+        if lost and not hurried:
+            self._oracle.fail(ONCE, f"the nodes go, and the journal lacks that tasks {lost} have ended")
 
     @property
     def going_on(self) -> bool:
