@@ -64,6 +64,12 @@ class _Resuming(Trainer):
         self._jurymast_loader = super().get_train_dataloader()
         return self._jurymast_loader
 
+    def get_eval_dataloader(self, *arguments: Any, **named: Any) -> Any:
+        loader = super().get_eval_dataloader(*arguments, **named)
+        if self._jurymast_progress.evaluated:
+            _begin_without_draw(loader)
+        return loader
+
     def _init_training_state(
         self, max_steps: int, steps_an_epoch: int, epochs: int, folder: str, trial: Any
     ) -> tuple[int, int]:
@@ -86,6 +92,7 @@ class _Resuming(Trainer):
         self._jurymast_steps_an_epoch, self._jurymast_seen = steps_an_epoch, -1
         if restored:
             self._jurymast_progress.apply()
+            _begin_without_draw(self._jurymast_loader)
             self.state.init_training_references(self, max_steps, epochs, trial)
         self.add_callback(_Restoring(self))
         if self._jurymast_progress.is_over:
@@ -125,6 +132,24 @@ class _Resuming(Trainer):
         return super()._finalize_training(*arguments)
 
 
+def _begin_without_draw(loader: Any) -> None:
+    """Have a loader that keeps its workers between epochs draw no number for them at its first iteration: it
+    did that long ago, in the process whose state was restored. What the workers draw, they draw anew."""
+    loader = getattr(loader, "base_dataloader", loader)
+    if not getattr(loader, "persistent_workers", False) or loader._iterator is not None:
+        return
+    begin = loader._get_iterator
+
+    def begins() -> Any:
+        given, loader.generator = loader.generator, torch.Generator()
+        try:
+            return begin()
+        finally:
+            loader.generator = given
+
+    loader._get_iterator = begins
+
+
 class _Progress:
     """The Trainer's own state, the same on all ranks: its progress, its log, its best metric, and the state
     of its callbacks and of its control."""
@@ -136,12 +161,15 @@ class _Progress:
         # Which epoch this is, and the step at which it began. It may go on, or its end is done too.
         self._epoch, self._began, self.epoch_over = -1, 0, False
         self._goes_on = False
+        self.evaluated = False  # before the restore, with loaders that are kept
 
     def state_dict(self) -> dict[str, Any]:
         if self._held is not None:
             return dict(self._held)
         states = [[type(one).__name__, one.state()] for one in self._exportable()]
+        evaluated = self.evaluated or bool(getattr(self._trainer, "_eval_dataloaders", None))
         epoch = {"epoch": self._epoch, "began": self._began, "epoch over": self.epoch_over}
+        epoch["evaluated"] = evaluated
         return {"state": asdict(self._trainer.state), "callbacks": states, **epoch}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -166,6 +194,7 @@ class _Progress:
         self._epoch, self._began = self._held.get("epoch", 0), self._held.get("began", 0)
         self.epoch_over = self._held.get("epoch over", False)
         self._goes_on = not self.epoch_over
+        self.evaluated = self._held.get("evaluated", False)
         self._held = None
 
     def place(self) -> tuple[int, int]:

@@ -27,6 +27,8 @@ STYLES = [
     ("epochs", "adamw", True),
     ("weights", "adamw", False),
     ("told", "sgd", True),
+    ("seldom", "sgd", True),
+    ("epoch", "sgd", False),
     ("older", "adamw", True),
     ("restores", "adamw", True),
     ("restores", "sgd", True),

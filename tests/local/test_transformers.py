@@ -80,6 +80,7 @@ class Case:
     patience: int = 0
     points: tuple[int, ...] = tuple(range(1, EPOCHS * BATCHES + 1))
     data: Callable[[], Any] = Points
+    tried: tuple[int, ...] = ()  # of these points; () for all
 
 
 PLATEAU = {
@@ -101,6 +102,9 @@ CASES = [
     Case("no length", {"max_steps": 7, "eval_strategy": "epoch"}, points=(1, 2, 3, 4, 5, 6, 7), data=Stream),
     Case("no length, accumulated", {"max_steps": 4, "gradient_accumulation_steps": 3}, points=(1, 2, 3, 4),
          data=Stream),
+    Case("workers", {"dataloader_num_workers": 1}, tried=(2, BATCHES)),
+    Case("workers that stay", {"dataloader_num_workers": 1, "dataloader_persistent_workers": True,
+                               "eval_strategy": "steps", "eval_steps": 3}, tried=(2, 3, BATCHES)),
     Case("rate by step", {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
 ]  # fmt: skip
 
@@ -146,7 +150,7 @@ def test_a_training_goes_on_from_each_restore_point(case: Case, tmp_path: Path) 
     kept = Kept()
     expected = train(case, kept, tmp_path, 1)
     assert tuple(kept.states) == case.points
-    for step in case.points:
+    for step in case.tried or case.points:
         found = train(case, kept.at(step), tmp_path, 100 + step)
         wrong = list(differences(expected, found))
         assert not wrong, f"restored at step {step}"

@@ -9,6 +9,8 @@ after the Nth of them.
     tensors    weights and the step in a file of safetensors, which Python does not open
     weights    saves weights and the step, so the optimizer begins anew
     told       as own, and calls jurymast.step
+    seldom     as own, and calls jurymast.step after each tenth step only
+    epoch      as own, and calls jurymast.step with the number of epochs, of ten steps
     older      goes on from the last checkpoint but one, on purpose
     restores   a Checkpointer, of which only restore and save are called
     steps      a Checkpointer, with work between the optimizer's step and the Checkpointer's
@@ -134,8 +136,10 @@ def main() -> None:
             if rank == 0:
                 own.save(step)
             dist.barrier()
-        if args.style == "told":
+        if args.style == "told" or (args.style == "seldom" and step % 10 == 0):
             jurymast.step(step)
+        if args.style == "epoch" and step % 10 == 0:
+            jurymast.step(step // 10)
         if args.die[attempt - 1 : attempt] == [step]:
             dist.barrier()  # every rank has done this step
             time.sleep(args.step_time)

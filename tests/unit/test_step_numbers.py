@@ -262,6 +262,40 @@ def test_steps_are_numbered_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         jurymast.step(1.5)  # type: ignore[arg-type]
 
 
+def numbers_told(monkeypatch: pytest.MonkeyPatch, given: dict[int, int], steps: int) -> list[int]:
+    """The step that a rank tells of after each of its optimizer's `steps`. `given`: what the script says
+    after some of them."""
+    page = memoryview(bytearray(4096)).cast("B")
+    this = Link(page, "", 0)
+    monkeypatch.setattr(link, "_current", this)
+    told = []
+    for done in range(1, steps + 1):
+        this.optimizer_stepped()
+        if done in given:
+            jurymast.step(given[done])
+        told.append(read_slot(page, 0).step)
+    return told
+
+
+def test_numbers_that_a_script_gives_seldom_are_completed_by_its_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the steps since the last one would seem not to be done, and cost nothing at a failure."""
+    each_fifth = {5: 35, 10: 40, 15: 45}
+    assert numbers_told(monkeypatch, each_fifth, 17) == [1, 2, 3, 4, *range(35, 48)]
+    two_at_once = {2: 31, 4: 32, 6: 33}  # of a number
+    assert numbers_told(monkeypatch, two_at_once, 7) == [1, 31, 31, 32, 32, 33, 33]
+
+
+def test_the_number_of_an_epoch_is_none_of_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert numbers_told(monkeypatch, {3: 1, 6: 2, 9: 3}, 9) == [*range(1, 10)]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("jurymast.step(1) is not used: the optimizer has done 3 steps by now")
+
+
 # ---- what commands say of it
 
 

@@ -288,6 +288,10 @@ class Link:
         self._events = events
         self._offset = local_rank * SLOT_BYTES
         self._step = 0
+        # The number that the script gave last, the optimizer's steps since, and how many of them it did for
+        # as many numbers between the last two: they number the steps of a script that says only each tenth.
+        self._number, self._since, self._every = 0, 0, 0
+        self._refused = False
         self._beats = 0
         self._pid = os.getpid()
         self._phase = STARTING
@@ -341,22 +345,45 @@ class Link:
 
     def optimizer_stepped(self) -> None:
         """Count an optimizer step of this process as a heartbeat, unless the script numbers its steps."""
-        if self._phase <= STEPPING and not self.numbering & EXPLICIT:
+        if self._phase > STEPPING:
+            return
+        self._since += 1
+        if not self.numbering & EXPLICIT:
             self.beat(self._step + 1)
+        elif self._since < self._every:
+            self.beat(self._number + self._since)
 
     def began(self, began: within.BeganAt) -> None:
         """Report where this attempt begins, unless its steps have numbers already."""
         if not self.numbering:
             self.emit(began)
 
+    def is_count(self, step: int) -> bool:
+        """Whether so many steps may be done in all: not fewer than the optimizer has done in this process."""
+        if self.numbering & EXPLICIT or step >= self._step:
+            return True
+        if not self._refused and os.environ.get("RANK") == "0":
+            import logging  # rarely needed, and scripts set it up themselves
+
+            logging.getLogger("jurymast").warning(
+                "jurymast.step(%d) is not used: the optimizer has done %d steps by now, and the number of "
+                "all steps is wanted, not that of epochs",
+                step, self._step,
+            )  # fmt: skip
+        self._refused = True
+        return False
+
     def number_given(self, step: int) -> None:
         """The script says that `step` steps are done: from now on its numbers count, not those of its
         optimizer."""
         if self.numbering & EXPLICIT:
-            return
-        if os.environ.get("RANK") == "0":
-            self.began(within.BeganAt(step=max(0, step - max(1, self._step)), given=True))
+            self._every = self._since if step - self._number == self._since else 0
+        else:
+            self._every = self._step if self._step and step % self._step == 0 else 0
+            if os.environ.get("RANK") == "0":
+                self.began(within.BeganAt(step=max(0, step - max(1, self._step)), given=True))
         self.numbering |= EXPLICIT
+        self._number, self._since = step, 0
 
     def lost(self, step: int, loss: float) -> None:
         """Report the first loss that is not finite."""
@@ -453,16 +480,17 @@ def current() -> Link:
 def step(done: int, loss: float | None = None) -> None:
     """Report that `done` steps are done since the beginning of the training, not of the attempt.
 
-    For scripts that save by themselves, after each step and on every rank: reports can then tell new steps
-    from those that were done again after a failure. Scripts with a `Checkpointer` call its method `step`
-    instead. Costs about a microsecond, and does nothing outside of a run. Raises TypeError if `done` is not a
-    whole number.
+    For scripts that save by themselves, after each step, or each tenth, and on every rank: reports can then
+    tell new steps from those that were done again after a failure. Scripts with a `Checkpointer` call its
+    method `step` instead. Costs about a microsecond, and does nothing outside of a run. Raises TypeError if
+    `done` is not a whole number.
 
     `loss`: the newest loss; people are warned of the first that is not finite. A tensor on a GPU
     is waited for."""
     number = index(done)
     link = current()
-    link.number_given(number)
-    link.beat(number)
+    if link.is_count(number):
+        link.number_given(number)
+        link.beat(number)
     if loss is not None:
         link.lost(number, float(loss))
