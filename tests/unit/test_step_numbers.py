@@ -105,6 +105,15 @@ def test_what_the_optimizer_counts_is_where_the_script_resumed() -> None:
     assert story.state.best_step == 60
 
 
+def test_a_run_that_goes_on_from_another_run_s_checkpoint_begins_there_again() -> None:
+    """Submitted again, say: what it read was there before it was submitted."""
+    story = attempt(Story(spares=0).allocated(), 11, "counted", base=40)
+    attempt(failed(story), 20, base=40).finished()
+    assert story.state.base == 40
+    ledger = ledger_of(story)
+    assert (ledger.steps.done, ledger.steps.again, ledger.steps.maybe_again) == (31, 11, 0)
+
+
 def test_a_number_that_the_script_gives_later_settles_what_was_unknown() -> None:
     story = attempt(Story(spares=0).allocated(), 51)
     attempt(failed(story), 10, "unknown")
