@@ -20,7 +20,7 @@ from jurymast.interpreter import run_module
 from jurymast.journal import JournalWriter, first_events
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import recognise, shims
-from jurymast.script.job import interpreter
+from jurymast.script.job import interpreter, warn_if_none_reached
 from jurymast.script.output import Output, relayed
 from jurymast.script.recognise import (
     in_container,
@@ -32,13 +32,7 @@ from jurymast.script.recognise import (
     tasks_a_node,
 )
 from jurymast.script.srun import parse
-from jurymast.script.step import (
-    REACHED,
-    container_command,
-    node_command,
-    warn_if_none_reached,
-    warn_if_unreached,
-)
+from jurymast.script.step import REACHED, container_command, node_command, warn_if_unreached
 from jurymast.script.trainings import Training, Trainings
 from jurymast.worker.elastic import as_a_task
 
@@ -655,13 +649,15 @@ def test_a_launcher_that_does_not_find_us_is_said(tmp_path: Path, capsys: pytest
     (tmp_path / REACHED).touch()
     warn_if_unreached(tmp_path, ["torchrun", "--nnodes=1", "train.py"])
     assert capsys.readouterr().err == ""
-    script = tmp_path / "script"
-    script.write_text("#!/bin/bash\nunset PYTHONPATH\npython -m torch.distributed.run train.py\n")
     for reached in ("", "trainings", "steps"):
         job = RunDirectory(tmp_path / f"run-{reached}")
         (job.submission / reached).mkdir(parents=True)
-        warn_if_none_reached(job, script)
-        assert ("no launcher in this script found" in capsys.readouterr().err) is (not reached)
+        warn_if_none_reached(job, b"unset PYTHONPATH\npython -m torch.distributed.run train.py\n", 2)
+        told = capsys.readouterr().err
+        assert ("no launcher in this script found" in told and "line 2" in told) is (not reached)
+    job = RunDirectory(tmp_path / "another")
+    warn_if_none_reached(job, b"cat <<END > b.sh\ntorchrun a.py\nEND\naccelerate launch --cpu a.py\n", 2)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_step_whose_script_is_gone_waits_for_nothing() -> None:

@@ -25,7 +25,8 @@ from jurymast.core.judges.slurm_variables import of_active_nodes
 from jurymast.core.state.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import PASSED_ON, WARNING, hold, release, shims
-from jurymast.script.step import PROCESS_NAME, true_variables_file, warn_if_none_reached
+from jurymast.script.notes import say
+from jurymast.script.step import PROCESS_NAME, REACHES, UNREACHED, true_variables_file
 from jurymast.script.trainings import beside
 
 # sbatch's own warning of the time limit, unless the job asks for another signal.
@@ -52,8 +53,18 @@ def run(run_directory: str, arguments: list[str]) -> int:
         goes_on=lambda: why_ending(allocation).why == STILL_RUNNING,
     )  # fmt: skip
     if code == 0:  # else it may not have come to its launcher
-        warn_if_none_reached(directory, script)
+        warn_if_none_reached(directory, foreign.read_own(script, foreign.SCRIPT_BYTES_MAX), plan.active)
     return code
+
+
+def warn_if_none_reached(job: RunDirectory, text: bytes, active: int) -> None:
+    """Say so if no launcher in a `job`'s script has found jurymast. Its steps have said it for themselves."""
+    from jurymast.script.foreseen import launchers
+
+    if (job.submission / "steps").exists() or shims.trainings(job).exists():
+        return
+    if lines := launchers(os.fsdecode(text), active):
+        say(f"no launcher in this script {UNREACHED}: line {', '.join(map(str, lines))} ({REACHES})")
 
 
 def _users_path(name: str) -> str:

@@ -511,13 +511,6 @@ def warn_if_unreached(folder: Path, command: Sequence[str]) -> None:
         say(f"no launcher in this step {UNREACHED}, and ran on all nodes of the job ({REACHES})")
 
 
-def warn_if_none_reached(job: RunDirectory, script: Path) -> None:
-    """The same for a `job`'s script that has ended. Its steps have said it for themselves."""
-    reached = (job.submission / "steps").exists() or shims.trainings(job).exists()
-    if not reached and starts_launcher([str(script)], read_shell_script, os.environ):
-        say(f"no launcher in this script {UNREACHED} ({REACHES})")
-
-
 def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | None:
     """The training that a launcher requests; None if the command has ended without a further request."""
     while True:
