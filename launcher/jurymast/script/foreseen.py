@@ -47,10 +47,6 @@ HIDDEN = re.compile(
     rf"|\b(?:{_ANEW}|{_TAKEN})[^;|&\n]*(?:{recognise.LAUNCHER.pattern})"
 )
 ISOLATED = re.compile(r"\bpython[\d.]*\s+(-\w+\s+)*-[a-zA-Z]*[EIS]")
-SET_ANEW = (
-    "PYTHONPATH is set anew or taken away, so the launcher does not find jurymast: extend it, or use torchrun"
-)
-LEFT_OUT = "python's -E, -I or -S hides jurymast from the launcher: leave it out, or use torchrun"
 BY_PATH = re.compile(r"(?<![\w/.-])torchrun\b")
 SIZES = ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node")
 
@@ -82,12 +78,6 @@ def foreseen(text: str, told: CommandLine, active: int, train: str = "") -> list
         if fate is not None:
             found.append(Foreseen(command.line, command.text, *fate))
     return found
-
-
-def launchers(text: str, active: int) -> list[int]:
-    """Return the lines of a script whose launchers find jurymast, or would if nothing hid it from them."""
-    lines = foreseen(text, CommandLine(), active)
-    return [one.line for one in lines if one.protected or one.why in (SET_ANEW, LEFT_OUT)]
 
 
 def _of_slurm(told: CommandLine, active: int) -> dict[str, str]:
@@ -150,9 +140,12 @@ def _out_of_reach(words: Sequence[str], variables: Mapping[str, str]) -> str:
         if not recognise.LAUNCHER.search(BY_PATH.sub("", text)):
             continue
         if anew or HIDDEN.search(text):
-            return SET_ANEW
+            return (
+                "PYTHONPATH is set anew or taken away, so the launcher does not find jurymast: extend it, "
+                "or use torchrun"
+            )
         if ISOLATED.search(text):
-            return LEFT_OUT
+            return "python's -E, -I or -S hides jurymast from the launcher: leave it out, or use torchrun"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,12 +27,16 @@ from jurymast.core.state.texts import compressed
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import PASSED_ON, WARNING, hold, release, shims
 from jurymast.script.notes import say
+from jurymast.script.recognise import COMMENT, read_shell_script
 from jurymast.script.step import PROCESS_NAME, REACHES, UNREACHED, true_variables_file
 from jurymast.script.trainings import beside
 
 # sbatch's own warning of the time limit, unless the job asks for another signal.
 SLURMS_WARNING = signal.SIGUSR2
 TRAPS_S = 1.0
+# torch's own launchers, and what stands in a script without being run by it.
+TORCHS = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b")
+HERE_DOCUMENT = re.compile(r"<<-?[ \t]*\\?[\"']?(\w+).*?^\t*\1$", re.MULTILINE | re.DOTALL)
 
 
 def run(run_directory: str, arguments: list[str]) -> int:
@@ -53,18 +58,16 @@ def run(run_directory: str, arguments: list[str]) -> int:
         goes_on=lambda: why_ending(allocation).why == STILL_RUNNING,
     )  # fmt: skip
     if code == 0:  # else it may not have come to its launcher
-        warn_if_none_reached(directory, foreign.read_own(script, foreign.SCRIPT_BYTES_MAX), plan.active)
+        warn_if_none_reached(directory, read_shell_script(str(script)))
     return code
 
 
-def warn_if_none_reached(job: RunDirectory, text: bytes, active: int) -> None:
+def warn_if_none_reached(job: RunDirectory, text: str) -> None:
     """Say so if no launcher in a `job`'s script has found jurymast. Its steps have said it for themselves."""
-    from jurymast.script.foreseen import launchers
-
     if (job.submission / "steps").exists() or shims.trainings(job).exists():
         return
-    if lines := launchers(os.fsdecode(text), active):
-        say(f"no launcher in this script {UNREACHED}: line {', '.join(map(str, lines))} ({REACHES})")
+    if TORCHS.search(HERE_DOCUMENT.sub("", COMMENT.sub("", text))):
+        say(f"no launcher in this script {UNREACHED} ({REACHES})")
 
 
 def _users_path(name: str) -> str:
