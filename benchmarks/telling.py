@@ -28,12 +28,12 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
-from jurymast.cluster.control import Ending
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.messages import CadenceReport, RankReport, beat_of, encode, read_said
 from jurymast.core.state.run import Phase
-from jurymast.journal import JournalWriter, first_events, replay
+from jurymast.journal import first_events, replay
+from jurymast.supervisor.real_io import RealIo
 from jurymast.supervisor.supervisor import Hold, Supervisor
 from jurymast.wire.channel import Channel, Connection
 from jurymast.wire.protocol import Seal
@@ -63,15 +63,8 @@ class Crowd:
         self.names = [f"n{number:05d}" for number in range(nodes + spares(nodes))]
         directory, allocation = run_directory(folder, self.names, nodes)
         self._allocation = allocation.key
-        self._hold = Hold(directory.epochs, 1)
-        self.supervisor = Supervisor(
-            directory,
-            replay(directory),
-            JournalWriter(directory.journal, 1),
-            lambda: Ending("unknown"),
-            lambda: None,
-            self._hold,
-        )
+        io = RealIo(directory, allocation, lambda: replay(directory))
+        self.supervisor = Supervisor(io, replay(directory), io.journal(1), Hold(io, 1))
         for event in first_events(directory, self.supervisor.now(), ""):
             self.supervisor.feed(event)
         self.supervisor.feed(ev.SupervisorStarted(t=self.supervisor.now(), epoch=1, node=allocation.host))
@@ -82,7 +75,7 @@ class Crowd:
             )
         )  # fmt: skip
         self.times: dict[str, float] = {}
-        self._machine, self._state = self.supervisor._machine, self.supervisor.state
+        self._machine, self._state = self.supervisor.machine, self.supervisor.state
         self._connections: dict[str, tuple[Connection, Seal]] = {}
         self._tasks: list[asyncio.Task[Exception]] = []
 

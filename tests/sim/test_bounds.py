@@ -17,10 +17,10 @@ from jurymast.sim.bounds import AT_ONCE_MAX, EVENTS_MAX, Bounds, StandsStill
 from jurymast.sim.checkpoints import START, Durations
 from jurymast.sim.cluster.cluster import Cluster, Plan, run
 from jurymast.sim.cluster.keeper import SimKeeper
-from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.world import Steps, World
 from jurymast.sim.faults import FaultModel, TraceFault
 from jurymast.sim.simulation import Setup, SimOutcome, Simulation
+from jurymast.supervisor.supervisor import Supervisor
 
 DAY_S = 86_400.0
 
@@ -144,14 +144,16 @@ def test_a_process_that_yields_ever_shorter_times_is_told() -> None:
         world.run(10.0)
 
 
-@pytest.mark.parametrize("which", [SimSupervisor, SimKeeper])
-def test_effects_that_have_effects_for_ever_are_told(which: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    todo = {SimSupervisor: "_todo", SimKeeper: "_due"}[which]
+@pytest.mark.parametrize(("which", "what"), [(Supervisor, "_carry_out"), (SimKeeper, "_one")])
+def test_effects_that_have_effects_for_ever_are_told(
+    which: type, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    todo = {Supervisor: "_todo", SimKeeper: "_due"}[which]
 
     def again(self: object, effect: object) -> None:
         getattr(self, todo).append(effect)
 
-    monkeypatch.setattr(which, "_one", again)
+    monkeypatch.setattr(which, what, again)
     result = run(Plan(3, 2, 0, 1, 5, 8, ()))
     assert "StandsStill" in result.how
     assert "of seed 3 stands still" in result.how

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -37,7 +39,8 @@ from jurymast.sim.cluster import caught
 from jurymast.sim.cluster.agent import SimHost
 from jurymast.sim.cluster.cluster import Fault, Plan, random_plan
 from jurymast.sim.cluster.supervisor import SimSupervisor
-from jurymast.sim.cluster.world import RunDisk, Steps
+from jurymast.sim.cluster.world import RunDisk
+from jurymast.supervisor.supervisor import Hold
 
 # (object, attribute, value)
 Patch = tuple[Any, str, Any]
@@ -95,23 +98,19 @@ def _long_patience(heartbeat_s: float, nodes: int, late_s: float = 0.0) -> float
 _plan_restore, _launch, _message, _leave = (
     cp.plan_restore, recovery._launch, restoring.RestoreChoice.message, SimHost._leave
 )  # fmt: skip
-_handlers, _passed = machine._HANDLERS, Writes._passed
+_handlers, _passed, _keep = machine._HANDLERS, Writes._passed, Hold._keep
 
 
-def _silent_reader(self: SimSupervisor, epoch: int) -> None:
-    def read() -> None:
-        self.world.go(self.process, self._hold())
-        self._read()
-
-    self.epoch = epoch
-    self.world.after(self.cluster.disk.reading_s, self.process, read)
+async def _silent_reader(self: Hold) -> None:
+    assert isinstance(self._io, SimSupervisor)
+    await asyncio.sleep(self._io.cluster.disk.reading_s)
+    await _keep(self)
 
 
-def _open_fence(self: SimSupervisor) -> Steps[None]:
-    disk, name = self.cluster.disk, self.site.name
-    newest = yield from self.cluster.storage.work(name, lambda: disk.newest_epoch(name))
-    superseded = not isinstance(newest, OSError) and newest > self.epoch
-    self._do(self.machine.superseded(superseded, self.now))
+async def _open_fence(self: Hold) -> bool:
+    with suppress(OSError):
+        return await self._newest() > self.epoch
+    return False
 
 
 def _listed_only(self: RunDisk, node: str) -> int:
@@ -517,11 +516,11 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "B8: a supervisor that reads a long journal does not show that it lives": (
         exactly(taken_over_when_the_journal_is_long),
-        [(SimSupervisor, "_claimed", _silent_reader)],
+        [(Hold, "_keep", _silent_reader)],
     ),
     "B9: a supervisor that cannot see the epochs takes itself for the newest": (
         exactly(ends_while_another_rules),
-        [(SimSupervisor, "_ask_superseded", _open_fence)],
+        [(Hold, "is_superseded", _open_fence)],
     ),
     "S1: epochs are only found in the directory's list": (
         exactly(stalled_while_views_are_old),

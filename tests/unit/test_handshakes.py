@@ -28,7 +28,7 @@ from jurymast.core.state.messages import Ask, Said, read_said
 from jurymast.errors import AuthenticationError
 from jurymast.keeper.copies import CopyTable
 from jurymast.keeper.transfer import ImageServer, read_served
-from jurymast.supervisor import supervisor
+from jurymast.supervisor import real_io
 from jurymast.wire import channel, handshakes, protocol, stream
 from jurymast.wire.channel import Channel
 from jurymast.wire.handshakes import ACCEPTED_AT_ONCE, Handshakes, Proven
@@ -462,7 +462,7 @@ def test_files_for_all_nodes(hard: int, nodes: int, enough: bool) -> None:
     """In a process of its own: a hard limit never goes up again."""
     code = (
         "import json, resource, sys\n"
-        "from jurymast.supervisor.supervisor import allow_files\n"
+        "from jurymast.supervisor.real_io import allow_files\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}))\n"
         f"told = allow_files({nodes})\n"
         "print(json.dumps([told, resource.getrlimit(resource.RLIMIT_NOFILE)]))\n"
@@ -470,7 +470,7 @@ def test_files_for_all_nodes(hard: int, nodes: int, enough: bool) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     told, limits = json.loads(done.stdout)
     assert limits == [hard, hard]
-    needed = 2 * nodes + handshakes.STRANGERS_MAX + supervisor.OWN_FILES
+    needed = 2 * nodes + handshakes.STRANGERS_MAX + real_io.OWN_FILES
     assert (
         f"may open {hard} files here, and the supervisor of {nodes} nodes may need {needed}" in told
     ) != enough

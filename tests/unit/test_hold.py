@@ -17,6 +17,7 @@ import pytest
 from jurymast.cluster.allocation import Allocation
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor import supervisor
+from jurymast.supervisor.real_io import RealIo
 from jurymast.supervisor.supervisor import Hold
 from jurymast.wire import endpoint
 from support.stories import Story
@@ -62,6 +63,12 @@ def epochs(tmp_path: Path) -> Path:
     return place
 
 
+def held(epochs: Path) -> Hold:
+    return Hold(
+        RealIo(RunDirectory(epochs.parent), Allocation("17", 0, (), "n1", 0.0), lambda: Story().state), 1
+    )
+
+
 def away(epochs: Path) -> Path:
     return epochs.rename(epochs.with_name("elsewhere"))
 
@@ -72,7 +79,7 @@ def test_who_cannot_see_the_epochs_does_not_take_itself_for_the_newest(
     monkeypatch.setattr(supervisor, "RETRY_S", 0.01)
 
     async def work() -> None:
-        mine = Hold(epochs, 1)
+        mine = held(epochs)
         assert not await mine.is_superseded()
         there = away(epochs)
         asking = asyncio.ensure_future(mine.is_superseded())
@@ -94,7 +101,7 @@ def test_storage_that_does_not_come_back_ends_the_supervisor_and_nothing_else(
     monkeypatch.setattr(supervisor, "ANSWER_LIMIT_S", 0.0)
     away(epochs)
     with pytest.raises(FileNotFoundError):
-        asyncio.run(Hold(epochs, 1).is_superseded())
+        asyncio.run(held(epochs).is_superseded())
 
 
 async def _until_said(caplog: pytest.LogCaptureFixture, text: str) -> None:
@@ -109,7 +116,7 @@ def test_a_supervisor_goes_on_while_the_epochs_cannot_be_seen(epochs: Path) -> N
     """It stops when it sees another; that it sees nothing is no reason."""
 
     async def work() -> None:
-        mine = Hold(epochs, 1)
+        mine = held(epochs)
         there = away(epochs)
         mine.begin()
         taken_over = asyncio.ensure_future(mine.taken_over())
@@ -140,7 +147,7 @@ def test_who_sees_an_old_list_of_epochs_finds_the_newest_supervisor_all_the_same
         endpoint.pulse(epochs, 2, 0)
         quiet = endpoint.read_pulse(epochs)
         assert endpoint.newest_epoch(epochs) == 2
-        assert asyncio.run(Hold(epochs, 1).is_superseded()), "it must not end the job of its successor"
+        assert asyncio.run(held(epochs).is_superseded()), "it must not end the job of its successor"
         assert endpoint.find(epochs) == first, "its successor still reads the journal"
         endpoint.pulse(epochs, 2, 1)
         assert endpoint.read_pulse(epochs) != quiet, "nobody need take over from it"
@@ -153,7 +160,7 @@ def test_a_supervisor_that_was_taken_over_does_not_beat_for_its_successor(epochs
     endpoint.pulse(epochs, endpoint.claim_epoch(epochs), 7)
 
     async def work() -> None:
-        mine = Hold(epochs, 1)
+        mine = held(epochs)
         mine.begin()
         await asyncio.wait_for(mine.taken_over(), LIMIT_S)
 

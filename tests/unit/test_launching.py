@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jurymast.cluster.control import Ending
+from jurymast.cluster.allocation import Allocation
 from jurymast.core.checkpoints.copies import Copies
 from jurymast.core.judges.silence import rejoin_limit_s
 from jurymast.core.state import events as ev
@@ -18,6 +20,7 @@ from jurymast.core.supervision import launching
 from jurymast.core.supervision.launching import Launching
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory
+from jurymast.supervisor.real_io import RealIo
 from jurymast.supervisor.supervisor import Hold, Supervisor
 from support.stories import Story
 from support.successor import Successor, launches
@@ -163,16 +166,14 @@ def test_an_older_attempt_s_number_never_replaces_a_newer_one_s(tmp_path: Path) 
     story = Story(active=2, spares=1).running()
     directory = RunDirectory(tmp_path / "run")
     directory.create()
-    supervisor = Supervisor(
-        directory,
-        story.state,
-        JournalWriter(directory.journal, 9),
-        lambda: Ending("unknown"),
-        lambda: None,
-        Hold(directory.epochs, 9),
-    )  # fmt: skip
-    supervisor._write_attempt(3)
-    supervisor._write_attempt(2)
+    io = RealIo(directory, Allocation("17", 0, (), "n1", 0.0), lambda: story.state)
+
+    async def work() -> None:
+        supervisor = Supervisor(io, story.state, JournalWriter(directory.journal, 9), Hold(io, 9))
+        for attempt in (3, 2):
+            await io.on_disk(partial(supervisor.write_attempt, attempt))
+
+    asyncio.run(work())
     assert directory.newest_attempt() == 3
 
 

@@ -17,7 +17,6 @@ import pytest
 
 from jurymast.agent.agent import Agent
 from jurymast.cluster.allocation import Allocation
-from jurymast.cluster.control import Ending
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
@@ -31,11 +30,11 @@ from jurymast.core.state.schedule import Schedule
 from jurymast.core.state.settings import RunPlan
 from jurymast.journal import JournalWriter, events, read
 from jurymast.rundir import RunDirectory
+from jurymast.supervisor.real_io import RealIo
 from jurymast.supervisor.supervisor import Hold, Supervisor
 from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Channel
-from jurymast.wire.handshakes import Handshakes, Proven
-from jurymast.wire.protocol import SUPERVISOR
+from jurymast.wire.handshakes import Proven
 from support.reports import hello
 from support.stories import Story
 from support.wire import served
@@ -216,34 +215,29 @@ def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     story = Story(active=2, spares=1).running()
+    io = RealIo(directory, Allocation("17", 0, ("n1",), "n1", 0.0), lambda: story.state)
+    journal = JournalWriter(directory.journal, 9)
 
     async def work() -> None:
-        supervisor = Supervisor(
-            directory,
-            story.state,
-            JournalWriter(directory.journal, 9),
-            lambda: Ending("unknown"),
-            lambda: None,
-            Hold(directory.epochs, 9),
-        )  # fmt: skip
-        handshakes = Handshakes(directory.secret(), SUPERVISOR)
-        async with served(lambda proven: supervisor._serve(proven, handshakes), handshakes) as port:
+        supervisor = Supervisor(io, story.state, journal, Hold(io, 9))
+
+        async def serve(proven: Proven) -> None:
+            await supervisor.serve(Channel.of(proven, msg.read_said), lambda error: None)
+
+        async with served(serve, directory.secret()) as port:
             agent = await channel.connect("127.0.0.1", port, directory.secret(), msg.read_order)
-            agent.send(hello("n1", allocation="", attempt=1, ranks="running"))
+            agent.send(hello("n1", allocation="17.0", attempt=1, ranks="running"))
             for payload, _ in NONSENSE:
                 say(agent, payload)
-            agent.send(hello("n1", allocation=""))  # it has said so
+            agent.send(hello("n1", allocation="17.0"))  # it has said so
             agent.send(msg.Refused(why="that is the end"))
-            while not any("the end" in note for note in noted(directory, supervisor)):
+            while not any("the end" in note for note in noted(directory, journal)):
                 await asyncio.sleep(0.01)
-            assert "n1" in supervisor._channels
+            assert supervisor.is_connected("n1")
             agent.close()
-            while not any("were ignored" in note for note in noted(directory, supervisor)):
+            while not any("were ignored" in note for note in noted(directory, journal)):
                 await asyncio.sleep(0.01)
-            supervisor._over.set()
-        for task in supervisor._tasks:
-            task.cancel()
-        first, end, count = noted(directory, supervisor)
+        first, end, count = noted(directory, journal)
         assert first.startswith("an unknown message was ignored: dance: ")
         assert "the end" in end
         assert count.startswith(f"{len(NONSENSE) + 1} unknown messages were ignored: ")
@@ -252,8 +246,8 @@ def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path
     run(work())
 
 
-def noted(directory: RunDirectory, supervisor: Supervisor) -> list[str]:
-    supervisor._journal.flush()
+def noted(directory: RunDirectory, journal: JournalWriter) -> list[str]:
+    journal.flush()
     return [event.message for event in events(read(directory)) if isinstance(event, ev.Noted)]
 
 

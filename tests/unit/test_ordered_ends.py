@@ -17,7 +17,7 @@ from jurymast.core.state.effects import Requeue
 from jurymast.core.state.findings import HARDWARE
 from jurymast.core.state.run import Phase, Role, expected_mtbf_s, failure_rate
 from jurymast.core.state.settings import Budget, Settings
-from jurymast.supervisor.epoch import allocation_begun
+from jurymast.supervisor.real_io import allocation_begun
 from support.stories import Story
 
 DAY_S = 86_400.0

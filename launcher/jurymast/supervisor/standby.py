@@ -63,7 +63,8 @@ def main(run_directory: str, node: str) -> int:
         os._exit(0)  # at once, without waiting for imports
     from jurymast.journal import replay
     from jurymast.rundir import RunDirectory
-    from jurymast.supervisor.epoch import Takeover, serve
+    from jurymast.supervisor.epoch import serve
+    from jurymast.supervisor.real_io import Takeover
 
     directory = RunDirectory(run_directory)
     replayed = followers[0].catch_up if followers else partial(replay, directory)

@@ -1,9 +1,8 @@
-"""The supervisor: `core.supervision` decides; this module turns connections, files, threads and signals into
-events, and carries out effects. It holds its epoch: it shows by a pulse that it lives, and checks whether
-another supervisor has taken over.
+"""The supervisor: `core.supervision` decides; this module turns connections, answers of files and of Slurm,
+and signals into events, and carries out effects. It holds its epoch: it shows by a pulse that it lives, and
+checks whether another supervisor has taken over.
 
-It accepts connections of agents and operators, who prove that they know the run's secret. Everybody on the
-cluster's network can reach the port: see `wire.handshakes`.
+What it needs of the world comes from `supervisor.io`, so that the simulator runs this very code.
 """
 
 from __future__ import annotations
@@ -11,28 +10,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import resource
-import signal
-import socket
 import threading
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from jurymast import background
-from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
-from jurymast.cluster.batch import SIGNALS
-from jurymast.cluster.control import Ending, give_back
-from jurymast.cluster.signals import WARNINGS
 from jurymast.core.state import effects as do
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.message import Strangers
-from jurymast.core.state.messages import read_said
 from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import (
@@ -43,15 +31,12 @@ from jurymast.errors import (
     SubmissionError,
     never,
 )
-from jurymast.journal import JournalWriter
-from jurymast.rundir import RunDirectory, renew, write_json
-from jurymast.wire import endpoint
-from jurymast.wire.channel import Channel, ConnectionClosed, Listener
-from jurymast.wire.handshakes import STRANGERS_MAX, Handshakes, Proven
-from jurymast.wire.protocol import HANDSHAKE_LIMIT_S, SUPERVISOR
+from jurymast.supervisor.io import Io, Journal, PeerChannel, Sender
+from jurymast.wire.channel import ConnectionClosed
+from jurymast.wire.endpoint import PULSE_INTERVAL_S
+from jurymast.wire.protocol import HANDSHAKE_LIMIT_S
 
 log = logging.getLogger("jurymast.supervisor")
-
 
 # ---- the epoch
 
@@ -61,15 +46,18 @@ LOOK_AGAIN_S = 5.0
 ANSWER_LIMIT_S = 600.0
 
 
-class Hold:
-    """Holds `epoch`, whose file is in `epochs`. While `silent`, there is no pulse and another supervisor may
-    take over."""
+def _monotonic() -> float:
+    return asyncio.get_running_loop().time()
 
-    def __init__(self, epochs: Path, epoch: int) -> None:
+
+class Hold:
+    """Holds `epoch`. While `silent`, there is no pulse and another supervisor may take over."""
+
+    def __init__(self, io: Io, epoch: int) -> None:
         self.epoch = epoch
         self.silent = False
         self._asked_at: float | None = None
-        self._epochs = epochs
+        self._io = io
         self._keeping: asyncio.Future[None] | None = None
 
     def begin(self) -> None:
@@ -78,7 +66,7 @@ class Hold:
     @property
     def waits_s(self) -> float:
         """Seconds for which the run directory has not answered; 0.0 if nothing was asked."""
-        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+        return 0.0 if self._asked_at is None else _monotonic() - self._asked_at
 
     async def taken_over(self) -> None:
         """Wait until another supervisor has taken over."""
@@ -90,65 +78,40 @@ class Hold:
         system that hangs must not stop a recovery. Nor does one that fails: decisions of a superseded
         supervisor reach nobody, because agents listen to the newest that they find."""
         for count in itertools.count():
-            self._asked_at = time.monotonic()
+            self._asked_at = _monotonic()
             try:
                 if await self._newest() > self.epoch:  # checked first, so as not to overwrite a newer pulse
                     log.info("epoch %d: a newer supervisor has taken over", self.epoch)
                     return
                 if not self.silent:
-                    await asyncio.to_thread(endpoint.pulse, self._epochs, self.epoch, count)
+                    await self._io.on_disk(partial(self._io.files.pulse, self.epoch, count))
             except OSError as error:
                 log.warning("epoch %d: %s", self.epoch, error)
             self._asked_at = None
-            await asyncio.sleep(endpoint.PULSE_INTERVAL_S)
+            await asyncio.sleep(PULSE_INTERVAL_S)
 
     async def is_superseded(self) -> bool:
         """Return whether a newer supervisor exists. Asked before the job is ended, which only the newest may
         do: one that was stopped for a while may have a successor. Waits for the file system, to which the
         outcome is written as well. Raises OSError if it does not answer: then this supervisor ends without
         ending the job, which is left to the process that started it."""
-        end = time.monotonic() + ANSWER_LIMIT_S
+        end = _monotonic() + ANSWER_LIMIT_S
         while True:
             try:
                 return await self._newest() > self.epoch
             except OSError as error:
                 log.warning("epoch %d: cannot find out whether it is the newest: %s", self.epoch, error)
-                if time.monotonic() > end:
+                if _monotonic() > end:
                     raise
             await asyncio.sleep(RETRY_S)
 
     async def _newest(self) -> int:
         """Return the newest epoch. Raises OSError, also if not even our own epoch is visible: then this is
         another directory, or an outdated view of it."""
-        newest = await asyncio.to_thread(endpoint.newest_epoch, self._epochs)
+        newest = await self._io.on_disk(self._io.files.newest_epoch)
         if newest < self.epoch:
-            raise OSError(f"{self._epochs} does not show epoch {self.epoch}")
+            raise OSError(f"{self._io.files.root} does not show epoch {self.epoch}")
         return newest
-
-
-# ---- who may connect
-
-# Open files besides connections: the journal, the run's files, commands.
-OWN_FILES = 128
-
-
-def allow_files(nodes: int) -> str:
-    """Raise this process's limit of open files as far as allowed. Return what to report if that is too low
-    for so many nodes, or "".
-
-    Slurm passes on the soft limit of the shell that submitted the job, often 1024.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # a hard limit above fs.nr_open cannot be set, not even unchanged
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * nodes + STRANGERS_MAX + OWN_FILES
-    if allowed == resource.RLIM_INFINITY or allowed >= needed:
-        return ""
-    return (
-        f"a process may open {allowed} files here, and the supervisor of {nodes} nodes may need {needed}: "
-        "raise the hard limit of open files (LimitNOFILE of slurmd, or limits.conf)"
-    )
 
 
 # ---- the supervisor
@@ -158,29 +121,20 @@ HOW = "how"  # asks for the run's condition; nothing is done
 
 class Supervisor:
     """Runs one epoch. `run` returns when the run is over, requeued, or taken over by a newer epoch. Every
-    event goes to the machine, and the effects that it returns to `_do`."""
+    event goes to the machine, and the effects that it returns to `_do`. Made in the running loop."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        state: RunState,
-        journal: JournalWriter,
-        why_ending: Callable[[], Ending],
-        ends_in_s: Callable[[], float | None],
-        hold: Hold,
-    ) -> None:
-        self._directory = directory
-        self._secret = directory.secret()
+    def __init__(self, io: Io, state: RunState, journal: Journal, hold: Hold) -> None:
+        self._io = io
         self.state = state
         self._journal = journal
-        self._why_ending, self._ends_in_s = why_ending, ends_in_s
         self._hold = hold
         # The journal stays in order even if this node's clock is behind that of an earlier supervisor.
-        self._clock_offset_s = max(time.time(), state.now) - time.monotonic()
-        self._machine = Supervision(state, str(directory.root), self.now())
-        self._channels: dict[str, Channel[msg.Said]] = {}
+        self._clock_offset_s = max(io.wall(), state.now) - _monotonic()
+        self.machine = Supervision(state, io.files.root, self.now())
+        self._todo: deque[do.Effect] = deque()
+        self._stands_still = False
+        self._channels: dict[str, PeerChannel] = {}
         self._numbers = itertools.count(1)  # of connections
-        self._allocation = ""
         self._strangers = Strangers(self._note)
         self._working = False
         self._fencing = threading.Lock()
@@ -194,17 +148,17 @@ class Supervisor:
     @property
     def requeues(self) -> bool:
         """Whether the job is to be requeued when this supervisor has ended."""
-        return self._machine.departure.requeues
+        return self.machine.departure.requeues
 
     def now(self) -> float:
         """Return Unix time in seconds, set once and then advanced by the monotonic clock."""
-        return time.monotonic() + self._clock_offset_s
+        return _monotonic() + self._clock_offset_s
 
     def feed(self, event: ev.Event) -> None:
-        self._do(self._machine.record(event))
+        self._do(self.machine.record(event))
 
     def _note(self, node: str, text: str) -> None:
-        self._do(self._machine.note(node, text, self.now()))
+        self._do(self.machine.note(node, text, self.now()))
 
     async def read_attempt(self) -> None:
         """Take in the number of the newest attempt in the run directory. A file that cannot be read is tried
@@ -212,34 +166,48 @@ class Supervisor:
         newest, why = None, ""
         for pause_s in (RETRY_S, RETRY_S, 0.0):
             try:
-                newest = await asyncio.to_thread(self._directory.newest_attempt)
+                newest = await self._io.on_disk(self._io.files.newest_attempt)
                 break
             except RunDirectoryError as error:
                 why = str(error)
                 await asyncio.sleep(pause_s)
-        self._do(self._machine.attempt_read(newest, why, self.now()))
+        self._do(self.machine.attempt_read(newest, why, self.now()))
 
     # Effects.
 
     def _do(self, effects: Sequence[do.Effect]) -> None:
-        """Carry out effects in order; successive messages to one node are sent together."""
-        for node, same in groupby(
-            effects, lambda effect: effect.node if isinstance(effect, do.Send) else None
-        ):
-            if node is None:
-                for effect in same:
-                    self._carry_out(effect)
-            else:
-                self._tell(node, *[one.message for one in same if isinstance(one, do.Send)])
-        if self._machine.has_work and not self._working:
+        self._todo.extend(effects)
+        if not self._stands_still:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Carry out effects in order, unless this process stands still until the journal is on disk;
+        successive messages to one node are sent together."""
+        self._stands_still = False
+        while self._todo:
+            effect = self._todo.popleft()
+            if isinstance(effect, do.Send):
+                self._tell(effect.node, effect.message, *self._more_to(effect.node))
+                continue
+            self._carry_out(effect)
+            if isinstance(effect, do.Journal) and effect.flush:
+                self._stands_still = not self._io.written(self._journal, self._go_on)
+                if self._stands_still:
+                    return
+        if self.machine.has_work and not self._working:
             self._working = True
             self._spawn(self._work())
+
+    def _more_to(self, node: str) -> Iterator[msg.ToAgent]:
+        while self._todo and isinstance(one := self._todo[0], do.Send) and one.node == node:
+            self._todo.popleft()
+            yield one.message
 
     def _carry_out(self, effect: do.Effect) -> None:
         match effect:
             case do.Answer():
                 go_on = msg.GoOn(
-                    time=time.time(), patience_s=effect.patience_s, heard=effect.heard,
+                    time=self._io.wall(), patience_s=effect.patience_s, heard=effect.heard,
                     epoch=effect.epoch, heir=effect.heir,
                 )  # fmt: skip
                 self._tell(effect.node, go_on)
@@ -281,8 +249,6 @@ class Supervisor:
         self._journal.event(entry.event)
         for instruction in entry.decided:
             self._journal.decision(entry.event.t, instruction)
-        if entry.flush:
-            self._journal.flush()
 
     def _spawn(self, work: Any) -> None:
         task = background.start(work, self._task_failed)
@@ -297,82 +263,77 @@ class Supervisor:
     # What takes time.
 
     async def _work(self) -> None:
-        while self._machine.has_work:
+        while self.machine.has_work:
             began = self.now()
-            self._do(self._machine.work(began))
+            self._do(self.machine.work(began))
             now = self.now()
-            self._machine.worked(now - began, now)
+            self.machine.worked(now - began, now)
             await asyncio.sleep(0)  # gives others their turn
         self._working = False
 
     async def _fence(self, attempt: int) -> None:
         """Write the attempt's number in a thread, because storage may hang."""
-        error = await asyncio.to_thread(self._write_attempt, attempt)
-        why = f"cannot write {self._directory.attempt_file}: {error}" if error is not None else ""
-        self._do(self._machine.fenced(attempt, why, self.now()))
+        why = ""
+        try:
+            await self._io.on_disk(partial(self.write_attempt, attempt))
+        except OSError as error:
+            why = f"cannot write {self._io.files.attempt_file}: {error}"
+        self._do(self.machine.fenced(attempt, why, self.now()))
 
-    def _write_attempt(self, attempt: int) -> OSError | None:
-        """Write the attempt's number, unless a newer one was written while this write was hanging."""
+    def write_attempt(self, attempt: int) -> None:
+        """Write the attempt's number, unless a newer one was written while this write was hanging. Raises
+        OSError."""
         with self._fencing:
-            if attempt <= self._fenced:
-                return None
-            try:
-                self._directory.save_attempt(attempt)
-            except OSError as error:
-                return error
-            self._fenced = attempt
-            return None
+            if attempt > self._fenced:
+                self._io.files.save_attempt(attempt)
+                self._fenced = attempt
 
     async def _give_back(self, effect: do.GiveBack) -> None:
         gone, why = False, ""
         try:
-            gone = await asyncio.to_thread(give_back, effect.job, effect.node)
+            gone = await self._io.give_back(effect.job, effect.node)
         except ClusterUnavailableError as error:
             why = str(error)
-        self._do(self._machine.given_back(effect.node, gone, why, self.now()))
+        self._do(self.machine.given_back(effect.node, gone, why, self.now()))
 
     async def _ask_why_ending(self, effect: do.WhyEnding) -> None:
         self._asked_why = effect
-        ending = await asyncio.to_thread(self._why_ending)
+        ending = await self._io.why_ending()
         if self._asked_why is not effect:
             return
         by = ""
         if ending.why == "cancelled":
-            by = "a signal" if self._allocation.startswith("local-") else "scancel"
-        self._do(self._machine.why_ending(effect, ending.why, by, self.now(), ending.kill_in_s))
+            by = "a signal" if self._io.allocation.startswith("local-") else "scancel"
+        self._do(self.machine.why_ending(effect, ending.why, by, self.now(), ending.kill_in_s))
 
     async def _ask_time_limit(self) -> None:
-        self._do(self._machine.time_limit(await asyncio.to_thread(self._ends_in_s), self.now()))
+        self._do(self.machine.time_limit(await self._io.ends_in_s(), self.now()))
 
     async def _ask_superseded(self) -> None:
-        self._do(self._machine.superseded(await self._hold.is_superseded(), self.now()))
+        self._do(self.machine.superseded(await self._hold.is_superseded(), self.now()))
 
     async def _look_at_storage(self) -> None:
-        place = self.state.checkpoints or self._directory.checkpoints
-        checkpoints = CheckpointDirectory(place, self.state.run)
         noted = ""
         while True:
             try:
-                await asyncio.to_thread(renew, checkpoints.root)  # this node's view of it may be outdated
-                sizes = await asyncio.to_thread(checkpoints.sizes)
-                rollbacks = await asyncio.to_thread(checkpoints.own_rollbacks)
+                sizes, rollbacks = await self._io.on_disk(partial(self._io.files.checkpoints, self.state))
                 break
-            except (OSError, BadCheckpoint) as error:
+            except OSError as error:
                 if str(error) != noted:
                     self._note("", f"checkpoints on shared storage: {error}")
                 noted = str(error)
             await asyncio.sleep(LOOK_AGAIN_S)
-        self._do(self._machine.found_on_storage(sizes, rollbacks, self.now()))
+        self._do(self.machine.found_on_storage(sizes, rollbacks, self.now()))
 
     async def _tick(self) -> None:
         took_s = 0.0
         while not self._over.is_set():
             # Other tasks get at least as much time as a tick takes.
-            await asyncio.sleep(max(self._machine.interval_s - took_s, took_s))
+            await asyncio.sleep(max(self.machine.interval_s - took_s, took_s))
             began = self.now()
             self._make_room()
             waits_s, unwritten = self._hold.waits_s, self._journal.unwritten
-            self._do(self._machine.tick(began, storage_waits_s=waits_s, unwritten=unwritten))
+            self._do(self.machine.tick(began, storage_waits_s=waits_s, unwritten=unwritten))
             took_s = self.now() - began
 
     def _signalled(self, event: Callable[[float], list[do.Effect]]) -> None:
@@ -389,31 +350,20 @@ class Supervisor:
 
     # The life of an epoch.
 
-    async def run(
-        self, listeners: Sequence[socket.socket], announce: list[str], allocation: str, node: str, pid: int
-    ) -> None:
+    async def run(self) -> None:
         """Announce the endpoint, and supervise until the end. Raises the error that broke it."""
-        self._allocation = allocation
-        known = [node.address for node in self.state.nodes.values() if node.address]
-        handshakes = Handshakes(self._secret, SUPERVISOR, self.state.active + self.state.spares, known)
-        port = listeners[0].getsockname()[1]
-        for listener in listeners:
-            handshakes.listen(listener)
-        accepting = Listener(handshakes, lambda proven: self._spawn(self._serve(proven, handshakes)))
-        place = endpoint.Endpoint(self._hold.epoch, tuple(announce), port, node, allocation, pid)
-        endpoint.announce(self._directory.epochs, place)
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            event = self._machine.warned if number in WARNINGS else self._machine.terminated
-            loop.add_signal_handler(number, partial(self._signalled, event))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the batch process has blocked them
-        self._do(self._machine.start(self.now()))
+        await self._io.serve(self._hold.epoch, self.state, self._accept)
+        self._io.on_signals(
+            warned=partial(self._signalled, self.machine.warned),
+            terminated=partial(self._signalled, self.machine.terminated),
+        )
+        self._do(self.machine.start(self.now()))
         for work in (self._tick(), self._await_successor(), self._look_at_storage()):
             self._spawn(work)
         try:
             await self._over.wait()
         finally:
-            accepting.close()
+            self._io.refuse_more()
             for task in list(self._tasks):
                 task.cancel()
             for connection in list(self._channels.values()):
@@ -425,20 +375,20 @@ class Supervisor:
     def _make_room(self) -> None:
         """Let the journal's end be written into the space reserved for it, if the disk is full: agents leave
         once it is written."""
-        if self._journal.error is not None and self._machine.departure.for_good:
-            self._directory.give_reserve_up()
+        if self._journal.error is not None and self.machine.departure.for_good:
+            self._io.give_reserve_up()
 
     def _write_last_words(self) -> None:
         """Write the journal's end and the outcome; on a full disk, into the space reserved for them."""
         if self._journal.error is not None:
-            self._directory.give_reserve_up()
+            self._io.give_reserve_up()
         self._journal.close()
         if self.superseded or self._failure is not None:
             return
         try:
             self._write_outcome()
         except OSError:
-            self._directory.give_reserve_up()
+            self._io.give_reserve_up()
             self._write_outcome()
 
     def _write_outcome(self) -> None:
@@ -451,59 +401,61 @@ class Supervisor:
             "exclude": sorted(self.state.excluded),
             "lost": sorted(n.name for n in self.state.nodes.values() if n.role is Role.FAILED),
         }
-        write_json(self._directory.outcome_file, outcome)
+        self._io.write_outcome(outcome)
 
     # Agents and operators.
 
-    async def _serve(self, proven: Proven, handshakes: Handshakes) -> None:
-        connection = Channel.of(proven, read_said)
+    def _accept(self, connection: PeerChannel, refused: Callable[[Exception], None]) -> None:
+        self._spawn(self.serve(connection, refused))
+
+    async def serve(self, connection: PeerChannel, refused: Callable[[Exception], None]) -> None:
+        """Serve a connection until its end; `refused` gets the reason if it is not served."""
         try:
             first = await asyncio.wait_for(connection.receive(), HANDSHAKE_LIMIT_S)
         except (OSError, AuthenticationError, ProtocolError, asyncio.TimeoutError) as error:
             if not isinstance(error, ConnectionError):  # an agent that connected faster elsewhere hangs up
-                handshakes.log_refusal(proven.address, error)
+                refused(error)
             connection.close()
             return
         match first:
             case msg.Ask():
-                await self._answer(connection, first)
-            case msg.Hello() if first.allocation == self._allocation:
+                self.answer(connection, first)
+                await connection.drain()
+            case msg.Hello() if first.allocation == self._io.allocation:
                 await self._serve_agent(connection, first)
             case msg.Hello():  # from an allocation that the run has given back
                 connection.send(msg.Leave())
                 await connection.drain()
             case _:
                 what = first if isinstance(first, msg.Strange) else msg.out_of_place(first)
-                handshakes.log_refusal(proven.address, ProtocolError(f"no greeting: {what}"))
+                refused(ProtocolError(f"no greeting: {what}"))
         connection.close()
 
-    async def _answer(self, connection: Channel[msg.Said], ask: msg.Ask) -> None:
+    def answer(self, connection: Sender, ask: msg.Ask) -> None:
         """Answer a request before its effects are carried out, because they may end this process."""
         if ask.what == HOW:
             error = self._journal.error
-            connection.send(self._machine.condition((error.strerror or "") if error else ""))
-            await connection.drain()
+            connection.send(self.machine.condition((error.strerror or "") if error else ""))
             return
-        answer, effects = self._machine.asked(ask, self.now())
+        answer, effects = self.machine.asked(ask, self.now())
         connection.send(answer)
         self._do(effects)
-        await connection.drain()
 
-    async def _serve_agent(self, connection: Channel[msg.Said], hello: msg.Hello) -> None:
+    async def _serve_agent(self, connection: PeerChannel, hello: msg.Hello) -> None:
         node = hello.node
         before = self._channels.get(node)
         self._channels[node] = connection
         if before is not None:
             before.close()
         number = next(self._numbers)
-        self._do(self._machine.joined(node, number, hello, self.now()))
+        self._do(self.machine.joined(node, number, hello, self.now()))
         why = await connection.listen(partial(self._hear, node, number))
         self._strangers.left(node)
         log.info("%s: %s: %s", node, type(why).__name__, why)
         if self._channels.get(node) is connection:
             del self._channels[node]
         reset = not isinstance(why, ConnectionClosed)
-        self._do(self._machine.closed(node, number, self.now(), reset=reset))
+        self._do(self.machine.closed(node, number, self.now(), reset=reset))
 
     def _hear(self, node: str, number: int, message: msg.Said) -> None:
         """Handle a message that came over the connection of this number."""
@@ -513,4 +465,38 @@ class Supervisor:
             case msg.Hello() | msg.Ask():
                 self._strangers.heard(node, msg.out_of_place(message))
             case _:
-                self._do(self._machine.heard(node, number, message, self.now()))
+                self._do(self.machine.heard(node, number, message, self.now()))
+
+    def is_connected(self, node: str) -> bool:
+        return node in self._channels
+
+
+# ---- one epoch
+
+
+async def supervise(io: Io, made: type[Supervisor] = Supervisor) -> Supervisor | None:
+    """Supervise one epoch, with a supervisor of the class `made`. Return it at its end, or None if a newer
+    epoch took over. Raises RunDirectoryError or OSError if the run directory cannot be read or written."""
+    epoch = await io.claim()
+    if epoch is None:
+        return None
+    hold = Hold(io, epoch)
+    hold.begin()  # before a long journal is read, so that agents do not take this supervisor for dead
+    state = await io.replayed()
+    supervisor = made(io, state, io.journal(epoch), hold)
+    if state.epoch == 0:
+        for event in io.first_events(supervisor.now()):
+            supervisor.feed(event)
+    supervisor.feed(
+        ev.SupervisorStarted(
+            t=supervisor.now(), epoch=epoch, node=io.node, silent_s=io.silent_s(), read=dict(state.lines_read)
+        )
+    )
+    if trouble := io.trouble():
+        supervisor.feed(ev.Noted(t=supervisor.now(), message=trouble))
+    if state.allocation != io.allocation:
+        supervisor.feed(await io.allocation_begun(state, supervisor.now()))
+    await supervisor.read_attempt()
+    assert state.phase is not Phase.QUEUED
+    await supervisor.run()
+    return None if supervisor.superseded else supervisor

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -61,6 +62,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="a line of JSON for each plan that fails")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
     arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # of the shells, which plans make complain all the time
     if arguments.plan:
         try:
             plan = Plan.from_json(arguments.plan)

@@ -243,6 +243,7 @@ class Cluster:
         self._until = wanted.seconds
         self._port, self._nodes = 1000, 0
         self.ports: dict[tuple[str, int], SimSupervisor] = {}
+        self._supervisors: list[SimSupervisor] = []  # also those that have ended: see `SimLoop`
         self.keepers: dict[tuple[str, int], SimKeeper] = {}
         self.groups: dict[tuple[int, str, int], SimGroup] = {}
         self.sites = dict(self._new_site() for _ in range(wanted.nodes))
@@ -298,6 +299,7 @@ class Cluster:
         stood by."""
         if site.up and self.allocated:
             supervisor = SimSupervisor(self, site, takeover, silent_s)
+            self._supervisors.append(supervisor)
             start_s = 0.0 if warm else self.world.between(*SUPERVISOR_START_S)
             self.world.after(start_s, supervisor.process, supervisor.begin)
 

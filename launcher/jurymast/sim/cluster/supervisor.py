@@ -1,32 +1,44 @@
-"""The simulated process of a supervisor: the real `Supervision`, and what `jurymast.supervisor` does around
-it with files, timers and connections, in simulated time."""
+"""The simulated process of a supervisor: the real `supervisor.supervise`, and its world: files, connections,
+Slurm and signals, in simulated time."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
+from jurymast.cluster.control import Ending
+from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.run import ends
 from jurymast.core.state import effects as do
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Instruction
+from jurymast.core.state.images import StateId
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase, RunState
 from jurymast.core.supervision.machine import Supervision
+from jurymast.errors import RunDirectoryError
 from jurymast.journal import FLUSH_LIMIT_S, TRY_EVERY_S
+from jurymast.sim.cluster.loop import SimLoop
 from jurymast.sim.cluster.world import Item, SimConnection, Steps
-from jurymast.wire.endpoint import PULSE_INTERVAL_S
+from jurymast.supervisor.io import Accept, Io, Journal
+from jurymast.supervisor.supervisor import Hold, Supervisor, supervise
+from jurymast.wire.channel import ConnectionClosed
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent, SimSite
     from jurymast.sim.cluster.cluster import Cluster
 
+T = TypeVar("T")
+
 GATHER_S = 0.01
-WORK_S = 0.0005
-ASK_AGAIN_S = 0.5
+# What Slurm takes for an answer, and to release a node.
+ANSWER_S, RELEASE_S = 0.2, 1.0
 
 
 class SimJournal:
@@ -44,27 +56,37 @@ class SimJournal:
     def unwritten(self) -> bool:
         return bool(self._unwritten)
 
-    def add(self, items: Sequence[Item]) -> None:
-        self._unwritten += items
+    def event(self, event: ev.Event) -> None:
+        self._add(event)
+
+    def decision(self, t: float, instruction: Instruction) -> None:
+        self._add((t, instruction))
+
+    def _add(self, item: Item) -> None:
+        self._unwritten.append(item)
         if not self._writing:
             self._writing = True
             self._supervisor.world.go(self._supervisor.thread, self._write())
 
-    def flush(self, then: Callable[[], None]) -> None:
-        """Call `then` once everything is on the disk, or that took too long."""
+    def close(self) -> None:
+        pass
+
+    def flush(self, then: Callable[[], None]) -> bool:
+        """Return whether everything is on the disk. Otherwise the process stands still until it is, or that
+        took too long, and then goes on with `then`."""
         if not self._unwritten:
-            then()
-            return
+            return True
         self._flushed = then
         world, process = self._supervisor.world, self._supervisor.process
         self._waits += 1
         world.at(world.now + FLUSH_LIMIT_S, process, self._enough, self._waits, first=True)
         process.stop_until(world.now + FLUSH_LIMIT_S)
+        return False
 
     def _enough(self, number: int) -> None:
         if number == self._waits and self._flushed is not None:
             then, self._flushed = self._flushed, None
-            then()
+            self._supervisor.loop.call(then)
 
     def _write(self) -> Steps[None]:
         supervisor, world = self._supervisor, self._supervisor.world
@@ -72,8 +94,7 @@ class SimJournal:
         while self._unwritten:
             batch = list(self._unwritten)
             write, storage = partial(self._items.extend, batch), supervisor.cluster.storage
-            has_room = supervisor.machine.departure.for_good  # some is reserved for the end
-            self.error = yield from storage.work(supervisor.site.name, write, writes=not has_room)
+            self.error = yield from storage.work(supervisor.site.name, write, writes=not supervisor.has_room)
             if self.error is None:
                 del self._unwritten[: len(batch)]
             if self.error is not None or not self._unwritten:
@@ -85,11 +106,122 @@ class SimJournal:
     def _tried(self) -> None:
         """Nobody waits for the disk any longer."""
         if self._flushed is not None:
-            self._waits += 1
-            then, self._flushed = self._flushed, None
             self._supervisor.unblock()
             world = self._supervisor.world
-            world.at(world.now, self._supervisor.process, then, first=True)
+            world.at(world.now, self._supervisor.process, self._enough, self._waits, first=True)
+
+
+class SimPeer:
+    """A supervisor's end of a connection."""
+
+    def __init__(self, supervisor: SimSupervisor, connection: SimConnection) -> None:
+        self._supervisor, self._connection = supervisor, connection
+        self._unread: deque[msg.Said] = deque()
+        self._hear: Callable[[msg.Said], None] | None = None
+        self._news = asyncio.Event()
+        self._ended: ConnectionError | None = None
+
+    def send(self, *messages: msgspec.Struct) -> None:
+        for message in messages:
+            self._supervisor.sends(self._connection, message)
+
+    async def receive(self) -> msg.Said:
+        while not self._unread:
+            if self._ended is not None:
+                raise self._ended
+            await self._more()
+        return self._unread.popleft()
+
+    async def listen(self, hear: Callable[[msg.Said], None]) -> Exception:
+        self._hear = hear
+        while self._unread and self._ended is None:
+            hear(self._unread.popleft())
+        while self._ended is None:
+            await self._more()
+        return self._ended
+
+    async def _more(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    async def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._connection.close(self._supervisor)
+        self.lost()
+
+    # What the network does.
+
+    def heard(self, message: msg.Said) -> None:
+        if self._ended is not None:
+            return
+        if self._hear is not None:
+            self._hear(message)
+        else:
+            self._unread.append(message)
+            self._news.set()
+
+    def lost(self) -> None:
+        self._ended = self._ended or ConnectionClosed("closed")
+        self._news.set()
+
+
+class _Operator:
+    """Somebody who asks, and reads the `answer`."""
+
+    answer: object = None
+
+    def send(self, *messages: msgspec.Struct) -> None:
+        (self.answer,) = messages
+
+
+class SimFiles:
+    """The run directory, as the node of a supervisor sees it."""
+
+    root, attempt_file = "/run", "/run/attempt"
+
+    def __init__(self, supervisor: SimSupervisor) -> None:
+        self._supervisor = supervisor
+        self._disk, self._name = supervisor.cluster.disk, supervisor.site.name
+
+    def newest_epoch(self) -> int:
+        return self._disk.newest_epoch(self._name)
+
+    def pulse(self, epoch: int, count: int) -> None:
+        self._disk.pulse(epoch, count)
+
+    def newest_attempt(self) -> int:
+        return self._disk.attempt
+
+    def save_attempt(self, attempt: int) -> None:
+        self._disk.storage.check_room()
+        self._disk.attempt = attempt
+
+    def checkpoints(self, state: RunState) -> tuple[dict[StateId, int], Sequence[Rollback]]:
+        return dict.fromkeys(self._disk.shared, 100), [*self._disk.rollbacks]
+
+
+class _Watched(Supervisor):
+    """Tells the oracle what is decided, and checks the machine."""
+
+    def __init__(self, io: Io, state: RunState, journal: Journal, hold: Hold) -> None:
+        assert isinstance(io, SimSupervisor)
+        self._sim = io
+        super().__init__(io, state, journal, hold)
+        io.shell = self
+
+    def _do(self, effects: Sequence[do.Effect]) -> None:
+        if effects:  # an event without effects has hardly changed anything
+            self.machine.check()
+        super()._do(effects)
+
+    def _carry_out(self, effect: do.Effect) -> None:
+        if self._sim.process.alive:
+            self._sim.world.happens(effect)
+            super()._carry_out(effect)
+            if isinstance(effect, do.Journal):
+                self._sim.cluster.oracle.recorded(self._sim, effect)
 
 
 class SimSupervisor:
@@ -99,28 +231,33 @@ class SimSupervisor:
     def __init__(self, cluster: Cluster, site: SimSite, takeover: SimAgent | None, silent_s: float) -> None:
         self.cluster, self.site, self.world, self.takeover = cluster, site, cluster.world, takeover
         self.process, self.thread = site.process(), site.process()
+        self.loop = SimLoop(self.world, self.process)
         self.port = cluster.batch_port if takeover is None else cluster.new_port()
-        self.allocation = cluster.allocation
-        self.listens = False
-        self.superseded = False
+        self.node, self.allocation = site.name, cluster.allocation
+        self.files = SimFiles(self)
+        self.listens = self.has_room = False  # on a full disk
         self.epoch = 0
-        self._offset = 0.0
-        self._asked_at: float | None = None  # the run directory, of whatever it has not answered yet
-        self._silent = False
-        self._channels: dict[str, SimConnection] = {}
-        self._numbers: dict[SimConnection, tuple[str, int]] = {}  # node, and number
-        self._number = 0
-        self._todo: deque[do.Effect] = deque()
-        self._blocked = self._working = False
-        self._fenced = 0
-        self._asked_why: do.WhyEnding | None = None  # the newest question
-        self.machine: Supervision
-        self.state: RunState
+        self.shell: Supervisor
+        self._peers: dict[SimConnection, SimPeer] = {}
         self._silent_since = self.world.now - silent_s
+        self._accept: Accept
+        self._warned: Callable[[], None]
+        self._terminated: Callable[[], None]
+
+    @property
+    def state(self) -> RunState:
+        return self.shell.state
+
+    @property
+    def machine(self) -> Supervision:
+        return self.shell.machine
 
     @property
     def now(self) -> float:
-        return self.world.now + self._offset
+        """The time by the supervisor's clock."""
+        now: list[float] = []
+        self.loop.call(lambda: now.append(self.shell.now()))
+        return now[0]
 
     def unblock(self) -> None:
         """Continue after waiting for the disk."""
@@ -129,276 +266,162 @@ class SimSupervisor:
 
     # ---- the beginning
 
-    def _on_disk(self, work: Callable[[], Any], then: Callable[[Any], None], *, writes: bool = False) -> None:
-        def checked(result: Any) -> None:
-            if isinstance(result, OSError):
-                self.end()
-            else:
-                self.world.at(self.world.now, self.process, then, result)
-
-        self.cluster.storage.do(self.site.name, self.thread, work, checked, writes=writes)
-
     def begin(self) -> None:
-        self._on_disk(lambda: self.cluster.disk.claim(self.site.name), self._claimed, writes=True)
+        self.loop.run(supervise(self, _Watched), self._over)
 
-    def _claimed(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.world.go(self.process, self._hold())
-        self.world.after(self.cluster.disk.reading_s, self.process, self._read)
+    def wall(self) -> float:
+        return self.site.wall
 
-    def _read(self) -> None:
-        self._on_disk(self.cluster.disk.replay, self._replayed)
+    async def on_disk(self, work: Callable[[], T], *, writes: bool = False) -> T:
+        done: asyncio.Future[T | OSError] = self.loop.create_future()
 
-    def _replayed(self, state: RunState) -> None:
-        self.state = state
-        self._offset = max(self.site.wall, state.now) - self.world.now
-        self._journal = SimJournal(self, self.cluster.disk.journal[self.epoch])
-        self.machine = Supervision(state, "/run", self.now)
-        plan, cluster = self.cluster.plan, self.cluster
-        if state.epoch == 0:
-            self.feed(
-                ev.RunStarted(
-                    t=self.now, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
-                    ranks_per_node=plan.ranks_per_node, script="x", submitted_at=0.0,
-                    guessed=plan.guessed,
-                )
-            )  # fmt: skip
-        self.feed(
-            ev.SupervisorStarted(
-                t=self.now, epoch=self.epoch, node=self.site.name,
-                silent_s=self.world.now - self._silent_since, read=dict(state.lines_read),
+        def tell(result: T | OSError) -> None:
+            self.world.at(self.world.now, self.process, _set, done, result)
+
+        self.cluster.storage.do(self.site.name, self.thread, work, tell, writes=writes)
+        result = await done
+        if isinstance(result, OSError):
+            raise result
+        return result
+
+    async def claim(self) -> int:
+        self.epoch = await self.on_disk(lambda: self.cluster.disk.claim(self.site.name), writes=True)
+        return self.epoch
+
+    async def replayed(self) -> RunState:
+        await asyncio.sleep(self.cluster.disk.reading_s)
+        return await self.on_disk(self.cluster.disk.replay)
+
+    def journal(self, epoch: int) -> SimJournal:
+        return SimJournal(self, self.cluster.disk.journal[epoch])
+
+    def first_events(self, t: float) -> Sequence[ev.Event]:
+        plan = self.cluster.plan
+        return [
+            ev.RunStarted(
+                t=t, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
+                ranks_per_node=plan.ranks_per_node, script="x", submitted_at=0.0, guessed=plan.guessed,
             )
+        ]  # fmt: skip
+
+    def silent_s(self) -> float:
+        return self.world.now - self._silent_since
+
+    def trouble(self) -> str:
+        return ""
+
+    async def allocation_begun(self, state: RunState, t: float) -> ev.AllocationStarted:
+        cluster = self.cluster
+        before, order = cluster.ended_as if ends.unexplained(state) else "", state.end_order
+        ordered = order is not None or bool(cluster.ended_as)
+        if not ends.undecided(state):  # and what the run wanted is no order
+            told = (order.why if order is not None else "") or cluster.ended_as
+            ordered = state.phase is Phase.REQUEUED and told == "preempted"
+        if ordered:
+            self.loop.call_soon(cluster.oracle.started_again, self)
+        return ev.AllocationStarted(
+            t=t, slurm_job="7", restarts=cluster.restarts, nodes=tuple(cluster.sites),
+            host=cluster.batch_host, eligible_at=0.0, before=before,
         )  # fmt: skip
-        if state.allocation != cluster.allocation:
-            before, order = cluster.ended_as if ends.unexplained(state) else "", state.end_order
-            ordered = order is not None or bool(cluster.ended_as)
-            if not ends.undecided(state):  # and what the run wanted is no order
-                told = (order.why if order is not None else "") or cluster.ended_as
-                ordered = state.phase is Phase.REQUEUED and told == "preempted"
-            self.feed(
-                ev.AllocationStarted(
-                    t=self.now, slurm_job="7", restarts=cluster.restarts, nodes=tuple(cluster.sites),
-                    host=cluster.batch_host, eligible_at=0.0, before=before,
-                )
-            )  # fmt: skip
-            if ordered:
-                cluster.oracle.started_again(self)
-        self._on_disk(lambda: cluster.disk.attempt, self._knows_attempt)
 
-    def _knows_attempt(self, newest: int) -> None:
-        self._do(self.machine.attempt_read(newest, "", self.now))
-        place = Endpoint(self.epoch, (self.site.name,), self.port, self.site.name, self.cluster.allocation, 1)
-        self._on_disk(lambda: self.cluster.disk.announce(place), self._announced, writes=True)
-
-    def _announced(self, _: None) -> None:
+    async def serve(self, epoch: int, state: RunState, accept: Accept) -> None:
+        self._accept = accept
+        place = Endpoint(epoch, (self.site.name,), self.port, self.site.name, self.cluster.allocation, 1)
+        await self.on_disk(lambda: self.cluster.disk.announce(place), writes=True)
         self.listens = True
         self.cluster.ports[self.site.name, self.port] = self
         self.cluster.oracle.supervises(self)
-        self._do(self.machine.start(self.now))
-        self._tick()
-        if self.takeover is None and self.cluster.ending:
-            self.signalled(terminates=True)  # the batch process has kept it
-        self.world.go(self.process, self._look_on_storage())
 
-    def _look_on_storage(self) -> Steps[None]:
-        disk = self.cluster.disk
-        found = yield from self.cluster.storage.work(
-            self.site.name, lambda: (dict.fromkeys(disk.shared, 100), [*disk.rollbacks])
-        )
-        if isinstance(found, OSError):
-            self._do(self.machine.note("", str(found), self.now))
-        else:
-            self._do(self.machine.found_on_storage(*found, self.now))
+    def on_signals(self, warned: Callable[[], None], terminated: Callable[[], None]) -> None:
+        self._warned, self._terminated = warned, terminated
+        if self.takeover is None and self.cluster.ending:  # the batch process has kept it
+            self.loop.call_soon(terminated)
 
-    # ---- holding the epoch
+    # ---- afterwards
 
-    def _hold(self) -> Steps[None]:
-        disk, name = self.cluster.disk, self.site.name
-        pulses = itertools.count()
+    def written(self, journal: Journal, then: Callable[[], None]) -> bool:
+        assert isinstance(journal, SimJournal)
+        return not self.process.alive or journal.flush(then)
 
-        def beat() -> int:
-            count, newest = next(pulses), disk.newest_epoch(name)
-            if newest <= self.epoch and not self._silent:
-                disk.pulse(self.epoch, count)
-            return newest
+    async def why_ending(self) -> Ending:
+        await asyncio.sleep(ANSWER_S)
+        return Ending(self.cluster.why_ending(), self.cluster.kill_in_s)
 
-        while True:
-            self._asked_at = self.world.now
-            newest = yield from self.cluster.storage.work(name, beat)
-            self._asked_at = None
-            if not isinstance(newest, OSError) and newest > self.epoch:
-                self._give_way()
-                return
-            yield self.world.now + PULSE_INTERVAL_S
+    async def ends_in_s(self) -> float | None:
+        await asyncio.sleep(ANSWER_S)
+        return self.cluster.ends_in_s
 
-    # ---- effects
+    async def give_back(self, job: str, node: str) -> bool:
+        await asyncio.sleep(RELEASE_S)
+        return True
 
-    def feed(self, event: ev.Event) -> None:
-        self._do(self.machine.record(event))
+    def refuse_more(self) -> None:
+        self.listens = False
 
-    def _do(self, effects: Sequence[do.Effect]) -> None:
-        self._todo.extend(effects)
-        if effects:  # an event without effects has hardly changed anything
-            self.machine.check()
-        if not self._blocked:
-            self._carry_on()
+    def give_reserve_up(self) -> None:
+        self.has_room = True
 
-    def _carry_on(self) -> None:
-        self._blocked = False
-        while self._todo and self.process.alive:
-            effect = self._todo.popleft()
-            self.world.happens(effect)
-            if isinstance(effect, do.Journal):
-                told: list[Item] = [effect.event, *((effect.event.t, one) for one in effect.decided)]
-                self._journal.add(told)
-                self.cluster.oracle.recorded(self, effect)
-                if effect.flush:
-                    self._blocked = True
-                    self._journal.flush(self._carry_on)
-                    if self._blocked:
-                        return
-            else:
-                self._one(effect)
-        if self.process.alive and self.machine.has_work and not self._working:
-            self._working = True
-            self.world.after(WORK_S, self.process, self._work)
-
-    def _one(self, effect: do.Effect) -> None:
-        match effect:
-            case do.Send() if self.cluster.dies_before(effect.message):
-                self.end()
-            case do.Send():
-                if isinstance(effect.message, msg.Leave):
-                    self.cluster.oracle.sends_home(self)
-                elif isinstance(effect.message, msg.CancelWrite):
-                    self.cluster.oracle.cuts_write()
-                self._send(effect.node, effect.message)
-            case do.Answer():
-                go_on = msg.GoOn(
-                    time=self.site.wall, patience_s=effect.patience_s, heard=effect.heard,
-                    epoch=effect.epoch, heir=effect.heir,
-                )  # fmt: skip
-                self._send(effect.node, go_on)
-            case do.Disconnect():
-                self._hang_up(self._channels.pop(effect.node, None))
-            case do.Pulse():
-                self._silent = not effect.on
-            case do.End():  # the batch process, or the supervisor that took over, goes on
-                self.cluster.job_over(self)
-            case do.GiveWay():
-                self._give_way()
-            case do.Fence():
-                self.world.go(self.process, self._fence(effect.attempt))
-            case do.GiveBack():
-                self._after(1.0, lambda: self.machine.given_back(effect.node, True, "", self.now))
-            case do.WhyEnding():
-                self._asked_why = effect
-                self._after(0.2, lambda: self._why_ending(effect))
-            case do.AskTimeLimit():
-                self._after(0.2, lambda: self.machine.time_limit(self.cluster.ends_in_s, self.now))
-            case do.LookAtStorage():  # all ranks save to the run directory
-                pass
-            case do.AskSuperseded():
-                self.world.go(self.process, self._ask_superseded())
-            case _:
-                raise AssertionError(f"{effect} has left the machine")
-
-    def _send(self, node: str, message: Any) -> None:
-        connection = self._channels.get(node)
-        if connection is not None:
-            connection.send(self, message)
-
-    def _work(self) -> None:
-        self._working = False
-        if self.machine.has_work:
-            self._do(self.machine.work(self.now))
-            self.machine.worked(WORK_S, self.now)
-
-    def _tick(self) -> None:
-        waits_s = 0.0 if self._asked_at is None else self.world.now - self._asked_at
-        self._do(self.machine.tick(self.now, storage_waits_s=waits_s, unwritten=self._journal.unwritten))
-        self.world.after(self.machine.interval_s, self.process, self._tick)
-
-    def _fence(self, attempt: int) -> Steps[None]:
-        disk = self.cluster.disk
-
-        def write() -> None:
-            disk.attempt = max(disk.attempt, attempt) if self._fenced >= attempt else attempt
-
-        self._fenced = attempt
-        result = yield from self.cluster.storage.work(self.site.name, write, writes=True)
-        why = f"cannot write the attempt: {result}" if result is not None else ""
-        self._do(self.machine.fenced(attempt, why, self.now))
-
-    def _after(self, seconds: float, handle: Callable[[], Sequence[do.Effect]]) -> None:
-        """Let the machine handle something after a while."""
-        self.world.after(seconds, self.process, lambda: self._do(handle()))
-
-    def _why_ending(self, effect: do.WhyEnding) -> list[do.Effect]:
-        if self._asked_why is not effect:
-            return []
-        why = self.cluster.why_ending()
-        by = "scancel" if why == "cancelled" else ""
-        return self.machine.why_ending(effect, why, by, self.now, self.cluster.kill_in_s)
-
-    def _ask_superseded(self) -> Steps[None]:
-        disk, name = self.cluster.disk, self.site.name
-        while True:
-            newest = yield from self.cluster.storage.work(name, lambda: disk.newest_epoch(name))
-            if not isinstance(newest, OSError) and newest >= self.epoch:
-                break
-            yield self.world.now + ASK_AGAIN_S
-        self._do(self.machine.superseded(newest > self.epoch, self.now))
+    def write_outcome(self, outcome: Mapping[str, Any]) -> None:
+        pass
 
     # ---- agents
 
-    def hear(self, connection: SimConnection, message: Any) -> None:
-        known = self._numbers.get(connection)
-        if isinstance(message, msg.Hello):
-            self._number += 1
-            node = message.node
-            before, self._channels[node] = self._channels.get(node), connection
-            self._numbers[connection] = (node, self._number)
-            self._hang_up(before)
-            self._do(self.machine.joined(node, self._number, message, self.now))
-        elif known is not None:
-            self._do(self.machine.heard(known[0], known[1], message, self.now))
+    def sends(self, connection: SimConnection, message: Any) -> None:
+        if not self.process.alive:
+            return
+        if self.cluster.dies_before(message):
+            self.end()
+            return
+        if isinstance(message, msg.Leave):
+            self.cluster.oracle.sends_home(self)
+        elif isinstance(message, msg.CancelWrite):
+            self.cluster.oracle.cuts_write()
+        self.world.happens(message)
+        connection.send(self, message)
 
-    def _hang_up(self, connection: SimConnection | None) -> None:
-        if connection is not None:
-            connection.close(self)
-            self.world.after(0.0, self.process, self.closed, connection)
+    def hear(self, connection: SimConnection, message: Any) -> None:
+        self.loop.call(self._hear, connection, message)
+
+    def _hear(self, connection: SimConnection, message: Any) -> None:
+        if connection not in self._peers:
+            self._peers[connection] = SimPeer(self, connection)
+            self._accept(self._peers[connection], lambda error: None)
+        self._peers[connection].heard(message)
 
     def closed(self, connection: SimConnection) -> None:
-        known = self._numbers.pop(connection, None)
-        if known is None:
-            return
-        node, number = known
-        if self._channels.get(node) is connection:
-            del self._channels[node]
-        self._do(self.machine.closed(node, number, self.now))
+        if connection in self._peers:
+            self.loop.call(self._peers.pop(connection).lost)
 
     def ask(self, ask: msg.Ask) -> bool:
         """Make a request; returns whether it was accepted."""
         if not self.listens:
             return False
-        answer, effects = self.machine.asked(ask, self.now)
-        self._do(effects)
-        return isinstance(answer, msg.Accepted)
+        operator = _Operator()
+        self.loop.call(self.shell.answer, operator, ask)
+        return isinstance(operator.answer, msg.Accepted)
 
     def signalled(self, terminates: bool) -> None:
         """Slurm ends the job (or seems to), or warns that it will."""
         if self.listens:
-            self._do(self.machine.terminated(self.now) if terminates else self.machine.warned(self.now))
+            self.loop.call(self._terminated if terminates else self._warned)
 
     def connected(self, node: str) -> bool:
-        return node in self._channels
+        return self.shell.is_connected(node)
 
     # ---- the end
 
-    def _give_way(self) -> None:
-        self.superseded = True
-        self.end()
+    @property
+    def superseded(self) -> bool:
+        return hasattr(self, "shell") and self.shell.superseded
+
+    def _over(self, task: asyncio.Task[Supervisor | None]) -> None:
+        error = task.exception()
+        if error is not None and not isinstance(error, OSError | RunDirectoryError):
+            raise error
+        if error is None and task.result() is not None:
+            self.cluster.job_over(self)  # the batch process, or the supervisor that took over, goes on
+        else:
+            self.end()
 
     def end(self) -> None:
         """The process ends, or is killed; its node closes its connections."""
@@ -409,3 +432,8 @@ class SimSupervisor:
             del self.cluster.ports[self.site.name, self.port]
         self.cluster.network.ended(self)
         self.cluster.supervisor_ended(self)
+
+
+def _set(future: asyncio.Future[Any], result: object) -> None:
+    if not future.done():
+        future.set_result(result)

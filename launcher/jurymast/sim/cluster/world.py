@@ -303,6 +303,11 @@ class Storage:
     def sees_checkpoints(self, node: str) -> bool:
         return not self._is("unmounted", node)
 
+    def check_room(self) -> None:
+        """Raise OSError if there is no room for anything."""
+        if self._is("storage full"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def work(self, node: str, work: Callable[[], T], *, writes: bool = False) -> Steps[T | OSError]:
         """Do `work`; returns its result, or the OSError."""
         while True:
@@ -311,9 +316,9 @@ class Storage:
                 break
         if self._is("stale handles", node):
             return OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        if writes and self._is("storage full"):
-            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         try:
+            if writes:
+                self.check_room()
             return work()
         except OSError as error:
             return error

@@ -1,0 +1,228 @@
+"""The real world of a supervisor: threads, files, sockets, signals and Slurm.
+
+It accepts connections of agents and operators, who prove that they know the run's secret. Everybody on the
+cluster's network can reach the port: see `wire.handshakes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import jurymast
+from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
+from jurymast.cluster import control
+from jurymast.cluster.allocation import Allocation, announced_by
+from jurymast.cluster.batch import SIGNALS
+from jurymast.cluster.control import Ending, ended_as, kill_wait_s
+from jurymast.cluster.signals import WARNINGS
+from jurymast.core.checkpoints.commit import Rollback
+from jurymast.core.run.ends import unexplained
+from jurymast.core.state import events as ev
+from jurymast.core.state.images import StateId
+from jurymast.core.state.messages import read_said
+from jurymast.core.state.run import RunState
+from jurymast.core.state.settings import RunPlan
+from jurymast.journal import JournalWriter, first_events
+from jurymast.rundir import RunDirectory, renew, write_json
+from jurymast.supervisor.io import Accept, Journal
+from jurymast.wire import endpoint
+from jurymast.wire.channel import Channel, Listener
+from jurymast.wire.handshakes import STRANGERS_MAX, Handshakes, Proven
+from jurymast.wire.protocol import SUPERVISOR
+
+T = TypeVar("T")
+
+# Open files besides connections: the journal, the run's files, commands.
+OWN_FILES = 128
+
+
+def allow_files(nodes: int) -> str:
+    """Raise this process's limit of open files as far as allowed. Return what to report if that is too low
+    for so many nodes, or "".
+
+    Slurm passes on the soft limit of the shell that submitted the job, often 1024.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a hard limit above fs.nr_open cannot be set, not even unchanged
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * nodes + STRANGERS_MAX + OWN_FILES
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
+        return ""
+    return (
+        f"a process may open {allowed} files here, and the supervisor of {nodes} nodes may need {needed}: "
+        "raise the hard limit of open files (LimitNOFILE of slurmd, or limits.conf)"
+    )
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """A takeover: the batch host is gone, and this process acts for it on `node`. It replaces the supervisor
+    of epoch `after`, unless another process does. That supervisor has been silent since `silent_since`, in
+    seconds of the monotonic clock."""
+
+    node: str
+    after: int
+    silent_since: float
+
+
+class RunFiles:
+    """See `supervisor.io.FileAccess`."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self.root, self.attempt_file = str(directory.root), str(directory.attempt_file)
+
+    def newest_epoch(self) -> int:
+        return endpoint.newest_epoch(self._directory.epochs)
+
+    def pulse(self, epoch: int, count: int) -> None:
+        endpoint.pulse(self._directory.epochs, epoch, count)
+
+    def newest_attempt(self) -> int:
+        return self._directory.newest_attempt()
+
+    def save_attempt(self, attempt: int) -> None:
+        self._directory.save_attempt(attempt)
+
+    def checkpoints(self, state: RunState) -> tuple[dict[StateId, int], Sequence[Rollback]]:
+        found = CheckpointDirectory(state.checkpoints or self._directory.checkpoints, state.run)
+        renew(found.root)  # this node's view of it may be outdated
+        try:
+            return found.sizes(), found.own_rollbacks()
+        except BadCheckpoint as error:
+            raise OSError(str(error)) from error
+
+
+class RealIo:
+    """See `supervisor.io.Io`. `replayed` reads the journal."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        allocation: Allocation,
+        replayed: Callable[[], RunState],
+        listeners: Sequence[socket.socket] = (),
+        takeover: Takeover | None = None,
+    ) -> None:
+        self.node = takeover.node if takeover else allocation.host
+        self.allocation = allocation.key
+        self.files = RunFiles(directory)
+        self._directory, self._allocation, self._listeners = directory, allocation, listeners
+        self._replay, self._takeover = replayed, takeover
+        self._accepting: Listener | None = None
+
+    @cached_property
+    def _plan(self) -> RunPlan:
+        return self._directory.own_plan()
+
+    def wall(self) -> float:
+        return time.time()
+
+    async def on_disk(self, work: Callable[[], T]) -> T:
+        return await asyncio.to_thread(work)
+
+    # The beginning.
+
+    async def claim(self) -> int | None:
+        epochs = self._directory.epochs
+        if self._takeover is None:
+            return endpoint.claim_epoch(epochs)
+        epoch = self._takeover.after + 1
+        return epoch if endpoint.claim(epochs, epoch) else None
+
+    async def replayed(self) -> RunState:
+        self._directory.hold_reserve()
+        return await asyncio.to_thread(self._replay)
+
+    def journal(self, epoch: int) -> JournalWriter:
+        if self._plan.cluster == "slurm":  # later, slurmctld may be silent
+            asyncio.get_running_loop().run_in_executor(None, kill_wait_s)
+        return JournalWriter(self._directory.journal, epoch)
+
+    def first_events(self, t: float) -> Sequence[ev.Event]:
+        return first_events(self._directory, t, jurymast.__version__)
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self._takeover.silent_since if self._takeover else 0.0
+
+    def trouble(self) -> str:
+        return allow_files(self._plan.nodes)
+
+    async def allocation_begun(self, state: RunState, t: float) -> ev.AllocationStarted:
+        return await asyncio.to_thread(allocation_begun, self._plan, state, self._allocation, t)
+
+    async def serve(self, epoch: int, state: RunState, accept: Accept) -> None:
+        known = [node.address for node in state.nodes.values() if node.address]
+        secret = self._directory.secret()
+        handshakes = Handshakes(secret, SUPERVISOR, state.active + state.spares, known)
+        port = self._listeners[0].getsockname()[1]
+        for listener in self._listeners:
+            handshakes.listen(listener)
+
+        def enter(proven: Proven) -> None:
+            accept(Channel.of(proven, read_said), partial(handshakes.log_refusal, proven.address))
+
+        self._accepting = Listener(handshakes, enter)
+        hosts = tuple(announced_by(self._listeners))
+        place = endpoint.Endpoint(epoch, hosts, port, self.node, self.allocation, os.getpid())
+        endpoint.announce(self._directory.epochs, place)
+
+    def on_signals(self, warned: Callable[[], None], terminated: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, warned if number in WARNINGS else terminated)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the batch process has blocked them
+
+    # Afterwards.
+
+    def written(self, journal: Journal, then: Callable[[], None]) -> bool:
+        assert isinstance(journal, JournalWriter)
+        journal.flush()
+        return True
+
+    async def why_ending(self) -> Ending:
+        if self._plan.cluster == "local":
+            return Ending("cancelled", math.inf)
+        return await asyncio.to_thread(control.why_ending, self._allocation)
+
+    async def ends_in_s(self) -> float | None:
+        return await asyncio.to_thread(control.ends_in_s, self._allocation)
+
+    async def give_back(self, job: str, node: str) -> bool:
+        return await asyncio.to_thread(control.give_back, job, node)
+
+    def refuse_more(self) -> None:
+        if self._accepting is not None:
+            self._accepting.close()
+
+    def give_reserve_up(self) -> None:
+        self._directory.give_reserve_up()
+
+    def write_outcome(self, outcome: Mapping[str, Any]) -> None:
+        write_json(self._directory.outcome_file, outcome)
+
+
+def allocation_begun(
+    plan: RunPlan, state: RunState, allocation: Allocation, t: float
+) -> ev.AllocationStarted:
+    """Return the event that this allocation has begun. If nobody knows how the one before ended, Slurm's
+    accounts are asked."""
+    before, begun_at = state.allocation.rpartition(".")[0], state.allocated_at
+    asks = plan.cluster == "slurm" and unexplained(state)
+    return ev.AllocationStarted(
+        t=t, slurm_job=allocation.job, restarts=allocation.restarts, nodes=allocation.nodes,
+        host=allocation.host, eligible_at=allocation.eligible_at,
+        before=ended_as(before, begun_at) if asks else "",
+    )  # fmt: skip
