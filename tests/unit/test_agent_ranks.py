@@ -345,7 +345,9 @@ def test_how_tasks_ended_is_kept_for_every_supervisor() -> None:
     assert ranks.ended == {0: done, 1: failed, 2: late}
     training = running()
     training.rank_failed(failed, {}, 4.0)
-    assert training.ended == {}
+    assert (training.ended, training.group_made) == ({}, False)
+    training.rank_said(within.GroupMade(), 5.0)
+    assert training.group_made
 
 
 def test_a_launch_after_a_sigterm_shows_that_the_job_goes_on() -> None:

@@ -255,6 +255,19 @@ def test_tasks_that_the_last_supervisor_stopped_have_not_ended_with_those_that_f
     assert task_ends.ended(story.state) == (0, 1, 2)
 
 
+def test_a_successor_hears_from_agents_that_tasks_have_made_a_group() -> None:
+    """Its journal lacks that. One that had failed before counts now."""
+    story = tasks(spares=0)
+    one, other = story.state.placement
+    after = Successor(story)
+    after.joins(one, ranks="running", attempt=1, pids=(1,), group_made=True)
+    assert (story.state.alone, story.state.phase) == (False, Phase.RUNNING)
+    story = tasks(spares=0)
+    after = Successor(story)
+    after.joins(other, ranks="running", attempt=1, pids=(1,), group_made=True, ended=ended_so(1, {1: 3}))
+    assert story.state.phase is Phase.STOPPING
+
+
 def test_how_tasks_ended_before_a_launch_that_is_recorded_is_known_from_that() -> None:
     """Some of that may have begun anew, as what failed on a node that was bad."""
     story = tasks(ranks_per_node=2)

@@ -366,7 +366,7 @@ class Agent:
             store_port=ranks.store_port, pids=ranks.pids, data_port=self._keeping.keeper.port,
             copies=self._keeping.keeper.inventory(), room=self._keeping.keeper.room(), domain=own_domain(),
             health=self._probing.known(), oom_kills=self._oom_kills,
-            ended=tuple(ranks.ended.values()),
+            ended=tuple(ranks.ended.values()), group_made=ranks.group_made,
         )  # fmt: skip
         self._connecting.send(hello)
 

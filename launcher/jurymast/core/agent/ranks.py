@@ -51,6 +51,7 @@ class Ranks:
         self._tasks = tasks
         # By rank, how tasks have ended here, in any attempt: each supervisor is told.
         self.ended: dict[int, msg.Failed | msg.Finished] = {}
+        self.group_made = False  # by one of them: all are ranks of a training
         self.attempt = 0  # the newest ordered here
         self.store_port = 0  # the host's, while it waits
         self.pids: tuple[int, ...] = ()
@@ -233,6 +234,7 @@ class Ranks:
 
     def rank_said(self, event: within.ForSupervisor, now: float) -> list[Effect]:
         self._cold = self._cold or isinstance(event, within.ColdStart)
+        self.group_made = self.group_made or isinstance(event, within.GroupMade)
         said: list[Effect] = [do.Send(msg.RankEvent(attempt=self._told, event=event))]
         # Those that have caught a signal may leave, some before others.
         return [*said, do.PartRanks(self._told)] if isinstance(event, within.Warned) else said

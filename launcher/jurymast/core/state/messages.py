@@ -355,7 +355,7 @@ RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
 class Hello(ToSupervisor, frozen=True, kw_only=True):
     """An agent's first message: who it is, its newest `attempt` and what its `ranks` do, `copies` of images,
     `room` for more, findings (`health`). It serves images at `data_port`. `oom_kills`: see `NodeJoined`.
-    `ended`: how tasks ended here, in any attempt."""
+    `ended`: how tasks ended here, in any attempt; `group_made`: one of them made a process group."""
 
     node: str
     allocation: str
@@ -375,6 +375,7 @@ class Hello(ToSupervisor, frozen=True, kw_only=True):
     health: tuple[Finding, ...] = ()
     oom_kills: int = 0
     ended: tuple[Finished | Failed, ...] = ()
+    group_made: bool = False
 
 
 class RankEvent(ToSupervisor, frozen=True, kw_only=True):

@@ -352,9 +352,9 @@ class Supervision:
         return self.record(ev.AttemptFound(t=now, node=node, attempt=attempt))
 
     def _ended_before(self, node: str, hello: msg.Hello, now: float) -> list[Effect]:
-        """Take in how tasks, each for itself, have ended on this node: an earlier supervisor may have been
-        told, and its journal not have been written. Each recorded launch knew of what ended before it, and
-        some of that may have begun anew."""
+        """Take in how tasks, each for itself, have ended on this node, or that they train: an earlier
+        supervisor may have been told, and its journal not have been written. Each recorded launch knew of
+        what ended before it, and some of that may have begun anew."""
         out: list[Effect] = []
         for said in hello.ended:
             news = self.state.alone and said.attempt >= self.state.launched
@@ -363,6 +363,9 @@ class Supervision:
             elif news and isinstance(said, msg.Failed) and said.rank not in tasks.ended(self.state):
                 fields = asdict(said) | {"attempt": self.state.attempt}
                 out += self.record(ev.WorkerFailed(t=now, node=node, **fields))
+        if hello.group_made and self.state.alone:
+            rank = self.state.places.get(node, 0) * self.state.ranks_per_node
+            out += self.record(ev.GroupMade(t=now, attempt=self.state.attempt, node=node, rank=rank))
         return out
 
     def _tasks_done(self, attempt: int, ranks: Sequence[int], now: float) -> list[Effect]:

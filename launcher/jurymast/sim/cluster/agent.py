@@ -371,7 +371,7 @@ class SimAgent:
                 incarnation=self.incarnation, pid=1, boot_id="b", gpus=0, attempt=ranks.known,
                 ranks=ranks.state, store_port=ranks.store_port, pids=ranks.pids,
                 data_port=self.data_port, copies=self.keeper.machine.inventory(),
-                ended=tuple(ranks.ended.values()),
+                ended=tuple(ranks.ended.values()), group_made=ranks.group_made,
             )
         )  # fmt: skip
 
