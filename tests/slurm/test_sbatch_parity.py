@@ -17,7 +17,7 @@ from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-LIMIT_S = 240.0
+LIMIT_S = 400.0
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2 --cpus-per-task=2 --gpus-per-node=2 --mem=100
 #SBATCH --job-name=parity --output=%x-%A-%a.out --error=%x.err --comment=none
