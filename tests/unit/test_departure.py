@@ -99,7 +99,18 @@ def test_agents_do_not_leave_before_the_journal_is_written() -> None:
     assert story.state.phase is Phase.SUCCEEDED
     assert not sent_home([*effects, *after.waits(2 * TELL_EVERY_S, unwritten=True)])
     assert "the journal is not on shared storage" in " ".join(text for _, text in story.state.notes)
+    assert after.machine.departure.lacks_journal, "it may be written into the reserve now"
     assert sent_home(after.waits(0.1))
+
+
+def test_the_reserve_is_not_for_the_journal_while_a_checkpoint_is_waited_for_as_well() -> None:
+    """Others would take what is given up, and the outcome needs some of it."""
+    story, one, other = requeued()
+    after = Successor(story)
+    for rank, node in enumerate((one, other)):
+        after.joins(node, copies=(image(rank),))
+    assert not sent_home(after.waits(1.0, unwritten=True))
+    assert not after.machine.departure.lacks_journal
 
 
 def test_a_journal_that_cannot_be_written_is_not_waited_for_until_slurm_kills_the_job() -> None:

@@ -373,9 +373,9 @@ class Supervisor:
             raise self._failure
 
     def _make_room(self) -> None:
-        """Let the journal's end be written into the space reserved for it, if the disk is full: agents leave
-        once it is written."""
-        if self._journal.error is not None and self.machine.departure.for_good:
+        """Let the journal's end be written into the space reserved for it, if the disk is full and the agents
+        wait for that alone: others may take at once what is given up."""
+        if self._journal.error is not None and self.machine.departure.lacks_journal:
             self._io.give_reserve_up()
 
     def _write_last_words(self) -> None:

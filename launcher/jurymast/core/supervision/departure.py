@@ -69,6 +69,7 @@ class Departure:
         self._since = self._tell_at = 0.0
         # Until when ranks may do what they do at a SIGTERM, and then the agents may leave.
         self._grace_until = self._leave_until = math.inf
+        self.lacks_journal = False  # the agents could leave, but for the journal that is not written
         self.given_up_by = ""  # who does not want to wait for the last checkpoint of an ended run
 
     @property
@@ -183,19 +184,16 @@ class Departure:
             case _:
                 return []
 
-    @property
-    def for_good(self) -> bool:
-        """Whether the nodes are about to be left, and nothing revokes that."""
-        return self.begun and (self._own or not self.unexplained)
-
     def _secure(self, now: float, unwritten: bool) -> list[Effect]:
-        for_good = self.for_good
+        for_good = self._own or not self.unexplained
         effects = self._checkpoints.secure(now, for_good=for_good)
         # While Slurm ends the job no node counts as lost: those that would are not waited for.
         more = {*may_know_more(self._watch, self._checkpoints)}.difference(self._watch.silent(now))
         if not for_good:
             return effects
-        if not self._checkpoints.securing.secured or more or unwritten:
+        secured = self._checkpoints.securing.secured and not more
+        self.lacks_journal = secured and unwritten
+        if not secured or unwritten:
             if not self._gives_up(now):
                 missing = "what missing nodes hold in memory" if more else "the journal"
                 return [*effects, *self._tell(missing, now)]
