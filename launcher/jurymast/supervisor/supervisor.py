@@ -129,7 +129,8 @@ class Supervisor:
         self._journal = journal
         self._hold = hold
         # The journal stays in order even if this node's clock is behind that of an earlier supervisor.
-        self._clock_offset_s = max(io.wall(), state.now) - _monotonic()
+        self._monotonic = asyncio.get_running_loop().time
+        self._clock_offset_s = max(io.wall(), state.now) - self._monotonic()
         self.machine = Supervision(state, io.files.root, self.now())
         self._todo: deque[do.Effect] = deque()
         self._stands_still = False
@@ -152,7 +153,7 @@ class Supervisor:
 
     def now(self) -> float:
         """Return Unix time in seconds, set once and then advanced by the monotonic clock."""
-        return _monotonic() + self._clock_offset_s
+        return self._monotonic() + self._clock_offset_s
 
     def feed(self, event: ev.Event) -> None:
         self._do(self.machine.record(event))
