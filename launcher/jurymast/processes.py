@@ -65,6 +65,15 @@ def end_like(code: int) -> NoReturn:
     os._exit(code if code >= 0 else 1)
 
 
+def end_at_once(code: int) -> NoReturn:
+    """End without taking the interpreter down: that takes 30 ms of a processor, in which nothing happens that
+    the kernel does not do."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 @dataclass(frozen=True)
 class _Process:
     """From /proc/PID/stat; see proc_pid_stat(5)."""

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from jurymast.cluster.earlier import avoided, banned, fitting
+from jurymast.cluster.earlier import avoided
+from jurymast.cluster.exclusion import banned, fitting
 from jurymast.core.judges.history import NodeRecord
 from jurymast.core.state.settings import Avoided, RunPlan
 from support.commands import Place

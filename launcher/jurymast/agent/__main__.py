@@ -7,12 +7,11 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 
 from jurymast.agent import guard
 from jurymast.agent.agent import serve
 from jurymast.errors import JurymastError
-from jurymast.processes import log_as
+from jurymast.processes import end_at_once, log_as
 from jurymast.rundir import RunDirectory
 
 
@@ -44,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_at_once(main())  # Slurm waits for it before it requeues the job

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from jurymast.cluster import earlier
+from jurymast.cluster import exclusion
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.sbatch import seconds_of, split_command_line, where_options
 from jurymast.core.state.settings import RunPlan
@@ -60,7 +60,7 @@ def requeue(
     if _patiently(lambda: _is_over(allocation), say):
         return
     job = f"JobId={allocation.job}"
-    nodes, told = earlier.banned(plan, exclude, os.environ.get("SLURM_JOB_PARTITION", ""), time.time())
+    nodes, told = exclusion.banned(plan, exclude, os.environ.get("SLURM_JOB_PARTITION", ""), time.time())
     banned = ",".join(nodes)
     sizes = f"{plan.active}-{plan.nodes}"
     if told:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.cluster.earlier import forgiven_nodes, out_of_service, past_runs, until_text, watched_in
+from jurymast.cluster.earlier import forgiven_nodes, past_runs, until_text, watched_in
+from jurymast.cluster.exclusion import out_of_service
 from jurymast.core.judges.history import NodeRecord, comebacks, history, more_exposure
 from jurymast.core.state.failure_rate import AFTER_REPAIR, learned_before, node_rate, prior
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
