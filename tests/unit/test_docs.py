@@ -6,11 +6,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import jurymast
+from jurymast.core.state import messages, within
+from jurymast.core.state.host_messages import FromHosts, HostOrder
 from jurymast.core.state.incident import CAUSES
+from jurymast.keeper import transfer
+from jurymast.storage import orders
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "launcher" / "jurymast"
@@ -57,6 +62,15 @@ def test_who_is_on_call_finds_every_cause() -> None:
         for one in CAUSES.values()
     ]
     assert [row for row in rows if row not in page] == []
+
+
+def test_the_table_of_messages_has_all_and_no_others() -> None:
+    page = (ROOT / "docs" / "messages.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    readers = (messages.Said, messages.Order, messages.Answer, FromHosts, HostOrder, within.FromRanks)
+    apart = (orders.Told, orders.Answer | orders.Reached | orders.Progress, transfer.Request, transfer.Served)
+    kinds = {kind.__name__ for union in (*readers, *apart) for kind in get_args(union)} - {"Strange"}
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == kinds
 
 
 def test_the_documents_make_a_site(tmp_path: Path) -> None:
