@@ -3,6 +3,8 @@ what takes longest begins first."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -21,6 +23,7 @@ settings.register_profile(
 )
 settings.load_profile("patient")
 
+COROUTINE_LIMIT_S = 120.0
 _HERE = Path(__file__).parent
 
 _FOLDERS = ("slurm", "conformance", "local", "sim", "unit")
@@ -70,6 +73,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in a loop of its own, for a limited time."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    asyncio.run(asyncio.wait_for(test(**arguments), COROUTINE_LIMIT_S))
+    return True
 
 
 def _part_of(item: pytest.Item) -> str:

@@ -66,19 +66,16 @@ async def sent_home(agent: Agent, tmp_path: Path) -> int:
     return port
 
 
-def test_a_slow_run_directory_keeps_no_agent_from_its_supervisor(
+async def test_a_slow_run_directory_keeps_no_agent_from_its_supervisor(
     agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered = threading.Event()
     monkeypatch.setattr(endpoint, "find", lambda epochs: answered.wait(2 * LIMIT_S) and None)
 
-    async def work() -> None:
-        try:
-            await sent_home(agent, tmp_path)
-        finally:
-            answered.set()  # a thread that is still at it would hold up the loop's end
-
-    asyncio.run(work())
+    try:
+        await sent_home(agent, tmp_path)
+    finally:
+        answered.set()  # a thread that is still at it would hold up the loop's end
 
 
 def test_a_last_address_that_is_silent_keeps_no_agent_from_the_newest_supervisor(

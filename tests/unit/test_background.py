@@ -79,7 +79,7 @@ def test_an_error_reaches_who_is_to_hear_of_it(caplog: pytest.LogCaptureFixture)
     [MemoryError(), OverflowError("too long"), KeyError("blocks"), RuntimeError("no thread")],
     ids=repr,
 )
-def test_a_slot_whose_image_cannot_be_hashed_is_free_again(
+async def test_a_slot_whose_image_cannot_be_hashed_is_free_again(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     whole = keepers._read_image
@@ -88,42 +88,36 @@ def test_a_slot_whose_image_cannot_be_hashed_is_free_again(
         monkeypatch.setattr(keepers, "_read_image", whole)
         raise error
 
-    async def work() -> None:
-        async with keeper() as (one, told):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            monkeypatch.setattr(keepers, "_read_image", fail)
-            slot = rank.save(10)
-            one.look()
-            await until("free slot", lambda: slot in rank.writable())
-            assert any((str(error) or type(error).__name__) in str(message) for message in told)
-            assert rank.save(20) in (0, 1)
-            one.look()
-            await until("image", lambda: told.of(msg.Held))
-
-    run(work())
+    async with keeper() as (one, told):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        monkeypatch.setattr(keepers, "_read_image", fail)
+        slot = rank.save(10)
+        one.look()
+        await until("free slot", lambda: slot in rank.writable())
+        assert any((str(error) or type(error).__name__) in str(message) for message in told)
+        assert rank.save(20) in (0, 1)
+        one.look()
+        await until("image", lambda: told.of(msg.Held))
 
 
 @pytest.mark.parametrize("name", ["room", "MappedBuffer", "reserve"])
-def test_a_rank_is_refused_memory_that_cannot_be_had_for_any_reason(
+async def test_a_rank_is_refused_memory_that_cannot_be_had_for_any_reason(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def broken(*_: Any) -> Any:
         raise OverflowError("cannot fit")
 
-    async def work() -> None:
-        async with keeper(room=broken if name == "room" else plenty) as (one, _):
-            if name == "MappedBuffer":
-                monkeypatch.setattr(keepers, name, broken)
-            if name == "reserve":
-                monkeypatch.setattr(MappedBuffer, name, broken)
-            one.launch(1, [0], 1, None)
-            rank = FakeRank(one)
-            rank.want(100_000)
-            one.look()
-            await until("refusal", lambda: rank.record[Word.REFUSED])
-
-    run(work())
+    async with keeper(room=broken if name == "room" else plenty) as (one, _):
+        if name == "MappedBuffer":
+            monkeypatch.setattr(keepers, name, broken)
+        if name == "reserve":
+            monkeypatch.setattr(MappedBuffer, name, broken)
+        one.launch(1, [0], 1, None)
+        rank = FakeRank(one)
+        rank.want(100_000)
+        one.look()
+        await until("refusal", lambda: rank.record[Word.REFUSED])
 
 
 # ---- a write ends, whatever happens

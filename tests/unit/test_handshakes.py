@@ -315,16 +315,13 @@ def test_a_keeper_that_resets_while_a_node_connects_is_tried_again(monkeypatch: 
         assert places == 2 * [("127.0.0.1", port)]
 
 
-def test_a_supervisor_that_resets_while_a_node_connects_is_tried_again(
+async def test_a_supervisor_that_resets_while_a_node_connects_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def work() -> None:
-        async with listening() as port:
-            places = reset_while_connecting(monkeypatch)
-            (await channel.connect("127.0.0.1", port, SECRET, read_said, LIMIT_S)).close()
-            assert places == 2 * [("127.0.0.1", port)]
-
-    run(work())
+    async with listening() as port:
+        places = reset_while_connecting(monkeypatch)
+        (await channel.connect("127.0.0.1", port, SECRET, read_said, LIMIT_S)).close()
+        assert places == 2 * [("127.0.0.1", port)]
 
 
 # What else strangers do.

@@ -73,26 +73,23 @@ def away(epochs: Path) -> Path:
     return epochs.rename(epochs.with_name("elsewhere"))
 
 
-def test_who_cannot_see_the_epochs_does_not_take_itself_for_the_newest(
+async def test_who_cannot_see_the_epochs_does_not_take_itself_for_the_newest(
     epochs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "RETRY_S", 0.01)
 
-    async def work() -> None:
-        mine = held(epochs)
-        assert not await mine.is_superseded()
-        there = away(epochs)
-        asking = asyncio.ensure_future(mine.is_superseded())
-        await _until_said(caplog, "No such file or directory")
-        epochs.mkdir()  # mounted over, say: nothing is to be seen, not even the own epoch
-        await _until_said(caplog, "does not show epoch 1")
-        assert not asking.done()
-        epochs.rmdir()
-        endpoint.claim_epoch(there)
-        there.rename(epochs)
-        assert await asyncio.wait_for(asking, LIMIT_S)
-
-    asyncio.run(work())
+    mine = held(epochs)
+    assert not await mine.is_superseded()
+    there = away(epochs)
+    asking = asyncio.ensure_future(mine.is_superseded())
+    await _until_said(caplog, "No such file or directory")
+    epochs.mkdir()  # mounted over, say: nothing is to be seen, not even the own epoch
+    await _until_said(caplog, "does not show epoch 1")
+    assert not asking.done()
+    epochs.rmdir()
+    endpoint.claim_epoch(there)
+    there.rename(epochs)
+    assert await asyncio.wait_for(asking, LIMIT_S)
 
 
 def test_storage_that_does_not_come_back_ends_the_supervisor_and_nothing_else(
@@ -112,21 +109,18 @@ async def _until_said(caplog: pytest.LogCaptureFixture, text: str) -> None:
     await asyncio.wait_for(heard(), LIMIT_S)
 
 
-def test_a_supervisor_goes_on_while_the_epochs_cannot_be_seen(epochs: Path) -> None:
+async def test_a_supervisor_goes_on_while_the_epochs_cannot_be_seen(epochs: Path) -> None:
     """It stops when it sees another; that it sees nothing is no reason."""
 
-    async def work() -> None:
-        mine = held(epochs)
-        there = away(epochs)
-        mine.begin()
-        taken_over = asyncio.ensure_future(mine.taken_over())
-        done, _ = await asyncio.wait([taken_over], timeout=2 * endpoint.PULSE_INTERVAL_S)
-        assert not done
-        there.rename(epochs)
-        endpoint.claim_epoch(epochs)
-        await asyncio.wait_for(taken_over, LIMIT_S)
-
-    asyncio.run(work())
+    mine = held(epochs)
+    there = away(epochs)
+    mine.begin()
+    taken_over = asyncio.ensure_future(mine.taken_over())
+    done, _ = await asyncio.wait([taken_over], timeout=2 * endpoint.PULSE_INTERVAL_S)
+    assert not done
+    there.rename(epochs)
+    endpoint.claim_epoch(epochs)
+    await asyncio.wait_for(taken_over, LIMIT_S)
 
 
 @contextmanager

@@ -61,123 +61,110 @@ def test_a_buffer_is_sealed_touched_and_leaves_nothing() -> None:
         os.fstat(descriptor)
 
 
-def test_an_image_is_hashed_held_and_told() -> None:
-    async def work() -> None:
-        async with keeper() as (one, told):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            assert rank.answer is RestoreStatus.ELSEWHERE
-            slot = rank.save(10)
-            one.image_published(0, slot, 0.25)
-            (message,) = await until("word of it", lambda: told.of(msg.Held))
-            (copy,) = message.copies
-            assert (copy.step, copy.attempt, copy.rank, copy.world) == (10, 1, 0, 1)
-            assert (copy.tier, copy.part, copy.size_bytes, copy.stall_s) == (
-                "memory",
-                "all",
-                SIZE,
-                0.25,
-            )
-            assert copy.common_bytes == COMMON_BYTES
-            assert len(copy.common_id) == 32
-            assert one.inventory() == (copy,)
-            one.look()
-            assert len(told.of(msg.Held)) == 1
-
-    run(work())
+async def test_an_image_is_hashed_held_and_told() -> None:
+    async with keeper() as (one, told):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        assert rank.answer is RestoreStatus.ELSEWHERE
+        slot = rank.save(10)
+        one.image_published(0, slot, 0.25)
+        (message,) = await until("word of it", lambda: told.of(msg.Held))
+        (copy,) = message.copies
+        assert (copy.step, copy.attempt, copy.rank, copy.world) == (10, 1, 0, 1)
+        assert (copy.tier, copy.part, copy.size_bytes, copy.stall_s) == (
+            "memory",
+            "all",
+            SIZE,
+            0.25,
+        )
+        assert copy.common_bytes == COMMON_BYTES
+        assert len(copy.common_id) == 32
+        assert one.inventory() == (copy,)
+        one.look()
+        assert len(told.of(msg.Held)) == 1
 
 
-def test_a_held_slot_is_never_written_and_the_committed_one_stays() -> None:
-    async def work() -> None:
-        async with keeper() as (one, _):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            first = await saved(one, rank, 10)
-            one.obey(msg.Committed(step=10, attempt=1))
-            second = await saved(one, rank, 20)
-            assert {first, second} == {0, 1}
-            assert rank.writable() == []
-            one.obey(msg.Committed(step=10, attempt=1))  # again: nothing newer is safe
-            assert rank.writable() == []
-            one.obey(msg.Committed(step=20, attempt=1))
-            assert rank.writable() == [first]
-            one.obey(msg.Committed(step=10, attempt=1))  # late: the newest stays
-            assert [copy.step for copy in one.inventory()] == [20]
-
-    run(work())
+async def test_a_held_slot_is_never_written_and_the_committed_one_stays() -> None:
+    async with keeper() as (one, _):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        first = await saved(one, rank, 10)
+        one.obey(msg.Committed(step=10, attempt=1))
+        second = await saved(one, rank, 20)
+        assert {first, second} == {0, 1}
+        assert rank.writable() == []
+        one.obey(msg.Committed(step=10, attempt=1))  # again: nothing newer is safe
+        assert rank.writable() == []
+        one.obey(msg.Committed(step=20, attempt=1))
+        assert rank.writable() == [first]
+        one.obey(msg.Committed(step=10, attempt=1))  # late: the newest stays
+        assert [copy.step for copy in one.inventory()] == [20]
 
 
-def test_a_freed_slot_waits_for_its_readers() -> None:
-    async def work() -> None:
-        async with keeper() as (one, _):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            first = await saved(one, rank, 10)
-            lent = one.copies.acquire(ImageId(10, 1, 0))
-            assert lent is not None
-            assert one.copies.acquire(ImageId(10, 1, 0)) is lent
-            assert one.copies.acquire(ImageId(10, 2, 0)) is None
-            await saved(one, rank, 20)
-            one.obey(msg.Committed(step=20, attempt=1))
-            assert one.copies.acquire(ImageId(10, 1, 0)) is None  # nobody new
-            one.copies.release(lent)
-            await settled(one)
-            assert rank.writable() == []
-            assert Path(lent.path).read_bytes()[:SIZE] == image_bytes(10, 0)
-            image = memoryview(Path(lent.path).read_bytes())
-            assert lent.manifest.with_blocks(image) == lent.manifest
-            one.copies.release(lent)
-            await until("slot", lambda: rank.writable() == [first])
-
-    run(work())
+async def test_a_freed_slot_waits_for_its_readers() -> None:
+    async with keeper() as (one, _):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        first = await saved(one, rank, 10)
+        lent = one.copies.acquire(ImageId(10, 1, 0))
+        assert lent is not None
+        assert one.copies.acquire(ImageId(10, 1, 0)) is lent
+        assert one.copies.acquire(ImageId(10, 2, 0)) is None
+        await saved(one, rank, 20)
+        one.obey(msg.Committed(step=20, attempt=1))
+        assert one.copies.acquire(ImageId(10, 1, 0)) is None  # nobody new
+        one.copies.release(lent)
+        await settled(one)
+        assert rank.writable() == []
+        assert Path(lent.path).read_bytes()[:SIZE] == image_bytes(10, 0)
+        image = memoryview(Path(lent.path).read_bytes())
+        assert lent.manifest.with_blocks(image) == lent.manifest
+        one.copies.release(lent)
+        await until("slot", lambda: rank.writable() == [first])
 
 
 @pytest.mark.parametrize("scarce", [False, True])
-def test_a_storage_process_reads_a_copy_where_memory_allows_and_keeps_no_slot_busy(scarce: bool) -> None:
-    async def work() -> None:
-        limit = Room(1 << 40, "plenty")
-        async with keeper(room=lambda: limit) as (one, _):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            first = await saved(one, rank, 10)
-            if scarce:
-                limit = Room(0, "a small node")
-            loan = await one.lend(10, 1, 0)
-            assert loan is not None
-            assert await one.lend(10, 2, 0) is None
-            await saved(one, rank, 20)
-            one.obey(msg.Committed(step=20, attempt=1))
-            await settled(one)
-            assert rank.writable() == ([] if scarce else [first])
-            assert Path(loan.path).read_bytes()[:SIZE] == image_bytes(10, 0)
-            image = memoryview(Path(loan.path).read_bytes())
-            assert loan.manifest.with_blocks(image) == loan.manifest
-            loan.give_back()
-            await until("slot", lambda: rank.writable() == [first])
+async def test_a_storage_process_reads_a_copy_where_memory_allows_and_no_slot_stays_busy(
+    scarce: bool,
+) -> None:
+    limit = Room(1 << 40, "plenty")
+    async with keeper(room=lambda: limit) as (one, _):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        first = await saved(one, rank, 10)
+        if scarce:
+            limit = Room(0, "a small node")
+        loan = await one.lend(10, 1, 0)
+        assert loan is not None
+        assert await one.lend(10, 2, 0) is None
+        await saved(one, rank, 20)
+        one.obey(msg.Committed(step=20, attempt=1))
+        await settled(one)
+        assert rank.writable() == ([] if scarce else [first])
+        assert Path(loan.path).read_bytes()[:SIZE] == image_bytes(10, 0)
+        image = memoryview(Path(loan.path).read_bytes())
+        assert loan.manifest.with_blocks(image) == loan.manifest
+        loan.give_back()
+        await until("slot", lambda: rank.writable() == [first])
 
-    run(work())
 
-
-def test_an_image_in_two_parts_is_lent_as_it_lies() -> None:
+async def test_an_image_in_two_parts_is_lent_as_it_lies() -> None:
     """A replica of another rank's own part, and the common part, which this node's rank has as well, as a
     spare has not."""
 
-    async def work() -> None:
-        async with holding("a", 0, 2) as (a, _), holding("b", 1, 2) as (b, told), keeper("c") as (c, too):
-            order = msg.Replicate(step=10, attempt=1, rank=0, part="own", sources=(source(a, 0),))
-            b.obey(order)
-            c.obey(order)
-            replica = (10, 1, 0, "peer", "own")
-            await until("the replicas", lambda: replica in told.held() and replica in too.held())
-            loan = await b.lend(10, 1, 0)
-            assert loan is not None
-            assert Path(loan.common_path).read_bytes()[:COMMON_BYTES] == image_bytes(10, 0)[:COMMON_BYTES]
-            assert Path(loan.path).read_bytes()[COMMON_BYTES:SIZE] == image_bytes(10, 0)[COMMON_BYTES:]
-            assert loan.manifest.image == (10, 1, 0)
-            loan.give_back()
-            assert await c.lend(10, 1, 0) is None
-
-    run(work())
+    async with holding("a", 0, 2) as (a, _), holding("b", 1, 2) as (b, told), keeper("c") as (c, too):
+        order = msg.Replicate(step=10, attempt=1, rank=0, part="own", sources=(source(a, 0),))
+        b.obey(order)
+        c.obey(order)
+        replica = (10, 1, 0, "peer", "own")
+        await until("the replicas", lambda: replica in told.held() and replica in too.held())
+        loan = await b.lend(10, 1, 0)
+        assert loan is not None
+        assert Path(loan.common_path).read_bytes()[:COMMON_BYTES] == image_bytes(10, 0)[:COMMON_BYTES]
+        assert Path(loan.path).read_bytes()[COMMON_BYTES:SIZE] == image_bytes(10, 0)[COMMON_BYTES:]
+        assert loan.manifest.image == (10, 1, 0)
+        loan.give_back()
+        assert await c.lend(10, 1, 0) is None
 
 
 @pytest.mark.parametrize("during", ["the question for memory", "the copy"])
@@ -236,156 +223,135 @@ def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
         go_on.set()
 
 
-def test_images_of_dead_ranks_void_steps_and_other_ranks_are_not_held() -> None:
-    async def work() -> None:
-        async with keeper() as (one, told):
-            one.launch(2, [0], 1, None)
-            rank = await ready_rank(one)
-            rank.save(10, attempt=1)
-            one.look()
-            await until("free slots", lambda: len(rank.writable()) == SLOTS)
-            rank.save(10, 3, attempt=2)  # not this slot's rank
-            one.look()
-            await until("free slots", lambda: len(rank.writable()) == SLOTS)
-            assert "another image's" in told.of(msg.Dropped)[0].why
-            one.obey(msg.Void(step=20, attempt=2))
-            rank.save(20, attempt=2)
-            one.look()
-            await until("free slots", lambda: len(rank.writable()) == SLOTS)
-            await saved(one, rank, 30, attempt=2)
-            one.obey(msg.Void(step=30, attempt=2))
-            assert len(rank.writable()) == SLOTS
-            assert one.inventory() == ()
-            assert [held[0] for held in told.held()] == [30]
-
-    run(work())
+async def test_images_of_dead_ranks_void_steps_and_other_ranks_are_not_held() -> None:
+    async with keeper() as (one, told):
+        one.launch(2, [0], 1, None)
+        rank = await ready_rank(one)
+        rank.save(10, attempt=1)
+        one.look()
+        await until("free slots", lambda: len(rank.writable()) == SLOTS)
+        rank.save(10, 3, attempt=2)  # not this slot's rank
+        one.look()
+        await until("free slots", lambda: len(rank.writable()) == SLOTS)
+        assert "another image's" in told.of(msg.Dropped)[0].why
+        one.obey(msg.Void(step=20, attempt=2))
+        rank.save(20, attempt=2)
+        one.look()
+        await until("free slots", lambda: len(rank.writable()) == SLOTS)
+        await saved(one, rank, 30, attempt=2)
+        one.obey(msg.Void(step=30, attempt=2))
+        assert len(rank.writable()) == SLOTS
+        assert one.inventory() == ()
+        assert [held[0] for held in told.held()] == [30]
 
 
-def test_what_a_killed_rank_left_is_mended() -> None:
-    async def work() -> None:
-        async with keeper() as (one, told):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            await saved(one, rank, 10)
-            rank.begin(rank.writable()[0])  # and dies in it
-            one.look()
-            one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
-            await until("restore", lambda: rank.answer is RestoreStatus.READY)
-            assert rank.restored()[0] == image_bytes(10, 0)
-            assert len(rank.writable()) == 1
-            assert all(slot[SlotWord.SEQ] % 2 == 0 for slot in rank.slots)
-            (word,) = told.of(msg.Prefetched)
-            assert word.tiers == {"memory": SIZE}
-            assert word.passed_over == ()
-            await saved(one, rank, 20, attempt=2)
-            one.obey(msg.Committed(step=20, attempt=2))
-            assert len(rank.writable()) == 1
-            assert [copy.step for copy in one.inventory()] == [20]
-
-    run(work())
+async def test_what_a_killed_rank_left_is_mended() -> None:
+    async with keeper() as (one, told):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        await saved(one, rank, 10)
+        rank.begin(rank.writable()[0])  # and dies in it
+        one.look()
+        one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
+        await until("restore", lambda: rank.answer is RestoreStatus.READY)
+        assert rank.restored()[0] == image_bytes(10, 0)
+        assert len(rank.writable()) == 1
+        assert all(slot[SlotWord.SEQ] % 2 == 0 for slot in rank.slots)
+        (word,) = told.of(msg.Prefetched)
+        assert word.tiers == {"memory": SIZE}
+        assert word.passed_over == ()
+        await saved(one, rank, 20, attempt=2)
+        one.obey(msg.Committed(step=20, attempt=2))
+        assert len(rank.writable()) == 1
+        assert [copy.step for copy in one.inventory()] == [20]
 
 
-def test_an_older_safe_image_stays_until_the_newer_one_that_was_restored_is_safe() -> None:
-    async def work() -> None:
-        async with keeper() as (one, told):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            older = await saved(one, rank, 10)
-            one.obey(msg.Committed(step=10, attempt=1))
-            await saved(one, rank, 20)
-            one.launch(2, [0], 1, plan(20, 1, {0: [source(one, 0, tier="memory")]}))
-            await until("restore", lambda: rank.answer is RestoreStatus.READY)
-            one.look()
-            assert [copy.step for copy in one.inventory()] == [10, 20]
-            rank.want(SIZE + 4096)
-            one.look()
-            assert [copy.step for copy in one.inventory()] == [10, 20], "if the node is lost now, 20 is too"
-            assert rank.writable() == []
-            one.obey(msg.Committed(step=20, attempt=1))
-            assert [copy.step for copy in one.inventory()] == [20]
-            assert not told.of(msg.Dropped)
-            assert rank.writable() == [older]
-
-    run(work())
+async def test_an_older_safe_image_stays_until_the_newer_one_that_was_restored_is_safe() -> None:
+    async with keeper() as (one, told):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        older = await saved(one, rank, 10)
+        one.obey(msg.Committed(step=10, attempt=1))
+        await saved(one, rank, 20)
+        one.launch(2, [0], 1, plan(20, 1, {0: [source(one, 0, tier="memory")]}))
+        await until("restore", lambda: rank.answer is RestoreStatus.READY)
+        one.look()
+        assert [copy.step for copy in one.inventory()] == [10, 20]
+        rank.want(SIZE + 4096)
+        one.look()
+        assert [copy.step for copy in one.inventory()] == [10, 20], "if the node is lost now, 20 is too"
+        assert rank.writable() == []
+        one.obey(msg.Committed(step=20, attempt=1))
+        assert [copy.step for copy in one.inventory()] == [20]
+        assert not told.of(msg.Dropped)
+        assert rank.writable() == [older]
 
 
-def test_an_older_image_that_is_not_safe_stays_until_all_have_restored() -> None:
+async def test_an_older_image_that_is_not_safe_stays_until_all_have_restored() -> None:
     """Another node may find that its image of the newer one is damaged."""
 
-    async def work() -> None:
-        async with keeper() as (one, _):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            older = await saved(one, rank, 10)
-            await saved(one, rank, 20)
-            one.launch(2, [0], 1, plan(20, 1, {0: [source(one, 0, tier="memory")]}))
-            await until("restore", lambda: rank.answer is RestoreStatus.READY)
-            assert [copy.step for copy in one.inventory()] == [10, 20]
-            one.launch(3, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
-            await until("restore", lambda: rank.answer is RestoreStatus.READY)
-            assert rank.restored()[0] == image_bytes(10, 0)
-            rank.want(SIZE + 4096)
-            one.look()
-            assert [copy.step for copy in one.inventory()] == [10]
-            await until("the other slot", lambda: rank.writable() == [1 - older])
-
-    run(work())
+    async with keeper() as (one, _):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        older = await saved(one, rank, 10)
+        await saved(one, rank, 20)
+        one.launch(2, [0], 1, plan(20, 1, {0: [source(one, 0, tier="memory")]}))
+        await until("restore", lambda: rank.answer is RestoreStatus.READY)
+        assert [copy.step for copy in one.inventory()] == [10, 20]
+        one.launch(3, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
+        await until("restore", lambda: rank.answer is RestoreStatus.READY)
+        assert rank.restored()[0] == image_bytes(10, 0)
+        rank.want(SIZE + 4096)
+        one.look()
+        assert [copy.step for copy in one.inventory()] == [10]
+        await until("the other slot", lambda: rank.writable() == [1 - older])
 
 
-def test_the_same_step_of_two_attempts_is_not_mixed() -> None:
-    async def work() -> None:
-        async with keeper() as (one, _):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            await saved(one, rank, 10, data=b"1" * SIZE)
-            one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
-            await until("restore", lambda: rank.answer is RestoreStatus.READY)
-            await saved(one, rank, 10, attempt=2, data=b"2" * SIZE)
-            assert {(copy.step, copy.attempt) for copy in one.inventory()} == {(10, 1), (10, 2)}
-            one.obey(msg.Committed(step=10, attempt=2))
-            one.launch(3, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
-            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
-            assert rank.answer is RestoreStatus.FAILED
-
-    run(work())
+async def test_the_same_step_of_two_attempts_is_not_mixed() -> None:
+    async with keeper() as (one, _):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        await saved(one, rank, 10, data=b"1" * SIZE)
+        one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
+        await until("restore", lambda: rank.answer is RestoreStatus.READY)
+        await saved(one, rank, 10, attempt=2, data=b"2" * SIZE)
+        assert {(copy.step, copy.attempt) for copy in one.inventory()} == {(10, 1), (10, 2)}
+        one.obey(msg.Committed(step=10, attempt=2))
+        one.launch(3, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
+        await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
+        assert rank.answer is RestoreStatus.FAILED
 
 
-def test_ranks_that_restore_nothing_from_memory_leave_their_images_there_until_they_have_started() -> None:
+async def test_ranks_that_restore_nothing_from_memory_leave_images_there_until_they_have_started() -> None:
     """A node that is away may come back with the rest of the state before that."""
 
-    async def work() -> None:
-        async with keeper() as (one, _):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            await saved(one, rank, 10)
-            one.obey(msg.Committed(step=10, attempt=1))
-            one.launch(2, [0], 1, None)
-            assert [copy.step for copy in one.inventory()] == [10]
-            rank.want(SIZE)
+    async with keeper() as (one, _):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        await saved(one, rank, 10)
+        one.obey(msg.Committed(step=10, attempt=1))
+        one.launch(2, [0], 1, None)
+        assert [copy.step for copy in one.inventory()] == [10]
+        rank.want(SIZE)
+        one.look()
+        assert one.inventory() == ()
+        assert len(rank.writable()) == SLOTS
+
+
+async def test_an_image_that_does_not_hold_what_it_says_is_dropped() -> None:
+    async with keeper() as (one, told):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        for word, value in ((SlotWord.MANIFEST, 5), (SlotWord.IMAGE, 1 << 40), (SlotWord.MANIFEST, -1)):
+            number = rank.writable()[0]
+            before = rank.slots[number][SlotWord.SEQ]
+            rank.save(10)
+            rank.slots[number][word] = value
             one.look()
-            assert one.inventory() == ()
-            assert len(rank.writable()) == SLOTS
-
-    run(work())
-
-
-def test_an_image_that_does_not_hold_what_it_says_is_dropped() -> None:
-    async def work() -> None:
-        async with keeper() as (one, told):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            for word, value in ((SlotWord.MANIFEST, 5), (SlotWord.IMAGE, 1 << 40), (SlotWord.MANIFEST, -1)):
-                number = rank.writable()[0]
-                before = rank.slots[number][SlotWord.SEQ]
-                rank.save(10)
-                rank.slots[number][word] = value
-                one.look()
-                await until("free", lambda number=number: number in rank.writable())  # type: ignore[misc]
-                assert rank.slots[number][SlotWord.SEQ] == before + 2
-            assert one.inventory() == ()
-            assert len(told.of(msg.Dropped)) == 3
-
-    run(work())
+            await until("free", lambda number=number: number in rank.writable())  # type: ignore[misc]
+            assert rank.slots[number][SlotWord.SEQ] == before + 2
+        assert one.inventory() == ()
+        assert len(told.of(msg.Dropped)) == 3
 
 
 async def _small_then_large(one: Keeper) -> tuple[FakeRank, int]:
@@ -398,60 +364,51 @@ async def _small_then_large(one: Keeper) -> tuple[FakeRank, int]:
     return rank, held
 
 
-def test_a_rank_that_grows_gets_larger_slots_but_not_in_place_of_what_is_held() -> None:
-    async def work() -> None:
-        async with keeper() as (one, _):
-            rank, held = await _small_then_large(one)
-            assert rank.slots[held][SlotWord.CAPACITY] == ROUND_BYTES
-            with rank.map(held) as place:
-                assert place[:SIZE] == image_bytes(10, 0)
-            generation = rank.slots[held][SlotWord.GENERATION]
-            await saved(one, rank, 20)
-            one.obey(msg.Committed(step=20, attempt=1))
-            assert rank.writable() == [held]
-            assert rank.slots[held][SlotWord.CAPACITY] == 8 << 20
-            assert rank.slots[held][SlotWord.GENERATION] != generation
-
-    run(work())
+async def test_a_rank_that_grows_gets_larger_slots_but_not_in_place_of_what_is_held() -> None:
+    async with keeper() as (one, _):
+        rank, held = await _small_then_large(one)
+        assert rank.slots[held][SlotWord.CAPACITY] == ROUND_BYTES
+        with rank.map(held) as place:
+            assert place[:SIZE] == image_bytes(10, 0)
+        generation = rank.slots[held][SlotWord.GENERATION]
+        await saved(one, rank, 20)
+        one.obey(msg.Committed(step=20, attempt=1))
+        assert rank.writable() == [held]
+        assert rank.slots[held][SlotWord.CAPACITY] == 8 << 20
+        assert rank.slots[held][SlotWord.GENERATION] != generation
 
 
-def test_a_slot_that_is_being_written_is_not_replaced() -> None:
-    async def work() -> None:
-        async with keeper() as (one, _):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            rank.begin(0)
-            descriptor = rank.slots[0][SlotWord.FD]
-            rank.want(8 << 20)
-            one.look()
-            await until("larger slot", lambda: rank.slots[1][SlotWord.CAPACITY] == 8 << 20)
-            assert rank.slots[0][SlotWord.FD] == descriptor
-            assert rank.slots[0][SlotWord.CAPACITY] == ROUND_BYTES
-
-    run(work())
+async def test_a_slot_that_is_being_written_is_not_replaced() -> None:
+    async with keeper() as (one, _):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        rank.begin(0)
+        descriptor = rank.slots[0][SlotWord.FD]
+        rank.want(8 << 20)
+        one.look()
+        await until("larger slot", lambda: rank.slots[1][SlotWord.CAPACITY] == 8 << 20)
+        assert rank.slots[0][SlotWord.FD] == descriptor
+        assert rank.slots[0][SlotWord.CAPACITY] == ROUND_BYTES
 
 
-def test_ranks_that_change_nodes_leave_their_images_for_others() -> None:
+async def test_ranks_that_change_nodes_leave_their_images_for_others() -> None:
     """The node gets other ranks: what it holds is still served, and its slots are the new ranks'."""
 
-    async def work() -> None:
-        async with keeper("a", 2) as (one, _):
-            one.launch(1, [0, 1], 2, None)
-            ranks = [await ready_rank(one, local) for local in (0, 1)]
-            for local, rank in enumerate(ranks):
-                await saved(one, rank, 10, local, world=2)
-            one.obey(msg.Committed(step=10, attempt=1))
-            one.launch(2, [1, 0], 2, plan(10, 1, {0: [source(one, 0)], 1: [source(one, 1)]}))
-            for local, rank in enumerate(ranks):
-                await until("restore", lambda rank=rank: rank.answer is RestoreStatus.READY)  # type: ignore[misc]
-                assert rank.restored()[0] == image_bytes(10, 1 - local)
-            for local, rank in enumerate(ranks):
-                again = await ready_other_slot(one, rank)
-                await saved(one, again, 20, 1 - local, attempt=2, world=2)
-            one.obey(msg.Committed(step=20, attempt=2))
-            assert {copy.step for copy in one.inventory()} == {20}
-
-    run(work())
+    async with keeper("a", 2) as (one, _):
+        one.launch(1, [0, 1], 2, None)
+        ranks = [await ready_rank(one, local) for local in (0, 1)]
+        for local, rank in enumerate(ranks):
+            await saved(one, rank, 10, local, world=2)
+        one.obey(msg.Committed(step=10, attempt=1))
+        one.launch(2, [1, 0], 2, plan(10, 1, {0: [source(one, 0)], 1: [source(one, 1)]}))
+        for local, rank in enumerate(ranks):
+            await until("restore", lambda rank=rank: rank.answer is RestoreStatus.READY)  # type: ignore[misc]
+            assert rank.restored()[0] == image_bytes(10, 1 - local)
+        for local, rank in enumerate(ranks):
+            again = await ready_other_slot(one, rank)
+            await saved(one, again, 20, 1 - local, attempt=2, world=2)
+        one.obey(msg.Committed(step=20, attempt=2))
+        assert {copy.step for copy in one.inventory()} == {20}
 
 
 async def ready_other_slot(one: Keeper, rank: FakeRank) -> FakeRank:
@@ -461,41 +418,35 @@ async def ready_other_slot(one: Keeper, rank: FakeRank) -> FakeRank:
     return rank
 
 
-def test_a_flipped_bit_in_memory_is_found_at_restore() -> None:
-    async def work() -> None:
-        async with keeper() as (one, told):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            await saved(one, rank, 10)
-            flip(one, ImageId(10, 1, 0), 3 * BLOCK + 5)
-            one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
-            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
-            assert rank.answer is RestoreStatus.FAILED
-            assert "corrupt" in told.of(msg.Dropped)[0].why
-            assert "corrupt" in told.of(msg.Unrestorable)[0].why
-            assert one.inventory() == ()
-            await ready_rank(one)  # the memory is not lost
-
-    run(work())
+async def test_a_flipped_bit_in_memory_is_found_at_restore() -> None:
+    async with keeper() as (one, told):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        await saved(one, rank, 10)
+        flip(one, ImageId(10, 1, 0), 3 * BLOCK + 5)
+        one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
+        await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
+        assert rank.answer is RestoreStatus.FAILED
+        assert "corrupt" in told.of(msg.Dropped)[0].why
+        assert "corrupt" in told.of(msg.Unrestorable)[0].why
+        assert one.inventory() == ()
+        await ready_rank(one)  # the memory is not lost
 
 
-def test_a_flipped_bit_in_memory_is_found_by_reading_again() -> None:
-    async def work() -> None:
-        async with keeper() as (one, told):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            await saved(one, rank, 10)
-            (copy,) = one.copies
-            await gathering.read_again(one.copies, copy, one.distrust)
-            assert told.of(msg.Dropped) == []
-            flip(one, ImageId(10, 1, 0), SIZE - 1)
-            one.spawn(gathering.scrub(one.copies, one.distrust, every_s=0.0))
-            (word,) = await until("word of it", lambda: told.of(msg.Dropped))
-            assert "own part is corrupt in memory" in word.why
-            assert word.copy.step == 10
-            await until("free slots", lambda: len(rank.writable()) == SLOTS)
-
-    run(work())
+async def test_a_flipped_bit_in_memory_is_found_by_reading_again() -> None:
+    async with keeper() as (one, told):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        await saved(one, rank, 10)
+        (copy,) = one.copies
+        await gathering.read_again(one.copies, copy, one.distrust)
+        assert told.of(msg.Dropped) == []
+        flip(one, ImageId(10, 1, 0), SIZE - 1)
+        one.spawn(gathering.scrub(one.copies, one.distrust, every_s=0.0))
+        (word,) = await until("word of it", lambda: told.of(msg.Dropped))
+        assert "own part is corrupt in memory" in word.why
+        assert word.copy.step == 10
+        await until("free slots", lambda: len(rank.writable()) == SLOTS)
 
 
 def put_local(root: Path, data: bytes, one: Keeper, key: ImageId) -> Path:
@@ -509,78 +460,68 @@ def put_local(root: Path, data: bytes, one: Keeper, key: ImageId) -> Path:
     return image
 
 
-def test_images_on_the_local_disk(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with keeper() as (one, told):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            await saved(one, rank, 10)
-            image = put_local(tmp_path, image_bytes(10, 0), one, ImageId(10, 1, 0))
-            half = (
-                put_local(tmp_path, image_bytes(10, 0)[:-1], one, ImageId(10, 1, 0)).parent
-                / "rank-00001.image"
-            )
-            half.write_bytes(b"an image without a manifest")
-            one.scan_local(tmp_path)
-            await settled(one)
-            assert [held[3] for held in told.held()] == ["memory"]  # truncated: refused
-            image.write_bytes(image_bytes(10, 0))
-            one.scan_local(tmp_path)
-            await until("word of it", lambda: (10, 1, 0, "local", "all") in told.held())
+async def test_images_on_the_local_disk(tmp_path: Path) -> None:
+    async with keeper() as (one, told):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        await saved(one, rank, 10)
+        image = put_local(tmp_path, image_bytes(10, 0), one, ImageId(10, 1, 0))
+        half = (
+            put_local(tmp_path, image_bytes(10, 0)[:-1], one, ImageId(10, 1, 0)).parent / "rank-00001.image"
+        )
+        half.write_bytes(b"an image without a manifest")
+        one.scan_local(tmp_path)
+        await settled(one)
+        assert [held[3] for held in told.held()] == ["memory"]  # truncated: refused
+        image.write_bytes(image_bytes(10, 0))
+        one.scan_local(tmp_path)
+        await until("word of it", lambda: (10, 1, 0, "local", "all") in told.held())
 
-        async with keeper(local_root=tmp_path) as (one, told):  # the agent of the next allocation
-            assert [copy.tier for copy in one.inventory()] == ["local"]
-            one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="local")]}))
-            rank = FakeRank(one)
-            await until("restore", lambda: rank.answer is RestoreStatus.READY)
-            assert rank.restored()[0] == image_bytes(10, 0)
-            assert told.of(msg.Prefetched)[0].tiers == {"local": SIZE}
+    async with keeper(local_root=tmp_path) as (one, told):  # the agent of the next allocation
+        assert [copy.tier for copy in one.inventory()] == ["local"]
+        one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="local")]}))
+        rank = FakeRank(one)
+        await until("restore", lambda: rank.answer is RestoreStatus.READY)
+        assert rank.restored()[0] == image_bytes(10, 0)
+        assert told.of(msg.Prefetched)[0].tiers == {"local": SIZE}
 
-            bad = bytearray(image_bytes(10, 0))
-            bad[7] ^= 1
-            image.write_bytes(bad)
-            one.launch(3, [1], 2, None)
-            one.launch(4, [0], 1, plan(10, 1, {0: [source(one, 0, tier="local")]}))
-            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
-            assert rank.answer is RestoreStatus.FAILED
-            assert "corrupt" in told.of(msg.Dropped)[-1].why
-            image.unlink()
-            one.scan_local(tmp_path)
-
-    run(work())
+        bad = bytearray(image_bytes(10, 0))
+        bad[7] ^= 1
+        image.write_bytes(bad)
+        one.launch(3, [1], 2, None)
+        one.launch(4, [0], 1, plan(10, 1, {0: [source(one, 0, tier="local")]}))
+        await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
+        assert rank.answer is RestoreStatus.FAILED
+        assert "corrupt" in told.of(msg.Dropped)[-1].why
+        image.unlink()
+        one.scan_local(tmp_path)
 
 
-def test_going_back_forgets_what_is_newer(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with keeper() as (one, _):
-            one.launch(1, [0], 1, None)
-            rank = await ready_rank(one)
-            await saved(one, rank, 10)
-            one.obey(msg.Committed(step=10, attempt=1))
-            await saved(one, rank, 20)
-            one.obey(msg.Committed(step=20, attempt=1))
-            put_local(tmp_path, image_bytes(20, 0), one, ImageId(20, 1, 0))
-            one.scan_local(tmp_path)
-            await until("two copies", lambda: len(one.inventory()) == 2)
-            one.obey(msg.ForgetNewer(step=10))
-            assert one.inventory() == ()
-            one.scan_local(tmp_path)
-            await settled(one)
-            assert one.inventory() == ()
-
-    run(work())
+async def test_going_back_forgets_what_is_newer(tmp_path: Path) -> None:
+    async with keeper() as (one, _):
+        one.launch(1, [0], 1, None)
+        rank = await ready_rank(one)
+        await saved(one, rank, 10)
+        one.obey(msg.Committed(step=10, attempt=1))
+        await saved(one, rank, 20)
+        one.obey(msg.Committed(step=20, attempt=1))
+        put_local(tmp_path, image_bytes(20, 0), one, ImageId(20, 1, 0))
+        one.scan_local(tmp_path)
+        await until("two copies", lambda: len(one.inventory()) == 2)
+        one.obey(msg.ForgetNewer(step=10))
+        assert one.inventory() == ()
+        one.scan_local(tmp_path)
+        await settled(one)
+        assert one.inventory() == ()
 
 
-def test_a_restore_of_another_world_is_refused() -> None:
-    async def work() -> None:
-        async with keeper() as (one, told):
-            one.launch(1, [0], 2, None)
-            rank = await ready_rank(one)
-            await saved(one, rank, 10, world=2)
-            one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
-            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
-            assert rank.answer is RestoreStatus.FAILED
-            assert "2 ranks, and this attempt has 1" in told.of(msg.Unrestorable)[0].why
-            assert rank.record[Word.RESTORE_IMAGE] == 0
-
-    run(work())
+async def test_a_restore_of_another_world_is_refused() -> None:
+    async with keeper() as (one, told):
+        one.launch(1, [0], 2, None)
+        rank = await ready_rank(one)
+        await saved(one, rank, 10, world=2)
+        one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
+        await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
+        assert rank.answer is RestoreStatus.FAILED
+        assert "2 ranks, and this attempt has 1" in told.of(msg.Unrestorable)[0].why
+        assert rank.record[Word.RESTORE_IMAGE] == 0

@@ -22,7 +22,6 @@ from support.keepers import (
     keeper,
     plan,
     ready_rank,
-    run,
     saved,
     settled,
     source,
@@ -142,7 +141,7 @@ def test_this_machine_has_some() -> None:
     assert Path(room.limit).is_file()
 
 
-def test_a_rank_that_asks_for_too_much_is_refused_on_one_clear_line(tmp_path: Path) -> None:
+async def test_a_rank_that_asks_for_too_much_is_refused_on_one_clear_line(tmp_path: Path) -> None:
     """Before anything is taken for any rank of the node."""
     proc, mount = tree(
         tmp_path,
@@ -153,53 +152,47 @@ def test_a_rank_that_asks_for_too_much_is_refused_on_one_clear_line(tmp_path: Pa
         },
     )
 
-    async def work() -> None:
-        async with keeper("a", 2, room=lambda: node_memory.room(proc, mount)) as (one, told):
-            one.launch(1, [0, 1], 2, None)
-            ranks = [FakeRank(one, local) for local in (0, 1)]
-            ranks[0].want(22 * GIB)
-            one.look()
-            await until("answer", lambda: ranks[0].record[Word.REFUSED])
-            (message,) = told.of(msg.Refused)
-            assert message.why == (
-                "no memory for two slots of 22.0 GiB for each of 2 ranks: 85.0 GiB available "
-                f"(limit: {mount}/job_7/memory.max); "
-                "ask Slurm for more --mem, or set checkpoint.tiers.memory: off. "
-                "Until then all ranks save to shared storage"
-            )
-            one.look()  # not again and again
-            await settled(one)
-            assert len(told.of(msg.Refused)) == 1
-            assert ranks[0].writable() == []
+    async with keeper("a", 2, room=lambda: node_memory.room(proc, mount)) as (one, told):
+        one.launch(1, [0, 1], 2, None)
+        ranks = [FakeRank(one, local) for local in (0, 1)]
+        ranks[0].want(22 * GIB)
+        one.look()
+        await until("answer", lambda: ranks[0].record[Word.REFUSED])
+        (message,) = told.of(msg.Refused)
+        assert message.why == (
+            "no memory for two slots of 22.0 GiB for each of 2 ranks: 85.0 GiB available "
+            f"(limit: {mount}/job_7/memory.max); "
+            "ask Slurm for more --mem, or set checkpoint.tiers.memory: off. "
+            "Until then all ranks save to shared storage"
+        )
+        one.look()  # not again and again
+        await settled(one)
+        assert len(told.of(msg.Refused)) == 1
+        assert ranks[0].writable() == []
 
-            one.launch(2, [0, 1], 2, None)  # the next attempt may ask for less
-            assert not ranks[0].record[Word.REFUSED]
-            for rank in ranks:
-                rank.want(SIZE)
-            one.look()
-            for rank in ranks:
-                await until("slots", lambda rank=rank: len(rank.writable()) == SLOTS)  # type: ignore[misc]
-
-    run(work())
+        one.launch(2, [0, 1], 2, None)  # the next attempt may ask for less
+        assert not ranks[0].record[Word.REFUSED]
+        for rank in ranks:
+            rank.want(SIZE)
+        one.look()
+        for rank in ranks:
+            await until("slots", lambda rank=rank: len(rank.writable()) == SLOTS)  # type: ignore[misc]
 
 
-def test_a_replica_and_a_restore_that_do_not_fit_are_refused() -> None:
-    async def work() -> None:
-        async with keeper("a") as (a, _), keeper("b", room=lambda: Room(0, "/x/memory.max")) as (b, told):
-            a.launch(1, [0], 1, None)
-            await saved(a, await ready_rank(a), 10)
-            order = msg.Replicate(step=10, attempt=1, rank=0, part="all", sources=(source(a, 0),))
-            b.obey(order)
-            await until("answer", lambda: told.of(msg.Unreplicated))
-            assert "no memory for a replica of rank 0" in told.of(msg.Refused)[0].why
-            b.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
-            rank = FakeRank(b)
-            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
-            assert rank.answer is RestoreStatus.FAILED
-            assert "no memory for what rank 0 restores" in told.of(msg.Unrestorable)[0].why
-            assert b.inventory() == ()
-
-    run(work())
+async def test_a_replica_and_a_restore_that_do_not_fit_are_refused() -> None:
+    async with keeper("a") as (a, _), keeper("b", room=lambda: Room(0, "/x/memory.max")) as (b, told):
+        a.launch(1, [0], 1, None)
+        await saved(a, await ready_rank(a), 10)
+        order = msg.Replicate(step=10, attempt=1, rank=0, part="all", sources=(source(a, 0),))
+        b.obey(order)
+        await until("answer", lambda: told.of(msg.Unreplicated))
+        assert "no memory for a replica of rank 0" in told.of(msg.Refused)[0].why
+        b.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
+        rank = FakeRank(b)
+        await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
+        assert rank.answer is RestoreStatus.FAILED
+        assert "no memory for what rank 0 restores" in told.of(msg.Unrestorable)[0].why
+        assert b.inventory() == ()
 
 
 @dataclass
@@ -244,26 +237,25 @@ def test_memory_granted_but_not_yet_taken_is_not_granted_twice() -> None:
     assert fresh not in second
 
 
-def test_the_kernel_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_kernel_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(self: node_memory.MappedBuffer, start: int, end: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(node_memory.MappedBuffer, "reserve", no_memory)
 
-    async def work() -> None:
-        async with keeper() as (one, told):
-            one.launch(1, [0], 1, None)
-            rank = FakeRank(one)
-            rank.want(SIZE)
-            one.look()
-            await until("answer", lambda: rank.record[Word.REFUSED])
-            assert "No space left on device" in told.of(msg.Refused)[0].why
-            assert rank.writable() == []
-
-    run(work())
+    async with keeper() as (one, told):
+        one.launch(1, [0], 1, None)
+        rank = FakeRank(one)
+        rank.want(SIZE)
+        one.look()
+        await until("answer", lambda: rank.record[Word.REFUSED])
+        assert "No space left on device" in told.of(msg.Refused)[0].why
+        assert rank.writable() == []
 
 
-def test_memory_is_freed_in_a_thread_and_before_it_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_is_freed_in_a_thread_before_it_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Freeing some gigabytes takes the kernel a second, for which the event loop would stand still."""
     close, may_free = MappedBuffer.close, threading.Event()
     free = [1 << 40]
@@ -274,17 +266,14 @@ def test_memory_is_freed_in_a_thread_and_before_it_is_measured_again(monkeypatch
         close(buffer)
         free[0] = 1 << 40
 
-    async def work() -> None:
-        async with keeper(room=lambda: Room(free[0], "a test")) as (one, _):
-            loan = await one.borrow(1 << 20, "a small one")
-            assert loan is not None
-            one.give_back(loan)
-            free[0] = 0  # it is unused, and takes everything
-            with monkeypatch.context() as patch:
-                patch.setattr(MappedBuffer, "close", slow_close)
-                large = asyncio.ensure_future(one.borrow(64 << 20, "a large one"))
-                await until("freeing", lambda: one._freeing)
-                may_free.set()
-                assert await large is not None
-
-    run(work())
+    async with keeper(room=lambda: Room(free[0], "a test")) as (one, _):
+        loan = await one.borrow(1 << 20, "a small one")
+        assert loan is not None
+        one.give_back(loan)
+        free[0] = 0  # it is unused, and takes everything
+        with monkeypatch.context() as patch:
+            patch.setattr(MappedBuffer, "close", slow_close)
+            large = asyncio.ensure_future(one.borrow(64 << 20, "a large one"))
+            await until("freeing", lambda: one._freeing)
+            may_free.set()
+            assert await large is not None

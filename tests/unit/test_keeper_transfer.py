@@ -77,45 +77,36 @@ async def restored(one: Keeper, sources: list[msg.Source], rank: int = 0, world:
     return local
 
 
-def test_a_new_node_restores_from_a_peer() -> None:
-    async def work() -> None:
-        async with holding("a") as (old, _), keeper("b") as (new, told):
-            rank = await restored(new, [source(old, 0)])
-            data, manifest = rank.restored()
-            assert data == image_bytes(10, 0)
-            assert manifest.with_blocks(memoryview(data)) == manifest
-            assert told.held() == [(10, 1, 0, "memory", "all")]
-            (word,) = told.of(msg.Prefetched)
-            assert word.tiers == {"peer": SIZE}
-            assert word.passed_over == ()
-            capacity = old.copies.find(KEY)[0].capacity
-            assert new.copies.find(KEY)[0].capacity == capacity  # so it need not be replaced for a save
-
-    run(work())
+async def test_a_new_node_restores_from_a_peer() -> None:
+    async with holding("a") as (old, _), keeper("b") as (new, told):
+        rank = await restored(new, [source(old, 0)])
+        data, manifest = rank.restored()
+        assert data == image_bytes(10, 0)
+        assert manifest.with_blocks(memoryview(data)) == manifest
+        assert told.held() == [(10, 1, 0, "memory", "all")]
+        (word,) = told.of(msg.Prefetched)
+        assert word.tiers == {"peer": SIZE}
+        assert word.passed_over == ()
+        capacity = old.copies.find(KEY)[0].capacity
+        assert new.copies.find(KEY)[0].capacity == capacity  # so it need not be replaced for a save
 
 
-def test_the_common_part_may_come_from_another_rank() -> None:
-    async def work() -> None:
-        async with holding("a", 0, 2) as (a, _), holding("b", 1, 2) as (b, _), keeper("c") as (c, told):
-            sources = [source(b, 1, "common"), source(a, 0, "own"), source(a, 0)]
-            rank = await restored(c, sources, world=2)
-            assert rank.restored()[0] == image_bytes(10, 0)
-            assert told.of(msg.Prefetched)[0].passed_over == ()
-
-    run(work())
+async def test_the_common_part_may_come_from_another_rank() -> None:
+    async with holding("a", 0, 2) as (a, _), holding("b", 1, 2) as (b, _), keeper("c") as (c, told):
+        sources = [source(b, 1, "common"), source(a, 0, "own"), source(a, 0)]
+        rank = await restored(c, sources, world=2)
+        assert rank.restored()[0] == image_bytes(10, 0)
+        assert told.of(msg.Prefetched)[0].passed_over == ()
 
 
-def test_another_common_part_is_not_taken_for_ours() -> None:
-    async def work() -> None:
-        async with holding("a", 0, 2) as (a, _), keeper("b") as (b, _), keeper("c") as (c, told):
-            b.launch(1, [1], 2, None)
-            await saved(b, await ready_rank(b), 10, 1, world=2, data=b"x" * SIZE)
-            sources = [source(b, 1, "common"), source(a, 0)]
-            rank = await restored(c, sources, world=2)
-            assert rank.restored()[0] == image_bytes(10, 0)
-            assert "corrupt" in told.of(msg.Prefetched)[0].passed_over[0]
-
-    run(work())
+async def test_another_common_part_is_not_taken_for_ours() -> None:
+    async with holding("a", 0, 2) as (a, _), keeper("b") as (b, _), keeper("c") as (c, told):
+        b.launch(1, [1], 2, None)
+        await saved(b, await ready_rank(b), 10, 1, world=2, data=b"x" * SIZE)
+        sources = [source(b, 1, "common"), source(a, 0)]
+        rank = await restored(c, sources, world=2)
+        assert rank.restored()[0] == image_bytes(10, 0)
+        assert "corrupt" in told.of(msg.Prefetched)[0].passed_over[0]
 
 
 @contextmanager
@@ -193,44 +184,35 @@ def test_a_source_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         run(work(port))
 
 
-def test_a_bit_that_flips_in_a_peer_is_found_there_as_well() -> None:
-    async def work() -> None:
-        async with holding("a") as (a, told_a), holding("c") as (c, _), keeper("b") as (new, told):
-            flip(a, KEY, SIZE - 5)
-            rank = await restored(new, [source(a, 0), source(c, 0)])
-            assert rank.restored()[0] == image_bytes(10, 0)
-            assert "own part is corrupt" in told.of(msg.Prefetched)[0].passed_over[0]
-            (word,) = await until("word of the bad copy", lambda: told_a.of(msg.Dropped))
-            assert "corrupt in memory" in word.why
-            assert a.inventory() == ()
-
-    run(work())
+async def test_a_bit_that_flips_in_a_peer_is_found_there_as_well() -> None:
+    async with holding("a") as (a, told_a), holding("c") as (c, _), keeper("b") as (new, told):
+        flip(a, KEY, SIZE - 5)
+        rank = await restored(new, [source(a, 0), source(c, 0)])
+        assert rank.restored()[0] == image_bytes(10, 0)
+        assert "own part is corrupt" in told.of(msg.Prefetched)[0].passed_over[0]
+        (word,) = await until("word of the bad copy", lambda: told_a.of(msg.Dropped))
+        assert "corrupt in memory" in word.why
+        assert a.inventory() == ()
 
 
-def test_own_memory_with_a_flipped_bit_is_made_whole_by_a_peer() -> None:
-    async def work() -> None:
-        async with holding("a") as (a, told), holding("c") as (c, _):
-            flip(a, KEY, 2 * BLOCK)
-            rank = await restored(a, [source(a, 0, tier="memory"), source(c, 0)])
-            assert rank.restored()[0] == image_bytes(10, 0)
-            (word,) = told.of(msg.Prefetched)
-            assert word.tiers == {"memory": SIZE - BLOCK, "peer": BLOCK}
-            assert word.passed_over[0] == "a, memory: blocks are corrupt"
-            assert len(told.of(msg.Dropped)) == 1
-            assert told.held()[-1] == (10, 1, 0, "memory", "all")
-            assert len(a.inventory()) == 1
-
-    run(work())
+async def test_own_memory_with_a_flipped_bit_is_made_whole_by_a_peer() -> None:
+    async with holding("a") as (a, told), holding("c") as (c, _):
+        flip(a, KEY, 2 * BLOCK)
+        rank = await restored(a, [source(a, 0, tier="memory"), source(c, 0)])
+        assert rank.restored()[0] == image_bytes(10, 0)
+        (word,) = told.of(msg.Prefetched)
+        assert word.tiers == {"memory": SIZE - BLOCK, "peer": BLOCK}
+        assert word.passed_over[0] == "a, memory: blocks are corrupt"
+        assert len(told.of(msg.Dropped)) == 1
+        assert told.held()[-1] == (10, 1, 0, "memory", "all")
+        assert len(a.inventory()) == 1
 
 
-def test_who_does_not_know_the_secret_gets_nothing() -> None:
-    async def work() -> None:
-        async with holding("a") as (a, _), keeper("b", secret=b"x" * 32) as (stranger, told):
-            rank = await restored(stranger, [source(a, 0)])
-            assert rank.answer is RestoreStatus.FAILED
-            assert len(told.of(msg.Unrestorable)) == 1
-
-    run(work())
+async def test_who_does_not_know_the_secret_gets_nothing() -> None:
+    async with holding("a") as (a, _), keeper("b", secret=b"x" * 32) as (stranger, told):
+        rank = await restored(stranger, [source(a, 0)])
+        assert rank.answer is RestoreStatus.FAILED
+        assert len(told.of(msg.Unrestorable)) == 1
 
 
 def test_strangers_who_say_nothing_hold_no_threads_and_keep_nobody_out(
@@ -300,12 +282,9 @@ def test_a_keeper_that_may_start_no_thread_for_a_while_is_heard_afterwards(
         peer.close()
 
 
-def test_what_is_no_request_is_answered_so_and_ends_nothing() -> None:
-    async def work() -> None:
-        async with holding("a") as (a, _):
-            await asyncio.to_thread(ask_nonsense, a.port)
-
-    run(work())
+async def test_what_is_no_request_is_answered_so_and_ends_nothing() -> None:
+    async with holding("a") as (a, _):
+        await asyncio.to_thread(ask_nonsense, a.port)
 
 
 def ask_nonsense(port: int) -> None:
@@ -390,45 +369,39 @@ def order(part: str, *sources: msg.Source, step: int = 10, rank: int = 0) -> msg
     return msg.Replicate(step=step, attempt=1, rank=rank, part=part, sources=sources)
 
 
-def test_replicas_of_parts_and_a_spare_that_becomes_the_node() -> None:
+async def test_replicas_of_parts_and_a_spare_that_becomes_the_node() -> None:
     """The spare holds the own part only, in place: to restore, just the common part travels."""
 
-    async def work() -> None:
-        async with holding("a", 0, 2) as (a, _), holding("b", 1, 2) as (b, _), keeper("s") as (spare, told):
-            spare.obey(order("own", source(a, 0)))
-            spare.obey(order("own", source(a, 0)))  # said twice
-            await until("replica", lambda: told.held() == [(10, 1, 0, "peer", "own")])
-            (copy,) = spare.inventory()
-            assert copy.on("s").part_bytes == SIZE - COMMON_BYTES
-            assert copy.common_id == a.inventory()[0].common_id == b.inventory()[0].common_id
-            buffer = spare.copies.find(KEY)[0].place
-            await a.close()  # the node is lost
-            rank = await restored(spare, [source(spare, 0, "own"), source(b, 1, "common")], world=2)
-            assert rank.restored()[0] == image_bytes(10, 0)
-            assert told.of(msg.Prefetched)[0].tiers == {"memory": SIZE - COMMON_BYTES, "peer": COMMON_BYTES}
-            (copy,) = spare.inventory()
-            assert (copy.tier, copy.part) == ("memory", "all")
-            assert spare.copies.find(KEY)[0].place is buffer
-            assert told.of(msg.Dropped)[0].why == ""
-
-    run(work())
+    async with holding("a", 0, 2) as (a, _), holding("b", 1, 2) as (b, _), keeper("s") as (spare, told):
+        spare.obey(order("own", source(a, 0)))
+        spare.obey(order("own", source(a, 0)))  # said twice
+        await until("replica", lambda: told.held() == [(10, 1, 0, "peer", "own")])
+        (copy,) = spare.inventory()
+        assert copy.on("s").part_bytes == SIZE - COMMON_BYTES
+        assert copy.common_id == a.inventory()[0].common_id == b.inventory()[0].common_id
+        buffer = spare.copies.find(KEY)[0].place
+        await a.close()  # the node is lost
+        rank = await restored(spare, [source(spare, 0, "own"), source(b, 1, "common")], world=2)
+        assert rank.restored()[0] == image_bytes(10, 0)
+        assert told.of(msg.Prefetched)[0].tiers == {"memory": SIZE - COMMON_BYTES, "peer": COMMON_BYTES}
+        (copy,) = spare.inventory()
+        assert (copy.tier, copy.part) == ("memory", "all")
+        assert spare.copies.find(KEY)[0].place is buffer
+        assert told.of(msg.Dropped)[0].why == ""
 
 
-def test_a_whole_replica_becomes_a_slot_without_a_copy() -> None:
-    async def work() -> None:
-        async with holding("a") as (a, _), keeper("s") as (spare, told):
-            spare.obey(order("all", source(a, 0)))
-            await until("replica", lambda: told.held() == [(10, 1, 0, "peer", "all")])
-            buffer = spare.copies.find(KEY)[0].place
-            await a.close()
-            rank = await restored(spare, [source(spare, 0)])
-            assert rank.restored()[0] == image_bytes(10, 0)
-            assert spare.copies.find(KEY)[0].place is buffer
-            assert told.of(msg.Prefetched)[0].tiers == {"memory": SIZE}
-            again = await ready_rank_again(spare)
-            await saved(spare, again, 20, attempt=2)
-
-    run(work())
+async def test_a_whole_replica_becomes_a_slot_without_a_copy() -> None:
+    async with holding("a") as (a, _), keeper("s") as (spare, told):
+        spare.obey(order("all", source(a, 0)))
+        await until("replica", lambda: told.held() == [(10, 1, 0, "peer", "all")])
+        buffer = spare.copies.find(KEY)[0].place
+        await a.close()
+        rank = await restored(spare, [source(spare, 0)])
+        assert rank.restored()[0] == image_bytes(10, 0)
+        assert spare.copies.find(KEY)[0].place is buffer
+        assert told.of(msg.Prefetched)[0].tiers == {"memory": SIZE}
+        again = await ready_rank_again(spare)
+        await saved(spare, again, 20, attempt=2)
 
 
 async def ready_rank_again(one: Keeper) -> FakeRank:
@@ -439,31 +412,28 @@ async def ready_rank_again(one: Keeper) -> FakeRank:
     return rank
 
 
-def test_an_older_replica_stays_until_the_newer_is_whole_and_safe() -> None:
-    async def work() -> None:
-        async with holding("a") as (a, _), keeper("s") as (spare, told):
-            spare.obey(order("all", source(a, 0)))
-            await until("replica", told.held)
-            first = spare.copies.find(KEY)[0].place
-            bad = order("all", source(a, 0, port=1), step=20)
-            spare.obey(bad)
-            await until("word", lambda: told.of(msg.Unreplicated))
-            assert "a: " in told.of(msg.Unreplicated)[0].why
-            assert [copy.step for copy in spare.inventory()] == [10]
-            rank = await ready_rank_again(a)
-            await saved(a, rank, 20)
-            spare.obey(order("all", source(a, 0), step=20))
-            await until("two", lambda: len(spare.inventory()) == 2)
-            spare.obey(msg.Committed(step=20, attempt=1))
-            assert [copy.step for copy in spare.inventory()] == [20]
-            await saved(a, await freed(a, rank), 30)
-            spare.obey(order("all", source(a, 0), step=30))
-            await until("third", lambda: spare.copies.find(ImageId(30, 1, 0)))
-            assert spare.copies.find(ImageId(30, 1, 0))[0].place is first  # its memory is used again
-            spare.obey(msg.Void(step=30, attempt=1))
-            assert [copy.step for copy in spare.inventory()] == [20]
-
-    run(work())
+async def test_an_older_replica_stays_until_the_newer_is_whole_and_safe() -> None:
+    async with holding("a") as (a, _), keeper("s") as (spare, told):
+        spare.obey(order("all", source(a, 0)))
+        await until("replica", told.held)
+        first = spare.copies.find(KEY)[0].place
+        bad = order("all", source(a, 0, port=1), step=20)
+        spare.obey(bad)
+        await until("word", lambda: told.of(msg.Unreplicated))
+        assert "a: " in told.of(msg.Unreplicated)[0].why
+        assert [copy.step for copy in spare.inventory()] == [10]
+        rank = await ready_rank_again(a)
+        await saved(a, rank, 20)
+        spare.obey(order("all", source(a, 0), step=20))
+        await until("two", lambda: len(spare.inventory()) == 2)
+        spare.obey(msg.Committed(step=20, attempt=1))
+        assert [copy.step for copy in spare.inventory()] == [20]
+        await saved(a, await freed(a, rank), 30)
+        spare.obey(order("all", source(a, 0), step=30))
+        await until("third", lambda: spare.copies.find(ImageId(30, 1, 0)))
+        assert spare.copies.find(ImageId(30, 1, 0))[0].place is first  # its memory is used again
+        spare.obey(msg.Void(step=30, attempt=1))
+        assert [copy.step for copy in spare.inventory()] == [20]
 
 
 async def freed(one: Keeper, rank: FakeRank) -> FakeRank:
@@ -508,29 +478,26 @@ def test_a_newer_attempt_takes_over_from_a_restore_under_way() -> None:
         run(work(process, port))
 
 
-def test_an_image_stays_for_the_node_that_has_its_rank_now() -> None:
+async def test_an_image_stays_for_the_node_that_has_its_rank_now() -> None:
     """Two nodes have changed ranks; the one that is done first still has what the other fetches."""
 
-    async def work() -> None:
-        async with keeper("a") as (a, told), keeper("b") as (b, _):
-            for one, number in ((a, 0), (b, 1)):
-                one.launch(1, [number], 2, None)
-                await saved(one, await ready_rank(one), 10, number, world=2)
-            a.launch(2, [1], 2, plan(10, 1, {1: [source(b, 1)]}))
-            first = FakeRank(a)
-            await until("the first", lambda: first.answer is not RestoreStatus.PENDING)
-            assert first.restored()[0] == image_bytes(10, 1)
-            await settled(a)
-            assert told.of(msg.Dropped) == []
-            b.launch(2, [0], 2, plan(10, 1, {0: [source(a, 0)]}))
-            second = FakeRank(b)
-            await until("the second", lambda: second.answer is not RestoreStatus.PENDING)
-            assert second.restored()[0] == image_bytes(10, 0)
-
-    run(work())
+    async with keeper("a") as (a, told), keeper("b") as (b, _):
+        for one, number in ((a, 0), (b, 1)):
+            one.launch(1, [number], 2, None)
+            await saved(one, await ready_rank(one), 10, number, world=2)
+        a.launch(2, [1], 2, plan(10, 1, {1: [source(b, 1)]}))
+        first = FakeRank(a)
+        await until("the first", lambda: first.answer is not RestoreStatus.PENDING)
+        assert first.restored()[0] == image_bytes(10, 1)
+        await settled(a)
+        assert told.of(msg.Dropped) == []
+        b.launch(2, [0], 2, plan(10, 1, {0: [source(a, 0)]}))
+        second = FakeRank(b)
+        await until("the second", lambda: second.answer is not RestoreStatus.PENDING)
+        assert second.restored()[0] == image_bytes(10, 0)
 
 
-def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot is given up while somebody reads it: the rank gets it back only afterwards."""
     gate, begun = threading.Event(), threading.Event()
     send_from = transfer._send_from
@@ -542,44 +509,38 @@ def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(transfer, "_send_from", wait_and_send)
 
-    async def work() -> None:
-        async with keeper("a") as (a, _), keeper("s") as (spare, told):
-            a.launch(1, [0], 1, None)
-            rank = await ready_rank(a)
-            first = await saved(a, rank, 10)
-            spare.obey(order("all", source(a, 0)))
-            await asyncio.to_thread(begun.wait, 20.0)
-            await saved(a, rank, 20)
-            a.obey(msg.Committed(step=20, attempt=1))
-            assert rank.writable() == []
-            gate.set()
-            await until("slot", lambda: rank.writable() == [first])
-            # Only what was being sent was sent: the rest is not held any more.
-            await until("word", lambda: told.of(msg.Unreplicated))
-            assert "not held" in told.of(msg.Unreplicated)[0].why
-            assert spare.inventory() == ()
-
-    run(work())
+    async with keeper("a") as (a, _), keeper("s") as (spare, told):
+        a.launch(1, [0], 1, None)
+        rank = await ready_rank(a)
+        first = await saved(a, rank, 10)
+        spare.obey(order("all", source(a, 0)))
+        await asyncio.to_thread(begun.wait, 20.0)
+        await saved(a, rank, 20)
+        a.obey(msg.Committed(step=20, attempt=1))
+        assert rank.writable() == []
+        gate.set()
+        await until("slot", lambda: rank.writable() == [first])
+        # Only what was being sent was sent: the rest is not held any more.
+        await until("word", lambda: told.of(msg.Unreplicated))
+        assert "not held" in told.of(msg.Unreplicated)[0].why
+        assert spare.inventory() == ()
 
 
-def test_a_block_counts_only_when_it_is_whole() -> None:
+async def test_a_block_counts_only_when_it_is_whole() -> None:
     """Whoever sends it."""
 
-    async def work() -> None:
-        async with holding("a") as (a, _):
-            manifest = a.copies.find(KEY)[0].manifest
-            buffer = await a.borrow(SIZE, "a test")
-            assert buffer is not None
-            filling = Filling(manifest, buffer)
-            there = source(a, 1)
-            await asyncio.to_thread(filling.from_peer, there, ACCESS, ImageId(10, 1, 1), "all", "peer")
-            assert not filling.complete
-            assert filling.got == {}
-            assert "not held" in filling.passed_over[0]
-            hosts = ("127.0.0.2:0", "127.0.0.1")  # the first is no address
-            there = source(a, 1, hosts=hosts)
-            await asyncio.to_thread(filling.from_peer, there, ACCESS, KEY, "all", "peer")
-            assert filling.complete
-            a.give_back(buffer)
-
-    run(work())
+    async with holding("a") as (a, _):
+        manifest = a.copies.find(KEY)[0].manifest
+        buffer = await a.borrow(SIZE, "a test")
+        assert buffer is not None
+        filling = Filling(manifest, buffer)
+        there = source(a, 1)
+        await asyncio.to_thread(filling.from_peer, there, ACCESS, ImageId(10, 1, 1), "all", "peer")
+        assert not filling.complete
+        assert filling.got == {}
+        assert "not held" in filling.passed_over[0]
+        hosts = ("127.0.0.2:0", "127.0.0.1")  # the first is no address
+        there = source(a, 1, hosts=hosts)
+        await asyncio.to_thread(filling.from_peer, there, ACCESS, KEY, "all", "peer")
+        assert filling.complete
+        a.give_back(buffer)

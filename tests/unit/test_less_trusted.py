@@ -177,30 +177,27 @@ def test_kinds_of_messages_that_a_sender_makes_up_are_counted_together() -> None
     assert notes[-1].startswith(f"10000 unknown messages were ignored: others {10_000 - KINDS_COUNTED}")
 
 
-def test_a_message_that_is_too_long_is_not_sent_and_the_connection_lasts() -> None:
+async def test_a_message_that_is_too_long_is_not_sent_and_the_connection_lasts() -> None:
     """The other side would close the connection for it, and each new one, over which it is sent again."""
     secret = b"s" * 32
 
-    async def work() -> None:
-        heard: list[Any] = []
+    heard: list[Any] = []
 
-        async def hear(proven: Proven) -> None:
-            channel = Channel.of(proven, msg.read_said)
-            heard.append(await channel.receive())
-            channel.close()
+    async def hear(proven: Proven) -> None:
+        channel = Channel.of(proven, msg.read_said)
+        heard.append(await channel.receive())
+        channel.close()
 
-        async with served(hear, secret) as port:
-            channel = await connect("127.0.0.1", port, secret, msg.read_order)
-            long = msg.Leaving(why="x" * FRAME_BYTES_MAX)
-            channel.send(long, msg.Leaving(why="second"))
-            channel.send(long)
-            await channel.drain()
-            while not heard:
-                await asyncio.sleep(0)
-            channel.close()
-        assert heard == [msg.Leaving(why="second")]
-
-    asyncio.run(work())
+    async with served(hear, secret) as port:
+        channel = await connect("127.0.0.1", port, secret, msg.read_order)
+        long = msg.Leaving(why="x" * FRAME_BYTES_MAX)
+        channel.send(long, msg.Leaving(why="second"))
+        channel.send(long)
+        await channel.drain()
+        while not heard:
+            await asyncio.sleep(0)
+        channel.close()
+    assert heard == [msg.Leaving(why="second")]
 
 
 # ---- manifests of images, from other nodes, a local disk, or a rank

@@ -211,39 +211,36 @@ def say(connection: Channel[Any], payload: bytes) -> None:
     connection._connection.write(connection._frames.seal(payload))
 
 
-def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path: Path) -> None:
+async def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     story = Story(active=2, spares=1).running()
     io = RealIo(directory, Allocation("17", 0, ("n1",), "n1", 0.0), lambda: story.state)
     journal = JournalWriter(directory.journal, 9)
 
-    async def work() -> None:
-        supervisor = Supervisor(io, story.state, journal, Hold(io, 9))
+    supervisor = Supervisor(io, story.state, journal, Hold(io, 9))
 
-        async def serve(proven: Proven) -> None:
-            await supervisor.serve(Channel.of(proven, msg.read_said), lambda error: None)
+    async def serve(proven: Proven) -> None:
+        await supervisor.serve(Channel.of(proven, msg.read_said), lambda error: None)
 
-        async with served(serve, directory.secret()) as port:
-            agent = await channel.connect("127.0.0.1", port, directory.secret(), msg.read_order)
-            agent.send(hello("n1", allocation="17.0", attempt=1, ranks="running"))
-            for payload, _ in NONSENSE:
-                say(agent, payload)
-            agent.send(hello("n1", allocation="17.0"))  # it has said so
-            agent.send(msg.Refused(why="that is the end"))
-            while not any("the end" in note for note in noted(directory, journal)):
-                await asyncio.sleep(0.01)
-            assert supervisor.is_connected("n1")
-            agent.close()
-            while not any("were ignored" in note for note in noted(directory, journal)):
-                await asyncio.sleep(0.01)
-        first, end, count = noted(directory, journal)
-        assert first.startswith("an unknown message was ignored: dance: ")
-        assert "the end" in end
-        assert count.startswith(f"{len(NONSENSE) + 1} unknown messages were ignored: ")
-        assert "held 4" in count
-
-    run(work())
+    async with served(serve, directory.secret()) as port:
+        agent = await channel.connect("127.0.0.1", port, directory.secret(), msg.read_order)
+        agent.send(hello("n1", allocation="17.0", attempt=1, ranks="running"))
+        for payload, _ in NONSENSE:
+            say(agent, payload)
+        agent.send(hello("n1", allocation="17.0"))  # it has said so
+        agent.send(msg.Refused(why="that is the end"))
+        while not any("the end" in note for note in noted(directory, journal)):
+            await asyncio.sleep(0.01)
+        assert supervisor.is_connected("n1")
+        agent.close()
+        while not any("were ignored" in note for note in noted(directory, journal)):
+            await asyncio.sleep(0.01)
+    first, end, count = noted(directory, journal)
+    assert first.startswith("an unknown message was ignored: dance: ")
+    assert "the end" in end
+    assert count.startswith(f"{len(NONSENSE) + 1} unknown messages were ignored: ")
+    assert "held 4" in count
 
 
 def noted(directory: RunDirectory, journal: JournalWriter) -> list[str]:

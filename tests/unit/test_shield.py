@@ -6,8 +6,7 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -26,10 +25,6 @@ from support.wire import first_proven
 PIECE = 1000
 DATA = os.urandom(3 * PIECE + 7)
 WAYS = (GMAC, GCM)
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 120.0))
 
 
 def key(way: bytes) -> bytes:
@@ -109,25 +104,19 @@ def test_what_another_connection_carried_is_refused(way: str) -> None:
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_keepers_restore_from_each_other(encrypt: bool) -> None:
-    async def work() -> None:
-        async with holding("a", encrypt=encrypt) as (a, _), keeper("b", encrypt=encrypt) as (new, _):
-            new.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
-            rank = FakeRank(new)
-            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
-            assert rank.restored()[0] == image_bytes(10, 0)
-
-    run(work())
+async def test_keepers_restore_from_each_other(encrypt: bool) -> None:
+    async with holding("a", encrypt=encrypt) as (a, _), keeper("b", encrypt=encrypt) as (new, _):
+        new.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
+        rank = FakeRank(new)
+        await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
+        assert rank.restored()[0] == image_bytes(10, 0)
 
 
-def test_a_node_that_is_to_hide_images_neither_gives_nor_takes_them_in_the_clear() -> None:
-    async def work() -> None:
-        async with holding("a", encrypt=True) as (a, _), keeper("b") as (new, told):
-            new.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
-            await until("word", lambda: told.of(msg.Unrestorable))
-            assert "no common way to protect bytes" in told.of(msg.Unrestorable)[0].why
-
-    run(work())
+async def test_a_node_that_is_to_hide_images_neither_gives_nor_takes_them_in_the_clear() -> None:
+    async with holding("a", encrypt=True) as (a, _), keeper("b") as (new, told):
+        new.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
+        await until("word", lambda: told.of(msg.Unrestorable))
+        assert "no common way to protect bytes" in told.of(msg.Unrestorable)[0].why
 
 
 def test_bytes_that_come_in_another_way_than_was_offered_are_not_taken() -> None:
@@ -152,17 +141,14 @@ def test_bytes_that_come_in_another_way_than_was_offered_are_not_taken() -> None
         serving.join(60)
 
 
-def test_a_connection_leads_to_whom_it_was_meant_for() -> None:
+async def test_a_connection_leads_to_whom_it_was_meant_for() -> None:
     """All ends know the secret: who is on the way could lead one to another of them."""
 
     def elsewhere(port: int) -> None:
         with pytest.raises((AuthenticationError, ConnectionError)):
             stream.connect("127.0.0.1", port, SECRET, keeper_of("b"), read_served)
 
-    async def work() -> None:
-        async with keeper("a") as (a, _):
-            await asyncio.to_thread(elsewhere, a.port)
-            with pytest.raises((AuthenticationError, ConnectionError)):
-                await channel.connect("127.0.0.1", a.port, SECRET, msg.read_order)
-
-    run(work())
+    async with keeper("a") as (a, _):
+        await asyncio.to_thread(elsewhere, a.port)
+        with pytest.raises((AuthenticationError, ConnectionError)):
+            await channel.connect("127.0.0.1", a.port, SECRET, msg.read_order)

@@ -137,52 +137,43 @@ def test_who_takes_nothing_is_given_up_before_memory_is_full(
     assert "has not taken 1 MiB" in caplog.text
 
 
-def test_messages_come_in_order_and_whole_both_ways() -> None:
-    async def work() -> None:
-        async with connected() as (client, server):
-            sent = [Ask(what="é" * n, by="ada", step=n) for n in (0, 1, 70_000)]
-            for message in sent:
-                client.send(message)
-                server.send(ready(message.step or 0))
-            assert [await server.receive() for _ in sent] == sent
-            assert [await client.receive() for _ in sent] == [ready(n) for n in (0, 1, 70_000)]
-            client.close()
-            with pytest.raises(ConnectionError):
-                await server.receive()
-
-    run(work())
+async def test_messages_come_in_order_and_whole_both_ways() -> None:
+    async with connected() as (client, server):
+        sent = [Ask(what="é" * n, by="ada", step=n) for n in (0, 1, 70_000)]
+        for message in sent:
+            client.send(message)
+            server.send(ready(message.step or 0))
+        assert [await server.receive() for _ in sent] == sent
+        assert [await client.receive() for _ in sent] == [ready(n) for n in (0, 1, 70_000)]
+        client.close()
+        with pytest.raises(ConnectionError):
+            await server.receive()
 
 
-def test_a_listener_hears_what_was_there_before_it_and_all_that_comes_until_the_end() -> None:
-    async def work() -> None:
-        async with connected() as (client, server):
-            heard: list[Any] = []
-            client.send(ready(0))
-            client.send(ready(1))
-            assert await server.receive() == ready(0)
-            listening = asyncio.ensure_future(server.listen(heard.append))
-            beat = beat_of(3, [STEPPING])
-            for message in (ready(2), beat, ready(3)):
-                client.send(message)
-            client.close()
-            assert isinstance(await listening, ConnectionError)
-            assert heard == [ready(1), ready(2), beat, ready(3)]
-
-    run(work())
+async def test_a_listener_hears_what_was_there_before_it_and_all_that_comes_until_the_end() -> None:
+    async with connected() as (client, server):
+        heard: list[Any] = []
+        client.send(ready(0))
+        client.send(ready(1))
+        assert await server.receive() == ready(0)
+        listening = asyncio.ensure_future(server.listen(heard.append))
+        beat = beat_of(3, [STEPPING])
+        for message in (ready(2), beat, ready(3)):
+            client.send(message)
+        client.close()
+        assert isinstance(await listening, ConnectionError)
+        assert heard == [ready(1), ready(2), beat, ready(3)]
 
 
-def test_what_came_before_the_end_is_heard_after_it() -> None:
-    async def work() -> None:
-        async with connected() as (client, server):
-            client.send(ready(1))
-            client.send(msg.HangsUp())
-            client.close()
-            await server._connection.end()
-            heard: list[Any] = []
-            await server.listen(heard.append)
-            assert heard == [ready(1), msg.HangsUp()]
-
-    run(work())
+async def test_what_came_before_the_end_is_heard_after_it() -> None:
+    async with connected() as (client, server):
+        client.send(ready(1))
+        client.send(msg.HangsUp())
+        client.close()
+        await server._connection.end()
+        heard: list[Any] = []
+        await server.listen(heard.append)
+        assert heard == [ready(1), msg.HangsUp()]
 
 
 KILLED = "os.kill(os.getpid(), 9)"
@@ -190,101 +181,83 @@ RESET = "s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 
 
 
 @pytest.mark.parametrize(("end", "closed"), [(KILLED, True), (RESET, False)])
-def test_a_reset_is_told_from_the_end_of_a_process(end: str, closed: bool) -> None:
+async def test_a_reset_is_told_from_the_end_of_a_process(end: str, closed: bool) -> None:
     code = f"import os, socket, struct, sys; s = socket.create_connection(('127.0.0.1', {{}})); {end}"
 
-    async def work() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            listener.setblocking(False)
-            port = listener.getsockname()[1]
-            client = await asyncio.create_subprocess_exec(sys.executable, "-c", code.format(port))
-            plug, _ = await asyncio.get_running_loop().sock_accept(listener)
-            assert isinstance(await Connection(plug).end(), ConnectionClosed) is closed
-            await client.wait()
-
-    run(work())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        port = listener.getsockname()[1]
+        client = await asyncio.create_subprocess_exec(sys.executable, "-c", code.format(port))
+        plug, _ = await asyncio.get_running_loop().sock_accept(listener)
+        assert isinstance(await Connection(plug).end(), ConnectionClosed) is closed
+        await client.wait()
 
 
-def test_text_that_is_no_unicode_arrives_all_the_same() -> None:
-    async def work() -> None:
-        async with connected() as (client, server):
-            client.send(failed("no file 'a\udc80b'"))
-            assert await server.receive() == failed("no file 'a?b'")
-
-    run(work())
+async def test_text_that_is_no_unicode_arrives_all_the_same() -> None:
+    async with connected() as (client, server):
+        client.send(failed("no file 'a\udc80b'"))
+        assert await server.receive() == failed("no file 'a?b'")
 
 
 def _sealed(sender: Channel[Any], payload: bytes) -> bytes:
     return sender._frames.seal(payload)
 
 
-def test_what_a_listener_raises_ends_the_connection_and_is_not_lost() -> None:
-    async def work() -> None:
-        async with connected() as (client, server):
-            no_kinds: dict[msg.Said, None] = {}
-            client.send(ready(1))
-            with pytest.raises(KeyError):
-                await server.listen(lambda message: no_kinds[message])
-            with pytest.raises(ConnectionError):
-                await client.receive()
-
-    run(work())
+async def test_what_a_listener_raises_ends_the_connection_and_is_not_lost() -> None:
+    async with connected() as (client, server):
+        no_kinds: dict[msg.Said, None] = {}
+        client.send(ready(1))
+        with pytest.raises(KeyError):
+            await server.listen(lambda message: no_kinds[message])
+        with pytest.raises(ConnectionError):
+            await client.receive()
 
 
-def test_an_answer_to_somebody_who_is_gone_breaks_nothing() -> None:
-    async def work() -> None:
-        async with connected() as (client, server):
-            resets = struct.pack("ii", 1, 0)
-            client._connection._plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
-            client._connection.abort()
-            with pytest.raises(ConnectionResetError):
-                await server.receive()
-            server.send(msg.Accepted())
-            await server.drain()
-
-    run(work())
+async def test_an_answer_to_somebody_who_is_gone_breaks_nothing() -> None:
+    async with connected() as (client, server):
+        resets = struct.pack("ii", 1, 0)
+        client._connection._plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
+        client._connection.abort()
+        with pytest.raises(ConnectionResetError):
+            await server.receive()
+        server.send(msg.Accepted())
+        await server.drain()
 
 
-def test_a_client_with_another_secret_is_refused() -> None:
-    async def work() -> None:
-        async with accepting() as (port, outcome):
-            with pytest.raises(ConnectionError):
-                await channel.connect("127.0.0.1", port, secrets.token_bytes(32), read_said)
-            with pytest.raises(AuthenticationError):
-                await outcome
-
-    run(work())
+async def test_a_client_with_another_secret_is_refused() -> None:
+    async with accepting() as (port, outcome):
+        with pytest.raises(ConnectionError):
+            await channel.connect("127.0.0.1", port, secrets.token_bytes(32), read_said)
+        with pytest.raises(AuthenticationError):
+            await outcome
 
 
-def test_a_search_that_is_given_up_leaves_no_connection_open() -> None:
+async def test_a_search_that_is_given_up_leaves_no_connection_open() -> None:
     """At whatever moment: the other side would wait for a greeting."""
 
-    async def work() -> None:
-        there: set[Proven] = set()
+    there: set[Proven] = set()
 
-        async def serve(proven: Proven) -> None:
-            there.add(proven)
-            entered = Channel.of(proven, read_said)
-            with contextlib.suppress(OSError, AuthenticationError):
-                await entered.receive()
-            there.discard(proven)
-            entered.close()
+    async def serve(proven: Proven) -> None:
+        there.add(proven)
+        entered = Channel.of(proven, read_said)
+        with contextlib.suppress(OSError, AuthenticationError):
+            await entered.receive()
+        there.discard(proven)
+        entered.close()
 
-        handshakes = Handshakes(SECRET, SUPERVISOR)
-        async with served(serve, handshakes) as port:
-            for turns in range(200):
-                ways = [("127.0.0.1", port), ("127.0.0.1", port)]
-                search = asyncio.ensure_future(channel.connect_any(ways, SECRET, read_said, LIMIT_S))
-                for _ in range(turns % 40):
-                    await asyncio.sleep(0)
-                search.cancel()
-                (found,) = await asyncio.gather(search, return_exceptions=True)
-                if isinstance(found, Channel):
-                    found.close()
-                while there or handshakes._unproven:
-                    await asyncio.sleep(0.001)
-
-    run(work())
+    handshakes = Handshakes(SECRET, SUPERVISOR)
+    async with served(serve, handshakes) as port:
+        for turns in range(200):
+            ways = [("127.0.0.1", port), ("127.0.0.1", port)]
+            search = asyncio.ensure_future(channel.connect_any(ways, SECRET, read_said, LIMIT_S))
+            for _ in range(turns % 40):
+                await asyncio.sleep(0)
+            search.cancel()
+            (found,) = await asyncio.gather(search, return_exceptions=True)
+            if isinstance(found, Channel):
+                found.close()
+            while there or handshakes._unproven:
+                await asyncio.sleep(0.001)
 
 
 async def _answer_with_noise(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -300,25 +273,19 @@ async def _reflect_the_proof(reader: asyncio.StreamReader, writer: asyncio.Strea
 
 
 @pytest.mark.parametrize("imposter", [_answer_with_noise, _reflect_the_proof])
-def test_a_server_without_the_secret_is_refused(imposter: Handler) -> None:
-    async def work() -> None:
-        async with listening(imposter) as port:
-            with pytest.raises(AuthenticationError):
-                await channel.connect("127.0.0.1", port, SECRET, read_said)
-
-    run(work())
+async def test_a_server_without_the_secret_is_refused(imposter: Handler) -> None:
+    async with listening(imposter) as port:
+        with pytest.raises(AuthenticationError):
+            await channel.connect("127.0.0.1", port, SECRET, read_said)
 
 
-def test_a_server_of_another_kind_is_refused() -> None:
-    async def work() -> None:
-        async def web_server(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+async def test_a_server_of_another_kind_is_refused() -> None:
+    async def web_server(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
-        async with listening(web_server) as port:
-            with pytest.raises(ProtocolError):
-                await channel.connect("127.0.0.1", port, SECRET, read_said)
-
-    run(work())
+    async with listening(web_server) as port:
+        with pytest.raises(ProtocolError):
+            await channel.connect("127.0.0.1", port, SECRET, read_said)
 
 
 async def _say_nothing(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
@@ -330,15 +297,12 @@ async def _say_hello_only(_reader: asyncio.StreamReader, writer: asyncio.StreamW
 
 
 @pytest.mark.parametrize("silent", [_say_nothing, _say_hello_only])
-def test_connecting_to_a_server_that_falls_silent_ends_in_time(silent: Handler) -> None:
-    async def work() -> None:
-        async with listening(silent) as port:
-            began = time.monotonic()
-            with pytest.raises(asyncio.TimeoutError):
-                await channel.connect("127.0.0.1", port, SECRET, read_said, limit_s=0.2)
-            assert time.monotonic() - began > 0.19
-
-    run(work())
+async def test_connecting_to_a_server_that_falls_silent_ends_in_time(silent: Handler) -> None:
+    async with listening(silent) as port:
+        began = time.monotonic()
+        with pytest.raises(asyncio.TimeoutError):
+            await channel.connect("127.0.0.1", port, SECRET, read_said, limit_s=0.2)
+        assert time.monotonic() - began > 0.19
 
 
 # A man in the middle, who sees and may change everything that goes to the server.
@@ -396,90 +360,75 @@ async def man_in_the_middle(port: int, change: Callable[[Frames], Frames], count
 
 
 @pytest.mark.parametrize("change", [flip_payload, flip_tag, shorten, forge, leave_out, swap])
-def test_a_changed_frame_ends_the_connection(change: Callable[[Frames], Frames]) -> None:
-    async def work() -> None:
-        async with accepting() as (port, outcome), man_in_the_middle(port, change, 3) as relayed:
-            client = await channel.connect("127.0.0.1", relayed, SECRET, read_said)
-            for n in range(3):
-                client.send(ready(n))
-            accepted = await outcome
-            with pytest.raises(AuthenticationError):
-                await accepted.receive()
-            client.close()
-
-    run(work())
+async def test_a_changed_frame_ends_the_connection(change: Callable[[Frames], Frames]) -> None:
+    async with accepting() as (port, outcome), man_in_the_middle(port, change, 3) as relayed:
+        client = await channel.connect("127.0.0.1", relayed, SECRET, read_said)
+        for n in range(3):
+            client.send(ready(n))
+        accepted = await outcome
+        with pytest.raises(AuthenticationError):
+            await accepted.receive()
+        client.close()
 
 
-def test_a_repeated_frame_ends_the_connection() -> None:
-    async def work() -> None:
-        async with accepting() as (port, outcome), man_in_the_middle(port, lambda f: f * 2, 1) as relayed:
-            client = await channel.connect("127.0.0.1", relayed, SECRET, read_said)
-            client.send(ready(1))
-            accepted = await outcome
-            assert await accepted.receive() == ready(1)
-            with pytest.raises(AuthenticationError):
-                await accepted.receive()
-            client.close()
-
-    run(work())
+async def test_a_repeated_frame_ends_the_connection() -> None:
+    async with accepting() as (port, outcome), man_in_the_middle(port, lambda f: f * 2, 1) as relayed:
+        client = await channel.connect("127.0.0.1", relayed, SECRET, read_said)
+        client.send(ready(1))
+        accepted = await outcome
+        assert await accepted.receive() == ready(1)
+        with pytest.raises(AuthenticationError):
+            await accepted.receive()
+        client.close()
 
 
-def test_a_frame_sent_back_to_its_sender_is_refused() -> None:
-    async def work() -> None:
-        async with accepting() as (port, outcome):
-            client = await channel.connect("127.0.0.1", port, SECRET, read_said)
-            client.send(ready(1))
-            mirror = (await outcome)._connection
-            mirror.write(await mirror.exactly(HEAD_BYTES + len(msg.encode(ready(1)))))
-            with pytest.raises(AuthenticationError):
-                await client.receive()
-            client.close()
-
-    run(work())
+async def test_a_frame_sent_back_to_its_sender_is_refused() -> None:
+    async with accepting() as (port, outcome):
+        client = await channel.connect("127.0.0.1", port, SECRET, read_said)
+        client.send(ready(1))
+        mirror = (await outcome)._connection
+        mirror.write(await mirror.exactly(HEAD_BYTES + len(msg.encode(ready(1)))))
+        with pytest.raises(AuthenticationError):
+            await client.receive()
+        client.close()
 
 
-def test_a_recorded_connection_cannot_be_played_again() -> None:
+async def test_a_recorded_connection_cannot_be_played_again() -> None:
     recorded: list[bytes] = []
 
-    async def work() -> None:
-        async with accepting() as (port, _):
+    async with accepting() as (port, _):
 
-            async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(await server_reader.readexactly(HELLO_BYTES))
-                recorded.append(await reader.readexactly(PROOF_BYTES))
-                server_writer.write(recorded[0])
-                writer.write(await server_reader.readexactly(NONCE_BYTES))
-                recorded.append(await reader.readexactly(HEAD_BYTES + len(msg.encode(ready(1)))))
-                server_writer.close()
+        async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(await server_reader.readexactly(HELLO_BYTES))
+            recorded.append(await reader.readexactly(PROOF_BYTES))
+            server_writer.write(recorded[0])
+            writer.write(await server_reader.readexactly(NONCE_BYTES))
+            recorded.append(await reader.readexactly(HEAD_BYTES + len(msg.encode(ready(1)))))
+            server_writer.close()
 
-            async with listening(record) as recording:
-                client = await channel.connect("127.0.0.1", recording, SECRET, read_said)
-                client.send(ready(1))
-                while len(recorded) < 2:
-                    await asyncio.sleep(0.01)
-                client.close()
-        async with accepting() as (port, second):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"".join(recorded))
-            with pytest.raises(AuthenticationError):
-                await second
-            writer.close()
-
-    run(work())
-
-
-def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
-    async def work() -> None:
-        async with accepting() as (port, outcome):
-            client = await channel.connect("127.0.0.1", port, SECRET, read_said)
-            client._connection.write(struct.pack(">I", FRAME_BYTES_MAX + 1) + bytes(TAG_BYTES))
-            accepted = await outcome
-            with pytest.raises(ProtocolError):
-                await accepted.receive()
+        async with listening(record) as recording:
+            client = await channel.connect("127.0.0.1", recording, SECRET, read_said)
+            client.send(ready(1))
+            while len(recorded) < 2:
+                await asyncio.sleep(0.01)
             client.close()
+    async with accepting() as (port, second):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"".join(recorded))
+        with pytest.raises(AuthenticationError):
+            await second
+        writer.close()
 
-    run(work())
+
+async def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
+    async with accepting() as (port, outcome):
+        client = await channel.connect("127.0.0.1", port, SECRET, read_said)
+        client._connection.write(struct.pack(">I", FRAME_BYTES_MAX + 1) + bytes(TAG_BYTES))
+        accepted = await outcome
+        with pytest.raises(ProtocolError):
+            await accepted.receive()
+        client.close()
 
 
 # A supervisor's port, as anybody on the network finds it.
