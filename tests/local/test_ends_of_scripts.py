@@ -14,17 +14,38 @@ from support.runs import jurymast, local_run, wait_gone
 pytestmark = pytest.mark.torch
 
 
-def test_the_message_of_an_exit_is_told_as_the_cause(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("leave", "code", "place"),
+    [
+        ("sys.exit('no data at /data')", 1, " in load at train.py:5"),
+        ("sys.stderr.write('no data at /data'); os._exit(4)", 4, " in load at train.py:5"),
+        ("sys.stderr.write('no data at /data'); exit(259)", 3, " in load at train.py:5"),
+        ("argparse.ArgumentParser().error('no data at /data')", 2, " in load at train.py:5"),
+        # The exit that is told is the one by which it ended.
+        ("""
+        try: sys.exit(3)
+        except SystemExit: sys.exit('no data at /data')""", 1, " in load at train.py:7"),
+        ("""
+        try: sys.exit(3)
+        except SystemExit: sys.stderr.write('no data at /data')
+        raise SystemExit(5)""", 5, ""),
+    ],
+)  # fmt: skip
+def test_the_place_and_message_of_an_exit_are_told_as_the_cause(
+    leave: str, code: int, place: str, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import sys\nprint('loading')\nsys.exit('no data at /data')\n")
+    script.write_text(
+        f"import argparse, os, sys\nprint('loading')\ndef load():\n    if True:\n        {leave}\nload()\n"
+    )
     with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script=str(script)) as run:
         state = run.wait_end()
         wait_gone(run.directory.root)
-    failed = [event for event in run.events() if isinstance(event, ev.WorkerFailed)]
-    assert {(event.exit_code, event.error, event.log) for event in failed} == {(1, "", "no data at /data")}
-    assert state.exit_code == 1
-    shown = jurymast("status", str(run.directory.root)).stdout
-    assert "evidence   rank 0 on local-1: exit code 1; its log ends: no data at /data\n" in shown
+    failed = {(e.exit_code, e.error) for e in run.events() if isinstance(e, ev.WorkerFailed)}
+    assert (failed, state.exit_code) == ({(code, "")}, code)
+    shown = " ".join(jurymast("status", str(run.directory.root)).stdout.split())
+    assert f"evidence rank 0 on local-1: exit code {code}{place}; its log ends: " in shown, shown
+    assert "no data at /data decision" in shown
 
 
 UNEVEN = """import os, sys

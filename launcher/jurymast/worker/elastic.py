@@ -41,7 +41,7 @@ from jurymast.processes import TASKS_ALONE_VARIABLE, catches, kill_group
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import link, stack_signal
 from jurymast.worker import rank as rank_start
-from jurymast.worker.rank import ERROR_FILE_VARIABLE, read_error
+from jurymast.worker.rank import ERROR_FILE_VARIABLE, read_error, read_exit
 from jurymast.worker.rendezvous import AgentRendezvous
 
 # Variables whose value is a list with an entry for each GPU.
@@ -292,12 +292,11 @@ class ImpatientAgent(LocalElasticAgent):
         for local_rank in sorted(failed.keys() - self._reported):
             self._reported.add(local_rank)
             worker = self._worker_group.workers[local_rank]
-            self._rendezvous_handler.pipe.tell(
-                msg.Failed(
-                    attempt=self._rendezvous_handler.launch.attempt, rank=worker.global_rank,
-                    exit_code=failed[local_rank], **read_error(self._error_file(local_rank)),
-                )
-            )  # fmt: skip
+            code, path = failed[local_rank], self._error_file(local_rank)
+            told = read_error(path) or read_exit(path, code)
+            attempt = self._rendezvous_handler.launch.attempt
+            failure = msg.Failed(attempt=attempt, rank=worker.global_rank, exit_code=code, **told)
+            self._rendezvous_handler.pipe.tell(failure)
         return bool(failed)
 
     def _report_end(self, local_rank: int) -> None:

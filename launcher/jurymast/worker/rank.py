@@ -3,7 +3,9 @@ the rank's exception to its node's torchrun host through torch's error file, in 
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import builtins
 import contextlib
 import errno
 import functools
@@ -15,7 +17,7 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
@@ -31,6 +33,7 @@ from jurymast.processes import (
 from jurymast.worker import beginning, link, preload, stack_signal
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+EXIT = ".exit"  # added to the error file's name: where the script ended itself
 TRACEBACK_CHARACTERS = 16_000
 
 
@@ -65,6 +68,45 @@ def read_error(path: str) -> dict[str, Any]:
     except (AttributeError, OSError, ValueError, KeyError, TypeError):
         return {}
     return {"error": name[:200], "message": rest[:1000], "traceback": callstack}
+
+
+def read_exit(path: str, exit_code: int) -> dict[str, Any]:
+    """Return the {"traceback"} of the call by which a script ended with this code, as `_tell_exits` wrote it
+    beside the error file at `path`; {} if it ended otherwise."""
+    from jurymast import foreign
+
+    try:
+        told = foreign.load(path + EXIT, foreign.PLAN_BYTES_MAX)
+        return {"traceback": str(told["traceback"])} if told["code"] == exit_code else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _tell_exits() -> None:
+    """Have the calls of exit, sys.exit and os._exit with a failure note where they are. Their exit code
+    shows whether the rank ended by them: a SystemExit may be caught."""
+    path, pid, thread = os.environ.get(ERROR_FILE_VARIABLE), os.getpid(), _thread.get_ident()
+    if not path:
+        return
+
+    def telling(leave: Callable[..., NoReturn], *, of_all_threads: bool) -> Callable[..., NoReturn]:
+        @functools.wraps(leave)
+        def told(*status: Any, **named: Any) -> NoReturn:
+            value = next(reversed((*status, *named.values())), None)
+            code = 0 if value is None else value & 0xFF if isinstance(value, int) else 1
+            if code and os.getpid() == pid and (of_all_threads or _thread.get_ident() == thread):
+                frames = traceback.format_stack(sys._getframe(1))
+                text = "".join(frames)[-TRACEBACK_CHARACTERS:]
+                with contextlib.suppress(OSError), open(path + EXIT, "w") as file:
+                    json.dump({"code": code, "traceback": text}, file)
+            leave(*status, **named)
+
+        return told
+
+    sys.exit = telling(sys.exit, of_all_threads=False)
+    os._exit = telling(os._exit, of_all_threads=True)
+    if (by_name := getattr(builtins, "exit", None)) is not None:  # and `quit`, of the same class
+        type(by_name).__call__ = telling(type(by_name).__call__, of_all_threads=False)
 
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
@@ -285,6 +327,7 @@ class _Rank:
         stack_signal.listen()
         self._link = link.current()
         self._read = beginning.files_read(self._variables)
+        _tell_exits()
         atexit.register(self._ends)
 
     def hide(self, bundles: Sequence[preload.Bundle], assumed: Mapping[str, str]) -> None:

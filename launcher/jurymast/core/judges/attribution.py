@@ -442,7 +442,7 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
 
 
 def _told(failure: WorkerFailed) -> str:
-    told = describe_exit(failure.exit_code)
+    told = " ".join([describe_exit(failure.exit_code), stacks.raised(failure.traceback)]).rstrip()
     if failure.error:
         told = f"{failure.error}: {failure.message}" if failure.message else failure.error
     if failure.oom_kills:
