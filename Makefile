@@ -4,7 +4,7 @@
 # TORCH_INDEX=URL           where torch comes from, if not from pip's usual index. For the CPU build, which is
 #                           all that demo and tests need: https://download.pytorch.org/whl/cpu
 # PINNED=yes                everything else in the versions, and with the hashes, of tests/requirements.txt
-# PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS, BENCH_FLAGS and MATRIX_FLAGS likewise
+# PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS, BENCH_FLAGS, MATRIX_FLAGS and MUTATION_FLAGS likewise
 # TEST_WORKERS=3            so many tests run at the same time, but for those that measure time
 # TEST_LIMIT=90m            each of the two parts of the tests is ended after this long
 
@@ -24,6 +24,7 @@ SHORT ?= --short
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 MATRIX_FLAGS ?=
+MUTATION_FLAGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,7 +37,7 @@ CLOSED := ! -type l '(' ! -perm -o+r -o -type d ! -perm -o+x ')'
 # Every run of the tests starts hundreds of interpreters; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-all lint bench styles matrix docs man
+.PHONY: help install demo test test-all lint bench mutations styles matrix docs man
 .DELETE_ON_ERROR:
 
 help:
@@ -46,6 +47,7 @@ help:
 	@echo 'make test-all  and the long ones, which show nearly the same as others do'
 	@echo 'make lint      ruff, mypy, and the layers of the imports'
 	@echo 'make bench     all benchmarks'
+	@echo 'make mutations  plants mistakes in the code, and says which tests and plans notice them; hours'
 	@echo 'make styles    batch scripts in forty public styles, on a real Slurm cluster'
 	@echo 'make matrix    the tests on several Pythons, torches, Debians and Slurms, as a table; hours'
 	@echo 'make docs      the documents as a site, in dist/site'
@@ -111,6 +113,9 @@ lint: install
 
 bench: install
 	@for benchmark in $(BENCHMARKS); do echo "== $$benchmark" >&2; $(BIN)/python $$benchmark $(BENCH_FLAGS); done
+
+mutations: install
+	@PYTHONPATH=tests $(BIN)/python -m mutations $(MUTATION_FLAGS)
 
 # Of these `make test` runs a few.
 styles: install

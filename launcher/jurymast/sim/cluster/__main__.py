@@ -2,7 +2,8 @@
 
 Every plan has a seed (`--seed N` is the first; with `--plans 1` the only one). A plan that breaks a rule is
 reduced to the shortest one that still breaks it, and printed as a line of JSON, which `--plan JSON` runs
-again. Exit code 1 if any plan broke a rule.
+again. With `--first` that ends the search, and the plan is printed as it is. Exit code 1 if any plan broke a
+rule.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ def several(seeds: range) -> list[Result]:
     return results
 
 
+def until_first(seeds: range) -> Iterator[Result]:
+    for seed in seeds:
+        yield (result := run(random_plan(seed)))
+        if result.broken:
+            return
+
+
 def every(seeds: range, processes: int) -> Iterator[Result]:
     parts = [seeds[first : first + AT_ONCE] for first in range(0, len(seeds), AT_ONCE)]
     if processes < 2:
@@ -59,6 +67,7 @@ def main() -> int:
     parser.add_argument("--plans", type=int, default=200, metavar="N", help="so many (200)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first (0)")
     parser.add_argument("--plan", default="", metavar="JSON", help="this one only")
+    parser.add_argument("--first", action="store_true", help="end with the first that fails; one process")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each plan that fails")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
     arguments = parser.parse_args()
@@ -75,7 +84,8 @@ def main() -> int:
     began = told_at = time.monotonic()
     broken: Counter[str] = Counter()
     seconds, done = 0.0, 0
-    for result in every(range(arguments.seed, arguments.seed + arguments.plans), arguments.processes):
+    seeds = range(arguments.seed, arguments.seed + arguments.plans)
+    for result in until_first(seeds) if arguments.first else every(seeds, arguments.processes):
         done, seconds = done + 1, seconds + result.seconds
         if result.broken:
             broken[result.rule] += 1

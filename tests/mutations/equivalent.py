@@ -1,0 +1,3 @@
+"""Mutants that change nothing that anybody could see, by name, each with the reason."""
+
+EQUIVALENT: dict[str, str] = {}
