@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import Row, Target
-from jurymast.agent.keeping import Phases, StorageProcesses, lent_image
+from jurymast.agent.io import Phases
+from jurymast.agent.storage_processes import StorageProcesses, lent_image
 from jurymast.checkpoint.contents import Contents, Item
 from jurymast.core.state import messages as msg
 from jurymast.core.state.messages import Room, WritePhase

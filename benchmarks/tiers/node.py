@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.tiers.child import Message, first_line, say
-from jurymast.agent.keeping import StorageProcesses, lent_image
+from jurymast.agent.storage_processes import StorageProcesses, lent_image
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
 from jurymast.keeper.keeper import Keeper, Loan
@@ -138,7 +138,7 @@ class Node:
         return loans
 
     async def _write(self, order: Message) -> Message:
-        """As `agent.keeping` does it."""
+        """As `agent.storage_processes` does it."""
         began = time.monotonic()
         loans = await self._lend(order)
         images = tuple(map(lent_image, loans))

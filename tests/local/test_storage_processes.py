@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from jurymast.agent.keeping import NEVER, Phases, StorageProcesses
+from jurymast.agent.io import Phases
+from jurymast.agent.storage_processes import NEVER, StorageProcesses
 from jurymast.checkpoint.directory import CheckpointDirectory, remove_trees
 from jurymast.core.state import messages as msg
 from jurymast.core.state.messages import WritePhase
@@ -573,7 +574,7 @@ def test_orders_that_wait_for_the_same_process_have_numbers_of_their_own(
         storage = StorageProcesses()
         await asyncio.gather(*(storage.carry_out(Warm()) for _ in range(4)))
 
-    monkeypatch.setattr("jurymast.agent.keeping._Tier.carry_out", carry_out)
+    monkeypatch.setattr("jurymast.agent.storage_processes._Tier.carry_out", carry_out)
     asyncio.run(work())
     assert len(set(numbers)) == 4, numbers
 

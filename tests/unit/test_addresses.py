@@ -13,7 +13,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from jurymast.agent.agent import local_address
+from jurymast.agent.real_io import local_address
 from jurymast.cluster.allocation import announced_by, listen, loopback
 from jurymast.core.state.messages import Launch
 from jurymast.wire import addresses

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.agent.agent import own_temporary_directory, remove_abandoned
+from jurymast.agent.real_io import own_temporary_directory, remove_abandoned
 
 
 def test_a_killed_agents_directory_is_removed_and_a_living_ones_is_not(

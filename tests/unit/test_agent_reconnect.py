@@ -13,6 +13,7 @@ import pytest
 
 from jurymast.agent import supervision
 from jurymast.agent.agent import Agent
+from jurymast.agent.real_io import node_agent
 from jurymast.cluster.allocation import Allocation
 from jurymast.core.state import messages as msg
 from jurymast.core.state.settings import RunPlan
@@ -39,8 +40,8 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
         run="r", name="r", directory=str(directory.root), cluster="local", active=1, spares=0,
         ranks_per_node=1, script="x", python=sys.executable,
     )  # fmt: skip
-    made = Agent(directory, plan, "n1", None)
-    made._machine.ranks.host_starts = 1  # nothing is to be started
+    made = node_agent(directory, plan, "n1", None)
+    made.machine.ranks.host_starts = 1  # nothing is to be started
     return made
 
 
@@ -58,7 +59,7 @@ async def sent_home(agent: Agent, tmp_path: Path) -> int:
         assert isinstance(await supervisor.receive(), msg.Hello)
         supervisor.send(msg.Leave())
 
-    link = agent._machine.link
+    link = agent.machine.link
     async with served(serve, secret) as port:
         link._last = link._last or at(port, 1)
         endpoint.announce(tmp_path / "run" / "epochs", at(port, 2))
@@ -82,9 +83,9 @@ def test_a_last_address_that_is_silent_keeps_no_agent_from_the_newest_supervisor
     agent: Agent, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        agent._machine.link._last = at(silent.getsockname()[1], 1)
+        agent.machine.link._last = at(silent.getsockname()[1], 1)
         port = asyncio.run(sent_home(agent, tmp_path))
-    assert agent._machine.link._last == at(port, 2)
+    assert agent.machine.link._last == at(port, 2)
 
 
 def test_a_supervisor_that_crashes_and_comes_back_elsewhere_is_found_again(
@@ -112,7 +113,7 @@ def test_a_supervisor_that_crashes_and_comes_back_elsewhere_is_found_again(
                 endpoint.announce(directory.epochs, at(first, 1))
                 running = asyncio.ensure_future(agent.run())
                 await greeted.wait()
-            while agent._machine.link.connected:
+            while agent.machine.link.connected:
                 await asyncio.sleep(0.01)
             agent._driver.say(waits)
             endpoint.announce(directory.epochs, at(second, 2))

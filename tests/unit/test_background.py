@@ -12,14 +12,16 @@ import pytest
 
 from jurymast import background
 from jurymast.agent.keeping import Keeping
+from jurymast.agent.storage_processes import NodeStorage
 from jurymast.core.state import images as im
 from jurymast.core.state import messages as msg
 from jurymast.core.state.settings import RunPlan
 from jurymast.keeper import keeper as keepers
-from jurymast.keeper.keeper import Loan
+from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import Word
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.rundir import RunDirectory
+from jurymast.wire.protocol import Access
 from support.keepers import FakeRank, keeper, plenty, ready_rank, run, until
 
 PACKAGE = Path(__file__).resolve().parents[2] / "launcher" / "jurymast"
@@ -123,7 +125,7 @@ async def test_a_rank_is_refused_memory_that_cannot_be_had_for_any_reason(
 # ---- a write ends, whatever happens
 
 
-@pytest.mark.parametrize("broken", ["lend", "_order", "carry_out"])
+@pytest.mark.parametrize("broken", ["lend", "order", "carry_out"])
 def test_a_write_that_fails_in_an_unforeseen_way_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -136,8 +138,10 @@ def test_a_write_that_fails_in_an_unforeseen_way_is_reported(
     async def work() -> None:
         directory = RunDirectory(tmp_path / "run")
         directory.create()
-        keeping = Keeping(directory, plan, "a", told.append, lambda id, phase: None, ended.append)
-        place = {"lend": keeping.keeper, "_order": keeping, "carry_out": keeping._storage}[broken]
+        mine = Keeper(Access(b"s" * 32, encrypt=False), "a", 1, told.append)
+        storage = NodeStorage(directory, plan, mine, None)
+        keeping = Keeping(mine, storage, told.append, lambda id, phase: None, ended.append)
+        place = {"lend": mine, "order": storage, "carry_out": storage._processes}[broken]
 
         def fail(*_: Any) -> Any:
             raise AttributeError("a slip of the pen")
@@ -145,12 +149,13 @@ def test_a_write_that_fails_in_an_unforeseen_way_is_reported(
         async def lends(*_: Any) -> Any:
             return Loan("/p", None, b"", lambda: None)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(keeping.keeper, "lend", lends)
-        monkeypatch.setattr(keeping, "_order", lambda *_: None)
+        monkeypatch.setattr(mine, "lend", lends)
+        monkeypatch.setattr(storage, "order", lambda *_: None)
         monkeypatch.setattr(place, broken, fail)
         keeping.write(msg.Write(id="7", tier=im.SHARED, step=1, attempt=1, ranks=(0,), world=1))
         await until("end", lambda: ended)
         await keeping.close()
+        await mine.close()
 
     run(work())
     (written,) = [message for message in told if isinstance(message, msg.Written)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from jurymast.agent.keeping import failure_domain
+from jurymast.agent.storage_processes import failure_domain
 from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.copies import RETRY_MAX_S, RETRY_S
 from jurymast.core.checkpoints.replicas import REST_SHARE

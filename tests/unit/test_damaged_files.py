@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jurymast.agent.supervision import read_run_directory
+from jurymast.agent.real_io import read_run_directory
 from jurymast.cluster.allocation import Allocation
 from jurymast.core.state import effects as do
 from jurymast.core.state import events as ev

@@ -27,7 +27,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from jurymast import foreign, processes
-from jurymast.agent.keeping import local_root
+from jurymast.agent.storage_processes import local_root
 from jurymast.checkpoint import memory_tier
 from jurymast.checkpoint.directory import (
     MANIFEST,

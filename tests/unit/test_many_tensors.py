@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jurymast.agent.keeping import lent_image
+from jurymast.agent.storage_processes import lent_image
 from jurymast.checkpoint.contents import Contents, Item
 from jurymast.core.state import messages as msg
 from jurymast.keeper.manifest import Manifest, Word

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from jurymast.agent.agent import Agent
+from jurymast.agent.real_io import NodeIo, node_agent
 from jurymast.cluster.allocation import Allocation
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
@@ -259,8 +259,10 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
         run="r", name="r", directory=str(directory.root), cluster="local", active=1, spares=0,
         ranks_per_node=1, script="x", python=sys.executable,
     )  # fmt: skip
-    agent = Agent(directory, plan, "n1", None)
-    agent._machine.ranks.host_starts = 1  # nothing is to be started
+    agent = node_agent(directory, plan, "n1", None)
+    io = agent._io
+    assert isinstance(io, NodeIo)
+    agent.machine.ranks.host_starts = 1  # nothing is to be started
     came: list[msg.Said] = []
 
     async def supervise(proven: Proven) -> None:
@@ -271,11 +273,11 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
         connection.send(msg.Leave(over=True))
 
     async def work() -> None:
-        with open(agent._memory.events_path, "wb", buffering=0) as pipe:
+        with open(io.ranks.memory.events_path, "wb", buffering=0) as pipe:
             pipe.write(
                 b'{"event": "Sung"}\n{"event": "Skipped", "step": 7, "why": "both memory slots are busy"}\n'
             )
-        agent._ranks_said()
+        io.ranks.read()
         async with served(supervise, directory.secret()) as port:
             place = endpoint.Endpoint(1, ("127.0.0.1",), port, "n1", allocation.key, os.getpid())
             endpoint.announce(directory.epochs, place)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.agent.keeping import StorageProcesses
+from jurymast.agent.storage_processes import StorageProcesses
 from jurymast.cluster import earlier
 from jurymast.core.judges import explained, loops
 from jurymast.core.judges.attribution import attribute

@@ -357,7 +357,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/script/output.py",
             "launcher/jurymast/script/standard_input.py",
             # In a directory that was made for this user alone, or found to be.
-            "launcher/jurymast/agent/agent.py",
+            "launcher/jurymast/agent/real_io.py",
             "launcher/jurymast/storage/export.py",
             "launcher/jurymast/worker/rank.py",
             "launcher/jurymast/worker/stack_signal.py",

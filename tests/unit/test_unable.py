@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from jurymast import foreign, reading
-from jurymast.agent.keeping import Keeping
+from jurymast.agent.storage_processes import NodeStorage
 from jurymast.checkpoint.directory import (
     MANIFEST,
     BadCheckpoint,
@@ -255,18 +254,14 @@ def test_an_upload_removes_what_the_policy_keeps_no_longer(
         script="t", settings=Settings(object_url=url, object_keep=1),
     )  # fmt: skip
     save(directory, 2100)
-
-    async def work() -> None:
-        keeping = Keeping(place, plan, "a", lambda message: None, lambda id, phase: None, lambda id: None)
-        keeping.checkpoints_at(within.CheckpointsKept(directory=str(directory.root), keep=5))
-        for step in (100, 2000, 2100):
-            write = msg.Write(id="7", tier=OBJECT, step=step, attempt=1, ranks=(), world=1)
-            order = keeping._order(write, [])
-            assert isinstance(order, Upload)
-            upload(order, Job(10.0))
-        await keeping.close()
-
-    asyncio.run(work())
+    no_keeper: Any = None
+    storage = NodeStorage(place, plan, no_keeper, None)
+    storage.checkpoints_at(within.CheckpointsKept(directory=str(directory.root), keep=5))
+    for step in (100, 2000, 2100):
+        write = msg.Write(id="7", tier=OBJECT, step=step, attempt=1, ranks=(), world=1)
+        order = storage.order(write, [])
+        assert isinstance(order, Upload)
+        upload(order, Job(10.0))
     assert ObjectStore(url, "run", place.secret()).steps() == [2100]
 
 

@@ -9,7 +9,7 @@ import os
 import socket
 
 from jurymast.agent import guard
-from jurymast.agent.agent import serve
+from jurymast.agent.real_io import serve
 from jurymast.errors import JurymastError
 from jurymast.processes import end_at_once, log_as
 from jurymast.rundir import RunDirectory

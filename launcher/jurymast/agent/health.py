@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from jurymast import background
-from jurymast.agent.supervision import Driver
+from jurymast.agent.driver import Driver
 from jurymast.child import Child
 from jurymast.cluster.verdicts import boot_id, leave, verdict
 from jurymast.core.agent import effects as do
