@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster.sbatch import CommandLine, Given
+from jurymast.script import shell
 from jurymast.script.foreseen import foreseen
 
 # What stands around the line, with what only looks as if it started something.
@@ -154,3 +155,36 @@ def test_a_launcher_whose_python_cannot_find_jurymast_is_not_protected(lines: st
     last = foreseen(f"#!/bin/bash\n{lines}\n", CommandLine(), 2)[-1]
     assert last.protected is protected, last.why
     assert protected or "jurymast" in last.why
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        'echo "' + '"$("' * 3000,
+        "echo " + '$(echo "' * 3000,
+        "echo " + "${A:-" * 5000,
+        "A=(" * 5000,
+        'echo "' + "${A:-x" * 3000 + '"',
+        "".join(f"cat <<E{number}\n" for number in range(5000)),
+        "echo " + "a" * 2_000_000,
+        'A="' + "x" * 8000 + '"\n' + "srun torchrun $A\n" * 1000,
+    ],
+)
+def test_a_script_that_would_take_long_to_read_is_read_in_part_and_that_is_said(hostile: str) -> None:
+    first, *_, last = foreseen(f"srun torchrun train.py\n{hostile}\n", CommandLine(), 2)
+    assert (first.line, first.protected) == (1, True)
+    assert last.protected is None
+    assert "the script is too long to be read beforehand" in last.why
+
+
+def test_a_command_of_many_words_is_not_searched_for_what_it_starts() -> None:
+    """Each `uv run` in it might be the one before a script."""
+    many = "bash -c '" + "uv run " * 20_000 + "'"
+    found = foreseen(f"{many}\nsrun torchrun train.py\n", CommandLine(), 2)
+    assert [one.protected for one in found] == [None, True]
+    assert len(found[0].command) <= 80
+
+
+def test_variables_put_into_each_other_have_an_end() -> None:
+    values = {"A": "$B" * 2000, "B": "$C" * 2000, "C": "x" * 2000}
+    assert len(shell.spelled_out("$A" * 2000, values)) < 1 << 24

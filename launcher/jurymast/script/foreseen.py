@@ -48,6 +48,11 @@ HIDDEN = re.compile(
 )
 ISOLATED = re.compile(r"\bpython[\d.]*\s+(-\w+\s+)*-[a-zA-Z]*[EIS]")
 BY_PATH = re.compile(r"(?<![\w/.-])torchrun\b")
+COMMAND_CHARACTERS_MAX, SHOWN_CHARACTERS = 1 << 14, 80
+TOO_LONG = "too long to be read beforehand: what it starts is known only when it runs"
+NOT_ALL = (
+    "the script is too long to be read beforehand: what it starts from here on is known only when it runs"
+)
 SIZES = ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node")
 
 
@@ -70,6 +75,10 @@ def foreseen(text: str, told: CommandLine, active: int, train: str = "") -> list
     found = []
     for command in shell.commands(text, {**variables, "PYTHONPATH": OURS}):
         seen = {**command.exported, **variables}
+        if not command.words or sum(map(len, command.words)) > COMMAND_CHARACTERS_MAX:
+            text = command.text[:SHOWN_CHARACTERS]
+            found.append(Foreseen(command.line, text, None, TOO_LONG if command.words else NOT_ALL))
+            continue
         fate = _fate(command.words, seen, active, train)
         if fate is not None and fate[0] and (why := _by_itself(command.words, seen, gpus=gpus)):
             fate = False, why

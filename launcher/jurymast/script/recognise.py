@@ -36,7 +36,7 @@ NODES = re.compile(r"--(?:nnodes|num[-_]machines)(?:=|\s+)[\"']?([^\s\"';|&]+)")
 NODE_NUMBER = re.compile(r"(--(?:node|machine)[-_]rank(?:=|\s+)[\"']?)[^\s\"';|&]+")
 PYTHON = re.compile(
     r"\bpython[\d.]*\s+(-[bBdEiIOPqsSuv]+\s+|-[WX]\s*\S+\s+)*(-[bBdEiIOPqsSuv]*m\s+[\w.]+|[^\s;|&-]\S*)"
-    r"|\buv\s+run\s[^;|&\n]*\.py\b"
+    r"|\buv\s+run\s[^;|&\n]{0,1000}\.py\b"
 )
 # Programs whose options are followed by the command that they start.
 WRAPPERS = frozenset({

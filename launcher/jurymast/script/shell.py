@@ -17,10 +17,15 @@ OUTPUT = re.compile(r"(?<!\\)(?:`[^`]*`|\$\(\([^()]*\)\)|\$\([^()]*\))")
 WHERE = re.compile(r"(?:which|command\s+-v)\s+([\w./-]+)")
 HERE_DOCUMENT = re.compile(r"<<(-?)[ \t]*(\\?[\w.-]+|'[^'\n]*'|\"[^\"\n]*\")")
 REDIRECTION = re.compile(r"(?:&>>?|[<>]&|<<<|>>|>\||<>|[<>])[ \t]*")
+PLAIN = re.compile(r"[\w./,:=@%+-]*")  # what has no meaning for a shell
 CLOSES = {"(": ")", "{": "}"}
 
-
-VALUE_CHARACTERS_MAX = 1 << 16
+# Quotes and brackets that stand in each other, or that nothing closes, are read again and again. So many
+# characters are read in all, in regular expressions some times as many.
+READ_CHARACTERS_MAX = 1 << 20
+AS_EXPRESSION = 8
+SPELLED_CHARACTERS_MAX = 1 << 18
+VALUE_CHARACTERS_MAX = 1 << 13
 DEFAULT_CHARACTERS_MAX = 400  # of `${A:-...}`, which may stand in each other
 UNKNOWN = "$(...)"
 
@@ -37,19 +42,48 @@ class Command:
 
 
 def commands(text: str, variables: Mapping[str, str]) -> Iterator[Command]:
-    """Return the commands of a script one after the other. `variables`: what its environment has."""
+    """Return the commands of a script one after the other. `variables`: what its environment has. If the
+    script is too long to be read to its end, the last command has no words."""
     values = {name: [value] for name, value in variables.items()}
-    yield from _WordReader(text, values, exported=set(variables)).commands()
+    reader = _WordReader(text, values, exported=set(variables))
+    try:
+        yield from reader.commands()
+    except _TooLongError:
+        yield Command(text.count("\n", 0, reader.at) + 1, "...", (), {})
 
 
 def spelled_out(text: str, variables: Mapping[str, str]) -> str:
     """Put `variables` into a text that a further shell reads, which would put them in itself."""
+    left = SPELLED_CHARACTERS_MAX
+
+    def put_in(found: re.Match[str]) -> str:
+        nonlocal left
+        value = variables.get(found[1] or found[2], found[0])
+        left -= len(value)
+        return value if left > 0 else found[0]
+
     for _ in range(4):  # their values may have variables in them
-        more = REFERENCE.sub(lambda found: variables.get(found[1] or found[2], found[0]), text)
-        if more == text or len(more) > 1 << 20:
+        more = REFERENCE.sub(put_in, text)
+        if more == text or left <= 0:
             break
         text = more
     return text
+
+
+class _TooLongError(Exception):
+    """There is more to read than `READ_CHARACTERS_MAX`."""
+
+
+class _Allowance:
+    """How much may still be read of a script, over all readers of its parts."""
+
+    def __init__(self) -> None:
+        self._left = READ_CHARACTERS_MAX
+
+    def take(self, characters: int) -> None:
+        self._left -= characters
+        if self._left < 0:
+            raise _TooLongError
 
 
 @dataclass
@@ -62,6 +96,7 @@ class _WordReader:
     exported: set[str] = field(default_factory=set)
     choices: int = 0  # how many `if` and `case` are open
     documents: list[tuple[str, bool]] = field(default_factory=list)  # that begin after this line
+    allowance: _Allowance = field(default_factory=_Allowance)
 
     def commands(self) -> Iterator[Command]:
         while self.at < len(self.text):
@@ -69,6 +104,7 @@ class _WordReader:
             text = " ".join(self.text[max(start, 0) : self.at].replace("\\\n", " ").split())
             if raw and (words := self._set(raw)):
                 line = self.text.count("\n", 0, start) + 1
+                self.allowance.take(len(self.exported) + sum(map(len, words)))
                 given = {name: " ".join(self.values[name]) for name in self.exported & self.values.keys()}
                 yield Command(line, text.rstrip("&|;() "), tuple(words), given)
 
@@ -128,7 +164,9 @@ class _WordReader:
             self.at += 1
             return "$" + self._until_closed(self.text[self.at])
         else:
-            end = self.at + 1
+            found = PLAIN.match(self.text, self.at)
+            end = max(self.at + 1, found.end() if found else 0)
+        self.allowance.take(end - self.at)
         piece, self.at = self.text[self.at : end], end
         return piece
 
@@ -137,6 +175,7 @@ class _WordReader:
         place = self.at + 1
         while place < len(self.text) and self.text[place] != quote:
             place += 2 if self.text[place] == "\\" and quote != "'" else 1
+        self.allowance.take(place - self.at)
         return place + 1 if place < len(self.text) else self.at + 1
 
     def _until_closed(self, opens: str) -> str:
@@ -152,6 +191,7 @@ class _WordReader:
         return opens
 
     def _skip(self, characters: int) -> None:
+        self.allowance.take(characters)
         self.at += characters
 
     def _next(self, text: str) -> int:
@@ -163,6 +203,7 @@ class _WordReader:
         for delimiter, indented in self.documents:
             before = r"\n?^\t*" if indented else r"\n?^"
             found = re.compile(before + re.escape(delimiter) + r"$", re.MULTILINE).search(self.text, self.at)
+            self.allowance.take(((found.end() if found else len(self.text)) - self.at) // AS_EXPRESSION)
             self.at = found.end() if found else self.at
         self.documents.clear()
 
@@ -197,7 +238,7 @@ class _WordReader:
         if found is None or (self.choices and found[1] in self.values and not found[2]):
             return
         if found[3].startswith("("):
-            inner = _WordReader(found[3][1:-1].replace("\n", " "), self.values)
+            inner = self._of_part(found[3][1:-1].replace("\n", " "))
             value = [text for raw in inner._all_words() for text in self.expanded(raw)]
         else:
             value = [" ".join(self.expanded(f'"{found[3]}"' if found[3][:1] not in "'\"" else found[3]))]
@@ -211,13 +252,17 @@ class _WordReader:
         else:
             self.values[found[1]] = ["".join(earlier) + "".join(value)]
 
+    def _of_part(self, text: str) -> _WordReader:
+        return _WordReader(text, self.values, allowance=self.allowance)
+
     def _all_words(self) -> Iterator[str]:
         while self.at < len(self.text):
             yield from self._raw_words()[0]
 
     def expanded(self, raw: str) -> list[str]:
         """The words that a word becomes, without its quotes. What cannot be known stays as it is written."""
-        reader, texts, there, text = _WordReader(raw, self.values), [], False, ""
+        texts: list[str] = []
+        reader, there, text = self._of_part(raw), False, ""
         while reader.at < len(raw):
             piece = reader._piece()
             if LIST.fullmatch(piece) and (parts := self._value(piece[1:-1])) is not None:
@@ -242,6 +287,8 @@ class _WordReader:
     def _within(self, text: str) -> str:
         """A text in double quotes, with variables put in."""
         text = OUTPUT.sub(lambda found: _printed(found[0]), text.replace("\\\n", ""))
+        # A `${A:-` that nothing closes is looked for to the end.
+        self.allowance.take(text.count("$") * len(text) // AS_EXPRESSION)
         for found in reversed(list(REFERENCE.finditer(text))):
             if text[: found.start()].endswith("\\"):
                 text = text[: found.start() - 1] + text[found.start() :]
@@ -257,6 +304,7 @@ class _WordReader:
         name = found[1] or found[2]
         empty_counts = not (found[3] or "").startswith(":")
         if self.values.get(name, [""]) != [""] or (name in self.values and empty_counts):
+            self.allowance.take(sum(map(len, self.values[name])))
             return self.values[name]
         if not found[3] or len(found[4]) > DEFAULT_CHARACTERS_MAX:
             return None
