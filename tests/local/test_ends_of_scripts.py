@@ -256,15 +256,17 @@ DIVERGES = """import jurymast, torch
 parameter = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([parameter], lr=0.1)
 for step in range(1, 6):
+    loss = (parameter * (float("nan") if step > 2 else 1.0)).sum()
     parameter.grad = torch.ones(1)
+    SHOWS
     optimizer.step()
-    jurymast.step(step, loss=torch.tensor(float("nan") if step > 2 else 1.0))
 """
 
 
-def test_a_loss_that_is_not_finite_is_told_of_a_run_that_succeeded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shows", ["jurymast.step(step, loss=loss)", "loss.backward()"])
+def test_a_loss_that_is_not_finite_is_told_of_a_run_that_succeeded(shows: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(DIVERGES)
+    script.write_text(DIVERGES.replace("SHOWS", shows))
     with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script=str(script)) as run:
         state = run.wait_end()
         wait_gone(run.directory.root)

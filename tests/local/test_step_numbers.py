@@ -61,6 +61,7 @@ def test_rework_is_true_or_said_to_be_unknown(
     told = (done, steps, state.incidents)
     assert steps["in_all_attempts"] == pytest.approx(len(done), rel=0.05), told
     check_ratios(report, known)
+    check_others_agree(report, known)
     if known:
         assert steps["again"] == steps["again_at_most"] == pytest.approx(again, rel=0.05, abs=1), told
         assert steps["done"] == STEPS
@@ -68,6 +69,17 @@ def test_rework_is_true_or_said_to_be_unknown(
         assert steps["again"] <= again <= steps["again_at_most"], told
     for incident in report["incidents"]:
         assert incident["rework_known"] is known, told
+
+
+def check_others_agree(report: dict[str, Any], known: bool) -> None:
+    """What `ps` and `status` show is what the report shows."""
+    directory = Path(report["provenance"]["directory"])
+    (row,) = json.loads(jurymast("ps", "--json", "--runs", str(directory.parent)).stdout)
+    ratios = [report[name]["runtime_goodput"] for name in ("ratios", "ratios_at_most")]
+    assert [row["goodput"], row["goodput_at_most"]] == ratios
+    for command in (("ps", "--runs", str(directory.parent)), ("status", str(directory))):
+        shown = jurymast(*command).stdout
+        assert (" ?+" in shown or "begun at a step that is not known" in shown) is not known, shown
 
 
 def check_ratios(report: dict[str, Any], known: bool) -> None:

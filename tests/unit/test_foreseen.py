@@ -86,6 +86,8 @@ TAIL = "pkill -f torchrun; echo it's done\n"
         ("torchrun --standalone train.py", False, "on the first node, without failure handling"),
         # Shell scripts that start it, or that cannot be read here.
         ("srun bash -c 'cd . && ./launch.sh'", True, "under the agents"),
+        ("coproc srun torchrun train.py", True, "under the agents"),
+        ("coproc NAME { srun torchrun train.py; }", True, "under the agents"),
         ("srun ./later.sh", None, "./later.sh cannot be read here"),
         ("srun my-wrapper python train.py", False, "my-wrapper is not known to start ranks"),
     ],
@@ -155,6 +157,24 @@ def test_a_launcher_whose_python_cannot_find_jurymast_is_not_protected(lines: st
     last = foreseen(f"#!/bin/bash\n{lines}\n", CommandLine(), 2)[-1]
     assert last.protected is protected, last.why
     assert protected or "jurymast" in last.why
+
+
+@pytest.mark.parametrize(
+    ("chosen", "protected"),
+    [
+        ("if [ -d x ]; then export PYTHONPATH=/repo; fi", None),
+        ("if [ -d x ]; then PYTHONPATH=/repo; else unset PYTHONPATH; fi", None),
+        ("case $H in a) unset PYTHONPATH;; esac", None),
+        ("if true; then\n export PYTHONPATH=/repo:$PYTHONPATH\nfi", True),
+        ("if true; then export PYTHONPATH=/repo; fi\nexport PYTHONPATH=/repo:$HOOK", False),
+    ],
+)
+def test_whether_a_launcher_finds_jurymast_may_be_the_scripts_choice(
+    chosen: str, protected: bool | None
+) -> None:
+    last = foreseen(f"#!/bin/bash\n{chosen}\n{LAUNCH}\n", CommandLine(), 2)[-1]
+    assert last.protected is protected, last.why
+    assert protected is not None or last.why.startswith("only the running script knows whether PYTHONPATH")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jurymast.rundir import RunDirectory
 from jurymast.script.notes import noted
 from jurymast.script.output import Output, relayed
 from jurymast.script.parts import PART, Part, for_all, gather, join, places, shell_text
-from jurymast.script.recognise import part_of
+from jurymast.script.recognise import named_node, part_of
 from jurymast.script.srun import parse
 from jurymast.script.step import node_command
 
@@ -52,6 +52,13 @@ def test_parts_of_one_training_have_the_same_name(one: str, other: str) -> None:
     name = name_of(*one.split())
     assert name is not None
     assert name == name_of(*other.split())
+
+
+def test_a_part_may_name_its_node_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "host").write_text("# the second\nn2\n")
+    assert (
+        named_node(srun("-N1", "-n1", f"-F{tmp_path}/host", "torchrun", "--nnodes=3", "t.py"), NODES) == "n2"
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from jurymast.report.status import (
     incident_json,
     public_state,
     shown_step,
+    step_known,
+    step_told,
 )
 from jurymast.report.text import count, duration, one_line
 from jurymast.report.trouble import after_failure
@@ -130,7 +132,7 @@ class Narrator(StatusWatcher):
 
 def progress_line(state: RunState) -> str:
     """One line with state, attempt, step, step time and newest checkpoint."""
-    line = f"{state.public_state}, attempt {state.attempt}, step {shown_step(state)}"
+    line = f"{state.public_state}, attempt {state.attempt}, {_step(state)}"
     if state.step_s:
         line += f", {duration(state.step_s)} a step"
     return line + (f", saved step {state.saved_step}" if state.saved_step is not None else "")
@@ -175,6 +177,10 @@ def _follow(narrator: Narrator, progress: ProgressLine) -> Liveness:
         time.sleep(POLL_S)
 
 
+def _step(state: RunState) -> str:
+    return step_told(shown_step(state), state.attempt, known=step_known(state))
+
+
 def end_lines(state: RunState, life: Liveness) -> list[str]:
     """How the run ended; for a failure, the cause with its traceback."""
     word, why = public_state(state, life)
@@ -182,7 +188,7 @@ def end_lines(state: RunState, life: Liveness) -> list[str]:
         spent = duration((state.ended_at or state.now) - state.submitted_at)
         incidents = count(len(state.incidents), "incident")
         doubted = [f"  warning: {text}" for text in doubts(state)]
-        return [f"the run succeeded: step {shown_step(state)} after {spent}, {incidents}", *doubted]
+        return [f"the run succeeded: {_step(state)} after {spent}, {incidents}", *doubted]
     lines = [f"the run {word}: {one_line(why, REASON_CHARACTERS)}"]
     if word == "failed" and state.incidents:
         ways = after_failure(state.run, incident_json(state.incidents[-1]))

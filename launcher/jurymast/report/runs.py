@@ -20,7 +20,15 @@ from jurymast.core.state.failure_rate import AFTER_REPAIR, learned_before, node_
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.jobs import run_command
 from jurymast.report.liveness import ANSWER_LIMIT_S, Liveness, judge, look, slurm_jobs
-from jurymast.report.status import StatusWatcher, doubts, public_state, read_status, restarts, shown_step
+from jurymast.report.status import (
+    StatusWatcher,
+    doubts,
+    public_state,
+    read_status,
+    restarts,
+    shown_step,
+    step_known,
+)
 from jurymast.report.text import (
     Block,
     Line,
@@ -106,11 +114,10 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
     row.update(
         job=jobs[-1][0] if jobs else str(life.pid or "") or None, name=state.name or plan.name,
         user=_owner(watcher.directory), st=CODES[word], state=word, step=shown_step(state),
+        step_known=step_known(state),
         nodes=len(state.nodes) or plan.nodes, nodelist=_nodelist(state.placement or tuple(state.nodes)),
         time=squeue_time((ended_at or time.time()) - (state.submitted_at or plan.submitted_at)),
-        goodput=None if goodput is None else round(goodput, 4),
-        goodput_at_most=None if at_most is None else round(at_most, 4), restarts=restarts(state),
-        warnings=doubts(state),
+        goodput=goodput, goodput_at_most=at_most, restarts=restarts(state), warnings=doubts(state),
         submitted_at=iso(state.submitted_at or plan.submitted_at), directory=str(watcher.directory.root),
     )  # fmt: skip
     if squeue is not None and not state.ended:
@@ -124,7 +131,7 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
 
 
 def _empty(run: str) -> Row:
-    return {**dict.fromkeys(COLUMNS), "name": run, "run": run, "warnings": []}
+    return {**dict.fromkeys(COLUMNS), "name": run, "run": run, "step_known": True, "warnings": []}
 
 
 def _owner(directory: RunDirectory) -> str:
@@ -173,7 +180,7 @@ def _cell(key: str, row: Row) -> str:
     if key == "goodput":
         most = row["goodput_at_most"]
         return percent(value) if percent(value) == percent(most) else f"{100 * value:.0f}-{100 * most:.0f} %"
-    return str(value)
+    return str(value) if key != "step" or row["step_known"] else f"?+{value}"
 
 
 def node_rows(runs: Path, exclusion_s: float) -> list[Row]:

@@ -112,7 +112,7 @@ class StatusWatcher(JournalTail):
         nodes_gone = without_nodes(state, life) and not (told is not None and told.waits)
         return {
             "run": state.run or plan.run, "name": state.name or plan.name, "state": word,
-            "attempt": state.attempt, "step": step,
+            "attempt": state.attempt, "step": step, "step_known": step_known(state),
             "step_seconds": round(state.step_s, 6) or None,
             "stepped_at": iso(state.stepped_at) if state.first_step_at is not None else None,
             "saved_step": newest_kept(state, nodes_gone=nodes_gone), "next_save_step": next_save(state),
@@ -192,6 +192,15 @@ def restarts(state: RunState) -> int:
 def shown_step(state: RunState) -> int:
     """The newest step done; until an attempt has done a step, the newest of the earlier attempts."""
     return state.step if state.first_step_at is not None else state.best_step
+
+
+def step_known(state: RunState) -> bool:
+    """Whether `shown_step` counts from the training's beginning. Else it counts from that of the attempt."""
+    return state.attempt <= 1 or state.first_step_at is None or state.absolute
+
+
+def step_told(step: int, attempt: int, *, known: bool) -> str:
+    return f"step {step}" + ("" if known else f" of attempt {attempt}, begun at a step that is not known")
 
 
 def incident_json(incident: Incident) -> dict[str, Any]:
@@ -301,7 +310,7 @@ def doubts(state: RunState) -> list[str]:
                 "no checkpoint through jurymast: unless the script saves and resumes by itself, a failure "
                 "costs all steps"
             )
-    if state.attempt > 1 and state.first_step_at is not None and not state.absolute:
+    if not step_known(state):
         found.append(
             f"where the script resumed in attempt {state.attempt} is not known, so goodput is a range: call "
             "jurymast.step(n) after each step"
@@ -510,7 +519,8 @@ def _ended_by(view: View) -> str:
 
 
 def _training(view: View, now: float) -> str:
-    text = f"step {view['step']}" if view["step"] else "no step done yet"
+    text = step_told(view["step"], view["attempt"], known=view["step_known"])
+    text = text if view["step"] else "no step done yet"
     if view["step_seconds"]:
         text += f", {duration(view['step_seconds'])} a step"
     saved = view["saved_step"]

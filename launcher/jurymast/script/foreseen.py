@@ -11,8 +11,8 @@ from jurymast.script import evidence, recognise, shell, srun
 
 # Words before a command that do not change which one it is.
 BEFORE = frozenset({
-    "!", "command", "do", "elif", "else", "eval", "exec", "if", "nohup", "setsid", "then", "time", "until",
-    "while", "{",
+    "!", "command", "coproc", "do", "elif", "else", "eval", "exec", "if", "nohup", "setsid", "then", "time",
+    "until", "while", "{",
 })  # fmt: skip
 # Programs after whose options another command may stand.
 AROUND = recognise.WRAPPERS | {"parallel", "sudo", "xargs"}
@@ -84,6 +84,10 @@ def foreseen(text: str, told: CommandLine, active: int, train: str = "") -> list
             fate = False, why
         if fate is not None and fate[0] and (why := _out_of_reach(command.words, seen)):
             fate = False, why
+        if fate is not None and fate[0]:
+            perhaps = ({**seen, "PYTHONPATH": value} for value in command.perhaps.get("PYTHONPATH", ()))
+            if why := next(filter(None, (_out_of_reach(command.words, other) for other in perhaps)), ""):
+                fate = None, f"only the running script knows whether {why}"
         if fate is not None:
             found.append(Foreseen(command.line, command.text, *fate))
     return found
@@ -105,6 +109,8 @@ def _fate(
     words: Sequence[str], variables: Mapping[str, str], active: int, train: str
 ) -> tuple[bool | None, str] | None:
     words = list(words)
+    if words[:1] == ["coproc"] and words[2:3] == ["{"]:  # after its name
+        del words[:2]
     while words and (words[0] in BEFORE or re.match(r"\w+=", words[0])):
         words.pop(0)
     if words and _name(words[0]) in AROUND:

@@ -184,6 +184,8 @@ def named_node(srun: CommandLine, nodes: Sequence[str]) -> str:
     relative = srun.last("relative") or ""
     if relative.isdigit() and int(relative) < len(nodes):
         return nodes[int(relative)]
+    if (file := srun.last("nodefile")) is not None:
+        return ",".join(COMMENT.sub("", read_shell_script(file)).split())
     return srun.last("nodelist") or ""
 
 

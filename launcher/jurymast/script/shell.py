@@ -5,7 +5,7 @@ on, here-documents, and variables that the text itself sets.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 # `A=`, `A+=`, and whether the value is a list in parentheses.
@@ -25,6 +25,7 @@ CLOSES = {"(": ")", "{": "}"}
 READ_CHARACTERS_MAX = 1 << 20
 AS_EXPRESSION = 8
 SPELLED_CHARACTERS_MAX = 1 << 18
+CHOICES_MAX = 10  # of a variable
 VALUE_CHARACTERS_MAX = 1 << 13
 DEFAULT_CHARACTERS_MAX = 400  # of `${A:-...}`, which may stand in each other
 UNKNOWN = "$(...)"
@@ -33,12 +34,14 @@ UNKNOWN = "$(...)"
 @dataclass(frozen=True)
 class Command:
     """A command on this `line`: its `text`, and its `words`, with the variables that the script sets put in.
-    `exported`: those that the command would find in its environment."""
+    `exported`: those that the command would find in its environment; `perhaps`: other values of these,
+    between which the script chooses."""
 
     line: int
     text: str
     words: tuple[str, ...]
     exported: Mapping[str, str]
+    perhaps: Mapping[str, Sequence[str]]
 
 
 def commands(text: str, variables: Mapping[str, str]) -> Iterator[Command]:
@@ -49,7 +52,7 @@ def commands(text: str, variables: Mapping[str, str]) -> Iterator[Command]:
     try:
         yield from reader.commands()
     except _TooLongError:
-        yield Command(text.count("\n", 0, reader.at) + 1, "...", (), {})
+        yield Command(text.count("\n", 0, reader.at) + 1, "...", (), {}, {})
 
 
 def spelled_out(text: str, variables: Mapping[str, str]) -> str:
@@ -94,6 +97,7 @@ class _WordReader:
     values: dict[str, list[str]]
     at: int = 0
     exported: set[str] = field(default_factory=set)
+    perhaps: dict[str, list[str]] = field(default_factory=dict)
     choices: int = 0  # how many `if` and `case` are open
     documents: list[tuple[str, bool]] = field(default_factory=list)  # that begin after this line
     allowance: _Allowance = field(default_factory=_Allowance)
@@ -106,7 +110,8 @@ class _WordReader:
                 line = self.text.count("\n", 0, start) + 1
                 self.allowance.take(len(self.exported) + sum(map(len, words)))
                 given = {name: " ".join(self.values[name]) for name in self.exported & self.values.keys()}
-                yield Command(line, text.rstrip("&|;() "), tuple(words), given)
+                others = {name: self.perhaps[name] for name in self.exported & self.perhaps.keys()}
+                yield Command(line, text.rstrip("&|;() "), tuple(words), given, others)
 
     # ---- words as they are written
 
@@ -220,8 +225,9 @@ class _WordReader:
                     self.exported.add(word.partition("=")[0])
             return []
         if raw[first : first + 1] in (["unset"], ["unsetenv"]):
-            for name in raw[first + 1 :] if not self.choices else ():
-                self.values.pop(name, None)
+            for name in raw[first + 1 :]:
+                if not self._is_choice(name, [""]):
+                    self.values.pop(name, None)
             return []
         if raw[first : first + 1] == ["setenv"] and len(raw) == first + 3:  # csh
             self._assign(f"{raw[first + 1]}={raw[first + 2]}")
@@ -233,9 +239,9 @@ class _WordReader:
         return [] if alone else [text for word in raw for text in self.expanded(word)]
 
     def _assign(self, word: str) -> None:
-        """Note a value; of several between which the script chooses, the first."""
+        """Note a value; of several between which the script chooses, the first counts."""
         found = ASSIGNMENT.fullmatch(word)
-        if found is None or (self.choices and found[1] in self.values and not found[2]):
+        if found is None:
             return
         if found[3].startswith("("):
             inner = self._of_part(found[3][1:-1].replace("\n", " "))
@@ -245,12 +251,23 @@ class _WordReader:
         earlier = self.values.get(found[1], [])
         if sum(map(len, earlier + value)) > VALUE_CHARACTERS_MAX:
             return
+        if not found[2] and self._is_choice(found[1], value):
+            return
         if not found[2]:
             self.values[found[1]] = value
         elif found[3].startswith("("):
             self.values[found[1]] = earlier + value
         else:
             self.values[found[1]] = ["".join(earlier) + "".join(value)]
+
+    def _is_choice(self, name: str, value: list[str]) -> bool:
+        """Whether the variable has a value already, and gets this one only where the script chooses it."""
+        if self.choices and name in self.values:
+            if len(there := self.perhaps.setdefault(name, [])) < CHOICES_MAX:
+                there.append(" ".join(value))
+            return True
+        self.perhaps.pop(name, None)
+        return False
 
     def _of_part(self, text: str) -> _WordReader:
         return _WordReader(text, self.values, allowance=self.allowance)

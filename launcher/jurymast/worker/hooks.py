@@ -120,6 +120,54 @@ def _telling(function: Callable[..., Any], place: int, link: Link) -> Callable[.
     return told
 
 
+# A scaler of gradients, or the script itself, may skip a step whose loss is nan, but not many in a row.
+NAN_IN_A_ROW = 3
+
+
+class Losses:
+    """Notices that a script's loss has become nan by what it starts its backwards from, without waiting for a
+    GPU: there each value is looked at once it has arrived, and those between are left out."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._in_a_row, self._since = 0, 0
+        self._arriving: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def see(self, begun: Any) -> None:
+        loss: Any = next(iter(begun), None) if isinstance(begun, (list, tuple)) else begun
+        if self._in_a_row >= NAN_IN_A_ROW or type(loss) is not torch.Tensor:
+            return
+        if loss.numel() != 1 or not loss.is_floating_point():
+            return
+        try:
+            if loss.device.type == "cpu":
+                self._note(loss.item())
+            elif loss.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                self._see_later(loss)
+        except RuntimeError:  # it has no value, as within torch.func.vmap
+            pass
+
+    def _see_later(self, loss: torch.Tensor) -> None:
+        if self._arriving is None or self._arrived is None:
+            self._arriving, self._arrived = torch.empty((), pin_memory=True), torch.cuda.Event()
+        elif self._arrived.query():
+            self._note(self._arriving.item())
+        else:
+            return
+        self._arriving.copy_(loss.detach().reshape(()).float(), non_blocking=True)
+        self._arrived.record()
+
+    def _note(self, value: float) -> None:
+        if value == value:  # is not nan
+            self._in_a_row = 0
+            return
+        self._since = self._since if self._in_a_row else self._link.next_step
+        self._in_a_row += 1
+        if self._in_a_row == NAN_IN_A_ROW:
+            self._link.lost(self._since, value)
+
+
 LET_GO_S = 0.02
 # After so many steps of other optimizers in a row, one of them replaces the counted one (a second stage).
 TAKES_OVER = 20
@@ -166,7 +214,7 @@ def watch_steps(link: Link, told: Callable[[Optimizer], within.BeganAt] | None =
     register_optimizer_step_pre_hook(_not_compiled(begins))
     register_optimizer_step_post_hook(_not_compiled(stepped))
     # torch has no hooks for these. Callers look them up by name at each call.
-    torch.autograd.backward = _waiting(torch.autograd.backward, parts)
+    torch.autograd.backward = _waiting(_seeing(torch.autograd.backward, Losses(link)), parts)
     if torch.distributed.is_available():
         for module in (torch.distributed, torch.distributed.distributed_c10d):
             module.destroy_process_group = _letting_go(module.destroy_process_group)
@@ -189,6 +237,15 @@ def _letting_go(function: Callable[..., None]) -> Callable[..., None]:
         function(*args, **kwargs)
 
     return called
+
+
+def _seeing(function: Callable[..., None], losses: Losses) -> Callable[..., None]:
+    @functools.wraps(function)
+    def seen(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        losses.see(tensors)
+        function(tensors, *args, **kwargs)
+
+    return seen
 
 
 def _waiting(function: Callable[..., None], parts: StepParts) -> Callable[..., None]:

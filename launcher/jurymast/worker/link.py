@@ -385,6 +385,10 @@ class Link:
         self.numbering |= EXPLICIT
         self._number, self._since = step, 0
 
+    @property
+    def next_step(self) -> int:
+        return self._step + 1
+
     def lost(self, step: int, loss: float) -> None:
         """Report the first loss that is not finite."""
         if not (math.isfinite(loss) or self._loss_told):

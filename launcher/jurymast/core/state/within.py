@@ -84,7 +84,8 @@ class TimeOutSet(FromRank, frozen=True, kw_only=True):
 
 
 class LossNotFinite(FromRank, frozen=True, kw_only=True):
-    """The script says that its loss at `step` is `loss`: nan, inf or -inf. Said once by a rank."""
+    """The script says that its loss at `step` is `loss`: nan, inf or -inf; or its backwards show that it is
+    nan since then. Said once by a rank."""
 
     step: int
     loss: str
