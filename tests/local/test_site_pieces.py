@@ -584,7 +584,7 @@ def test_root_looks_through_no_program_that_others_can_write(tmp_path: Path, uid
     assert (tmp_path / "ran").exists(), "the attack is none, and this test shows nothing"
 
 
-def test_a_verdict_that_comes_while_root_looks_is_read_after_the_next_look(tmp_path: Path) -> None:
+def test_a_verdict_is_read_after_a_look_that_began_later_and_saw_something(tmp_path: Path) -> None:
     """The look under way may have been at what the verdict is about before it happened."""
     config = five_of_500(tmp_path, None)
     program, verdict = tmp_path / "probes", tmp_path / "spool" / "n1.late"
@@ -593,6 +593,10 @@ def test_a_verdict_that_comes_while_root_looks_is_read_after_the_next_look(tmp_p
     text = config.read_text().replace("own_findings = yes", "own_findings = no")
     config.write_text(text.replace("/bin/echo", str(program)))
     assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 0
+    assert verdict.exists()
+    program.write_text("#!/bin/sh\nexit 7\n")  # nothing was seen, so nothing speaks against it
+    assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 0
+    assert "the probes could not be run" in (tmp_path / "log").read_text()
     assert verdict.exists()
     program.write_text(f"#!/bin/sh\necho '{BAD}'\n")
     assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 0

@@ -283,7 +283,9 @@ def test_beyond_the_site_s_limit_a_bad_node_stays_and_somebody_is_told(
     name = str(busy.honest["node"])
     other = next(other for other in cluster.nodes if other != name)
     gpus[name].set(gpu=3, lost=1)
-    gpus[other].set(gpu=3, lost=1)  # or it would be let back: its boot is another than its reason's
+    # Or it would be let back, also by a look that began before: its boot is another than its reason's.
+    gpus[other].set(gpu=3, lost=1)
+    wait_looking("another look", cluster, other, _another_look(cluster, other))
     out(cluster, other, time.time())
     busy.drop("one-too-many", busy.seal())
     busy.wait_empty()

@@ -134,9 +134,9 @@ def test_a_verdict_that_names_no_part_is_not_confirmed_by_any_other_trouble() ->
             confirming(parsed(health(own)), vague)
 
 
-def test_a_look_that_failed_confirms_nothing() -> None:
+def test_a_look_that_saw_nothing_confirms_nothing() -> None:
     with pytest.raises(Refused):
-        confirming(None, HONEST)
+        confirming(Look((), False), HONEST)
     assert parsed(health(verdict="unknown")) == Look((), False)
     assert parsed(health(verdict="ok")) == Look((), True)
     for told in ("", "[]", "{}", '{"findings": 1}', '{"findings": [1]}'):

@@ -93,7 +93,8 @@ class HealthCheck:
         # Listed before the probes run: they could not confirm a verdict that comes later.
         names = verdicts.waiting(self._config.spool, self._node)
         look = self._look()
-        reason = self._reason_by_verdict(look, jobs, names)
+        # Without a look verdicts wait for the next check: nothing speaks against them.
+        reason = self._reason_by_verdict(look, jobs, names) if look is not None else ""
         if not reason and self._config.act_on_own_findings and look is not None and look.bad:
             reason = self._reason(look.bad[0], "-")
         if reason:
@@ -103,7 +104,7 @@ class HealthCheck:
         verdicts.clean(self._config.spool, self._now)  # last: users' files must not delay the rest
 
     def _look(self) -> Look | None:
-        """Run root's own probes; None if they could not be run, so that they confirm nothing."""
+        """Run root's own probes; None if they could not be run."""
         config = self._config
         try:
             require_program(config.health_command)
@@ -129,7 +130,7 @@ class HealthCheck:
         save_state(path, seen)
         return {job: uid for job, (uid, _) in seen.items()}
 
-    def _reason_by_verdict(self, look: Look | None, jobs: Mapping[str, int], names: Sequence[str]) -> str:
+    def _reason_by_verdict(self, look: Look, jobs: Mapping[str, int], names: Sequence[str]) -> str:
         """The reason to drain that follows from verdicts; "" if there is none. Every refusal is logged."""
         path = self._state / "nonces.json"
         # A verdict with an older nonce would be refused for its age.
@@ -243,10 +244,10 @@ def parsed(told: str) -> Look:
     return Look(tuple(against), content.get("verdict") == "ok")
 
 
-def confirming(look: Look | None, verdict: Verdict) -> Mapping[str, Any]:
+def confirming(look: Look, verdict: Verdict) -> Mapping[str, Any]:
     """Return root's own finding that confirms the verdict: the same sign, or another one of the same part
     (whose number differs in a job that has only some parts). Raises Refused if there is none."""
-    for finding in look.bad if look is not None else ():
+    for finding in look.bad:
         same_part = verdict.device != "" and finding["device"] == verdict.device
         if finding["kind"] == verdict.kind and (finding["code"] == verdict.code or same_part):
             return finding
