@@ -34,7 +34,7 @@ from jurymast.checkpoint.directory import (
     remove_trees,
 )
 from jurymast.checkpoint.group import Candidate, Group, RankFailed, RankUnable, SaveResult, is_inability
-from jurymast.checkpoint.owner import WAIT_S, Life, Owner, claim, fate, is_foreign, owner
+from jurymast.checkpoint.owner import WAIT_S, Owner, claim, is_foreign, owner
 from jurymast.checkpoint.state import Captured, ScriptState
 from jurymast.checkpoint.tree import reader
 from jurymast.errors import CheckpointError
@@ -189,20 +189,6 @@ class SharedTier:
             found = owner(self._directory.root)
             if found is not None and found.run == self._us.run:
                 self._clear_away()
-
-    def warn_if_foreign(self) -> None:
-        """Say now that nothing can be saved later, if the directory is another's. Rank 0 calls this."""
-        try:
-            found = owner(self._directory.root)
-        except (OSError, CheckpointError):
-            return
-        if found is not None and found.run != self._us.run and fate(found).life is Life.ALIVE:
-            log.warning(
-                "%s saves to %s: this training can restore from there, but not save there",
-                found.described, self._directory.root,
-            )  # fmt: skip
-
-    # ---- saving
 
     def save(self, step: int, captured: Captured) -> SaveResult:
         """Make `step` durable. The result says if storage failed. Raises CheckpointError if the state can

@@ -70,10 +70,6 @@ def read_one_or_more(value: object) -> int:
     return read_whole_number(value, least=1)
 
 
-def read_none_or_one_or_more(value: object) -> int | None:
-    return None if value is None else read_one_or_more(value)
-
-
 def read_budget(value: object) -> Budget:
     """A restart budget, like "3 per 1h"."""
     match = re.fullmatch(r"\s*(\d+)\s+(?:per|in)\s+(\S.*)", value) if isinstance(value, str) else None
