@@ -399,13 +399,13 @@ class RunDisk:
 
     def replay(self) -> RunState:
         """Replay what was really written, as `journal.replay` does."""
-        files = [self._file(epoch) for epoch in sorted(self.journal)]
+        files = [self.written(epoch) for epoch in sorted(self.journal)]
         state = initial_state(self.plan)
         for entry in counting([*files, []], [*map(begin_of, files), EpochBegin()]):
             take(state, entry, lambda event: step(state, event))
         return state
 
-    def _file(self, epoch: int) -> list[dict[str, Any]]:
+    def written(self, epoch: int) -> list[dict[str, Any]]:
         entries = together(self.journal[epoch])
         lines = [{**entry, "epoch": epoch, "n": number} for number, entry in enumerate(entries, 1)]
         return [json.loads(json.dumps(line)) for line in lines]
