@@ -63,7 +63,7 @@ def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
         "model": accelerator._models,
         "optimizer": [optimizer.optimizer for optimizer in accelerator._optimizers],
         "schedule": [schedule.scheduler for schedule in accelerator._schedulers],
-        "loader": [loader for loader in accelerator._dataloaders if _has_state(loader)],
+        "loader": [_place(loader) for loader in accelerator._dataloaders if _has_state(loader)],
         "custom": accelerator._custom_objects,
         "scaler": [accelerator.scaler] if accelerator.scaler is not None else [],
     }
@@ -94,6 +94,13 @@ class _Counters:
         for loader, epoch in zip(self._accelerator._dataloaders, state["epochs"], strict=True):
             if epoch is not None:
                 loader.iteration = epoch
+
+
+def _place(loader: Any) -> Any:
+    """What is saved of a loader: of one whose batches are dealt out by rank 0, only its own state."""
+    from jurymast_accelerate.loaders import Place
+
+    return Place(loader) if type(loader).__name__ == "DataLoaderShard" else loader
 
 
 def _has_state(loader: Any) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 pytest.importorskip("accelerate")
 
@@ -41,6 +42,34 @@ class Points(Dataset[Any]):
         return torch.tensor([index / 8.0, 1.0])
 
 
+class Augmented(Points):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) * (1 + random.random()) + torch.rand(1)
+
+
+def own() -> torch.Generator:
+    """A script's own, with another seed in each process."""
+    return torch.Generator().manual_seed(torch.initial_seed())
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: StatefulDataLoader(Points(), batch_size=2, generator=torch.Generator()),
+    "shuffled": lambda: StatefulDataLoader(Augmented(), batch_size=2, shuffle=True),
+    "shuffled by its own": lambda: StatefulDataLoader(Points(), batch_size=2, shuffle=True, generator=own()),
+    "sampler": lambda: StatefulDataLoader(
+        Augmented(), batch_size=2, sampler=RandomSampler(Points(), generator=own())
+    ),
+    "batch sampler": lambda: StatefulDataLoader(
+        Points(), batch_sampler=BatchSampler(RandomSampler(Points(), generator=own()), 2, drop_last=False)
+    ),
+    "torch's": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True),
+    "workers": lambda: StatefulDataLoader(Points(), batch_size=2, shuffle=True, num_workers=1),
+    "lasting workers": lambda: DataLoader(
+        Points(), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+}
+
+
 class Average:
     """An average of the weights, registered for Accelerate's checkpoints."""
 
@@ -59,7 +88,13 @@ class Average:
 
 
 def train(
-    kept: Kept, seed: int, *, accumulate: int, batches: int, updates: list[int] | None = None
+    kept: Kept,
+    seed: int,
+    *,
+    accumulate: int,
+    batches: int,
+    updates: list[int] | None = None,
+    loader: str = "in order",
 ) -> dict[str, Any]:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -75,14 +110,14 @@ def train(
     model: Any = torch.nn.Linear(2, 1)
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
-    loader: Any = StatefulDataLoader(Points(), batch_size=2, generator=torch.Generator())
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    torch.manual_seed(seed)
+    model, optimizer, loaded, schedule = accelerator.prepare(model, optimizer, LOADERS[loader](), schedule)
     average = Average(model)
     accelerator.register_for_checkpointing(average)
     checkpoint = jurymast_accelerate.checkpointer(accelerator, directory=kept)
     done = checkpoint.restore()
     while done < batches:
-        for batch in loader:
+        for batch in loaded:
             with accelerator.accumulate(model):
                 loss = (model(batch) * torch.rand(1)).square().mean()
                 accelerator.backward(loss)
@@ -116,6 +151,17 @@ def test_a_loop_goes_on_from_each_restore_point(accumulate: int, batches: int) -
     assert [*kept.states] == updates, "it saves where gradients are synchronised, and only there"
     for step in updates:
         found = train(kept.at(step), 100 + step, accumulate=accumulate, batches=batches)
+        assert not list(differences(expected, found)), f"restored at step {step}"
+
+
+@pytest.mark.parametrize("loader", list(LOADERS)[1:])
+def test_a_loop_goes_on_in_the_order_of_its_samples_and_with_their_random_numbers(loader: str) -> None:
+    kept, batches = Kept(), 2 * BATCHES + 2
+    expected = train(kept, 1, accumulate=1, batches=batches, loader=loader)
+    # Workers take long to start: an epoch's first, and one before and at its end.
+    steps = [1, BATCHES - 1, BATCHES, BATCHES + 1] if "workers" in loader else [*kept.states]
+    for step in steps:
+        found = train(kept.at(step), 100 + step, accumulate=1, batches=batches, loader=loader)
         assert not list(differences(expected, found)), f"restored at step {step}"
 
 
