@@ -495,7 +495,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         [(Node, "may_return", False)],
     ),
     "8: what agents say when they are back is not compared": (
-        of("supervisor", "rank", "storage hangs", "stall"),
+        of("stall", "supervisor", "rank", "storage hangs"),
         [(Supervision, "_missed", lambda *_, **__: None)],
     ),
     "6: who joins after all were told to leave is never told": (

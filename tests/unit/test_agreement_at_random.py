@@ -59,7 +59,7 @@ class Rank:
 class Agent:
     def __init__(self, count: int, wait: Callable[[Callable[[], bool]], None]) -> None:
         self.memory = RankMemory(count)
-        self.memory.heard(within.Cadence(seconds=10.0))
+        self.memory.wants_cadence(within.Cadence(seconds=10.0))
         self.ranks = [Rank(self.memory, number, wait) for number in range(count)]
         self.up: deque[Beat] = deque()
         self.down: deque[msg.CadenceSet] = deque()
@@ -130,7 +130,7 @@ class World:
         elif what < 0.75 and agent.up:
             self.do(self.agreement.beat(name, agent.up.popleft(), self.time))
         elif what < 0.9 and agent.down:
-            agent.memory.order(agent.down.popleft())
+            agent.memory.set_cadence(agent.down.popleft())
         elif what < 0.95:
             self.do(self.agreement.look(self.time))
         elif what < 0.965:
@@ -187,7 +187,7 @@ def follower(memory: RankMemory, **options: Any) -> tuple[ScheduleFollower, list
 
 
 def order(memory: RankMemory, schedule: Schedule, decided: int = 0) -> None:
-    memory.order(msg.CadenceSet(attempt=1, schedule=schedule, decided=decided))
+    memory.set_cadence(msg.CadenceSet(attempt=1, schedule=schedule, decided=decided))
 
 
 def test_at_its_step_a_rank_waits_until_a_proposal_is_decided() -> None:
@@ -247,7 +247,7 @@ def test_a_script_with_its_own_cadence_saves_once_when_told() -> None:
 
 def test_a_new_attempt_starts_with_a_blank_page() -> None:
     memory = RankMemory(1)
-    memory.heard(within.Cadence(steps=5))
+    memory.wants_cadence(within.Cadence(steps=5))
     order(memory, Schedule(7, 3, 4, 2), decided=7)
     assert memory.cadence() == CadenceReport(7, 7, steps=5)
     memory.clear()

@@ -273,7 +273,7 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
         connection.send(msg.Leave(over=True))
 
     async def work() -> None:
-        with open(io.ranks.memory.events_path, "wb", buffering=0) as pipe:
+        with open(io.ranks.events_path, "wb", buffering=0) as pipe:
             pipe.write(
                 b'{"event": "Sung"}\n{"event": "Skipped", "step": 7, "why": "both memory slots are busy"}\n'
             )

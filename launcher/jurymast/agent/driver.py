@@ -42,6 +42,9 @@ class Driver:
     def say(self, message: msg.ToSupervisor) -> None:
         self.act(self.machine.say(message, self.now))
 
+    def terminated(self) -> None:
+        self.act(self.machine.terminated(self.now))
+
     def spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = True) -> asyncio.Task[None]:
         """Run a task. An error in a `vital` task ends the agent: giving its node up is better than an agent
         that half works. Errors of other tasks are logged."""

@@ -92,10 +92,10 @@ class RankMemory:
         self.page[:] = bytes(len(self.page))
         self._asked = None
 
-    def heard(self, event: within.Cadence) -> None:
+    def wants_cadence(self, event: within.Cadence) -> None:
         self._asked = event
 
-    def order(self, order: msg.CadenceSet) -> None:
+    def set_cadence(self, order: msg.CadenceSet) -> None:
         self._schedule.take(order.schedule, order.decided)
 
     def cadence(self) -> msg.CadenceReport | None:

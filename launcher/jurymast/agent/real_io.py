@@ -213,7 +213,7 @@ class StandbyProcess:
         await self._process.wait()
 
 
-class NodeRanks:
+class NodeRanks(RankMemory):
     """See `agent.io.RankAccess`. `said` gets what the ranks say."""
 
     def __init__(
@@ -225,35 +225,35 @@ class NodeRanks:
         driver: Driver,
         said: Callable[[within.FromRanks], None],
     ) -> None:
+        super().__init__(plan.ranks_per_node)
         self._directory, self._driver, self._said = directory, driver, said
-        self.memory = RankMemory(plan.ranks_per_node)
-        self._watch = RankWatch(self.memory, plan.settings.heartbeat_s, plan.program)
+        self._watch = RankWatch(self, plan.settings.heartbeat_s, plan.program)
         self.oom_evidence = Evidence()
         self._workaround = NetworkWorkaround(plan.settings.workaround, probing.findings, driver.say)
         self._stacks = StackTaker(directory, plan, temporary, driver.say)
 
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_reader(self.memory.events_fd, self.read)
+        loop.add_reader(self.events_fd, self.read)
         for number in (*WARNINGS, signal.SIGINT):  # from --signal, or the script
             loop.add_signal_handler(number, self._signalled, number)
 
     def read(self) -> None:
         """Pass on what the ranks have said."""
-        for event in self.memory.read_events():
+        for event in self.read_events():
             self._said(event)
 
     def _signalled(self, number: signal.Signals) -> None:
         """Tell of a signal that is for the ranks, and pass it on if Slurm has not sent it to them as well."""
         pids = self._driver.machine.ranks.pids
-        train = self.memory.trains(pids)
+        train = self.trains(pids)
         if any(catches(pid, number) for pid in {*pids, *train}):
             self._said(within.Warned())
         if TASKS_ALONE_VARIABLE in os.environ:
             tell_ranks(pids, train, number)
 
     def attempt_begins(self) -> None:
-        self.memory.clear()
+        self.clear()
         self.oom_evidence.attempt_begins()
 
     def report(
@@ -261,22 +261,16 @@ class NodeRanks:
     ) -> tuple[list[msg.RankReport], msg.CadenceReport | None, list[msg.Times] | None]:
         self.oom_evidence.count_kills()
         ranks = self._watch.look(list(pids)) if pids else []
-        return ranks, self.memory.cadence(), self._watch.times() if ranks else None
-
-    def wants_cadence(self, event: within.Cadence) -> None:
-        self.memory.heard(event)
-
-    def set_cadence(self, order: msg.CadenceSet) -> None:
-        self.memory.order(order)
+        return ranks, self.cadence(), self._watch.times() if ranks else None
 
     def variables(self, order: msg.Launch) -> dict[str, str]:
         return {**self._workaround.environment(order.attempt), **self._stacks.launch(order)}
 
     async def take_stacks(self, pids: tuple[int, ...]) -> None:
-        await self._stacks.take(self.memory.trains(pids))
+        await self._stacks.take(self.trains(pids))
 
     async def look(self, number: int, pids: tuple[int, ...]) -> None:
-        await self._stacks.look(number, self.memory.trains(pids))
+        await self._stacks.look(number, self.trains(pids))
 
     def evidence(self, code: int, failed: msg.Failed | None = None) -> dict[str, Any]:
         log_file = None
@@ -333,11 +327,8 @@ class NodeIo:
         self.tests = NodeTestRunner(driver, self._environment)
 
     async def begin(self) -> None:
-        driver = self._driver
         adopt_orphans()
-        asyncio.get_running_loop().add_signal_handler(
-            signal.SIGTERM, lambda: driver.act(driver.machine.terminated(driver.now))
-        )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._driver.terminated)
         self.ranks.listen()
         threading.Thread(target=remove_abandoned, name="remove-abandoned", daemon=True).start()
         await self.keeper.start()
@@ -390,7 +381,7 @@ class NodeIo:
         return {
             # None, if the policy wants no checkpoints in memory.
             **({PAGE_VARIABLE: self.keeper.page_path} if self.plan.settings.memory else {}),
-            **self.ranks.memory.environment(),
+            **self.ranks.environment(),
             **rank_environment(self.plan, self._directory.root, self._node, self._temporary, self.address),
         }
 

@@ -1,31 +1,42 @@
-"""A simulated node with its agent: the real `AgentMachine`, and a simulated torchrun host, keeper and
-ranks."""
+"""A simulated node with its agent: the real `agent.agent.Agent`, and its world: a simulated torchrun host,
+keeper, ranks and storage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from jurymast import background
+from jurymast.agent.agent import Agent
+from jurymast.agent.driver import Driver
+from jurymast.agent.io import Phases
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
-from jurymast.core.judges.silence import beat_every_s
+from jurymast.core.checkpoints.writes import GIVEN_UP_S
 from jurymast.core.judges.stacks import COLLECTIVE
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
 from jurymast.core.state.evidence import Stand
+from jurymast.core.state.findings import Finding
+from jurymast.core.state.host_messages import Apart, FromHosts
 from jurymast.core.state.images import StateId
-from jurymast.core.state.messages import CadenceReport, Endpoint, RankReport, Times, beat_of
-from jurymast.sim.cluster.keeper import SimKeeper
+from jurymast.core.state.messages import CadenceReport, RankReport, Times, WritePhase
+from jurymast.sim.cluster.keeper import SimImage, SimKeeper
+from jurymast.sim.cluster.loop import SimLoop, SimPeer, SimShell
 from jurymast.sim.cluster.training import Page, SimGroup, SimMember, follower
-from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection, SimWrite, Steps
+from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection, Steps, WritePlace
+from jurymast.storage.orders import Answer, Done, StorageFailed
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.cluster import Cluster
 
-CONNECT_LIMIT_S = 1.5
-FIND_LIMIT_S = 2.0
 WARM_S, START_S, STOP_S = (0.3, 2.0), (0.02, 0.3), (0.02, 0.3)
 SUPERVISOR_START_S = (0.2, 0.7)
+STRAYS_S, STACKS_S, LOOK_S, GONE_LOOK_S, IMPORT_S = (0.0, 0.05), 0.3, 0.05, 0.05, 0.5
+# Between two tries to connect; what a refusal takes.
+DIAL_S, REFUSE_S = 0.1, 0.002
+COPY_S, PROGRESS_S, CANCEL_S, WRITTEN_BYTES = (0.05, 0.4), 5.0, 0.005, 100
 
 
 class SimSite:
@@ -87,10 +98,14 @@ class SimSite:
 
 
 class SimHost:
-    """A torchrun host as in `worker.elastic`: one attempt at a time, each after a message that it waits."""
+    """A torchrun host as in `worker.elastic`: one attempt at a time, each after a message that it waits.
+    `said` gets its messages, `ended` its exit code."""
 
-    def __init__(self, agent: SimAgent) -> None:
+    def __init__(
+        self, agent: SimAgent, said: Callable[[FromHosts], None], ended: Callable[[int], None]
+    ) -> None:
         self.agent, self.site, self.world = agent, agent.site, agent.world
+        self._said, self._ended = said, ended
         self.process = agent.site.process()
         self.port = 0
         self.attempt = 0  # that runs
@@ -101,30 +116,45 @@ class SimHost:
 
     def _wait(self) -> None:
         self.attempt, self.port = 0, self.agent.cluster.new_port()
-        self.agent.host_said(msg.Ready(store_port=self.port))
+        self.say(msg.Ready(store_port=self.port))
+
+    def say(self, message: FromHosts) -> None:
+        self.world.after(0.0005, self.agent.process, self._tell, message)
+
+    def _tell(self, message: FromHosts) -> None:
+        if self.agent.host is self:  # no message may follow its end
+            self.agent.loop.call(self._said, message)
+
+    def tell(self, order: msg.Launch | msg.Stop | Apart) -> None:
+        match order:
+            case msg.Launch():
+                self.world.go(self.process, self.start(order))
+            case msg.Stop():
+                self.stop(order.attempt, order.grace_s)
 
     def start(self, order: msg.Launch) -> Steps[None]:
         cluster, world = self.agent.cluster, self.world
         yield world.now + world.between(*START_S)
         if order.attempt <= self.stop_up_to:
-            self.agent.host_said(msg.Ready(store_port=self.port))
+            self.say(msg.Ready(store_port=self.port))
             return
         self.attempt = order.attempt
         pids = tuple(cluster.new_port() for _ in range(cluster.ranks_per_node))
-        page = self.agent.page = Page()
+        page = self.agent.ranks.page
         member = SimMember(self.agent, self, order, page, follower(cluster, page), world.now)
         group = cluster.group(order)
         self.member, self.group = member, group
-        self.agent.host_said(msg.Started(attempt=order.attempt, pids=pids))
+        self.say(msg.Started(attempt=order.attempt, pids=pids))
         yield world.now + world.between(0.02, 0.2)
         if not member.gone:
             group.join(order.rank, member)
 
-    def stop(self, attempt: int) -> None:
+    def stop(self, attempt: int, grace_s: float = 0.0) -> None:
         self.stop_up_to = max(self.stop_up_to, attempt)
         if self.attempt and self.attempt <= self.stop_up_to:
             hung = self.member is not None and self.member.hung
-            seconds = self.agent.cluster.plan.settings.stop_grace_s if hung else self.world.between(*STOP_S)
+            grace_s = grace_s or self.agent.cluster.plan.settings.stop_grace_s
+            seconds = grace_s if hung else self.world.between(*STOP_S)
             self.world.after(seconds, self.process, self._stopped, self.attempt)
 
     def _stopped(self, attempt: int) -> None:
@@ -146,7 +176,7 @@ class SimHost:
         error = "RuntimeError" if why else ""
         rank = place * self.agent.cluster.ranks_per_node
         failed = msg.Failed(attempt=attempt, rank=rank, exit_code=code, error=error, message=why)
-        self.agent.host_failed(failed)
+        self.say(failed)
         self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
 
     def finish(self, group: SimGroup) -> None:
@@ -155,7 +185,7 @@ class SimHost:
             return
         attempt, self.attempt, self.member.gone = self.attempt, 0, True
         self.member.left = True
-        self.agent.host_said(msg.Finished(attempt=attempt))
+        self.say(msg.Finished(attempt=attempt))
         self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
 
     def all_ended(self, group: SimGroup) -> None:
@@ -168,312 +198,367 @@ class SimHost:
         self.process.alive = False
         self._leave(loud=loud)
 
+    def kill(self) -> None:
+        if self.process.alive:
+            self.die(loud=True)
+            self.world.after(0.01, self.agent.process, self._over)
 
-class SimAgent:
+    def _over(self) -> None:
+        if self.agent.host is self:
+            self.agent.host = None
+            self.agent.loop.call(self._ended, -9)
+
+    async def end(self) -> None:
+        self.die(loud=True)
+        self.agent.host = None
+
+
+class SimNodeRanks:
+    """See `agent.io.RankAccess`. `page`: what the ranks of the newest attempt see."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self._agent, self._world = agent, agent.world
+        self.page = Page()
+
+    def attempt_begins(self) -> None:
+        self.page = Page()
+
+    def report(
+        self, pids: tuple[int, ...]
+    ) -> tuple[list[RankReport], CadenceReport | None, list[Times] | None]:
+        host, record = self._agent.host, self.page.record
+        cadence = CadenceReport(record.number, record.decided, self._agent.plan.settings.cadence_steps, None)
+        if not pids or host is None or host.group is None or host.member is None:
+            return [], cadence, None
+        return host.group.reports(host.member), cadence, host.group.times(host.member)
+
+    def wants_cadence(self, event: within.Cadence) -> None:
+        raise NotImplementedError
+
+    def set_cadence(self, order: msg.CadenceSet) -> None:
+        self.page.record.take(order.schedule, order.decided)
+
+    def variables(self, order: msg.Launch) -> dict[str, str]:
+        return {}
+
+    async def take_stacks(self, pids: tuple[int, ...]) -> None:
+        await asyncio.sleep(STACKS_S)
+
+    async def look(self, number: int, pids: tuple[int, ...]) -> None:
+        await asyncio.sleep(LOOK_S)
+        host = self._agent.host
+        if host is None or host.member is None or not host.attempt:
+            return
+        count, place = self._agent.cluster.ranks_per_node, host.member.order.rank
+        stuck = host.group is not None and host.group.stuck(host.member)
+        mark = "all_reduce" if stuck else str(self._world.now)
+        stands = {place * count + local: Stand(COLLECTIVE, mark) for local in range(count)}
+        self._agent.say(msg.Looked(attempt=host.attempt, number=number, stands=stands))
+
+    def evidence(self, code: int, failed: msg.Failed | None = None) -> dict[str, Any]:
+        return {}
+
+    def kill(self, pids: tuple[int, ...]) -> None:
+        pass  # they end with their host
+
+    async def gone(self, pids: tuple[int, ...], limit_s: float) -> None:
+        until = self._world.now + limit_s
+        while self._run() and self._world.now < until:
+            await asyncio.sleep(GONE_LOOK_S)
+
+    def _run(self) -> bool:
+        return self._agent.host is not None and self._agent.host.attempt > 0
+
+    async def end(self, pids: tuple[int, ...], grace_s: float) -> None:
+        if self._run():
+            await asyncio.sleep(self._world.between(*STOP_S))
+
+    async def end_strays(self) -> bool:
+        await asyncio.sleep(self._world.between(*STRAYS_S))
+        return True
+
+
+class SimNodeHealth:
+    """See `agent.io.ProbeAccess` and `agent.io.NodeTestAccess`: nothing is tested here, and nothing found."""
+
+    def carry_out(self, effect: do.ForTests) -> None:
+        raise NotImplementedError
+
+    async def gone(self) -> None: ...
+    def start(self) -> None: ...
+
+    def known(self) -> tuple[Finding, ...]:
+        return ()
+
+    def new_supervisor(self) -> None: ...
+    def clock(self, theirs: float) -> None: ...
+    async def close(self) -> None: ...
+
+
+class SimNodeStorage:
+    """See `agent.io.StorageAccess`."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self._agent, self._disk = agent, agent.cluster.disk
+
+    def checkpoints_at(self, event: within.CheckpointsKept) -> None: ...
+    def warm(self) -> None: ...
+    async def close(self) -> None: ...
+    async def forget_local(self) -> None: ...
+
+    async def write(self, order: msg.Write, loans: list[SimImage], phases: Phases) -> Answer:
+        lead, key = order.lead, StateId(order.step, order.attempt)
+        last = WritePhase.SEAL if lead else WritePhase.WRITE
+        turn = msg.ContinueWrite(id=order.id, phase=WritePhase.OPEN) if lead else await phases.turns.get()
+        try:
+            while not await self._do(order, key, turn, phases, loans[0]) and turn.phase is not last:
+                phases.reached(turn.phase)
+                turn = await phases.turns.get()
+            return Done(bytes=WRITTEN_BYTES)
+        except OSError as error:
+            self._give_up(order)
+            if isinstance(error, FileNotFoundError) and not lead:
+                await asyncio.sleep(GIVEN_UP_S)
+            return Done(bytes=WRITTEN_BYTES) if lead and self._exists(key) else StorageFailed(why=str(error))
+        except asyncio.CancelledError:
+            self._give_up(order)
+            await asyncio.sleep(CANCEL_S)
+            raise
+
+    async def _do(
+        self, order: msg.Write, key: StateId, turn: msg.ContinueWrite, phases: Phases, image: SimImage
+    ) -> bool:
+        """Do what this phase is; returns whether the checkpoint was there before."""
+        name, storage = self._agent.site.name, self._agent.cluster.storage
+
+        def work() -> bool:
+            if not storage.sees_checkpoints(name):
+                raise OSError(f"{name} does not see the storage")
+            return self._work(order, key, turn, image)
+
+        if turn.phase is WritePhase.WRITE:
+            await self._copy(phases)
+        return await self._agent.on_disk(work, writes=True)
+
+    async def _copy(self, phases: Phases) -> None:
+        """Copy the node's share, and tell of it now and then."""
+        left_s = self._agent.cluster.wanted.copy_s or self._agent.world.between(*COPY_S)
+        while left_s > PROGRESS_S:
+            await asyncio.sleep(PROGRESS_S)
+            left_s -= PROGRESS_S
+            phases.advanced(1)
+        await asyncio.sleep(left_s)
+
+    def _give_up(self, order: msg.Write) -> None:
+        if order.lead:
+            self._disk.places.pop(order.id, None)
+
+    def _place(self, order: msg.Write) -> WritePlace:
+        if order.id not in self._disk.places:
+            raise FileNotFoundError("the place is gone")
+        return self._disk.places[order.id]
+
+    def _exists(self, key: StateId) -> bool:
+        return any(other.step == key.step for other in self._disk.shared)
+
+    def _work(self, order: msg.Write, key: StateId, turn: msg.ContinueWrite, image: SimImage) -> bool:
+        void, places = self._disk.is_void(key), self._disk.places
+        match turn.phase:
+            case WritePhase.OPEN:
+                if void:
+                    raise OSError("it was rolled back")
+                if self._exists(key):
+                    return True
+                places.clear()
+                places[order.id] = WritePlace()
+            case WritePhase.ANNOUNCE:
+                self._place(order).announced[order.ranks[0]] = order.ranks
+            case WritePhase.SHARE_OUT:
+                place = self._place(order)
+                announced = sorted(rank for part in turn.parts for rank in place.announced[part])
+                assert announced == [*range(order.world)], f"the images of {announced} are announced"
+                place.shared_out = True
+            case WritePhase.WRITE:
+                assert self._place(order).shared_out, "written before it was known what"
+                self._place(order).written.add(order.ranks[0])
+            case _:
+                place = self._place(order)
+                assert place.written == place.announced.keys(), "a part is missing"
+                if void:
+                    raise OSError("it was rolled back meanwhile")
+                del places[order.id]
+                self._disk.publish(key, image.token)
+        return False
+
+
+class SimStandby:
+    """A process that may become the next supervisor."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self.agent, self.ended = agent, False
+        self._ready_at = agent.world.now + agent.world.between(*SUPERVISOR_START_S)
+        self._end = asyncio.Event()
+
+    async def begin(self, start: do.StartSupervisor) -> None:
+        agent, start_s = self.agent, max(0.0, self._ready_at - self.agent.world.now)
+        agent.cluster.start_supervisor(agent.site, self, start_s, start.silent_s)
+
+    def over(self) -> None:
+        self.ended = True
+        self.agent.loop.call(self._end.set)
+
+    async def wait(self) -> None:
+        await self._end.wait()
+
+    async def dismiss(self) -> None:
+        self.ended = True
+
+
+class _WatchedDriver(Driver):
+    """Checks the machine, and lets no error of the shell pass."""
+
+    def act(self, effects: list[do.Effect]) -> None:
+        if effects:
+            self.machine.check()
+        super().act(effects)
+
+    def spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = True) -> asyncio.Task[None]:
+        return super().spawn(work)
+
+    def fail(self, error: BaseException) -> None:
+        loop: Any = asyncio.get_running_loop()
+        assert isinstance(loop, SimLoop)
+        loop.failed(error)
+
+
+class _WatchedAgent(Agent):
+    driver_class = _WatchedDriver
+
+
+class SimAgent(SimShell):
     """One agent process: a new incarnation."""
 
     def __init__(self, cluster: Cluster, site: SimSite) -> None:
-        self.cluster, self.site, self.world = cluster, site, cluster.world
-        self.process = site.process()
-        self.incarnation = f"{site.name}-{cluster.new_port()}"
-        self.data_port = cluster.new_port()
-        self.clock_s = self.world.chance.uniform(0.0, 1e6)
-        nodes = tuple(cluster.sites)
-        hint = (cluster.batch_host, cluster.batch_port)
-        key = cluster.allocation
-        self.machine = AgentMachine(cluster.plan, site.name, key, nodes, hint, self.world.chance.random())
-        self.keeper = SimKeeper(self, site.room)
-        cluster.keepers[site.name, self.data_port] = self.keeper
-        self.page = Page()
+        super().__init__(cluster, site, cluster.world.chance.uniform(0.0, 1e6))
+        self.plan, self.address = cluster.plan, site.name
+        nodes, key = tuple(cluster.sites), cluster.allocation
+        self.hello = msg.Hello(
+            node=site.name, allocation=key, address="", incarnation=f"{site.name}-{cluster.new_port()}",
+            pid=1, boot_id="b", gpus=0, attempt=0, ranks="warming", store_port=0, pids=(), data_port=0,
+        )  # fmt: skip
+        hint, share = (cluster.batch_host, cluster.batch_port), self.world.chance.random()
+        self.machine = AgentMachine(cluster.plan, site.name, key, nodes, hint, share)
+        self.keeper, self.storage, self.ranks = (
+            SimKeeper(self, site.room),
+            SimNodeStorage(self),
+            SimNodeRanks(self),
+        )
+        self.tests = self.probing = SimNodeHealth()
         self.host: SimHost | None = None
-        self.connection: SimConnection | None = None
+        self.peer: SimPeer[msg.Order] | None = None
         self.met = False  # a supervisor, ever
-        self._stands_by = self._ready = False  # a process that may become the next
-        self._tries = self._beats = self._wakes = 0
-        self._writes: dict[str, SimWrite] = {}  # by id
-        self._carry_out(self.machine.start(self.now, reachable=True))
+        self._driver: Driver
+        self._rank_said: Callable[[within.FromRanks], None]
+        cluster.agents.append(self)
+        self.loop.run(_WatchedAgent(self.machine, self._io).run(), self._over)
+
+    def _io(self, driver: Driver, rank_said: Callable[[within.FromRanks], None]) -> SimAgent:
+        self._driver, self._rank_said = driver, rank_said
+        return self
 
     @property
-    def now(self) -> float:
-        return self.world.now + self.clock_s
+    def incarnation(self) -> str:
+        return self.hello.incarnation
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        task.result()
+        self.gone(loud=True)
 
     def gone(self, *, loud: bool) -> None:
         """The process has ended. `loud`: its node lives and closes its connections."""
-        self.process.alive = False
+        self.process.alive = self.thread.alive = False
         self.site.agent = None if self.site.agent is self else self.site.agent
-        self.cluster.keepers.pop((self.site.name, self.data_port), None)
+        self.keeper.ended()
         if self.host is not None:
             self.host.die(loud=loud)
-        self.cluster.oracle.lost(self.keeper)
         if loud:
             self.cluster.network.ended(self)
 
-    # ---- effects
+    async def begin(self) -> None: ...
+    async def close(self) -> None: ...
 
-    def _carry_out(self, effects: list[do.Effect]) -> None:
-        if effects:
-            self.machine.check()
-        for effect in effects:
-            if not self.process.alive:
-                return
-            self._one(effect)
+    # ---- what comes to it
 
-    def _after(self, seconds: float, handle: Callable[[], list[do.Effect]]) -> None:
-        """Let the machine handle something after a while."""
-        self.world.after(seconds, self.process, lambda: self._carry_out(handle()))
-
-    def _one(self, effect: do.Effect) -> None:
-        match effect:
-            case do.WakeAt():
-                self._wakes += 1
-                if effect.at < do.NEVER:
-                    at = effect.at - self.clock_s
-                    self.world.at(at, self.process, self._wake, self._wakes, effect.at)
-            case do.Send():
-                self._send(effect.message)
-            case do.Beat():
-                self._beat(effect)
-            case do.Obey():
-                self._obey(effect.order)
-            case do.Connect():
-                (host, port), *_ = effect.targets
-                self.world.go(self.process, self._dial(host, port, self._tries))
-            case do.FindSupervisor():
-                self._find()
-            case do.Greet():
-                self._tries += 1
-                self._greet()
-            case do.HangUp():
-                if self.connection is not None:
-                    self.connection.close(self)
-                self.connection = None
-            case do.ReadPulse():
-                disk, name = self.cluster.disk, self.site.name
-                self.cluster.storage.do(name, self.process, lambda: disk.read_pulse(name), self._pulse)
-            case do.StandBy():
-                self._stands_by = True
-                start_s = self.world.between(*SUPERVISOR_START_S)
-                self.world.after(start_s, self.process, self._ready_to_succeed)
-            case do.EndStandby():
-                self._stands_by = self._ready = False
-            case do.StartSupervisor():
-                self.cluster.start_supervisor(self.site, self, effect.silent_s, warm=self._ready)
-                self._stands_by = self._ready = False
-            case do.Leave():
-                self.gone(loud=True)
-            case _:
-                self._for_ranks(effect)
-
-    def _for_ranks(self, effect: do.Effect) -> None:
-        match effect:
-            case do.StartHost():
-                self.host = SimHost(self)
-            case do.Prepare():
-                self.keeper.launch(effect.order, self.cluster.ranks_per_node)
-                seconds = self.world.between(0.0, 0.05)
-                self._after(seconds, lambda: self.machine.prepared(effect.order.attempt, self.now))
-            case do.StartRanks():
-                if self.host is not None:
-                    self.world.go(self.host.process, self.host.start(effect.order))
-            case do.StopRanks():
-                if self.host is not None:
-                    self.host.stop(effect.attempt)
-            case do.TakeStacks():
-                self._after(0.3, lambda: self.machine.stacks_taken(effect.attempt, self.now))
-            case do.LookAtRanks():
-                self.world.after(0.05, self.process, self._looked, effect.number)
-            case do.KillHost():
-                self.kill_host()
-            case _:
-                pass
-
-    def _ready_to_succeed(self) -> None:
-        self._ready = self._stands_by
+    def terminated(self) -> None:
+        self.loop.call(self._driver.terminated)
 
     def say(self, message: msg.ToSupervisor) -> None:
-        self._carry_out(self.machine.say(message, self.now))
+        self.loop.call(self._driver.say, message)
 
-    def _send(self, message: Any) -> None:
-        if self.connection is not None:
-            self.connection.send(self, message)
+    def rank_said(self, event: within.FromRanks) -> None:
+        self.world.after(0.001, self.process, self.loop.call, self._rank_said, event)
 
-    def _wake(self, number: int, at: float) -> None:
-        if number == self._wakes:
-            self._carry_out(self.machine.tick(max(at, self.now)))
+    def hear(self, connection: SimConnection, message: Any) -> None:
+        if self.peer is not None and self.peer.connection is connection:
+            self.loop.call(self.peer.heard, message)
+
+    def closed(self, connection: SimConnection) -> None:
+        if self.peer is not None and self.peer.connection is connection:
+            self.loop.call(self.peer.lost)
 
     # ---- the supervisor
 
-    def _dial(self, host: str, port: int, number: int) -> Steps[None]:
-        """Try to reach a supervisor, unless the next try begins meanwhile."""
-        world, cluster, network = self.world, self.cluster, self.cluster.network
-        until = world.now + CONNECT_LIMIT_S
-        while number == self._tries:
+    async def connect(
+        self, targets: tuple[tuple[str, int], ...], limit_s: float
+    ) -> SimPeer[msg.Order] | None:
+        cluster, network, (host, port) = self.cluster, self.cluster.network, targets[0]
+        until = self.world.now + limit_s
+        while self.world.now < until:
             joined = cluster.sites[host].up and network.joins(self.site.name, host)
             supervisor = cluster.ports.get((host, port))
-            answers = supervisor is not None and supervisor.listens and supervisor.process.until <= world.now
-            if joined and answers:
-                yield world.now + network.delay_s()
-                if number != self._tries or self.connection is not None:
-                    return
+            answers = supervisor is not None and supervisor.process.until <= self.world.now
+            if joined and supervisor is not None and supervisor.listens and answers:
+                await asyncio.sleep(network.delay_s())
                 supervisor = cluster.ports.get((host, port))
                 if supervisor is None or not supervisor.listens:
-                    break
-                self.connection, self.met = network.connect(self, supervisor), True
-                self._carry_out(self.machine.connected(self.now))
-                return
+                    return None
+                return SimPeer(self, network.connect(self, supervisor))
             if joined and supervisor is None and (host, port) != cluster.batch_place:
-                yield world.now + 0.002
-                break
-            if world.now >= until:
-                break
-            yield world.now + 0.1
-        if number == self._tries:
-            self._carry_out(self.machine.unreached(self.now))
+                await asyncio.sleep(REFUSE_S)
+                return None
+            await asyncio.sleep(DIAL_S)
+        return None
 
-    def _find(self) -> None:
-        number, answered = self._tries, [False]
+    def connected(self, channel: SimPeer[msg.Order]) -> None:
+        self.peer, self.met = channel, True
 
-        def found(seen: tuple[Endpoint | None, int] | OSError | None) -> None:
-            if not answered[0] and number == self._tries:
-                answered[0] = True
-                place, attempt = seen if isinstance(seen, tuple) else (None, None)
-                self._carry_out(self.machine.found(place, self.now, attempt=attempt))
-
+    async def find(self) -> tuple[msg.Endpoint | None, int | None]:
         disk, name = self.cluster.disk, self.site.name
-        self.cluster.storage.do(name, self.process, lambda: (disk.find(name), disk.attempt), found)
-        self.world.after(FIND_LIMIT_S, self.process, found, None)
+        try:
+            return await self.on_disk(lambda: (disk.find(name), disk.attempt))
+        except OSError:
+            return None, None
 
-    def _pulse(self, value: str | OSError) -> None:
-        known = None if isinstance(value, OSError) else value
-        self._carry_out(self.machine.pulse(known, self.now))
+    async def read_pulse(self) -> str | None:
+        disk, name = self.cluster.disk, self.site.name
+        try:
+            return await self.on_disk(lambda: disk.read_pulse(name))
+        except OSError:
+            return None
 
-    def terminated(self) -> None:
-        self._carry_out(self.machine.terminated(self.now))
+    async def stand_by(self) -> SimStandby:
+        return SimStandby(self)
 
-    def supervisor_ended(self) -> None:
-        if self.process.alive:
-            self._carry_out(self.machine.supervisor_ended(self.now))
+    async def leave_verdict(self, order: msg.LeaveVerdict) -> None: ...
 
-    def hear(self, connection: SimConnection, message: Any) -> None:
-        if connection is self.connection:
-            self._carry_out(self.machine.heard(message, self.now))
+    # ---- the host
 
-    def closed(self, connection: SimConnection) -> None:
-        if connection is self.connection:
-            self.connection = None
-            self._carry_out(self.machine.lost(self.now))
+    async def start_host(
+        self, said: Callable[[FromHosts], None], ended: Callable[[int], None], failed: background.Failed
+    ) -> SimHost:
+        self.host = SimHost(self, said, ended)
+        return self.host
 
-    def _greet(self) -> None:
-        ranks = self.machine.ranks
-        self._send(
-            msg.Hello(
-                node=self.site.name, allocation=self.cluster.allocation, address=self.site.name,
-                incarnation=self.incarnation, pid=1, boot_id="b", gpus=0, attempt=ranks.known,
-                ranks=ranks.state, store_port=ranks.store_port, pids=ranks.pids,
-                data_port=self.data_port, copies=self.keeper.machine.inventory(),
-                ended=tuple(ranks.ended.values()), group_made=ranks.group_made,
-            )
-        )  # fmt: skip
-
-    def _reports(self) -> list[RankReport]:
-        host = self.host
-        if host is None or host.group is None or host.member is None:
-            return []
-        return host.group.reports(host.member)
-
-    def _times(self) -> list[Times] | None:
-        host = self.host
-        return host.group.times(host.member) if host and host.group and host.member else None
-
-    def _beat(self, beat: do.Beat) -> None:
-        ranks, times = (self._reports(), self._times()) if beat.pids else ([], None)
-        settings, record = self.cluster.plan.settings, self.page.record
-        cadence = CadenceReport(record.number, record.decided, settings.cadence_steps, None)
-        self._send(beat_of(beat.attempt, ranks, cadence, times))
-        self._beats += 1
-        next_s = beat_every_s(settings.heartbeat_s, ranks, self.cluster.plan.active)
-        self.world.after(next_s, self.process, self._beat_again, self._beats)
-
-    def _beat_again(self, number: int) -> None:
-        if number == self._beats and self.machine.link.connected:
-            self._beat(self.machine.ranks.beat())
-
-    def _obey(self, order: do.Obeyed) -> None:
-        match order:
-            case msg.CadenceSet():
-                self.page.record.take(order.schedule, order.decided)
-            case msg.Write():
-                self._write(order)
-            case msg.ContinueWrite():
-                self._writes[order.id].go_on(order)
-            case msg.CancelWrite():
-                if order.id in self._writes:
-                    self._writes[order.id].cancel()
-                    self.world.after(0.005, self.process, self._write_ended, order.id)
-            case msg.GoOn() | msg.LeaveVerdict():
-                pass
-            case _:
-                self.keeper.obey(order)
-
-    # ---- the host and its ranks
-
-    def _looked(self, number: int) -> None:
-        host = self.host
-        if host is None or host.member is None or not host.attempt:
-            return
-        count, place = self.cluster.ranks_per_node, host.member.order.rank
-        stuck = host.group is not None and host.group.stuck(host.member)
-        mark = "all_reduce" if stuck else str(self.world.now)
-        stands = {place * count + local: Stand(COLLECTIVE, mark) for local in range(count)}
-        self.say(msg.Looked(attempt=host.attempt, number=number, stands=stands))
-
-    def host_said(self, word: msg.Ready | msg.Started | msg.Finished) -> None:
-        self._of_host(0.0005, lambda: self.machine.host_said(word, self.now))
-
-    def host_failed(self, failed: msg.Failed) -> None:
-        self._of_host(0.0005, lambda: self.machine.rank_failed(failed, {}, self.now))
-
-    def kill_host(self) -> None:
-        if self.host is not None and self.host.process.alive:
-            self.host.die(loud=True)
-            self._of_host(0.01, self._host_ended)
-
-    def _host_ended(self) -> list[do.Effect]:
-        self.host = None
-        return self.machine.host_ended(-9, {}, self.now)
-
-    def _of_host(self, seconds: float, handle: Callable[[], list[do.Effect]]) -> None:
-        """As `_after`, unless another host has taken the place of this one by then."""
-        host = self.host
-        self._after(seconds, lambda: handle() if host is self.host else [])
-
-    def rank_said(self, event: within.ForSupervisor) -> None:
-        self._after(0.001, lambda: self.machine.rank_said(event, self.now))
-
-    # ---- writes to storage
-
-    def _write(self, order: msg.Write) -> None:
-        key = StateId(order.step, order.attempt)
-        lent = [image for rank in order.ranks if (image := self.keeper.lend(key, rank)) is not None]
-        if len(lent) < len(order.ranks):
-            for image in [image for image in self.keeper.held if image.key == key and image.corrupt]:
-                self.keeper.doubt(image)  # the writer reads it
-            self._written(order, "an image is no longer here")
-            return
-
-        def reached(phase: msg.WritePhase) -> None:
-            self._carry_out(self.machine.write_reached(order.id, phase, self.now))
-
-        def over(why: str) -> None:
-            self._written(order, why)
-
-        self._writes[order.id] = SimWrite(self, order, lent[0].token, reached, over)
-
-    def _written(self, order: msg.Write, why: str) -> None:
-        size = 0 if why else 100
-        self.say(msg.Written(id=order.id, tier=order.tier, ok=not why, size_bytes=size, why=why))
-        self._write_ended(order.id)
-
-    def _write_ended(self, id: str) -> None:
-        self._writes.pop(id, None)
-        self._carry_out(self.machine.write_ended(id, self.now))
+    async def unloadable(self) -> str:
+        await asyncio.sleep(IMPORT_S)
+        return ""

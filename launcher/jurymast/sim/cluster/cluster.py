@@ -20,7 +20,7 @@ from jurymast.core.supervision import batch
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.core.supervision.machine import STILL_RUNNING
 from jurymast.sim.cluster import caught
-from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite
+from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite, SimStandby
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, STILL_LIMIT_S, Oracle, Violation
 from jurymast.sim.cluster.supervisor import SimSupervisor
@@ -244,6 +244,7 @@ class Cluster:
         self._port, self._nodes = 1000, 0
         self.ports: dict[tuple[str, int], SimSupervisor] = {}
         self._supervisors: list[SimSupervisor] = []  # also those that have ended: see `SimLoop`
+        self.agents: list[SimAgent] = []  # likewise
         self.keepers: dict[tuple[str, int], SimKeeper] = {}
         self.groups: dict[tuple[int, str, int], SimGroup] = {}
         self.sites = dict(self._new_site() for _ in range(wanted.nodes))
@@ -293,20 +294,19 @@ class Cluster:
             self.world.after(self.world.between(0.1, 1.5), None, site.start_agent)
 
     def start_supervisor(
-        self, site: SimSite, takeover: SimAgent | None, silent_s: float = 0.0, *, warm: bool = False
+        self, site: SimSite, takeover: SimStandby | None, start_s: float, silent_s: float = 0.0
     ) -> None:
-        """Start a supervisor. `silent_s`: for how long nobody has heard the previous one. `warm`: its process
-        stood by."""
+        """Start a supervisor, whose process begins after `start_s`. `silent_s`: for how long nobody has heard
+        the previous one."""
         if site.up and self.allocated:
             supervisor = SimSupervisor(self, site, takeover, silent_s)
             self._supervisors.append(supervisor)
-            start_s = 0.0 if warm else self.world.between(*SUPERVISOR_START_S)
             self.world.after(start_s, supervisor.process, supervisor.begin)
 
     def supervisor_ended(self, supervisor: SimSupervisor) -> None:
         """A supervisor has ended without ending the job."""
         if supervisor.takeover is not None:
-            self.world.after(0.05, supervisor.takeover.process, supervisor.takeover.supervisor_ended)
+            self.world.after(0.05, supervisor.takeover.agent.process, supervisor.takeover.over)
         elif supervisor.allocation == self.allocation:
             code = SUPERSEDED if supervisor.superseded else 1
             self._of_batch(self.batch.supervisor_ended(code, None, self.world.now))
@@ -316,7 +316,8 @@ class Cluster:
         late."""
         for effect in effects:
             if isinstance(effect, batch.StartSupervisor):
-                self.start_supervisor(self.sites[self.batch_host], takeover=None)
+                start_s = self.world.between(*SUPERVISOR_START_S)
+                self.start_supervisor(self.sites[self.batch_host], None, start_s)
         if not self.batch.supervised and not self.batch.over:
             self.world.after(BATCH_LOOK_S, self.batch_process, self._look_of_batch, self.allocation)
 
@@ -425,8 +426,8 @@ class Cluster:
                 self.network.cut(site.name, other.name, until)
             case "snap" | "half":
                 touch(site.name, now)
-                if site.agent is not None and site.agent.connection is not None:
-                    site.agent.connection.snap(half=fault.kind == "half")
+                if site.agent is not None and site.agent.peer is not None:
+                    site.agent.peer.connection.snap(half=fault.kind == "half")
             case "clock":
                 site.clock_s += self.world.chance.uniform(-JUMP_S, JUMP_S)
             case "half told":
@@ -585,7 +586,7 @@ class Cluster:
                 if host.member is not None and host.group is not None and host.group.phase == "training":
                     host.member.hung = True
             case "host":
-                agent.kill_host()
+                host.kill()
             case _:
                 if agent.keeper.held:
                     self.world.chance.choice(agent.keeper.held).corrupt = True

@@ -14,6 +14,7 @@ from jurymast.core.keeper.holding import SLOTS, SlotState, round_up
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.restores import Filled, Found, usable, whom_to_ask
 from jurymast.core.state import messages as msg
+from jurymast.core.state import within
 from jurymast.core.state.images import ALL, COMMON, MEMORY, OWN, PEER, ImageId, StateId, parts_of
 from jurymast.core.state.messages import Room
 from jurymast.keeper.manifest import RestoreStatus
@@ -50,6 +51,9 @@ class SimImage(core.KeptCopy):
     def world(self) -> int:
         return self.report.world
 
+    def give_back(self) -> None:
+        pass  # a loan
+
     def has(self, part: str) -> bool:
         return self.part in (ALL, part)
 
@@ -82,7 +86,11 @@ class SimKeeper:
         count = agent.cluster.ranks_per_node
         self.machine = KeeperMachine(agent.site.name, count)
         self.bytes = SLOT_BYTES * ((SLOTS + 1) * count + room)
+        self.port = agent.cluster.new_port()
+        agent.cluster.keepers[agent.site.name, self.port] = self
         self.held: list[SimImage] = []
+        self._wanted = False
+        self._published: set[tuple[int, int]] = set()  # local rank and slot
         self.status: dict[int, RestoreStatus] = {}  # by local rank
         self.found: dict[int, SimImage] = {}
         self._allocated: dict[int, int] = {}  # by buffer
@@ -96,39 +104,80 @@ class SimKeeper:
         """Return the copies of this image, or of a part of it."""
         return [image for image in self.held if image.image == (*key, rank)]
 
-    def lend(self, key: StateId, rank: int) -> SimImage | None:
+    async def lend(self, step: int, attempt: int, rank: int) -> SimImage | None:
         """Return what storage gets: the image, or its own part if its common part is here as well."""
+        key = StateId(step, attempt)
         mine = [one for one in self.of(key, rank) if not one.corrupt]
         for one in sorted(mine, key=lambda one: one.part != ALL):
             alike = [other for other in self.held if other.key == key and other.has(COMMON)]
             alike = [other for other in alike if other.report.common_id == one.report.common_id]
             if one.part == ALL or (one.part == OWN and any(not other.corrupt for other in alike)):
                 return one
+        for image in [image for image in self.held if image.key == key and image.corrupt]:
+            self.doubt(image)  # the writer reads it
         return None
 
-    # ---- events
+    def inventory(self) -> tuple[msg.CopyReport, ...]:
+        return self.machine.inventory()
 
-    def launch(self, order: msg.Launch, ranks_per_node: int) -> None:
-        first = order.rank * ranks_per_node
-        ranks = range(first, first + ranks_per_node)
-        world = order.world * ranks_per_node
-        self.act(self.machine.launch(order.attempt, ranks, world, order.restore, self.world.now))
+    def room(self) -> Room:
+        return Room(self.bytes, "memory.max")
+
+    def listen_at(self, address: str) -> None:
+        pass  # it does from the beginning
+
+    async def close(self) -> None:
+        self.ended()
+
+    def ended(self) -> None:
+        """Nobody reaches it any more, and what it held is lost."""
+        self.agent.cluster.keepers.pop((self.agent.site.name, self.port), None)
+        self.agent.cluster.oracle.lost(self)
+
+    # ---- the memory that ranks share with it
 
     def wants(self) -> None:
         """The node's ranks, like all others, have restored and ask for memory."""
-        for local in range(len(self.machine.ranks)):
-            self.act(self.machine.wants(local, SIZE_BYTES + MANIFEST_BYTES))
+        self._wanted = True
 
-    def free(self, local: int) -> bool:
-        return any(slot.state is SlotState.FREE for slot in self.machine.ranks[local].slots)
+    def free(self, local: int) -> list[int]:
+        """Return the slots that a rank may write to."""
+        slots = self.machine.ranks[local].slots
+        return [
+            slot.number
+            for slot in slots
+            if slot.state is SlotState.FREE and (local, slot.number) not in self._published
+        ]
 
     def save(self, local: int, key: StateId, token: Token, world: int, stall_s: float) -> None:
-        mine = self.machine.ranks[local]
-        slot = next(slot for slot in mine.slots if slot.state is SlotState.FREE)
-        assert slot.buffer is not None
-        number, rank = slot.buffer.number, mine.rank
-        self._written[number] = SimImage(ImageId(*key, rank), world, MEMORY, ALL, number, token)
-        self.act(self.machine.published(local, slot.number, stall_s))
+        """A rank saves; its agent is told."""
+        mine, number = self.machine.ranks[local], self.free(local)[0]
+        buffer = mine.slots[number].buffer
+        assert buffer is not None
+        image = SimImage(ImageId(*key, mine.rank), world, MEMORY, ALL, buffer.number, token)
+        self._written[buffer.number] = image
+        self._published.add((local, number))
+        said = within.Image(local_rank=local, slot=number, step=key.step, stall_s=stall_s)
+        self.agent.rank_said(said)
+
+    # ---- events
+
+    def launch(self, attempt: int, ranks: list[int], world: int, restore: msg.Restore | None) -> None:
+        self._wanted = False
+        self.act(self.machine.launch(attempt, ranks, world, restore, self.world.now))
+
+    def look(self) -> None:
+        for local in range(len(self.machine.ranks)) if self._wanted else ():
+            self.act(self.machine.wants(local, SIZE_BYTES + MANIFEST_BYTES))
+        for local, slot in sorted(self._published):
+            self.image_published(local, slot, 0.0)
+
+    def image_published(self, local_rank: int, slot: int, stall_s: float) -> None:
+        if (local_rank, slot) in self._published:
+            self._published.discard((local_rank, slot))
+            self.act(self.machine.published(local_rank, slot, stall_s))
+        else:  # seen before it was told
+            self.machine.stalled(local_rank, slot, stall_s)
 
     def obey(self, order: msg.KeeperOrder) -> None:
         oracle = self.agent.cluster.oracle
@@ -214,8 +263,9 @@ class SimKeeper:
                 copy = self.machine.ranks[local].restored
                 assert isinstance(copy, SimImage)
                 self.status[local], self.found[local] = RestoreStatus.READY, copy
-            case do.Withdraw():
-                self.act(self.machine.withdrawn(effect.local, effect.slot, effect.buffer))
+            case do.Withdraw(local, slot, buffer):
+                if (local, slot) not in self._published:
+                    self.act(self.machine.withdrawn(local, slot, buffer))
             case do.Hash(local, slot, buffer):
                 image = self._written[buffer]
                 self._later(HASH_S, lambda: self.act(self.machine.hashed(local, slot, buffer, image)))

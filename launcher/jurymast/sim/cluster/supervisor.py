@@ -4,7 +4,6 @@ Slurm and signals, in simulated time."""
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,14 +23,13 @@ from jurymast.core.state.run import Phase, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import FLUSH_LIMIT_S, TRY_EVERY_S
-from jurymast.sim.cluster.loop import SimLoop
+from jurymast.sim.cluster.loop import SimPeer, SimShell
 from jurymast.sim.cluster.world import Item, SimConnection, Steps
 from jurymast.supervisor.io import Accept, Io, Journal
 from jurymast.supervisor.supervisor import Hold, Supervisor, supervise
-from jurymast.wire.channel import ConnectionClosed
 
 if TYPE_CHECKING:
-    from jurymast.sim.cluster.agent import SimAgent, SimSite
+    from jurymast.sim.cluster.agent import SimSite, SimStandby
     from jurymast.sim.cluster.cluster import Cluster
 
 T = TypeVar("T")
@@ -68,8 +66,7 @@ class SimJournal:
             self._writing = True
             self._supervisor.world.go(self._supervisor.thread, self._write())
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def flush(self, then: Callable[[], None]) -> bool:
         """Return whether everything is on the disk. Otherwise the process stands still until it is, or that
@@ -109,62 +106,6 @@ class SimJournal:
             self._supervisor.unblock()
             world = self._supervisor.world
             world.at(world.now, self._supervisor.process, self._enough, self._waits, first=True)
-
-
-class SimPeer:
-    """A supervisor's end of a connection."""
-
-    def __init__(self, supervisor: SimSupervisor, connection: SimConnection) -> None:
-        self._supervisor, self._connection = supervisor, connection
-        self._unread: deque[msg.Said] = deque()
-        self._hear: Callable[[msg.Said], None] | None = None
-        self._news = asyncio.Event()
-        self._ended: ConnectionError | None = None
-
-    def send(self, *messages: msgspec.Struct) -> None:
-        for message in messages:
-            self._supervisor.sends(self._connection, message)
-
-    async def receive(self) -> msg.Said:
-        while not self._unread:
-            if self._ended is not None:
-                raise self._ended
-            await self._more()
-        return self._unread.popleft()
-
-    async def listen(self, hear: Callable[[msg.Said], None]) -> Exception:
-        self._hear = hear
-        while self._unread and self._ended is None:
-            hear(self._unread.popleft())
-        while self._ended is None:
-            await self._more()
-        return self._ended
-
-    async def _more(self) -> None:
-        self._news.clear()
-        await self._news.wait()
-
-    async def drain(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._connection.close(self._supervisor)
-        self.lost()
-
-    # What the network does.
-
-    def heard(self, message: msg.Said) -> None:
-        if self._ended is not None:
-            return
-        if self._hear is not None:
-            self._hear(message)
-        else:
-            self._unread.append(message)
-            self._news.set()
-
-    def lost(self) -> None:
-        self._ended = self._ended or ConnectionClosed("closed")
-        self._news.set()
 
 
 class _Operator:
@@ -224,21 +165,20 @@ class _Watched(Supervisor):
                 self._sim.cluster.oracle.recorded(self._sim, effect)
 
 
-class SimSupervisor:
-    """One process. `takeover`: the agent that started it; otherwise the batch process did. Nobody had heard
+class SimSupervisor(SimShell):
+    """One process. `takeover`: what stood by for it; otherwise the batch process started it. Nobody had heard
     the previous one for `silent_s`."""
 
-    def __init__(self, cluster: Cluster, site: SimSite, takeover: SimAgent | None, silent_s: float) -> None:
-        self.cluster, self.site, self.world, self.takeover = cluster, site, cluster.world, takeover
-        self.process, self.thread = site.process(), site.process()
-        self.loop = SimLoop(self.world, self.process)
+    def __init__(self, cluster: Cluster, site: SimSite, takeover: SimStandby | None, silent_s: float) -> None:
+        super().__init__(cluster, site)
+        self.takeover = takeover
         self.port = cluster.batch_port if takeover is None else cluster.new_port()
         self.node, self.allocation = site.name, cluster.allocation
         self.files = SimFiles(self)
         self.listens = self.has_room = False  # on a full disk
         self.epoch = 0
         self.shell: Supervisor
-        self._peers: dict[SimConnection, SimPeer] = {}
+        self._peers: dict[SimConnection, SimPeer[msg.Said]] = {}
         self._silent_since = self.world.now - silent_s
         self._accept: Accept
         self._warned: Callable[[], None]
@@ -269,18 +209,6 @@ class SimSupervisor:
 
     def wall(self) -> float:
         return self.site.wall
-
-    async def on_disk(self, work: Callable[[], T], *, writes: bool = False) -> T:
-        done: asyncio.Future[T | OSError] = self.loop.create_future()
-
-        def tell(result: T | OSError) -> None:
-            self.world.at(self.world.now, self.process, _set, done, result)
-
-        self.cluster.storage.do(self.site.name, self.thread, work, tell, writes=writes)
-        result = await done
-        if isinstance(result, OSError):
-            raise result
-        return result
 
     async def claim(self) -> int:
         self.epoch = await self.on_disk(lambda: self.cluster.disk.claim(self.site.name), writes=True)
@@ -359,8 +287,7 @@ class SimSupervisor:
     def give_reserve_up(self) -> None:
         self.has_room = True
 
-    def write_outcome(self, outcome: Mapping[str, Any]) -> None:
-        pass
+    def write_outcome(self, outcome: Mapping[str, Any]) -> None: ...
 
     # ---- agents
 
@@ -430,8 +357,3 @@ class SimSupervisor:
             del self.cluster.ports[self.site.name, self.port]
         self.cluster.network.ended(self)
         self.cluster.supervisor_ended(self)
-
-
-def _set(future: asyncio.Future[Any], result: object) -> None:
-    if not future.done():
-        future.set_result(result)

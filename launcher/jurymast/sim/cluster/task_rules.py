@@ -74,12 +74,13 @@ class TaskRules:
                     ONCE, f"task {rank} has ended, and attempt {launch.attempt} starts it again"
                 )
 
-    def _told_by_agents(self, supervisor: SimSupervisor) -> set[int]:
-        """The tasks that are done as agents know from which this supervisor has heard."""
+    def _told_by_agents(self, supervisor: SimSupervisor, since: int = 0) -> set[int]:
+        """The tasks that are done, in attempts `since` this one, as agents know that have been heard."""
         sites = self._cluster.sites.values()
         agents = [site.agent for site in sites if site.agent is not None and supervisor.connected(site.name)]
         said = [one for agent in agents for one in agent.machine.ranks.ended.values()]
-        return {rank for one in said if isinstance(one, msg.Finished) for rank in one.ranks}
+        done = (one for one in said if isinstance(one, msg.Finished) and one.attempt >= since)
+        return {rank for one in done for rank in one.ranks}
 
     def _is_written(self, rank: int) -> bool:
         items = (item for items in self._cluster.disk.journal.values() for item in items)
@@ -89,7 +90,8 @@ class TaskRules:
         """Agents are sent home. What the journal lacks would be known to nobody; unless somebody is about to
         kill them, there is time to write it."""
         hurried = self._cluster.ending or supervisor.machine.departure.given_up_by
-        known = {*supervisor.state.done, *self._told_by_agents(supervisor)}
+        # What an agent could not tell before the newest launch has begun anew.
+        known = {*supervisor.state.done, *self._told_by_agents(supervisor, supervisor.state.launched)}
         lost = [rank for rank in sorted(known) if not self._is_written(rank)]
         if lost and not hurried:
             self._oracle.fail(ONCE, f"the nodes go, and the journal lacks that tasks {lost} have ended")

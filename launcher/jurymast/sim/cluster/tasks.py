@@ -76,9 +76,9 @@ class SimTasks(SimGroup):
             failed = msg.Failed(
                 attempt=self.attempt, rank=rank, exit_code=code, error=error, message="it fails"
             )
-            member.agent.host_failed(failed)
+            member.host.say(failed)
         else:
-            member.agent.host_said(msg.Finished(attempt=self.attempt, ranks=(rank,)))
+            member.host.say(msg.Finished(attempt=self.attempt, ranks=(rank,)))
         self._look(member)
 
     def _look(self, member: SimMember) -> None:

@@ -15,20 +15,18 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from jurymast.core.checkpoints.commit import Rollback
-from jurymast.core.checkpoints.writes import GIVEN_UP_S
 from jurymast.core.run.machine import step
-from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Instruction
 from jurymast.core.state.events import Event
 from jurymast.core.state.images import StateId
-from jurymast.core.state.messages import Endpoint, WritePhase
+from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import RunState
 from jurymast.core.state.settings import RunPlan
 from jurymast.journal import EpochBegin, begin_of, counting, initial_state, take, together
 from jurymast.sim.bounds import Bounds
 
 if TYPE_CHECKING:
-    from jurymast.sim.cluster.agent import SimAgent, SimSite
+    from jurymast.sim.cluster.agent import SimSite
 
 T = TypeVar("T")
 Then = Callable[..., object]
@@ -146,12 +144,9 @@ class SimEnd(Protocol):
     """A process that has connections."""
 
     process: Process
-
-    @property
-    def site(self) -> SimSite: ...
+    site: SimSite
 
     def hear(self, connection: SimConnection, message: Any) -> None: ...
-
     def closed(self, connection: SimConnection) -> None: ...
 
 
@@ -409,115 +404,3 @@ class RunDisk:
         entries = together(self.journal[epoch])
         lines = [{**entry, "epoch": epoch, "n": number} for number, entry in enumerate(entries, 1)]
         return [json.loads(json.dumps(line)) for line in lines]
-
-
-COPY_S, PROGRESS_S = (0.05, 0.4), 5.0
-
-
-class SimWrite:
-    """A node's part of a write. `reached` gets each phase that is done, `over` why it failed, or "". Neither
-    is called once the write is cancelled."""
-
-    def __init__(
-        self,
-        agent: SimAgent,
-        order: msg.Write,
-        token: Token,
-        reached: Callable[[WritePhase], None],
-        over: Callable[[str], None],
-    ) -> None:
-        self._agent, self._order, self._token = agent, order, token
-        self._reached, self._over = reached, over
-        self._key = StateId(order.step, order.attempt)
-        self._last = WritePhase.SEAL if order.lead else WritePhase.WRITE
-        self._cancelled = False
-        if order.lead:
-            self.go_on(msg.ContinueWrite(id=order.id, phase=WritePhase.OPEN))
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        self._give_up()
-
-    def _give_up(self) -> None:
-        if self._order.lead:
-            self._places.pop(self._order.id, None)
-
-    def go_on(self, turn: msg.ContinueWrite) -> None:
-        self._agent.world.go(self._agent.process, self._steps(turn))
-
-    def _steps(self, turn: msg.ContinueWrite) -> Steps[None]:
-        storage, name = self._agent.cluster.storage, self._agent.site.name
-
-        def work() -> bool:
-            if not storage.sees_checkpoints(name):
-                raise OSError(f"{name} does not see the storage")
-            return self._work(turn)
-
-        if turn.phase is WritePhase.WRITE:
-            yield from self._copy()
-        complete = yield from storage.work(name, work, writes=True)
-        if isinstance(complete, FileNotFoundError) and not self._order.lead:
-            yield self._agent.world.now + GIVEN_UP_S
-        if self._cancelled:
-            return
-        if isinstance(complete, OSError):
-            self._give_up()
-            self._over("" if self._order.lead and self._exists() else str(complete))
-        elif complete or turn.phase is self._last:
-            self._over("")
-        else:
-            self._reached(turn.phase)
-
-    def _copy(self) -> Steps[None]:
-        """Copy the node's share, and tell of it now and then."""
-        world = self._agent.world
-        left_s = self._agent.cluster.wanted.copy_s or world.between(*COPY_S)
-        while left_s > PROGRESS_S:
-            yield world.now + PROGRESS_S
-            left_s -= PROGRESS_S
-            if self._cancelled:
-                return
-            self._agent.say(msg.WriteProgress(id=self._order.id, size_bytes=1))
-        yield world.now + left_s
-
-    @property
-    def _places(self) -> dict[str, WritePlace]:
-        return self._agent.cluster.disk.places
-
-    @property
-    def _place(self) -> WritePlace:
-        if self._order.id not in self._places:
-            raise FileNotFoundError("the place is gone")
-        return self._places[self._order.id]
-
-    def _exists(self) -> bool:
-        return any(key.step == self._key.step for key in self._agent.cluster.disk.shared)
-
-    def _work(self, turn: msg.ContinueWrite) -> bool:
-        """Do what this phase is; returns whether the checkpoint was there before."""
-        order, disk = self._order, self._agent.cluster.disk
-        void = disk.is_void(self._key)
-        match turn.phase:
-            case WritePhase.OPEN:
-                if void:
-                    raise OSError("it was rolled back")
-                if self._exists():
-                    return True
-                self._places.clear()
-                self._places[order.id] = WritePlace()
-            case WritePhase.ANNOUNCE:
-                self._place.announced[order.ranks[0]] = order.ranks
-            case WritePhase.SHARE_OUT:
-                announced = sorted(rank for part in turn.parts for rank in self._place.announced[part])
-                assert announced == [*range(order.world)], f"the images of {announced} are announced"
-                self._place.shared_out = True
-            case WritePhase.WRITE:
-                assert self._place.shared_out, "written before it was known what"
-                self._place.written.add(order.ranks[0])
-            case _:
-                assert self._place.written == self._place.announced.keys(), "a part is missing"
-                if void:
-                    raise OSError("it was rolled back meanwhile")
-                del self._places[order.id]
-                disk.publish(self._key, self._token)
-        return False
