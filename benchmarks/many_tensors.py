@@ -68,7 +68,7 @@ def rank_main(tensors: int, saves: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from jurymast.checkpoint.image import Drafter, Window
+    from jurymast.checkpoint.image import ImagePlanner, Window
     from jurymast.checkpoint.names import no_collections
     from jurymast.checkpoint.state import ScriptState
 
@@ -90,14 +90,14 @@ def rank_main(tensors: int, saves: int) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     state = ScriptState({"model": model, "optimizer": optimizer})
-    drafter = Drafter(state)
-    draft = drafter.draft(state.trees())
-    window = Window(mmap.mmap(-1, draft.room()))
+    planner = ImagePlanner(state)
+    image_plan = planner.plan_image(state.trees())
+    window = Window(mmap.mmap(-1, image_plan.room()))
 
     def save() -> None:
         trees = state.trees()
         with no_collections():
-            window.stage(drafter.draft(trees))
+            window.stage(planner.plan_image(trees))
 
     def stalls(work: Callable[[], Any], times: int, skipped: int = 1) -> list[float]:
         """The times of all but the first ones, which also prepare."""
@@ -109,11 +109,13 @@ def rank_main(tensors: int, saves: int) -> None:
         return found[skipped:]
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        flat = {f"{number}": one for number, one in enumerate(draft.tensors[:PEERS_TENSORS])}
-        places = [torch.empty_like(one) for one in draft.tensors]
+        flat = {f"{number}": one for number, one in enumerate(image_plan.tensors[:PEERS_TENSORS])}
+        places = [torch.empty_like(one) for one in image_plan.tensors]
         answer = {
-            "tensors": len(draft.tensors),
-            "copy": stalls(lambda: [a.copy_(b) for a, b in zip(places, draft.tensors, strict=True)], saves),
+            "tensors": len(image_plan.tensors),
+            "copy": stalls(
+                lambda: [a.copy_(b) for a, b in zip(places, image_plan.tensors, strict=True)], saves
+            ),
             "jurymast": stalls(save, saves),
             "torch.save": stalls(lambda: torch.save(flat, f"{folder}/whole"), 1, 0),
             "dcp.save": stalls(lambda: dcp.save(flat, checkpoint_id=f"{folder}/dcp"), 1, 0),

@@ -83,8 +83,8 @@ class Crowd:
         waiting = list(reversed(self.names))
         listener.setblocking(False)
         while waiting:
-            plug, _ = await asyncio.get_running_loop().sock_accept(listener)
-            self._enter(waiting.pop(), Connection(plug))
+            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+            self._enter(waiting.pop(), Connection(sock))
         self.supervisor._do(self._machine.start(self.supervisor.now()))
         await self._until(Phase.LAUNCHING)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from jurymast.checkpoint.image import Drafter, Window
+from jurymast.checkpoint.image import ImagePlanner, Window
 from jurymast.checkpoint.state import ScriptState
 from jurymast.keeper.manifest import Manifest
 
@@ -20,10 +20,10 @@ def train_and_leave(place: str, steps: int, sharded: bool = False) -> Any:
     for number in range(steps):
         training.step(number)
     state = ScriptState(training.state())
-    draft = Drafter(state).draft(state.trees())
-    buffer = bytearray(draft.size_bytes)
-    Window(buffer).stage(draft)
-    data = draft.manifest(steps, 1, training.rank, dist.get_world_size())
+    image_plan = ImagePlanner(state).plan_image(state.trees())
+    buffer = bytearray(image_plan.size_bytes)
+    Window(buffer).stage(image_plan)
+    data = image_plan.manifest(steps, 1, training.rank, dist.get_world_size())
     manifest = Manifest.from_bytes(data).with_blocks(memoryview(buffer))
     path = Path(place) / f"image-{training.rank}"
     path.write_bytes(buffer)

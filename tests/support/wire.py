@@ -43,5 +43,5 @@ async def served(
         accepting.close()
         for one, _ in proven:
             with suppress(OSError):  # closed already
-                one.plug.shutdown(socket.SHUT_RDWR)
+                one.sock.shutdown(socket.SHUT_RDWR)
         await asyncio.gather(*(task for _, task in proven))

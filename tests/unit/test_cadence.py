@@ -12,7 +12,7 @@ from jurymast.core.judges.cadence import (
     AUTO_INTERVAL_MAX_S,
     Cadence,
     first_interval_s,
-    next_meeting,
+    next_agreement,
     next_save_step,
     parse_cadence,
     young_interval_s,
@@ -91,8 +91,8 @@ def test_next_save_step(step: int, every: int) -> None:
     assert following % every == 0
 
 
-def meetings(first: list[float], step_s: float, interval_s: float) -> tuple[int, float, int]:
-    """Follow meetings until the save; returns its step, its time, and how many meetings that took.
+def agreements(first: list[float], step_s: float, interval_s: float) -> tuple[int, float, int]:
+    """Follow agreements until the save; returns its step, its time, and how many agreements that took.
 
     The first steps take `first`, all others `step_s`.
     """
@@ -103,7 +103,7 @@ def meetings(first: list[float], step_s: float, interval_s: float) -> tuple[int,
     before, step, count = 0, 1, 1
     while True:
         measured_s = (time_at(step) - time_at(before)) / (step - before)
-        following = next_meeting(step, step - before, interval_s - time_at(step), measured_s)
+        following = next_agreement(step, step - before, interval_s - time_at(step), measured_s)
         assert following >= step
         if following == step:
             return step, time_at(step), count
@@ -111,15 +111,15 @@ def meetings(first: list[float], step_s: float, interval_s: float) -> tuple[int,
 
 
 @given(st.floats(0.001, 100.0), st.floats(0.01, 3600.0))
-def test_regular_steps_save_in_time_with_few_meetings(step_s: float, interval_s: float) -> None:
-    step, saved_at, count = meetings([], step_s, interval_s)
+def test_regular_steps_save_in_time_with_few_agreements(step_s: float, interval_s: float) -> None:
+    step, saved_at, count = agreements([], step_s, interval_s)
     assert abs(saved_at - interval_s) <= max(0.51 * step_s, step_s - interval_s)
     assert count <= 2 * math.log2(step) + 3
 
 
 @given(st.lists(st.floats(0.1, 60.0), max_size=5), st.floats(0.01, 1.0), st.floats(60.0, 1800.0))
 def test_slow_first_steps_do_not_mislead(first: list[float], step_s: float, interval_s: float) -> None:
-    _, saved_at, _ = meetings(first, step_s, interval_s)
+    _, saved_at, _ = agreements(first, step_s, interval_s)
     assert saved_at >= interval_s - 0.51 * max([step_s, *first])
     # a slow step after fast ones may come in the middle of a gap, which is four steps at most by then
     assert saved_at <= max(interval_s, sum(first)) + 5 * step_s
@@ -127,14 +127,14 @@ def test_slow_first_steps_do_not_mislead(first: list[float], step_s: float, inte
 
 @given(st.integers(1, 400), st.floats(1.0, 2.0))
 def test_steps_that_get_slower_are_noticed(change: int, factor: float) -> None:
-    """Up to twice as slow costs no punctuality: meetings are half-way to the save."""
-    _, saved_at, _ = meetings([0.1] * change, 0.1 * factor, 60.0)
+    """Up to twice as slow costs no punctuality: agreements are half-way to the save."""
+    _, saved_at, _ = agreements([0.1] * change, 0.1 * factor, 60.0)
     assert abs(saved_at - 60.0) <= 0.2
 
 
 def test_a_save_that_is_due_happens_now() -> None:
-    assert next_meeting(7, 1, 0.0, 1.0) == 7
-    assert next_meeting(7, 1, -5.0, 1.0) == 7
-    assert next_meeting(7, 2, 5.0, 0.0) == 11
-    assert next_meeting(7, 2, 600.0, 60.0) == 11
-    assert next_meeting(7, 8, 600.0, 60.0) == 12
+    assert next_agreement(7, 1, 0.0, 1.0) == 7
+    assert next_agreement(7, 1, -5.0, 1.0) == 7
+    assert next_agreement(7, 2, 5.0, 0.0) == 11
+    assert next_agreement(7, 2, 600.0, 60.0) == 11
+    assert next_agreement(7, 8, 600.0, 60.0) == 12

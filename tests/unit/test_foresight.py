@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from jurymast.checkpoint.image import Drafter, foreseen_bytes
+from jurymast.checkpoint.image import ImagePlanner, foreseen_bytes
 from jurymast.checkpoint.state import ScriptState
 from jurymast.core.checkpoints.checkpoints import Need, Shortages, needs
 from jurymast.core.checkpoints.replicas import holders
@@ -50,7 +50,7 @@ def test_what_is_foreseen_is_what_the_first_step_brings(name: str) -> None:
     model(torch.randn(8, 500)).sum().backward()
     optimizer.step()
     whole = ScriptState(state)
-    true = Drafter(whole).draft(whole.trees()).size_bytes
+    true = ImagePlanner(whole).plan_image(whole.trees()).size_bytes
     assert true - 100_000 < foreseen <= true  # what torch.save writes around some 20 tensors and values
     assert foreseen_bytes(state)[0] == pytest.approx(foreseen, abs=100)  # steps are counted in tensors
 

@@ -297,11 +297,11 @@ def reset_while_connecting(patch: pytest.MonkeyPatch) -> list[object]:
     places: list[object] = []
     connect = socket.socket.connect
 
-    def reset_first(plug: socket.socket, place: Any) -> None:
+    def reset_first(sock: socket.socket, place: Any) -> None:
         places.append(place)
         if len(places) == 1:
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
-        connect(plug, place)
+        connect(sock, place)
 
     patch.setattr(socket.socket, "connect", reset_first)
     return places

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from jurymast.checkpoint import RandomState, image
 from jurymast.checkpoint.contents import Contents
 from jurymast.checkpoint.gpu_copies import owned_by_optimizers
-from jurymast.checkpoint.image import Draft, Drafter, Window
+from jurymast.checkpoint.image import ImagePlan, ImagePlanner, Window
 from jurymast.checkpoint.state import ScriptState
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Manifest
@@ -38,12 +38,12 @@ class Taken:
     """An image in memory that was dirty before, with its manifest as the agent reads it."""
 
     def __init__(
-        self, drafter: Drafter, state: ScriptState, *, step: int = 5, window: Window | None = None
+        self, planner: ImagePlanner, state: ScriptState, *, step: int = 5, window: Window | None = None
     ) -> None:
-        self.draft: Draft = drafter.draft(state.trees())
-        self.window = window or Window(bytearray(b"\xa5" * (self.draft.size_bytes + ROOM)))
-        self.window.stage(self.draft)
-        self.manifest = Manifest.from_bytes(self.draft.manifest(5, 2, 0, 1))
+        self.image_plan: ImagePlan = planner.plan_image(state.trees())
+        self.window = window or Window(bytearray(b"\xa5" * (self.image_plan.size_bytes + ROOM)))
+        self.window.stage(self.image_plan)
+        self.manifest = Manifest.from_bytes(self.image_plan.manifest(5, 2, 0, 1))
         self.image = self.window.data[: self.manifest.size_bytes]
         self.contents = Contents.from_bytes(self.image[self.manifest.contents_at :])
 
@@ -55,7 +55,7 @@ class Taken:
 
 def taken(objects: dict[str, Any]) -> Taken:
     state = ScriptState(objects)
-    return Taken(Drafter(state), state)
+    return Taken(ImagePlanner(state), state)
 
 
 def load(source: Taken, objects: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def test_the_manifest_is_what_its_own_class_writes() -> None:
         ("net", "bias"),
         ("it", "value"),
     ]
-    _, _, text = got.draft.manifest(5, 2, 0, 1).partition(b"\n")
+    _, _, text = got.image_plan.manifest(5, 2, 0, 1).partition(b"\n")
     assert json.loads(text) == json.loads(json.dumps(asdict(got.manifest)))
     assert got.manifest.torch == torch.__version__
     assert {key: entry["kind"] for key, entry in got.contents.entries.items()} == {
@@ -183,8 +183,8 @@ def test_later_saves_hold_later_values_and_earlier_ones_stay() -> None:
     net = nn.BatchNorm1d(4)
     holder = Holder({"n": 1, "t": torch.zeros(3)})
     state = ScriptState({"net": net, "it": holder})
-    drafter = Drafter(state)
-    first = Taken(drafter, state)
+    planner = ImagePlanner(state)
+    first = Taken(planner, state)
     before = bytes(first.image)
     with torch.no_grad():
         net.weight.fill_(7)
@@ -193,30 +193,30 @@ def test_later_saves_hold_later_values_and_earlier_ones_stay() -> None:
     holder.value["t"] += 9
     assert bytes(first.image) == before
     assert same(first["net.weight"], torch.ones(4))
-    second = Taken(drafter, state)
-    assert second.draft.layout is first.draft.layout
+    second = Taken(planner, state)
+    assert second.image_plan.layout is first.image_plan.layout
     assert bytes(first.image) == before
     assert same(second["net.weight"], torch.full((4,), 7.0))
     assert same(second["net.running_mean"], torch.full((4,), 8.0))
     assert same((second["it.value.n"], second["it.value.t"]), (2, torch.full((3,), 9.0)))
     assert same((first["it.value.n"], first["it.value.t"]), (1, torch.zeros(3)))
-    third = Taken(drafter, state, window=first.window)
+    third = Taken(planner, state, window=first.window)
     assert bytes(third.image) == bytes(second.image)
 
 
 def test_constants_are_told_apart() -> None:
     holder = Holder([0.0])
     state = ScriptState({"it": holder})
-    drafter = Drafter(state)
+    planner = ImagePlanner(state)
     for value in (0.0, -0.0, 0, False, 1, True, 1.0, "1", b"1", (1,), (True,), [1], float("nan"), None):
         holder.value = [value, (value, [value])]
-        assert same(Taken(drafter, state)["it.value"], holder.value)
+        assert same(Taken(planner, state)["it.value"], holder.value)
 
 
 def test_state_that_grows_and_shrinks_in_the_same_memory() -> None:
     holder = Holder({"a": torch.ones(2)})
     state = ScriptState({"it": holder})
-    drafter = Drafter(state)
+    planner = ImagePlanner(state)
     window = Window(bytearray(ROOM))
     shapes: list[dict[str, Any]] = [
         {"a": torch.full((2,), 2.0)},
@@ -227,22 +227,22 @@ def test_state_that_grows_and_shrinks_in_the_same_memory() -> None:
     ]
     for value in shapes:
         holder.value = value
-        got = Taken(drafter, state, window=window)
+        got = Taken(planner, state, window=window)
         assert same(load(got, {"it": Holder()})["it"].value, value)
-        dirty = Taken(Drafter(state), state)
+        dirty = Taken(ImagePlanner(state), state)
         assert bytes(got.image) == bytes(dirty.image), "the same state gives the same bytes"
 
 
 def test_saving_again_takes_no_memory() -> None:
     net = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(8)])
     state = ScriptState({"net": net, "n": 1})
-    drafter = Drafter(state)
-    window = Window(mmap.mmap(-1, drafter.draft(state.trees()).size_bytes + ROOM))
+    planner = ImagePlanner(state)
+    window = Window(mmap.mmap(-1, planner.plan_image(state.trees()).size_bytes + ROOM))
     for _ in range(3):
-        Taken(drafter, state, window=window)
+        Taken(planner, state, window=window)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(3):
-        Taken(drafter, state, window=window)
+        Taken(planner, state, window=window)
     pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     assert pages * mmap.PAGESIZE < (4 << 20), "three times 32 MiB were copied"
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as by_torch
 
 from jurymast.checkpoint.contents import Contents
-from jurymast.checkpoint.image import Drafter, Window
+from jurymast.checkpoint.image import ImagePlanner, Window
 from jurymast.checkpoint.names import no_collections
 from jurymast.checkpoint.state import ScriptState
 from jurymast.keeper.manifest import Manifest
@@ -61,15 +61,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class Saving:
     def __init__(self, objects: dict[str, Any]) -> None:
         self.state = ScriptState(objects)
-        self.drafter = Drafter(self.state)
+        self.planner = ImagePlanner(self.state)
         self.buffer = bytearray(16 << 20)
         self.window = Window(self.buffer)
 
     def save(self) -> dict[str, bytes]:
         """The payloads of an image, by name."""
-        draft = self.drafter.draft(self.state.trees())
-        self.window.stage(draft)
-        manifest = Manifest.from_bytes(draft.manifest(1, 1, 0, 1))
+        image_plan = self.planner.plan_image(self.state.trees())
+        self.window.stage(image_plan)
+        manifest = Manifest.from_bytes(image_plan.manifest(1, 1, 0, 1))
         contents = Contents.from_bytes(self.window.data[manifest.contents_at : manifest.size_bytes])
         return {
             item.name: bytes(self.window.data[item.at : item.at + item.length]) for item in contents.items
@@ -193,10 +193,10 @@ def test_a_save_makes_few_calls_for_each_tensor() -> None:
     for _ in range(2):
         saving.save()
     with calls_counted() as found:
-        draft = saving.drafter.draft(saving.state.trees())
-        saving.window.stage(draft)
-    assert len(draft.tensors) == 4000
-    assert sum(found.values()) < 12 * len(draft.tensors), found.most_common(8)
+        image_plan = saving.planner.plan_image(saving.state.trees())
+        saving.window.stage(image_plan)
+    assert len(image_plan.tensors) == 4000
+    assert sum(found.values()) < 12 * len(image_plan.tensors), found.most_common(8)
 
 
 def test_no_garbage_is_collected_within_a_save() -> None:

@@ -246,7 +246,7 @@ def broad_silence(source: Source) -> Iterator[str]:
 LISTENS = re.compile(
     r"(^|\.)(create_server|start_server|start_unix_server|\w*HTTPServer|TCPServer|TCPStore|bind)$"
     r"|^(addresses\.)?listen_at\w*$"
-    r"|\w*(listener|plug|sock|socket|server)\.listen$"
+    r"|\w*(listener|sock|socket|server)\.listen$"
 )
 
 

@@ -188,8 +188,8 @@ async def test_a_reset_is_told_from_the_end_of_a_process(end: str, closed: bool)
         listener.setblocking(False)
         port = listener.getsockname()[1]
         client = await asyncio.create_subprocess_exec(sys.executable, "-c", code.format(port))
-        plug, _ = await asyncio.get_running_loop().sock_accept(listener)
-        assert isinstance(await Connection(plug).end(), ConnectionClosed) is closed
+        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        assert isinstance(await Connection(sock).end(), ConnectionClosed) is closed
         await client.wait()
 
 
@@ -216,7 +216,7 @@ async def test_what_a_listener_raises_ends_the_connection_and_is_not_lost() -> N
 async def test_an_answer_to_somebody_who_is_gone_breaks_nothing() -> None:
     async with connected() as (client, server):
         resets = struct.pack("ii", 1, 0)
-        client._connection._plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
+        client._connection._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
         client._connection.abort()
         with pytest.raises(ConnectionResetError):
             await server.receive()

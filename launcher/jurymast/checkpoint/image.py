@@ -212,7 +212,7 @@ def _layout(trees: Mapping[str, Any], common: set[str]) -> tuple[ImageLayout, li
 
 
 @dataclass(frozen=True, eq=False)
-class Draft:
+class ImagePlan:
     """A state to be copied: the live `tensors` in the layout's order, and all else as bytes: `values`, and
     the image's `contents` after them."""
 
@@ -235,8 +235,8 @@ class Draft:
         return room_of(Manifest.from_bytes(self.manifest(0, 0, 0, 1)))
 
 
-class Drafter:
-    """Makes drafts of one state and keeps what the next draft can use again."""
+class ImagePlanner:
+    """Plans images of one state and keeps what the next plan can use again."""
 
     def __init__(self, state: ScriptState) -> None:
         self._state = state
@@ -246,8 +246,8 @@ class Drafter:
         self._items = b""
 
     @torch.no_grad()
-    def draft(self, trees: dict[str, Any]) -> Draft:
-        """Make a draft of `trees`. Raises whatever DCP's planner, or pickling a value, raises."""
+    def plan_image(self, trees: dict[str, Any]) -> ImagePlan:
+        """Plan the image of `trees`. Raises whatever DCP's planner, or pickling a value, raises."""
         layout = self._layout
         leaves = layout.shape.leaves(trees) if layout is not None else None
         if layout is None or leaves is None:
@@ -264,7 +264,7 @@ class Drafter:
         for number, piece in enumerate(layout.tensors):
             if isinstance(tensors[number], ShardedTensor):
                 tensors[number] = _local(tensors[number], piece.index)
-        return Draft(layout, tensors, values, contents, size)
+        return ImagePlan(layout, tensors, values, contents, size)
 
     def _values(self, values: list[Any]) -> list[bytes]:
         known, self._constants = self._constants, {}
@@ -290,25 +290,25 @@ class Window:
         self._layout: ImageLayout | None = None
         self._views: list[torch.Tensor] = []
 
-    def frame(self, draft: Draft) -> list[torch.Tensor]:
+    def frame(self, image_plan: ImagePlan) -> list[torch.Tensor]:
         """Write everything except payloads; return a view for each payload, in the order of
-        `draft.tensors`."""
-        layout = draft.layout
+        `image_plan.tensors`."""
+        layout = image_plan.layout
         if self._layout is not layout:
             self._layout, self._views = None, []  # in case this is interrupted
             self._views = self._prepare(layout)
             self._layout = layout
         position = layout.fixed_bytes
-        for value in draft.values:
+        for value in image_plan.values:
             self._fill(position, value)
             position += aligned(len(value))
-        self.data[position : draft.size_bytes] = draft.contents
+        self.data[position : image_plan.size_bytes] = image_plan.contents
         return self._views
 
-    def stage(self, draft: Draft) -> None:
-        """Write the image of `draft`. Later changes of its tensors do not change the image."""
+    def stage(self, image_plan: ImagePlan) -> None:
+        """Write the image of `image_plan`. Later changes of its tensors do not change the image."""
         with torch.no_grad():
-            copy_all(self.frame(draft), draft.tensors)
+            copy_all(self.frame(image_plan), image_plan.tensors)
 
     def _prepare(self, layout: ImageLayout) -> list[torch.Tensor]:
         views = []

@@ -89,7 +89,7 @@ class MemoryTier:
         self._group = group
         self._attempt = attempt
         self._link = link.current()
-        self._drafter = image.Drafter(state)
+        self._planner = image.ImagePlanner(state)
         self._mapped: list[_Mapped | None] = [None] * SLOTS
         self._mapping = threading.Lock()
         self._mapper: threading.Thread | None = None
@@ -193,7 +193,7 @@ class MemoryTier:
         Raises whatever pickling a value raises.
         """
         self._use_gpu()
-        self._request(self._drafter.draft(trees))
+        self._request(self._planner.plan_image(trees))
 
     def _use_gpu(self) -> None:
         if self._copies is None and torch.cuda.is_initialized():
@@ -201,8 +201,8 @@ class MemoryTier:
 
             self._copies = GpuCopies()
 
-    def _request(self, draft: image.Draft) -> None:
-        wanted = draft.room()
+    def _request(self, image_plan: image.ImagePlan) -> None:
+        wanted = image_plan.room()
         # What was requested before suffices, unless the state grew beyond it.
         if self._record[Word.WANT] < wanted - HEADROOM_BYTES // 2:
             self._record[Word.WANT] = wanted
@@ -305,19 +305,19 @@ class MemoryTier:
         self._use_gpu()
         if self._copies is not None:
             self._copies.wait()
-        draft = self._drafter.draft(trees)
-        manifest = self._manifest(step, draft)
+        image_plan = self._planner.plan_image(trees)
+        manifest = self._manifest(step, image_plan)
         self._start_mapping()
-        begun = self._begin(draft.size_bytes + len(manifest))
+        begun = self._begin(image_plan.size_bytes + len(manifest))
         if isinstance(begun, within.Skip):
-            self._request(draft)
+            self._request(image_plan)
             self._link.emit(within.Skipped(step=step, why=begun))
             return SaveResult(ok=False, error=begun.value)
-        self._write(begun, step, draft, manifest, started)
-        return SaveResult(ok=True, size_bytes=draft.size_bytes)
+        self._write(begun, step, image_plan, manifest, started)
+        return SaveResult(ok=True, size_bytes=image_plan.size_bytes)
 
-    def _manifest(self, step: int, draft: image.Draft) -> bytes:
-        return draft.manifest(step, self._attempt, self._group.rank, self._group.size)
+    def _manifest(self, step: int, image_plan: image.ImagePlan) -> bytes:
+        return image_plan.manifest(step, self._attempt, self._group.rank, self._group.size)
 
     def _begin(self, size: int) -> int | within.Skip:
         """Begin to write `size` bytes into a slot; return its number, or why there is none."""
@@ -336,7 +336,9 @@ class MemoryTier:
                 slot[SlotWord.SEQ] = freed
         return why
 
-    def _write(self, number: int, step: int, draft: image.Draft, manifest: bytes, started: float) -> None:
+    def _write(
+        self, number: int, step: int, image_plan: image.ImagePlan, manifest: bytes, started: float
+    ) -> None:
         mapped, slot = self._mapped[number], self._slots[number]
         assert mapped is not None
         writing, freed = slot[SlotWord.SEQ], slot[SlotWord.FREED]
@@ -346,9 +348,9 @@ class MemoryTier:
             if error is not None:
                 slot[SlotWord.SEQ] = freed  # nobody has read the slot, so it can be written again
                 return
-            mapped.window.data[draft.size_bytes : draft.size_bytes + len(manifest)] = manifest
+            mapped.window.data[image_plan.size_bytes : image_plan.size_bytes + len(manifest)] = manifest
             slot[SlotWord.STEP] = step
-            slot[SlotWord.IMAGE] = draft.size_bytes
+            slot[SlotWord.IMAGE] = image_plan.size_bytes
             slot[SlotWord.MANIFEST] = len(manifest)
             slot[SlotWord.SEQ] = writing + 1
             stood_s = stall_s or _seconds_since(started)
@@ -357,11 +359,11 @@ class MemoryTier:
         try:
             if self._copies is not None:
                 self._copies.register(mapped.window.bytes)
-                places = mapped.window.frame(draft)
-                self._copies.start(places, draft.tensors, self._state.objects.values(), done)
+                places = mapped.window.frame(image_plan)
+                self._copies.start(places, image_plan.tensors, self._state.objects.values(), done)
                 stall_s = _seconds_since(started)
             else:
-                mapped.window.stage(draft)
+                mapped.window.stage(image_plan)
         except BaseException as error:
             done(error)
             raise

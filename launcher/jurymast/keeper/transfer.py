@@ -375,11 +375,11 @@ class ImageServer:
             if self._closed.is_set():
                 proven.close()
                 return
-            self._connections.add(proven.plug)
+            self._connections.add(proven.sock)
         try:
             threading.Thread(target=self._serve, args=(proven,), name="keeper-serve", daemon=True).start()
         except RuntimeError:  # no more threads can be started now
-            self._gone(proven.plug)
+            self._gone(proven.sock)
 
     def _serve(self, proven: Proven) -> None:
         try:
@@ -389,7 +389,7 @@ class ImageServer:
         except (OSError, EOFError, AuthenticationError, ProtocolError):
             pass  # the other side is done, or notices: only blocks received whole and verified count there
         finally:
-            self._gone(proven.plug)
+            self._gone(proven.sock)
 
     def _gone(self, connection: socket.socket) -> None:
         with self._lock:

@@ -52,30 +52,30 @@ class Connection:
     """A TCP connection. `unread` has the bytes that have arrived and nobody has taken; `on_bytes`, if it is
     set, is called for more. `closed`: its user has closed it and hears nothing more."""
 
-    def __init__(self, plug: socket.socket) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         """Take over a connected socket, in the running loop."""
         self.unread = bytearray()
         self.on_bytes: Callable[[], None] | None = None
         self.closed = False
-        self._plug = plug
+        self._sock = sock
         self._unsent = bytearray()
         self._waiting: asyncio.Future[None] | None = None
         self._ended: Exception | None = None
         self._sent = asyncio.Event()
         self._sent.set()
-        plug.setblocking(False)
-        if plug.family in (socket.AF_INET, socket.AF_INET6):
-            plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.peer_address = _address(plug.getpeername)
+        sock.setblocking(False)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer_address = _address(sock.getpeername)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(plug, self._read)
+        self._loop.add_reader(sock, self._read)
 
     # What the loop calls.
 
     def _read(self) -> None:
         room = _ARRIVING if self.on_bytes is not None else _ARRIVING[:WAITING_BYTES]
         try:
-            count = self._plug.recv_into(room)
+            count = self._sock.recv_into(room)
         except BlockingIOError:
             return
         except OSError as error:
@@ -92,14 +92,14 @@ class Connection:
 
     def _write_more(self) -> None:
         try:
-            del self._unsent[: self._plug.send(self._unsent)]
+            del self._unsent[: self._sock.send(self._unsent)]
         except BlockingIOError:
             return
         except OSError as error:
             self._break(error)
             return
         if not self._unsent:
-            self._loop.remove_writer(self._plug)
+            self._loop.remove_writer(self._sock)
             self._sent.set()
             if self.closed:
                 self._end(None)
@@ -113,9 +113,9 @@ class Connection:
         why = why or ConnectionClosed("the other side closed the connection")
         self._ended = why.with_traceback(None)  # a traceback would keep this connection alive
         self._unsent.clear()
-        self._loop.remove_reader(self._plug)
-        self._loop.remove_writer(self._plug)
-        self._plug.close()
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
         self._sent.set()
         self._wake()
 
@@ -163,7 +163,7 @@ class Connection:
                 self._give_up()
             return
         try:
-            sent = self._plug.send(data)
+            sent = self._sock.send(data)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -172,7 +172,7 @@ class Connection:
         if sent < len(data):
             self._unsent += data[sent:]
             self._sent.clear()
-            self._loop.add_writer(self._plug, self._write_more)
+            self._loop.add_writer(self._sock, self._write_more)
 
     def _give_up(self) -> None:
         why = f"{self.peer_address} has not taken {len(self._unsent) >> 20} MiB that were sent to it"
@@ -187,7 +187,7 @@ class Connection:
         """Close once everything written has left."""
         self.closed = True
         if self._unsent and self._ended is None:
-            self._loop.remove_reader(self._plug)
+            self._loop.remove_reader(self._sock)
         else:
             self._end(None)
 
@@ -198,7 +198,7 @@ class Connection:
 
     @property
     def local_address(self) -> str:
-        return _address(self._plug.getsockname)
+        return _address(self._sock.getsockname)
 
 
 def _address(ask: Callable[[], Any]) -> str:
@@ -253,7 +253,7 @@ class Channel(Generic[Hears]):
     def of(cls, proven: Proven, read: Callable[[bytes], Hears]) -> Channel[Hears]:
         """Return the server's end of a connection that was proven."""
         made = proven.shaking.made
-        return cls(Connection(proven.plug), made(b"to-client"), made(b"to-server"), read)
+        return cls(Connection(proven.sock), made(b"to-client"), made(b"to-server"), read)
 
     @property
     def local_address(self) -> str:
@@ -352,16 +352,16 @@ async def _plugged(host: str, port: int) -> socket.socket:
     loop = asyncio.get_running_loop()
     failure = OSError(f"{host} has no address")
     for family, kind, number, _, place in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        plug = socket.socket(family, kind, number)
-        plug.setblocking(False)
+        sock = socket.socket(family, kind, number)
+        sock.setblocking(False)
         try:
-            await loop.sock_connect(plug, place)
-            return plug
+            await loop.sock_connect(sock, place)
+            return sock
         except OSError as error:
             failure = error
-            plug.close()
+            sock.close()
         except BaseException:
-            plug.close()
+            sock.close()
             raise
     raise failure
 

@@ -48,19 +48,19 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class Proven:
     """A connection whose other end has proved that it knows the run's secret. Whoever gets it closes it."""
 
-    plug: socket.socket
+    sock: socket.socket
     address: str
     shaking: Handshake
 
     def close(self) -> None:
-        self.plug.close()
+        self.sock.close()
 
 
 class _Unproven:
-    __slots__ = ("__weakref__", "address", "answer", "hello", "plug")
+    __slots__ = ("__weakref__", "address", "answer", "hello", "sock")
 
-    def __init__(self, plug: socket.socket, address: str, hello: bytes) -> None:
-        self.plug, self.address, self.hello, self.answer = plug, address, hello, b""
+    def __init__(self, sock: socket.socket, address: str, hello: bytes) -> None:
+        self.sock, self.address, self.hello, self.answer = sock, address, hello, b""
 
 
 class Handshakes:
@@ -135,7 +135,7 @@ class Handshakes:
     def _accept(self, listener: socket.socket, now: float) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
-                plug, place = listener.accept()
+                sock, place = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:  # other errors are of one connection, which has ended by now
@@ -145,34 +145,34 @@ class Handshakes:
                     self._resting[listener.fileno()] = now + ACCEPT_AGAIN_S
                     return
             else:
-                self._begin(plug, plain(str(place[0])), now)
+                self._begin(sock, plain(str(place[0])), now)
 
-    def _begin(self, plug: socket.socket, address: str, now: float) -> None:
-        descriptor = plug.fileno()
+    def _begin(self, sock: socket.socket, address: str, now: float) -> None:
+        descriptor = sock.fileno()
         for displaced in self._admission.connected(descriptor, address, now):
             if displaced == descriptor:
-                _reset(plug)
+                _reset(sock)
                 return
             self._end(self._unproven[displaced], reset=True)
-        one = self._unproven[descriptor] = _Unproven(plug, address, protocol.hello())
+        one = self._unproven[descriptor] = _Unproven(sock, address, protocol.hello())
         try:
-            plug.setblocking(False)
-            plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            plug.send(one.hello)  # there is room for this and the proof in a new connection
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.send(one.hello)  # there is room for this and the proof in a new connection
             self._poll.register(descriptor, select.EPOLLIN)
         except OSError:  # it has ended by now
             self._end(one)
 
     def _read(self, one: _Unproven) -> Proven | None:
         try:
-            got = one.plug.recv(protocol.ANSWER_BYTES - len(one.answer))
+            got = one.sock.recv(protocol.ANSWER_BYTES - len(one.answer))
             one.answer += got
             if not got:
                 self._end(one)
             if len(one.answer) < protocol.ANSWER_BYTES:
                 return None
             shaking = Handshake.with_client(self._secret, self._who, one.hello, one.answer)
-            one.plug.send(shaking.made(b"server"))
+            one.sock.send(shaking.made(b"server"))
         except BlockingIOError:
             return None
         except OSError:  # an agent that connected faster elsewhere hangs up
@@ -181,9 +181,9 @@ class Handshakes:
         except AuthenticationError as error:
             self._refuse(one, error)
             return None
-        self._admission.proved(one.plug.fileno())
+        self._admission.proved(one.sock.fileno())
         self._forget(one)
-        return Proven(one.plug, one.address, shaking)
+        return Proven(one.sock, one.address, shaking)
 
     def _refuse(self, one: _Unproven, error: Exception) -> None:
         self.log_refusal(one.address, error)
@@ -201,21 +201,21 @@ class Handshakes:
         self._logged_at, self._not_logged = now, 0
 
     def _end(self, one: _Unproven, *, reset: bool = False) -> None:
-        self._admission.left(one.plug.fileno())
+        self._admission.left(one.sock.fileno())
         self._forget(one)
         if reset:
-            _reset(one.plug)
+            _reset(one.sock)
         else:
-            one.plug.close()
+            one.sock.close()
 
     def _forget(self, one: _Unproven) -> None:
-        del self._unproven[one.plug.fileno()]
+        del self._unproven[one.sock.fileno()]
         with suppress(OSError, ValueError):  # it was not registered yet
-            self._poll.unregister(one.plug)
+            self._poll.unregister(one.sock)
 
 
-def _reset(plug: socket.socket) -> None:
+def _reset(sock: socket.socket) -> None:
     """Close at once, so that the other end knows that it may try again, and nothing is kept in the kernel."""
     with suppress(OSError):
-        plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-    plug.close()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+    sock.close()

@@ -112,9 +112,9 @@ class Stream(Generic[Hears]):
 
 def accepted(proven: Proven, read: Callable[[bytes], Hears]) -> Stream[Hears]:
     """Return the server's end of a connection that was proven. Raises OSError; then the caller keeps it."""
-    _tune(proven.plug, SILENT_LIMIT_S)
+    _tune(proven.sock, SILENT_LIMIT_S)
     made = proven.shaking.made
-    return Stream(proven.plug, made(b"to-client"), made(b"to-server"), made, read)
+    return Stream(proven.sock, made(b"to-client"), made(b"to-server"), made, read)
 
 
 def connect(

@@ -3,7 +3,7 @@ steps. Also whether an attempt saves to memory.
 
 In a run of jurymast the supervisor decides, from the cost of all ranks' saves and the failure rate, and sends
 ranks a `Schedule` (`worker.link` describes how they agree on it). Under plain torchrun, rank 0's clock
-decides, and the others learn its decision at steps on which all have agreed before (meetings). A script may
+decides, and the others learn its decision at steps on which all have agreed before (agreements). A script may
 also name the steps itself.
 
 Times are seconds; steps count from the start of the run.
@@ -102,14 +102,14 @@ def next_save_step(step: int, every: int) -> int:
     return (step // every + 1) * every
 
 
-def next_meeting(step: int, gap: int, remaining_s: float, step_s: float) -> int:
+def next_agreement(step: int, gap: int, remaining_s: float, step_s: float) -> int:
     """Return the step after `step` at which ranks that save by time should meet; `step` itself means: save
     now.
 
-    A save is due in `remaining_s`, steps took `step_s` lately, and the last meeting was `gap` steps ago. Only
-    one rank's clock counts, so ranks must meet to learn what it says, but not often. Gaps at most double, so
-    that slow first steps do not mislead, and end half-way to the save, so that a changed step time is
-    noticed. That makes about two meetings for every doubling of the number of steps between saves.
+    A save is due in `remaining_s`, steps took `step_s` lately, and the last agreement is `gap` steps old.
+    Only one rank's clock counts, so ranks must meet to learn what it says, but not often. Gaps at most
+    double, so that slow first steps do not mislead, and end half-way to the save, so that a changed step
+    time is noticed. That makes about two agreements for every doubling of the number of steps between saves.
     """
     if remaining_s <= 0.5 * step_s:
         return step
@@ -224,12 +224,12 @@ class SaveTimes:
     def proposal(self, step: int, now: float) -> int:
         """Return where by this rank's clock the ranks should meet next: here, to save, or later."""
         step_s = (now - self._met_at) / max(1, step - self._met_step)
-        return next_meeting(step, self._gap, self._due_at - now, step_s)
+        return next_agreement(step, self._gap, self._due_at - now, step_s)
 
     def agreed(self, step: int, following: int, now: float) -> None:
         """Take rank 0's proposal."""
         if following > step:
-            self._meet_at(following, step, now)
+            self._agree_at(following, step, now)
         else:
             self._agreed = step
 
@@ -240,14 +240,14 @@ class SaveTimes:
         self._agreed = -1
         if again:
             self._due_at = now
-            self._meet_at(step + 1, step, now)
+            self._agree_at(step + 1, step, now)
         elif self._by_clock:
             self._due_at = now + self._interval_s()
-            self._meet_at(step + self._gap, step, now)
+            self._agree_at(step + self._gap, step, now)
         else:
             self._at = self._next_own(step)
 
-    def _meet_at(self, following: int, step: int, now: float) -> None:
+    def _agree_at(self, following: int, step: int, now: float) -> None:
         self._at, self._gap = following, following - step
         self._met_step, self._met_at = step, now
 

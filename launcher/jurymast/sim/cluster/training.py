@@ -97,7 +97,7 @@ class SimGroup:
         left = [member for member in self.members.values() if member.left]
         return self.finished or len(left) == self.order.world
 
-    # ---- meeting
+    # ---- rendezvous
 
     def join(self, place: int, member: SimMember) -> None:
         if self.over:
