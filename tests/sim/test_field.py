@@ -22,8 +22,9 @@ KINDS = [
     Fault(100.0, "supervisor"),
     Fault(120.0, "isolate", node=2, seconds=12.0),
     Fault(160.0, "restart"),
-    Fault(180.0, "power", node=1),
-    Fault(230.0, "preempted"),
+    Fault(180.0, "power", node=1, seconds=20.0),
+    Fault(230.0, "power", node=2),
+    Fault(260.0, "preempted"),
 ]
 
 

@@ -48,7 +48,7 @@ class SimSite:
         self.stopped_until = 0.0
         self.processes: list[Process] = []
         self.agent: SimAgent | None = None
-        self.agents = 0  # number started so far
+        self.agents = self.boots = 0  # how many so far
 
     @property
     def wall(self) -> float:
@@ -76,6 +76,7 @@ class SimSite:
 
     def boot(self) -> None:
         self.up, self.stopped_until = True, 0.0
+        self.boots += 1
         self.start_agent()
 
     def start_agent(self) -> None:
@@ -444,7 +445,8 @@ class SimAgent(SimShell):
         nodes, key = tuple(cluster.sites), cluster.allocation
         self.hello = msg.Hello(
             node=site.name, allocation=key, address="", incarnation=f"{site.name}-{cluster.new_port()}",
-            pid=1, boot_id="b", gpus=0, attempt=0, ranks="warming", store_port=0, pids=(), data_port=0,
+            pid=1, boot_id=f"boot {site.boots}", gpus=0, attempt=0, ranks="warming", store_port=0, pids=(),
+            data_port=0,
         )  # fmt: skip
         hint, share = (cluster.batch_host, cluster.batch_port), self.world.chance.random()
         self.machine = AgentMachine(cluster.plan, site.name, key, nodes, hint, share)
