@@ -24,6 +24,8 @@ STYLES = [
     ("own", "momentum", False),
     ("file", "sgd", False),
     ("tensors", "sgd", False),
+    ("numpy", "sgd", False),
+    ("copied", "sgd", False),
     ("epochs", "adamw", True),
     ("weights", "adamw", False),
     ("told", "sgd", True),

@@ -7,6 +7,8 @@ after the Nth of them.
     file       weights in one file, the step in another
     epochs     saves only at the end of an epoch, of 3 N steps
     tensors    weights and the step in a file of safetensors, which Python does not open
+    numpy      the same, read as arrays of numpy
+    copied     as own, but resumes from a copy that another program makes
     weights    saves weights and the step, so the optimizer begins anew
     told       as own, and calls jurymast.step
     seldom     as own, and calls jurymast.step after each tenth step only
@@ -22,6 +24,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -64,7 +67,7 @@ class OwnSaves:
         state = {"model": self.model.state_dict(), "step": step}
         if self.args.style not in ("weights", "file"):
             state["optimizer"] = self.optimizer.state_dict()
-        if self.args.style == "tensors":
+        if self.args.style in ("tensors", "numpy"):
             partial = self.folder / ".partial"
             save_file({"step": torch.tensor(step), **self.model.state_dict()}, partial)
             partial.rename(self.folder / f"{step:06d}.pt")
@@ -90,6 +93,17 @@ class OwnSaves:
             step = int(tensors.pop("step"))
             self.model.load_state_dict(tensors)
             return step
+        if self.args.style == "numpy":
+            from safetensors.numpy import load_file as load_arrays
+
+            arrays = load_arrays(saved[-1])
+            step = int(arrays.pop("step"))
+            self.model.load_state_dict({name: torch.from_numpy(one) for name, one in arrays.items()})
+            return step
+        if self.args.style == "copied":
+            copy = self.folder.with_name(f"copy-{dist.get_rank()}")
+            subprocess.run(["cp", str(saved[-1]), str(copy)], check=True)
+            saved = [copy]
         state = torch.load(saved[-1], weights_only=True)
         self.model.load_state_dict(state["model"])
         if "optimizer" in state:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -36,7 +39,7 @@ from jurymast.report.runs import COLUMNS, ps_blocks, run_row
 from jurymast.report.status import read_status, status_blocks
 from jurymast.report.text import Line, Table, plain_table, render
 from jurymast.worker import link
-from jurymast.worker.beginning import FilesRead, steps_by
+from jurymast.worker.beginning import FilesRead, _telling, steps_by
 from jurymast.worker.link import Link, read_slot
 from support.stories import Story
 from support.waiting import wait_until
@@ -250,6 +253,39 @@ def test_files_that_an_earlier_attempt_wrote_are_seen_and_no_others(tmp_path: Pa
     os.close(os.open(state, os.O_RDONLY))
     assert read.found == str(state)
     read.over()
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda path: subprocess.run(["cp", "-r", path, f"{path}-copied"], check=True),
+        lambda path: subprocess.run(["sh", "-c", f"true; cat '{path}'>/dev/null"], check=True),
+        lambda path: subprocess.run(["true", f"--from={path}"], check=True),
+        lambda path: os.posix_spawn("/bin/true", ["true", path], {}),
+        lambda path: sqlite3.connect(path).close(),
+        lambda path: _telling(lambda f: f)(f=path),
+    ],
+)
+def test_files_that_others_read_for_the_script_are_seen(
+    reads: Callable[[str], object], tmp_path: Path
+) -> None:
+    state = tmp_path / "last.pt"
+    state.write_text("")
+    os.utime(state, (1500.0, 1500.0))
+    read = FilesRead(since=1000.0, until=2000.0)
+    read.watch()
+    subprocess.run(["true", ".", "/", "-v", str(tmp_path / "missing")], check=True)
+    assert read.told() == ""
+    reads(str(state))
+    read.over()
+    assert read.told() == str(state)
+
+
+def test_a_library_that_reads_files_by_itself_may_have_read_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = FilesRead(since=1000.0, until=2000.0)
+    assert read.told() == ""
+    monkeypatch.setitem(sys.modules, "h5py", ModuleType("h5py"))
+    assert read.told() == "files by h5py"
 
 
 def test_steps_are_numbered_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

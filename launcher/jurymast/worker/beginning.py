@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,12 +27,24 @@ _PROGRAMS = (".py", ".pyc", ".so")
 _NO_STATE = ("/proc/", "/sys/", "/dev/", "/torchinductor_", "/.triton/", "/__pycache__/")
 
 
+# Libraries that open files without Python.
+_READERS = (
+    "h5py", "netCDF4", "pyarrow", "safetensors.flax", "safetensors.numpy", "safetensors.tensorflow", "tables",
+    "tensorstore",
+)  # fmt: skip
+# What the interpreter tells its hooks of programs that start (one may copy a checkpoint, say), and the place
+# of the program's arguments.
+_STARTS = {"os.exec": 1, "os.posix_spawn": 1, "os.system": 0, "subprocess.Popen": 1}
+_BETWEEN_WORDS = re.compile(r"[\s=;|&<>()'\"]+")
+WORDS = 200
+
+
 class FilesRead:
     """Notes a file that an earlier attempt may have written, between `since` and `until`, and that this
     process opens to read, until `over`. A hook of the interpreter sees all that Python opens, and what torch
-    maps into memory (`tell_of_mapped`), but nothing that another library reads by itself. The script finds
-    its modules as ever; but no process can take such a hook out again, so it is for one rank, and only after
-    a failure."""
+    maps into memory (`tell_of_mapped`), and what other programs are told to read; of a library that reads by
+    itself only that it is loaded. The script finds its modules as ever; but no process can take such a hook
+    out again, so it is for one rank, and only after a failure."""
 
     def __init__(self, since: float, until: float, own: str = "") -> None:
         self.found = ""
@@ -43,13 +56,27 @@ class FilesRead:
     def over(self) -> None:
         self._over = True
 
+    def told(self) -> str:
+        """What may have been read of an earlier attempt's; "" if nothing was."""
+        return self.found or next((f"files by {name}" for name in _READERS if name in sys.modules), "")
+
     def _seen(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._over or event != "open" or self.found:
+        if self._over or self.found:
             return
-        path, mode, flags = arguments
+        if event == "open":
+            path, mode, flags = arguments
+            if not _only_writes(mode, flags):
+                self._look(path)
+        elif event == "sqlite3.connect":
+            self._look(arguments[0])
+        elif event in _STARTS:
+            for word in _words(arguments[_STARTS[event]]):
+                self._look(word)
+
+    def _look(self, path: object) -> None:
         if isinstance(path, bytes):
             path = os.fsdecode(path)
-        if not isinstance(path, str) or _only_writes(mode, flags):
+        if not isinstance(path, str):
             return
         whole = os.path.abspath(path)
         if whole.endswith(_PROGRAMS) or any(part in whole for part in _NO_STATE):
@@ -60,7 +87,7 @@ class FilesRead:
             written_at = os.stat(path).st_mtime
         except (OSError, ValueError):
             return
-        if self._since < written_at < self._until:
+        if self._since < written_at < self._until and not self.found:
             self.found = whole
 
 
@@ -69,15 +96,26 @@ def tell_of_mapped(torch: Any) -> None:
     it opens. So safetensors reads weights, by functions that it looks up in torch."""
     torch.from_file = _telling(torch.from_file)
     torch.UntypedStorage.from_file = staticmethod(_telling(torch.UntypedStorage.from_file))
+    torch.jit.load = _telling(torch.jit.load)
 
 
 def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def told(filename: Any, *arguments: Any, **named: Any) -> Any:
-        sys.audit("open", filename, "r", os.O_RDONLY)
-        return function(filename, *arguments, **named)
+    def told(*arguments: Any, **named: Any) -> Any:
+        path = arguments[0] if arguments else named.get("filename", named.get("f"))
+        sys.audit("open", path, "r", os.O_RDONLY)
+        return function(*arguments, **named)
 
     return told
+
+
+def _words(arguments: object) -> list[str]:
+    """The words of a command, in which a further shell may see several; but for folders that any command may
+    name."""
+    texts = arguments if isinstance(arguments, (list, tuple)) else [arguments]
+    names = [os.fsdecode(one) for one in texts[:WORDS] if isinstance(one, (str, bytes, os.PathLike))]
+    words = [word for name in names for word in (name, *_BETWEEN_WORDS.split(name)[:WORDS])]
+    return [word for word in dict.fromkeys(words) if word.strip("./")]
 
 
 def _only_writes(mode: object, flags: object) -> bool:
@@ -108,7 +146,7 @@ def began_at(optimizer: Any, read: FilesRead | None) -> within.BeganAt:
     reads = ""
     if read is not None:
         read.over()
-        reads = read.found[-PATH_CHARACTERS:].encode("ascii", "replace").decode()
+        reads = read.told()[-PATH_CHARACTERS:].encode("ascii", "replace").decode()
     return within.BeganAt(step=steps_by(optimizer), reads=reads)
 
 
