@@ -220,21 +220,23 @@ class SimNodeRanks:
     def __init__(self, agent: SimAgent) -> None:
         self._agent, self._world = agent, agent.world
         self.page = Page()
+        self._asked: within.Cadence | None = None
 
     def attempt_begins(self) -> None:
-        self.page = Page()
+        self.page, self._asked = Page(), None
 
     def report(
         self, pids: tuple[int, ...]
     ) -> tuple[list[RankReport], CadenceReport | None, list[Times] | None]:
-        host, record = self._agent.host, self.page.record
-        cadence = CadenceReport(record.number, record.decided, self._agent.plan.settings.cadence_steps, None)
+        host, record, asked, cadence = self._agent.host, self.page.record, self._asked, None
+        if asked is not None:
+            cadence = CadenceReport(record.number, record.decided, asked.steps, asked.seconds)
         if not pids or host is None or host.group is None or host.member is None:
             return [], cadence, None
         return host.group.reports(host.member), cadence, host.group.times(host.member)
 
     def wants_cadence(self, event: within.Cadence) -> None:
-        raise NotImplementedError
+        self._asked = event
 
     def set_cadence(self, order: msg.CadenceSet) -> None:
         self.page.record.take(order.schedule, order.decided)

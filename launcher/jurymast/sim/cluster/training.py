@@ -13,7 +13,7 @@ from jurymast.core.state import within
 from jurymast.core.state.images import MEMORY, SHARED, StateId
 from jurymast.core.state.messages import RankReport, Times
 from jurymast.keeper.manifest import RestoreStatus
-from jurymast.sim.cluster.keeper import SIZE_BYTES
+from jurymast.sim.cluster.keeper import COMMON_BYTES, SIZE_BYTES
 from jurymast.sim.cluster.world import Steps, Token
 from jurymast.worker.link import DOUBT_LIMIT_S, SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
 
@@ -106,7 +106,18 @@ class SimGroup:
         if len(self.members) == self.order.world:
             self.phase = "restoring"
             self.cluster.oracle.group_started(self)
+            for one in self.members.values():
+                self._tell_of_checkpoints(one)
             self.cluster.world.go(None, self._restore())
+
+    def _tell_of_checkpoints(self, member: SimMember) -> None:
+        """As a Checkpointer does when it is made."""
+        tell = member.agent.rank_said
+        tell(within.CheckpointsKept(directory="/checkpoints", keep=3))
+        tell(within.Cadence(steps=self.cluster.plan.settings.cadence_steps))
+        for local in range(self.cluster.ranks_per_node):
+            own_bytes = SIZE_BYTES - COMMON_BYTES
+            tell(within.Foreseen(local_rank=local, image_bytes=SIZE_BYTES, own_bytes=own_bytes))
 
     def leave(self, member: SimMember, *, loud: bool) -> None:
         """The node's ranks are gone; `loud`: the others learn it."""
