@@ -314,7 +314,12 @@ def test_ranks_that_exit_with_0_at_a_sigterm_have_not_ended_the_training() -> No
     ranks, finished = running(), msg.Finished(attempt=1)
     ranks.terminated()
     assert ranks.host_said(finished, 4.0) == [do.Beat(1, PIDS)]
+    before = ranks.state
+    assert not any(isinstance(one, do.Send) for one in ranks.host_ended(0, {}, 4.5)), "they had ended before"
     assert ranks.job_goes_on() == [do.Send(finished)]
+    assert (before, ranks.state) == ("running", "finished"), (
+        "nor does a supervisor that comes before learn it"
+    )
 
 
 def test_a_failure_after_a_sigterm_is_told_once_the_job_is_known_to_go_on() -> None:

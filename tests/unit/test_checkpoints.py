@@ -49,6 +49,20 @@ def test_only_own_parts_are_replicated_and_older_images_go_when_all_are() -> Non
     assert site.saved("peer") == [(10, True)]
 
 
+def test_how_long_replicas_take_of_a_restored_state_is_told_since_the_restore() -> None:
+    """Not since its save, which may be hours ago or unknown: the cadence would follow from that."""
+    site = Site()
+    site.save()
+    site.time += 3600.0
+    site.state.attempt = 2
+    site.choose(launch(*ACTIVE))
+    site.time += 2.0
+    site.state.attempt = 1  # of which the images are
+    site.replicas_made()
+    told = [event for event in site.events if isinstance(event, ev.Saved) and event.tier == "peer"]
+    assert [event.seconds for event in told] == [2.0]
+
+
 def test_of_thousands_of_nodes_some_are_looked_at_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "SLICE_NODES", 1)
     site = Site(by_hand=True)

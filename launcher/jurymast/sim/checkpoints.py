@@ -515,9 +515,9 @@ class _Storage:
         self._copies.drop_where()
         if in_memory:
             self._hold(key)
-            self._commit.go_on_from(key)
+            self._commit.go_on_from(key, self._now)
         else:
-            self._commit.go_on_from(None)
+            self._commit.go_on_from(None, self._now)
             self._writes.restored(attempt, key.step)
 
     def secure(self, key: StateId | None, now: float) -> float:
@@ -539,7 +539,7 @@ class _Storage:
             self._carry_out(self._securing.secure(self._now))
         took_s = self._now - now
         self.lost(self._now)
-        self._commit.go_on_from(None)
+        self._commit.go_on_from(None, self._now)
         return took_s
 
     def pass_until(self, now: float) -> None:

@@ -75,8 +75,8 @@ class Ranks:
             return "starting"
         if self._alive:
             return "running"
-        if self._finished:
-            return "finished"
+        if self._finished:  # unless that is not told yet
+            return "finished" if self._held is None else "running"
         return "waiting" if self.store_port else "warming"
 
     @property
@@ -255,7 +255,8 @@ class Ranks:
     ) -> list[Effect]:
         """Handle the end of the host, before it was ready, while it waited, or together with its ranks.
         `evidence` as in `rank_failed`; `unloadable`: why Python cannot load torch here, "" if it can."""
-        had_ranks, waited = self.state in ("starting", "running"), self.state == "waiting"
+        had_ranks = self.state in ("starting", "running") and not self._finished
+        waited = self.state == "waiting"
         effects: list[Effect] = [do.KillRanks(self.pids)] if self.pids else []
         self._gone()
         self._launch, self.store_port = None, 0

@@ -78,13 +78,13 @@ class Commit:
             t=now, attempt=key.attempt, step=key.step, tier=im.MEMORY, ok=True,
             stall_s=self._stalls.get(key, 0.0), size_bytes=self._copies.size_bytes(key),
         )  # fmt: skip
-        self.go_on_from(key)
-        self.at, self.broken = now, False
+        self.go_on_from(key, now)
+        self.broken = False
         return Record(saved)
 
-    def go_on_from(self, key: StateId | None) -> None:
+    def go_on_from(self, key: StateId | None, now: float) -> None:
         """Let this state count from now on (None: none). It is whole once all ranks hold it again."""
-        self.key, self.broken, self.damaged = key, True, ""
+        self.key, self.at, self.broken, self.damaged = key, now, True, ""
         held = {one for one in self._copies.newest_first() if self.is_newer(one)}
         self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if one in held}
 

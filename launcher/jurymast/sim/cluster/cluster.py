@@ -396,6 +396,7 @@ class Cluster:
         site, other = [*self.sites.values()][fault.node], [*self.sites.values()][fault.other]
         now, until = self.world.now, self.world.now + fault.seconds
         touch = self.oracle.touch
+        self.oracle.calm.struck(fault, site.name, other.name)
         match fault.kind:
             case "power":
                 touch(site.name, until if fault.seconds else 1e9)

@@ -13,6 +13,8 @@ from jurymast.core.state.effects import Finish, Requeue, StopWorkers
 from jurymast.core.state.images import MEMORY, StateId, age
 from jurymast.core.state.incident import INFRASTRUCTURE
 from jurymast.core.state.run import LEAVE_S, Phase
+from jurymast.sim.cluster.account_rules import Account
+from jurymast.sim.cluster.calm_rules import CalmRules
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
 from jurymast.sim.cluster.task_rules import TaskRules
 
@@ -34,6 +36,7 @@ AGREES = "8: journal and reality agree"
 NO_GROWTH = "9: state does not grow with time"
 NOT_BACK = "10: what was rolled back is neither restored nor gone on with"
 BOUNDED = "11: attempts without a new step are bounded"
+COUNTED = "21: the account of a run counts all time once, and all steps"
 KEPT_TWICE = "12: no node alone has what was saved"
 MAY_SAVE = "15: ranks that leave after a signal are not ended by those that left before"
 
@@ -84,14 +87,14 @@ class Oracle:
         self._unfound: set[int] = set()  # attempts whose ranks saw no checkpoint, and knew of one
         self._rollbacks: list[Rollback] = []
         self._on_storage: list[Rollback] = []
-        self._word_at = self._step_at = self._supervised_at = self._supervises_since = 0.0
+        self._word_at = self.step_at = self._supervised_at = self._supervises_since = 0.0
         self._unfindable_at = self._ordered_at = 0.0
         self._saved_at: dict[str, float] = {}
         self._differ_since: dict[str, float] = {}
         self._best_step = self._stepped_in = 0  # the newest step of all, and the attempt that did it first
         self._kept_at = 0.0
         self._leave: dict[int, SimGroup] = {}  # groups whose ranks leave after a signal, by attempt
-        self.tasks = TaskRules(self)
+        self.tasks, self.calm = TaskRules(self), CalmRules(self)
         self.steps = 0
 
     def fail(self, rule: str, how: str) -> None:
@@ -302,7 +305,7 @@ class Oracle:
         self._ordered_at = self.cluster.world.now
 
     def allocated(self) -> None:
-        self._word_at = self._step_at = self._supervised_at = self.cluster.world.now
+        self._word_at = self.step_at = self._supervised_at = self.cluster.world.now
         self.supervisor = None
         self._differ_since.clear()
 
@@ -361,7 +364,7 @@ class Oracle:
 
     def stepped(self, group: SimGroup) -> None:
         self.steps += 1
-        self._step_at = self.cluster.world.now
+        self.step_at = self.cluster.world.now
         if group.step > self._best_step:
             self._best_step, self._stepped_in = group.step, group.attempt
         self._goes_back(group)
@@ -383,6 +386,21 @@ class Oracle:
         agent, faults = member.agent, self.cluster.storage.faults
         kinds = "storage hangs here", "stale handles"
         return max(agent.process.until, *(faults.get((kind, agent.site.name), 0.0) for kind in kinds))
+
+    @property
+    def trains(self) -> bool:
+        """Whether ranks are up that save to memory, and do not leave after a signal."""
+        newest = self._newest
+        return newest is not None and not newest.over and not newest.caught and not newest.refused
+
+    def unsaved_s(self) -> tuple[float, float]:
+        """Return how long ranks would have to do the steps again that no complete state has, and those that
+        storage does not have."""
+        step = self._newest.step if self._newest is not None else 0
+        states = [key for key in self._complete if not self.cluster.disk.is_void(key)]
+        newest = (max((key.step for key in of), default=0) for of in (states, self.cluster.disk.shared))
+        unsaved, unwritten = (self.cluster.step_s * (step - saved) for saved in newest)
+        return unsaved, unwritten
 
     def _goes_back(self, group: SimGroup) -> None:
         """Check that ranks go back: what they do instead would be lost at the next fault."""
@@ -420,15 +438,19 @@ class Oracle:
             self._supervised_at = now
         if not any(site.agent is not None and site.agent.met for site in self.cluster.sites.values()):
             return  # none is left that has met a supervisor, and Slurm ends the job
-        if self.tasks.going_on or self._leaving():
-            self._step_at = now
-        if now > max(self._word_at, self._step_at) + STILL_LIMIT_S and self.storage_fine(STILL_LIMIT_S):
-            self.fail(NO_SILENCE, f"no step since {self._step_at:.1f} s, no word since {self._word_at:.1f} s")
+        backs_off = (
+            supervisor is not None and supervisor.listens and supervisor.state.not_before > supervisor.now
+        )
+        if self.tasks.going_on or self._leaving() or backs_off:
+            self.step_at = now
+        if now > max(self._word_at, self.step_at) + STILL_LIMIT_S and self.storage_fine(STILL_LIMIT_S):
+            self.fail(NO_SILENCE, f"no step since {self.step_at:.1f} s, no word since {self._word_at:.1f} s")
         if now > self._supervised_at + STILL_LIMIT_S:
             self.fail(NO_SILENCE, f"no supervisor since {self._supervised_at:.1f} s")
         if supervisor is not None and supervisor.listens and not self._ending:
             self._compare(supervisor)
             self._look_at_replicas(supervisor)
+            self.calm.look(supervisor, self._supervises_since)
 
     def _leaving(self) -> bool:
         """Whether ranks may yet leave that have caught a signal."""
@@ -498,6 +520,8 @@ class Oracle:
             keys = supervisor.machine.checkpoints.copies.newest_first()
             if len(keys) > KEYS_MAX:
                 self.fail(NO_GROWTH, f"{len(keys)} states are kept in mind: {keys}")
+        if wrong := "" if self.cluster.wanted.tasks else Account(self.cluster.disk).wrong():
+            self.fail(COUNTED, wrong)
         ranks = self.cluster.plan.active * self.cluster.ranks_per_node
         for keeper in self.cluster.keepers.values():
             if len(keeper.held) > IMAGES_PER_RANK_MAX * ranks:

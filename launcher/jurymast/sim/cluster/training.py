@@ -249,7 +249,7 @@ class SimGroup:
                 if self.over:
                     return
             for member in due:
-                if not self._refused():
+                if not self.refused:
                     self._save(member)
             step_s = self.cluster.step_s * (0.9 + 0.2 * world.chance.random())
             yield world.now + (step_s + (STALL_S[1] if due else 0.0))
@@ -272,7 +272,8 @@ class SimGroup:
         steps = self.cluster.plan.settings.cadence_steps
         return steps is not None and self.step % steps == 0
 
-    def _refused(self) -> bool:
+    @property
+    def refused(self) -> bool:
         """Some node lacks the memory. All ranks then save to shared storage, which is not simulated."""
         keepers = (member.agent.keeper for member in self.members.values())
         return any(mine.refused for keeper in keepers for mine in keeper.machine.ranks)

@@ -9,7 +9,7 @@ import heapq
 import json
 import os
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -394,11 +394,15 @@ class RunDisk:
 
     def replay(self) -> RunState:
         """Replay what was really written, as `journal.replay` does."""
-        files = [self.written(epoch) for epoch in sorted(self.journal)]
         state = initial_state(self.plan)
-        for entry in counting([*files, []], [*map(begin_of, files), EpochBegin()]):
+        for entry in self.entries():
             take(state, entry, lambda event: step(state, event))
         return state
+
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """Return what was really written, as far as it counts."""
+        files = [self.written(epoch) for epoch in sorted(self.journal)]
+        return counting([*files, []], [*map(begin_of, files), EpochBegin()])
 
     def written(self, epoch: int) -> list[dict[str, Any]]:
         entries = together(self.journal[epoch])

@@ -1,0 +1,123 @@
+"""What a simulated cluster owes its run while nothing is wrong in it, and what it may say was wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jurymast.core.state.run import Phase
+
+if TYPE_CHECKING:
+    from jurymast.sim.cluster.cluster import Fault
+    from jurymast.sim.cluster.oracle import Oracle
+    from jurymast.sim.cluster.supervisor import SimSupervisor
+
+TRUE_CAUSE = "16: an incident has a cause that there was, on a node where it was"
+STEPS = "17: ranks that are up do steps"
+UP_AGAIN = "18: ranks are up soon where there are nodes for them"
+LITTLE_LOST = "19: ranks that train save as often as they are to"
+ON_STORAGE = "20: what ranks save gets to storage as often as it is to"
+
+STEPS_S, UP_S = 12.0, 8.0
+# At the beginning, and after a fault, it takes this long until ranks save as before.
+BEGINS_S, SETTLED_S = 4.0, 12.0
+# Beyond what ranks agree on at most, as if somebody asks for a save; and until one to storage begins.
+SAVED_S, BEGUN_S = 2.0, 5.0
+
+# What nobody saw end, the next supervisor is told of as a host that has died.
+_UNSEEN = ("host_died",)
+_LINK = "node_lost", "node_crash", "fabric_fault", "hang", "communication", "restore_failed", *_UNSEEN
+_LEAVE = "worker_exit", "worker_killed", "worker_exception"
+_ENDS = "preempted", "allocation_lost", "job_ended", "node_taken", "cancelled", *_LEAVE
+_STORAGE = "restore_failed", "storage_failed", "worker_exception"
+# By kind of fault, the causes that an incident may have. Others are the cause of none.
+CAUSES: dict[str, tuple[str, ...]] = {
+    "power": (*_LINK, "allocation_lost"), "agent": _LINK, "freeze": _LINK, "isolate": _LINK, "cut": _LINK,
+    "snap": _LINK, "half": _LINK, "flaps": _LINK, "agent stops": _LINK, "clock": _LINK, "stall": _LINK,
+    "rank": ("worker_killed",), "hang": ("hang",), "host": _UNSEEN,
+    "breaks": (*_LEAVE, "hang", "script_fault"), "caught": (*_LEAVE, "hang"),
+    "restart": ("restart_asked",), "rollback": ("rollback_asked",),
+    "half told": ("restart_asked", "relaunch_asked", *_UNSEEN), "drained": ("drain_asked",),
+    "supervisor": ("relaunch_asked", *_UNSEEN), "corrupt": ("restore_failed",), "storage hangs": _STORAGE,
+    "storage hangs here": _STORAGE, "unmounted": _STORAGE, "stale handles": _STORAGE, "old view": _STORAGE,
+    "preempted": _ENDS, "killed": _ENDS, "cancelled": _ENDS, "timeout": _ENDS, "grace": _ENDS,
+    "signal": _ENDS, "signal all": _ENDS, "warning": _ENDS,
+}  # fmt: skip
+# It names a node that was struck, unless it is the first that misses others.
+_OF_A_NODE = "worker_killed", "node_lost", "node_crash"
+# After one of these a write waits for long before it is tried again.
+AT_STORAGE = {
+    "storage hangs",
+    "storage full",
+    "storage slow",
+    "storage hangs here",
+    "stale handles",
+    "unmounted",
+}
+# A fault of some other node than the one that it names.
+EVERYWHERE = "breaks", "supervisor", "half told", "signal all"
+
+
+class CalmRules:
+    """Looks now and then, unless the run has independent tasks, whose ends are its business."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle, self._cluster = oracle, oracle.cluster
+        self._kinds: set[str] = set()  # of the faults that have struck, on these nodes
+        self._nodes: set[str] = set()
+        self._over_at = 0.0  # all of them
+        self._told: set[tuple[object, ...]] = set()
+        self._up_at = self._down_at = 0.0  # the ranks, when last looked at
+
+    def struck(self, fault: Fault, *nodes: str) -> None:
+        self._kinds.add(fault.kind)
+        self._nodes.update(self._cluster.sites if fault.kind in EVERYWHERE else nodes)
+        self._over_at = max(self._over_at, self._cluster.world.now + fault.seconds)
+
+    def look(self, supervisor: SimSupervisor, since: float) -> None:
+        """`since`: when this supervisor began."""
+        if self._cluster.wanted.tasks:
+            return
+        self._look_at_incidents(supervisor)
+        now, oracle, state = self._cluster.world.now, self._oracle, supervisor.state
+        over_at = max(self._over_at, since, oracle.storage_touched, *oracle.touched.values(), 0.0)
+        calm = now > over_at and not supervisor.machine.departure.begun and not self._cluster.network.any_cut
+        up = state.phase is Phase.RUNNING and all(map(supervisor.connected, state.placement))
+        if not calm or up:
+            self._up_at = now
+        if not calm or not up or not oracle.trains:
+            self._down_at = now
+        calm_s = now - max(over_at, self._down_at)
+        if calm_s > 0.0:
+            self._look_at_steps(calm_s)
+            self._look_at_saves(supervisor, calm_s)
+        down_s = now - max(over_at, self._up_at, state.not_before - supervisor.now + now)
+        fit = [one for one in self._cluster.sites.values() if one.agent and supervisor.connected(one.name)]
+        if down_s > UP_S and len(fit) >= self._cluster.plan.active and not state.ended:
+            oracle.fail(UP_AGAIN, f"{state.phase.value} for {down_s:.1f} s")
+
+    def _look_at_incidents(self, supervisor: SimSupervisor) -> None:
+        causes = {cause for kind in self._kinds for cause in CAUSES.get(kind, ())}
+        for one in supervisor.state.incidents[-2:]:
+            if one.cause and (one.id, one.cause, one.node) not in self._told:
+                self._told.add((one.id, one.cause, one.node))
+                elsewhere = one.cause in _OF_A_NODE and one.node not in {"", *self._nodes}
+                if one.cause not in causes or elsewhere:
+                    kinds = sorted(self._kinds)
+                    self._oracle.fail(TRUE_CAUSE, f"{one.cause} {one.node} ({one.evidence}) for {kinds}")
+
+    def _look_at_steps(self, calm_s: float) -> None:
+        still_s = min(calm_s, self._cluster.world.now - self._oracle.step_at)
+        if still_s > STEPS_S and not self._kinds & {"hang", "breaks"}:
+            self._oracle.fail(STEPS, f"they have done none for {still_s:.1f} s")
+
+    def _look_at_saves(self, supervisor: SimSupervisor, calm_s: float) -> None:
+        settings, copy_s = self._cluster.plan.settings, self._cluster.wanted.copy_s
+        unsaved_s, unwritten_s = self._oracle.unsaved_s()
+        settled_s = calm_s - (SETTLED_S if self._kinds else BEGINS_S)
+        if settled_s > 0.0 and unsaved_s > settings.max_loss_s + SAVED_S:
+            self._oracle.fail(LITTLE_LOST, f"{unsaved_s:.1f} s of steps are nowhere")
+        every_s = settings.shared_every_s
+        if every_s is not None and not self._kinds & AT_STORAGE and settled_s > every_s + 2 * copy_s:
+            late_s = unwritten_s - every_s - 2 * copy_s
+            if late_s > BEGUN_S:
+                self._oracle.fail(ON_STORAGE, f"a write is {late_s:.1f} s late")
