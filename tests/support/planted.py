@@ -227,9 +227,9 @@ def _storage_not_mounted_while_the_job_ends(chance: Random) -> tuple[Fault, ...]
 
 
 def _away_for_a_moment(chance: Random) -> tuple[Fault, ...]:
-    """Again and again, and then watched for as long as slots may be busy."""
+    """Again and again, and then watched for as long as slots may be busy, but never at peace."""
     early = sorted(chance.uniform(4.0, 11.0) for _ in range(4))
-    return tuple(Fault(at, "snap", node=1) for at in [*early, 20.0])
+    return Fault(1.0, "long journal", seconds=60.0), *(Fault(at, "snap", node=1) for at in [*early, 20.0])
 
 
 def _alone_while_nodes_come(chance: Random) -> tuple[Fault, ...]:
@@ -494,7 +494,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         lost_before_a_takeover,
         [(Node, "may_return", False)],
     ),
-    "8: what agents say when they are back is not compared": (
+    "18: what agents say when they are back is not compared": (
         of("stall", "supervisor", "rank", "storage hangs"),
         [(Supervision, "_missed", lambda *_, **__: None)],
     ),
@@ -506,7 +506,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         exactly(_silent_as_all_leave),
         [(Departure, "_waits_for", lambda self, _: self._watch.here)],
     ),
-    "6: a restart of which only some agents were told is not begun anew": (
+    "18: a restart of which only some agents were told is not begun anew": (
         of("half told"),
         [(Supervision, "_if_half_told", _nothing)],
     ),
@@ -563,8 +563,8 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         still_for_a_moment,
         [(cp.Reachability, "failed", _each_failure_counts)],
     ),
-    "12: no replica is ever ordered": (of(), [(Replicas, "under_way", False)]),
-    "10: a rollback that no supervisor was asked for is only noted": (
+    "19: no replica is ever ordered": (of(), [(Replicas, "under_way", False)]),
+    "19: a rollback that no supervisor was asked for is only noted": (
         exactly(rolled_back_at_a_takeover),
         [(restoring.RestoreChoice, "missed_rollback", lambda *_: None)],
     ),
