@@ -20,7 +20,8 @@ from jurymast.core.checkpoints.checkpoints import Checkpoints, Securing
 from jurymast.core.checkpoints.copies import Reachability
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.writes import OpenWrite, Writes
-from jurymast.core.judges import leaving, loops, silence
+from jurymast.core.goodput import StepCounts
+from jurymast.core.judges import attribution, leaving, loops, silence
 from jurymast.core.judges.attribution import cause_of_end
 from jurymast.core.judges.stragglers import Windows
 from jurymast.core.nodes.hangs import Hangs
@@ -603,6 +604,18 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "6: a signal that ranks caught once explains every silence": (
         of("caught"),
         [(RunState, "may_leave", _ever)],
+    ),
+    "16: a rank that was killed is taken for a host that died": (
+        of("rank"),
+        [(attribution, "_own_class", lambda *_: "host_died")],
+    ),
+    "20: what is in memory is hardly ever written to storage": (
+        of("snap"),
+        [(Writes, "due_at", lambda *_: math.inf)],
+    ),
+    "21: steps that are done again count as new ones": (
+        of("rank"),
+        [(StepCounts, "again", property(lambda _: 0, lambda *_: None))],
     ),
     "10: a rollback is forgotten": (
         of("rollback", "rank", "supervisor"),

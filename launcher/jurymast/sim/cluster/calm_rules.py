@@ -19,7 +19,7 @@ ON_STORAGE = "20: what ranks save gets to storage as often as it is to"
 
 STEPS_S, UP_S = 12.0, 8.0
 # At the beginning, and after a fault, it takes this long until ranks save as before.
-BEGINS_S, SETTLED_S = 4.0, 12.0
+BEGINS_S, SETTLED_S = 9.0, 12.0
 # Beyond what ranks agree on at most, as if somebody asks for a save; and until one to storage begins.
 SAVED_S, BEGUN_S = 2.0, 5.0
 
@@ -53,8 +53,8 @@ AT_STORAGE = {
     "stale handles",
     "unmounted",
 }
-# A fault of some other node than the one that it names.
-EVERYWHERE = "breaks", "supervisor", "half told", "signal all"
+# These may show on other nodes than those that they name.
+EVERYWHERE = "breaks", "supervisor", "half told", "signal all", "isolate", "flaps", "stall"
 
 
 class CalmRules:
