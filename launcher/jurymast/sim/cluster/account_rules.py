@@ -13,7 +13,10 @@ class Account:
     had been done before, counted from the first and the last that it tells of each attempt."""
 
     def __init__(self, disk: RunDisk) -> None:
-        self.ledger, self._epochs = Ledger(initial_state(disk.plan)), len(disk.journal)
+        self.ledger = Ledger(initial_state(disk.plan))
+        # What ranks do between two supervisors, and where they began, may be told late or not at all: the
+        # ledger then takes all steps from 0 on for steps of this attempt.
+        self._late = len(disk.journal) > 1
         self._first: dict[int, int] = {}  # by attempt: what its ranks restored, and how far they came
         self._last: dict[int, int] = {}
         self.done = self.again = 0
@@ -33,6 +36,7 @@ class Account:
         if isinstance(event, ev.Restored):
             self._first[event.attempt] = event.step
         elif isinstance(event, ev.Progress) or (isinstance(event, ev.Saved) and not event.copied):
+            self._late |= event.attempt not in self._first
             self._last[event.attempt] = max(event.step, self._last.get(event.attempt, 0))
 
     def wrong(self) -> str:
@@ -41,8 +45,7 @@ class Account:
         counted = sum(account.totals.values())
         if counted != account.allocated_us + account.queue_us:
             return f"{counted} us are in categories, {account.allocated_us} + {account.queue_us} in all"
-        # What ranks do between two supervisors is told late, or not at all.
-        if self._epochs == 1 and (steps.done, steps.again) != (self.done, self.again):
+        if not self._late and (steps.done, steps.again) != (self.done, self.again):
             told = f"{steps.done} steps, {steps.again} of them again"
             return f"{told}; the journal tells of {self.done} and {self.again}"
         return ""

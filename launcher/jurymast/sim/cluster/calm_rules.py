@@ -23,9 +23,11 @@ BEGINS_S, SETTLED_S = 9.0, 12.0
 # Beyond what ranks agree on at most, as if somebody asks for a save; and until one to storage begins.
 SAVED_S, BEGUN_S = 2.0, 5.0
 
-# What nobody saw end, the next supervisor is told of as a host that has died.
+# What nobody saw end, the next supervisor is told of as a host that has died; what only some were told begins
+# anew.
 _UNSEEN = ("host_died",)
-_LINK = "node_lost", "node_crash", "fabric_fault", "hang", "communication", "restore_failed", *_UNSEEN
+_OVER = "relaunch_asked", *_UNSEEN
+_LINK = "node_lost", "node_crash", "fabric_fault", "hang", "communication", "restore_failed", *_OVER
 _LEAVE = "worker_exit", "worker_killed", "worker_exception"
 _ENDS = "preempted", "allocation_lost", "job_ended", "node_taken", "cancelled", *_LEAVE
 _STORAGE = "restore_failed", "storage_failed", "worker_exception"
@@ -36,8 +38,8 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "rank": ("worker_killed",), "hang": ("hang",), "host": _UNSEEN,
     "breaks": (*_LEAVE, "hang", "script_fault"), "caught": (*_LEAVE, "hang"),
     "restart": ("restart_asked",), "rollback": ("rollback_asked",),
-    "half told": ("restart_asked", "relaunch_asked", *_UNSEEN), "drained": ("drain_asked",),
-    "supervisor": ("relaunch_asked", *_UNSEEN), "corrupt": ("restore_failed",), "storage hangs": _STORAGE,
+    "half told": ("restart_asked", *_OVER), "drained": ("drain_asked",),
+    "supervisor": _OVER, "corrupt": ("restore_failed",), "storage hangs": _STORAGE,
     "storage hangs here": _STORAGE, "unmounted": _STORAGE, "stale handles": _STORAGE, "old view": _STORAGE,
     "preempted": _ENDS, "killed": _ENDS, "cancelled": _ENDS, "timeout": _ENDS, "grace": _ENDS,
     "signal": _ENDS, "signal all": _ENDS, "warning": _ENDS,
