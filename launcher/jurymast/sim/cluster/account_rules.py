@@ -8,7 +8,7 @@ from jurymast.journal import initial_state, take
 from jurymast.sim.cluster.world import RunDisk
 
 
-class Account:
+class AccountRules:
     """`ledger`: the product's. `done`, `again`: the steps that the journal tells of, and those of them that
     had been done before, counted from the first and the last that it tells of each attempt."""
 

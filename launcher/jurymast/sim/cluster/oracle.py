@@ -13,7 +13,7 @@ from jurymast.core.state.effects import Finish, Requeue, StopWorkers
 from jurymast.core.state.images import MEMORY, StateId, age
 from jurymast.core.state.incident import INFRASTRUCTURE
 from jurymast.core.state.run import LEAVE_S, Phase
-from jurymast.sim.cluster.account_rules import Account
+from jurymast.sim.cluster.account_rules import AccountRules
 from jurymast.sim.cluster.calm_rules import CalmRules
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
 from jurymast.sim.cluster.task_rules import TaskRules
@@ -520,7 +520,7 @@ class Oracle:
             keys = supervisor.machine.checkpoints.copies.newest_first()
             if len(keys) > KEYS_MAX:
                 self.fail(NO_GROWTH, f"{len(keys)} states are kept in mind: {keys}")
-        if wrong := "" if self.cluster.wanted.tasks else Account(self.cluster.disk).wrong():
+        if wrong := "" if self.cluster.wanted.tasks else AccountRules(self.cluster.disk).wrong():
             self.fail(COUNTED, wrong)
         ranks = self.cluster.plan.active * self.cluster.ranks_per_node
         for keeper in self.cluster.keepers.values():
