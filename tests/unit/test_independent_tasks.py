@@ -151,10 +151,14 @@ def test_tasks_that_make_a_process_group_are_a_training() -> None:
 
 
 def test_a_lost_node_takes_its_tasks_along() -> None:
+    """Where srun would leave it at that, which is said."""
     story = tasks()
+    assert "--no-kill" not in story.last(Launch).reason
     story.lost(story.state.placement[1])
     story.stopped()
     assert story.state.attempt == 2
+    told = "; all others begin anew (with srun --no-kill, those of other nodes go on)"
+    assert story.last(Launch).reason.endswith(told)
 
 
 def told_done(story: Story, *ranks: int) -> None:

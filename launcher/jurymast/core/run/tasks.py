@@ -19,9 +19,13 @@ def ended(state: RunState) -> tuple[int, ...]:
 
 
 def told(state: RunState) -> str:
-    """What people are told of these at a launch."""
+    """What people are told of tasks at a launch."""
     over = len(ended(state))
-    return f"; {count(over, 'task')} that ended before not started again" if over else ""
+    text = f"; {count(over, 'task')} that ended before not started again" if over else ""
+    again = state.alone and state.attempt > 1
+    return text + (
+        "; all others begin anew (with srun --no-kill, those of other nodes go on)" if again else ""
+    )
 
 
 def none_left(state: RunState, node: str) -> bool:
