@@ -147,6 +147,8 @@ class Losses:
                 self._see_later(loss)
         except RuntimeError:  # it has no value, as within torch.func.vmap
             pass
+        except Exception:  # whatever else a device says: training goes on, and nothing is looked at any more
+            self._in_a_row = NAN_IN_A_ROW
 
     def _see_later(self, loss: torch.Tensor) -> None:
         if self._arriving is None or self._arrived is None:
