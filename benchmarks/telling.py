@@ -101,7 +101,7 @@ class Crowd:
             boot_id="b", gpus=RANKS, attempt=0, ranks="waiting", store_port=PORT, pids=(), data_port=1,
             copies=(),
         )  # fmt: skip
-        self.supervisor._do(self._machine.joined(name, number, hello, self.supervisor.now()))
+        self.supervisor._do(self._machine.on_agent_joined(name, number, hello, self.supervisor.now()))
 
     async def _until(self, phase: Phase) -> None:
         """Told, too. The clock ticks as always."""
@@ -110,7 +110,7 @@ class Crowd:
             if time.monotonic() > end:
                 raise SystemExit(f"{self.nodes} nodes: no launch within {LIMIT_S:.0f} s")
             await asyncio.sleep(self._machine.interval_s)
-            self.supervisor._do(self._machine.tick(self.supervisor.now()))
+            self.supervisor._do(self._machine.on_time(self.supervisor.now()))
 
     def say(self, nodes: Sequence[str], message: msgspec.Struct) -> float:
         """All say the same; processor seconds that it takes to hear them, from their bytes on."""

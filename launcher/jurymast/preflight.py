@@ -4,7 +4,7 @@ fast; and the time of a small and of a larger all-reduce among the test processe
 
 JSON lines. In: {"do": "alone"} or {"do": "group", "name", "host", "port", "rank", "world", "limit_s"}. Out:
 {"said": "ready", "port"} once torch is imported, then for each order {"said": "done", "times", "wrong",
-"error"}; `core.state.evidence.Alone` explains the last three. It ends when its standard input ends.
+"error"}; `core.state.evidence.NodeTimes` explains the last three. It ends when its standard input ends.
 """
 
 from __future__ import annotations

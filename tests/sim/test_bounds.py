@@ -104,7 +104,7 @@ def test_a_write_before_a_requeue_that_orders_nothing_ends_at_its_limit(
     def nothing(self: object, now: float) -> list[Effect]:
         return []
 
-    monkeypatch.setattr("jurymast.core.checkpoints.checkpoints.Securing.secure", nothing)
+    monkeypatch.setattr("jurymast.core.checkpoints.checkpoints.FinalWrite.secure", nothing)
     outcome = ran([TraceFault(1000.0, (1,))], cadence=Cadence(seconds=60.0), write_s=60.0, step_s=1.0)
     assert outcome.requeues == 1
 

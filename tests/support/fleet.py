@@ -444,7 +444,7 @@ class Fleet:
                 self._after(STOPS_S, lambda: self._stopped(agent, agent.attempt))
             case msg.Leave():
                 self._drop(agent)
-            case msg.Strange():
+            case msg.Unreadable():
                 raise AssertionError(f"the supervisor says what is no order: {order}")
 
     def _after(self, between_s: tuple[float, float], action: Callable[[], None]) -> None:

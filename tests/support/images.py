@@ -16,7 +16,7 @@ import torch
 
 from jurymast.checkpoint.contents import Contents, Item
 from jurymast.core.checkpoints.writes import ALONE
-from jurymast.core.state.message import Strange
+from jurymast.core.state.message import Unreadable
 from jurymast.core.state.messages import WritePhase
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage.orders import (
@@ -181,7 +181,7 @@ class StorageProcess:
         while True:
             line = self.process.stdout.readline()
             found = read_answer(line) if line else StorageFailed(why="the process has ended")
-            assert not isinstance(found, Strange), found
+            assert not isinstance(found, Unreadable), found
             if not isinstance(found, Progress):
                 return found
 

@@ -147,15 +147,21 @@ class KeeperNode:
             case do.Measure():
                 taken = {number: allocated for number, (_, allocated) in self.buffers.items()}
                 room = Room(self.free - sum(taken.values()), "memory.max")
-                self.act(self.machine.measured(room, taken))
+                self.act(self.machine.on_memory_measured(room, taken))
             case do.Reserve(buffer):
                 self.take(buffer, 0, self.buffers[buffer][0])
-                self.act(self.machine.reserved(buffer, self.buffers[buffer][1], "no pages" if fails else ""))
+                self.act(
+                    self.machine.on_buffer_reserved(
+                        buffer, self.buffers[buffer][1], "no pages" if fails else ""
+                    )
+                )
             case do.Hash():
                 self.hash(effect, fails)
             case do.FindImage(number, image):
                 found = None if fails else report(image, PEER, ALL, self.world)
-                self.act(self.machine.found(number, Found(found, WANTS[0], ("a line",) if fails else ())))
+                self.act(
+                    self.machine.on_source_found(number, Found(found, WANTS[0], ("a line",) if fails else ()))
+                )
             case do.Verify():
                 self.verify(effect, fails)
             case do.Fetch():
@@ -163,17 +169,17 @@ class KeeperNode:
             case msg.AskSources(step=step, attempt=attempt, rank=rank):
                 sources = () if fails else self.sources(rank)
                 answer = msg.Sources(step=step, attempt=attempt, rank=rank, sources=sources)
-                self.act(self.machine.ordered(answer))
+                self.act(self.machine.on_order(answer))
 
     def hash(self, effect: do.Hash, fails: bool) -> None:
         image = self.content[effect.buffer].get(OWN)
         assert isinstance(image, ImageId)
         where = effect.local, effect.slot, effect.buffer
         if fails or image.rank != effect.rank:
-            self.act(self.machine.unhashed(*where, effect.rank, image[0], SIZE, "it is damaged"))
+            self.act(self.machine.on_image_unhashed(*where, effect.rank, image[0], SIZE, "it is damaged"))
         else:
             copy = KeptCopy(report(image, MEMORY, ALL, self.world), effect.buffer)
-            self.act(self.machine.hashed(*where, copy))
+            self.act(self.machine.on_image_hashed(*where, copy))
 
     def verify(self, effect: do.Verify, fails: bool) -> None:
         copy = effect.copy
@@ -191,7 +197,7 @@ class KeeperNode:
         unseen = not fails and intact and self.chance.random() < 0.05
         if unseen:
             del self.works[effect.number]
-        self.act(self.machine.verified(effect.number, None if unseen else intact))
+        self.act(self.machine.on_copy_verified(effect.number, None if unseen else intact))
 
     def fetch(self, effect: do.Fetch, fails: bool) -> None:
         content, known = self.content[effect.buffer], self.works.get(effect.number, {})
@@ -213,7 +219,7 @@ class KeeperNode:
             copy if whole and not refused else None, behind, {PEER: SIZE}, ("a line",) if fails else (),
             refused, allocated,
         )  # fmt: skip
-        self.act(self.machine.fetched(effect.number, fetched, 1.0))
+        self.act(self.machine.on_image_fetched(effect.number, fetched, 1.0))
 
     def take(self, buffer: int, start: int, end: int) -> None:
         capacity, allocated = self.buffers[buffer]
@@ -238,7 +244,7 @@ class KeeperNode:
 
     def want(self, local: int, size: int) -> None:
         self.may_go = lambda copy: copy.image[1] < self.attempt and copy.age != self.safe
-        self.act(self.machine.wants(local, size))
+        self.act(self.machine.on_memory_wanted(local, size))
 
     def save(self, local: int, step: int, *, dies: bool = False) -> bool:
         rank = self.ranks[local]
@@ -260,7 +266,7 @@ class KeeperNode:
         view.writing = view.mine = False
         view.published = image
         self.states.append(StateId(step, self.attempt))
-        self.act(self.machine.published(local, number, 0.1))
+        self.act(self.machine.on_image_published(local, number, 0.1))
         return True
 
     def restart(self) -> None:
@@ -298,7 +304,7 @@ class KeeperNode:
             self.safe = min(self.safe, age(state))
         for rank, number in zip(self.ranks, numbers, strict=True):
             rank.number = number
-        self.act(self.machine.launch(self.attempt, numbers, self.world, restore, 0.0))
+        self.act(self.machine.on_launch(self.attempt, numbers, self.world, restore, 0.0))
 
     def may_make_room(self, copy: KeptCopy) -> bool:
         """For what the newest attempt restores."""
@@ -321,15 +327,15 @@ class KeeperNode:
         elif kind < 0.38:
             self.may_go = lambda copy: copy.tier != LOCAL and copy.image[:2] == state
             self.given_up(lambda image: image[:2] == state)
-            self.act(self.machine.ordered(msg.Void(step=state[0], attempt=state[1])))
+            self.act(self.machine.on_order(msg.Void(step=state[0], attempt=state[1])))
         elif kind < 0.41:
             self.may_go = lambda copy: copy.image[0] > state[0]
             self.given_up(lambda image: image[0] > state[0])
             if self.safe[1] > state[0]:
                 self.safe = (0, -1)
-            self.act(self.machine.ordered(msg.ForgetNewer(step=state[0])))
+            self.act(self.machine.on_order(msg.ForgetNewer(step=state[0])))
         elif kind < 0.43:
-            self.act(self.machine.ordered(msg.GiveSlotsUp()))
+            self.act(self.machine.on_order(msg.GiveSlotsUp()))
         else:
             self.replicate(state)
 
@@ -337,7 +343,7 @@ class KeeperNode:
         self.safe = safe = max(self.safe, age(state))
         self.may_go = lambda copy: copy.tier != LOCAL and copy.age < safe
         self.given_up(lambda image: age(image.state) < safe)
-        self.act(self.machine.ordered(msg.Committed(step=state[0], attempt=state[1])))
+        self.act(self.machine.on_order(msg.Committed(step=state[0], attempt=state[1])))
 
     def given_up(self, which: Callable[[ImageId], bool]) -> None:
         self.asked = {one for one in self.asked if not which(one[0])}
@@ -347,7 +353,7 @@ class KeeperNode:
         self.asked.add((ImageId(*state, rank), part))
         sources = self.sources(rank)
         order = msg.Replicate(step=state[0], attempt=state[1], rank=rank, part=part, sources=sources)
-        self.act(self.machine.ordered(order))
+        self.act(self.machine.on_order(order))
 
     # Readers, and what goes wrong.
 
@@ -366,26 +372,26 @@ class KeeperNode:
         assert all(now[part] == what for part, what in content.items()), "it was changed"
         if buffer in self.awaited and not any(one == buffer for one, _ in self.readers):
             self.awaited.discard(buffer)
-            self.act(self.machine.unread(buffer))
+            self.act(self.machine.on_buffer_unread(buffer))
 
     def flip(self) -> None:
         there = sorted(self.served, key=lambda copy: copy.entry)
         if there:
             bad = self.chance.choice(there)
             self.may_go = lambda copy: copy is bad
-            self.act(self.machine.distrusted(bad, "it is corrupt"))
+            self.act(self.machine.on_copy_distrusted(bad, "it is corrupt"))
 
     def borrow(self) -> None:
         if self.lent and self.chance.random() < 0.6:
             self.give_back()
         else:
             self.numbers += 1
-            self.act(self.machine.borrow(self.numbers, SIZE, "a copy"))
+            self.act(self.machine.on_loan_wanted(self.numbers, SIZE, "a copy"))
 
     def give_back(self) -> None:
         buffer = self.lent.pop()
         assert self.content[buffer] == {ALL: "lent"}, "what was lent is written by somebody else"
-        self.act(self.machine.returned(buffer))
+        self.act(self.machine.on_loan_returned(buffer))
 
     def scan(self) -> None:
         known = [copy for copy in self.served if copy.tier == LOCAL]
@@ -395,7 +401,7 @@ class KeeperNode:
             if image not in {copy.image for copy in known}:
                 found.append(KeptCopy(report(image, LOCAL, ALL, self.world), 0))
         self.may_go = lambda copy: copy.tier == LOCAL
-        self.act(self.machine.scanned(found))
+        self.act(self.machine.on_disk_scanned(found))
 
     # What the machine wants, and whether it may.
 
@@ -423,10 +429,10 @@ class KeeperNode:
                 self.waiting.append(effect)
             case do.Make(buffers, capacity):
                 if self.chance.random() < 0.03 and self.free < PLENTY:
-                    return self.machine.made("too many open files")
+                    return self.machine.on_buffers_made("too many open files")
                 for number in buffers:
                     self.buffers[number], self.content[number] = (capacity, 0), {}
-                return self.machine.made()
+                return self.machine.on_buffers_made()
             case do.Unmake(buffer):
                 assert not any(one == buffer for one, _ in self.readers), "memory that is read goes"
                 del self.buffers[buffer], self.content[buffer]
@@ -444,7 +450,7 @@ class KeeperNode:
                 if any(one == buffer for one, _ in self.readers):
                     self.awaited.add(buffer)
                 else:
-                    return self.machine.unread(buffer)
+                    return self.machine.on_buffer_unread(buffer)
             case do.Hurry(number):
                 self.hurried.add(number)
             case do.EndWork(number):
@@ -490,7 +496,7 @@ class KeeperNode:
                 view = rank.slots[slot]
                 if view.mine and not view.writing:
                     rank.slots[slot] = View()
-                    return self.machine.withdrawn(local, slot, buffer)
+                    return self.machine.on_slot_withdrawn(local, slot, buffer)
             case _:
                 pass
         return []

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.state import messages as msg
-from jurymast.core.state.evidence import Alone
+from jurymast.core.state.evidence import NodeTimes
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.settings import RunPlan, Settings
 
@@ -181,9 +181,9 @@ class Node:
             id, phase = self.chance.choice(list(self.writes.items()))
             if id.startswith("local") or self.chance.random() < 0.3:
                 del self.writes[id]
-                self.carry_out(self.machine.write_ended(id, self.now))
+                self.carry_out(self.machine.on_write_ended(id, self.now))
             else:
-                self.carry_out(self.machine.write_reached(id, phase, self.now))
+                self.carry_out(self.machine.on_write_reached(id, phase, self.now))
 
     def deliver(self) -> None:
         if self.connected and self.orders:
@@ -209,7 +209,7 @@ class Node:
             self.stops = {stop for stop in self.stops if stop >= order.attempt}
         if isinstance(order, msg.Stop) and order.attempt >= self.ordered:
             self.stops.add(order.attempt)
-        self.carry_out(self.machine.heard(order, self.now))
+        self.carry_out(self.machine.on_order(order, self.now))
 
     def host_works(self, *, quietly: bool = False) -> None:
         host = self.host
@@ -223,10 +223,10 @@ class Node:
     def hear_host(self, word: msg.ToSupervisor) -> None:
         if isinstance(word, msg.Failed):
             self.failed.add(word.error)
-            self.carry_out(self.machine.rank_failed(word, {}, self.now))
+            self.carry_out(self.machine.on_rank_failed(word, {}, self.now))
         else:
             assert isinstance(word, msg.Ready | msg.Started | msg.Finished)
-            self.carry_out(self.machine.host_said(word, self.now))
+            self.carry_out(self.machine.on_host_message(word, self.now))
 
     def host_dies(self) -> None:
         host = self.host
@@ -235,7 +235,7 @@ class Node:
         for word in host.words:
             self.hear_host(word)
         self.host = None
-        self.carry_out(self.machine.host_ended(-9, {}, self.now))
+        self.carry_out(self.machine.on_host_ended(-9, {}, self.now))
 
     def answer(self) -> None:
         """To one of the effects that want one."""
@@ -245,33 +245,33 @@ class Node:
             case do.Connect():
                 if self.reachable and not self.connected:
                     self.connected = True
-                    self.carry_out(self.machine.connected(self.now))
+                    self.carry_out(self.machine.on_connected(self.now))
                 else:
                     refused = self.chance.random() < 0.5
-                    self.carry_out(self.machine.unreached(self.now, refused=refused))
+                    self.carry_out(self.machine.on_supervisor_unreached(self.now, refused=refused))
             case do.FindSupervisor():
                 self.epoch += self.chance.random() < 0.2
                 newest = Endpoint(self.epoch, ("h",), 1, "n9", "17.0", 1)
                 place, attempt = self.chance.choice([None, newest]), self.chance.choice([None, self.attempt])
-                self.carry_out(self.machine.found(place, self.now, attempt=attempt))
+                self.carry_out(self.machine.on_supervisor_found(place, self.now, attempt=attempt))
             case do.ReadPulse():
                 self.pulse += self.chance.random() < 0.5
                 value = self.chance.choice([None, *[f"{self.epoch}:{self.pulse}"] * 3])
-                self.carry_out(self.machine.pulse(value, self.now))
+                self.carry_out(self.machine.on_pulse(value, self.now))
             case do.StartSupervisor():
                 self.supervises = False
-                self.carry_out(self.machine.supervisor_ended(self.now))
+                self.carry_out(self.machine.on_supervisor_ended(self.now))
             case do.Prepare(order):
-                self.carry_out(self.machine.prepared(order.attempt, self.now))
+                self.carry_out(self.machine.on_node_prepared(order.attempt, self.now))
             case do.TakeStacks(attempt, _):
-                self.carry_out(self.machine.stacks_taken(attempt, self.now))
+                self.carry_out(self.machine.on_stacks_taken(attempt, self.now))
             case do.StartTests(number, _):
                 self.carry_out(
-                    self.machine.tests_started(number, 7, self.chance.choice(["", "no"]), self.now)
+                    self.machine.on_tests_started(number, 7, self.chance.choice(["", "no"]), self.now)
                 )
             case do.TestDevices(number) | do.TestTogether(number):
-                answers = [Alone({"x": 1.0}, error=self.chance.choice(["", "", "no"]))] * 2
-                self.carry_out(self.machine.tests_answered(number, answers, self.now))
+                answers = [NodeTimes({"x": 1.0}, error=self.chance.choice(["", "", "no"]))] * 2
+                self.carry_out(self.machine.on_tests_answered(number, answers, self.now))
             case effect:
                 raise AssertionError(f"{effect} has no answer")
 
@@ -281,7 +281,7 @@ class Node:
         if self.connected:
             self.connected = False
             self.arrive(self.chance.randint(0, len(self.line)))
-            self.carry_out(self.machine.lost(self.now))
+            self.carry_out(self.machine.on_connection_lost(self.now))
 
     def sleep(self) -> None:
         self.now += self.chance.uniform(0.0, 7.0)
@@ -291,7 +291,7 @@ class Node:
     def tick(self) -> None:
         if self.now >= self.wake_at:
             self.wake_at = do.NEVER
-            self.carry_out(self.machine.tick(self.now))
+            self.carry_out(self.machine.on_time(self.now))
 
     # What the machine wants, and whether it may.
 
@@ -348,7 +348,7 @@ class Node:
                 self.turns += 1
             case do.Obey(msg.CancelWrite(id=id)):
                 del self.writes[id]
-                self.carry_out(self.machine.write_ended(id, self.now))
+                self.carry_out(self.machine.on_write_ended(id, self.now))
             case do.Prepare():
                 assert not self.tests, "what tests the node holds what the ranks need"
                 assert self.host is None or not self.host.running, "room is made while ranks run"

@@ -16,7 +16,7 @@ from jurymast.core.agent.machine import NodeWrites
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.checkpoints import checkpoints as restoring
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.checkpoints import Checkpoints, Securing
+from jurymast.core.checkpoints.checkpoints import Checkpoints, FinalWrite
 from jurymast.core.checkpoints.copies import Reachability
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.writes import OpenWrite, Writes
@@ -56,7 +56,7 @@ def _memory_only(copies: cp.Copies, shared: Any, *rest: Any) -> cp.RestorePlan:
     return _plan_restore(copies, {}, *rest)
 
 
-def _secured_at_once(self: Securing, now: float) -> list[Any]:
+def _secured_at_once(self: FinalWrite, now: float) -> list[Any]:
     self.secured = True
     return []
 
@@ -154,7 +154,7 @@ def _first_code(state: RunState) -> Any:
     return recovery.finish(state, "failed", code, "a task failed")
 
 
-_tick = Departure.tick
+_tick = Departure.on_time
 
 
 def _failed_beside_them(state: RunState, event: ev.WorkersStopped) -> bool:
@@ -439,7 +439,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "1: nodes go before the newest checkpoint is on storage": (
         of(),
-        [(Securing, "secure", _secured_at_once)],
+        [(FinalWrite, "secure", _secured_at_once)],
     ),
     "1: the same node is asked to write for ever": (
         exactly(_storage_not_mounted_while_the_job_ends),
@@ -452,7 +452,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "3: a node that is cut off alone does not see that it was replaced": (
         cut_off_alone,
-        [(Ranks, "newest_begun", _nothing)],
+        [(Ranks, "on_newest_attempt", _nothing)],
     ),
     "4: nobody is told what is on storage": (
         exactly(_only_storage_is_left),
@@ -462,7 +462,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         exactly(_away_for_a_moment),
         [(Replicas, "tell_safe", _nothing)],
     ),
-    "6: hangs are not noticed": (of("hang"), [(Hangs, "tick", _nothing)]),
+    "6: hangs are not noticed": (of("hang"), [(Hangs, "on_time", _nothing)]),
     "7: the supervisor's pauses count": (
         of("stall"),
         [(silence.WatcherClock, "tick", _all_time_counts)],
@@ -533,7 +533,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "8: agents keep the writes of an earlier supervisor": (
         exactly(_taken_over_while_a_checkpoint_is_written),
-        [(NodeWrites, "connected", _nothing)],
+        [(NodeWrites, "on_connected", _nothing)],
     ),
     "9: what was given up stays in mind": (of(), [(Replicas, "give_up_older", _no_books)]),
     "1: the last write is given up although it makes progress": (
@@ -579,7 +579,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "13: agents leave before the journal is written": (
         _exactly_of_tasks(_taken_over_while_storage_hangs),
-        [(Departure, "tick", lambda self, now, unwritten: _tick(self, now, unwritten=False))],
+        [(Departure, "on_time", lambda self, now, unwritten: _tick(self, now, unwritten=False))],
     ),
     "7: tasks that were stopped have ended with those that failed beside them": (
         of_tasks("half told"),
@@ -595,7 +595,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "8: ranks that leave as Slurm ends the job have finished their training": (
         lambda seed: replace(exactly(_preempted)(seed), at_term=caught.LEAVES, copy_s=20.0),
-        [(Ranks, "terminated", lambda _: None)],
+        [(Ranks, "on_sigterm", lambda _: None)],
     ),
     "15: a rank that loses those that left ends those that save": (
         of("caught"),

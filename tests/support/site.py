@@ -56,19 +56,19 @@ class Site:
     def joined(self, name: str, **fields: Any) -> None:
         self.here.add(name)
         first = hello(name, **{"address": f"at-{name}", "data_port": 7, **fields})
-        self.do(self.checkpoints.joined(name, first, self.time))
+        self.do(self.checkpoints.on_agent_joined(name, first, self.time))
         self.replicate()
 
     def lost(self, name: str) -> None:
         self.here.discard(name)
-        self.do(self.checkpoints.lost(name, self.time))
+        self.do(self.checkpoints.on_node_lost(name, self.time))
 
     def hear(self, node: str, message: msg.AboutCheckpoints) -> None:
-        self.do(self.checkpoints.hear(node, message, self.time))
+        self.do(self.checkpoints.on_message(node, message, self.time))
         self.replicate()
 
     def look(self) -> None:
-        self.do(self.checkpoints.look(self.time))
+        self.do(self.checkpoints.on_time(self.time))
         self.replicate()
 
     def replicate(self) -> None:
@@ -80,7 +80,7 @@ class Site:
         self.checkpoints.replicas.took(took_s, self.time)
 
     def skip(self, step_number: int, rank: int, why: Skip = Skip.BUSY, attempt: int = 1) -> None:
-        self.do(self.checkpoints.skipped(attempt, step_number, rank, why, self.time))
+        self.do(self.checkpoints.on_save_skipped(attempt, step_number, rank, why, self.time))
 
     def choose(self, launch: Launch) -> ev.RestorePlanned:
         self.do(self.checkpoints.choose(launch, self.time))

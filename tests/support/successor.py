@@ -31,12 +31,12 @@ class Successor:
         self.nodes.append(node)
         known = self.story.state.nodes[node].incarnation
         greeting = hello(node, incarnation=known, **said)
-        effects = self.machine.joined(node, len(self.nodes), greeting, self.story.t)
+        effects = self.machine.on_agent_joined(node, len(self.nodes), greeting, self.story.t)
         self.machine.check()
         return effects
 
     def hears(self, node: str, message: Heard) -> list[Effect]:
-        effects = self.machine.heard(node, self.nodes.index(node) + 1, message, self.story.t)
+        effects = self.machine.on_message(node, self.nodes.index(node) + 1, message, self.story.t)
         self.machine.check()
         return effects
 
@@ -49,12 +49,12 @@ class Successor:
             self.story.t += WATCH_INTERVAL_S
             for node in self.nodes if beating is None else beating:
                 effects += self.hears(node, msg.Beat(1, []))
-            effects += self.machine.tick(self.story.t, unwritten=unwritten)
+            effects += self.machine.on_time(self.story.t, unwritten=unwritten)
         return effects
 
     def fenced(self, attempt: int) -> dict[str, msg.Launch]:
         """Whom that lets launch."""
-        return launches(self.machine.fenced(attempt, "", self.story.t))
+        return launches(self.machine.on_fenced(attempt, "", self.story.t))
 
 
 def image(rank: int, tier: str = "memory") -> msg.CopyReport:

@@ -9,7 +9,7 @@ import pytest
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.ranks import ITSELF, NodeTests
 from jurymast.core.state import messages as msg
-from jurymast.core.state.evidence import Alone
+from jurymast.core.state.evidence import NodeTimes
 from jurymast.core.state.settings import Settings
 from support.node_model import plan
 
@@ -27,11 +27,11 @@ def said(effects: list[do.Effect]) -> list[msg.ToSupervisor]:
 
 def works(made: NodeTests) -> msg.TestedAlone:
     """The processes do all that they are asked."""
-    (first,) = made.started(1, 77, "")
+    (first,) = made.on_tests_started(1, 77, "")
     assert first == do.TestDevices(1)
-    (together,) = made.answered(1, [Alone({"matmul": 1.0}), Alone({"matmul": 3.0})])
+    (together,) = made.on_tests_answered(1, [NodeTimes({"matmul": 1.0}), NodeTimes({"matmul": 3.0})])
     assert together == do.TestTogether(1, ITSELF, "", 77, 20.0, 2, 0)
-    (told,) = said(made.answered(1, [Alone({"gloo latency": 0.1})] * 2))
+    (told,) = said(made.on_tests_answered(1, [NodeTimes({"gloo latency": 0.1})] * 2))
     assert isinstance(told, msg.TestedAlone)
     made.check()
     return told
@@ -39,44 +39,50 @@ def works(made: NodeTests) -> msg.TestedAlone:
 
 def test_the_devices_are_tested_one_by_one_and_then_together() -> None:
     made = node()
-    assert made.test(ALONE, 10.0) == [do.StartTests(1, 2)]
-    assert works(made) == msg.TestedAlone(port=77, found=Alone({"matmul": 3.0, "local gloo latency": 0.1}))
+    assert made.on_test_ordered(ALONE, 10.0) == [do.StartTests(1, 2)]
+    assert works(made) == msg.TestedAlone(
+        port=77, found=NodeTimes({"matmul": 3.0, "local gloo latency": 0.1})
+    )
 
 
 def test_who_asks_again_is_told_the_same_and_nothing_begins_anew() -> None:
     """A supervisor that has taken over, say."""
     made = node()
-    made.test(ALONE, 10.0)
-    assert made.test(ALONE, 11.0) == []
+    made.on_test_ordered(ALONE, 10.0)
+    assert made.on_test_ordered(ALONE, 11.0) == []
     told = works(made)
-    assert made.test(ALONE, 12.0) == [do.Send(told)]
+    assert made.on_test_ordered(ALONE, 12.0) == [do.Send(told)]
 
 
 def test_a_device_that_is_wrong_or_fails_speaks_for_its_node() -> None:
     made = node()
-    made.test(ALONE, 10.0)
-    made.started(1, 77, "")
-    (told,) = said(made.answered(1, [Alone(wrong="a bit"), Alone(error="no memory")]))
-    assert told == msg.TestedAlone(port=77, found=Alone(wrong="a bit", error="no memory"))
+    made.on_test_ordered(ALONE, 10.0)
+    made.on_tests_started(1, 77, "")
+    (told,) = said(made.on_tests_answered(1, [NodeTimes(wrong="a bit"), NodeTimes(error="no memory")]))
+    assert told == msg.TestedAlone(port=77, found=NodeTimes(wrong="a bit", error="no memory"))
 
 
 def test_processes_that_cannot_be_started_are_an_answer() -> None:
     made = node()
-    made.test(ALONE, 10.0)
-    assert said(made.started(1, 0, "no room")) == [msg.TestedAlone(port=0, found=Alone(error="no room"))]
+    made.on_test_ordered(ALONE, 10.0)
+    assert said(made.on_tests_started(1, 0, "no room")) == [
+        msg.TestedAlone(port=0, found=NodeTimes(error="no room"))
+    ]
 
 
 def test_pairs_wait_for_their_turn() -> None:
     made = node()
-    (gone,) = said(made.test(PAIR, 9.0))
+    (gone,) = said(made.on_test_ordered(PAIR, 9.0))
     assert isinstance(gone, msg.TestedPair)
     assert "no test processes" in gone.error
-    made.test(ALONE, 10.0)
+    made.on_test_ordered(ALONE, 10.0)
     works(made)
     pair = do.TestTogether(1, "0-n1-n2", "10.0.0.1", 9, 5.0, 4, 2)
-    assert made.test(PAIR, 11.0) == [pair]
-    assert made.test(replace_name(PAIR, "1-n1-n3"), 11.0) == []
-    told, after = made.answered(1, [Alone({"gloo latency": 0.1}), Alone({"gloo latency": 0.2})])
+    assert made.on_test_ordered(PAIR, 11.0) == [pair]
+    assert made.on_test_ordered(replace_name(PAIR, "1-n1-n3"), 11.0) == []
+    told, after = made.on_tests_answered(
+        1, [NodeTimes({"gloo latency": 0.1}), NodeTimes({"gloo latency": 0.2})]
+    )
     assert told == do.Send(msg.TestedPair(name="0-n1-n2", times={"gloo latency": 0.2}))
     assert isinstance(after, do.TestTogether)
     assert after.name == "1-n1-n3"
@@ -87,12 +93,12 @@ def replace_name(order: msg.TestPair, name: str) -> msg.TestPair:
 
 
 def test_nodes_that_have_just_come_test_themselves_once_if_the_policy_says_so() -> None:
-    assert node(limit_s=0.0).host_started(10.0) == []
-    assert node(limit_s=None).host_started(10.0) == []
+    assert node(limit_s=0.0).on_host_started(10.0) == []
+    assert node(limit_s=None).on_host_started(10.0) == []
     made = node(gpus=8, driver=True, limit_s=None)
-    assert made.host_started(10.0) == [do.StartTests(1, 8)]
-    made.end()
-    assert made.host_started(11.0) == []
+    assert made.on_host_started(10.0) == [do.StartTests(1, 8)]
+    made.on_test_over()
+    assert made.on_host_started(11.0) == []
 
 
 @pytest.mark.parametrize(
@@ -102,19 +108,19 @@ def test_nodes_that_have_just_come_test_themselves_once_if_the_policy_says_so() 
 def test_there_is_a_process_a_device_that_can_be_used(
     ranks: int, gpus: int, driver: bool, count: int
 ) -> None:
-    assert node(ranks, gpus, driver=driver).test(ALONE, 10.0) == [do.StartTests(1, count)]
+    assert node(ranks, gpus, driver=driver).on_test_ordered(ALONE, 10.0) == [do.StartTests(1, count)]
 
 
 def test_processes_end_with_their_time_and_nothing_of_them_is_told_after_that() -> None:
     made = node()
-    made.test(ALONE, 10.0)
-    made.started(1, 77, "")
-    assert (made.wake_at, made.tick(69.9)) == (70.0, [])
-    assert made.tick(70.0) == [do.EndTests(1)]
+    made.on_test_ordered(ALONE, 10.0)
+    made.on_tests_started(1, 77, "")
+    assert (made.wake_at, made.on_time(69.9)) == (70.0, [])
+    assert made.on_time(70.0) == [do.EndTests(1)]
     made.check()
-    assert made.answered(1, [Alone(), Alone()]) == []
-    assert made.end() == []
-    assert made.test(ALONE, 80.0) == [do.StartTests(2, 2)]
-    assert made.started(1, 77, "") == []
-    assert made.answered(2, [Alone(), Alone()]) == [], "before they are ready"
-    assert made.started(2, 78, "") == [do.TestDevices(2)]
+    assert made.on_tests_answered(1, [NodeTimes(), NodeTimes()]) == []
+    assert made.on_test_over() == []
+    assert made.on_test_ordered(ALONE, 80.0) == [do.StartTests(2, 2)]
+    assert made.on_tests_started(1, 77, "") == []
+    assert made.on_tests_answered(2, [NodeTimes(), NodeTimes()]) == [], "before they are ready"
+    assert made.on_tests_started(2, 78, "") == [do.TestDevices(2)]

@@ -6,7 +6,7 @@ import pytest
 
 from jurymast.core.agent import effects as do
 from jurymast.core.agent import succession as machine
-from jurymast.core.agent.link import Hearing
+from jurymast.core.agent.link import SupervisorSilence
 from jurymast.core.agent.succession import HEIRS, LOOK_S, PULSE_INTERVAL_S, RESTART_S, STAGGER_S, Succession
 from jurymast.core.judges.silence import BEATS, FACTOR, KNOWN_AFTER, UNKNOWN_BEATS
 from jurymast.core.state import messages as msg
@@ -20,7 +20,7 @@ class Part:
 
     def __init__(self, node: str = "n0", heir: int | None = None, *, enabled: bool = True) -> None:
         self.now = 100.0
-        self.hearing = Hearing(PULSE_INTERVAL_S)
+        self.hearing = SupervisorSilence(PULSE_INTERVAL_S)
         self.machine = Succession(node, NODES, self.hearing, enabled=enabled)
         self.beat_every_s = PULSE_INTERVAL_S
         self.lives, self.heard, self.storage = True, True, True
@@ -29,14 +29,14 @@ class Part:
         self.beat_at = self.answer_at = self.now
         self.effects: list[tuple[float, do.Effect]] = []
         self.hearing.begin(self.now)
-        self.does(self.machine.answered(self.now))
+        self.does(self.machine.on_supervisor_answered(self.now))
 
     def does(self, effects: list[do.Effect]) -> None:
         self.machine.check()
         for effect in effects:
             if isinstance(effect, do.ReadPulse):
                 value = f"{self.epoch}:{self.count}" if self.storage else None
-                self.does(self.machine.pulse(value, self.now))
+                self.does(self.machine.on_pulse(value, self.now))
             else:
                 self.effects.append((self.now, effect))
 
@@ -49,10 +49,10 @@ class Part:
                 self.count, self.beat_at = self.count + 1, self.now + self.beat_every_s
             if self.heard and self.now >= self.answer_at:
                 self.answer_at = self.now + PULSE_INTERVAL_S
-                self.hearing.heard(msg.GoOn(time=0.0, patience_s=3.0, epoch=1, heir=self.heir), self.now)
-                self.does(self.machine.heard(self.now))
+                self.hearing.on_order(msg.GoOn(time=0.0, patience_s=3.0, epoch=1, heir=self.heir), self.now)
+                self.does(self.machine.on_order(self.now))
             if self.now >= self.machine.wake_at:
-                self.does(self.machine.tick(self.now))
+                self.does(self.machine.on_time(self.now))
         return [effect for _, effect in self.effects[before:]]
 
     def falls_silent(self) -> None:
@@ -63,8 +63,8 @@ class Part:
         """The connection: it hangs up, or it was closed."""
         self.heard = False
         if closed:
-            self.machine.closed(self.now)
-        self.does(self.machine.unanswered(self.now))
+            self.machine.on_connection_closed(self.now)
+        self.does(self.machine.on_no_answer(self.now))
 
     def takes_over_within(self, limit_s: float) -> float | None:
         """Seconds from now until it starts a supervisor."""
@@ -108,7 +108,7 @@ def test_the_next_supervisor_that_is_lost_is_replaced_as_quickly_as_the_one_befo
     part.passes(2 * LOOK_S)  # it sees the pulse before it is there
     part.heard = True
     part.hearing.begin(part.now)
-    part.does(part.machine.answered(part.now))
+    part.does(part.machine.on_supervisor_answered(part.now))
     assert do.StartSupervisor not in map(type, part.passes(3.0))
     part.falls_silent()
     took_s = part.takes_over_within(20.0)
@@ -175,7 +175,7 @@ def test_where_nobody_listens_any_more_nobody_starts_it_again() -> None:
     part = knows()
     part.lives = False
     part.loses(closed=True)
-    part.machine.refused(part.now)
+    part.machine.on_connection_refused(part.now)
     took_s = part.takes_over_within(20.0)
     assert took_s is not None
     assert took_s <= LIMIT_S + 2 * LOOK_S
@@ -195,18 +195,18 @@ def test_an_answer_that_comes_late_may_have_been_read_early() -> None:
     made, _ = part.machine, part.passes(0.1)
     part.falls_silent()
     asked_at = made.wake_at
-    assert made.tick(asked_at) == [do.ReadPulse()]
-    assert made.tick(asked_at + 5.0) == [], "one reading at a time"
+    assert made.on_time(asked_at) == [do.ReadPulse()]
+    assert made.on_time(asked_at + 5.0) == [], "one reading at a time"
     now = asked_at + 60.0
-    assert made.pulse(f"1:{part.count}", now) == []
-    assert made.tick(now + 1.0) == [do.ReadPulse()]
-    (start,) = made.pulse(f"1:{part.count}", now + 1.0)
+    assert made.on_pulse(f"1:{part.count}", now) == []
+    assert made.on_time(now + 1.0) == [do.ReadPulse()]
+    (start,) = made.on_pulse(f"1:{part.count}", now + 1.0)
     assert isinstance(start, do.StartSupervisor)
 
 
 def test_who_never_met_a_supervisor_starts_none() -> None:
-    made = Succession("n0", NODES, Hearing(PULSE_INTERVAL_S), enabled=True)
-    assert made.unanswered(100.0) == []
+    made = Succession("n0", NODES, SupervisorSilence(PULSE_INTERVAL_S), enabled=True)
+    assert made.on_no_answer(100.0) == []
     assert made.wake_at == do.NEVER
 
 
@@ -224,7 +224,7 @@ def test_while_its_own_supervisor_lives_it_starts_no_other() -> None:
     part.falls_silent()
     assert part.takes_over_within(10.0) is not None
     assert part.takes_over_within(60.0) is None
-    part.does(part.machine.supervisor_ended(part.now))
+    part.does(part.machine.on_supervisor_ended(part.now))
     assert part.takes_over_within(60.0) is not None, "it was not up to it, and nobody else came"
 
 
@@ -235,7 +235,7 @@ def test_who_is_with_the_last_supervisor_again_still_sees_the_pulse_of_its_own()
     assert part.takes_over_within(10.0) is not None
     part.heard = True
     part.hearing.begin(part.now)
-    part.does(part.machine.answered(part.now))
+    part.does(part.machine.on_supervisor_answered(part.now))
     part.passes(1.0)
     assert part.machine.wake_at <= part.now + LOOK_S
     assert part.passes(60.0) == []
@@ -271,6 +271,6 @@ def test_it_stands_by_while_the_supervisor_is_silent_and_supervises_then() -> No
     (start,) = part.passes(5.0)
     assert isinstance(start, do.StartSupervisor)
     part.hearing.begin(part.now)
-    part.does(part.machine.answered(part.now))
+    part.does(part.machine.on_supervisor_answered(part.now))
     part.heard, part.heir = True, None
     assert part.passes(20.0) == [], "what stood by supervises"

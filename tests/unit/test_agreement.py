@@ -49,7 +49,7 @@ class Site:
                 self.feed(effect.event)
 
     def look(self) -> None:
-        self.do(self.agreement.look(self.time, copying=self.copying))
+        self.do(self.agreement.on_time(self.time, copying=self.copying))
 
     def tell(self, node: str, order: msg.ToAgent) -> None:
         assert isinstance(order, msg.CadenceSet)
@@ -60,7 +60,7 @@ class Site:
 
     def feed(self, event: ev.Event) -> None:
         self.events.append(event)
-        self.agreement.heard(event)
+        self.agreement.on_event(event)
         take(self.state, event)
 
     def beat(self, node: str, at: int | None = None, settled: int | None = None) -> None:
@@ -69,7 +69,7 @@ class Site:
         settled = abs(page["decided"]) if settled is None else settled
         rank = reported(step=at, beats=at, settled=settled)
         beat = Beat(self.attempt, [rank], CadenceReport(**page, **self.asked))
-        self.do(self.agreement.beat(node, beat, self.time))
+        self.do(self.agreement.on_heartbeat(node, beat, self.time))
 
     def go_on(self, seconds: float, step_s: float = STEP_S) -> None:
         for _ in range(round(seconds / step_s)):
@@ -235,7 +235,7 @@ def test_an_asked_save_that_had_no_room_is_tried_again_but_not_for_ever() -> Non
 
 def test_without_a_checkpointer_there_is_nothing_to_ask() -> None:
     site = Site()
-    site.do(site.agreement.beat("a", Beat(1, []), site.time))
+    site.do(site.agreement.on_heartbeat("a", Beat(1, []), site.time))
     assert not site.agreement.ask("ann")
 
 

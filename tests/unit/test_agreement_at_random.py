@@ -128,11 +128,11 @@ class World:
         elif what < 0.55:
             agent.beat()
         elif what < 0.75 and agent.up:
-            self.do(self.agreement.beat(name, agent.up.popleft(), self.time))
+            self.do(self.agreement.on_heartbeat(name, agent.up.popleft(), self.time))
         elif what < 0.9 and agent.down:
             agent.memory.set_cadence(agent.down.popleft())
         elif what < 0.95:
-            self.do(self.agreement.look(self.time))
+            self.do(self.agreement.on_time(self.time))
         elif what < 0.965:
             self.agreement.ask("a test")
         elif what < 0.975:  # steps change their length, and with it the number of them between saves

@@ -41,7 +41,7 @@ REQUEUED = Outcome("requeued", 0, exclude=("n2",), lost=("n2",))
 def begun() -> Batch:
     made = Batch()
     assert made.begin(0.0) == [StartSupervisor(), StartAgents()]
-    assert made.started(0.0) == []
+    assert made.on_supervisor_started(0.0) == []
     return made
 
 
@@ -52,21 +52,21 @@ def without(effects: list[core.Effect]) -> list[core.Effect]:
 
 def test_the_job_ends_as_the_supervisor_has_written() -> None:
     made = begun()
-    assert made.supervisor_ended(0, DONE, 9.0) == [EndJob(DONE)]
+    assert made.on_supervisor_ended(0, DONE, 9.0) == [EndJob(DONE)]
     assert made.over
-    assert begun().supervisor_ended(0, REQUEUED, 9.0) == [RequeueJob(REQUEUED), EndJob(REQUEUED)]
+    assert begun().on_supervisor_ended(0, REQUEUED, 9.0) == [RequeueJob(REQUEUED), EndJob(REQUEUED)]
 
 
 def test_a_supervisor_that_crashes_is_started_again_for_ever_but_not_without_a_pause() -> None:
     made, now, pauses = begun(), 0.0, []
     for _ in range(RESTARTS_AT_ONCE + 9):
         now += 1.0
-        effects = without(made.supervisor_ended(1, None, now))
+        effects = without(made.on_supervisor_ended(1, None, now))
         died_at = now
         while not made.supervised:
             assert effects == []
             now += 0.25
-            effects = made.look(None, now, agents=True)
+            effects = made.on_time(None, now, agents=True)
         assert effects == [StartSupervisor()]
         pauses.append(now - died_at)
     assert pauses[:RESTARTS_AT_ONCE] == [0.0] * RESTARTS_AT_ONCE
@@ -77,73 +77,73 @@ def test_a_supervisor_that_crashes_is_started_again_for_ever_but_not_without_a_p
 def test_one_that_has_lived_for_a_while_counts_as_the_first() -> None:
     made = begun()
     for number in range(3 * RESTARTS_AT_ONCE):
-        ended = made.supervisor_ended(-9, None, (number + 1) * SHORT_LIFE_S)
+        ended = made.on_supervisor_ended(-9, None, (number + 1) * SHORT_LIFE_S)
         assert without(ended) == [StartSupervisor()]
 
 
 def in_a_pause() -> Batch:
     made = begun()
     for _ in range(RESTARTS_AT_ONCE + 1):
-        made.supervisor_ended(1, None, 1.0)
+        made.on_supervisor_ended(1, None, 1.0)
     assert not made.supervised
     return made
 
 
 def test_ranks_without_a_supervisor_come_to_their_end() -> None:
     made = in_a_pause()
-    assert made.look(None, 1.1, agents=True) == []
-    assert made.look(None, 1.2, agents=False) == [EndJob(FAILED)]
-    assert in_a_pause().look(DONE, 1.2, agents=False) == [EndJob(DONE)]
+    assert made.on_time(None, 1.1, agents=True) == []
+    assert made.on_time(None, 1.2, agents=False) == [EndJob(FAILED)]
+    assert in_a_pause().on_time(DONE, 1.2, agents=False) == [EndJob(DONE)]
 
 
 def test_a_signal_is_the_supervisor_s_and_without_one_it_waits_for_the_next() -> None:
     made = begun()
-    assert made.signalled(1.0, warning=True, supervised=True) == [Forward(warning=True)]
-    assert made.started(1.0) == [], "a warning is for nobody else"
-    assert made.signalled(2.0, warning=True, supervised=False) == []
-    assert made.started(2.0) == []
-    assert made.signalled(3.0, warning=False, supervised=False) == []
-    assert made.started(4.0) == [Forward(warning=False)]
+    assert made.on_signal(1.0, warning=True, supervised=True) == [Forward(warning=True)]
+    assert made.on_supervisor_started(1.0) == [], "a warning is for nobody else"
+    assert made.on_signal(2.0, warning=True, supervised=False) == []
+    assert made.on_supervisor_started(2.0) == []
+    assert made.on_signal(3.0, warning=False, supervised=False) == []
+    assert made.on_supervisor_started(4.0) == [Forward(warning=False)]
 
 
 def test_a_supervisor_that_died_of_the_end_of_its_job_is_told_of_it_again_but_not_for_ever() -> None:
     made = begun()
-    assert made.signalled(1.0, warning=False, supervised=True) == [Forward(warning=False)]
-    assert without(made.supervisor_ended(-9, None, 2.0)) == [StartSupervisor()]
-    assert made.started(3.0) == [Forward(warning=False)]
-    assert made.started(1.0 + TOLD_FOR_S) == [], "the job has gone on"
+    assert made.on_signal(1.0, warning=False, supervised=True) == [Forward(warning=False)]
+    assert without(made.on_supervisor_ended(-9, None, 2.0)) == [StartSupervisor()]
+    assert made.on_supervisor_started(3.0) == [Forward(warning=False)]
+    assert made.on_supervisor_started(1.0 + TOLD_FOR_S) == [], "the job has gone on"
 
 
 def test_a_sigterm_while_no_supervisor_stays_up_has_one_find_out_whether_the_job_ends() -> None:
     """It may be a stray one: the ranks go on without a supervisor."""
     paused = in_a_pause()
-    assert paused.look(None, 1.1, agents=True) == []
-    assert paused.signalled(1.1, warning=False, supervised=False) == []
-    assert paused.look(None, 1.1, agents=True) == [StartSupervisor()]
-    assert paused.started(1.2) == [Forward(warning=False)]
-    assert without(paused.supervisor_ended(1, None, 1.3)) == []
-    assert paused.look(None, 1.4, agents=True) == [], "not again and again"
+    assert paused.on_time(None, 1.1, agents=True) == []
+    assert paused.on_signal(1.1, warning=False, supervised=False) == []
+    assert paused.on_time(None, 1.1, agents=True) == [StartSupervisor()]
+    assert paused.on_supervisor_started(1.2) == [Forward(warning=False)]
+    assert without(paused.on_supervisor_ended(1, None, 1.3)) == []
+    assert paused.on_time(None, 1.4, agents=True) == [], "not again and again"
 
 
 def test_who_is_superseded_keeps_the_job_alive_until_the_other_has_decided() -> None:
     made = begun()
-    assert made.supervisor_ended(SUPERSEDED, None, 9.0) == []
-    assert made.look(None, 9000.0, agents=True) == []
-    assert made.look(DONE, 9001.0, agents=True) == [EndJob(DONE)]
+    assert made.on_supervisor_ended(SUPERSEDED, None, 9.0) == []
+    assert made.on_time(None, 9000.0, agents=True) == []
+    assert made.on_time(DONE, 9001.0, agents=True) == [EndJob(DONE)]
 
 
 def test_a_successor_s_requeue_is_waited_for_and_then_done_from_here() -> None:
     made = begun()
-    made.supervisor_ended(SUPERSEDED, None, 9.0)
-    assert made.look(REQUEUED, 10.0, agents=True) == []
-    assert made.look(REQUEUED, 9.9 + SUCCESSOR_LIMIT_S, agents=True) == []
-    late = made.look(REQUEUED, 10.0 + SUCCESSOR_LIMIT_S, agents=True)
+    made.on_supervisor_ended(SUPERSEDED, None, 9.0)
+    assert made.on_time(REQUEUED, 10.0, agents=True) == []
+    assert made.on_time(REQUEUED, 9.9 + SUCCESSOR_LIMIT_S, agents=True) == []
+    late = made.on_time(REQUEUED, 10.0 + SUCCESSOR_LIMIT_S, agents=True)
     assert without(late) == [RequeueJob(REQUEUED), EndJob(REQUEUED)]
     ended = begun()
-    ended.supervisor_ended(SUPERSEDED, None, 9.0)
-    ended.look(REQUEUED, 10.0, agents=True)
-    ended.signalled(10.5, warning=False, supervised=False)  # Slurm's, or a stray one: requeued it is anyhow
-    assert without(ended.look(REQUEUED, 11.0, agents=True)) == [RequeueJob(REQUEUED), EndJob(REQUEUED)]
+    ended.on_supervisor_ended(SUPERSEDED, None, 9.0)
+    ended.on_time(REQUEUED, 10.0, agents=True)
+    ended.on_signal(10.5, warning=False, supervised=False)  # Slurm's, or a stray one: requeued it is anyhow
+    assert without(ended.on_time(REQUEUED, 11.0, agents=True)) == [RequeueJob(REQUEUED), EndJob(REQUEUED)]
 
 
 def test_what_an_earlier_life_has_written_is_gone_before_this_one_begins(tmp_path: Path) -> None:

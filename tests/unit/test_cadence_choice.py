@@ -146,7 +146,7 @@ class Storage:
         self.writes: list[tuple[float, msg.Write]] = []
         self.checkpoints = Checkpoints(state)
         state.placement, state.phase, state.attempt = ("a",), Phase.RUNNING, 1
-        self.do(self.checkpoints.joined("a", hello("a"), 0.0))
+        self.do(self.checkpoints.on_agent_joined("a", hello("a"), 0.0))
 
     def do(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -157,14 +157,14 @@ class Storage:
         """Save every second; when writes to the shared tier began."""
         while self.time < until_s:
             self.time += 1.0
-            self.do(self.checkpoints.hear("a", msg.Held(copies=(image(int(self.time)),)), self.time))
+            self.do(self.checkpoints.on_message("a", msg.Held(copies=(image(int(self.time)),)), self.time))
             overwritten = msg.Dropped(copy=image(int(self.time) - KEPT))
-            self.do(self.checkpoints.hear("a", overwritten, self.time))
+            self.do(self.checkpoints.on_message("a", overwritten, self.time))
             for began, order in self.writes[-1:]:
                 if self.time >= began + copy_s:
                     done = msg.Written(id=order.id, tier="shared", ok=True)
-                    self.do(self.checkpoints.hear("a", done, self.time))
-            self.do(self.checkpoints.look(self.time))
+                    self.do(self.checkpoints.on_message("a", done, self.time))
+            self.do(self.checkpoints.on_time(self.time))
         return [began for began, _ in self.writes]
 
 

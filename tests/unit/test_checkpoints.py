@@ -349,7 +349,7 @@ def test_one_node_copies_what_is_on_shared_storage_to_the_object_store() -> None
     site = Site(object_url="s3://bucket", object_every_s=60.0)
     site.save()
     assert {order.tier for _, order in site.ordered(msg.Write)} == {"shared"}
-    site.checkpoints.found_on_storage({StateId(5, 1): 900}, [], site.time)
+    site.checkpoints.on_storage_read({StateId(5, 1): 900}, [], site.time)
     site.look()
     ((node, order),) = site.ordered(msg.Write)
     assert (node, order.tier, order.step, order.ranks) == ("n1", "object", 5, ())
@@ -396,11 +396,11 @@ def test_what_the_ranks_passed_over_on_storage_does_not_stand_for_newer_states()
     site.state.attempt = 2
     chosen = site.choose(launch("n1", "s1", "n3"))
     assert (chosen.tier, chosen.step) == ("shared", 20)
-    site.checkpoints.restored(2, 20, "shared")
+    site.checkpoints.on_restored(2, 20, "shared")
     assert set(site.shared) == {(10, 1), (20, 1)}
-    site.checkpoints.restored(2, 10, "memory")  # nobody has looked at storage
+    site.checkpoints.on_restored(2, 10, "memory")  # nobody has looked at storage
     assert set(site.shared) == {(10, 1), (20, 1)}
-    site.checkpoints.restored(2, 10, "shared")  # 20 is corrupt
+    site.checkpoints.on_restored(2, 10, "shared")  # 20 is corrupt
     assert set(site.shared) == {(10, 1)}
     assert site.secured()
     site.state.placement = ("n1", "s1", "n3")
@@ -418,7 +418,7 @@ def test_what_could_not_be_restored_from_memory_does_not_hold_newer_states_up() 
     site.save(30)
     site.state.attempt = 2
     assert site.choose(launch(*ACTIVE)).tier == "memory"
-    site.checkpoints.restored(2, 10, "shared")
+    site.checkpoints.on_restored(2, 10, "shared")
     site.save(20)
     assert site.saved("memory") == [(30, True), (20, True)]
 
@@ -585,7 +585,7 @@ def test_a_node_s_failure_domain_is_what_slurm_tells_of_its_switches(
 def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have() -> None:
     story = Story(active=2, spares=1).running()
     supervision = Supervision(story.state, "/runs/a", story.t)
-    supervision.found_on_storage({StateId(10, 1): 9, StateId(20, 1): 9}, [], story.t)
+    supervision.on_storage_read({StateId(10, 1): 9, StateId(20, 1): 9}, [], story.t)
     said = within.Restored(step=10, tier="shared", seconds=1.0, skipped=("step 20",))
-    supervision.heard("n1", 1, msg.RankEvent(attempt=2, event=said), story.t)
+    supervision.on_message("n1", 1, msg.RankEvent(attempt=2, event=said), story.t)
     assert set(supervision.checkpoints.writes.shared) == {(10, 1)}

@@ -119,7 +119,7 @@ class Walk:
             self.launch()
         for _ in range(50):
             self.time += PAUSE_MAX_S
-            self.do(self.checkpoints.look(self.time))
+            self.do(self.checkpoints.on_time(self.time))
             while self.checkpoints.replicas.under_way:
                 self.slice()
             self.quiet()
@@ -145,7 +145,7 @@ class Walk:
         speaking = [one for one in self.nodes.agents.values() if one.words]
         if speaking:
             agent = self.chance.choice(speaking)
-            self.do(self.checkpoints.hear(agent.name, agent.words.popleft(), self.time))
+            self.do(self.checkpoints.on_message(agent.name, agent.words.popleft(), self.time))
 
     def obey(self) -> None:
         """One order to one agent arrives."""
@@ -156,7 +156,7 @@ class Walk:
 
     def look(self) -> None:
         self.time += self.chance.choice((0.1, 1.0, 10.0, 400.0))
-        self.do(self.checkpoints.look(self.time))
+        self.do(self.checkpoints.on_time(self.time))
 
     def save(self) -> None:
         """All ranks save their next step, or one cannot."""
@@ -168,7 +168,7 @@ class Walk:
         for rank, name in enumerate(self.state.placement):
             agent = self.nodes.agents[name]
             if not agent.has_slot():
-                self.do(self.checkpoints.skipped(key[1], key[0], rank, Skip.BUSY, self.time))
+                self.do(self.checkpoints.on_save_skipped(key[1], key[0], rank, Skip.BUSY, self.time))
                 return
             agent.hold(report(MEMORY, key, rank, ACTIVE))
 
@@ -188,7 +188,7 @@ class Walk:
         agent.say_again()
         self.nodes.agents[agent.name] = agent
         self.give_role(agent.name)
-        self.do(self.checkpoints.joined(agent.name, agent.hello(), self.time))
+        self.do(self.checkpoints.on_agent_joined(agent.name, agent.hello(), self.time))
 
     def lose(self) -> None:
         if self.chance.random() < 0.3 and len(self.nodes.agents) > 1:
@@ -196,10 +196,10 @@ class Walk:
             self.away.append(agent)
             if self.chance.random() < 0.7:  # else a supervisor is new, and has not heard of it yet
                 self.give_role(agent.name)
-            self.do(self.checkpoints.lost(agent.name, self.time))
+            self.do(self.checkpoints.on_node_lost(agent.name, self.time))
             self.interrupt(agent.name)
             if agent.words:  # said before
-                self.do(self.checkpoints.hear(agent.name, agent.words.popleft(), self.time))
+                self.do(self.checkpoints.on_message(agent.name, agent.words.popleft(), self.time))
 
     def reconnect(self) -> None:
         """A connection broke, or an agent was started again, before anybody missed it."""
@@ -268,7 +268,7 @@ class Walk:
             here = msg.Source(tier=MEMORY, node=node, hosts=(), port=1, part="all", rank=rank)
             return (here,)
         ask = msg.AskSources(step=key[0], attempt=key[1], rank=rank)
-        (answer,) = self.checkpoints.hear(node, ask, self.time)
+        (answer,) = self.checkpoints.on_message(node, ask, self.time)
         assert isinstance(answer, Send)
         assert isinstance(answer.message, msg.Sources)
         return answer.message.sources

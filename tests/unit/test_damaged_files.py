@@ -122,7 +122,7 @@ def test_a_supervisor_that_cannot_read_the_newest_attempt_counts_one_more_and_go
     story = Story(active=2, spares=1).running()
     after = Successor(story)
     placed = story.state.placement
-    effects = after.machine.attempt_read(None, "attempt is damaged: no number", story.t)
+    effects = after.machine.on_attempt_read(None, "attempt is damaged: no number", story.t)
     notes = [
         one.event.message
         for one in effects
@@ -144,8 +144,8 @@ def test_a_number_older_than_the_journals_is_written_anew() -> None:
     """It may have been lost with the power; ranks that are cut off would take themselves for the newest."""
     story = Story().running()
     after = Successor(story)
-    assert after.machine.attempt_read(0, "", story.t) == [do.Fence(1)]
-    assert after.machine.attempt_read(1, "", story.t) == []
+    assert after.machine.on_attempt_read(0, "", story.t) == [do.Fence(1)]
+    assert after.machine.on_attempt_read(1, "", story.t) == []
     assert story.state.phase is Phase.RUNNING
 
 

@@ -81,8 +81,8 @@ def test_a_node_that_is_lost_while_slurm_ends_the_job_is_not_waited_for() -> Non
     after.joins(one, ranks="running", attempt=1, copies=(image(0),))
     effects = after.joins(other, ranks="running", attempt=1, copies=(image(1),))
     assert set(written(effects)) == {one, other}
-    (asks,) = [one for one in after.machine.terminated(story.t) if isinstance(one, WhyEnding)]
-    after.machine.why_ending(asks, "preempted", "", story.t)
+    (asks,) = [one for one in after.machine.on_sigterm(story.t) if isinstance(one, WhyEnding)]
+    after.machine.on_end_explained(asks, "preempted", "", story.t)
     orders = written(after.waits(LIMIT_MAX_S, beating=(one, spare)))
     assert {node: order.ranks for node, order in orders.items()} == {one: (0,), spare: (1,)}
     assert not story.state.incidents
@@ -118,8 +118,8 @@ def test_a_journal_that_cannot_be_written_is_not_waited_for_until_slurm_kills_th
     after = Successor(story)
     for node in story.state.placement:
         after.joins(node, ranks="running", attempt=1)
-    (asks,) = [one for one in after.machine.terminated(story.t) if isinstance(one, WhyEnding)]
-    after.machine.why_ending(asks, "preempted", "", story.t, 60.0)
+    (asks,) = [one for one in after.machine.on_sigterm(story.t) if isinstance(one, WhyEnding)]
+    after.machine.on_end_explained(asks, "preempted", "", story.t, 60.0)
     assert not sent_home(after.waits(60.0 - RESERVE_S - 1.0, unwritten=True))
     assert sent_home(after.waits(2.0, unwritten=True))
 
@@ -132,9 +132,9 @@ def preempted_with_grace() -> tuple[Successor, str, str]:
     after = Successor(story)
     after.joins(one, ranks="running", attempt=1)
     after.joins(other, ranks="running", attempt=1)
-    after.machine.closed(other, 2, story.t)
-    (asks,) = [one for one in after.machine.terminated(story.t) if isinstance(one, WhyEnding)]
-    after.machine.why_ending(asks, "preempted", "", story.t, 60.0)
+    after.machine.on_connection_closed(other, 2, story.t)
+    (asks,) = [one for one in after.machine.on_sigterm(story.t) if isinstance(one, WhyEnding)]
+    after.machine.on_end_explained(asks, "preempted", "", story.t, 60.0)
     assert sent_home(after.waits(LIMIT_MAX_S, beating=(one,)))
     return after, one, other
 
@@ -404,13 +404,13 @@ def test_slurm_is_asked_again_why_the_job_ends_and_the_run_ends_as_it_says() -> 
     after = Successor(story)
     for node in story.state.placement:
         after.joins(node)
-    (asks,) = [one for one in after.machine.terminated(story.t) if isinstance(one, WhyEnding)]
-    effects = after.machine.why_ending(asks, "unknown", "", story.t)
+    (asks,) = [one for one in after.machine.on_sigterm(story.t) if isinstance(one, WhyEnding)]
+    effects = after.machine.on_end_explained(asks, "unknown", "", story.t)
     assert not sent_home(effects)
     effects = after.waits(3.0)
     assert not sent_home(effects)
     assert effects.count(WhyEnding()) == 1
-    effects = after.machine.why_ending(asks, "timeout", "", story.t)
+    effects = after.machine.on_end_explained(asks, "timeout", "", story.t)
     assert story.state.phase is Phase.FAILED
     assert sent_home([*effects, *after.waits(0.1)])
 
@@ -420,8 +420,8 @@ def test_training_goes_on_if_slurm_neither_ends_the_job_nor_says_why_it_would() 
     after = Successor(story)
     for node in story.state.placement:
         after.joins(node)
-    (asks,) = [one for one in after.machine.terminated(story.t) if isinstance(one, WhyEnding)]
-    after.machine.why_ending(asks, "unknown", "", story.t)
+    (asks,) = [one for one in after.machine.on_sigterm(story.t) if isinstance(one, WhyEnding)]
+    after.machine.on_end_explained(asks, "unknown", "", story.t)
     assert not sent_home(after.waits(KILL_WAIT_S + SPARED_S + 1.0))
     assert not after.machine.departure.begun
     assert not after.machine.watch.ending

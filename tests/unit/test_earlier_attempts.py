@@ -146,8 +146,8 @@ def test_a_heartbeat_of_an_earlier_attempt_tells_no_progress(attempt: int, told:
     )  # fmt: skip
     for node in supervision.nodes:
         supervision.hears(node, msg.beat_of(attempt, [report]))
-    supervision.machine.warned(supervision.story.t)
-    supervision.machine.terminated(supervision.story.t)  # now all is told
+    supervision.machine.on_warning(supervision.story.t)
+    supervision.machine.on_sigterm(supervision.story.t)  # now all is told
     assert (supervision.machine.state.step == 90) is told
 
 
@@ -163,11 +163,11 @@ def test_ranks_of_an_earlier_attempt_that_still_run_are_dismissed(attempt: int) 
 def test_a_node_that_is_prepared_for_an_earlier_attempt_starts_no_ranks() -> None:
     ranks = Ranks(5.0)
     ranks.begin(0.0)
-    ranks.host_said(msg.Ready(store_port=1), 1.0)
-    assert ranks.launch(launch(2), 2.0) == [do.Prepare(launch(2))]
-    assert ranks.launch(launch(3), 3.0) == [do.Prepare(launch(3))]
-    assert ranks.prepared(2, 4.0) == []
-    assert ranks.prepared(3, 5.0) == [do.StartRanks(launch(3), False)]
+    ranks.on_host_message(msg.Ready(store_port=1), 1.0)
+    assert ranks.on_launch(launch(2), 2.0) == [do.Prepare(launch(2))]
+    assert ranks.on_launch(launch(3), 3.0) == [do.Prepare(launch(3))]
+    assert ranks.on_node_prepared(2, 4.0) == []
+    assert ranks.on_node_prepared(3, 5.0) == [do.StartRanks(launch(3), False)]
 
 
 def test_an_order_about_an_earlier_attempt_is_not_carried_out() -> None:
@@ -178,19 +178,19 @@ def test_an_order_about_an_earlier_attempt_is_not_carried_out() -> None:
     def fuzz(data: st.DataObject) -> None:
         ranks = Ranks(5.0)
         ranks.begin(0.0)
-        ranks.host_said(msg.Ready(store_port=1), 1.0)
-        ranks.launch(launch(3), 2.0)
-        ranks.prepared(3, 2.0)
+        ranks.on_host_message(msg.Ready(store_port=1), 1.0)
+        ranks.on_launch(launch(3), 2.0)
+        ranks.on_node_prepared(3, 2.0)
         if begun := data.draw(st.booleans()):
-            ranks.host_said(msg.Started(attempt=3, pids=(1,)), 3.0)
+            ranks.on_host_message(msg.Started(attempt=3, pids=(1,)), 3.0)
         if begun and data.draw(st.booleans()):
-            assert ranks.stop(3, 3.0, stacks=True) == [do.TakeStacks(3, (1,))]
+            assert ranks.on_stop(3, 3.0, stacks=True) == [do.TakeStacks(3, (1,))]
         before = copy.deepcopy(vars(ranks))
         attempt = data.draw(st.integers(-1, 2))
-        assert ranks.launch(launch(attempt), 4.0) == []
-        assert ranks.stop(attempt, 4.0, stacks=data.draw(st.booleans())) == []
-        assert ranks.look(msg.Look(attempt=attempt, number=1), 4.0) == []
-        assert ranks.stacks_taken(attempt, 4.0) == []
+        assert ranks.on_launch(launch(attempt), 4.0) == []
+        assert ranks.on_stop(attempt, 4.0, stacks=data.draw(st.booleans())) == []
+        assert ranks.on_look(msg.Look(attempt=attempt, number=1), 4.0) == []
+        assert ranks.on_stacks_taken(attempt, 4.0) == []
         assert vars(ranks) == before
         ranks.check()
 

@@ -75,11 +75,11 @@ class Site:
         self.shortages = Shortages()
         self.rooms = {node: Room(gib * GIB, f"/{node}/memory.max") for node, gib in rooms_gib.items()}
         for node, room in self.rooms.items():
-            self.shortages.joined(node, room)
+            self.shortages.on_agent_joined(node, room)
 
     def hear(self, node: str, image_gib: int, own_gib: int, *spares: str) -> None:
         sizes = {"image_bytes": image_gib * GIB, "own_bytes": own_gib * GIB}
-        self.shortages.hear(node, msg.Foreseen(**sizes, room=self.rooms[node]))
+        self.shortages.on_foreseen(node, msg.Foreseen(**sizes, room=self.rooms[node]))
         if self.shortages.complete(NODES):
             for effect in self.shortages.look(NODES, kept(*spares), 1.0):
                 assert isinstance(effect, Record)
@@ -113,7 +113,7 @@ def test_each_shortage_is_told_once_with_its_limit_and_what_follows() -> None:
 
 def test_who_left_is_not_counted_and_enough_is_enough() -> None:
     site = Site(n1=56, n2=56, s=0)
-    site.shortages.lost("s")
+    site.shortages.on_node_lost("s")
     for node in NODES:
         site.hear(node, 20, 8)
     assert site.notes == []

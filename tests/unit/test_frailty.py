@@ -23,7 +23,7 @@ from jurymast.core.judges.history import (
 )
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Launch
-from jurymast.core.state.failure_rate import AFTER_REPAIR, DAY_S, FailureRate, Frail, counted, prior
+from jurymast.core.state.failure_rate import AFTER_REPAIR, DAY_S, FailureRate, FrailNode, counted, prior
 from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.journal import initial_state
 from support.stories import START, Story
@@ -120,7 +120,7 @@ def test_who_is_likely_to_fail_and_why() -> None:
     assert found.times(NOW + DAY_S) == found.factor
     mended = history([FIRST, a_run("b", -7.0, 0.0)], NOW, DAY_S)  # one failure, and long good since
     assert frail_nodes(mended.values(), 50.0, NOW) == []
-    assert Frail(node="n", factor=1.9).times(NOW) == 1.0, "too little to matter"
+    assert FrailNode(node="n", factor=1.9).times(NOW) == 1.0, "too little to matter"
 
 
 def test_a_plan_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +143,14 @@ def test_a_plan_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # Placement.
 
 
-def placed(*frail: Frail, active: int = 2, spares: int = 2) -> tuple[Launch, Story]:
+def placed(*frail: FrailNode, active: int = 2, spares: int = 2) -> tuple[Launch, Story]:
     story = Story(active=active, spares=spares)
     story.state.frail = {one.node: one for one in frail}
     return story.allocated().last(Launch), story
 
 
 def test_who_is_likely_to_fail_becomes_a_spare_and_the_journal_says_why() -> None:
-    launch, story = placed(Frail(node="n3", factor=8.0, why="failed 4 times in 20 node-days"))
+    launch, story = placed(FrailNode(node="n3", factor=8.0, why="failed 4 times in 20 node-days"))
     assert launch.placement == ("n2", "n4"), "n1 is the batch host"
     told = "2 of 4 ready nodes; spares: n3 fails 8 times as often as others: failed 4 times in 20 node-days"
     assert launch.reason == told
@@ -158,14 +158,14 @@ def test_who_is_likely_to_fail_becomes_a_spare_and_the_journal_says_why() -> Non
 
 
 def test_the_worse_ones_come_last() -> None:
-    two = Frail(node="n2", factor=3.0, why="x"), Frail(node="n3", fresh_until=None, why="y")
+    two = FrailNode(node="n2", factor=3.0, why="x"), FrailNode(node="n3", fresh_until=None, why="y")
     launch, story = placed(*two)
     assert launch.placement == ("n1", "n4"), "rather the batch host than they"
     assert [node.name for node in story.state.spare_nodes()] == ["n2", "n3"]
     assert launch.reason.endswith(
         "n3 fails 25 times as often as others: y; n2 fails 3 times as often as others: x"
     )
-    many = [Frail(node=f"n{i}", factor=3.0, why="x") for i in range(2, 8)]
+    many = [FrailNode(node=f"n{i}", factor=3.0, why="x") for i in range(2, 8)]
     launch, _ = placed(*many, spares=6)
     assert launch.placement == ("n1", "n8")
     assert launch.reason.count("fails") == 3
@@ -173,15 +173,15 @@ def test_the_worse_ones_come_last() -> None:
 
 
 def test_without_a_choice_and_without_a_word_all_is_as_before() -> None:
-    assert placed()[0].placement == placed(Frail(node="n3", factor=1.5))[0].placement == ("n2", "n3")
+    assert placed()[0].placement == placed(FrailNode(node="n3", factor=1.5))[0].placement == ("n2", "n3")
     assert placed()[0].reason == "2 of 4 ready nodes"
-    launch, _ = placed(Frail(node="n1", factor=9.0), Frail(node="n2", factor=9.0), spares=0)
+    launch, _ = placed(FrailNode(node="n1", factor=9.0), FrailNode(node="n2", factor=9.0), spares=0)
     assert launch.placement == ("n1", "n2")
 
 
 def test_a_slow_node_is_the_later_choice() -> None:
     story = Story(active=2, spares=1, gpus=1)
-    story.state.frail = {"n3": Frail(node="n3", factor=9.0, why="x")}
+    story.state.frail = {"n3": FrailNode(node="n3", factor=9.0, why="x")}
     story.allocated()
     for name, slowness in (("n1", 1.0), ("n2", 1.6), ("n3", 1.0)):
         story.feed(ev.NodeTested(t=story.t, node=name, verdict="ok", slowness=slowness, message="told so"))
@@ -227,7 +227,7 @@ def test_a_placed_one_shortens_the_expected_time_between_failures() -> None:
 
     plain = Story(active=2, spares=0).allocated()
     story = Story(active=2, spares=0)
-    story.state.frail = {"n2": Frail(node="n2", fresh_until=None, why="x")}
+    story.state.frail = {"n2": FrailNode(node="n2", fresh_until=None, why="x")}
     story.allocated()
     ratio = expected_mtbf_s(plain.state, plain.t) / expected_mtbf_s(story.state, story.t)
     assert ratio == pytest.approx((2 + AFTER_REPAIR - 1) / 2, rel=0.01)

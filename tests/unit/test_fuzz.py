@@ -36,7 +36,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state import within
 from jurymast.core.state.host_messages import read_host
 from jurymast.core.state.images import ImageId
-from jurymast.core.state.message import Strange
+from jurymast.core.state.message import Unreadable
 from jurymast.core.state.settings import RunPlan
 from jurymast.errors import (
     AuthenticationError,
@@ -103,7 +103,7 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
 def messages(read: Callable[[bytes], Any]) -> Check:
     def check(data: bytes, _folder: Path) -> None:
         got = read(data)
-        assert isinstance(got, Strange) or msg.encode(got)
+        assert isinstance(got, Unreadable) or msg.encode(got)
 
     return check
 

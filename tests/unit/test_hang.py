@@ -28,7 +28,7 @@ from jurymast.core.judges.silence import (
     works,
 )
 from jurymast.core.judges.stacks import BACKWARD, BLOCKED, CODE, COLLECTIVE, LOADER, UNKNOWN
-from jurymast.core.state.evidence import Stand
+from jurymast.core.state.evidence import RankPlace
 from jurymast.core.state.within import TORCH_LIMIT_S
 
 AUTO = HangLimits(fixed_s=None, start_s=1800.0)
@@ -142,7 +142,7 @@ def test_what_a_rank_has_started_works_by_processor_or_by_bytes(cpu_s: float, si
     assert works(5.0, cpu_s, size) == does
 
 
-WAIT = {0: Stand(BACKWARD, "in backward at x.py:5"), 1: Stand(COLLECTIVE, "in recv at x.py:9")}
+WAIT = {0: RankPlace(BACKWARD, "in backward at x.py:5"), 1: RankPlace(COLLECTIVE, "in recv at x.py:9")}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_how_long_nobody_may_move(kinds: tuple[str, ...], limit_s: float, starte
     """Before the first step, and after it."""
     for starting, expected_s in ((True, limit_s), (False, started_limit_s)):
         looks = Looks()
-        stands = {rank: Stand(kind, "the same") for rank, kind in enumerate(kinds)}
+        stands = {rank: RankPlace(kind, "the same") for rank, kind in enumerate(kinds)}
         looks.add(100.0, stands)
         looks.add(100.0 + expected_s - 0.1, stands)
         assert not looks.stuck(1.0, idle=True, starting=starting)
@@ -184,7 +184,7 @@ def test_ranks_that_all_wait_for_each_other_hang_at_the_second_look() -> None:
 
 def test_a_rank_in_its_own_code_may_stand_still_for_longer() -> None:
     looks = Looks()
-    stands = {0: Stand(CODE, "4d2c1b90"), 1: Stand(CODE, "5f1e2a30")}
+    stands = {0: RankPlace(CODE, "4d2c1b90"), 1: RankPlace(CODE, "5f1e2a30")}
     for second in range(0, int(UNMOVED_S), int(LOOK_SELDOM_S)):
         looks.add(float(second), stands)
         assert not looks.stuck(1.0, idle=True)
@@ -198,5 +198,5 @@ def test_a_rank_in_its_own_code_may_stand_still_for_longer() -> None:
 def test_one_rank_that_moves_is_no_hang_however_long_it_takes() -> None:
     looks = Looks()
     for number in range(2000):
-        looks.add(number * LOOK_SELDOM_S, {**WAIT, 1: Stand(CODE, f"{number % 20}")})
+        looks.add(number * LOOK_SELDOM_S, {**WAIT, 1: RankPlace(CODE, f"{number % 20}")})
         assert not looks.stuck(1.0, idle=True)

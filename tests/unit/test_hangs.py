@@ -12,7 +12,7 @@ from jurymast.core.nodes.hangs import Hangs, Reports
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Effect, Record, Send
-from jurymast.core.state.evidence import Stand
+from jurymast.core.state.evidence import RankPlace
 from jurymast.core.state.messages import beat_of
 from jurymast.core.state.run import Phase
 from support.reports import reported
@@ -48,8 +48,8 @@ class Silent:
             self.asked, self.number = self.asked + 1, look.number
             answer = self.answers[effect.node]
             if answer is not None:
-                stands = {self.state.placement.index(effect.node): Stand(*answer, answer[1])}
-                self.hangs.looked(msg.Looked(attempt=look.attempt, number=look.number, stands=stands))
+                stands = {self.state.placement.index(effect.node): RankPlace(*answer, answer[1])}
+                self.hangs.on_looked(msg.Looked(attempt=look.attempt, number=look.number, stands=stands))
 
     def passes(
         self, seconds: float, quiet_s: float = 60.0, *, ended: bool = False, gone: Collection[str] = ()
@@ -61,8 +61,8 @@ class Silent:
             for node in self.state.placement:
                 phase = "done" if ended and node == self.state.placement[-1] else "stepping"
                 silent = reported(quiet_s=quiet_s, beat_s=quiet_s, longest_s=0.5, idle_s=quiet_s, phase=phase)
-                self.reports.beat(node, beat_of(self.state.attempt, [] if node in gone else [silent]))
-            self.does(self.hangs.tick(self.story.t))
+                self.reports.on_heartbeat(node, beat_of(self.state.attempt, [] if node in gone else [silent]))
+            self.does(self.hangs.on_time(self.story.t))
             if any(isinstance(event, ev.RanksHung) for event in self.fed):
                 return True
         return False
@@ -160,7 +160,7 @@ def test_a_step_that_was_long_once_does_not_delay_for_ever_how_soon_a_hang_is_fo
     def attempt(longest_s: float) -> None:
         report = reported(quiet_s=0.3, beat_s=0.3, longest_s=longest_s, idle_s=0.0, phase="stepping")
         for node in silent.state.placement:
-            silent.reports.beat(node, beat_of(silent.state.attempt, [report]))
+            silent.reports.on_heartbeat(node, beat_of(silent.state.attempt, [report]))
         silent.reports.attempt_over()
 
     attempt(1800.0)
@@ -216,12 +216,12 @@ def test_a_node_whose_ranks_have_ended_is_not_waited_for() -> None:
 
 def test_answers_to_an_older_question_or_of_another_attempt_do_not_count() -> None:
     silent = Silent()
-    late = {place: Stand(COLLECTIVE, "in all_reduce at a.py:1") for place in range(2)}
+    late = {place: RankPlace(COLLECTIVE, "in all_reduce at a.py:1") for place in range(2)}
     for _ in range(30):
         assert not silent.passes(1.0)
         now, number = silent.state.attempt, silent.number
         for attempt, of in ((now, number - 1), (now - 1, number), (now + 1, number)):
-            silent.hangs.looked(msg.Looked(attempt=attempt, number=of, stands=late))
+            silent.hangs.on_looked(msg.Looked(attempt=attempt, number=of, stands=late))
 
 
 def test_only_ranks_that_run_hang() -> None:

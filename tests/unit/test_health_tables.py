@@ -229,10 +229,10 @@ class Heard:
         self.events += [effect.event for effect in effects if isinstance(effect, Record)]
 
     def joined(self, node: str, told: list[Finding]) -> None:
-        self.take(self.health.joined(node, told, 100.0))
+        self.take(self.health.on_agent_joined(node, told, 100.0))
 
     def hear(self, node: str, finding: Finding) -> None:
-        self.take(self.health.found(node, finding, 100.0))
+        self.take(self.health.on_finding(node, finding, 100.0))
 
     def found(self) -> list[tuple[str, str, float]]:
         return [(e.node, e.verdict, e.at) for e in self.events if isinstance(e, ev.HealthFound)]
@@ -284,7 +284,7 @@ def test_what_is_no_finding_is_not_taken_for_one(values: dict[str, Any]) -> None
     with pytest.raises(ValueError):
         Finding.from_json(values)
     said = json.dumps({"say": "health found", "finding": values}).encode()
-    assert isinstance(msg.read_said(said), msg.Strange)
+    assert isinstance(msg.read_said(said), msg.Unreadable)
 
 
 def test_a_finding_survives_its_way_as_json() -> None:

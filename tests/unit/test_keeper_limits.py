@@ -200,10 +200,10 @@ class Asking:
     got: list[Buffer] = field(default_factory=list)
     why: str = ""
 
-    def granted(self, buffers: list[Buffer]) -> None:
+    def on_memory_granted(self, buffers: list[Buffer]) -> None:
         self.got = buffers
 
-    def refused(self, why: str) -> None:
+    def on_memory_refused(self, why: str) -> None:
         self.why = why
 
 
@@ -217,9 +217,9 @@ def test_memory_granted_but_not_yet_taken_is_not_granted_twice() -> None:
         while effects:
             match effects.pop(0):
                 case do.Measure():
-                    memory.measured(Room(5 * ROUND_BYTES, "here"), {})
+                    memory.on_memory_measured(Room(5 * ROUND_BYTES, "here"), {})
                 case do.Make():
-                    memory.made("")
+                    memory.on_buffers_made("")
         return asking
 
     first = take(2, ROUND_BYTES).got

@@ -67,7 +67,7 @@ def test_a_base_that_is_given_up_while_it_is_made_ready_is_nobody_elses() -> Non
         answer_one(node, do.Measure)
     assert kinds(node) == [do.Fetch]
     node.may_go = lambda copy: True
-    node.act(node.machine.ordered(msg.Void(step=1, attempt=1)))
+    node.act(node.machine.on_order(msg.Void(step=1, attempt=1)))
     (view,) = [view for view in node.ranks[0].slots if view.buffer == node.waiting[0].buffer]  # type: ignore[union-attr]
     assert not view.mine
     node.quiet()
@@ -82,13 +82,13 @@ def test_a_replica_that_is_given_up_while_it_is_verified_for_a_restore_is_not_lo
     node.launch(None, [0])
     node.states = [StateId(5, 1)]
     order = msg.Replicate(step=5, attempt=1, rank=0, part="own", sources=node.sources(0))
-    node.act(node.machine.ordered(order))
+    node.act(node.machine.on_order(order))
     node.quiet()
     assert [copy.tier for copy in node.served] == [PEER]
     node.launch(StateId(5, 1), [0])
     assert kinds(node) == [do.Verify]
     node.may_go = lambda copy: True
-    node.act(node.machine.ordered(msg.Void(step=5, attempt=1)))
+    node.act(node.machine.on_order(msg.Void(step=5, attempt=1)))
     node.quiet()  # the machine's check would find the buffer that nobody has
     assert node.ranks[0].found == (5, 1, 0)
 
@@ -96,7 +96,7 @@ def test_a_replica_that_is_given_up_while_it_is_verified_for_a_restore_is_not_lo
 def replicate(node: KeeperNode, step: int) -> None:
     order = msg.Replicate(step=step, attempt=1, rank=2, part="own", sources=node.sources(2))
     node.asked.add((ImageId(step, 1, 2), "own"))
-    node.act(node.machine.ordered(order))
+    node.act(node.machine.on_order(order))
 
 
 @pytest.mark.parametrize("order", [msg.Committed(step=6, attempt=1), msg.Void(step=5, attempt=1)])
@@ -104,7 +104,7 @@ def test_a_replica_of_what_is_passed_is_not_made(order: msg.KeeperOrder) -> None
     node = trained()
     replicate(node, 5)
     node.may_go = lambda copy: True
-    node.act(node.machine.ordered(order))
+    node.act(node.machine.on_order(order))
     node.asked.clear()
     node.quiet()
     assert 5 not in steps_held(node)
@@ -115,17 +115,17 @@ def test_free_slots_make_room_for_others_images_when_the_nodes_are_about_to_go()
     node = trained()
     node.free = 0
     order = msg.Replicate(step=5, attempt=1, rank=2, part="all", sources=node.sources(2))
-    node.act(node.machine.ordered(order))
+    node.act(node.machine.on_order(order))
     node.quiet()
     assert steps_held(node) == [1]
     node.ranks[0].slots[0].writing = node.ranks[0].slots[1].writing = True
-    node.act(node.machine.ordered(msg.GiveSlotsUp()))
-    node.act(node.machine.ordered(order))
+    node.act(node.machine.on_order(msg.GiveSlotsUp()))
+    node.act(node.machine.on_order(order))
     node.quiet()
     assert steps_held(node) == [1], "its rank is writing there"
     node.ranks[0].slots[0].writing = node.ranks[0].slots[1].writing = False
-    node.act(node.machine.ordered(msg.GiveSlotsUp()))
-    node.act(node.machine.ordered(order))
+    node.act(node.machine.on_order(msg.GiveSlotsUp()))
+    node.act(node.machine.on_order(order))
     node.quiet()
     assert steps_held(node) == [1, 5]
 
@@ -150,7 +150,7 @@ def test_older_replicas_make_room_for_what_a_rank_restores() -> None:
 def test_what_was_given_up_and_is_ordered_again_is_made() -> None:
     node = trained()
     replicate(node, 5)
-    node.act(node.machine.ordered(msg.Void(step=5, attempt=1)))
+    node.act(node.machine.on_order(msg.Void(step=5, attempt=1)))
     replicate(node, 5)
     node.quiet()
     assert node.replicated == 1
@@ -165,11 +165,11 @@ def test_an_image_that_is_not_whole_in_its_own_memory_is_had_from_another_node()
     restore = msg.Restore(step=1, attempt=1, ranks={0: ()})
     node.ranks[0].number = 0
     node.may_go = lambda copy: copy is held
-    node.act(node.machine.launch(node.attempt, [0], node.world, restore, 0.0))
+    node.act(node.machine.on_launch(node.attempt, [0], node.world, restore, 0.0))
     (verify,) = [one for one in node.waiting if isinstance(one, do.Verify)]
     node.waiting.remove(verify)
     node.may_go = lambda copy: copy is held
-    node.act(node.machine.verified(verify.number, False))
+    node.act(node.machine.on_copy_verified(verify.number, False))
     assert kinds(node) == [msg.AskSources]
     node.quiet()
     assert node.ranks[0].restore == "ready"
@@ -182,11 +182,11 @@ def test_a_restore_that_waits_to_hear_who_else_has_it_ends_with_its_attempt() ->
     node.waiting.clear()
     node.attempt += 1
     restore = msg.Restore(step=7, attempt=1, ranks={0: ()})
-    node.act(node.machine.launch(node.attempt, [0], node.world, restore, 0.0))
+    node.act(node.machine.on_launch(node.attempt, [0], node.world, restore, 0.0))
     assert msg.AskSources in kinds(node)
     node.launch(StateId(1, 1), [0])
     late = msg.Sources(step=7, attempt=1, rank=0, sources=node.sources(0))
-    node.act(node.machine.ordered(late))
+    node.act(node.machine.on_order(late))
     node.waiting = [one for one in node.waiting if not isinstance(one, msg.AskSources)]
     node.quiet()
     assert node.ranks[0].found == (1, 1, 0)

@@ -26,9 +26,9 @@ from jurymast.keeper.copies import CopyTable
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import RestoreStatus, Word
 from jurymast.keeper.transfer import (
-    Filling,
     GetBytes,
     GetManifest,
+    ImageFetch,
     ImageName,
     NotServed,
     Served,
@@ -533,7 +533,7 @@ async def test_a_block_counts_only_when_it_is_whole() -> None:
         manifest = a.copies.find(KEY)[0].manifest
         buffer = await a.borrow(SIZE, "a test")
         assert buffer is not None
-        filling = Filling(manifest, buffer)
+        filling = ImageFetch(manifest, buffer)
         there = source(a, 1)
         await asyncio.to_thread(filling.from_peer, there, ACCESS, ImageId(10, 1, 1), "all", "peer")
         assert not filling.complete

@@ -135,7 +135,7 @@ def test_ranks_are_told_of_a_checkpoint_that_only_storage_knows_of() -> None:
     left, out = story.state.placement
     story.lost(out)
     after = Successor(story)
-    after.machine.found_on_storage({StateId(5, 1): 100}, [], story.t)
+    after.machine.on_storage_read({StateId(5, 1): 100}, [], story.t)
     after.joins(next(name for name in story.state.nodes if name not in (left, out)))
     after.joins(left, attempt=1)
     told = after.fenced(2)

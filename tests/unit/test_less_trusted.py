@@ -23,7 +23,7 @@ from jurymast.core.state import within
 from jurymast.core.state.effects import Record
 from jurymast.core.state.findings import MESSAGE_MAX, Finding, Verdict
 from jurymast.core.state.images import ImageId
-from jurymast.core.state.message import KINDS_COUNTED, Strange, Strangers
+from jurymast.core.state.message import KINDS_COUNTED, Strangers, Unreadable
 from jurymast.health.child import ProbeChild
 from jurymast.health.probe import Context
 from jurymast.health.watcher import UNREADABLE, ProbeWatcher
@@ -151,7 +151,7 @@ def test_whatever_a_rank_writes_into_the_pipe_the_next_is_heard(attack: str) -> 
     finally:
         os.close(pipe)
     assert heard[-1] == HONEST
-    assert all(isinstance(one, Strange) for one in heard[:-1])
+    assert all(isinstance(one, Unreadable) for one in heard[:-1])
 
 
 @pytest.mark.parametrize("numbers", [(-1, 0), (99, 0), (0, 99), (0, -1), (2**62, 2**62)])
@@ -171,7 +171,7 @@ def test_kinds_of_messages_that_a_sender_makes_up_are_counted_together() -> None
     notes: list[str] = []
     strangers = Strangers(lambda sender, text: notes.append(text))
     for number in range(10_000):
-        strangers.heard("n1", Strange(f"kind {number}", "unknown"))
+        strangers.heard("n1", Unreadable(f"kind {number}", "unknown"))
     assert len(strangers._said["n1"]) == KINDS_COUNTED + 1
     strangers.left("n1")
     assert notes[-1].startswith(f"10000 unknown messages were ignored: others {10_000 - KINDS_COUNTED}")
@@ -244,7 +244,7 @@ SEEN = Finding(probe="p", code="c", verdict=Verdict.SUSPECT, kind="hardware", me
 
 def found(findings: Iterable[Finding], every_s: float = 0.0) -> list[Any]:
     health = NodeHealth()
-    records = [health.found("n1", one, number * every_s) for number, one in enumerate(findings)]
+    records = [health.on_finding("n1", one, number * every_s) for number, one in enumerate(findings)]
     return [effect.event for effects in records for effect in effects if isinstance(effect, Record)]
 
 

@@ -20,7 +20,7 @@ from jurymast.cluster.allocation import Allocation
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
-from jurymast.core.state.evidence import Alone, Entered, Stand
+from jurymast.core.state.evidence import Entered, NodeTimes, RankPlace
 from jurymast.core.state.findings import Finding, Verdict
 from jurymast.core.state.host_messages import read_host
 from jurymast.core.state.incident import Alert
@@ -66,11 +66,13 @@ SAID: list[msg.ToSupervisor] = [
     msg.HangsUp(),
     msg.HangsUp(newer=PLACE),
     msg.Leaving(why="x"),
-    msg.Looked(attempt=1, number=2, stands={0: Stand("code", "in f"), 7: Stand("collective", "in g")}),
+    msg.Looked(
+        attempt=1, number=2, stands={0: RankPlace("code", "in f"), 7: RankPlace("collective", "in g")}
+    ),
     msg.Stacks(attempt=1, ranks=(0,), kinds=("code",), places=("in f",), folder="e", flights=(ENTERED,)),
     msg.HealthFound(finding=FINDING),
     msg.VerdictLeft(why="no munge"),
-    msg.TestedAlone(port=4, found=Alone({"gloo latency": 0.1}, "wrong", "error")),
+    msg.TestedAlone(port=4, found=NodeTimes({"gloo latency": 0.1}, "wrong", "error")),
     msg.TestedPair(name="0-a-b", times={"gloo latency": 0.1}),
     msg.Held(copies=(COPY,)),
     msg.Dropped(copy=COPY, why="corrupt"),
@@ -140,14 +142,14 @@ def test_every_kind_survives_its_way() -> None:
     for answer in ANSWERS:
         assert msg.read_answer(msg.encode(answer)) == answer
     for kinds, samples in ((msg.Said, SAID), (msg.Order, ORDERS), (msg.Answer, ANSWERS)):
-        assert set(get_args(kinds)) - {msg.Beat, msg.Strange} == {type(sample) for sample in samples}
+        assert set(get_args(kinds)) - {msg.Beat, msg.Unreadable} == {type(sample) for sample in samples}
 
 
 def test_kinds_are_called_as_their_classes_are_and_say_what_they_mean() -> None:
     assert json.loads(msg.encode(msg.CancelWrite(id="7"))) == {"do": "cancel write", "id": "7"}
     for kind in {*get_args(msg.Said), *get_args(msg.Order), *get_args(msg.Answer)}:
         assert kind.__doc__, kind
-        assert kind is msg.Strange or kind.__struct_config__.frozen
+        assert kind is msg.Unreadable or kind.__struct_config__.frozen
 
 
 def test_a_message_for_many_is_encoded_once() -> None:
@@ -180,7 +182,7 @@ NONSENSE = [
 @pytest.mark.parametrize(("payload", "kind"), NONSENSE)
 def test_what_is_no_message_is_named_as_well_as_can_be(payload: bytes, kind: str) -> None:
     found = msg.read_said(payload)
-    assert isinstance(found, msg.Strange)
+    assert isinstance(found, msg.Unreadable)
     assert (found.kind, bool(found.why)) == (kind, True)
 
 
@@ -191,7 +193,7 @@ def test_fields_that_are_not_known_are_left_out() -> None:
 def test_each_sender_s_first_is_told_and_the_number_of_all() -> None:
     notes: list[tuple[str, str]] = []
     strangers = Strangers(lambda sender, text: notes.append((sender, text)))
-    dance, held = msg.Strange("dance", "not here"), msg.Strange("held", "a field is missing")
+    dance, held = msg.Unreadable("dance", "not here"), msg.Unreadable("held", "a field is missing")
     for what in (dance, held, dance):
         strangers.heard("n1", what)
     strangers.heard("n2", held)
@@ -329,5 +331,5 @@ def test_nonsense_between_the_agent_and_its_host_ends_neither() -> None:
     ):  # fmt: skip
         assert read_host(msg.encode(said)) == said
     strange = read_host(b'{"say":"dance"}')
-    assert isinstance(strange, msg.Strange)
+    assert isinstance(strange, msg.Unreadable)
     assert strange.kind == "dance"

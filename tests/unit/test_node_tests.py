@@ -12,7 +12,7 @@ from jurymast.core.state import effects as ins
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Effect, Record, Send
-from jurymast.core.state.evidence import Alone
+from jurymast.core.state.evidence import NodeTimes
 from jurymast.core.state.run import Role
 from support.stories import Story
 
@@ -54,7 +54,7 @@ class Lab:
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
-        self.does(self.preflight.tick(self.now))
+        self.does(self.preflight.on_time(self.now))
 
     def taken(self) -> list[tuple[str, msg.ToAgent]]:
         sent, self.sent = self.sent, []
@@ -64,13 +64,13 @@ class Lab:
         return [node for node, message in self.sent if isinstance(message, kind)]
 
     def alone(self, node: str, port: int = 7, **found: str) -> None:
-        answer = msg.TestedAlone(port=port, found=Alone(times=FAST, **found))
-        self.does(self.preflight.heard(node, answer, self.now))
+        answer = msg.TestedAlone(port=port, found=NodeTimes(times=FAST, **found))
+        self.does(self.preflight.on_test_result(node, answer, self.now))
 
     def pair(self, node: str, test: msg.TestPair, error: str = "", seconds: float = 1.0) -> None:
         times = {} if error else {"gloo transfer": seconds}
         answer = msg.TestedPair(name=test.name, times=times, error=error)
-        self.does(self.preflight.heard(node, answer, self.now))
+        self.does(self.preflight.on_test_result(node, answer, self.now))
 
     def plays(self, slow: str = "") -> list[set[str]]:
         """All orders for pairs are carried out, round after round, the ones that these lead to as well."""
@@ -212,8 +212,8 @@ def test_answers_that_nobody_waits_for_do_no_harm() -> None:
     lab.alone("n1")
     lab.begin()
     stray = msg.TestedPair(name="0-n1-n2", times={}, error="of an earlier order")
-    lab.does(lab.preflight.heard("n1", stray, lab.now))
-    lab.does(lab.preflight.heard("nobody", msg.TestedAlone(port=1, found=Alone()), lab.now))
+    lab.does(lab.preflight.on_test_result("n1", stray, lab.now))
+    lab.does(lab.preflight.on_test_result("nobody", msg.TestedAlone(port=1, found=NodeTimes()), lab.now))
     for name in lab.names:
         lab.alone(name)
     lab.plays()

@@ -74,14 +74,14 @@ class Leaving:
                 return
             self.did(self.after.waits(1.0))
             if AskSuperseded() in self.effects:
-                self.did(self.machine.superseded(False, self.story.t))
+                self.did(self.machine.on_superseded(False, self.story.t))
 
     def says(self, why: str, kill_in_s: float | None = KILL_WAIT_S) -> None:
         by = "scancel" if why == "cancelled" else ""
-        self.did(self.machine.why_ending(WhyEnding(), why, by, self.story.t, kill_in_s))
+        self.did(self.machine.on_end_explained(WhyEnding(), why, by, self.story.t, kill_in_s))
 
     def asks(self, what: str) -> None:
-        _, effects = self.machine.asked(msg.Ask(what=what, by="ada"), self.story.t)
+        _, effects = self.machine.on_request(msg.Ask(what=what, by="ada"), self.story.t)
         self.did(effects)
 
     @property
@@ -90,12 +90,12 @@ class Leaving:
 
 
 def warning(run: Leaving) -> None:
-    run.did(run.machine.warned(run.story.t))
+    run.did(run.machine.on_warning(run.story.t))
 
 
 def sigterm(run: Leaving) -> None:
     """Slurm does not answer."""
-    run.did(run.machine.terminated(run.story.t))
+    run.did(run.machine.on_sigterm(run.story.t))
 
 
 def agents_sigterm(run: Leaving) -> None:
@@ -301,7 +301,7 @@ def test_all_agents_signals_are_one_question_to_slurm() -> None:
 def test_slurm_that_says_later_that_the_job_goes_on_revokes_the_departure() -> None:
     run = Leaving()
     agents_sigterm(run)
-    run.did(run.machine.why_ending(WhyEnding("n2", 1), "unknown", "", run.story.t))
+    run.did(run.machine.on_end_explained(WhyEnding("n2", 1), "unknown", "", run.story.t))
     assert run.departure.begun
     run.says("running", None)
     assert not run.departure.begun
@@ -331,7 +331,7 @@ def test_a_node_that_goes_after_its_agents_signal_was_taken_and_has_not_failed()
     run = Leaving()
     node, _ = run.story.state.placement
     run.did(run.after.hears(node, msg.Terminated()))
-    run.did(run.machine.why_ending(WhyEnding(node, 1), "running", "", run.story.t))
+    run.did(run.machine.on_end_explained(WhyEnding(node, 1), "running", "", run.story.t))
     assert run.story.state.phase is Phase.RUNNING, "it may have been a stray signal"
     run.did(run.after.hears(node, msg.Leaving(why="")))
     (lost,) = run.story.state.findings.lost

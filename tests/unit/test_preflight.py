@@ -20,7 +20,7 @@ from jurymast.core.judges.tests import (
 from jurymast.core.run.machine import resume
 from jurymast.core.state import effects as ins
 from jurymast.core.state import events as ev
-from jurymast.core.state.evidence import Alone
+from jurymast.core.state.evidence import NodeTimes
 from jurymast.core.state.findings import Verdict
 from jurymast.core.state.run import Phase, Role
 from jurymast.core.state.settings import Settings
@@ -47,7 +47,7 @@ def play(nodes: list[str], slow: set[str], *, fails: bool = False) -> list[Pairi
 
 
 def verdicts(nodes: list[str], slow: set[str], *, fails: bool = False) -> dict[str, Judgement]:
-    alone = {name: Alone({PRODUCT: 0.001}) for name in nodes}
+    alone = {name: NodeTimes({PRODUCT: 0.001}) for name in nodes}
     return {found.node: found for found in judge(nodes, alone, play(nodes, slow, fails=fails))}
 
 
@@ -101,10 +101,10 @@ def test_two_nodes_alone_cannot_tell_whose_fault_it_is() -> None:
 
 def test_a_wrong_result_is_bad_and_a_slow_one_suspect() -> None:
     nodes = names(4)
-    alone = {name: Alone({PRODUCT: 0.001, "memory copy": 0.01}) for name in nodes}
-    alone["n1"] = Alone({PRODUCT: 0.001, "memory copy": 0.01}, wrong="1 of 9 products were wrong")
-    alone["n2"] = Alone({PRODUCT: 0.0025, "memory copy": 0.01})
-    alone["n3"] = Alone({PRODUCT: 0.0014, "memory copy": 0.01})
+    alone = {name: NodeTimes({PRODUCT: 0.001, "memory copy": 0.01}) for name in nodes}
+    alone["n1"] = NodeTimes({PRODUCT: 0.001, "memory copy": 0.01}, wrong="1 of 9 products were wrong")
+    alone["n2"] = NodeTimes({PRODUCT: 0.0025, "memory copy": 0.01})
+    alone["n3"] = NodeTimes({PRODUCT: 0.0014, "memory copy": 0.01})
     found = {judgement.node: judgement for judgement in judge([*nodes, "n4"], alone, [])}
     assert [(j.verdict.value, j.slowness) for j in found.values()] == [
         ("ok", 1.0), ("bad", 1.0), ("suspect", 2.5), ("ok", 1.4), ("unknown", 1.0),
@@ -116,13 +116,13 @@ def test_a_wrong_result_is_bad_and_a_slow_one_suspect() -> None:
 @pytest.mark.parametrize("wrong", [2, 3, 4])
 def test_what_most_nodes_fail_is_the_tests_fault(wrong: int) -> None:
     nodes = names(4)
-    for broken in (Alone(error="RuntimeError: no"), Alone(wrong="all wrong")):
-        alone = {name: broken if i < wrong else Alone({PRODUCT: 0.001}) for i, name in enumerate(nodes)}
+    for broken in (NodeTimes(error="RuntimeError: no"), NodeTimes(wrong="all wrong")):
+        alone = {name: broken if i < wrong else NodeTimes({PRODUCT: 0.001}) for i, name in enumerate(nodes)}
         assert {j.verdict for j in judge(nodes[:wrong], alone, [])} == {Verdict.UNKNOWN}
 
 
 def test_differences_below_what_training_notices_are_noise() -> None:
-    alone = {name: Alone() for name in names(3)}
+    alone = {name: NodeTimes() for name in names(3)}
     played = [
         Pairing(("n0", "n1"), {LATENCY: 0.0001}),
         Pairing(("n2", "n0"), {LATENCY: 0.004}),

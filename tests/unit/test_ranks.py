@@ -17,7 +17,7 @@ import pytest
 from jurymast.agent import ranks
 from jurymast.agent.ranks import RankMemory, RankWatch, process_state
 from jurymast.core.state import within
-from jurymast.core.state.messages import CadenceReport, RankReport, Strange, beat_of, encode, read_said
+from jurymast.core.state.messages import CadenceReport, RankReport, Unreadable, beat_of, encode, read_said
 from jurymast.jobs import await_ended
 from jurymast.worker import link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
@@ -122,7 +122,7 @@ def test_what_is_no_event_is_seen_as_such_and_a_line_may_come_in_parts() -> None
     with memory_of(1) as memory, open(memory.events_path, "wb", buffering=0) as pipe:
         pipe.write(b'\xff\xfe\n[1]\n{"event": 7}\n{"event": "Sung"}\n{"event": "ColdStart"}\n\n{"event": ')
         strange = memory.read_events()
-        assert [isinstance(one, Strange) and one.kind for one in strange] == [
+        assert [isinstance(one, Unreadable) and one.kind for one in strange] == [
             "",
             "",
             "",

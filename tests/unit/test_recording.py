@@ -47,14 +47,14 @@ class Training:
             t=self.story.t, attempt=self.state.attempt, step=self.done, tier=tier, ok=ok,
             stall_s=0.0 if copied else stall_s, size_bytes=1000, copied=copied,
         )  # fmt: skip
-        if self.teller.hear(save, self.story.t):
+        if self.teller.on_saved(save, self.story.t):
             self.feed(save)
 
     def look(self, *, forced: bool = False) -> None:
         for node in self.state.placement:
             rank = reported(step=self.done, beats=self.done, beat_s=0.0)
-            self.reports.beat(node, beat_of(self.state.attempt, [rank]))
-        for told in self.teller.look(self.story.t, forced=forced):
+            self.reports.on_heartbeat(node, beat_of(self.state.attempt, [rank]))
+        for told in self.teller.on_time(self.story.t, forced=forced):
             self.feed(told)
 
     def goes_on(self, seconds: float) -> Training:

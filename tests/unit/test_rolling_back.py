@@ -21,7 +21,7 @@ def test_a_rollback_that_no_supervisor_was_asked_for_is_made_up_for(attempt: int
     story = Story(active=2, spares=1).running()
     story.state.attempt = attempt
     supervision = Supervision(story.state, "/runs/a", story.t)
-    effects = supervision.found_on_storage({StateId(5, 1): 9}, [Rollback(5, 1, story.t)], story.t)
+    effects = supervision.on_storage_read({StateId(5, 1): 9}, [Rollback(5, 1, story.t)], story.t)
     events = [one.event for one in effects if isinstance(one, Journal)]
     asked = [event.what for event in events if isinstance(event, ev.Asked)]
     assert asked == (["rollback"] if attempt == 1 else [])
@@ -32,7 +32,7 @@ def test_a_node_is_told_which_of_its_images_were_rolled_back() -> None:
     site = Site()
     site.save()
     site.ordered(msg.Void)
-    site.do(site.checkpoints.found_on_storage({}, [Rollback(5, 1, site.time)], site.time))
+    site.do(site.checkpoints.on_storage_read({}, [Rollback(5, 1, site.time)], site.time))
     assert {(node, order.step) for node, order in site.ordered(msg.Void)} == {
         (node, 10) for node in ("n1", "n2", "n3")
     }

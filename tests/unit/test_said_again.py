@@ -31,7 +31,7 @@ def joins(
 ) -> list[Effect]:
     known = story.state.nodes[node].incarnation
     said = hello(node, attempt=1, ranks=ranks, pids=(1,), incarnation=known)
-    return supervision.joined(node, number, said, story.t)
+    return supervision.on_agent_joined(node, number, said, story.t)
 
 
 def failed(rank: int) -> msg.Failed:
@@ -45,7 +45,7 @@ def saved(step: int) -> msg.RankEvent:
 
 def answers(story: Story, supervision: Supervision, node: str, number: int) -> list[int]:
     story.t += 2.0
-    effects = supervision.heard(node, number, msg.Beat(1, []), story.t)
+    effects = supervision.on_message(node, number, msg.Beat(1, []), story.t)
     return [effect.heard for effect in effects if isinstance(effect, Answer)]
 
 
@@ -53,27 +53,27 @@ def test_an_agent_is_told_how_much_was_heard_over_its_connection() -> None:
     story, supervision = running()
     node = story.state.placement[0]
     assert answers(story, supervision, node, 1) == [0]
-    supervision.heard(node, 1, saved(1), story.t)
-    supervision.heard(node, 1, msg.Held(copies=()), story.t)
-    supervision.heard(node, 1, saved(2), story.t)
+    supervision.on_message(node, 1, saved(1), story.t)
+    supervision.on_message(node, 1, msg.Held(copies=()), story.t)
+    supervision.on_message(node, 1, saved(2), story.t)
     assert answers(story, supervision, node, 1) == [2]
-    supervision.closed(node, 1, story.t)
+    supervision.on_connection_closed(node, 1, story.t)
     joins(story, supervision, node, 7)
-    supervision.heard(node, 1, saved(3), story.t)
+    supervision.on_message(node, 1, saved(3), story.t)
     assert answers(story, supervision, node, 7) == [0], "what came late over the older one will come again"
 
 
 def test_a_failure_that_is_said_twice_is_one() -> None:
     story, supervision = running()
     node = story.state.placement[1]
-    supervision.heard(node, 2, failed(1), story.t)
-    supervision.closed(node, 2, story.t)
+    supervision.on_message(node, 2, failed(1), story.t)
+    supervision.on_connection_closed(node, 2, story.t)
     joins(story, supervision, node, 3, "waiting")
-    supervision.heard(node, 3, failed(1), story.t)
+    supervision.on_message(node, 3, failed(1), story.t)
     assert (len(story.state.findings.failures), len(story.state.incidents)) == (1, 1)
     other = story.state.placement[0]
-    supervision.heard(other, 1, msg.Stopped(attempt=1, store_port=7), story.t)
-    supervision.heard(node, 3, failed(1), story.t)
+    supervision.on_message(other, 1, msg.Stopped(attempt=1, store_port=7), story.t)
+    supervision.on_message(node, 3, failed(1), story.t)
     assert (len(story.state.incidents), story.state.phase) == (1, Phase.LAUNCHING)
     supervision.check()
 
@@ -82,10 +82,10 @@ def test_the_reason_stands_for_ranks_that_were_found_gone() -> None:
     """It was said over a connection that was dead already; the hello that comes before it knows no reason."""
     story, supervision = running()
     other, node = story.state.placement
-    supervision.closed(node, 2, story.t)
+    supervision.on_connection_closed(node, 2, story.t)
     joins(story, supervision, node, 3, "waiting")
-    supervision.heard(node, 3, msg.Failed(attempt=1, rank=1, exit_code=-11), story.t)
-    supervision.heard(other, 1, msg.Stopped(attempt=1, store_port=7), story.t)
+    supervision.on_message(node, 3, msg.Failed(attempt=1, rank=1, exit_code=-11), story.t)
+    supervision.on_message(other, 1, msg.Stopped(attempt=1, store_port=7), story.t)
     assert (story.incident.cause, story.incident.rank) == ("worker_crash", 1)
 
 
@@ -93,7 +93,7 @@ def test_a_save_that_is_said_twice_is_one() -> None:
     story, supervision = running()
     node = story.state.placement[0]
     for step in (20, 21, 20, 21, 22):
-        supervision.heard(node, 1, saved(step), story.t)
+        supervision.on_message(node, 1, saved(step), story.t)
     assert len(story.state.stalls) + len(supervision._teller._usual) == 3
 
 
@@ -106,24 +106,24 @@ def test_a_write_whose_order_was_lost_is_ordered_again() -> None:
     }
     effects: list[Effect] = []
     for node, image in images.items():
-        effects += checkpoints.joined(node, hello(node, copies=(image,)), story.t)
+        effects += checkpoints.on_agent_joined(node, hello(node, copies=(image,)), story.t)
     orders = {
         one.node: one for one in effects if isinstance(one, Send) and isinstance(one.message, msg.Write)
     }
     first, second = nodes
     assert set(orders) == {first, second}
-    assert orders[first] in checkpoints.joined(first, hello(first, copies=(images[first],)), story.t)
+    assert orders[first] in checkpoints.on_agent_joined(first, hello(first, copies=(images[first],)), story.t)
     write = orders[first].message
     assert isinstance(write, msg.Write)
     done = msg.Written(id=write.id, tier=write.tier, ok=True)
-    checkpoints.hear(second, done, story.t)
-    again = checkpoints.joined(second, hello(second, copies=(images[second],)), story.t)
+    checkpoints.on_message(second, done, story.t)
+    again = checkpoints.on_agent_joined(second, hello(second, copies=(images[second],)), story.t)
     assert orders[second] not in again, "it has said how that ended"
     of_an_earlier_try = msg.Written(id=f"{write.id}0", tier=write.tier, ok=True)
-    assert checkpoints.hear(first, of_an_earlier_try, story.t) == []
-    assert checkpoints.hear(second, msg.Written(id=write.id, tier=write.tier, ok=False), story.t) == []
+    assert checkpoints.on_message(first, of_an_earlier_try, story.t) == []
+    assert checkpoints.on_message(second, msg.Written(id=write.id, tier=write.tier, ok=False), story.t) == []
     assert checkpoints.writes.any_under_way
-    ended = checkpoints.hear(first, done, story.t)
+    ended = checkpoints.on_message(first, done, story.t)
     assert [
         one.event.tier for one in ended if isinstance(one, Record) and isinstance(one.event, ev.Saved)
     ] == [im.SHARED]
@@ -133,18 +133,18 @@ def test_a_write_whose_order_was_lost_is_ordered_again() -> None:
 def test_who_does_not_come_back_is_lost_when_its_time_is_up_and_not_a_tick_later() -> None:
     story, supervision = running()
     story.stepped(1, 1.0)
-    supervision.tick(story.t)
+    supervision.on_time(story.t)
     node, closed_at = story.state.placement[0], story.t
     steady_s = supervision.interval_s
-    supervision.closed(node, 1, closed_at, reset=True)
+    supervision.on_connection_closed(node, 1, closed_at, reset=True)
     joins(story, supervision, node, 3)
     assert supervision.interval_s == steady_s, "it is back"
-    supervision.closed(node, 3, closed_at, reset=True)
+    supervision.on_connection_closed(node, 3, closed_at, reset=True)
     assert supervision.steady
     while not story.state.findings.lost:
         assert 0.0 < supervision.interval_s < steady_s
         story.t += supervision.interval_s
-        supervision.tick(story.t)
+        supervision.on_time(story.t)
     limit_s = RECONNECT_GRACE_S + story.state.settings.heartbeat_s
     assert limit_s < story.t - closed_at <= limit_s + SOON_S + 1e-6
 
@@ -154,7 +154,7 @@ def test_all_nodes_tell_of_a_signal_and_it_is_noted_once() -> None:
     warned = msg.RankEvent(attempt=1, event=within.Warned())
     noted: list[ev.Event] = []
     for number, node in enumerate(story.state.placement, 1):
-        effects = supervision.heard(node, number, warned, story.t)
+        effects = supervision.on_message(node, number, warned, story.t)
         noted += [effect.event for effect in effects if isinstance(effect, Journal)]
     assert [event for event in noted if isinstance(event, ev.Signalled)] == [
         ev.Signalled(t=story.t, signal=ev.CAUGHT)

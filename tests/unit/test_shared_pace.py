@@ -20,7 +20,7 @@ import pytest
 from jurymast.checkpoint.contents import Contents, Item
 from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord
 from jurymast.core.agent.effects import ReadPulse
-from jurymast.core.agent.link import Hearing
+from jurymast.core.agent.link import SupervisorSilence
 from jurymast.core.agent.succession import Succession
 from jurymast.core.state.messages import WritePhase
 from jurymast.health.probe import Context
@@ -36,17 +36,17 @@ LIMIT_S = 90.0
 
 def looks_of(node: str, until_s: float) -> int:
     """How often it reads the pulse of a supervisor that answers it no more, but lives, in so many seconds."""
-    succession = Succession(node, NAMES, Hearing(0.5), enabled=True)
-    succession.answered(0.0)
-    effects, now = succession.unanswered(0.0), 0.0
+    succession = Succession(node, NAMES, SupervisorSilence(0.5), enabled=True)
+    succession.on_supervisor_answered(0.0)
+    effects, now = succession.on_no_answer(0.0), 0.0
     for count in itertools.count():
         assert effects == [ReadPulse()], "nobody takes over"
         succession.check()
-        succession.pulse(f"1:{count}", now)
+        succession.on_pulse(f"1:{count}", now)
         now = succession.wake_at
         if now >= until_s:
             return count + 1
-        effects = succession.tick(now)
+        effects = succession.on_time(now)
     raise AssertionError("it looks no more")
 
 

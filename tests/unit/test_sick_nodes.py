@@ -56,7 +56,7 @@ class Site:
         """Of an active node, which is out then."""
         victim = next(name for name in self.story.state.placement if name != self.story.state.host)
         self.find(victim)
-        self.does(self.nodes.dismissed(victim, self.story.t))
+        self.does(self.nodes.on_node_dismissed(victim, self.story.t))
         return victim
 
     def find(self, victim: str) -> None:
@@ -70,14 +70,14 @@ class Site:
         self.story.stopped()
 
     def answered(self, node: str, why: str = "") -> None:
-        self.does(self.nodes.answered(node, msg.VerdictLeft(why=why), self.story.t))
+        self.does(self.nodes.on_verdict_left(node, msg.VerdictLeft(why=why), self.story.t))
 
     def passes(self, seconds: float) -> None:
         self.story.t += seconds
-        self.does(self.nodes.tick(self.story.t))
+        self.does(self.nodes.on_time(self.story.t))
 
     def given_back(self, node: str, gone: bool = True, why: str = "") -> None:
-        self.does(self.nodes.given_back(node, gone, why, self.story.t))
+        self.does(self.nodes.on_node_given_back(node, gone, why, self.story.t))
 
 
 def test_the_site_is_told_and_slurm_gets_the_node_back() -> None:
@@ -122,7 +122,7 @@ def test_a_site_that_takes_no_node_back_is_asked_once() -> None:
     site.passes(DOUBT_S)
     assert site.gives == [first], "one at a time: each asks what is left, then says what is to stay"
     site.given_back(first, gone=False, why="slurm_update error: Invalid node")
-    site.does(site.nodes.dismissed(second, site.story.t))
+    site.does(site.nodes.on_node_dismissed(second, site.story.t))
     site.passes(2 * DOUBT_S)
     assert site.gives == [first]
     assert site.told == [], "nobody is told where bad nodes are only excluded"
@@ -153,7 +153,7 @@ def test_nothing_happens_to_a_node_that_is_not_bad(why: str) -> None:
         site.find(victim)
     if why == "report":
         site.story.state.settings = Settings(bad_nodes="report")
-    site.does(site.nodes.dismissed(victim, site.story.t))
+    site.does(site.nodes.on_node_dismissed(victim, site.story.t))
     if why != "healthy":
         site.story.recovered(40, 60)
     for _ in range(3):

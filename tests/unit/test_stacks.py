@@ -39,7 +39,7 @@ from jurymast.core.judges.stacks import (
 )
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
-from jurymast.core.state.evidence import Stand
+from jurymast.core.state.evidence import RankPlace
 from jurymast.core.state.settings import RunPlan
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder
 from jurymast.worker import stack_signal
@@ -113,7 +113,7 @@ def test_the_innermost_telling_frame_says_where_a_rank_stands(calls: list[str], 
     assert place(frames(dump(calls, ALL_REDUCE, OWN_CODE))) == Place(kind, text)
 
 
-def standing(calls: list[str]) -> Stand:
+def standing(calls: list[str]) -> RankPlace:
     stack = frames(dump(calls))
     return stand(stack, place(stack))
 
@@ -126,7 +126,7 @@ def test_a_rank_that_polls_within_a_collective_stands_and_one_that_works_moves()
     assert standing(compiling).kind == CODE
     assert standing(compiling) != standing([f"{TORCH}/_inductor/graph.py:701 run", *DDP_BACKWARD])
     assert standing(OWN_CODE) == standing(OWN_CODE) != standing(OWN_CODE[1:])
-    assert stand([], place([], "state D")) == Stand(UNKNOWN, "without a stack (state D)")
+    assert stand([], place([], "state D")) == RankPlace(UNKNOWN, "without a stack (state D)")
 
 
 def test_a_dump_of_py_spy_is_read_too() -> None:

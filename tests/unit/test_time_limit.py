@@ -66,7 +66,7 @@ class Run:
             self.takes(self.after.hears(node, done))
 
     def limit(self, ends_in_s: float | None) -> None:
-        self.takes(self.after.machine.time_limit(ends_in_s, self.story.t))
+        self.takes(self.after.machine.on_time_limit(ends_in_s, self.story.t))
 
 
 def notes(event: ev.Event) -> list[ev.Noted]:
@@ -116,7 +116,7 @@ def test_a_limit_that_is_moved_away_is_warned_of_again() -> None:
 def test_a_write_that_takes_longer_than_the_last_one_did_counts() -> None:
     """Storage has become slow: the write that is under way tells so."""
     run = Run(write_s=2.0)
-    run.takes(run.after.machine.warned(run.story.t))
+    run.takes(run.after.machine.on_warning(run.story.t))
     run.limit(900.0)
     run.waits(1.0)
     assert run.steps == [8, 16]
@@ -137,7 +137,7 @@ def test_a_signal_that_ends_something_before_the_limit_comes_after_the_last_chec
 def test_slurms_own_warning_is_enough_where_writes_are_fast() -> None:
     run = Run(write_s=2.0)
     run.limit(LEAST_S + MOVED_S)
-    run.takes(run.after.machine.warned(run.story.t))
+    run.takes(run.after.machine.on_warning(run.story.t))
     run.waits(LEAST_S)
     assert run.warned == 0
 

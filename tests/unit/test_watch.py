@@ -54,12 +54,12 @@ class Ears:
         self.effects: list[Effect] = []
         for order, node in enumerate(names):
             self.state.nodes[node] = Node(node, order, Role.SPARE, incarnation="i")
-            self.watch.joined(node, 1)
+            self.watch.on_agent_joined(node, 1)
             for _ in range(KNOWN_AFTER):
                 self.beats(node)
 
     def beats(self, node: str) -> None:
-        self.does(self.watch.beat(node, beat_of(1, []), self.now))
+        self.does(self.watch.on_heartbeat(node, beat_of(1, []), self.now))
 
     def does(self, effects: list[Effect]) -> None:
         self.watch.check()
@@ -71,18 +71,18 @@ class Ears:
             self.now += WATCH_INTERVAL_S
             for node in beating:
                 self.beats(node)
-            self.does(self.watch.tick(self.now))
+            self.does(self.watch.on_time(self.now))
 
     def stands_still(self, seconds: float) -> None:
         """And wakes up at a tick, before it hears what came meanwhile."""
         self.now += seconds
-        self.does(self.watch.tick(self.now))
+        self.does(self.watch.on_time(self.now))
 
     def closes(self, node: str, connection: int = 1, *, reset: bool = False) -> None:
-        self.does(self.watch.closed(node, connection, self.now, reset=reset))
+        self.does(self.watch.on_connection_closed(node, connection, self.now, reset=reset))
 
     def joins(self, node: str, connection: int) -> None:
-        self.watch.joined(node, connection)
+        self.watch.on_agent_joined(node, connection)
         self.watch.check()
 
     def events(self) -> list[ev.Event]:
@@ -96,7 +96,7 @@ class Ears:
 
     def says(self, node: str, step: int, beats: int = 5, **more: Any) -> None:
         ranks = [reported(step=step, beats=beats, **more)]
-        self.does(self.watch.beat(node, beat_of(1, ranks), self.now))
+        self.does(self.watch.on_heartbeat(node, beat_of(1, ranks), self.now))
 
 
 # Silence.
@@ -261,12 +261,12 @@ def test_what_is_told_of_an_older_connection_says_nothing_of_the_node() -> None:
     ears = Ears()
     ears.joins("n3", 2)
     ears.closes("n3", 1)
-    ears.does(ears.watch.hung_up("n3", 1))
-    ears.does(ears.watch.left("n3", 1, Leaving(why="its host does not start"), ears.now))
+    ears.does(ears.watch.on_hangs_up("n3", 1))
+    ears.does(ears.watch.on_agent_leaving("n3", 1, Leaving(why="its host does not start"), ears.now))
     assert ears.watch.away() == []
     ears.passes(5.0, beating=NAMES)
     assert ears.lost() == []
-    ears.does(ears.watch.left("n3", 2, Leaving(why="its host does not start"), ears.now))
+    ears.does(ears.watch.on_agent_leaving("n3", 2, Leaving(why="its host does not start"), ears.now))
     assert ears.lost() == ["n3"]
     ears.closes("n3", 2)
     assert ears.watch.away() == []
@@ -275,7 +275,7 @@ def test_what_is_told_of_an_older_connection_says_nothing_of_the_node() -> None:
 def test_who_hangs_up_has_as_long_to_come_back_as_after_a_take_over() -> None:
     ears = Ears()
     ears.effects.clear()
-    ears.does(ears.watch.hung_up("n3", 1))
+    ears.does(ears.watch.on_hangs_up("n3", 1))
     assert ears.effects == [Disconnect("n3")]
     ears.closes("n3")
     ears.passes(COMES_S - 0.1, beating=("n1", "n2"))
@@ -429,7 +429,7 @@ def test_after_a_take_over_the_next_ones_are_known_as_soon_as_they_are_back() ->
     ears.passes(0.5)
     ears.joins("n2", 1)
     ears.passes(2 * WATCH_INTERVAL_S)
-    (answer,) = ears.watch.beat("n2", beat_of(1, []), ears.now)
+    (answer,) = ears.watch.on_heartbeat("n2", beat_of(1, []), ears.now)
     assert isinstance(answer, Answer)
     assert answer.heir == 0
 
@@ -469,13 +469,13 @@ def test_who_cannot_find_the_supervisor_as_storage_hangs_is_waited_for() -> None
     ears.watch.take_over(ears.now)
     ears.joins("n1", 2)
     for waited in range(1, 61):
-        ears.does(ears.watch.storage_waits(float(waited), ears.now))
+        ears.does(ears.watch.on_storage_waits(float(waited), ears.now))
         ears.passes(1.0, beating=("n1",))
     assert not ears.lost()
     (note,) = [event for event in ears.events() if isinstance(event, ev.Noted)]
     assert "n2, n3 cannot look up the supervisor there" in note.message
     assert ears.watch.patient_until > ears.now
-    ears.does(ears.watch.storage_waits(0.0, ears.now))
+    ears.does(ears.watch.on_storage_waits(0.0, ears.now))
     ears.joins("n2", 2)
     ears.passes(LIMIT_MAX_S + COMES_S, beating=("n1", "n2"))
     assert ears.lost() == ["n3"]
@@ -489,7 +489,7 @@ def test_so_is_the_node_of_the_last_supervisor(waits_s: float) -> None:
     ears.joins("n1", 1)
     ears.joins("n2", 1)
     for _ in range(10):
-        ears.does(ears.watch.storage_waits(waits_s, ears.now))
+        ears.does(ears.watch.on_storage_waits(waits_s, ears.now))
         ears.passes(1.0, beating=("n1", "n2"))
     assert not ears.lost()
 
@@ -582,7 +582,7 @@ def test_who_hears_somebody_again_gives_the_others_time_to_come_back_too() -> No
 def test_whose_agents_all_look_elsewhere_is_cut_off_too() -> None:
     ears = Ears()
     for node in ("n2", "n3"):
-        ears.does(ears.watch.hung_up(node, 1))
+        ears.does(ears.watch.on_hangs_up(node, 1))
     ears.passes(rejoin_limit_s(3), beating=("n1",))
     assert not ears.watch.cut_off
     ears.passes(2.0, beating=("n1",))
@@ -609,7 +609,7 @@ def test_a_lost_node_does_not_hide_how_far_the_others_came() -> None:
     ears = Ears()
     ears.says("n2", 48)
     ears.says("n3", 40)
-    ears.does(ears.watch.left("n3", 1, Leaving(why=""), ears.now))
+    ears.does(ears.watch.on_agent_leaving("n3", 1, Leaving(why=""), ears.now))
     reach = ears.watch.reports.reach()
     assert reach is not None
     assert reach.step == 48

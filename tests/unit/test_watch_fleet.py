@@ -124,7 +124,7 @@ class Fleet:
         if self.now < self.asleep_until:
             self.after(self.asleep_until - self.now, self.tick)
             return
-        self.do(self.watch.tick(self.now))  # what waits in sockets is heard after it
+        self.do(self.watch.on_time(self.now))  # what waits in sockets is heard after it
         self.watch.check()
         waiting, self.inbox = self.inbox, []
         for act in waiting:
@@ -189,11 +189,11 @@ class Fleet:
 
     def joined(self, agent: Agent, line: Line) -> None:
         line.number = next(self.numbers)
-        self.watch.joined(agent.name, line.number)
+        self.watch.on_agent_joined(agent.name, line.number)
 
     def beat(self, agent: Agent, line: Line) -> None:
         if agent.line is line and agent.died_at is None:
-            self.says(line, lambda: self.do(self.watch.beat(agent.name, beat_of(1, []), self.now)))
+            self.says(line, lambda: self.do(self.watch.on_heartbeat(agent.name, beat_of(1, []), self.now)))
             if line.broken:  # what it has said is answered by another reset
                 self.after(self.random.uniform(0.0, DELAY_S), lambda: self.broke(agent, line))
             self.after(HEARTBEAT_S, lambda: self.beat(agent, line))
@@ -207,8 +207,8 @@ class Fleet:
             self.after(left_s, lambda: self.wait(agent, line))
             return
         if self.random.random() < 0.5:  # else its last word is lost with the connection
-            self.says(line, lambda: self.do(self.watch.hung_up(agent.name, line.number)))
-        self.says(line, lambda: self.do(self.watch.closed(agent.name, line.number, self.now)))
+            self.says(line, lambda: self.do(self.watch.on_hangs_up(agent.name, line.number)))
+        self.says(line, lambda: self.do(self.watch.on_connection_closed(agent.name, line.number, self.now)))
         self.broke(agent, line)
 
     def broke(self, agent: Agent, line: Line) -> None:
@@ -229,7 +229,7 @@ class Fleet:
 
         def closed() -> None:
             if line.number:
-                self.do(self.watch.closed(agent.name, line.number, self.now, reset=reset))
+                self.do(self.watch.on_connection_closed(agent.name, line.number, self.now, reset=reset))
 
         reset = self.random.random() < 0.5  # then it learns it when it speaks next
         self.after(self.random.uniform(0.0, DELAY_S), lambda: self.hears(closed))

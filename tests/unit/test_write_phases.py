@@ -215,40 +215,40 @@ def turn(id: str, phase: WritePhase) -> msg.ContinueWrite:
 
 def test_a_node_goes_on_once_with_each_phase_that_is_ordered() -> None:
     writes = NodeWrites(1)
-    assert writes.go_on(turn("a", WritePhase.ANNOUNCE)) == [], "it knows no such write"
-    writes.begin(order("a"))
-    assert writes.reached("a", WritePhase.HOLD) == [], "nobody waits for that"
-    assert writes.go_on(turn("a", WritePhase.OPEN)) == [], "the order to write was for that"
+    assert writes.on_continue_write(turn("a", WritePhase.ANNOUNCE)) == [], "it knows no such write"
+    writes.on_write(order("a"))
+    assert writes.on_write_reached("a", WritePhase.HOLD) == [], "nobody waits for that"
+    assert writes.on_continue_write(turn("a", WritePhase.OPEN)) == [], "the order to write was for that"
     for phase in (WritePhase.ANNOUNCE, WritePhase.WRITE):
-        assert writes.go_on(turn("a", phase)) == [do.Obey(turn("a", phase))]
-        assert writes.go_on(turn("a", phase)) == []
+        assert writes.on_continue_write(turn("a", phase)) == [do.Obey(turn("a", phase))]
+        assert writes.on_continue_write(turn("a", phase)) == []
         writes.check()
-        assert writes.reached("a", phase) == [do.Send(msg.WriteReached(id="a", phase=phase))]
-        assert writes.go_on(turn("a", phase)) == [], "an order that was on its way for long"
-        assert writes.go_on(turn("a", WritePhase.ANNOUNCE)) == []
-    writes.cancel("a")
-    assert writes.go_on(turn("a", WritePhase.SEAL)) == []
-    assert writes.reached("a", WritePhase.SEAL) == [], "nobody waits for it"
-    writes.ended("a")
-    assert writes.go_on(turn("a", WritePhase.SEAL)) == []
+        assert writes.on_write_reached("a", phase) == [do.Send(msg.WriteReached(id="a", phase=phase))]
+        assert writes.on_continue_write(turn("a", phase)) == [], "an order that was on its way for long"
+        assert writes.on_continue_write(turn("a", WritePhase.ANNOUNCE)) == []
+    writes.on_cancel_write("a")
+    assert writes.on_continue_write(turn("a", WritePhase.SEAL)) == []
+    assert writes.on_write_reached("a", WritePhase.SEAL) == [], "nobody waits for it"
+    writes.on_write_ended("a")
+    assert writes.on_continue_write(turn("a", WritePhase.SEAL)) == []
     writes.check()
 
 
 def test_each_supervisor_is_told_how_far_the_writes_are() -> None:
     writes = NodeWrites(1)
-    writes.begin(order("a", im.LOCAL))
-    writes.begin(order("b"))
-    assert writes.connected() == [do.Send(msg.WriteReached(id="b", phase=WritePhase.HOLD))]
-    writes.go_on(turn("b", WritePhase.ANNOUNCE))
-    writes.reached("b", WritePhase.ANNOUNCE)
-    assert writes.connected() == [do.Send(msg.WriteReached(id="b", phase=WritePhase.ANNOUNCE))]
-    writes.begin(order("c"))
-    assert writes.connected() == [do.Send(msg.WriteReached(id="c", phase=WritePhase.HOLD))], "b is void"
-    writes.cancel("c")
-    assert writes.connected() == []
+    writes.on_write(order("a", im.LOCAL))
+    writes.on_write(order("b"))
+    assert writes.on_connected() == [do.Send(msg.WriteReached(id="b", phase=WritePhase.HOLD))]
+    writes.on_continue_write(turn("b", WritePhase.ANNOUNCE))
+    writes.on_write_reached("b", WritePhase.ANNOUNCE)
+    assert writes.on_connected() == [do.Send(msg.WriteReached(id="b", phase=WritePhase.ANNOUNCE))]
+    writes.on_write(order("c"))
+    assert writes.on_connected() == [do.Send(msg.WriteReached(id="c", phase=WritePhase.HOLD))], "b is void"
+    writes.on_cancel_write("c")
+    assert writes.on_connected() == []
     for id in "bc":
-        writes.ended(id)
-    assert writes.connected() == []
+        writes.on_write_ended(id)
+    assert writes.on_connected() == []
 
 
 @pytest.mark.parametrize("reached", [phase for phase in WritePhase if phase < WritePhase.SEAL])
@@ -256,16 +256,16 @@ def test_a_supervisor_that_takes_over_ends_the_writes_of_the_one_before_it(reach
     """Whoever waits for its turn keeps its images in memory."""
     agent = AgentMachine(plan(), "n2", "17.0", ("n1", "n2"), ("h", 1), 0.0)
     agent.start(0.0, reachable=True)
-    agent.connected(0.1)
-    agent.heard(order("0001000001"), 0.2)
+    agent.on_connected(0.1)
+    agent.on_order(order("0001000001"), 0.2)
     for phase in PHASES[1:]:
         if phase <= reached:
-            assert do.Obey(turn("0001000001", phase)) in agent.heard(turn("0001000001", phase), 0.3)
-            agent.write_reached("0001000001", phase, 0.4)
-    agent.lost(1.0)
+            assert do.Obey(turn("0001000001", phase)) in agent.on_order(turn("0001000001", phase), 0.3)
+            agent.on_write_reached("0001000001", phase, 0.4)
+    agent.on_connection_lost(1.0)
     reached = max(reached, WritePhase.HOLD) if reached is not WritePhase.OPEN else WritePhase.HOLD
-    assert agent.write_reached("0001000001", reached, 1.1)[:-1] == [], "there is nobody to hear it"
-    effects = agent.connected(2.0)
+    assert agent.on_write_reached("0001000001", reached, 1.1)[:-1] == [], "there is nobody to hear it"
+    effects = agent.on_connected(2.0)
     how_far = msg.WriteReached(id="0001000001", phase=reached)
     says = do.Send(how_far)
     assert says in effects
@@ -274,10 +274,10 @@ def test_a_supervisor_that_takes_over_ends_the_writes_of_the_one_before_it(reach
     successor.hear("n2", how_far)
     ((node, cancels),) = successor.ordered(msg.CancelWrite)
     assert node == "n2"
-    assert do.Obey(cancels) in agent.heard(cancels, 2.1)
-    agent.write_ended("0001000001", 2.2)
-    agent.lost(3.0)
-    assert says not in agent.connected(4.0)
+    assert do.Obey(cancels) in agent.on_order(cancels, 2.1)
+    agent.on_write_ended("0001000001", 2.2)
+    agent.on_connection_lost(3.0)
+    assert says not in agent.on_connected(4.0)
     agent.check()
 
 
@@ -323,18 +323,18 @@ class WritingNode:
                 case do.Obey(msg.CancelWrite(id=id)):
                     if self.writes.pop(id)[0].lead:
                         self.storage.places.pop(id, None)
-                    self.machine.ended(id)
+                    self.machine.on_write_ended(id)
         self.machine.check()
 
     def heed(self) -> None:
         if self.orders:
             match self.orders.popleft():
                 case msg.Write() as order if order.tier == im.SHARED:
-                    self.carry_out(self.machine.begin(order))
+                    self.carry_out(self.machine.on_write(order))
                 case msg.ContinueWrite() as go_on:
-                    self.carry_out(self.machine.go_on(go_on))
+                    self.carry_out(self.machine.on_continue_write(go_on))
                 case msg.CancelWrite(id=id):
-                    self.carry_out(self.machine.cancel(id))
+                    self.carry_out(self.machine.on_cancel_write(id))
 
     def work(self) -> None:
         ready = [(order, turns) for order, turns in self.writes.values() if turns]
@@ -354,7 +354,7 @@ class WritingNode:
         if phase is last:
             self.end(order)
         else:
-            self.carry_out(self.machine.reached(order.id, phase))
+            self.carry_out(self.machine.on_write_reached(order.id, phase))
 
     def do(self, phase: WritePhase, order: msg.Write) -> None:
         places = self.storage.places
@@ -381,7 +381,7 @@ class WritingNode:
     def end(self, order: msg.Write, why: str = "") -> None:
         del self.writes[order.id]
         self.line.append(written(order.id, why))
-        self.machine.ended(order.id)
+        self.machine.on_write_ended(order.id)
 
 
 class Run:
@@ -455,7 +455,7 @@ class Run:
         held = [self.site.report(rank, at=at) for rank, name in enumerate(ACTIVE) if name == node.name
                 for at, _ in self.site.checkpoints.copies.newest_first()]  # fmt: skip
         self.site.joined(node.name, copies=tuple(held), incarnation=known.incarnation if known else "first")
-        node.carry_out(node.machine.connected())
+        node.carry_out(node.machine.on_connected())
 
     def take_over(self) -> None:
         self.site.orders.clear()

@@ -217,7 +217,7 @@ class Agent:
         await self._io.tests.gone()
         if self._sweeping is not None:
             await asyncio.wait([self._sweeping])
-        self._driver.act(self.machine.prepared(attempt, self._driver.now))
+        self._driver.act(self.machine.on_node_prepared(attempt, self._driver.now))
 
     def _sweep(self) -> None:
         """End what ranks have left behind. None runs now, and none starts before that is done."""
@@ -235,34 +235,34 @@ class Agent:
 
     async def _take_stacks(self, effect: do.TakeStacks) -> None:
         await self._io.ranks.take_stacks(effect.pids)
-        self._driver.act(self.machine.stacks_taken(effect.attempt, self._driver.now))
+        self._driver.act(self.machine.on_stacks_taken(effect.attempt, self._driver.now))
 
     def _host_said(self, message: FromHosts) -> None:
         now = self._driver.now
         match message:
             case msg.Failed():
                 evidence = self._io.ranks.evidence(message.exit_code, message)
-                self._driver.act(self.machine.rank_failed(message, evidence, now))
-            case msg.Strange():
+                self._driver.act(self.machine.on_rank_failed(message, evidence, now))
+            case msg.Unreadable():
                 self._strangers.heard("the torchrun host", message)
             case _:
                 if isinstance(message, msg.Ready):
                     self._host_was_ready = True
                     self._sweep()
-                self._driver.act(self.machine.host_said(message, now))
+                self._driver.act(self.machine.on_host_message(message, now))
 
     def _host_ended(self, code: int) -> None:
         self._host = None
         evidence = self._io.ranks.evidence(code)
         self._sweep()
         if self._host_was_ready:
-            self._driver.act(self.machine.host_ended(code, evidence, self._driver.now))
+            self._driver.act(self.machine.on_host_ended(code, evidence, self._driver.now))
         else:
             self._driver.spawn(self._explain_end(code, evidence))
 
     async def _explain_end(self, code: int, evidence: dict[str, Any]) -> None:
         why = await self._io.unloadable()
-        self._driver.act(self.machine.host_ended(code, evidence, self._driver.now, why))
+        self._driver.act(self.machine.on_host_ended(code, evidence, self._driver.now, why))
 
     def rank_said(self, event: within.FromRanks) -> None:
         match event:
@@ -270,18 +270,18 @@ class Agent:
                 self._io.ranks.wants_cadence(event)
             case within.Image():
                 self._io.keeper.image_published(event.local_rank, event.slot, event.stall_s)
-            case msg.Strange():
+            case msg.Unreadable():
                 self._strangers.heard("a rank", event)
             case _:
                 if isinstance(event, within.CheckpointsKept):
                     self._io.storage.checkpoints_at(event)
-                self._driver.act(self.machine.rank_said(event, self._driver.now))
+                self._driver.act(self.machine.on_rank_event(event, self._driver.now))
 
     def _write_reached(self, id: str, phase: msg.WritePhase) -> None:
-        self._driver.act(self.machine.write_reached(id, phase, self._driver.now))
+        self._driver.act(self.machine.on_write_reached(id, phase, self._driver.now))
 
     def _write_ended(self, id: str) -> None:
-        self._driver.act(self.machine.write_ended(id, self._driver.now))
+        self._driver.act(self.machine.on_write_ended(id, self._driver.now))
 
 
 def _note(sender: str, text: str) -> None:

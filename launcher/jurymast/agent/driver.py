@@ -43,7 +43,7 @@ class Driver:
         self.act(self.machine.say(message, self.now))
 
     def terminated(self) -> None:
-        self.act(self.machine.terminated(self.now))
+        self.act(self.machine.on_sigterm(self.now))
 
     def spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = True) -> asyncio.Task[None]:
         """Run a task. An error in a `vital` task ends the agent: giving its node up is better than an agent
@@ -65,7 +65,7 @@ class Driver:
         self._timer = loop.call_later(at - self.now, self._wake, at) if at < NEVER else None
 
     def _wake(self, at: float) -> None:
-        self.act(self.machine.tick(max(at, self.now)))
+        self.act(self.machine.on_time(max(at, self.now)))
 
     async def close(self) -> None:
         """Stop carrying out effects, and cancel all tasks."""

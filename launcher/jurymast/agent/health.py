@@ -21,7 +21,7 @@ from jurymast.cluster.verdicts import boot_id, leave, verdict
 from jurymast.core.agent import effects as do
 from jurymast.core.judges.own_health import OwnHealth
 from jurymast.core.state import messages as msg
-from jurymast.core.state.evidence import Alone
+from jurymast.core.state.evidence import NodeTimes
 from jurymast.core.state.findings import HOST, Finding, Verdict
 from jurymast.core.state.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, never
@@ -173,14 +173,14 @@ class NodeTestRunner:
             port, why = int(ready[0].get("port") or 0), ""
         except OSError as error:
             port, why = 0, f"its test processes cannot be started: {error}"
-        self._driver.act(self._machine.tests_started(effect.number, port, why, self._driver.now))
+        self._driver.act(self._machine.on_tests_started(effect.number, port, why, self._driver.now))
 
     async def _ask(self, number: int, order: dict[str, Any]) -> None:
         for local_rank, child in enumerate(self._children):
             own = {**order, "rank": int(order.get("rank") or 0) + local_rank}
             child.tell(json.dumps(own).encode())
         answers = await asyncio.gather(*(_answer(child) for child in self._children))
-        self._driver.act(self._machine.tests_answered(number, answers, self._driver.now))
+        self._driver.act(self._machine.on_tests_answered(number, answers, self._driver.now))
 
     def _end(self) -> None:
         if self._work is not None:
@@ -191,13 +191,13 @@ class NodeTestRunner:
         ending.add_done_callback(self._ending.discard)
 
 
-async def _answer(child: Child) -> Alone:
+async def _answer(child: Child) -> NodeTimes:
     line = await _line(child)
     try:
         times = {str(measure): float(seconds) for measure, seconds in line["times"].items()}
-        return Alone(times, str(line["wrong"]), str(line["error"]))
+        return NodeTimes(times, str(line["wrong"]), str(line["error"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        return Alone(error=f"invalid reply of a test process: {error!r}")
+        return NodeTimes(error=f"invalid reply of a test process: {error!r}")
 
 
 async def _line(child: Child) -> dict[str, Any]:

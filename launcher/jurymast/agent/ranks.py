@@ -30,7 +30,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state import within
 from jurymast.core.state.findings import NETWORK, Finding, Verdict
 from jurymast.core.state.host_messages import Apart, FromHosts, read_host
-from jurymast.core.state.message import Strange
+from jurymast.core.state.message import Unreadable
 from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
 from jurymast.jobs import began_at
 from jurymast.processes import catches, die_with_parent, kill_group, shared_memory
@@ -56,7 +56,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 # What a rank's process writes into the pipe by itself, or a part of it.
-TOO_LONG = Strange("", f"a rank's message has more than {EVENT_BYTES_MAX} bytes")
+TOO_LONG = Unreadable("", f"a rank's message has more than {EVENT_BYTES_MAX} bytes")
 
 
 class RankMemory:

@@ -33,7 +33,7 @@ from jurymast.core.judges import stacks
 from jurymast.core.judges.silence import works
 from jurymast.core.judges.stacks import entered
 from jurymast.core.state import messages as msg
-from jurymast.core.state.evidence import Entered, Stand
+from jurymast.core.state.evidence import Entered, RankPlace
 from jurymast.core.state.settings import RunPlan
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder, write_atomically
 from jurymast.worker import stack_signal
@@ -125,7 +125,7 @@ class _SeenRank:
         at = stacks.place(stacks.frames(self.text), self.process())
         return stacks.behind(at, self.workers)
 
-    def stand(self, busy: int) -> Stand:
+    def stand(self, busy: int) -> RankPlace:
         return stacks.stand(stacks.frames(self.text), self.place(), busy)
 
 

@@ -21,7 +21,7 @@ from jurymast.child import Child
 from jurymast.core.state import images as im
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
-from jurymast.core.state.message import Strange
+from jurymast.core.state.message import Unreadable
 from jurymast.core.state.settings import RunPlan
 from jurymast.keeper.copies import remove_local_copies
 from jurymast.keeper.keeper import Keeper, Loan
@@ -145,7 +145,7 @@ class _Tier:
             await child.told()
             while line := await child.hear():
                 answer = read_answer(line)
-                if isinstance(answer, Strange) or answer.id != order.id:
+                if isinstance(answer, Unreadable) or answer.id != order.id:
                     continue
                 match answer:
                     case Reached():  # it waits for the other nodes, for which their agents answer

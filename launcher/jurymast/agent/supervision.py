@@ -73,13 +73,13 @@ class Connecting:
         if found is None:
             now = self._driver.now
             refused = now < began + REFUSED_S
-            self._driver.act(self._machine.unreached(now, refused=refused))
+            self._driver.act(self._machine.on_supervisor_unreached(now, refused=refused))
         elif self._channel is not None:  # another try was first
             found.close()
         else:
             self._channel = found
             self._io.connected(found)
-            self._driver.act(self._machine.connected(self._driver.now))
+            self._driver.act(self._machine.on_connected(self._driver.now))
             self._listening = self._driver.spawn(self._listen(found))
 
     async def _find(self) -> None:
@@ -87,17 +87,17 @@ class Connecting:
             place, attempt = await asyncio.wait_for(self._io.find(), FIND_LIMIT_S)
         except asyncio.TimeoutError:
             place = attempt = None
-        self._driver.act(self._machine.found(place, self._driver.now, attempt=attempt))
+        self._driver.act(self._machine.on_supervisor_found(place, self._driver.now, attempt=attempt))
 
     async def _listen(self, connection: OrderChannel) -> None:
         await connection.listen(partial(self._hear, connection.peer_address))
         self.hang_up()
-        self._driver.act(self._machine.lost(self._driver.now))
+        self._driver.act(self._machine.on_connection_lost(self._driver.now))
 
     def _hear(self, sender: str, order: msg.Order) -> None:
-        if isinstance(order, msg.Strange):
+        if isinstance(order, msg.Unreadable):
             self._strangers.heard(sender, order)
-        self._driver.act(self._machine.heard(order, self._driver.now))
+        self._driver.act(self._machine.on_order(order, self._driver.now))
 
 
 # ---- the next supervisor
@@ -136,7 +136,7 @@ class Succeeding:
 
     async def _read_pulse(self) -> None:
         pulse = await self._io.read_pulse()
-        self._driver.act(self._machine.pulse(pulse, self._driver.now))
+        self._driver.act(self._machine.on_pulse(pulse, self._driver.now))
 
     async def _dismiss(self) -> None:
         starting, self._standby = self._standby, None
@@ -156,7 +156,7 @@ class Succeeding:
             await self._begin(self._io.stand_by(), start)
         assert self._supervisor is not None
         await self._supervisor.wait()
-        self._driver.act(self._machine.supervisor_ended(self._driver.now))
+        self._driver.act(self._machine.on_supervisor_ended(self._driver.now))
 
     async def _begin(self, starting: Awaitable[Standby], start: do.StartSupervisor) -> None:
         self._supervisor = await starting

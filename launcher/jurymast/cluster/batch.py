@@ -162,11 +162,11 @@ class BatchProcess:
                 if self._machine.supervised and self._supervisor is not None:
                     code = self._supervisor.wait()
                     outcome = self._read_outcome()
-                    self._do(self._machine.supervisor_ended(code, outcome, time.monotonic()))
+                    self._do(self._machine.on_supervisor_ended(code, outcome, time.monotonic()))
                 else:
                     time.sleep(LOOK_S)
                     outcome, agents = self._read_outcome(), self._agents.alive()
-                    self._do(self._machine.look(outcome, time.monotonic(), agents=agents))
+                    self._do(self._machine.on_time(outcome, time.monotonic(), agents=agents))
             return self._outcome
         finally:
             self._agents.end()
@@ -178,7 +178,7 @@ class BatchProcess:
             match effect:
                 case core.StartSupervisor():
                     self._start_supervisor()
-                    self._do(self._machine.started(time.monotonic()))
+                    self._do(self._machine.on_supervisor_started(time.monotonic()))
                 case core.StartAgents():
                     self._agents.start(self._listeners[0].getsockname()[1])
                 case core.Forward():
@@ -206,7 +206,7 @@ class BatchProcess:
 
     def _signalled(self, *, warning: bool) -> None:
         supervised = self._supervisor is not None and self._supervisor.poll() is None
-        self._do(self._machine.signalled(time.monotonic(), warning=warning, supervised=supervised))
+        self._do(self._machine.on_signal(time.monotonic(), warning=warning, supervised=supervised))
 
     def _start_supervisor(self) -> None:
         """Start the supervisor, which inherits the listening sockets: agents know the port before it runs,

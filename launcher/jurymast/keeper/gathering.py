@@ -29,7 +29,7 @@ from jurymast.keeper.manifest import (
     room_of,
 )
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.keeper.transfer import Filling, manifest_of
+from jurymast.keeper.transfer import ImageFetch, manifest_of
 from jurymast.wire.protocol import Access
 
 Result = TypeVar("Result")
@@ -88,7 +88,7 @@ class Gatherer:
                 passed_over.append(f"{source.node}: {error or type(error).__name__}")
         return None
 
-    async def fill(self, filling: Filling, key: ImageId, sources: Sequence[msg.Source]) -> None:
+    async def fill(self, filling: ImageFetch, key: ImageId, sources: Sequence[msg.Source]) -> None:
         """Fill until nothing is missing or no source is left. A common part may come from another rank's
         image: its hashes show whether it is the same."""
         for source in usable(sources, lambda: filling.lacking):
@@ -100,7 +100,7 @@ class Gatherer:
             else:
                 await in_thread(filling.from_peer, source, self.access, theirs, source.part, PEER)
 
-    async def _from_here(self, filling: Filling, key: ImageId, part: str) -> None:
+    async def _from_here(self, filling: ImageFetch, key: ImageId, part: str) -> None:
         found = [copy for copy in self.copies.find(key) if copy.part in (ALL, part)]
         if not found:
             filling.passed_over.append(f"{self.node}: not held")
@@ -173,7 +173,7 @@ class Going:
 
     stop: threading.Event = field(default_factory=threading.Event)
     manifest: Manifest | None = None
-    filling: Filling | None = None
+    filling: ImageFetch | None = None
 
 
 async def find(gathering: Gatherer, going: Going, effect: do.FindImage) -> Found:
@@ -193,7 +193,7 @@ async def verify(copies: CopyTable, going: Going, effect: do.Verify) -> bool:
     if not copies.read(copy):
         return False
     try:
-        going.filling = Filling(copy.manifest, copy.place, stop=going.stop)
+        going.filling = ImageFetch(copy.manifest, copy.place, stop=going.stop)
         return await in_thread(going.filling.keep, copy.part, MEMORY)
     finally:
         copies.release(copy)
@@ -203,7 +203,7 @@ async def fetch(gathering: Gatherer, going: Going, effect: do.Fetch, buffer: Map
     filling = going.filling
     if filling is None:
         assert going.manifest is not None, "nothing is fetched before it is found"
-        filling = Filling(going.manifest, buffer, effect.part, stop=going.stop)
+        filling = ImageFetch(going.manifest, buffer, effect.part, stop=going.stop)
     filling_it = gathering.fill(filling, effect.image, effect.sources)
     why = await _reserve_and(filling_it, buffer, effect.start, effect.end)
     copy, behind = None, 0

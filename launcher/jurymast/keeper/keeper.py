@@ -164,19 +164,19 @@ class Keeper:
     def launch(self, attempt: int, ranks: list[int], world: int, restore: msg.Restore | None) -> None:
         """Prepare for an attempt whose `ranks`, by local rank, are about to start. The ranks of earlier
         attempts are dead."""
-        self.act(self.machine.launch(attempt, ranks, world, restore, time.monotonic()))
+        self.act(self.machine.on_launch(attempt, ranks, world, restore, time.monotonic()))
 
     def obey(self, order: msg.KeeperOrder) -> None:
-        self.act(self.machine.ordered(order))
+        self.act(self.machine.on_order(order))
 
     def look(self) -> None:
         """Handle what ranks have published or requested since the last call; costs little."""
         for local, mine in enumerate(self.machine.ranks):
             for slot in mine.slots:
                 if slot.state is SlotState.FREE and memory.published(self._words(local, slot.number)):
-                    self.act(self.machine.published(local, slot.number))
+                    self.act(self.machine.on_image_published(local, slot.number))
             if (want := self._records[local][Word.WANT]) > 0:
-                self.act(self.machine.wants(local, want))
+                self.act(self.machine.on_memory_wanted(local, want))
 
     def image_published(self, local_rank: int, slot: int, stall_s: float) -> None:
         """Handle that a rank has published an image; its training stood still for `stall_s` seconds."""
@@ -184,13 +184,13 @@ class Keeper:
         if 0 <= local_rank < len(ranks) and 0 <= slot < len(ranks[local_rank].slots):
             there = ranks[local_rank].slots[slot]
             if there.state is SlotState.FREE and memory.published(self._words(local_rank, slot)):
-                self.act(self.machine.published(local_rank, slot, stall_s))
+                self.act(self.machine.on_image_published(local_rank, slot, stall_s))
             else:
-                self.machine.stalled(local_rank, slot, stall_s)
+                self.machine.on_stall_told(local_rank, slot, stall_s)
 
     def distrust(self, copy: StoredCopy, why: str) -> None:
         """Drop a copy whose bytes have changed since it was made."""
-        self.act(self.machine.distrusted(copy, why))
+        self.act(self.machine.on_copy_distrusted(copy, why))
 
     def doubt(self, copy: StoredCopy) -> None:
         """Verify a copy again: another agent received wrong bytes from it, or they changed on the way."""
@@ -205,7 +205,7 @@ class Keeper:
             found = await in_thread(local_copies, root)
         except OSError:
             return  # the disk fails; images known from it fail when they are used
-        self.act(self.machine.scanned(found))
+        self.act(self.machine.on_disk_scanned(found))
 
     # ---- the storage processes
 
@@ -282,18 +282,18 @@ class Keeper:
         number = next(self._numbers)
         borrower: asyncio.Future[MappedBuffer | None] = asyncio.get_running_loop().create_future()
         self._borrowers[number] = borrower
-        self.act(self.machine.borrow(number, size, asked))
+        self.act(self.machine.on_loan_wanted(number, size, asked))
         return await borrower
 
     def give_back(self, buffer: MappedBuffer) -> None:
-        self.act(self.machine.returned(buffer.number))
+        self.act(self.machine.on_loan_returned(buffer.number))
 
     def _lend(self, effect: do.Lend) -> None:
         borrower = self._borrowers.pop(effect.number)
         if not borrower.done():
             borrower.set_result(self.buffers.get(effect.buffer))
         elif effect.buffer:
-            self.act(self.machine.returned(effect.buffer))
+            self.act(self.machine.on_loan_returned(effect.buffer))
 
     # ---- effects
 
@@ -316,7 +316,7 @@ class Keeper:
             case do.Measure():
                 self.spawn(self._measure())
             case do.Make():
-                self.act(self.machine.made(self._make(effect)))
+                self.act(self.machine.on_buffers_made(self._make(effect)))
             case do.Reserve():
                 self.spawn(self._reserve(effect.buffer))
             case do.Unmake():
@@ -332,7 +332,9 @@ class Keeper:
                 self.copies.remove(effect.copy)
             case do.AwaitReaders():
                 number = effect.buffer
-                self.copies.when_idle(self.buffers[number], lambda: self.act(self.machine.unread(number)))
+                self.copies.when_idle(
+                    self.buffers[number], lambda: self.act(self.machine.on_buffer_unread(number))
+                )
             case do.FindImage() | do.Verify() | do.Fetch():
                 self.spawn(self._work(effect))
             case do.Hurry():
@@ -358,7 +360,7 @@ class Keeper:
                 memory.free(self._words(effect.local, effect.slot))
             case do.Withdraw():
                 if memory.withdraw(self._words(effect.local, effect.slot)):
-                    self.act(self.machine.withdrawn(effect.local, effect.slot, effect.buffer))
+                    self.act(self.machine.on_slot_withdrawn(effect.local, effect.slot, effect.buffer))
             case do.Detach():
                 self._words(effect.local, effect.slot)[SlotWord.FD] = 0
             case do.Hash():
@@ -400,9 +402,9 @@ class Keeper:
             if not isinstance(error, BadImage | RuntimeError):
                 background.logged(error)
             why = str(error) or type(error).__name__
-            self.act(self.machine.unhashed(local, slot, number, rank, step, size, why))
+            self.act(self.machine.on_image_unhashed(local, slot, number, rank, step, size, why))
         else:
-            self.act(self.machine.hashed(local, slot, number, copy))
+            self.act(self.machine.on_image_hashed(local, slot, number, copy))
 
     def _free(self, buffer: MappedBuffer) -> None:
         """Free the buffer's memory in a thread, because the kernel takes a second for some gigabytes."""
@@ -418,7 +420,7 @@ class Keeper:
         except Exception as error:  # any, such as that no thread can be started: who asked for memory waits
             room = Room(0, str(error) or type(error).__name__)
         allocated = {number: buffer.allocated for number, buffer in self.buffers.items()}
-        self.act(self.machine.measured(room, allocated))
+        self.act(self.machine.on_memory_measured(room, allocated))
 
     def _make(self, effect: do.Make) -> str:
         made: dict[int, MappedBuffer] = {}
@@ -438,7 +440,7 @@ class Keeper:
             await in_thread(buffer.reserve, 0, buffer.capacity)
         except Exception as error:  # any: who asked for the memory waits for the answer
             why = str(error) or type(error).__name__
-        self.act(self.machine.reserved(number, buffer.allocated, why))
+        self.act(self.machine.on_buffer_reserved(number, buffer.allocated, why))
 
     async def _work(self, effect: do.FindImage | do.Verify | do.Fetch) -> None:
         """Do slow work and give the machine its answer. An error is an answer as well, because other work
@@ -450,20 +452,20 @@ class Keeper:
             why = (f"{type(error).__name__}: {error}",)
             match effect:
                 case do.FindImage():
-                    self.act(self.machine.found(number, Found(None, passed_over=why)))
+                    self.act(self.machine.on_source_found(number, Found(None, passed_over=why)))
                 case do.Verify():
-                    self.act(self.machine.verified(number, None))
+                    self.act(self.machine.on_copy_verified(number, None))
                 case do.Fetch():
                     allocated = self.buffers[effect.buffer].allocated
                     nothing = Filled(None, passed_over=why, allocated=allocated)
-                    self.act(self.machine.fetched(number, nothing, time.monotonic()))
+                    self.act(self.machine.on_image_fetched(number, nothing, time.monotonic()))
             raise
         if isinstance(answer, Found):
-            self.act(self.machine.found(number, answer))
+            self.act(self.machine.on_source_found(number, answer))
         elif isinstance(answer, Filled):
-            self.act(self.machine.fetched(number, answer, time.monotonic()))
+            self.act(self.machine.on_image_fetched(number, answer, time.monotonic()))
         else:
-            self.act(self.machine.verified(number, answer))
+            self.act(self.machine.on_copy_verified(number, answer))
 
     async def _answer(self, effect: do.FindImage | do.Verify | do.Fetch) -> Found | Filled | bool:
         gathering, going = self._gathering, self._going[effect.number]

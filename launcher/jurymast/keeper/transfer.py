@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from jurymast.core.state.images import ALL, LOCAL, ImageId, parts_of
-from jurymast.core.state.message import Strange, kind_of, reader
+from jurymast.core.state.message import Unreadable, kind_of, reader
 from jurymast.core.state.messages import Source
 from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.foreign import open_own
@@ -98,8 +98,8 @@ class NotServed(FromKeeper, frozen=True, kw_only=True):
     why: str
 
 
-Request = GetManifest | GetBytes | Check | Strange
-Served = ManifestFollows | BytesFollow | Doubted | NotServed | Strange
+Request = GetManifest | GetBytes | Check | Unreadable
+Served = ManifestFollows | BytesFollow | Doubted | NotServed | Unreadable
 
 read_request: Callable[[bytes], Request] = reader(GetManifest | GetBytes | Check)
 read_served: Callable[[bytes], Served] = reader(ManifestFollows | BytesFollow | Doubted | NotServed)
@@ -143,7 +143,7 @@ def manifest_of(source: Source, access: Access, key: ImageId) -> tuple[Manifest,
 
 
 @dataclass
-class Filling:
+class ImageFetch:
     """An image that is being assembled in `buffer`, by one thread at a time; `stop` makes it give up soon.
     `got` counts bytes by tier; `passed_over` says why sources did not serve, one line for each.
     """
@@ -290,7 +290,7 @@ def _answer(connection: Stream[Served], kind: type[Answer], access: Access) -> A
         return answer
     if isinstance(answer, NotServed):
         raise ProtocolError(answer.why)
-    what = answer if isinstance(answer, Strange) else type(answer).__name__
+    what = answer if isinstance(answer, Unreadable) else type(answer).__name__
     raise ProtocolError(f"an answer to another request: {what}")
 
 
@@ -412,7 +412,7 @@ class ImageServer:
                 for copy in self._copies.find(_key(request.image)):
                     self._doubt(copy)
                 peer.send(Doubted())
-            case Strange():
+            case Unreadable():
                 peer.send(NotServed(why=f"not a request: {request}"))
             case _:
                 never(request)

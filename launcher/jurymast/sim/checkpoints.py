@@ -30,7 +30,7 @@ import yaml
 
 from jurymast import foreign
 from jurymast.core.checkpoints.agreement import SAMPLE_S, Agreement
-from jurymast.core.checkpoints.checkpoints import RestoreChoice, Securing
+from jurymast.core.checkpoints.checkpoints import FinalWrite, RestoreChoice
 from jurymast.core.checkpoints.commit import Commit
 from jurymast.core.checkpoints.copies import Copies, Holder
 from jurymast.core.checkpoints.replicas import Replicas, holders
@@ -289,8 +289,8 @@ class SimRanks:
         beat = self._beat(step)
         events: list[ev.Event] = []
         for node in self._state.placement:
-            events += self._do(self.agreement.beat(node, beat, now))
-        events += self._do(self.agreement.look(now))
+            events += self._do(self.agreement.on_heartbeat(node, beat, now))
+        events += self._do(self.agreement.on_time(now))
         if not self._is_decided:
             return events, self._state.settings.heartbeat_s
         nothing = not self._record.number and self._asked.steps is None
@@ -474,7 +474,7 @@ class _Storage:
         self._copies.holders[ALL_NODES] = Holder("", 0, "")
         self._writes = Writes(state, self._copies)
         replicas = Replicas(state, self._copies, self._commit)
-        self._securing = Securing(self._copies, self._commit, replicas, self._writes)
+        self._securing = FinalWrite(self._copies, self._commit, replicas, self._writes)
         self._order: msg.Write | None = None
         self._now = self._ends_at = 0.0
 
@@ -499,7 +499,7 @@ class _Storage:
     def saved(self, key: StateId, at: float) -> None:
         self.pass_until(at)
         self._hold(key)
-        self._commit.look(at)
+        self._commit.on_time(at)
         for older in self._copies.newest_first()[1:]:
             self._copies.drop_where(older)
         self._look()
@@ -508,7 +508,7 @@ class _Storage:
         """Note that an active node's part of the images is lost, also of those being written."""
         self.pass_until(now)
         self._copies.drop_where()
-        self._carry_out(self._writes.lost(ALL_NODES, "a node was lost", now))
+        self._carry_out(self._writes.on_node_lost(ALL_NODES, "a node was lost", now))
         self._order = None
 
     def restored(self, key: StateId, attempt: int, *, in_memory: bool) -> None:
@@ -518,7 +518,7 @@ class _Storage:
             self._commit.go_on_from(key, self._now)
         else:
             self._commit.go_on_from(None, self._now)
-            self._writes.restored(attempt, key.step)
+            self._writes.on_restored(attempt, key.step)
 
     def secure(self, key: StateId | None, now: float) -> float:
         """Write the state `key`, which all nodes together still have, before they are released. Returns the
@@ -567,7 +567,7 @@ class _Storage:
     def _end(self, order: msg.Write) -> None:
         self._order = None
         done = msg.Written(id=order.id, tier=order.tier, ok=True, size_bytes=1)
-        self._carry_out(self._writes.hear(ALL_NODES, done, self._now))
+        self._carry_out(self._writes.on_written(ALL_NODES, done, self._now))
         for key in list(self._writes.shared)[: -self._state.settings.keep]:
             del self._writes.shared[key]
 

@@ -465,7 +465,7 @@ class Simulation:
             saves=saves, saved_step=at_step, saved_in=MEMORY, stall_s=stall_s,
         )  # fmt: skip
         self._feed(saved if saves == 1 else together)
-        self._ranks.agreement.heard(saved)
+        self._ranks.agreement.on_event(saved)
         if PEER not in self.state.saved and d.write_s is not None and self.state.settings.replicas:
             self._feed(copied(PEER, StateId(at_step, attempt), self.now, seconds=d.copy_s).event)
         cycle_s = d.time_of(steps, copying=True) + d.stall_s

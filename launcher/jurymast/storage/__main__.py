@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from jurymast.checkpoint.directory import one_line
-from jurymast.core.state.message import Strange
+from jurymast.core.state.message import Unreadable
 from jurymast.core.state.messages import WritePhase
 from jurymast.errors import never
 from jurymast.processes import become_helper
@@ -103,7 +103,7 @@ def main() -> None:
     threading.Thread(target=serve, args=(waiting, jobs, output), daemon=True).start()
     for line in sys.stdin.buffer:
         told = orders.read_told(line)
-        if isinstance(told, Strange):
+        if isinstance(told, Unreadable):
             sys.stderr.write(f"no order: {told}\n")
         elif not isinstance(told, orders.Cancel | orders.Continue):
             jobs[told.id] = _job(told, output)

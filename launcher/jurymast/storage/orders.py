@@ -19,7 +19,7 @@ import msgspec
 from jurymast import foreign
 from jurymast.core.checkpoints.writes import STILL_LIMIT_S
 from jurymast.core.state.images import LOCAL, OBJECT, SHARED
-from jurymast.core.state.message import Strange, kind_of, reader
+from jurymast.core.state.message import Unreadable, kind_of, reader
 from jurymast.core.state.messages import WritePhase
 from jurymast.core.state.texts import size
 
@@ -145,8 +145,8 @@ AnyOrder = WriteLocal | WriteShared | Warm | Upload
 Told = AnyOrder | Continue | Cancel
 Answer = Done | StorageFailed
 
-read_told: Callable[[bytes], Told | Strange] = reader(Told)
-read_answer: Callable[[bytes], Answer | Reached | Progress | Strange] = reader(Answer | Reached | Progress)
+read_told: Callable[[bytes], Told | Unreadable] = reader(Told)
+read_answer: Callable[[bytes], Answer | Reached | Progress | Unreadable] = reader(Answer | Reached | Progress)
 
 
 Item = TypeVar("Item")

@@ -172,7 +172,7 @@ class Supervisor:
             except RunDirectoryError as error:
                 why = str(error)
                 await asyncio.sleep(pause_s)
-        self._do(self.machine.attempt_read(newest, why, self.now()))
+        self._do(self.machine.on_attempt_read(newest, why, self.now()))
 
     # Effects.
 
@@ -268,7 +268,7 @@ class Supervisor:
             began = self.now()
             self._do(self.machine.work(began))
             now = self.now()
-            self.machine.worked(now - began, now)
+            self.machine.on_work_done(now - began, now)
             await asyncio.sleep(0)  # gives others their turn
         self._working = False
 
@@ -279,7 +279,7 @@ class Supervisor:
             await self._io.on_disk(partial(self.write_attempt, attempt))
         except OSError as error:
             why = f"cannot write {self._io.files.attempt_file}: {error}"
-        self._do(self.machine.fenced(attempt, why, self.now()))
+        self._do(self.machine.on_fenced(attempt, why, self.now()))
 
     def write_attempt(self, attempt: int) -> None:
         """Write the attempt's number, unless a newer one was written while this write was hanging. Raises
@@ -295,7 +295,7 @@ class Supervisor:
             gone = await self._io.give_back(effect.job, effect.node)
         except ClusterUnavailableError as error:
             why = str(error)
-        self._do(self.machine.given_back(effect.node, gone, why, self.now()))
+        self._do(self.machine.on_node_given_back(effect.node, gone, why, self.now()))
 
     async def _ask_why_ending(self, effect: do.WhyEnding) -> None:
         self._asked_why = effect
@@ -305,13 +305,13 @@ class Supervisor:
         by = ""
         if ending.why == "cancelled":
             by = "a signal" if self._io.allocation.startswith("local-") else "scancel"
-        self._do(self.machine.why_ending(effect, ending.why, by, self.now(), ending.kill_in_s))
+        self._do(self.machine.on_end_explained(effect, ending.why, by, self.now(), ending.kill_in_s))
 
     async def _ask_time_limit(self) -> None:
-        self._do(self.machine.time_limit(await self._io.ends_in_s(), self.now()))
+        self._do(self.machine.on_time_limit(await self._io.ends_in_s(), self.now()))
 
     async def _ask_superseded(self) -> None:
-        self._do(self.machine.superseded(await self._hold.is_superseded(), self.now()))
+        self._do(self.machine.on_superseded(await self._hold.is_superseded(), self.now()))
 
     async def _look_at_storage(self) -> None:
         noted = ""
@@ -324,7 +324,7 @@ class Supervisor:
                     self._note("", f"checkpoints on shared storage: {error}")
                 noted = str(error)
             await asyncio.sleep(LOOK_AGAIN_S)
-        self._do(self.machine.found_on_storage(sizes, rollbacks, self.now()))
+        self._do(self.machine.on_storage_read(sizes, rollbacks, self.now()))
 
     async def _tick(self) -> None:
         took_s = 0.0
@@ -334,7 +334,7 @@ class Supervisor:
             began = self.now()
             self._make_room()
             waits_s, unwritten = self._hold.waits_s, self._journal.unwritten
-            self._do(self.machine.tick(began, storage_waits_s=waits_s, unwritten=unwritten))
+            self._do(self.machine.on_time(began, storage_waits_s=waits_s, unwritten=unwritten))
             took_s = self.now() - began
 
     def _signalled(self, event: Callable[[float], list[do.Effect]]) -> None:
@@ -355,8 +355,8 @@ class Supervisor:
         """Announce the endpoint, and supervise until the end. Raises the error that broke it."""
         await self._io.serve(self._hold.epoch, self.state, self._accept)
         self._io.on_signals(
-            warned=partial(self._signalled, self.machine.warned),
-            terminated=partial(self._signalled, self.machine.terminated),
+            warned=partial(self._signalled, self.machine.on_warning),
+            terminated=partial(self._signalled, self.machine.on_sigterm),
         )
         self._do(self.machine.start(self.now()))
         for work in (self._tick(), self._await_successor(), self._look_at_storage()):
@@ -428,7 +428,7 @@ class Supervisor:
                 connection.send(msg.Leave())
                 await connection.drain()
             case _:
-                what = first if isinstance(first, msg.Strange) else msg.out_of_place(first)
+                what = first if isinstance(first, msg.Unreadable) else msg.out_of_place(first)
                 refused(ProtocolError(f"no greeting: {what}"))
         connection.close()
 
@@ -438,7 +438,7 @@ class Supervisor:
             error = self._journal.error
             connection.send(self.machine.condition((error.strerror or "") if error else ""))
             return
-        answer, effects = self.machine.asked(ask, self.now())
+        answer, effects = self.machine.on_request(ask, self.now())
         connection.send(answer)
         self._do(effects)
 
@@ -449,24 +449,24 @@ class Supervisor:
         if before is not None:
             before.close()
         number = next(self._numbers)
-        self._do(self.machine.joined(node, number, hello, self.now()))
+        self._do(self.machine.on_agent_joined(node, number, hello, self.now()))
         why = await connection.listen(partial(self._hear, node, number))
         self._strangers.left(node)
         log.info("%s: %s: %s", node, type(why).__name__, why)
         if self._channels.get(node) is connection:
             del self._channels[node]
         reset = not isinstance(why, ConnectionClosed)
-        self._do(self.machine.closed(node, number, self.now(), reset=reset))
+        self._do(self.machine.on_connection_closed(node, number, self.now(), reset=reset))
 
     def _hear(self, node: str, number: int, message: msg.Said) -> None:
         """Handle a message that came over the connection of this number."""
         match message:
-            case msg.Strange():
+            case msg.Unreadable():
                 self._strangers.heard(node, message)
             case msg.Hello() | msg.Ask():
                 self._strangers.heard(node, msg.out_of_place(message))
             case _:
-                self._do(self.machine.heard(node, number, message, self.now()))
+                self._do(self.machine.on_message(node, number, message, self.now()))
 
     def is_connected(self, node: str) -> bool:
         return node in self._channels

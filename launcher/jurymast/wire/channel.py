@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from jurymast import background
-from jurymast.core.state.messages import Accepted, Ask, Condition, Declined, Strange, encode, read_answer
+from jurymast.core.state.messages import Accepted, Ask, Condition, Declined, Unreadable, encode, read_answer
 from jurymast.errors import AuthenticationError, JurymastError, ProtocolError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, protocol
@@ -418,7 +418,7 @@ async def _ask(place: Endpoint, secret: bytes, request: Ask) -> Answered | None:
     try:
         connection.send(request)
         answer = await asyncio.wait_for(connection.receive(), ASK_LIMIT_S)
-        return None if isinstance(answer, Strange) else answer
+        return None if isinstance(answer, Unreadable) else answer
     except (OSError, asyncio.TimeoutError, JurymastError):
         return None
     finally:

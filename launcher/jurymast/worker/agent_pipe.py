@@ -10,7 +10,7 @@ import threading
 
 from jurymast.core.state import host_messages
 from jurymast.core.state import messages as msg
-from jurymast.core.state.message import Strange, Strangers, encode
+from jurymast.core.state.message import Strangers, Unreadable, encode
 from jurymast.errors import never
 
 FD_VARIABLE = "JURYMAST_HOST_FD"
@@ -57,7 +57,7 @@ class AgentPipe:
                         os.eventfd_write(self.stop_signal, 1)
                     case host_messages.Apart():
                         self.apart = order.attempt
-                    case Strange():
+                    case Unreadable():
                         strangers.heard("the agent", order)
                     case _:
                         never(order)

@@ -16,7 +16,7 @@ Obeyed = (
 
 
 class WakeAt(Struct, frozen=True):
-    """Call `tick` at this time of the machines' clock, in seconds. Only the newest one counts; NEVER means
+    """Call `on_time` at this time of the machines' clock, in seconds. Only the newest one counts; NEVER means
     never."""
 
     at: float
@@ -59,8 +59,8 @@ class StartHost(Struct, frozen=True):
 
 
 class Prepare(Struct, frozen=True):
-    """Make room for the ranks of this order: those of earlier attempts are gone. Answered by `prepared` once
-    no process holds a device."""
+    """Make room for the ranks of this order: those of earlier attempts are gone. Answered by
+    `on_node_prepared` once no process holds a device."""
 
     order: msg.Launch
 
@@ -85,7 +85,7 @@ class PartRanks(Struct, frozen=True):
 
 
 class TakeStacks(Struct, frozen=True):
-    """Take the stacks of these ranks and send them to the supervisor. Answered by `stacks_taken`."""
+    """Take the stacks of these ranks and send them to the supervisor. Answered by `on_stacks_taken`."""
 
     attempt: int
     pids: tuple[int, ...]
@@ -116,21 +116,21 @@ class StartProbes(Struct, frozen=True):
 
 
 class StartTests(Struct, frozen=True):
-    """Start this many processes that test this node. Answered by `tests_started`."""
+    """Start this many processes that test this node. Answered by `on_tests_started`."""
 
     number: int
     count: int
 
 
 class TestDevices(Struct, frozen=True):
-    """Test each device by itself. Answered by `tests_answered`."""
+    """Test each device by itself. Answered by `on_tests_answered`."""
 
     number: int
 
 
 class TestTogether(Struct, frozen=True):
     """Test all devices together, as ranks from `rank` on of a `world` that meets at `host` ("": this node)
-    under this name. Answered by `tests_answered`."""
+    under this name. Answered by `on_tests_answered`."""
 
     number: int
     name: str
@@ -151,15 +151,15 @@ class EndTests(Struct, frozen=True):
 
 
 class Connect(Struct, frozen=True):
-    """Connect to the first of these (host, port) that answers. Answered by `connected` or `unreached`, unless
-    a Greet came first."""
+    """Connect to the first of these (host, port) that answers. Answered by `on_connected` or
+    `on_supervisor_unreached`, unless a Greet came first."""
 
     targets: tuple[tuple[str, int], ...]
 
 
 class FindSupervisor(Struct, frozen=True):
     """Look in the run directory for the newest supervisor's address, and for the newest attempt. Answered by
-    `found`, unless a Greet came first."""
+    `on_supervisor_found`, unless a Greet came first."""
 
 
 class Greet(Struct, frozen=True):
@@ -174,7 +174,7 @@ class HangUp(Struct, frozen=True):
 
 
 class ReadPulse(Struct, frozen=True):
-    """Read the pulse in the run directory. Answered by `pulse`."""
+    """Read the pulse in the run directory. Answered by `on_pulse`."""
 
 
 class StandBy(Struct, frozen=True):

@@ -23,7 +23,7 @@ def recent(every_s: float, now: float) -> Arrivals:
     return Arrivals(every_s, now, deque(maxlen=MEMORY))
 
 
-class Hearing:
+class SupervisorSilence:
     """When this agent hears its supervisor. `now` is monotonic, in seconds. `heir`: this node's place from 0
     on among those that take over first; None if it is none of them, or does not know yet. `epoch`: the
     supervisor's; None before its first answer."""
@@ -42,7 +42,7 @@ class Hearing:
         self.epoch = self.heir = None
         self._heard(now)
 
-    def heard(self, order: msg.Order, now: float) -> None:
+    def on_order(self, order: msg.Order, now: float) -> None:
         if isinstance(order, msg.GoOn):
             self._answers.beat(now)
             self.epoch, self.heir = order.epoch, order.heir
@@ -92,7 +92,7 @@ class SupervisorLink:
         nodes: int,
         share: float,
         ranks: Ranks,
-        hearing: Hearing,
+        hearing: SupervisorSilence,
     ) -> None:
         """`hint`: (host, port) of the first supervisor. `share`: from 0 to 1, when this agent of the run's
         `nodes` reads the run directory after all have lost their supervisor at once. `ranks` is only read."""
@@ -164,7 +164,7 @@ class SupervisorLink:
         self._tries += 1
         return [do.Connect(targets)]
 
-    def found(self, place: Endpoint | None, now: float) -> list[Effect]:
+    def on_supervisor_found(self, place: Endpoint | None, now: float) -> list[Effect]:
         """Take in the address in the run directory. None: there is none, or shared storage does not answer,
         which is no reason to end the ranks.
 
@@ -187,7 +187,7 @@ class SupervisorLink:
         if place is not None:
             self._last, self._epoch = place, max(self._epoch, place.epoch)
 
-    def unreached(self, now: float) -> list[Effect]:
+    def on_supervisor_unreached(self, now: float) -> list[Effect]:
         if self.connected:
             return []
         self._tries -= 1
@@ -215,7 +215,7 @@ class SupervisorLink:
 
     # Having one.
 
-    def connected_to(self, now: float) -> list[Effect]:
+    def on_connected(self, now: float) -> list[Effect]:
         """Use the first connection that was made; the results of other tries no longer matter."""
         self.connected, self._peeking, self._finding = True, False, False
         self._tries, self._round_at = 0, NEVER
@@ -227,8 +227,8 @@ class SupervisorLink:
         self._leave_at = NEVER
         return [do.Greet(), *again, *(effect for _, message in kept for effect in self.say(message))]
 
-    def heard(self, order: msg.Order, now: float) -> list[Effect]:
-        self._hearing.heard(order, now)
+    def on_order(self, order: msg.Order, now: float) -> list[Effect]:
+        self._hearing.on_order(order, now)
         self._peek_later()
         match order:
             case msg.GoOn():
@@ -256,7 +256,7 @@ class SupervisorLink:
                 self._kept.append((self._said, message))
         return [do.Send(message)] if self.connected else []
 
-    def lost(self, now: float) -> list[Effect]:
+    def on_connection_lost(self, now: float) -> list[Effect]:
         """Note that the connection has ended."""
         if not self.connected:
             return []
@@ -264,7 +264,7 @@ class SupervisorLink:
         self._find_at = now + self._find_every_s * self._share
         return self._round(now)
 
-    def tick(self, now: float) -> list[Effect]:
+    def on_time(self, now: float) -> list[Effect]:
         if now >= self._leave_at:
             self._leave_at = NEVER
             if self._alone_limit_s() < NEVER:
@@ -278,7 +278,7 @@ class SupervisorLink:
         self._peeking, self._find_at = True, now + max(PEEK_EVERY_S, self._find_every_s)
         return [do.FindSupervisor()]
 
-    def pulse(self, epoch: int, now: float) -> list[Effect]:
+    def on_pulse(self, epoch: int, now: float) -> list[Effect]:
         """The pulse is that of this epoch. An older supervisor is left even if it answers on time: it may not
         see the newer one, and nobody else would tell it."""
         if not self.connected or self._peeking or epoch <= (self._hearing.epoch or epoch):
@@ -289,9 +289,9 @@ class SupervisorLink:
     def _hang_up(self, now: float, newer: Endpoint | None = None) -> list[Effect]:
         """Close the connection after telling the supervisor. If it was only late, it must not take this for
         an end; and it may not see that there is a newer one, because its storage hangs."""
-        return [do.Send(msg.HangsUp(newer=newer)), do.HangUp(), *self.lost(now)]
+        return [do.Send(msg.HangsUp(newer=newer)), do.HangUp(), *self.on_connection_lost(now)]
 
-    def terminated(self, now: float) -> list[Effect]:
+    def on_sigterm(self, now: float) -> list[Effect]:
         """Report a SIGTERM: Slurm ends the job or takes the node, or it is neither. The supervisor finds out
         which. Until it says "leave", this node's memory may be needed for the last checkpoint, however long
         that takes: a preempted job may have minutes."""

@@ -9,13 +9,13 @@ from typing import Any
 
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.effects import NEVER, Effect
-from jurymast.core.agent.link import Hearing, SupervisorLink
+from jurymast.core.agent.link import SupervisorLink, SupervisorSilence
 from jurymast.core.agent.ranks import NodeTests, Ranks
 from jurymast.core.agent.succession import Succession, epoch_of
 from jurymast.core.judges.silence import answer_every_s, patience_s
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
-from jurymast.core.state.evidence import Alone
+from jurymast.core.state.evidence import NodeTimes
 from jurymast.core.state.images import SHARED
 from jurymast.core.state.messages import WritePhase
 from jurymast.core.state.settings import RunPlan
@@ -54,12 +54,12 @@ class NodeWrites:
         ahead = any(write.reached > write.ordered for write in self._running.values())
         assert not ahead, "a write went on by itself"
 
-    def launch(self, order: msg.Launch) -> None:
+    def on_launch(self, order: msg.Launch) -> None:
         """Prepare for the ranks of this attempt, which are about to start."""
         self._leads = order.rank == 0
         self._foreseen.clear()
 
-    def begin(self, order: msg.Write) -> list[Effect]:
+    def on_write(self, order: msg.Write) -> list[Effect]:
         """Start a write. A supervisor orders one write to a tier at a time, so an earlier order is void: its
         supervisor may be dead, and it may wait for a lost node. Orders that were lost with a connection are
         repeated."""
@@ -67,11 +67,11 @@ class NodeWrites:
             return []
         self._newest[order.tier] = order.id
         void = [id for id, write in self._running.items() if write.tier == order.tier]
-        effects = [effect for id in void for effect in self.cancel(id)]
+        effects = [effect for id in void for effect in self.on_cancel_write(id)]
         self._running[order.id] = NodeWrite(order.tier)
         return [*effects, do.Obey(order)]
 
-    def go_on(self, order: msg.ContinueWrite) -> list[Effect]:
+    def on_continue_write(self, order: msg.ContinueWrite) -> list[Effect]:
         """Go on with a write. The order may have come before: those that may be lost are repeated."""
         write = self._going(order.id)
         if write is None or order.phase <= write.ordered:
@@ -79,7 +79,7 @@ class NodeWrites:
         write.ordered = order.phase
         return [do.Obey(order)]
 
-    def reached(self, id: str, phase: WritePhase) -> list[Effect]:
+    def on_write_reached(self, id: str, phase: WritePhase) -> list[Effect]:
         """A write has reached the end of a phase, and waits. All nodes hold their images at once, and nobody
         waits for that."""
         write = self._going(id)
@@ -88,7 +88,7 @@ class NodeWrites:
         write.reached = phase
         return [do.Send(msg.WriteReached(id=id, phase=phase))]
 
-    def connected(self) -> list[Effect]:
+    def on_connected(self) -> list[Effect]:
         """Tell a supervisor, which may be another one, how far the writes are."""
         return [do.Send(msg.WriteReached(id=id, phase=phase)) for id, phase in self.phased().items()]
 
@@ -97,7 +97,7 @@ class NodeWrites:
         going = {id: one for id, one in self._running.items() if one.tier == SHARED and not one.cancelled}
         return {id: write.reached for id, write in going.items()}
 
-    def cancel(self, id: str) -> list[Effect]:
+    def on_cancel_write(self, id: str) -> list[Effect]:
         write = self._going(id)
         if write is None:
             return []
@@ -108,10 +108,10 @@ class NodeWrites:
         write = self._running.get(id)
         return None if write is None or write.cancelled else write
 
-    def ended(self, id: str) -> None:
+    def on_write_ended(self, id: str) -> None:
         self._running.pop(id, None)
 
-    def rank_said(self, event: within.CheckpointsKept | within.Foreseen) -> list[Effect]:
+    def on_rank_event(self, event: within.CheckpointsKept | within.Foreseen) -> list[Effect]:
         if isinstance(event, within.CheckpointsKept):
             warm, self._warm = self._leads and not self._warm, self._leads or self._warm
             return [do.WarmWriter()] if warm else []
@@ -147,7 +147,7 @@ class AgentMachine:
         """`nodes`: the allocation's, in its order. `hint`, `share`: see SupervisorLink; `gpus`, `driver`: see
         NodeTests."""
         patience = patience_s(plan.settings.heartbeat_s, plan.nodes)
-        hearing = Hearing(answer_every_s(plan.settings.heartbeat_s, plan.nodes))
+        hearing = SupervisorSilence(answer_every_s(plan.settings.heartbeat_s, plan.nodes))
         self.ranks = Ranks(plan.settings.stop_grace_s, tasks=plan.guessed)
         self.link = SupervisorLink(node, allocation, hint, patience, plan.nodes, share, self.ranks, hearing)
         self.succession = Succession(node, nodes, hearing, enabled=plan.cluster == "slurm")
@@ -169,7 +169,11 @@ class AgentMachine:
         effects = [one for effect in effects for one in self._with_others(effect, now)]
         if self.link.connected != self._was_connected:
             self._was_connected = self.link.connected
-            news = self.succession.answered if self.link.connected else self.succession.unanswered
+            news = (
+                self.succession.on_supervisor_answered
+                if self.link.connected
+                else self.succession.on_no_answer
+            )
             effects = effects + news(now)
         waits = self.ranks, self.link, self.succession, self.tests
         wake_at = min(self._probe_at, *(part.wake_at for part in waits))
@@ -182,10 +186,10 @@ class AgentMachine:
         """The effect, with what it means to other parts."""
         match effect:
             case do.StartHost() if self.ranks.attempt == 0:
-                return [effect, *self.tests.host_started(now)]
+                return [effect, *self.tests.on_host_started(now)]
             case do.Prepare(order):
-                self.writes.launch(order)
-                return [*self.tests.end(), effect]
+                self.writes.on_launch(order)
+                return [*self.tests.on_test_over(), effect]
             case do.Leave():
                 self.left = True
         return [effect]
@@ -209,10 +213,10 @@ class AgentMachine:
         begun = self.ranks.begin(now) if reachable else []
         return self._out(begun + self.link.start(now), now)
 
-    def tick(self, now: float) -> list[Effect]:
+    def on_time(self, now: float) -> list[Effect]:
         self._wake_at = NEVER  # this call was the wake-up
-        ranks = self._said(self.ranks.tick(now)) + (self._probe() if now >= self._probe_at else [])
-        others = self.link.tick(now) + self.succession.tick(now) + self.tests.tick(now)
+        ranks = self._said(self.ranks.on_time(now)) + (self._probe() if now >= self._probe_at else [])
+        others = self.link.on_time(now) + self.succession.on_time(now) + self.tests.on_time(now)
         return self._out(ranks + others, now)
 
     def _probe(self) -> list[Effect]:
@@ -220,123 +224,131 @@ class AgentMachine:
         wanted, self._probe_at = self._probe_at < NEVER, NEVER
         return [do.StartProbes()] if wanted else []
 
-    def terminated(self, now: float) -> list[Effect]:
-        self.ranks.terminated()
-        return self._out(self.link.terminated(now), now)
+    def on_sigterm(self, now: float) -> list[Effect]:
+        self.ranks.on_sigterm()
+        return self._out(self.link.on_sigterm(now), now)
 
     def say(self, message: msg.ToSupervisor, now: float) -> list[Effect]:
         return self._out(self.link.say(message), now)
 
     # The supervisor.
 
-    def found(self, place: msg.Endpoint | None, now: float, *, attempt: int | None = None) -> list[Effect]:
+    def on_supervisor_found(
+        self, place: msg.Endpoint | None, now: float, *, attempt: int | None = None
+    ) -> list[Effect]:
         """What the run directory says: the newest supervisor's address, and which attempt is the newest that
         has begun. None: it does not say, or does not answer."""
-        return self._out(self._said(self.ranks.newest_begun(attempt, now)) + self.link.found(place, now), now)
+        return self._out(
+            self._said(self.ranks.on_newest_attempt(attempt, now))
+            + self.link.on_supervisor_found(place, now),
+            now,
+        )
 
-    def unreached(self, now: float, *, refused: bool = False) -> list[Effect]:
+    def on_supervisor_unreached(self, now: float, *, refused: bool = False) -> list[Effect]:
         """No supervisor was reached. `refused`: nothing listens at that address."""
         if refused:
-            self.succession.refused(now)
-        return self._out(self.link.unreached(now), now)
+            self.succession.on_connection_refused(now)
+        return self._out(self.link.on_supervisor_unreached(now), now)
 
-    def connected(self, now: float) -> list[Effect]:
+    def on_connected(self, now: float) -> list[Effect]:
         begun = self.ranks.begin(now)
-        greeted = [*self.link.connected_to(now), self.ranks.beat()]
-        return self._out([*greeted, *self._said(self.writes.connected()), *begun], now)
+        greeted = [*self.link.on_connected(now), self.ranks.beat()]
+        return self._out([*greeted, *self._said(self.writes.on_connected()), *begun], now)
 
-    def lost(self, now: float) -> list[Effect]:
+    def on_connection_lost(self, now: float) -> list[Effect]:
         """The connection was closed."""
         if self.link.connected:
-            self.succession.closed(now)
-        return self._out(self.link.lost(now), now)
+            self.succession.on_connection_closed(now)
+        return self._out(self.link.on_connection_lost(now), now)
 
-    def heard(self, order: msg.Order, now: float) -> list[Effect]:
-        heard = self.link.heard(order, now)
-        return self._out([*heard, *self.succession.heard(now), *self._said(self._ordered(order, now))], now)
+    def on_order(self, order: msg.Order, now: float) -> list[Effect]:
+        heard = self.link.on_order(order, now)
+        return self._out(
+            [*heard, *self.succession.on_order(now), *self._said(self._ordered(order, now))], now
+        )
 
     def _ordered(self, order: msg.Order, now: float) -> list[Effect]:
         match order:
             case msg.Launch():
-                return self.ranks.launch(order, now)
+                return self.ranks.on_launch(order, now)
             case msg.Stop():
-                return self.ranks.stop(order.attempt, now, stacks=order.stacks)
+                return self.ranks.on_stop(order.attempt, now, stacks=order.stacks)
             case msg.Dismiss():
-                return self.ranks.stop(self.ranks.attempt, now)
+                return self.ranks.on_stop(self.ranks.attempt, now)
             case msg.Look():
-                return self.ranks.look(order, now)
+                return self.ranks.on_look(order, now)
             case msg.JobGoesOn():
-                return self.ranks.job_goes_on()
+                return self.ranks.on_job_goes_on()
             case msg.CadenceSet():
                 if order.attempt != self.ranks.attempt:
                     return []
                 # The supervisor waits for a heartbeat that shows it.
                 return [do.Obey(order), do.Beat(order.attempt, self.ranks.pids)]
             case msg.TestOver():
-                return self.tests.end()
+                return self.tests.on_test_over()
             case msg.TestAlone() | msg.TestPair():
                 idle = self.ranks.state in ("warming", "waiting")  # nothing is tested beside ranks
-                return self.tests.test(order, now) if idle else self.tests.end()
+                return self.tests.on_test_ordered(order, now) if idle else self.tests.on_test_over()
             case msg.Write():
-                return self.writes.begin(order)
+                return self.writes.on_write(order)
             case msg.ContinueWrite():
-                return self.writes.go_on(order)
+                return self.writes.on_continue_write(order)
             case msg.CancelWrite():
-                return self.writes.cancel(order.id)
-            case msg.Leave() | msg.Moved() | msg.Strange():
+                return self.writes.on_cancel_write(order.id)
+            case msg.Leave() | msg.Moved() | msg.Unreadable():
                 return []  # the link's, and nobody's
             case _:
                 return [do.Obey(order)]
 
     # The ranks and their host.
 
-    def prepared(self, attempt: int, now: float) -> list[Effect]:
-        return self._out(self._said(self.ranks.prepared(attempt, now)), now)
+    def on_node_prepared(self, attempt: int, now: float) -> list[Effect]:
+        return self._out(self._said(self.ranks.on_node_prepared(attempt, now)), now)
 
-    def stacks_taken(self, attempt: int, now: float) -> list[Effect]:
-        return self._out(self._said(self.ranks.stacks_taken(attempt, now)), now)
+    def on_stacks_taken(self, attempt: int, now: float) -> list[Effect]:
+        return self._out(self._said(self.ranks.on_stacks_taken(attempt, now)), now)
 
-    def host_said(self, message: msg.Ready | msg.Started | msg.Finished, now: float) -> list[Effect]:
+    def on_host_message(self, message: msg.Ready | msg.Started | msg.Finished, now: float) -> list[Effect]:
         warm = self._probe() if isinstance(message, msg.Ready) else []
-        return self._out(warm + self._said(self.ranks.host_said(message, now)), now)
+        return self._out(warm + self._said(self.ranks.on_host_message(message, now)), now)
 
-    def rank_failed(self, failed: msg.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
+    def on_rank_failed(self, failed: msg.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
         """A rank failed. `evidence`: what the node knows about it, as fields of `messages.Failed`."""
-        return self._out(self._said(self.ranks.rank_failed(failed, evidence, now)), now)
+        return self._out(self._said(self.ranks.on_rank_failed(failed, evidence, now)), now)
 
-    def host_ended(
+    def on_host_ended(
         self, code: int, evidence: Mapping[str, Any], now: float, unloadable: str = ""
     ) -> list[Effect]:
-        return self._out(self._said(self.ranks.host_ended(code, evidence, now, unloadable)), now)
+        return self._out(self._said(self.ranks.on_host_ended(code, evidence, now, unloadable)), now)
 
-    def rank_said(
+    def on_rank_event(
         self, event: within.ForSupervisor | within.CheckpointsKept | within.Foreseen, now: float
     ) -> list[Effect]:
         if isinstance(event, within.CheckpointsKept | within.Foreseen):
-            return self._out(self.writes.rank_said(event), now)
-        return self._out(self._said(self.ranks.rank_said(event, now)), now)
+            return self._out(self.writes.on_rank_event(event), now)
+        return self._out(self._said(self.ranks.on_rank_event(event, now)), now)
 
     # Tests, succession, and writes.
 
-    def tests_started(self, number: int, port: int, why: str, now: float) -> list[Effect]:
+    def on_tests_started(self, number: int, port: int, why: str, now: float) -> list[Effect]:
         """The test processes have started, or (`why`) cannot. `port`: of the store for tests that meet here;
         0 for none."""
-        return self._out(self._said(self.tests.started(number, port, why)), now)
+        return self._out(self._said(self.tests.on_tests_started(number, port, why)), now)
 
-    def tests_answered(self, number: int, answers: Sequence[Alone], now: float) -> list[Effect]:
+    def on_tests_answered(self, number: int, answers: Sequence[NodeTimes], now: float) -> list[Effect]:
         """The answers of all processes to the last tests."""
-        return self._out(self._said(self.tests.answered(number, answers)), now)
+        return self._out(self._said(self.tests.on_tests_answered(number, answers)), now)
 
-    def pulse(self, value: str | None, now: float) -> list[Effect]:
-        looked = self.link.pulse(epoch_of(value), now) if value is not None else []
-        return self._out(looked + self.succession.pulse(value, now), now)
+    def on_pulse(self, value: str | None, now: float) -> list[Effect]:
+        looked = self.link.on_pulse(epoch_of(value), now) if value is not None else []
+        return self._out(looked + self.succession.on_pulse(value, now), now)
 
-    def supervisor_ended(self, now: float) -> list[Effect]:
-        return self._out(self.succession.supervisor_ended(now), now)
+    def on_supervisor_ended(self, now: float) -> list[Effect]:
+        return self._out(self.succession.on_supervisor_ended(now), now)
 
-    def write_reached(self, id: str, phase: WritePhase, now: float) -> list[Effect]:
-        return self._out(self._said(self.writes.reached(id, phase)), now)
+    def on_write_reached(self, id: str, phase: WritePhase, now: float) -> list[Effect]:
+        return self._out(self._said(self.writes.on_write_reached(id, phase)), now)
 
-    def write_ended(self, id: str, now: float) -> list[Effect]:
-        self.writes.ended(id)
+    def on_write_ended(self, id: str, now: float) -> list[Effect]:
+        self.writes.on_write_ended(id)
         return self._out([], now)

@@ -16,7 +16,7 @@ from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.judges.tests import LOCAL, limit_s, slowest
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
-from jurymast.core.state.evidence import Alone
+from jurymast.core.state.evidence import NodeTimes
 from jurymast.core.state.settings import RunPlan
 
 # ---- ranks
@@ -112,7 +112,7 @@ class Ranks:
         """Start the first host, now that other nodes can reach this one."""
         return [] if self.host_starts else self._start_host()
 
-    def launch(self, order: msg.Launch, now: float) -> list[Effect]:
+    def on_launch(self, order: msg.Launch, now: float) -> list[Effect]:
         if order.attempt <= max(self.attempt, self._stopping) or not self.host_starts:
             return []
         self.attempt, self._launch = order.attempt, order
@@ -122,7 +122,7 @@ class Ranks:
         stop = self._begin_stop(False, now) if self._alive and not self._ending else []
         return stop + self._go_on()
 
-    def prepared(self, attempt: int, now: float) -> list[Effect]:
+    def on_node_prepared(self, attempt: int, now: float) -> list[Effect]:
         self._prepared = max(self._prepared, attempt)
         return self._go_on()
 
@@ -150,7 +150,7 @@ class Ranks:
         )  # fmt: skip
         return self._tell(failed) + self._tell_stopped()
 
-    def stop(self, attempt: int, now: float, *, stacks: bool = False) -> list[Effect]:
+    def on_stop(self, attempt: int, now: float, *, stacks: bool = False) -> list[Effect]:
         """Stop the ranks of `attempt`, if requested after recording their `stacks`."""
         if (self._alive or self._launch is not None) and attempt < self.attempt:
             return []
@@ -162,15 +162,15 @@ class Ranks:
             self._finished = False  # without a port the host is on its way to wait: that will be news
         return [do.Send(msg.Stopped(attempt=attempt, store_port=self.store_port))]
 
-    def newest_begun(self, attempt: int | None, now: float) -> list[Effect]:
+    def on_newest_attempt(self, attempt: int | None, now: float) -> list[Effect]:
         """Stop ranks that were replaced without this agent: `attempt` has begun, as the run directory says
         (None: it does not say). None begins before the ranks of earlier ones have ended, but for those on
         nodes that count as lost."""
         if attempt is None or attempt <= self.attempt or self.state not in ("starting", "running"):
             return []
-        return self.stop(self.attempt, now)
+        return self.on_stop(self.attempt, now)
 
-    def look(self, order: msg.Look, now: float) -> list[Effect]:
+    def on_look(self, order: msg.Look, now: float) -> list[Effect]:
         here = order.attempt == self._told and self.state == "running"
         return [do.LookAtRanks(order.number, self.pids)] if here else []
 
@@ -179,13 +179,13 @@ class Ranks:
         """Whether there was a SIGTERM, and it is not known what for."""
         return self._held is not None
 
-    def terminated(self) -> None:
+    def on_sigterm(self) -> None:
         """Note that Slurm may end the job or remove the node. Then the end of the ranks is no failure, nor,
         where they exit with 0 once they have saved, the end of the training, so it is told only if the job
         goes on."""
         self._held = self._held or []
 
-    def job_goes_on(self) -> list[Effect]:
+    def on_job_goes_on(self) -> list[Effect]:
         held, self._held = self._held or [], None
         return [told for said in held if said.attempt >= self.attempt for told in self._tell(said)]
 
@@ -196,7 +196,7 @@ class Ranks:
             return [do.TakeStacks(self._told, self.pids)]
         return self._stop_host(now)
 
-    def stacks_taken(self, attempt: int, now: float) -> list[Effect]:
+    def on_stacks_taken(self, attempt: int, now: float) -> list[Effect]:
         taken = self._stacks_until < NEVER and attempt == self._told
         return self._stop_host(now) if taken else []
 
@@ -204,7 +204,7 @@ class Ranks:
         self._stacks_until, self._force_at = NEVER, now + self._stop_limit_s
         return [do.StopRanks(self._told)]
 
-    def tick(self, now: float) -> list[Effect]:
+    def on_time(self, now: float) -> list[Effect]:
         if now >= self._stacks_until:
             return self._stop_host(now)
         if now >= self._force_at:
@@ -214,7 +214,7 @@ class Ranks:
 
     # Events on this node.
 
-    def host_said(self, message: msg.Ready | msg.Started | msg.Finished, now: float) -> list[Effect]:
+    def on_host_message(self, message: msg.Ready | msg.Started | msg.Finished, now: float) -> list[Effect]:
         match message:
             case msg.Ready():
                 return self._host_waits(message)
@@ -228,11 +228,11 @@ class Ranks:
                     self._finished = True
                 return effects
 
-    def rank_failed(self, failed: msg.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
+    def on_rank_failed(self, failed: msg.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
         """Report a failed rank. `evidence`: what the node knows about it, as fields of `messages.Failed`."""
         return [self.beat(), *self._tell(msgspec.structs.replace(failed, **evidence))]
 
-    def rank_said(self, event: within.ForSupervisor, now: float) -> list[Effect]:
+    def on_rank_event(self, event: within.ForSupervisor, now: float) -> list[Effect]:
         self._cold = self._cold or isinstance(event, within.ColdStart)
         self.group_made = self.group_made or isinstance(event, within.GroupMade)
         said: list[Effect] = [do.Send(msg.RankEvent(attempt=self._told, event=event))]
@@ -250,7 +250,7 @@ class Ranks:
             return last + self._tell_stopped()
         return [] if self._finished else [do.Send(ready)]
 
-    def host_ended(
+    def on_host_ended(
         self, code: int, evidence: Mapping[str, Any], now: float, unloadable: str = ""
     ) -> list[Effect]:
         """Handle the end of the host, before it was ready, while it waited, or together with its ranks.
@@ -328,7 +328,7 @@ class NodeTests:
         self._port: int | None = None  # where those of two nodes meet; None: they are not ready
         self._asked: Asked | None = None  # the processes do one thing at a time
         self._waiting: deque[Asked] = deque()
-        self._alone = Alone()
+        self._alone = NodeTimes()
         self._result: msg.TestedAlone | None = None
         self.wake_at = NEVER  # their end
 
@@ -345,12 +345,12 @@ class NodeTests:
 
     # Orders.
 
-    def host_started(self, now: float) -> list[Effect]:
+    def on_host_started(self, now: float) -> list[Effect]:
         """The first host started: new nodes will be tested soon, if the policy wants that."""
         wanted, self._wanted = self._wanted, False
         return self._begin(now + self._join_limit_s) if wanted and not self.here else []
 
-    def test(self, order: msg.TestAlone | msg.TestPair, now: float) -> list[Effect]:
+    def on_test_ordered(self, order: msg.TestAlone | msg.TestPair, now: float) -> list[Effect]:
         """Start tests. Tests that were answered before are answered again."""
         if isinstance(order, msg.TestPair):
             return self._pair(order)
@@ -383,19 +383,19 @@ class NodeTests:
 
     # Reports of the processes.
 
-    def started(self, number: int, port: int, why: str) -> list[Effect]:
+    def on_tests_started(self, number: int, port: int, why: str) -> list[Effect]:
         if number != self._number or self._asked is None or self._port is not None:
             return []
         self._port = port
-        return self._ended(Alone(error=why)) if why else [self._asked]
+        return self._ended(NodeTimes(error=why)) if why else [self._asked]
 
-    def answered(self, number: int, answers: Sequence[Alone]) -> list[Effect]:
+    def on_tests_answered(self, number: int, answers: Sequence[NodeTimes]) -> list[Effect]:
         """Take in the answers to the last tests."""
         if number != self._number or self._asked is None or self._port is None:
             return []
         return self._ended(slowest(answers))
 
-    def _ended(self, found: Alone) -> list[Effect]:
+    def _ended(self, found: NodeTimes) -> list[Effect]:
         asked, self._asked = self._asked, None
         if isinstance(asked, do.TestDevices):
             if self._count > 1 and not found.error:
@@ -410,16 +410,16 @@ class NodeTests:
             said = [do.Send(msg.TestedPair(name=asked.name, times=dict(found.times), error=found.error))]
         return said + (self._ask(self._waiting.popleft()) if self._waiting else [])
 
-    def _said(self, found: Alone) -> list[Effect]:
+    def _said(self, found: NodeTimes) -> list[Effect]:
         self._result = msg.TestedAlone(port=self._port or 0, found=found)
         return [do.Send(self._result)]
 
     # Their end.
 
-    def tick(self, now: float) -> list[Effect]:
-        return self.end() if now >= self.wake_at else []
+    def on_time(self, now: float) -> list[Effect]:
+        return self.on_test_over() if now >= self.wake_at else []
 
-    def end(self) -> list[Effect]:
+    def on_test_over(self) -> list[Effect]:
         """End the test processes, because others need the devices."""
         if not self.here:
             return []

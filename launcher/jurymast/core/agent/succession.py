@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.effects import NEVER, Effect
-from jurymast.core.agent.link import Hearing, recent
+from jurymast.core.agent.link import SupervisorSilence, recent
 
 # So many nodes are named by the supervisor as those that take over first.
 HEIRS = 3
@@ -49,7 +49,7 @@ class Succession:
     - An agent has at most one supervisor here, and reads one pulse at a time.
     """
 
-    def __init__(self, node: str, nodes: Sequence[str], hearing: Hearing, *, enabled: bool) -> None:
+    def __init__(self, node: str, nodes: Sequence[str], hearing: SupervisorSilence, *, enabled: bool) -> None:
         """`nodes`: all of the allocation, in its order. Not `enabled`: the batch process cannot die alone.
         `hearing` is only read."""
         self._enabled = enabled
@@ -89,13 +89,13 @@ class Succession:
 
     # The supervisor.
 
-    def answered(self, now: float) -> list[Effect]:
+    def on_supervisor_answered(self, now: float) -> list[Effect]:
         """Note that this agent is connected to a supervisor."""
         self._met, self._alone, self._quiet_since = self._enabled, False, None
         self._restarts_until = 0.0
         return []
 
-    def heard(self, now: float) -> list[Effect]:
+    def on_order(self, now: float) -> list[Effect]:
         """Note an answer of the supervisor, which may change this node's place."""
         first = self._met and self._hearing.heir == 0 and not self._supervises
         if first and not self._stands_by and self._stand_by_at == NEVER:
@@ -106,22 +106,22 @@ class Succession:
         ended, self._stands_by = self._stands_by, False
         return [do.EndStandby()] if ended else []
 
-    def closed(self, now: float) -> None:
+    def on_connection_closed(self, now: float) -> None:
         """Note that the supervisor's process ended, or refuses this agent."""
         self._restarts_until = now + RESTART_S
 
-    def refused(self, now: float) -> None:
+    def on_connection_refused(self, now: float) -> None:
         """Note that nothing listens at its address, so its batch process is gone as well."""
         self._restarts_until = 0.0
 
-    def unanswered(self, now: float) -> list[Effect]:
+    def on_no_answer(self, now: float) -> list[Effect]:
         """Note that this agent is no longer connected."""
         self._alone = self._met
-        return self.tick(now)
+        return self.on_time(now)
 
     # Its pulse.
 
-    def tick(self, now: float) -> list[Effect]:
+    def on_time(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if now >= self._stand_by_at:
             self._stand_by_at, self._stands_by = NEVER, True
@@ -131,7 +131,7 @@ class Succession:
             effects.append(do.ReadPulse())
         return effects
 
-    def pulse(self, value: str | None, now: float) -> list[Effect]:
+    def on_pulse(self, value: str | None, now: float) -> list[Effect]:
         """Take in a reading of the pulse, "EPOCH:COUNT"; None: storage did not answer."""
         asked_at, self._asked_at = self._asked_at, None
         self._look_at = now + self._look_every_s()
@@ -156,7 +156,7 @@ class Succession:
     def _may_live(self, now: float) -> bool:
         return now < self._restarts_until if self._alone else now < self._hearing.suspect_at
 
-    def supervisor_ended(self, now: float) -> list[Effect]:
+    def on_supervisor_ended(self, now: float) -> list[Effect]:
         """Note that the supervisor that was started on this node has ended."""
         self._supervises = False
-        return self.tick(now)
+        return self.on_time(now)

@@ -107,7 +107,7 @@ class Agreement:
 
     # ---- what is heard
 
-    def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
+    def on_heartbeat(self, node: str, beat: Beat, now: float) -> list[Effect]:
         """Process a heartbeat. Those of ranks with a Checkpointer carry the cadence."""
         if self._attempt != self.state.attempt:
             self._begin()
@@ -124,7 +124,7 @@ class Agreement:
             return []
         return self._answer(node, seen, current, now)
 
-    def heard(self, event: ev.Event) -> None:
+    def on_event(self, event: ev.Event) -> None:
         """Process what the journal says about saves."""
         if not isinstance(event, ev.Saved) or event.copied or event.attempt != self._attempt:
             return
@@ -214,7 +214,7 @@ class Agreement:
 
     # ---- deciding
 
-    def look(self, now: float, *, copying: bool = False) -> list[Effect]:
+    def on_time(self, now: float, *, copying: bool = False) -> list[Effect]:
         """Propose what is due; cheap if nothing is. `copying`: agents write copies to storage."""
         if now < self._look_at or self.state.phase is not Phase.RUNNING:
             return []

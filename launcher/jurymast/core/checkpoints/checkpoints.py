@@ -77,18 +77,18 @@ class Shortages:
         self._foreseen: dict[str, msg.Foreseen] = {}
         self._told: dict[str, Need] = {}
 
-    def joined(self, node: str, room: msg.Room | None) -> None:
+    def on_agent_joined(self, node: str, room: msg.Room | None) -> None:
         self._foreseen.pop(node, None)
         if room is not None:
             self._rooms[node] = room
 
-    def lost(self, node: str) -> None:
+    def on_node_lost(self, node: str) -> None:
         self._foreseen.pop(node, None)
         self._rooms.pop(node, None)
 
-    def hear(self, node: str, message: msg.Foreseen) -> None:
+    def on_foreseen(self, node: str, message: msg.Foreseen) -> None:
         """All ranks of a node have reported how large their states will be."""
-        self.joined(node, message.room)
+        self.on_agent_joined(node, message.room)
         self._foreseen[node] = message
 
     def complete(self, placement: Sequence[str]) -> bool:
@@ -206,7 +206,7 @@ GATHER_LIMIT_S = 15.0
 GATHER_TIMES = 20.0
 
 
-class Securing:
+class FinalWrite:
     """`secured`: the newest state is written, or none can be. Times are Unix times in seconds."""
 
     def __init__(self, copies: Copies, commit: Commit, replicas: Replicas, writes: Writes) -> None:
@@ -328,42 +328,42 @@ class Checkpoints:
         self._held_at = -math.inf  # the last report of an image
         self._void: deque[StateId] = deque(maxlen=VOIDS_KEPT)
         self._told: dict[int, int] = {}  # by rank, the newest step of this attempt that it saved or skipped
-        self.securing = Securing(self.copies, self._commit, self.replicas, self.writes)
+        self.securing = FinalWrite(self.copies, self._commit, self.replicas, self.writes)
 
     # ---- agents
 
-    def joined(self, node: str, hello: msg.Hello, now: float) -> list[Effect]:
+    def on_agent_joined(self, node: str, hello: msg.Hello, now: float) -> list[Effect]:
         """An agent joined, possibly again: replace what was known about its copies."""
         effects: list[Effect] = []
         before = self._holders.get(node)
         if before is not None and before.incarnation != hello.incarnation:
-            effects += self.writes.lost(node, f"the agent of {node} restarted", now)
+            effects += self.writes.on_node_lost(node, f"the agent of {node} restarted", now)
         held = {report.on(node) for report in hello.copies}
         gone = [copy for copy in self.copies.on(node) if copy not in held]
         for copy in gone:  # dropped as damaged, maybe, and its word of that was lost with the connection
-            self._commit.corrupt(copy, f"{node} no longer has its image")
+            self._commit.on_copy_corrupt(copy, f"{node} no longer has its image")
         if gone:
             self._gone(now)
         self.copies.drop_where(node=node)
         self._holders[node] = Holder(hello.address, hello.data_port, hello.incarnation)
-        self.replicas.joined(node, hello.domain)
-        self._shortages.joined(node, hello.room)
-        effects += self.writes.joined(node)
+        self.replicas.on_agent_joined(node, hello.domain)
+        self._shortages.on_agent_joined(node, hello.room)
+        effects += self.writes.on_agent_joined(node)
         return [*effects, *self._held(node, hello.copies, now), *self.replicas.tell_safe(node)]
 
-    def lost(self, node: str, now: float) -> list[Effect]:
+    def on_node_lost(self, node: str, now: float) -> list[Effect]:
         self.copies.drop_where(node=node)
         self._holders.pop(node, None)
-        self._shortages.lost(node)
-        self.replicas.lost(node)
+        self._shortages.on_node_lost(node)
+        self.replicas.on_node_lost(node)
         self._gone(now)  # what it held for others needs another place
-        return self.writes.lost(node, f"node {node} was lost", now)
+        return self.writes.on_node_lost(node, f"node {node} was lost", now)
 
     def without(self, nodes: Iterable[str], now: float) -> list[Effect]:
         """Treat the copies of these nodes as lost."""
-        return [effect for node in nodes if node in self._holders for effect in self.lost(node, now)]
+        return [effect for node in nodes if node in self._holders for effect in self.on_node_lost(node, now)]
 
-    def hear(self, node: str, message: msg.AboutCheckpoints, now: float) -> list[Effect]:
+    def on_message(self, node: str, message: msg.AboutCheckpoints, now: float) -> list[Effect]:
         if node not in self._holders:  # said before it left
             return []
         match message:
@@ -372,7 +372,7 @@ class Checkpoints:
             case msg.Dropped():
                 return self._dropped(node, message, now)
             case msg.Refused():
-                self.replicas.refused(node)
+                self.replicas.on_memory_refused(node)
                 return [_noted(node, message.why, now)]
             case msg.Foreseen():
                 return self._foreseen(node, message, now)
@@ -385,12 +385,12 @@ class Checkpoints:
             case msg.Unrestorable():
                 return [Record(ev.RestoreFailed(t=now, node=node, **asdict(message)))]
             case msg.WriteReached():
-                return self.writes.reached(node, message, now)
+                return self.writes.on_write_reached(node, message, now)
             case msg.WriteProgress():
                 self.writes.on_progress(message, now)
                 return []
             case msg.Written():
-                return self.writes.hear(node, message, now)
+                return self.writes.on_written(node, message, now)
             case _:
                 return never(message)
 
@@ -409,17 +409,17 @@ class Checkpoints:
             if self.replicas.gives_up(copy):
                 continue
             self.copies.hold(copy)
-            self.replicas.held(copy)
-            self._commit.held(key, report.stall_s)
-        committed = self._commit.look(now)
+            self.replicas.on_copy_held(copy)
+            self._commit.on_image_held(key, report.stall_s)
+        committed = self._commit.on_time(now)
         # At once, because until the state is replicated, the loss of a node destroys it.
-        return [*effects, *committed, *(self.look(now) if committed else [])]
+        return [*effects, *committed, *(self.on_time(now) if committed else [])]
 
     def _dropped(self, node: str, message: msg.Dropped, now: float) -> list[Effect]:
         copy = message.copy.on(node)
         self.copies.drop(copy)
         if message.why:
-            self._commit.corrupt(copy, f"{node}: {message.why}")
+            self._commit.on_copy_corrupt(copy, f"{node}: {message.why}")
         self._gone(now)
         why = f"copy dropped: {message.why}"
         return [_noted(node, why, now)] if message.why else []
@@ -430,7 +430,7 @@ class Checkpoints:
         self.replicas.order_anew(now)
 
     def _foreseen(self, node: str, message: msg.Foreseen, now: float) -> list[Effect]:
-        self._shortages.hear(node, message)
+        self._shortages.on_foreseen(node, message)
         placement = self._state.placement
         if not self._shortages.complete(placement):
             return []
@@ -448,14 +448,14 @@ class Checkpoints:
 
     def _unreplicated(self, node: str, message: msg.Unreplicated, now: float) -> list[Effect]:
         self.securing.not_gathered(now)
-        if not self.replicas.failed(node, message, now):
+        if not self.replicas.on_replicate_failed(node, message, now):
             return []
         why = f"rank {message.rank} has no replica of step {message.step}: {message.why}"
         return [_noted(node, why, now)]
 
     # ---- ranks
 
-    def skipped(self, attempt: int, step: int, rank: int, why: Skip, now: float) -> list[Effect]:
+    def on_save_skipped(self, attempt: int, step: int, rank: int, why: Skip, now: float) -> list[Effect]:
         """A rank could not save, so the step will never be complete."""
         key = StateId(step, attempt)
         self._tells(rank, key)
@@ -512,14 +512,14 @@ class Checkpoints:
         )
         return [*(Send(node, void) for node in self._holders), Record(saved)]
 
-    def restored(self, attempt: int, step: int, tier: str) -> None:
+    def on_restored(self, attempt: int, step: int, tier: str) -> None:
         """Note that the ranks continue from this state."""
         if tier != im.MEMORY:
-            self.writes.restored(attempt, step)
+            self.writes.on_restored(attempt, step)
 
     # ---- now and then
 
-    def look(self, now: float) -> list[Effect]:
+    def on_time(self, now: float) -> list[Effect]:
         """Order what is due; cheap if nothing is."""
         effects = self._give_useless_up(now)
         if self._commit.key is not None:
@@ -572,7 +572,7 @@ class Checkpoints:
         found = chosen.step if chosen is not None and chosen.tier == im.SHARED else 0
         return max(found, self._state.saved_on(im.SHARED))
 
-    def found_on_storage(
+    def on_storage_read(
         self, shared: Mapping[StateId, int], rollbacks: Iterable[Rollback], now: float
     ) -> list[Effect]:
         """Take in what earlier supervisors, attempts and runs left there: states, and their sizes in
@@ -618,7 +618,7 @@ class Checkpoints:
         if self._commit.key is None:
             return []
         self.writes.hasten(self._commit.key, now, until)
-        return self.look(now)
+        return self.on_time(now)
 
     def check(self) -> None:
         """Check the invariants; AssertionError names the broken one."""

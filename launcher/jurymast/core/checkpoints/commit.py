@@ -59,12 +59,12 @@ class Commit:
         self.broken, self.damaged = False, ""
         self._stalls: dict[StateId, float] = {}  # by state that may yet be committed
 
-    def held(self, key: StateId, stall_s: float) -> None:
+    def on_image_held(self, key: StateId, stall_s: float) -> None:
         """The training stood still this long for one of the state's images."""
         if self.is_newer(key):
             self._stalls[key] = max(self._stalls.get(key, 0.0), stall_s)
 
-    def look(self, now: float) -> list[Effect]:
+    def on_time(self, now: float) -> list[Effect]:
         """Commit the state that has just become complete, if any."""
         for key in self._copies.newest_first():
             if not self.is_newer(key):
@@ -88,7 +88,7 @@ class Commit:
         held = {one for one in self._copies.newest_first() if self.is_newer(one)}
         self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if one in held}
 
-    def corrupt(self, copy: Copy, why: str) -> None:
+    def on_copy_corrupt(self, copy: Copy, why: str) -> None:
         if copy.key == self.key and copy.tier == im.MEMORY:
             self.damaged = self.damaged or why
 

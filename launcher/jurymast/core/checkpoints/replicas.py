@@ -154,7 +154,7 @@ class Replicas:
 
     # ---- what is heard
 
-    def joined(self, node: str, domain: str) -> None:
+    def on_agent_joined(self, node: str, domain: str) -> None:
         if domain:
             self._domains[node] = domain
         self._dirty = True
@@ -167,7 +167,7 @@ class Replicas:
         keep older images and have no room for newer ones."""
         return [] if self._safe is None else self.give_up_older(self._safe, [node])
 
-    def lost(self, node: str) -> None:
+    def on_node_lost(self, node: str) -> None:
         self._forget(node)
 
     def _forget(self, node: str) -> None:
@@ -181,17 +181,17 @@ class Replicas:
         given_up = self._given_up.get(copy.node)
         return copy.tier == im.PEER and given_up is not None and im.age(copy.key) < im.age(given_up)
 
-    def held(self, copy: Copy) -> None:
+    def on_copy_held(self, copy: Copy) -> None:
         self._dirty = True
         if copy.tier == im.PEER:
             self._reach.worked(self._pair(copy.node, copy.rank))
 
-    def refused(self, node: str) -> None:
+    def on_memory_refused(self, node: str) -> None:
         """The node has no memory for more replicas."""
         self._holders[node].full = True
         self._dirty = True
 
-    def failed(self, node: str, message: msg.Unreplicated, now: float) -> bool:
+    def on_replicate_failed(self, node: str, message: msg.Unreplicated, now: float) -> bool:
         """An order could not be carried out. Returns True if that is news. It is tried again, or by other
         nodes."""
         key = StateId(message.step, message.attempt)

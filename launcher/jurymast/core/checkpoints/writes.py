@@ -271,7 +271,7 @@ class Writes:
     def _moved(self, write: OpenWrite, now: float) -> None:
         write.moved_at = self.moved_at = now
 
-    def reached(self, node: str, message: msg.WriteReached, now: float) -> list[Effect]:
+    def on_write_reached(self, node: str, message: msg.WriteReached, now: float) -> list[Effect]:
         """A node has reached the end of a phase; it may have said so before."""
         write = self._under_way.get(im.SHARED)
         if write is None or write.id != message.id:
@@ -292,7 +292,7 @@ class Writes:
 
     # ---- ending
 
-    def hear(self, node: str, message: msg.Written, now: float) -> list[Effect]:
+    def on_written(self, node: str, message: msg.Written, now: float) -> list[Effect]:
         write = self._under_way.get(message.tier)
         if write is None or write.id != message.id or node not in write.waiting:
             return []
@@ -308,7 +308,7 @@ class Writes:
             return self._end(write, "", now)
         return self._passed(write, node, now)
 
-    def joined(self, node: str) -> list[Effect]:
+    def on_agent_joined(self, node: str) -> list[Effect]:
         """A node's agent is here again: repeat its orders, which it may have missed."""
         effects: list[Effect] = []
         for write in self._under_way.values():
@@ -318,7 +318,7 @@ class Writes:
                     effects.append(Send(node, write.order()))
         return effects
 
-    def lost(self, node: str, why: str, now: float) -> list[Effect]:
+    def on_node_lost(self, node: str, why: str, now: float) -> list[Effect]:
         """The node is lost and will not report on its orders. The tier has not failed: what others hold is
         written soon, for there may be little time left."""
         self._reach.forget(node)
@@ -333,7 +333,7 @@ class Writes:
         self.shared = {one: size for one, size in self.shared.items() if one[0] <= step}
         return effects
 
-    def restored(self, attempt: int, step: int) -> None:
+    def on_restored(self, attempt: int, step: int) -> None:
         """An attempt restored from storage. Newer states there that earlier attempts wrote no longer count:
         they were passed over as damaged, or somebody has moved them away."""
         self.shared = {one: size for one, size in self.shared.items() if one[0] <= step or one[1] >= attempt}

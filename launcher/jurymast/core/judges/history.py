@@ -18,7 +18,14 @@ from typing import Any
 
 import msgspec
 
-from jurymast.core.state.failure_rate import AFTER_REPAIR, AFTER_REPAIR_S, DAY_S, Frail, Watched, node_rate
+from jurymast.core.state.failure_rate import (
+    AFTER_REPAIR,
+    AFTER_REPAIR_S,
+    DAY_S,
+    FrailNode,
+    Watched,
+    node_rate,
+)
 
 WINDOW_S = 28 * DAY_S
 STRIKES_MAX = 3
@@ -293,11 +300,11 @@ def _signals(counts: _Counts, out_s: float) -> list[Signal]:
 # ---- nodes that are likely to fail
 
 
-def frail_nodes(records: Iterable[NodeRecord], fleet: float, now: float) -> list[Frail]:
+def frail_nodes(records: Iterable[NodeRecord], fleet: float, now: float) -> list[FrailNode]:
     """Return the nodes that, by earlier runs, are expected to fail more often; `fleet`: failures per 1,000
     node-days of all."""
     found = [
-        Frail(
+        FrailNode(
             node=record.name, fresh_until=record.fresh_until, why=record.why_frail(now),
             factor=round(node_rate(fleet, record.failures, record.exposure_days) / fleet, 3),
         )

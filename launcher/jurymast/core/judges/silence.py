@@ -40,7 +40,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jurymast.core.judges.stacks import BLOCKED, CODE, LOADER, WAITING, Place, absent, describe
-from jurymast.core.state.evidence import Stand
+from jurymast.core.state.evidence import RankPlace
 from jurymast.core.state.messages import RankReport
 from jurymast.core.state.within import TORCH_LIMIT_S
 
@@ -318,11 +318,11 @@ class Looks:
     """Where the ranks were at each look at a silent run. `time_out_s`: torch's, for a wait for others."""
 
     time_out_s: float = TORCH_LIMIT_S
-    stands: dict[int, Stand] = field(default_factory=dict)
+    stands: dict[int, RankPlace] = field(default_factory=dict)
     since_s: float = 0.0  # the first look that found them as they are now
     until_s: float = 0.0
 
-    def add(self, at_s: float, stands: Mapping[int, Stand]) -> None:
+    def add(self, at_s: float, stands: Mapping[int, RankPlace]) -> None:
         if stands != self.stands:
             self.stands, self.since_s = dict(stands), at_s
         self.until_s = at_s

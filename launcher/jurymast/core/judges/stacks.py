@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jurymast.core.state.evidence import Entered, Stand
+from jurymast.core.state.evidence import Entered, RankPlace
 
 if TYPE_CHECKING:  # agents do without, and start sooner so
     from jurymast.core.state.events import StacksTaken
@@ -192,15 +192,17 @@ def behind(at: Place, workers: Sequence[LoaderWorker]) -> Place:
     return Place(BLOCKED if dead else LOADER, f"waits at {at.where} for its DataLoader {told}", at.where)
 
 
-def stand(stack: Sequence[Frame], at: Place, busy: int = 0) -> Stand:
+def stand(stack: Sequence[Frame], at: Place, busy: int = 0) -> RankPlace:
     """Return what one look shows. A rank that waits for others may poll within torch: it stays where the
     user's code is. A backward that runs Python (a compilation, a function of the user's) does not wait. Other
     ranks count as moving while they, or their processes, are at work: `busy` counts the looks at which they
     were."""
     works = at.kind == BACKWARD and not _AUTOGRAD.search(stack[0].file)
     if stack and (at.kind not in (*WAITING, BLOCKED) or works):
-        return Stand(CODE if works else at.kind, f"{zlib.crc32(repr((stack, busy)).encode()):08x}", at.text)
-    return Stand(at.kind, at.text, at.text)
+        return RankPlace(
+            CODE if works else at.kind, f"{zlib.crc32(repr((stack, busy)).encode()):08x}", at.text
+        )
+    return RankPlace(at.kind, at.text, at.text)
 
 
 def frames(dump: str) -> list[Frame]:

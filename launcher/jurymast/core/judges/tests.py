@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from jurymast.core.state.evidence import MATTERS, Alone
+from jurymast.core.state.evidence import MATTERS, NodeTimes
 from jurymast.core.state.findings import Verdict
 from jurymast.core.state.settings import Settings
 
@@ -34,7 +34,7 @@ def limit_s(settings: Settings, gpus: int) -> float:
     return settings.preflight_s
 
 
-def slowest(answers: Iterable[Alone]) -> Alone:
+def slowest(answers: Iterable[NodeTimes]) -> NodeTimes:
     """Combine the results of a node's devices: the slowest's times, all that was wrong, the first error."""
     times: dict[str, float] = {}
     answers = list(answers)
@@ -42,7 +42,7 @@ def slowest(answers: Iterable[Alone]) -> Alone:
         for measure, seconds in answer.times.items():
             times[measure] = max(seconds, times.get(measure, 0.0))
     wrong = "; ".join(answer.wrong for answer in answers if answer.wrong)
-    return Alone(times, wrong, next((answer.error for answer in answers if answer.error), ""))
+    return NodeTimes(times, wrong, next((answer.error for answer in answers if answer.error), ""))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def next_round(nodes: Sequence[str], played: Sequence[Pairing]) -> list[tuple[st
     return pairs
 
 
-def judge(nodes: Sequence[str], alone: Mapping[str, Alone], played: Sequence[Pairing]) -> list[Judgement]:
+def judge(nodes: Sequence[str], alone: Mapping[str, NodeTimes], played: Sequence[Pairing]) -> list[Judgement]:
     """Return the verdict on each node. `alone` has no entry for a node that did not answer in time.
 
     If most nodes fail in the same way, the tests are at fault and no node is blamed.
@@ -146,7 +146,7 @@ def _failed(name: str, games: Sequence[Pairing]) -> str:
 
 
 def _slowness(
-    nodes: Sequence[str], alone: Mapping[str, Alone], played: Sequence[Pairing]
+    nodes: Sequence[str], alone: Mapping[str, NodeTimes], played: Sequence[Pairing]
 ) -> dict[str, tuple[float, str]]:
     """Return, for each node with times, its worst measure over the median of all nodes', and that in words.
 

@@ -61,18 +61,18 @@ class Tell(Struct, frozen=True):
 
 
 class Measure(Struct, frozen=True):
-    """Measure how much memory is available. Answered by `measured`."""
+    """Measure how much memory is available. Answered by `on_memory_measured`."""
 
 
 class Make(Struct, frozen=True):
-    """Make buffers of this size that use no memory yet. Answered by `made`, before any other event."""
+    """Make buffers of this size that use no memory yet. Answered by `on_buffers_made`, before all else."""
 
     buffers: tuple[int, ...]
     capacity: int
 
 
 class Reserve(Struct, frozen=True):
-    """Take the memory for this whole buffer. Answered by `reserved`."""
+    """Take the memory for this whole buffer. Answered by `on_buffer_reserved`."""
 
     buffer: int
 
@@ -108,7 +108,7 @@ class Unserve(Struct, frozen=True):
 
 
 class AwaitReaders(Struct, frozen=True):
-    """Wait until nobody reads in this buffer. Answered by `unread`."""
+    """Wait until nobody reads in this buffer. Answered by `on_buffer_unread`."""
 
     buffer: int
 
@@ -149,7 +149,7 @@ class Free(ForSlot, frozen=True):
 
 
 class Withdraw(ForSlotBuffer, frozen=True):
-    """Take this free buffer away unless the rank has begun to write. Answered by `withdrawn`."""
+    """Take this free buffer away unless the rank has begun to write. Answered by `on_slot_withdrawn`."""
 
 
 class Detach(ForSlot, frozen=True):
@@ -157,7 +157,7 @@ class Detach(ForSlot, frozen=True):
 
 
 class Hash(ForSlotBuffer, frozen=True):
-    """Hash what `rank` has published there. Answered by `hashed` or `unhashed`."""
+    """Hash what `rank` has published there. Answered by `on_image_hashed` or `on_image_unhashed`."""
 
     rank: int
 
@@ -190,21 +190,21 @@ class ForWork(Struct, frozen=True):
 
 
 class FindImage(ForWork, frozen=True):
-    """Find the manifest of this image, here or from one of `sources`. Answered by `found`."""
+    """Find the manifest of this image, here or from one of `sources`. Answered by `on_source_found`."""
 
     image: ImageId
     sources: tuple[msg.Source, ...]
 
 
 class Verify(ForWork, frozen=True):
-    """Verify this copy. Answered by `verified`."""
+    """Verify this copy. Answered by `on_copy_verified`."""
 
     copy: KeptCopy
 
 
 class Fetch(ForWork, frozen=True):
     """Take the memory for [start, end) of the buffer, and fetch what it lacks of this part of the image,
-    which was found or verified; with `behind` its manifest, too. Answered by `fetched`."""
+    which was found or verified; with `behind` its manifest, too. Answered by `on_image_fetched`."""
 
     image: ImageId
     tier: str

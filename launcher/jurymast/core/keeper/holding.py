@@ -102,9 +102,9 @@ class Buffer:
 class Claimant(Protocol):
     """Asks for memory, and receives one of these calls, possibly at once."""
 
-    def granted(self, buffers: list[Buffer]) -> None: ...
+    def on_memory_granted(self, buffers: list[Buffer]) -> None: ...
 
-    def refused(self, why: str) -> None: ...
+    def on_memory_refused(self, why: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -168,7 +168,7 @@ class BufferPool:
         else:
             self._do(Measure())
 
-    def measured(self, room: Room, allocated: Mapping[int, int]) -> None:
+    def on_memory_measured(self, room: Room, allocated: Mapping[int, int]) -> None:
         """Take in measurements. `allocated`: the memory that each buffer uses now."""
         for number, count in allocated.items():
             if number in self.buffers:
@@ -195,7 +195,7 @@ class BufferPool:
         self._numbers += count
         self._do(Make(tuple(one.number for one in claim.made), claim.capacity))
 
-    def made(self, why: str) -> None:
+    def on_buffers_made(self, why: str) -> None:
         """The buffers were made, or (`why`) were not."""
         claim = self.claims[0]
         if why:
@@ -209,12 +209,12 @@ class BufferPool:
         buffers = claim.taken + claim.made
         for one in buffers:
             self._promised[one] = claim.extent
-        claim.who.granted(buffers)
+        claim.who.on_memory_granted(buffers)
         self._next()
 
     def _refuse(self, claim: Claim, room: Room) -> None:
         self.idle += claim.taken
-        claim.who.refused(refusal(claim.asked, room))
+        claim.who.on_memory_refused(refusal(claim.asked, room))
         self._next()
 
     def _next(self) -> None:
@@ -227,7 +227,7 @@ class BufferPool:
         self._reserving[buffer] = then
         self._do(Reserve(buffer.number))
 
-    def reserved(self, number: int, allocated: int, why: str) -> None:
+    def on_buffer_reserved(self, number: int, allocated: int, why: str) -> None:
         buffer = self.buffers[number]
         self.touched(buffer, allocated)
         self._reserving.pop(buffer)(buffer, kernel_refusal(why))
@@ -284,14 +284,14 @@ class Growth:
         held = sum(one.allocated for one in buffers if one is not None)
         return f" (besides {memory_size(held)} of checkpoints that this node holds)" if held else ""
 
-    def granted(self, buffers: list[Buffer]) -> None:
+    def on_memory_granted(self, buffers: list[Buffer]) -> None:
         self.fresh = buffers
         self._holding.busy |= set(buffers)
         self._next()
 
     def _next(self) -> None:
         if self.fresh:
-            self._holding.memory.reserve(self.fresh[0], self.reserved)
+            self._holding.memory.reserve(self.fresh[0], self.on_buffer_reserved)
             return
         if self._attempt == self._holding.attempt:
             for slot in self._mine.lacking(self._want):
@@ -303,15 +303,15 @@ class Growth:
                     self._holding.settle(slot)
         self._over()
 
-    def reserved(self, buffer: Buffer, why: str) -> None:
+    def on_buffer_reserved(self, buffer: Buffer, why: str) -> None:
         self.fresh.remove(buffer)
         self.ready.append(buffer)
         if why:
-            self.refused(why)
+            self.on_memory_refused(why)
         else:
             self._next()
 
-    def refused(self, why: str) -> None:
+    def on_memory_refused(self, why: str) -> None:
         if self._attempt == self._holding.attempt:
             self._mine.refused = self._want
             self._holding.do(do.Refuse(self._mine.local))
@@ -332,11 +332,11 @@ class LoanGrowth:
         self._holding, self._number = holding, number
         holding.memory.claim(Claim(self, asked, 1, size, (0, size)))
 
-    def granted(self, buffers: list[Buffer]) -> None:
+    def on_memory_granted(self, buffers: list[Buffer]) -> None:
         self._holding.busy |= set(buffers)
         self._holding.do(do.Lend(self._number, buffers[0].number))
 
-    def refused(self, why: str) -> None:
+    def on_memory_refused(self, why: str) -> None:
         self._holding.do(do.Lend(self._number, 0, why))
 
 
@@ -448,7 +448,7 @@ class Holding:
         self.leaving.add(buffer)
         self.do(do.AwaitReaders(buffer.number))
 
-    def unread(self, number: int) -> None:
+    def on_buffer_unread(self, number: int) -> None:
         buffer = self.memory.buffers.get(number)
         if buffer is None or buffer not in self.leaving:
             return
@@ -476,7 +476,7 @@ class Holding:
         rank = self.ranks[slot.local].rank
         self.do(do.Hash(slot.local, slot.number, slot.buffer.number, rank))
 
-    def hashed(self, slot: Slot, buffer: Buffer, copy: KeptCopy | None) -> None:
+    def on_image_hashed(self, slot: Slot, buffer: Buffer, copy: KeptCopy | None) -> None:
         self.busy.discard(buffer)
         if slot.buffer is not buffer:  # the slot was needed for a restore meanwhile
             self.leave(buffer)
@@ -503,7 +503,7 @@ class Holding:
         elif (slot.following or self._slots_go) and slot.state is SlotState.FREE and slot.buffer is not None:
             self.do(do.Withdraw(slot.local, slot.number, slot.buffer.number))
 
-    def withdrawn(self, slot: Slot, number: int) -> None:
+    def on_slot_withdrawn(self, slot: Slot, number: int) -> None:
         old = slot.buffer
         if old is not None and old.number == number and slot.state is SlotState.FREE:
             slot.state, slot.buffer = SlotState.EMPTY, None
@@ -539,7 +539,7 @@ class Holding:
     def _is_wanted(self, slot: Slot) -> bool:
         return slot.copy is not None and slot.copy.age in self._wanted
 
-    def launch(self, attempt: int, restore: msg.Restore | None) -> None:
+    def on_launch(self, attempt: int, restore: msg.Restore | None) -> None:
         """Prepare for an attempt. Images in slots stay until the ranks have restored: nodes that were away
         may have the rest of a newer state, and an older one helps if the restored one turns out to be
         damaged. Other images stay if they belong to the restored state or to the newest safe one. Without
@@ -607,7 +607,7 @@ class Holding:
         if self.committed[1] > step:
             self.committed = NOTHING
 
-    def scanned(self, found: Sequence[KeptCopy]) -> None:
+    def on_disk_scanned(self, found: Sequence[KeptCopy]) -> None:
         """Take in what the local disk holds now."""
         there = {copy.image for copy in found}
         known = {copy.image: copy for copy in self.copies.values() if copy.tier == LOCAL}

@@ -48,7 +48,7 @@ class Replica(Work):
     def begin(self) -> None:
         self.do(do.FindImage(self.number, self.image, self.order.sources))
 
-    def found(self, found: Found) -> None:
+    def on_source_found(self, found: Found) -> None:
         self.why += found.passed_over
         if found.report is None:
             self.why.append(f"no node has the image of rank {self.image.rank}")
@@ -60,7 +60,7 @@ class Replica(Work):
         asked = f"a replica of rank {self.image.rank}, {memory_size(end - start)}"
         self.memory.claim(Claim(self, asked, 1, found.slot_bytes, self._extent))
 
-    def granted(self, buffers: list[Buffer]) -> None:
+    def on_memory_granted(self, buffers: list[Buffer]) -> None:
         self.own(buffers[0])
         order, (start, end), buffer = self.order, self._extent, buffers[0].number
         if self.stopped:
@@ -72,15 +72,15 @@ class Replica(Work):
                 )
             )
 
-    def refused(self, why: str) -> None:
+    def on_memory_refused(self, why: str) -> None:
         self.tell(msg.Refused(why=why))
         self.why.append(why)
         self._over()
 
-    def fetched(self, fetched: Filled, now: float) -> None:
+    def on_image_fetched(self, fetched: Filled, now: float) -> None:
         self.took(fetched)
         if fetched.refused:
-            self.refused(kernel_refusal(fetched.refused))
+            self.on_memory_refused(kernel_refusal(fetched.refused))
             return
         if fetched.copy is not None and not self.stopped:
             self.holding.hold(fetched.copy)
@@ -208,13 +208,13 @@ class KeeperMachine:
 
     # An attempt.
 
-    def launch(
+    def on_launch(
         self, attempt: int, ranks: Sequence[int], world: int, restore: msg.Restore | None, now: float
     ) -> list[do.Effect]:
         """Prepare for an attempt whose `ranks`, by local rank, are about to start. The ranks of earlier
         attempts are dead."""
         self.restores.stop()
-        self.holding.launch(attempt, restore)
+        self.holding.on_launch(attempt, restore)
         if restore is None:
             self.replicas.stop(lambda one: True)
         for local, mine in enumerate(self.ranks):
@@ -228,7 +228,7 @@ class KeeperMachine:
 
     # Ranks, and their slots.
 
-    def published(self, local: int, number: int, stall_s: float = 0.0) -> list[do.Effect]:
+    def on_image_published(self, local: int, number: int, stall_s: float = 0.0) -> list[do.Effect]:
         """The rank has written an image; `stall_s`: how long its training stood still for it."""
         slot = self.ranks[local].slots[number]
         if slot.state is SlotState.FREE and self.ranks[local].rank >= 0:
@@ -236,12 +236,12 @@ class KeeperMachine:
             self.holding.publish(slot)
         return self._out()
 
-    def stalled(self, local: int, number: int, stall_s: float) -> None:
+    def on_stall_told(self, local: int, number: int, stall_s: float) -> None:
         """Training stood still this long, in seconds, for an image that was seen before the rank reported
         it."""
         self.ranks[local].slots[number].stall_s = stall_s
 
-    def wants(self, local: int, want: int) -> list[do.Effect]:
+    def on_memory_wanted(self, local: int, want: int) -> list[do.Effect]:
         """The rank asks for slots of this many bytes. It has restored, and so have all others."""
         mine = self.ranks[local]
         if mine.rank >= 0 and want > 0:
@@ -250,17 +250,17 @@ class KeeperMachine:
                 Growth(self.holding, mine, want)
         return self._out()
 
-    def hashed(self, local: int, number: int, buffer: int, copy: KeptCopy) -> list[do.Effect]:
-        self.holding.hashed(self.ranks[local].slots[number], self.memory.buffers[buffer], copy)
+    def on_image_hashed(self, local: int, number: int, buffer: int, copy: KeptCopy) -> list[do.Effect]:
+        self.holding.on_image_hashed(self.ranks[local].slots[number], self.memory.buffers[buffer], copy)
         return self._out()
 
-    def unhashed(
+    def on_image_unhashed(
         self, local: int, number: int, buffer: int, rank: int, step: int, size: int, why: str
     ) -> list[do.Effect]:
         """The published bytes are not an image."""
         slot = self.ranks[local].slots[number]
         there = slot.buffer is not None and slot.buffer.number == buffer
-        self.holding.hashed(slot, self.memory.buffers[buffer], None)
+        self.holding.on_image_hashed(slot, self.memory.buffers[buffer], None)
         if there:
             bad = msg.CopyReport(
                 tier=MEMORY, step=step, attempt=self.holding.attempt, rank=rank, world=len(self.ranks),
@@ -269,51 +269,51 @@ class KeeperMachine:
             self._effects.append(do.Tell(msg.Dropped(copy=bad, why=why)))
         return self._out()
 
-    def withdrawn(self, local: int, number: int, buffer: int) -> list[do.Effect]:
-        self.holding.withdrawn(self.ranks[local].slots[number], buffer)
+    def on_slot_withdrawn(self, local: int, number: int, buffer: int) -> list[do.Effect]:
+        self.holding.on_slot_withdrawn(self.ranks[local].slots[number], buffer)
         return self._out()
 
     # Memory.
 
-    def measured(self, room: Room, allocated: Mapping[int, int]) -> list[do.Effect]:
-        self.memory.measured(room, allocated)
+    def on_memory_measured(self, room: Room, allocated: Mapping[int, int]) -> list[do.Effect]:
+        self.memory.on_memory_measured(room, allocated)
         return self._out()
 
-    def made(self, why: str = "") -> list[do.Effect]:
+    def on_buffers_made(self, why: str = "") -> list[do.Effect]:
         """The buffers were made, or (`why`) none was."""
-        self.memory.made(why)
+        self.memory.on_buffers_made(why)
         return self._out()
 
-    def reserved(self, buffer: int, allocated: int, why: str = "") -> list[do.Effect]:
-        self.memory.reserved(buffer, allocated, why)
+    def on_buffer_reserved(self, buffer: int, allocated: int, why: str = "") -> list[do.Effect]:
+        self.memory.on_buffer_reserved(buffer, allocated, why)
         return self._out()
 
-    def unread(self, buffer: int) -> list[do.Effect]:
-        self.holding.unread(buffer)
+    def on_buffer_unread(self, buffer: int) -> list[do.Effect]:
+        self.holding.on_buffer_unread(buffer)
         return self._out()
 
-    def borrow(self, number: int, size: int, asked: str) -> list[do.Effect]:
+    def on_loan_wanted(self, number: int, size: int, asked: str) -> list[do.Effect]:
         """A borrower wants a buffer for a while. Answered by Lend."""
         LoanGrowth(self.holding, number, size, asked)
         return self._out()
 
-    def returned(self, buffer: int) -> list[do.Effect]:
+    def on_loan_returned(self, buffer: int) -> list[do.Effect]:
         self.holding.release(self.memory.buffers[buffer])
         return self._out()
 
     # Copies held.
 
-    def scanned(self, found: Sequence[KeptCopy]) -> list[do.Effect]:
+    def on_disk_scanned(self, found: Sequence[KeptCopy]) -> list[do.Effect]:
         """Take in what the local disk holds now."""
-        self.holding.scanned(found)
+        self.holding.on_disk_scanned(found)
         return self._out()
 
-    def distrusted(self, copy: KeptCopy, why: str) -> list[do.Effect]:
+    def on_copy_distrusted(self, copy: KeptCopy, why: str) -> list[do.Effect]:
         """Drop a copy whose bytes have changed since it was made."""
         self.holding.drop(copy, why)
         return self._out()
 
-    def ordered(self, order: msg.KeeperOrder) -> list[do.Effect]:
+    def on_order(self, order: msg.KeeperOrder) -> list[do.Effect]:
         match order:
             case msg.Committed():
                 self.holding.commit(order.step, order.attempt)
@@ -337,15 +337,15 @@ class KeeperMachine:
 
     # Work.
 
-    def found(self, number: int, found: Found) -> list[do.Effect]:
-        self._works.going[number].found(found)
+    def on_source_found(self, number: int, found: Found) -> list[do.Effect]:
+        self._works.going[number].on_source_found(found)
         return self._out()
 
-    def verified(self, number: int, intact: bool | None) -> list[do.Effect]:
+    def on_copy_verified(self, number: int, intact: bool | None) -> list[do.Effect]:
         """Handle the result of Verify; None: it could not be determined."""
-        self._works.going[number].verified(intact)
+        self._works.going[number].on_copy_verified(intact)
         return self._out()
 
-    def fetched(self, number: int, fetched: Filled, now: float) -> list[do.Effect]:
-        self._works.going[number].fetched(fetched, now)
+    def on_image_fetched(self, number: int, fetched: Filled, now: float) -> list[do.Effect]:
+        self._works.going[number].on_image_fetched(fetched, now)
         return self._out()

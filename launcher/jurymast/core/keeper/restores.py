@@ -68,13 +68,13 @@ class Work:
         self.why: list[str] = []
         self.stopped = False
 
-    def found(self, found: Found) -> None:
+    def on_source_found(self, found: Found) -> None:
         raise NotImplementedError
 
-    def verified(self, intact: bool | None) -> None:
+    def on_copy_verified(self, intact: bool | None) -> None:
         raise NotImplementedError
 
-    def fetched(self, fetched: Filled, now: float) -> None:
+    def on_image_fetched(self, fetched: Filled, now: float) -> None:
         raise NotImplementedError
 
     def own(self, buffer: Buffer) -> None:
@@ -120,7 +120,7 @@ def whom_to_ask(node: str, rank: int, sources: Sequence[msg.Source]) -> Iterator
             yield source
 
 
-class Bringing(Work):
+class RankRestore(Work):
     """One rank's restore. If this node has all or part of the image in memory, that is not copied: its buffer
     (the `base`) becomes the slot, and only what it lacks is fetched."""
 
@@ -149,7 +149,7 @@ class Bringing(Work):
             self.own(buffer)  # a newer attempt must not write into it at the same time
         self.do(do.Verify(self.number, base))
 
-    def verified(self, intact: bool | None) -> None:
+    def on_copy_verified(self, intact: bool | None) -> None:
         base = self._base
         assert base is not None
         if self.stopped:
@@ -214,7 +214,7 @@ class Bringing(Work):
     def _find(self) -> None:
         self.do(do.FindImage(self.number, self.image, self._sources))
 
-    def found(self, found: Found) -> None:
+    def on_source_found(self, found: Found) -> None:
         self.why += found.passed_over
         if self.stopped or found.report is None:
             self._over()
@@ -232,7 +232,7 @@ class Bringing(Work):
             also = self.buffer.capacity - self.buffer.allocated
             self.memory.claim(Claim(self, asked, 0, 0, also=also))
 
-    def granted(self, buffers: list[Buffer]) -> None:
+    def on_memory_granted(self, buffers: list[Buffer]) -> None:
         for buffer in buffers:
             self.own(buffer)
         assert self.buffer is not None
@@ -246,7 +246,7 @@ class Bringing(Work):
                 )
             )  # fmt: skip
 
-    def refused(self, why: str) -> None:
+    def on_memory_refused(self, why: str) -> None:
         step, attempt, _ = self.image
         if not self.stopped and self.holding.drop_replicas_before(step, attempt):
             self._claim()  # without it the run stands still, with them it only would have been safer
@@ -255,11 +255,11 @@ class Bringing(Work):
         self.why.append(why)
         self._over()
 
-    def fetched(self, fetched: Filled, now: float) -> None:
+    def on_image_fetched(self, fetched: Filled, now: float) -> None:
         self.took(fetched)
         copy = fetched.copy
         if fetched.refused:
-            self.refused(kernel_refusal(fetched.refused))
+            self.on_memory_refused(kernel_refusal(fetched.refused))
         elif self.stopped or copy is None:
             self._over()
         elif copy.report.world != self._world:
@@ -328,9 +328,9 @@ class Restores:
         self._works, self._node = works, node
 
     @property
-    def _going(self) -> list[Bringing]:
+    def _going(self) -> list[RankRestore]:
         going = self._works.going.values()
-        return [one for one in going if isinstance(one, Bringing) and not one.stopped]
+        return [one for one in going if isinstance(one, RankRestore) and not one.stopped]
 
     def check(self) -> None:
         slots = [one.slot for one in self._going]
@@ -344,7 +344,7 @@ class Restores:
             work.stop()
 
     def begin(self, mine: RankSlots, restore: msg.Restore, world: int, now: float) -> None:
-        Bringing(self._works, self._node, mine, restore, world, now).begin()
+        RankRestore(self._works, self._node, mine, restore, world, now).begin()
 
     def sources(self, answer: msg.Sources) -> None:
         image = ImageId(answer.step, answer.attempt, answer.rank)

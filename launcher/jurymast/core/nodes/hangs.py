@@ -19,7 +19,7 @@ from jurymast.core.judges.stacks import UNKNOWN
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Effect, Record, Send
-from jurymast.core.state.evidence import Stand
+from jurymast.core.state.evidence import RankPlace
 from jurymast.core.state.run import Phase, RunState
 from jurymast.core.state.texts import spoken_s
 from jurymast.core.state.within import DONE, OVER, TORCH_LIMIT_S
@@ -62,7 +62,7 @@ class Reports:
     def forget(self, node: str) -> None:
         self._nodes.pop(node, None)
 
-    def beat(self, node: str, beat: msg.Beat) -> None:
+    def on_heartbeat(self, node: str, beat: msg.Beat) -> None:
         if beat.ranks or beat.attempt != self._nodes[node][0].attempt:
             self._nodes[node] = beat, self.clock.now
 
@@ -168,16 +168,16 @@ class Hangs:
     def __init__(self, state: RunState, reports: Reports) -> None:
         self._state, self._reports = state, reports
         self._begin_anew()
-        self._were: tuple[float, dict[int, Stand]] = 0.0, {}  # see `seen`
+        self._were: tuple[float, dict[int, RankPlace]] = 0.0, {}  # see `seen`
         self._asked_at = 0.0
         self._number = 0
-        self._answers: dict[int, Stand] = {}
+        self._answers: dict[int, RankPlace] = {}
         # For people, before a hang is certain: that ranks may hang, when they are restarted if none moves
         # (Unix time; 0: not known), and for which of them the others wait.
         self.silent, self.restart_at = "", 0.0
         self.late: tuple[int, ...] = ()
 
-    def tick(self, now: float) -> list[Effect]:
+    def on_time(self, now: float) -> list[Effect]:
         """Look for hangs. To be called often while the ranks run."""
         self.silent, self.restart_at, self.late = "", 0.0, ()
         if self._state.phase is not Phase.RUNNING or self._state.alone or self._leaves(now):
@@ -242,7 +242,7 @@ class Hangs:
         usual = f" (normally {spoken_s(self._state.step_s)})" if self._state.step_s and not first else ""
         return f"no {'first ' if first else ''}step for {spoken_s(silent_s)}{usual}"
 
-    def looked(self, message: msg.Looked) -> None:
+    def on_looked(self, message: msg.Looked) -> None:
         """Take in what a node's agent saw."""
         if (message.attempt, message.number) == (self._state.attempt, self._number):
             self._answers.update(message.stands)
@@ -267,7 +267,7 @@ class Hangs:
             effects += [Record(taken)] if ranks else []
         return effects
 
-    def _stands(self) -> dict[int, Stand]:
+    def _stands(self) -> dict[int, RankPlace]:
         return {**self._looks.stands, **self._answers} if self._asked else {}
 
     def _look(self) -> list[Effect]:
@@ -282,12 +282,12 @@ class Hangs:
         look = msg.Look(attempt=self._state.attempt, number=self._number)
         return [Send(node, look) for node in self._state.placement]
 
-    def _silent(self) -> dict[int, Stand]:
+    def _silent(self) -> dict[int, RankPlace]:
         """The ranks without an answer this time: their agent is slow, or their node in a bad state. Nodes
         whose ranks have all ended do not answer."""
         count = self._state.ranks_per_node
         return {
-            place * count + local: Stand(UNKNOWN, "no answer")
+            place * count + local: RankPlace(UNKNOWN, "no answer")
             for place, node in enumerate(self._state.placement)
             if node not in self._state.finished
             for local in range(count)

@@ -27,12 +27,12 @@ class NodeHealth:
         self._news = defaultdict[str, Rate](lambda: Rate(NEWS_PER_S, NEWS_AT_ONCE))
         self._too_many: set[str] = set()  # nodes of which that was told
 
-    def joined(self, node: str, told: Iterable[Finding], now: float) -> list[Effect]:
+    def on_agent_joined(self, node: str, told: Iterable[Finding], now: float) -> list[Effect]:
         """Return the findings that hold on a node whose agent has just (re)connected, and those that have
         ended meanwhile."""
-        return [effect for finding in told for effect in self.found(node, finding, now)]
+        return [effect for finding in told for effect in self.on_finding(node, finding, now)]
 
-    def found(self, node: str, finding: Finding, now: float) -> list[Effect]:
+    def on_finding(self, node: str, finding: Finding, now: float) -> list[Effect]:
         finding = finding.bounded()
         known, key = self._known[node], (finding.probe, finding.code, finding.device)
         if key in known and _is_same(known[key], finding):
@@ -83,7 +83,7 @@ class SickNodes:
         self._giving = ""
         self._refused = False  # this site does not let a running job give nodes back
 
-    def dismissed(self, name: str, now: float) -> list[Effect]:
+    def on_node_dismissed(self, name: str, now: float) -> list[Effect]:
         """The node has left the run. If a finding was the reason, open a case."""
         node = self._state.nodes[name]
         job = self._state.allocation.rpartition(".")[0]
@@ -97,11 +97,11 @@ class SickNodes:
         self._cases[name] = Case(job, finding, now + ANSWER_LIMIT_S, math.inf)
         return [Send(name, msg.LeaveVerdict(job=job, finding=finding))]
 
-    def answered(self, node: str, message: msg.VerdictLeft, now: float) -> list[Effect]:
+    def on_verdict_left(self, node: str, message: msg.VerdictLeft, now: float) -> list[Effect]:
         """The agent has left a verdict, or says why it could not."""
         return self._site_told(node, message.why, now)
 
-    def given_back(self, name: str, gone: bool, why: str, now: float) -> list[Effect]:
+    def on_node_given_back(self, name: str, gone: bool, why: str, now: float) -> list[Effect]:
         """Take Slurm's answer to GiveBack: the node has left the job (`gone`: by this action), or `why` it
         stays."""
         self._giving = ""
@@ -112,7 +112,7 @@ class SickNodes:
             return [_note(name, f"{name} was returned to Slurm, and the job continues without it", now)]
         return []
 
-    def tick(self, now: float) -> list[Effect]:
+    def on_time(self, now: float) -> list[Effect]:
         """Do what is due. To be called from time to time."""
         if self._state.ended or self._state.phase is Phase.REQUEUED:
             self._cases.clear()

@@ -16,7 +16,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Effect, Instruction, Record, Send, TestNodes
 from jurymast.core.state.events import HealthFound, NodeTested
-from jurymast.core.state.evidence import Alone
+from jurymast.core.state.evidence import NodeTimes
 from jurymast.core.state.findings import HARDWARE, Verdict
 from jurymast.core.state.run import Node, Phase, Role, RunState
 
@@ -39,7 +39,7 @@ class Tests:
     until: float
     asked_at: float
     waiting: set[tuple[str, str]] = field(default_factory=set)
-    alone: dict[str, Alone] = field(default_factory=dict)
+    alone: dict[str, NodeTimes] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     pairs: dict[str, tuple[str, str]] = field(default_factory=dict)  # the pairs of this round, by name
     answers: dict[tuple[str, str], msg.TestedPair] = field(default_factory=dict)
@@ -71,7 +71,9 @@ class Preflight:
         effects = _over(before) if before is not None else []
         return effects + _test_alone(tests) + self._go_on(now)
 
-    def heard(self, node: str, message: msg.TestedAlone | msg.TestedPair, now: float) -> list[Effect]:
+    def on_test_result(
+        self, node: str, message: msg.TestedAlone | msg.TestedPair, now: float
+    ) -> list[Effect]:
         tests = self._tests
         if tests is None:
             return []
@@ -83,7 +85,7 @@ class Preflight:
             tests.waiting.discard(("", node))
         return self._go_on(now)
 
-    def tick(self, now: float) -> list[Effect]:
+    def on_time(self, now: float) -> list[Effect]:
         """Do what is due. To be called often."""
         tests = self._tests
         if tests is None:

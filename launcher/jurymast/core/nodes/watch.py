@@ -85,7 +85,7 @@ LOOK_EVERY_S = 5.0
 
 
 @dataclass
-class Away:
+class Absence:
     """Not connected since `since`, and silent for `before_s` before. It may be away for `limit_s` seconds;
     `how` it counts as lost if it does not return. `many`: others left together with it."""
 
@@ -103,7 +103,7 @@ class NodeWatch:
 
     arrivals: Arrivals
     connection: int = 0
-    away: Away | None = None
+    away: Absence | None = None
     answered_at: float = -math.inf
     heard: int = 0
 
@@ -158,23 +158,25 @@ class Watch:
         """Expect this known node to connect."""
         arrivals = Arrivals(self._heartbeat_s, self.clock.now)
         limit_s = rejoin_limit_s(len(self._state.nodes)) + arrivals.limit_s(self._fixed_s)
-        self._put(node, NodeWatch(arrivals, away=Away(self.clock.now, limit_s, "silent")))
+        self._put(node, NodeWatch(arrivals, away=Absence(self.clock.now, limit_s, "silent")))
         self.reports.expect(node)
 
-    def joined(self, node: str, connection: int) -> None:
+    def on_agent_joined(self, node: str, connection: int) -> None:
         """The node joined over the connection of this number, counted from 1. An older connection no longer
         counts."""
         self._put(node, NodeWatch(Arrivals(self._heartbeat_s, self.clock.now), connection))
         self.reports.expect(node)
 
-    def closed(self, node: str, connection: int, now: float, *, reset: bool = False) -> list[Effect]:
+    def on_connection_closed(
+        self, node: str, connection: int, now: float, *, reset: bool = False
+    ) -> list[Effect]:
         """The connection of this number broke. `reset`: not closed in order, so that its agent, if it lives,
         may not know."""
         if not self._is_newest(node, connection):
             return []
         at, effects = self.clock.at(now), list[Effect]()
         grace_s = RECONNECT_GRACE_S + (self._next_beat_s(node, at) if reset else 0.0)
-        self._put(node, NodeWatch(self.nodes[node].arrivals, away=Away(at, grace_s, "closed")))
+        self._put(node, NodeWatch(self.nodes[node].arrivals, away=Absence(at, grace_s, "closed")))
         self._broken[node] = None
         self._broke_at.append(at)
         if len(self._broke_at) == MANY and at < self._broke_at[0] + MANY_WITHIN_S:
@@ -202,14 +204,14 @@ class Watch:
     def _many_limit_s(self) -> float:
         return rejoin_limit_s(len(self._state.nodes), MANY_LIMIT_S)
 
-    def hung_up(self, node: str, connection: int) -> list[Effect]:
+    def on_hangs_up(self, node: str, connection: int) -> list[Effect]:
         """Its agent heard nothing from here, and will return after looking for a supervisor."""
         if not self._is_newest(node, connection):
             return []
         self.expect(node)
         return [Disconnect(node)]
 
-    def left(self, node: str, connection: int, message: msg.Leaving, now: float) -> list[Effect]:
+    def on_agent_leaving(self, node: str, connection: int, message: msg.Leaving, now: float) -> list[Effect]:
         """Its agent gives up the node."""
         if not self._is_newest(node, connection):
             return []
@@ -260,26 +262,26 @@ class Watch:
 
     # Heartbeats.
 
-    def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
+    def on_heartbeat(self, node: str, beat: Beat, now: float) -> list[Effect]:
         """A heartbeat arrived. Some of them are answered, so that the agent knows that the supervisor
         lives."""
         watch = self.nodes.get(node)
         if watch is None:
             return []
         watch.arrivals.beat(self.clock.at(now))
-        self.reports.beat(node, beat)
+        self.reports.on_heartbeat(node, beat)
         if now < watch.answered_at + EARLY * self._lateness.answer_every_s:
             return []
         watch.answered_at = now
         heir = self._heirs.index(node) if node in self._heirs else None
         return [Answer(node, self._lateness.patience_s, watch.heard, self._state.epoch, heir)]
 
-    def heard(self, node: str, connection: int) -> None:
+    def on_message(self, node: str, connection: int) -> None:
         """A message arrived that the agent keeps until it is acknowledged."""
         if self._is_newest(node, connection):
             self.nodes[node].heard += 1
 
-    def storage_waits(self, seconds: float, now: float) -> list[Effect]:
+    def on_storage_waits(self, seconds: float, now: float) -> list[Effect]:
         """The run directory has not answered for this many seconds; 0.0: it has."""
         self._unfindable = seconds > STORAGE_LATE_S
         told, self._told_of_storage = self._told_of_storage, False
@@ -304,7 +306,7 @@ class Watch:
                 watch.away.since += counted_s
                 watch.away.before_s += counted_s
 
-    def tick(self, now: float) -> list[Effect]:
+    def on_time(self, now: float) -> list[Effect]:
         """Return the nodes that are lost by now."""
         before = self.clock.now
         late_s = self.clock.tick(now)
@@ -403,7 +405,7 @@ class Watch:
     def _beyond_limit(self, quiet: dict[str, NodeWatch], now: float) -> dict[str, ev.NodeLost]:
         lost = {}
         for name, watch in quiet.items():
-            away = watch.away or Away(watch.arrivals.last, 0.0, "silent")
+            away = watch.away or Absence(watch.arrivals.last, 0.0, "silent")
             silent_s, limit_s = self.clock.now - away.since, self._limit_s(name, watch)
             if silent_s > limit_s:
                 lost[name] = ev.NodeLost(

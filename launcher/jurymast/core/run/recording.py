@@ -80,7 +80,7 @@ class Teller:
         told = state.step if state.first_step_at is not None else state.best_step
         return told if reach is None else max(told, reach.step)
 
-    def hear(self, save: ev.Saved, now: float) -> bool:
+    def on_saved(self, save: ev.Saved, now: float) -> bool:
         """Return whether this save is to be journalled now."""
         kind = save.tier if save.copied else ""
         news = is_news(self._state, save, self._last.get(kind))
@@ -98,7 +98,7 @@ class Teller:
     def _due(self, kind: str, now: float) -> bool:
         return now >= self._told_at.get(kind, 0.0) + pause_s(self._state, now)
 
-    def look(self, now: float, *, forced: bool = False) -> list[ev.Event]:
+    def on_time(self, now: float, *, forced: bool = False) -> list[ev.Event]:
         """Return what to journal: copies whose time has come, and progress at the first step, if it ends an
         incident, otherwise from time to time. `forced`: all that is untold."""
         if self._state.phase not in (Phase.RUNNING, Phase.STOPPING):

@@ -29,7 +29,7 @@ from jurymast.core.nodes import preflight
 from jurymast.core.run import tasks
 from jurymast.core.state.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.state.events import WorkerFailed
-from jurymast.core.state.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Frail
+from jurymast.core.state.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, FrailNode
 from jurymast.core.state.findings import STORAGE, Finding
 from jurymast.core.state.incident import (
     APPLICATION,
@@ -667,7 +667,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
 def note_failure(state: RunState, node: Node) -> None:
     """Expect this node to fail more often for a day after it serves again."""
     if not (node.faultless or node.drained):
-        before = state.frail.get(node.name, Frail(node=node.name))
+        before = state.frail.get(node.name, FrailNode(node=node.name))
         state.frail[node.name] = replace(before, fresh_until=None, why=f"failed this run: {node.reason}")
 
 

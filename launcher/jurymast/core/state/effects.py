@@ -110,7 +110,7 @@ class Pulse(msgspec.Struct, frozen=True):
 
 
 class GiveBack(msgspec.Struct, frozen=True):
-    """Have Slurm remove `node` from the running `job`. Answered by `given_back`, which may take long."""
+    """Have Slurm remove `node` from the running `job`. Answered by `on_node_given_back`; may take long."""
 
     job: str
     node: str
@@ -135,30 +135,30 @@ class Journal(msgspec.Struct, frozen=True):
 
 class Fence(msgspec.Struct, frozen=True):
     """Write to the run directory that this is the newest attempt, so that earlier ones publish no more
-    checkpoints. Answered by `fenced`."""
+    checkpoints. Answered by `on_fenced`."""
 
     attempt: int
 
 
 class WhyEnding(msgspec.Struct, frozen=True):
     """Ask Slurm why the job ends, if it does: for the whole run, or because the agent of `node` got a
-    SIGTERM. Answered by `why_ending`, unless it is asked once more before the answer: that answer would be
-    older than what it is asked for."""
+    SIGTERM. Answered by `on_end_explained`, unless it is asked once more before the answer: that answer would
+    be older than what it is asked for."""
 
     node: str = ""
     connection: int = 0
 
 
 class AskTimeLimit(msgspec.Struct, frozen=True):
-    """Ask Slurm when it ends the job for its time limit. Answered by `time_limit`."""
+    """Ask Slurm when it ends the job for its time limit. Answered by `on_time_limit`."""
 
 
 class LookAtStorage(msgspec.Struct, frozen=True):
-    """See which checkpoints are in the directory to which the ranks save, and call `found_on_storage`."""
+    """See which checkpoints are in the directory to which the ranks save, and call `on_storage_read`."""
 
 
 class AskSuperseded(msgspec.Struct, frozen=True):
-    """Check in the run directory whether another supervisor has taken over. Answered by `superseded`."""
+    """Check in the run directory whether another supervisor has taken over. Answered by `on_superseded`."""
 
 
 class End(msgspec.Struct, frozen=True):

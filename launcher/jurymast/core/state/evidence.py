@@ -20,7 +20,7 @@ class Entered(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Stand:
+class RankPlace:
     """A rank at one look: the `kind` of its place, a `mark` that changes when the rank moves, and the place
     for people: `text`."""
 
@@ -34,7 +34,7 @@ MATTERS = 1.25
 
 
 @dataclass(frozen=True)
-class Alone:
+class NodeTimes:
     """The result of testing a node by itself: seconds by measure, of its slowest device.
 
     `wrong` says which result was not exact, `error` what kept a test from finishing; "" for neither.

@@ -389,7 +389,7 @@ FRAIL_FROM = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frail:
+class FrailNode:
     """`node` fails `factor` times as often as the fleet's nodes on average, and `AFTER_REPAIR` times that
     until `fresh_until`; None: for a day once it serves again. `why`: the evidence."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jurymast.core.state.message import Strange, reader
+from jurymast.core.state.message import Unreadable, reader
 from jurymast.core.state.messages import Failed, Finished, Launch, Ready, Started, Stop, ToAgent
 
 
@@ -16,8 +16,8 @@ class Apart(ToAgent, frozen=True, kw_only=True):
 
 
 _FromHost = Ready | Started | Failed | Finished
-FromHosts = _FromHost | Strange
-HostOrder = Launch | Stop | Apart | Strange
+FromHosts = _FromHost | Unreadable
+HostOrder = Launch | Stop | Apart | Unreadable
 
 read_host: Callable[[bytes], FromHosts] = reader(_FromHost)
 read_host_order: Callable[[bytes], HostOrder] = reader(Launch | Stop | Apart)

@@ -44,7 +44,7 @@ class ToAsker(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer", tag
 
 
 @dataclass(frozen=True)
-class Strange:
+class Unreadable:
     """Something received that is not a message here. `kind`: its kind according to the sender, "" if
     unreadable."""
 
@@ -55,9 +55,9 @@ class Strange:
         return f"{self.kind}: {self.why}" if self.kind else self.why
 
 
-def out_of_place(message: msgspec.Struct) -> Strange:
-    """Return a Strange for a message of a kind that is not allowed here and now."""
-    return Strange(kind_of(type(message).__name__), "it is not allowed here")
+def out_of_place(message: msgspec.Struct) -> Unreadable:
+    """Return an Unreadable for a message of a kind that is not allowed here and now."""
+    return Unreadable(kind_of(type(message).__name__), "it is not allowed here")
 
 
 _KIND_FIELDS = ("say", "do", "answer", "event", "host", "get")
@@ -84,7 +84,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def reader(kinds: Any) -> Callable[[bytes], Any]:
-    """Return a function that reads one of these classes, or Strange, from a message's bytes. It raises
+    """Return a function that reads one of these classes, or Unreadable, from a message's bytes. It raises
     nothing."""
     decode = msgspec.json.Decoder(kinds).decode
 
@@ -92,7 +92,7 @@ def reader(kinds: Any) -> Callable[[bytes], Any]:
         try:
             return decode(payload)
         except _UNREADABLE as error:
-            return Strange(_kind(payload), str(error)[:WHY_CHARACTERS])
+            return Unreadable(_kind(payload), str(error)[:WHY_CHARACTERS])
 
     return read
 
@@ -119,7 +119,7 @@ class Strangers:
         self._said: dict[str, Counter[str]] = {}
         self._told: dict[str, int] = {}
 
-    def heard(self, sender: str, what: Strange) -> None:
+    def heard(self, sender: str, what: Unreadable) -> None:
         """Count a message; the sender's first one is reported at once."""
         kinds = self._said.setdefault(sender, Counter())
         kinds[what.kind if what.kind in kinds or len(kinds) < KINDS_COUNTED else OTHERS] += 1

@@ -1,7 +1,7 @@
 """Messages between agents, the supervisor, commands and torchrun hosts: every kind is a class here.
 
 `read_said`, `read_order`, `read_answer` and their like parse them from bytes where they arrive; anything else
-becomes a Strange. Code that distinguishes them uses `match` and ends with `errors.never`, so that mypy
+becomes an Unreadable. Code that distinguishes them uses `match` and ends with `errors.never`, so that mypy
 reports kinds that were forgotten.
 
 In messages about images, a state is named by `step` and `attempt`, an image also by `rank`; sizes are bytes.
@@ -18,15 +18,15 @@ import msgspec
 
 from jurymast.core.state import images as im
 from jurymast.core.state import within
-from jurymast.core.state.evidence import Alone, Entered, Stand
+from jurymast.core.state.evidence import Entered, NodeTimes, RankPlace
 from jurymast.core.state.findings import Finding
 from jurymast.core.state.images import Part
 from jurymast.core.state.images import Source as Source
 from jurymast.core.state.incident import Alert
-from jurymast.core.state.message import Strange as Strange
 from jurymast.core.state.message import ToAgent as ToAgent
 from jurymast.core.state.message import ToAsker, reader
 from jurymast.core.state.message import ToSupervisor as ToSupervisor
+from jurymast.core.state.message import Unreadable as Unreadable
 from jurymast.core.state.message import encode as encode
 from jurymast.core.state.message import out_of_place as out_of_place
 from jurymast.core.state.schedule import Schedule
@@ -566,7 +566,7 @@ class Looked(ToSupervisor, frozen=True, kw_only=True):
 
     attempt: int
     number: int
-    stands: dict[int, Stand]
+    stands: dict[int, RankPlace]
 
 
 class Stacks(ToSupervisor, frozen=True, kw_only=True):
@@ -625,7 +625,7 @@ class TestedAlone(ToSupervisor, frozen=True, kw_only=True):
     """The node's own tests are done. `port` of the node's store for pairs; 0: none."""
 
     port: int
-    found: Alone
+    found: NodeTimes
 
 
 class TestedPair(ToSupervisor, frozen=True, kw_only=True):
@@ -649,11 +649,11 @@ _Order = (
 )  # fmt: skip
 
 # Readers for the supervisor, an agent, and a command.
-Said = Beat | _Said | Strange
-Order = _Order | Strange
-Answer = Accepted | Declined | Condition | Strange
+Said = Beat | _Said | Unreadable
+Order = _Order | Unreadable
+Answer = Accepted | Declined | Condition | Unreadable
 
-_read_beat: Callable[[bytes], Beat | Strange] = reader(Beat)
+_read_beat: Callable[[bytes], Beat | Unreadable] = reader(Beat)
 _read_words: Callable[[bytes], Said] = reader(_Said)
 read_order: Callable[[bytes], Order] = reader(_Order)
 read_answer: Callable[[bytes], Answer] = reader(Accepted | Declined | Condition)

@@ -12,7 +12,7 @@ from jurymast.core.state.evidence import MATTERS
 from jurymast.core.state.failure_rate import (
     INFRASTRUCTURE,
     FailureRate,
-    Frail,
+    FrailNode,
     Posterior,
     counted,
 )
@@ -206,7 +206,7 @@ class RunState:
     failures: FailureRate | None = None  # since the first nodes came
     began_at: float = 0.0  # when the first nodes came
     earlier: tuple[float, float] = (0.0, 0.0)  # incidents and node-days of other runs, as of the submission
-    frail: dict[str, Frail] = field(default_factory=dict)  # by node, as other runs and this one know them
+    frail: dict[str, FrailNode] = field(default_factory=dict)  # by node, as other runs and this one know them
     requeue_allowed: bool = True
     signal_s: float = 0.0
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from jurymast.core.state.failure_rate import Frail
+from jurymast.core.state.failure_rate import FrailNode
 
 # What a damaged plan, or a stranger's, may say at most.
 COUNT_MAX = 10_000_000
@@ -157,7 +157,7 @@ class RunPlan:
     earlier_incidents: float = 0.0  # of the infrastructure in other runs, after decay
     earlier_node_days: float = 0.0
     earlier_text: str = ""  # where these two come from, for people
-    frail: tuple[Frail, ...] = ()  # nodes that are expected to fail more often than others
+    frail: tuple[FrailNode, ...] = ()  # nodes that are expected to fail more often than others
     settings: Settings = field(default_factory=Settings)
 
     @property

@@ -9,7 +9,7 @@ from enum import Enum
 
 import msgspec
 
-from jurymast.core.state.message import Strange, reader
+from jurymast.core.state.message import Unreadable, reader
 
 # A restore that has waited this long for storage is reported, and again each time this much more has passed.
 RESTORE_TOLD_S = 30.0
@@ -171,6 +171,6 @@ ForSupervisor = (
     | SavesTo
 )
 ForKeeper = CheckpointsKept | Foreseen | Image
-FromRanks = ForSupervisor | ForKeeper | Cadence | Strange
+FromRanks = ForSupervisor | ForKeeper | Cadence | Unreadable
 
 read_rank: Callable[[bytes], FromRanks] = reader(ForSupervisor | ForKeeper | Cadence)

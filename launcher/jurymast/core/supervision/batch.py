@@ -83,7 +83,7 @@ class _Phase(Enum):
 
 
 class Batch:
-    """Decides for the batch process. `look` is to be called from time to time while none of its supervisors
+    """Decides for the batch process. `on_time` is called now and then while none of its supervisors
     runs. `now` is monotonic, in seconds."""
 
     def __init__(self) -> None:
@@ -109,12 +109,12 @@ class Batch:
         self._phase, self._started_at = _Phase.SUPERVISED, now
         return [StartSupervisor()]
 
-    def started(self, now: float) -> list[Effect]:
+    def on_supervisor_started(self, now: float) -> list[Effect]:
         """A supervisor has started; from now on signals can be forwarded to it. It finds out whether the job
         ends."""
         return [Forward(warning=False)] if now < self._told_until else []
 
-    def supervisor_ended(self, code: int, outcome: Outcome | None, now: float) -> list[Effect]:
+    def on_supervisor_ended(self, code: int, outcome: Outcome | None, now: float) -> list[Effect]:
         """A supervisor ended. `outcome`: what it had written before, if anything."""
         if outcome is not None:
             requeue: list[Effect] = [RequeueJob(outcome)] if outcome.requeued else []
@@ -132,7 +132,7 @@ class Batch:
         why = "jurymast: no supervisor stays up; the ranks go on without failure handling until one does"
         return [told, Say(why)] if more == 0 else [told]
 
-    def look(self, outcome: Outcome | None, now: float, *, agents: bool) -> list[Effect]:
+    def on_time(self, outcome: Outcome | None, now: float, *, agents: bool) -> list[Effect]:
         """Decide without a supervisor of this process. `outcome`: what any supervisor has written; `agents`:
         whether some are alive."""
         match self._phase:
@@ -157,7 +157,7 @@ class Batch:
         late = Say("this process requeues the job, unless that is done: its successor's time is over")
         return [late, RequeueJob(outcome), *self._end(outcome)]
 
-    def signalled(self, now: float, *, warning: bool, supervised: bool) -> list[Effect]:
+    def on_signal(self, now: float, *, warning: bool, supervised: bool) -> list[Effect]:
         """Slurm sent a signal, or somebody else did: only a supervisor finds out, so this process never ends
         for a SIGTERM alone. `supervised`: a supervisor of this process runs and can be told; otherwise a
         `warning` has no effect, and after a SIGTERM one is started at once, or, if a successor is about to

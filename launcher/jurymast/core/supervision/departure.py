@@ -114,7 +114,7 @@ class Departure:
     def on_run_decision(self, now: float) -> list[Effect]:
         """The run has decided to leave. It may have been said before."""
         self._begin(now)
-        return self.tick(now, unwritten=True)
+        return self.on_time(now, unwritten=True)
 
     def on_sigterm(self, now: float) -> list[Effect]:
         """Slurm seems to end the job, or does so for the second time, as at the end of a preempted job's
@@ -124,7 +124,7 @@ class Departure:
             self._order = SlurmsOrder(kill_at, _reserve_s(KILL_WAIT_S))
         self._hurry(self._order, kill_at, now)
         self._begin(now)
-        return self.tick(now, unwritten=True)
+        return self.on_time(now, unwritten=True)
 
     def on_explained(self, why: str, kill_in_s: float | None, now: float) -> list[Effect]:
         """Slurm has said why it ends the job, and when it kills it, if it is asked that (None: unknown)."""
@@ -133,7 +133,7 @@ class Departure:
         if kill_in_s is not None and not self.leaving:
             order.kill_at, order.reserve_s = now + kill_in_s, _reserve_s(kill_in_s)
         self._begin(now)
-        return self.tick(now, unwritten=True)
+        return self.on_time(now, unwritten=True)
 
     def on_revoked(self) -> None:
         """The job goes on. A run that wants to leave by itself still does, at its own pace. One that has left
@@ -172,7 +172,7 @@ class Departure:
         self._grace_until = until
         self._leave_until = min(self._leave_until, until + _leave_s(self._order, until))
 
-    def tick(self, now: float, *, unwritten: bool) -> list[Effect]:
+    def on_time(self, now: float, *, unwritten: bool) -> list[Effect]:
         """Do what is due. To be called often. `unwritten`: some lines of the journal are not on the disk
         yet, as that of a decision made now."""
         match self._stage:
@@ -248,7 +248,7 @@ class Departure:
         text = f"the nodes are kept {until}: {what} is not on shared storage{why}"
         return [Record(ev.Noted(t=now, message=text))]
 
-    def superseded(self, by_another: bool, now: float) -> list[Effect]:
+    def on_superseded(self, by_another: bool, now: float) -> list[Effect]:
         """Take the answer to AskSuperseded: only the newest supervisor may end the job."""
         if by_another:
             return [GiveWay()]

@@ -45,7 +45,7 @@ class Launching:
         self._since = self._told_at = now
         return [Fence(launch.attempt)]
 
-    def fenced(self, attempt: int, why: str, now: float) -> list[Effect]:
+    def on_fenced(self, attempt: int, why: str, now: float) -> list[Effect]:
         """The attempt's number is in the run directory. If not (`why`), no checkpoint can be saved to shared
         storage, but the training can continue."""
         if self._launch is None or self._launch.attempt != attempt:
@@ -54,7 +54,7 @@ class Launching:
         effects: list[Effect] = [Record(ev.Noted(t=now, message=why))] if why else []
         return effects + self.look(now)
 
-    def tick(self, now: float) -> list[Effect]:
+    def on_time(self, now: float) -> list[Effect]:
         """Do what is due. To be called often."""
         return self.look(now) if now >= self._look_at else []
 

@@ -134,7 +134,7 @@ class Supervision:
             return out
         flush = flush or any(isinstance(one, Launch | Requeue | Finish) for one in decided)
         out.append(Journal(event, tuple(decided), flush))
-        self.agreement.heard(event)
+        self.agreement.on_event(event)
         for instruction in decided:
             out += self._carry_out(instruction, event.t)
         return out
@@ -157,7 +157,7 @@ class Supervision:
         if news and self._is_last(self.state.stopped):
             out += self._tell_ended(event.t)
         if isinstance(event, ev.NodeLost):
-            out += self._do(self.checkpoints.lost(event.node, event.t), event.t)
+            out += self._do(self.checkpoints.on_node_lost(event.node, event.t), event.t)
         return out
 
     def _tell_ended(self, now: float) -> list[Effect]:
@@ -177,7 +177,7 @@ class Supervision:
         return len(said) + 1 >= len(self.state.placement) - len(self.state.findings.lost)
 
     def _tell_progress(self, now: float, *, forced: bool = False) -> list[Effect]:
-        told = self._teller.look(now, forced=forced)
+        told = self._teller.on_time(now, forced=forced)
         return [effect for event in told for effect in self.record(event)]
 
     def _do(self, effects: Sequence[Effect], now: float) -> list[Effect]:
@@ -200,9 +200,9 @@ class Supervision:
 
     def _saved(self, save: ev.Saved, now: float) -> list[Effect]:
         """Journal saves; regular ones from time to time, together."""
-        if self._teller.hear(save, now):
+        if self._teller.on_saved(save, now):
             return self.record(save)
-        self.agreement.heard(save)
+        self.agreement.on_event(save)
         return []
 
     @property
@@ -227,7 +227,7 @@ class Supervision:
                 stop = msg.Stop(attempt=instruction.attempt, stacks=instruction.stacks)
                 return [Send(node, stop) for node in instruction.nodes]
             case Dismiss():
-                out = self._do(self._sick.dismissed(instruction.node, now), now)
+                out = self._do(self._sick.on_node_dismissed(instruction.node, now), now)
                 return [Send(instruction.node, msg.Dismiss()), *out]
             case TestNodes():
                 return self._do(self._preflight.begin(instruction, now), now)
@@ -250,7 +250,7 @@ class Supervision:
             out.append(WhyEnding())
         return out
 
-    def attempt_read(self, newest: int | None, why: str, now: float) -> list[Effect]:
+    def on_attempt_read(self, newest: int | None, why: str, now: float) -> list[Effect]:
         """The run directory names `newest` as its newest attempt; None if that cannot be known (`why`): then
         one that is missing in the journal may have been started, but only one, as each launch is journaled
         before the next. A number that is damaged or older than the journal's is written anew: ranks that are
@@ -272,17 +272,17 @@ class Supervision:
         """Seconds until the next tick."""
         return self.watch.interval_s if self.steady else min(WATCH_INTERVAL_S, self.watch.interval_s)
 
-    def tick(self, now: float, *, storage_waits_s: float = 0.0, unwritten: bool = False) -> list[Effect]:
+    def on_time(self, now: float, *, storage_waits_s: float = 0.0, unwritten: bool = False) -> list[Effect]:
         """Do what is due. `storage_waits_s`: for how long the run directory has not answered; `unwritten`:
         some lines of the journal are not on the disk yet."""
-        out = self._do(self.watch.storage_waits(storage_waits_s, now), now)
+        out = self._do(self.watch.on_storage_waits(storage_waits_s, now), now)
         ran = self.state.phase is Phase.RUNNING
-        out += self._do(self.watch.tick(now), now)
+        out += self._do(self.watch.on_time(now), now)
         if ran and self.state.phase is Phase.STOPPING:
             return out  # thousands are to be told: all else waits for the next tick
         if self.departure.begun:  # others may have what they do not write any more
             out += self._do(self.checkpoints.without(self.watch.silent(now), now), now)
-        out += self._do(self.departure.tick(now, unwritten=unwritten), now)
+        out += self._do(self.departure.on_time(now, unwritten=unwritten), now)
         if now >= self._ask_at:
             out += self._ask()
         if self.departure.spared(now):
@@ -293,17 +293,17 @@ class Supervision:
         ends = self.departure.ordered or self.state.ended or self.state.phase is Phase.REQUEUED
         if ends or self.watch.cut_off:
             return out
-        out += self._do([*self._preflight.tick(now), *self.launching.tick(now)], now)
+        out += self._do([*self._preflight.on_time(now), *self.launching.on_time(now)], now)
         if next(self._ticks) % STEADY_LOOKS and self.steady:
             return out
         out += self._tell_progress(now)
         out += self._look_at_limit(now)
-        out += self._do(self.checkpoints.look(now), now)
-        out += self._do(self.agreement.look(now, copying=self.checkpoints.writes.any_under_way), now)
+        out += self._do(self.checkpoints.on_time(now), now)
+        out += self._do(self.agreement.on_time(now, copying=self.checkpoints.writes.any_under_way), now)
         for by, in_time in self.agreement.saved_first(now):
             out += self._saved_first(by, in_time, now)
-        out += self._do(self._hangs.tick(now), now)
-        out += self._do(self._sick.tick(now), now)
+        out += self._do(self._hangs.on_time(now), now)
+        out += self._do(self._sick.on_time(now), now)
         if self.state.phase is Phase.STOPPING and now < self.watch.patient_until:
             return out  # a node that cannot be told to stop is not late
         return out + self.record(ev.Tick(t=now))
@@ -316,22 +316,22 @@ class Supervision:
     def work(self, now: float) -> list[Effect]:
         return self._do(self.checkpoints.replicas.slice(now), now)
 
-    def worked(self, seconds: float, now: float) -> None:
+    def on_work_done(self, seconds: float, now: float) -> None:
         """The last `work` took this long, in seconds."""
         self.checkpoints.replicas.took(seconds, now)
 
     # ---- agents
 
-    def joined(self, node: str, connection: int, hello: msg.Hello, now: float) -> list[Effect]:
+    def on_agent_joined(self, node: str, connection: int, hello: msg.Hello, now: float) -> list[Effect]:
         """A node joined over the connection of this number, counted from 1."""
-        self.watch.joined(node, connection)
-        out = self._do(self.checkpoints.joined(node, hello, now), now)
+        self.watch.on_agent_joined(node, connection)
+        out = self._do(self.checkpoints.on_agent_joined(node, hello, now), now)
         joined = ev.NodeJoined(
             t=now, node=node, address=hello.address, incarnation=hello.incarnation, pid=hello.pid,
             boot_id=hello.boot_id, gpus=hello.gpus, oom_kills=hello.oom_kills,
         )  # fmt: skip
         out += self.record(joined)
-        out += self._do(self._health.joined(node, hello.health, now), now)
+        out += self._do(self._health.on_agent_joined(node, hello.health, now), now)
         out += self._if_unknown(node, hello.attempt, now)
         ours = hello.attempt == self.state.attempt and node in self.state.places
         out += self._ended_before(node, hello, now)
@@ -407,15 +407,17 @@ class Supervision:
         stop: list[Effect] = [Send(node, msg.Stop(attempt=self.state.attempt))] if stops else []
         return stop + self.launching.tell_again(node, attempt)
 
-    def closed(self, node: str, connection: int, now: float, *, reset: bool = False) -> list[Effect]:
+    def on_connection_closed(
+        self, node: str, connection: int, now: float, *, reset: bool = False
+    ) -> list[Effect]:
         """The connection of this number broke. `reset`: it was not closed in order."""
-        return self._do(self.watch.closed(node, connection, now, reset=reset), now)
+        return self._do(self.watch.on_connection_closed(node, connection, now, reset=reset), now)
 
-    def heard(self, node: str, connection: int, message: Heard, now: float) -> list[Effect]:
+    def on_message(self, node: str, connection: int, message: Heard, now: float) -> list[Effect]:
         if isinstance(message, msg.Beat):  # nearly all that thousands of nodes say: first, and by itself
             return self._beat(node, message, now)
         if isinstance(message, msg.Kept):
-            self.watch.heard(node, connection)
+            self.watch.on_message(node, connection)
         match message:
             case msg.Ready():
                 return self.record(ev.NodeReady(t=now, node=node, **asdict(message)))
@@ -437,28 +439,28 @@ class Supervision:
             case msg.RankEvent():
                 return self._of_rank(node, message, now)
             case msg.HealthFound():
-                effects = self._health.found(node, message.finding, now)
+                effects = self._health.on_finding(node, message.finding, now)
             case msg.Looked():
-                self._hangs.looked(message)
+                self._hangs.on_looked(message)
                 effects = []
             case msg.VerdictLeft():
-                effects = self._sick.answered(node, message, now)
+                effects = self._sick.on_verdict_left(node, message, now)
             case msg.Terminated():
                 effects = self._agent_terminated(node, connection)
             case msg.HangsUp():
-                effects = self.watch.hung_up(node, connection) + self._hand_over(message.newer)
+                effects = self.watch.on_hangs_up(node, connection) + self._hand_over(message.newer)
             case msg.Leaving():
-                effects = self.watch.left(node, connection, message, now)
+                effects = self.watch.on_agent_leaving(node, connection, message, now)
             case msg.TestedAlone() | msg.TestedPair():
-                effects = self._preflight.heard(node, message, now)
+                effects = self._preflight.on_test_result(node, message, now)
             case _:
-                effects = self.checkpoints.hear(node, message, now)
+                effects = self.checkpoints.on_message(node, message, now)
         return self._do(effects, now)
 
     def _beat(self, node: str, beat: msg.Beat, now: float) -> list[Effect]:
-        effects = self.watch.beat(node, beat, now)
+        effects = self.watch.on_heartbeat(node, beat, now)
         effects += self._stragglers.beat(node, beat, now)
-        effects += self.agreement.beat(node, beat, now)
+        effects += self.agreement.on_heartbeat(node, beat, now)
         if self.state.may_leave(now) and not self.state.alone:
             effects += self._ranks_left(node, beat, now)
         return self._do(effects, now) if effects else effects
@@ -482,7 +484,7 @@ class Supervision:
                 self._rank_saves.append(message)
                 return self._saved(ev.Saved(t=now, attempt=attempt, **fields), now)
             case within.Restored():
-                self.checkpoints.restored(attempt, said.step, said.tier)
+                self.checkpoints.on_restored(attempt, said.step, said.tier)
                 return self.record(ev.Restored(t=now, attempt=attempt, **fields))
             case within.BeganAt():
                 return self.record(ev.BeganAt(t=now, attempt=attempt, **fields))
@@ -511,7 +513,9 @@ class Supervision:
                 cold = ev.ColdStart(t=now, attempt=attempt, node=node, rank=rank, **fields)
                 return [] if self.state.cold else self.record(cold)
             case within.Skipped():
-                return self._do(self.checkpoints.skipped(attempt, said.step, rank, said.why, now), now)
+                return self._do(
+                    self.checkpoints.on_save_skipped(attempt, said.step, rank, said.why, now), now
+                )
             case _:
                 return never(said)
 
@@ -525,21 +529,21 @@ class Supervision:
 
     # ---- others' answers
 
-    def fenced(self, attempt: int, why: str, now: float) -> list[Effect]:
-        return self._do(self.launching.fenced(attempt, why, now), now)
+    def on_fenced(self, attempt: int, why: str, now: float) -> list[Effect]:
+        return self._do(self.launching.on_fenced(attempt, why, now), now)
 
-    def given_back(self, node: str, gone: bool, why: str, now: float) -> list[Effect]:
-        return self._do(self._sick.given_back(node, gone, why, now), now)
+    def on_node_given_back(self, node: str, gone: bool, why: str, now: float) -> list[Effect]:
+        return self._do(self._sick.on_node_given_back(node, gone, why, now), now)
 
-    def superseded(self, by_another: bool, now: float) -> list[Effect]:
-        return self._do(self.departure.superseded(by_another, now), now)
+    def on_superseded(self, by_another: bool, now: float) -> list[Effect]:
+        return self._do(self.departure.on_superseded(by_another, now), now)
 
-    def found_on_storage(
+    def on_storage_read(
         self, shared: Mapping[StateId, int], rollbacks: Iterable[Rollback], now: float
     ) -> list[Effect]:
         """Take in what earlier supervisors, attempts and runs left on storage: states and their sizes in
         bytes."""
-        out = self._do(self.checkpoints.found_on_storage(shared, rollbacks, now), now)
+        out = self._do(self.checkpoints.on_storage_read(shared, rollbacks, now), now)
         step = self.checkpoints.restore.missed_rollback()
         if step is None or self.state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
             return out
@@ -552,7 +556,7 @@ class Supervision:
 
     # ---- people and Slurm
 
-    def asked(self, ask: msg.Ask, now: float) -> tuple[msg.Accepted | msg.Declined, list[Effect]]:
+    def on_request(self, ask: msg.Ask, now: float) -> tuple[msg.Accepted | msg.Declined, list[Effect]]:
         """Return the answer to a request, and its effects."""
         if why := self._refusal(ask):
             return msg.Declined(why=why), []
@@ -586,13 +590,13 @@ class Supervision:
             back = self._do(self.checkpoints.go_back(ask.step, now), now)
         return back + self.record(event)
 
-    def warned(self, now: float) -> list[Effect]:
+    def on_warning(self, now: float) -> list[Effect]:
         """Slurm warned (SIGUSR2) that a time limit or a preemption is near: what is done is saved, and
         written to storage at once."""
         self.limit.warned(now)
         return self.record(ev.Signalled(t=now, signal="SIGUSR2")) + self._save_last(WARNING, now)
 
-    def time_limit(self, ends_in_s: float | None, now: float) -> list[Effect]:
+    def on_time_limit(self, ends_in_s: float | None, now: float) -> list[Effect]:
         """Slurm ends the job in so many seconds; infinity: never; None: it did not say."""
         self.limit.answered(ends_in_s, now)
         return []
@@ -624,7 +628,7 @@ class Supervision:
     def _hasten(self, now: float) -> list[Effect]:
         return self._do(self.checkpoints.hasten(now, self.limit.hurried_until), now)
 
-    def terminated(self, now: float) -> list[Effect]:
+    def on_sigterm(self, now: float) -> list[Effect]:
         """Slurm ends the job, or hurries that, or somebody else has sent the SIGTERM. Slurm is asked, as the
         run's final state depends on it, and meanwhile the newest checkpoint is written. Nobody can hurry a
         departure whose nodes are left already, but for what their agents need."""
@@ -648,7 +652,7 @@ class Supervision:
         self._asking = True
         return [WhyEnding(node, connection)]
 
-    def why_ending(
+    def on_end_explained(
         self, asked: WhyEnding, why: str, by: str, now: float, kill_in_s: float | None = None
     ) -> list[Effect]:
         """Take Slurm's answer. `by`: who cancelled the job, if anybody; `kill_in_s`: the seconds until Slurm
@@ -664,7 +668,7 @@ class Supervision:
         if self.departure.ordered:
             self._ask_at = now + ASK_AGAIN_S
         elif asked.node or self._signalled:
-            return self.terminated(now)
+            return self.on_sigterm(now)
         return []
 
     def _revoke(self, now: float) -> list[Effect]:

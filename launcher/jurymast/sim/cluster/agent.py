@@ -17,7 +17,7 @@ from jurymast.core.checkpoints.writes import GIVEN_UP_S
 from jurymast.core.judges.stacks import COLLECTIVE
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
-from jurymast.core.state.evidence import Stand
+from jurymast.core.state.evidence import RankPlace
 from jurymast.core.state.findings import Finding
 from jurymast.core.state.host_messages import Apart, FromHosts
 from jurymast.core.state.images import StateId
@@ -255,7 +255,7 @@ class SimNodeRanks:
         count, place = self._agent.cluster.ranks_per_node, host.member.order.rank
         stuck = host.group is not None and host.group.stuck(host.member)
         mark = "all_reduce" if stuck else str(self._world.now)
-        stands = {place * count + local: Stand(COLLECTIVE, mark) for local in range(count)}
+        stands = {place * count + local: RankPlace(COLLECTIVE, mark) for local in range(count)}
         self._agent.say(msg.Looked(attempt=host.attempt, number=number, stands=stands))
 
     def evidence(self, code: int, failed: msg.Failed | None = None) -> dict[str, Any]:

@@ -309,7 +309,7 @@ class Cluster:
             self.world.after(0.05, supervisor.takeover.agent.process, supervisor.takeover.over)
         elif supervisor.allocation == self.allocation:
             code = SUPERSEDED if supervisor.superseded else 1
-            self._of_batch(self.batch.supervisor_ended(code, None, self.world.now))
+            self._of_batch(self.batch.on_supervisor_ended(code, None, self.world.now))
 
     def _of_batch(self, effects: list[batch.Effect]) -> None:
         """Carry out those effects of the batch process that matter here: Slurm ends the job, and agents start
@@ -323,7 +323,7 @@ class Cluster:
 
     def _look_of_batch(self, allocation: str) -> None:
         if allocation == self.allocation and self.allocated:
-            self._of_batch(self.batch.look(None, self.world.now, agents=True))
+            self._of_batch(self.batch.on_time(None, self.world.now, agents=True))
 
     def job_over(self, supervisor: SimSupervisor) -> None:
         self.oracle.ends(supervisor)

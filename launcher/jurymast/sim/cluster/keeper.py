@@ -164,24 +164,24 @@ class SimKeeper:
 
     def launch(self, attempt: int, ranks: list[int], world: int, restore: msg.Restore | None) -> None:
         self._wanted = False
-        self.act(self.machine.launch(attempt, ranks, world, restore, self.world.now))
+        self.act(self.machine.on_launch(attempt, ranks, world, restore, self.world.now))
 
     def look(self) -> None:
         for local in range(len(self.machine.ranks)) if self._wanted else ():
-            self.act(self.machine.wants(local, SIZE_BYTES + MANIFEST_BYTES))
+            self.act(self.machine.on_memory_wanted(local, SIZE_BYTES + MANIFEST_BYTES))
         for local, slot in sorted(self._published):
             self.image_published(local, slot, 0.0)
 
     def image_published(self, local_rank: int, slot: int, stall_s: float) -> None:
         if (local_rank, slot) in self._published:
             self._published.discard((local_rank, slot))
-            self.act(self.machine.published(local_rank, slot, stall_s))
+            self.act(self.machine.on_image_published(local_rank, slot, stall_s))
         else:  # seen before it was told
-            self.machine.stalled(local_rank, slot, stall_s)
+            self.machine.on_stall_told(local_rank, slot, stall_s)
 
     def obey(self, order: msg.KeeperOrder) -> None:
         oracle = self.agent.cluster.oracle
-        effects = self.machine.ordered(order)
+        effects = self.machine.on_order(order)
         if isinstance(order, msg.Committed):
             oracle.may_go(self, self.machine.holding.committed)
         self.act(effects)
@@ -191,7 +191,7 @@ class SimKeeper:
 
     def _doubted(self, image: SimImage) -> None:
         if image.corrupt:
-            self.act(self.machine.distrusted(image, "its hash does not match"))
+            self.act(self.machine.on_copy_distrusted(image, "its hash does not match"))
 
     # ---- effects
 
@@ -217,14 +217,16 @@ class SimKeeper:
             case do.Tell():
                 self.agent.say(effect.message)
             case do.Measure():
-                self._later(MEMORY_S, lambda: self.act(machine.measured(self._room(), self._allocated)))
+                self._later(
+                    MEMORY_S, lambda: self.act(machine.on_memory_measured(self._room(), self._allocated))
+                )
             case do.Make():
                 self._capacity |= dict.fromkeys(effect.buffers, effect.capacity)
                 self._allocated |= dict.fromkeys(effect.buffers, 0)
-                self.act(machine.made())
+                self.act(machine.on_buffers_made())
             case do.Reserve(buffer):
                 self._allocated[buffer] = taken = self._capacity[buffer]
-                self._later(MEMORY_S, lambda: self.act(machine.reserved(buffer, taken)))
+                self._later(MEMORY_S, lambda: self.act(machine.on_buffer_reserved(buffer, taken)))
             case do.Unmake(buffer):
                 del self._allocated[buffer], self._capacity[buffer]
             case do.Serve():
@@ -236,7 +238,7 @@ class SimKeeper:
                 assert isinstance(effect.copy, SimImage)
                 self.held.remove(effect.copy)
             case do.AwaitReaders(buffer):
-                self.act(machine.unread(buffer))
+                self.act(machine.on_buffer_unread(buffer))
             case do.FindImage():
                 self.world.go(self.agent.process, self._find(effect))
             case do.Verify():
@@ -265,10 +267,12 @@ class SimKeeper:
                 self.status[local], self.found[local] = RestoreStatus.READY, copy
             case do.Withdraw(local, slot, buffer):
                 if (local, slot) not in self._published:
-                    self.act(self.machine.withdrawn(local, slot, buffer))
+                    self.act(self.machine.on_slot_withdrawn(local, slot, buffer))
             case do.Hash(local, slot, buffer):
                 image = self._written[buffer]
-                self._later(HASH_S, lambda: self.act(self.machine.hashed(local, slot, buffer, image)))
+                self._later(
+                    HASH_S, lambda: self.act(self.machine.on_image_hashed(local, slot, buffer, image))
+                )
             case _:
                 pass
 
@@ -299,7 +303,7 @@ class SimKeeper:
         if known is not None:
             going.key, (going.token, going.world) = image.state, known
             found = report(image, going.world, PEER, ALL, going.token)
-        self.act(self.machine.found(effect.number, Found(found, SLOT_BYTES, tuple(why))))
+        self.act(self.machine.on_source_found(effect.number, Found(found, SLOT_BYTES, tuple(why))))
 
     def _verify(self, effect: do.Verify) -> None:
         copy, going = effect.copy, self._of(effect.number)
@@ -308,7 +312,7 @@ class SimKeeper:
         going.key, going.world = copy.key, copy.world
         going.token = copy.token
         going.base = copy if intact else None
-        self.act(self.machine.verified(effect.number, intact))
+        self.act(self.machine.on_copy_verified(effect.number, intact))
 
     def _fetch(self, effect: do.Fetch) -> Steps[None]:
         going, rank = self._of(effect.number), effect.image.rank
@@ -327,7 +331,7 @@ class SimKeeper:
     def _fetched(self, effect: do.Fetch, going: _SimWork, copy: SimImage | None, behind: int) -> None:
         allocated = self._allocated[effect.buffer]
         fetched = Filled(copy, behind, {PEER: SIZE_BYTES}, tuple(going.why), allocated=allocated)
-        self.act(self.machine.fetched(effect.number, fetched, self.world.now))
+        self.act(self.machine.on_image_fetched(effect.number, fetched, self.world.now))
 
     # ---- transfers
 
