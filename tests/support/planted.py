@@ -511,7 +511,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         of("half told"),
         [(Supervision, "_if_half_told", _nothing)],
     ),
-    "7: who was not told to stop is not told by the next supervisor either": (
+    "18: who was not told to stop is not told by the next supervisor either": (
         of("half told"),
         [(supervision, "resume", _nothing), (Supervision, "_tell_again", _nothing)],
     ),

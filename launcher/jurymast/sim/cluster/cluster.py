@@ -265,10 +265,13 @@ class Cluster:
 
     def run(self) -> None:
         """Run the plan. Raises Violation."""
-        while self.world.now < self._until and not self.world.over:
-            self.world.run(self._until)
-        if not self.world.over:
-            self.oracle.at_the_end()
+        try:
+            while self.world.now < self._until and not self.world.over:
+                self.world.run(self._until)
+            if not self.world.over:
+                self.oracle.at_the_end()
+        finally:
+            self.world.close()
 
     def _new_site(self) -> tuple[str, SimSite]:
         self._nodes += 1

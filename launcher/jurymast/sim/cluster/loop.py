@@ -86,6 +86,7 @@ class SimLoop:
         return asyncio.Future(loop=self._asyncio_s)
 
     def create_task(self, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        self._world.work.append(coro)
         self._tasks.append(asyncio.Task(coro, loop=self._asyncio_s, **kwargs))
         return self._tasks[-1]
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import errno
 import heapq
+import inspect
 import json
 import os
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -61,6 +62,13 @@ class World:
         self._bounds, self._second = Bounds(seed), 0
         self._queue: list[tuple[float, int, int, Process | None, Then, tuple[Any, ...]]] = []
         self._order = 0
+        self.work: list[Coroutine[Any, Any, Any]] = []  # of all processes, whether it has begun or not
+
+    def close(self) -> None:
+        """Drop the work that has not begun when the simulation ends; Python would complain of it."""
+        for one in self.work:
+            if inspect.getcoroutinestate(one) == inspect.CORO_CREATED:
+                one.close()
 
     def at(self, when: float, process: Process | None, then: Then, *args: Any, first: bool = False) -> None:
         """Schedule a call. `first`: before everything else that this process has to do by then."""
