@@ -15,11 +15,11 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import AskSuperseded, Effect, End, Journal, Send, WhyEnding
 from jurymast.core.state.run import Phase
 from jurymast.core.supervision.departure import (
+    KEPT_STILL_S,
     KILL_WAIT_S,
     LEAVE_LIMIT_S,
     RESERVE_S,
     SPARED_S,
-    STILL_LIMIT_S,
     Departure,
 )
 from jurymast.core.supervision.machine import Supervision
@@ -32,8 +32,8 @@ GRACE_S, STILL_S = 40.0, 20.0
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for how in STILL_LIMIT_S:
-        monkeypatch.setitem(STILL_LIMIT_S, how, STILL_S)
+    for how in KEPT_STILL_S:
+        monkeypatch.setitem(KEPT_STILL_S, how, STILL_S)
 
 
 class Leaving:

@@ -48,7 +48,7 @@ from jurymast.core.state.run import RunState
 from jurymast.core.state.schedule import NEVER
 from jurymast.core.state.settings import Settings
 from jurymast.core.state.texts import did_you_mean
-from jurymast.core.supervision.departure import STILL_LIMIT_S
+from jurymast.core.supervision.departure import KEPT_STILL_S
 from jurymast.errors import UsageError
 from jurymast.sim.bounds import Bounds
 from jurymast.worker.link import SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
@@ -527,7 +527,7 @@ class _Storage:
         self._copies.drop_where()
         if key is not None:
             self._hold(key)
-        until = now + STILL_LIMIT_S["requeued"]
+        until = now + KEPT_STILL_S["requeued"]
         self._carry_out(self._securing.secure(self._now))
         bounds = Bounds(self._seed)
         while not self._securing.secured and self._now < until:

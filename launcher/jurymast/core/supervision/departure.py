@@ -29,7 +29,7 @@ LEAVE_LIMIT_S = 4.0
 RESERVE_S, RESERVE_SHARE = 5.0, 1 / 3
 # How long the nodes are kept without any progress of the newest checkpoint towards shared storage, by how the
 # run ends. As long as there is progress they are kept however long it takes: that depends on its size.
-STILL_LIMIT_S = {"succeeded": 1800.0, "failed": 600.0, "requeued": 300.0, "cancelled": 60.0}
+KEPT_STILL_S = {"succeeded": 1800.0, "failed": 600.0, "requeued": 300.0, "cancelled": 60.0}
 # Slurm kills a job that it ends. One that lives this much longer, and of which it says nothing, goes on.
 SPARED_S = 5.0
 # Users are told this often that the nodes are still kept for this.
@@ -223,7 +223,7 @@ class Departure:
 
     @property
     def _still_limit_s(self) -> float:
-        return STILL_LIMIT_S.get(self._state.public_state, STILL_LIMIT_S["requeued"])
+        return KEPT_STILL_S.get(self._state.public_state, KEPT_STILL_S["requeued"])
 
     def _gives_up(self, now: float) -> bool:
         """Whether the newest checkpoint is not waited for any longer. A SIGKILL that is to come ends that,

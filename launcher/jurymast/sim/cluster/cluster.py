@@ -22,7 +22,7 @@ from jurymast.core.supervision.machine import STILL_RUNNING
 from jurymast.sim.cluster import caught
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite, SimStandby
 from jurymast.sim.cluster.keeper import SimKeeper
-from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, STILL_LIMIT_S, Oracle, Violation
+from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, STANDSTILL_S, Oracle, Violation
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.tasks import ALL_S, SimTasks
 from jurymast.sim.cluster.training import SimGroup
@@ -121,7 +121,7 @@ class Plan:
     def seconds(self) -> float:
         last = max((fault.at + fault.seconds for fault in self.faults), default=10.0) + AFTER_S
         stays = [fault.at for fault in self.faults if fault.kind == "caught" and _how(fault) == caught.STAYS]
-        return max(last + ALL_S * self.tasks, *(at + LEAVE_S + STILL_LIMIT_S + AFTER_S for at in stays), 0.0)
+        return max(last + ALL_S * self.tasks, *(at + LEAVE_S + STANDSTILL_S + AFTER_S for at in stays), 0.0)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -546,7 +546,7 @@ class Cluster:
             return False
         self._half_told = (kind, left - 1) if left else None
         if not left:  # what is missing shows later
-            self._until = max(self._until, self.world.now + STILL_LIMIT_S + AFTER_S)
+            self._until = max(self._until, self.world.now + STANDSTILL_S + AFTER_S)
         return not left
 
     def _roll_back(self, supervisor: SimSupervisor) -> None:

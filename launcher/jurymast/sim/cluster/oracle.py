@@ -47,7 +47,7 @@ BLAME_S = 30.0
 TOLD_S = 2.0
 # An agent that can read the run directory has found out by then that its ranks were replaced, and ended them.
 REPLACED_S = 4.0
-STILL_LIMIT_S = 40.0
+STANDSTILL_S = 40.0
 OUTCOME_S = 6.0  # a supervisor writes an outcome in this time
 SLOTS_LIMIT_S = 25.0
 AGREE_LIMIT_S = 12.0
@@ -236,7 +236,7 @@ class Oracle:
         fine = [
             site.name
             for site in self.cluster.sites.values()
-            if self._is_known(site) and self.untouched(site.name, STILL_LIMIT_S, seen_from=node)
+            if self._is_known(site) and self.untouched(site.name, STANDSTILL_S, seen_from=node)
         ]
         if state.incidents and state.incidents[-1].attempt in self._unfound or self._ending:
             return  # people would be told to mount it; and no node has ended the job
@@ -443,9 +443,9 @@ class Oracle:
         )
         if self.tasks.going_on or self._leaving() or backs_off:
             self.step_at = now
-        if now > max(self._word_at, self.step_at) + STILL_LIMIT_S and self.storage_fine(STILL_LIMIT_S):
+        if now > max(self._word_at, self.step_at) + STANDSTILL_S and self.storage_fine(STANDSTILL_S):
             self.fail(NO_SILENCE, f"no step since {self.step_at:.1f} s, no word since {self._word_at:.1f} s")
-        if now > self._supervised_at + STILL_LIMIT_S:
+        if now > self._supervised_at + STANDSTILL_S:
             self.fail(NO_SILENCE, f"no supervisor since {self._supervised_at:.1f} s")
         if supervisor is not None and supervisor.listens and not self._ending:
             self._compare(supervisor)
