@@ -91,6 +91,26 @@ def test_a_swap_and_its_rework() -> None:
     assert [i.category for i in found.intervals("n1")][:3] == ["launch", "spare_idle", "relaunch"]
 
 
+def test_a_restore_that_is_told_after_the_first_steps_makes_no_more_rework() -> None:
+    """The connection broke over which rank 0 told of it."""
+    story = Story(active=2, spares=1).running(40).saved(40).stepped(50)
+    story.lost("n2")
+    story.stopped().backed_off()
+    plan = ev.RestorePlanned(
+        t=story.t, attempt=2, step=40, tier="memory", expected_s=0.5, tiers={"memory": 1}, reason=""
+    )
+    story.feed(plan)
+    story.ranks_up()
+    story.t += 1.0
+    story.stepped(45)
+    story.restored(40)
+    story.stepped(60)
+    ledger = Ledger(initial_state(story.plan))
+    for event in story.events:
+        ledger.feed(event)
+    assert (ledger.steps.again, ledger.steps.done) == (10, 50 + 20)
+
+
 def test_steps_that_are_reported_after_the_failure_count_as_steps() -> None:
     story = Story().running(11)
     story.t += 1.0
