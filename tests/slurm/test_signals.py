@@ -53,6 +53,7 @@ srun python -u hears.py twice never & pid=$!
 await twice ready; kill -INT $pid; sleep 0.2; kill -INT $pid; wait $pid; echo "said: twice $?"
 echo "said: end"
 """
+# A trap runs between two commands: a shell that just begins to wait may sleep through the signal.
 FROM_SLURM = f"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --output=out --time=10 --partition=main --signal=B:USR2@60
 #JURYMAST train: yes
@@ -62,7 +63,8 @@ await steps ready; scancel --signal=USR1 $SLURM_JOB_ID; await steps SIGUSR1
 scancel --signal=USR2 $SLURM_JOB_ID; wait $pid; echo "said: steps $?"
 trap 'echo "said: trapped"; kill -USR1 $pid' USR2
 srun python -u hears.py leave never & pid=$!
-await leave ready; scancel --batch --signal=USR2 $SLURM_JOB_ID; wait $pid; wait $pid; echo "said: leave $?"
+await leave ready; scancel --batch --signal=USR2 $SLURM_JOB_ID
+await leave SIGUSR1; wait $pid; echo "said: leave $?"
 echo "said: end"
 """
 
