@@ -97,7 +97,6 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="a line of JSON for each plan that fails")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
     arguments = parser.parse_args()
-    logging.disable(logging.CRITICAL)  # of the shells, which plans make complain all the time
     if arguments.plan:
         try:
             plan = Plan.from_json(arguments.plan)
@@ -140,4 +139,5 @@ if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":  # else sets have another order in each process
         command = run_module("jurymast.sim.cluster", *sys.argv[1:])
         os.execve(command[0], command, {**os.environ, "PYTHONHASHSEED": "0"})
+    logging.disable(logging.CRITICAL)  # of the shells, which plans make complain all the time
     sys.exit(main())
