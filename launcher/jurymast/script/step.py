@@ -269,6 +269,7 @@ class Step:
         self._allocation = Allocation.load(job)
         self._trainings = Trainings(job, self._allocation.key)
         self._lost = self._trainings.lost()
+        self._killed = False  # by a signal of the script for its srun
         self._hidden: dict[str, str] = {}  # variables that only the step's command may see, not its srun
         self._inputs: tuple[str, ...] = ()  # what its tasks read: see `standard_input`
         self.active, self.train = self._plan.active, self._plan.train
@@ -325,6 +326,8 @@ class Step:
                 break
             self._train(training, process, folder / ANSWER.format(number), output, place)
         code = self._end(process, folder)
+        if self._killed:  # as srun kills its tasks; those here may have ended by themselves before
+            code = 128 + signal.SIGKILL
         if signals.ended:
             await_shell()
         warn_if_unreached(folder, srun.command)
@@ -467,6 +470,7 @@ class Step:
         self._lost |= set(outcome.lost)
         if by_script and outcome.state == "cancelled":
             process.terminate()  # as srun, which ends the step's command as well
+            self._killed = True
             self._trainings.told(run, outcome.lost)
             return
         if outcome.state == "cancelled":  # by Slurm or by hand: that means the whole job
