@@ -31,7 +31,8 @@ class AccountRules:
 
     def _feed(self, event: ev.Event) -> None:
         self.ledger.feed(event)
-        if getattr(event, "attempt", 0) != self.ledger.state.attempt:
+        # Ranks may go on while the last checkpoint of a run that has ended is written.
+        if getattr(event, "attempt", 0) != self.ledger.state.attempt or self.ledger.state.ended:
             return
         if isinstance(event, ev.Restored):
             self._first[event.attempt] = event.step
