@@ -29,6 +29,10 @@ pytestmark = pytest.mark.torch
         try: sys.exit(3)
         except SystemExit: sys.stderr.write('no data at /data')
         raise SystemExit(5)""", 5, ""),
+        ("""
+        try: exit()
+        except SystemExit: sys.stderr.write('no data at /data')
+        raise SystemExit(1)""", 1, ""),
     ],
 )  # fmt: skip
 def test_the_place_and_message_of_an_exit_are_told_as_the_cause(

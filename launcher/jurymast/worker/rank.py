@@ -89,10 +89,12 @@ def _tell_exits() -> None:
     if not path:
         return
 
-    def telling(leave: Callable[..., NoReturn], *, of_all_threads: bool) -> Callable[..., NoReturn]:
+    def telling(
+        leave: Callable[..., NoReturn], *, of_all_threads: bool = False, method: bool = False
+    ) -> Callable[..., NoReturn]:
         @functools.wraps(leave)
         def told(*status: Any, **named: Any) -> NoReturn:
-            value = next(reversed((*status, *named.values())), None)
+            value = next(iter((*status[method:], *named.values())), None)
             code = 0 if value is None else value & 0xFF if isinstance(value, int) else 1
             if code and os.getpid() == pid and (of_all_threads or _thread.get_ident() == thread):
                 frames = traceback.format_stack(sys._getframe(1))
@@ -103,10 +105,10 @@ def _tell_exits() -> None:
 
         return told
 
-    sys.exit = telling(sys.exit, of_all_threads=False)
+    sys.exit = telling(sys.exit)
     os._exit = telling(os._exit, of_all_threads=True)
     if (by_name := getattr(builtins, "exit", None)) is not None:  # and `quit`, of the same class
-        type(by_name).__call__ = telling(type(by_name).__call__, of_all_threads=False)
+        type(by_name).__call__ = telling(type(by_name).__call__, method=True)
 
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
