@@ -152,7 +152,10 @@ class Losses:
 
     def _see_later(self, loss: torch.Tensor) -> None:
         if self._arriving is None or self._arrived is None:
-            self._arriving, self._arrived = torch.empty((), pin_memory=True), torch.cuda.Event()
+            self._arriving, self._arrived = (
+                torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True),
+                torch.cuda.Event(),
+            )
         elif self._arrived.query():
             self._note(self._arriving.item())
         else:
