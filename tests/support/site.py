@@ -94,7 +94,7 @@ class Site:
 
     def secured(self) -> bool:
         self.do(self.checkpoints.secure(self.time))
-        return self.checkpoints.securing.secured
+        return self.checkpoints.final_write.secured
 
     def hold(self, rank: int, node: str = "", at: int = 10, tier: str = "memory", part: str = "all") -> None:
         self.hear(node or ACTIVE[rank], msg.Held(copies=(self.report(rank, at, tier, part),)))

@@ -222,7 +222,7 @@ def test_before_the_nodes_go_those_that_had_no_memory_for_more_are_asked_once_mo
     (_, order), *_ = site.ordered(msg.Replicate)
     assert (order.rank, order.part) == (1, "all")
     for node in ("n1", "n3", "s1"):
-        assert not site.checkpoints.securing.secured
+        assert not site.checkpoints.final_write.secured
         site.hear(node, msg.Refused(why="no memory"))
         site.secured()
     assert site.secured(), "asked again for ever"

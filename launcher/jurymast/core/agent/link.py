@@ -92,7 +92,7 @@ class SupervisorLink:
         nodes: int,
         share: float,
         ranks: Ranks,
-        hearing: SupervisorSilence,
+        silence: SupervisorSilence,
     ) -> None:
         """`hint`: (host, port) of the first supervisor. `share`: from 0 to 1, when this agent of the run's
         `nodes` reads the run directory after all have lost their supervisor at once. `ranks` is only read."""
@@ -103,7 +103,7 @@ class SupervisorLink:
         self._find_every_s = nodes / FINDS_A_SECOND
         self._share = share
         self._ranks = ranks
-        self._hearing = hearing
+        self._silence = silence
         self.connected = False
         self._peeking = False  # a look for a newer one was not answered yet
         self._finding = False  # nor one that is a try
@@ -128,7 +128,7 @@ class SupervisorLink:
 
     @property
     def _hang_up_at(self) -> float:
-        return self._hearing.heard_at + self._patience_s
+        return self._silence.heard_at + self._patience_s
 
     def check(self) -> None:
         """Check the invariants. Raises AssertionError."""
@@ -207,7 +207,7 @@ class SupervisorLink:
         return ALONE_LIMIT_S if self._ranks.state == "finished" else IDLE_ALONE_LIMIT_S
 
     def _change_over(self, place: Endpoint | None, now: float) -> list[Effect]:
-        epoch = self._hearing.epoch
+        epoch = self._silence.epoch
         if place is None or not epoch or place.epoch <= epoch or place.allocation != self._allocation:
             return []
         self._know(place)
@@ -219,7 +219,7 @@ class SupervisorLink:
         """Use the first connection that was made; the results of other tries no longer matter."""
         self.connected, self._peeking, self._finding = True, False, False
         self._tries, self._round_at = 0, NEVER
-        self._hearing.begin(now)
+        self._silence.begin(now)
         self._peek_later()
         kept, self._kept, self._said = self._kept, [], 0
         untold = self._leave_at < NEVER or self._ranks.unexplained  # a SIGTERM, or the answer was lost
@@ -228,7 +228,7 @@ class SupervisorLink:
         return [do.Greet(), *again, *(effect for _, message in kept for effect in self.say(message))]
 
     def on_order(self, order: msg.Order, now: float) -> list[Effect]:
-        self._hearing.on_order(order, now)
+        self._silence.on_order(order, now)
         self._peek_later()
         match order:
             case msg.GoOn():
@@ -243,8 +243,8 @@ class SupervisorLink:
 
     def _peek_later(self) -> None:
         supervised_on = self._last.node if self._last else self._hint[0] if self._hint else ""
-        hearing = self._hearing
-        peek_at = hearing.late_at if supervised_on == self._node else hearing.suspect_at
+        silence = self._silence
+        peek_at = silence.late_at if supervised_on == self._node else silence.suspect_at
         self._find_at = peek_at + self._find_every_s * self._share
 
     def say(self, message: msg.ToSupervisor) -> list[Effect]:
@@ -281,7 +281,7 @@ class SupervisorLink:
     def on_pulse(self, epoch: int, now: float) -> list[Effect]:
         """The pulse is that of this epoch. An older supervisor is left even if it answers on time: it may not
         see the newer one, and nobody else would tell it."""
-        if not self.connected or self._peeking or epoch <= (self._hearing.epoch or epoch):
+        if not self.connected or self._peeking or epoch <= (self._silence.epoch or epoch):
             return []
         self._peeking = True
         return [do.FindSupervisor()]

@@ -147,10 +147,10 @@ class AgentMachine:
         """`nodes`: the allocation's, in its order. `hint`, `share`: see SupervisorLink; `gpus`, `driver`: see
         NodeTests."""
         patience = patience_s(plan.settings.heartbeat_s, plan.nodes)
-        hearing = SupervisorSilence(answer_every_s(plan.settings.heartbeat_s, plan.nodes))
+        silence = SupervisorSilence(answer_every_s(plan.settings.heartbeat_s, plan.nodes))
         self.ranks = Ranks(plan.settings.stop_grace_s, tasks=plan.guessed)
-        self.link = SupervisorLink(node, allocation, hint, patience, plan.nodes, share, self.ranks, hearing)
-        self.succession = Succession(node, nodes, hearing, enabled=plan.cluster == "slurm")
+        self.link = SupervisorLink(node, allocation, hint, patience, plan.nodes, share, self.ranks, silence)
+        self.succession = Succession(node, nodes, silence, enabled=plan.cluster == "slurm")
         self.writes = NodeWrites(plan.ranks_per_node)
         self.tests = NodeTests(plan, gpus, driver=driver)
         self.left = False

@@ -49,11 +49,11 @@ class Succession:
     - An agent has at most one supervisor here, and reads one pulse at a time.
     """
 
-    def __init__(self, node: str, nodes: Sequence[str], hearing: SupervisorSilence, *, enabled: bool) -> None:
+    def __init__(self, node: str, nodes: Sequence[str], silence: SupervisorSilence, *, enabled: bool) -> None:
         """`nodes`: all of the allocation, in its order. Not `enabled`: the batch process cannot die alone.
-        `hearing` is only read."""
+        `silence` is only read."""
         self._enabled = enabled
-        self._hearing = hearing
+        self._silence = silence
         self._own_place = HEIRS + (nodes.index(node) if node in nodes else PLACE_UNKNOWN)
         self._met = False
         self._alone = False  # a supervisor was there and is not any more
@@ -70,11 +70,11 @@ class Succession:
 
     @property
     def _place(self) -> int:
-        return self._own_place if self._hearing.heir is None else self._hearing.heir
+        return self._own_place if self._silence.heir is None else self._silence.heir
 
     @property
     def _looks(self) -> bool:
-        return self._alone or (self._met and self._hearing.heir is not None)
+        return self._alone or (self._met and self._silence.heir is not None)
 
     @property
     def wake_at(self) -> float:
@@ -97,10 +97,10 @@ class Succession:
 
     def on_order(self, now: float) -> list[Effect]:
         """Note an answer of the supervisor, which may change this node's place."""
-        first = self._met and self._hearing.heir == 0 and not self._supervises
+        first = self._met and self._silence.heir == 0 and not self._supervises
         if first and not self._stands_by and self._stand_by_at == NEVER:
             self._stand_by_at = now + STANDBY_AFTER_S
-        if first or self._hearing.epoch is None:
+        if first or self._silence.epoch is None:
             return []
         self._stand_by_at = NEVER
         ended, self._stands_by = self._stands_by, False
@@ -145,7 +145,7 @@ class Succession:
         self._quiet_s = asked_at - self._quiet_since
         if self._quiet_s <= self._pulses.limit_s() + STAGGER_S * self._place or self._may_live(now):
             return []
-        silent_s = now - max(self._quiet_since - LOOK_S, self._hearing.heard_at)
+        silent_s = now - max(self._quiet_since - LOOK_S, self._silence.heard_at)
         self._quiet_since, self._supervises = None, True
         self._stand_by_at, self._stands_by = NEVER, False
         return [do.StartSupervisor(epoch_of(value), silent_s)]
@@ -154,7 +154,7 @@ class Succession:
         return LOOK_S if self._place < HEIRS else max(LOOK_S, LOOK_SHARE * STAGGER_S * self._place)
 
     def _may_live(self, now: float) -> bool:
-        return now < self._restarts_until if self._alone else now < self._hearing.suspect_at
+        return now < self._restarts_until if self._alone else now < self._silence.suspect_at
 
     def on_supervisor_ended(self, now: float) -> list[Effect]:
         """Note that the supervisor that was started on this node has ended."""

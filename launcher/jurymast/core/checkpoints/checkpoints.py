@@ -328,7 +328,7 @@ class Checkpoints:
         self._held_at = -math.inf  # the last report of an image
         self._void: deque[StateId] = deque(maxlen=VOIDS_KEPT)
         self._told: dict[int, int] = {}  # by rank, the newest step of this attempt that it saved or skipped
-        self.securing = FinalWrite(self.copies, self._commit, self.replicas, self.writes)
+        self.final_write = FinalWrite(self.copies, self._commit, self.replicas, self.writes)
 
     # ---- agents
 
@@ -447,7 +447,7 @@ class Checkpoints:
         return [Record(fetched)]
 
     def _unreplicated(self, node: str, message: msg.Unreplicated, now: float) -> list[Effect]:
-        self.securing.not_gathered(now)
+        self.final_write.not_gathered(now)
         if not self.replicas.on_replicate_failed(node, message, now):
             return []
         why = f"rank {message.rank} has no replica of step {message.step}: {message.why}"
@@ -598,15 +598,15 @@ class Checkpoints:
 
     def secure(self, now: float, *, for_good: bool = True) -> list[Effect]:
         """Write the newest state to the shared tier, or else the one before it. To be called repeatedly until
-        `securing.secured`: it is written, or none can be. Not `for_good`: training may go on."""
-        write = self.securing.secure if for_good else self.securing.write_newest
+        `final_write.secured`: it is written, or none can be. Not `for_good`: training may go on."""
+        write = self.final_write.secure if for_good else self.final_write.write_newest
         return self.writes.look_for_late(now) + write(now)
 
     @property
     def moved_at(self) -> float:
         """When the newest state last got closer to the shared tier; in the future while nodes may still be
         bringing it together, of which they report only the end."""
-        return max(self.writes.moved_at, self._held_at, self.securing.gathers_until)
+        return max(self.writes.moved_at, self._held_at, self.final_write.gathers_until)
 
     def write_s(self, now: float) -> float:
         """Return how long it takes to write the newest committed state to shared storage."""

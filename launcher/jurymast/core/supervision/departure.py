@@ -191,7 +191,7 @@ class Departure:
         more = {*may_know_more(self._watch, self._checkpoints)}.difference(self._watch.silent(now))
         if not for_good:
             return effects
-        secured = self._checkpoints.securing.secured and not more
+        secured = self._checkpoints.final_write.secured and not more
         self.lacks_journal = secured and unwritten
         if not secured or unwritten:
             if not self._gives_up(now):
