@@ -91,7 +91,8 @@ def test_a_swap_and_its_rework() -> None:
     assert [i.category for i in found.intervals("n1")][:3] == ["launch", "spare_idle", "relaunch"]
 
 
-def test_a_restore_that_is_told_after_the_first_steps_makes_no_more_rework() -> None:
+@pytest.mark.parametrize("first", ["steps", "a save"])
+def test_a_restore_that_is_told_after_the_first_steps_makes_no_more_rework(first: str) -> None:
     """The connection broke over which rank 0 told of it."""
     story = Story(active=2, spares=1).running(40).saved(40).stepped(50)
     story.lost("n2")
@@ -102,7 +103,7 @@ def test_a_restore_that_is_told_after_the_first_steps_makes_no_more_rework() -> 
     story.feed(plan)
     story.ranks_up()
     story.t += 1.0
-    story.stepped(45)
+    story.saved(45) if first == "a save" else story.stepped(45)
     story.restored(40)
     story.stepped(60)
     ledger = Ledger(initial_state(story.plan))
