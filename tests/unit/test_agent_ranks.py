@@ -352,8 +352,11 @@ def test_how_tasks_ended_is_kept_for_every_supervisor() -> None:
     assert ranks.ended == {0: done, 1: failed, 2: late}
     training = running()
     training.on_rank_failed(failed, {}, 4.0)
-    assert (training.ended, training.group_made) == ({}, False)
-    training.on_rank_event(within.GroupMade(), 5.0)
+    assert (training.ended, training.group_made) == ({1: failed}, False), "that of its newest attempt"
+    training.on_host_message(msg.Ready(store_port=7), 5.0)
+    training.on_launch(launch(2), 6.0)
+    assert training.ended == {}
+    training.on_rank_event(within.GroupMade(), 7.0)
     assert training.group_made
 
 

@@ -96,6 +96,22 @@ def test_a_launch_that_all_were_told_of_goes_on_under_the_next_supervisor() -> N
     assert (story.state.phase, story.state.attempt) == (Phase.RUNNING, 2)
 
 
+def test_the_next_supervisor_knows_who_failed_before_it_hears_that_the_ranks_are_gone() -> None:
+    """The one that failed is heard last; its peers have lost it."""
+    story = Story(active=2, spares=0).running(40)
+    first, last = story.state.placement
+    after = Successor(story)
+    lost = msg.Failed(
+        attempt=1, rank=0, exit_code=1, error="RuntimeError", message="Connection closed by peer"
+    )
+    killed = msg.Failed(attempt=1, rank=1, exit_code=-9)
+    for node, failed in ((first, lost), (last, killed)):
+        after.joins(node, attempt=1, ranks="waiting", store_port=7, ended=(failed,))
+        after.hears(node, failed)  # it is kept, and comes after the hello
+    incident = story.state.incidents[-1]
+    assert (incident.cause, incident.rank) == ("worker_killed", 1)
+
+
 def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold() -> None:
     """Planned without them, the ranks would start afresh, and agents would give up images that are good. The
     node that is out held rank 1's image, whose only copy is a spare's now."""

@@ -49,7 +49,8 @@ class Ranks:
     def __init__(self, stop_grace_s: float, *, tasks: bool = False) -> None:
         """`stop_grace_s`: seconds between SIGTERM and SIGKILL. `tasks`: each rank may be for itself."""
         self._tasks = tasks
-        # By rank, how tasks have ended here, in any attempt: each supervisor is told.
+        # By rank, how tasks have ended here, in any attempt, and how ranks have failed in the newest: each
+        # supervisor is told, and knows the cause before it hears that they are gone.
         self.ended: dict[int, msg.Failed | msg.Finished] = {}
         self.group_made = False  # by one of them: all are ranks of a training
         self.attempt = 0  # the newest ordered here
@@ -119,6 +120,8 @@ class Ranks:
         self._held = None  # the job goes on, and what is held is about an attempt that is over
         self._cold = self._cold or order.cold
         self._finished = False
+        if not self._tasks:
+            self.ended.clear()
         stop = self._begin_stop(False, now) if self._alive and not self._ending else []
         return stop + self._go_on()
 
@@ -301,7 +304,7 @@ class Ranks:
         match message:
             case msg.Finished(ranks=ranks):
                 self.ended.update(dict.fromkeys(ranks, message))
-            case msg.Failed(rank=rank) if self._tasks and rank >= 0:
+            case msg.Failed(rank=rank) if rank >= 0:
                 self.ended[rank] = message
 
 

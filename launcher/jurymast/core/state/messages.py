@@ -355,7 +355,8 @@ RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
 class Hello(ToSupervisor, frozen=True, kw_only=True):
     """An agent's first message: who it is, its newest `attempt` and what its `ranks` do, `copies` of images,
     `room` for more, findings (`health`). It serves images at `data_port`. `oom_kills`: see `NodeJoined`.
-    `ended`: how tasks ended here, in any attempt; `group_made`: one of them made a process group."""
+    `ended`: which ranks have failed here, and how tasks ended, in any attempt; `group_made`: one of them made
+    a process group."""
 
     node: str
     allocation: str

@@ -352,20 +352,23 @@ class Supervision:
         return self.record(ev.AttemptFound(t=now, node=node, attempt=attempt))
 
     def _ended_before(self, node: str, hello: msg.Hello, now: float) -> list[Effect]:
-        """Take in how tasks, each for itself, have ended on this node, or that they train: an earlier
-        supervisor may have been told, and its journal not have been written. Each recorded launch knew of
-        what ended before it, and some of that may have begun anew."""
-        out: list[Effect] = []
+        """Take in which ranks have failed on this node, how tasks, each for itself, have ended, or that they
+        train: an earlier supervisor may have been told, and its journal not have been written. Each recorded
+        launch knew of what ended before it, and some of that may have begun anew."""
+        out, state = list[Effect](), self.state
         for said in hello.ended:
-            news = self.state.alone and said.attempt >= self.state.launched
-            if news and isinstance(said, msg.Finished):
-                out += self._tasks_done(self.state.attempt, said.ranks, now)
-            elif news and isinstance(said, msg.Failed) and said.rank not in tasks.ended(self.state):
-                fields = asdict(said) | {"attempt": self.state.attempt}
+            if said.attempt < (state.launched if state.alone else state.attempt):
+                continue
+            if isinstance(said, msg.Finished):
+                out += self._tasks_done(state.attempt, said.ranks, now)
+            elif (node, said.rank, said.error) not in state.findings.failures and (
+                said.rank not in tasks.ended(state)
+            ):
+                fields = asdict(said) | {"attempt": state.attempt}
                 out += self.record(ev.WorkerFailed(t=now, node=node, **fields))
-        if hello.group_made and self.state.alone:
-            rank = self.state.places.get(node, 0) * self.state.ranks_per_node
-            out += self.record(ev.GroupMade(t=now, attempt=self.state.attempt, node=node, rank=rank))
+        if hello.group_made and state.alone:
+            rank = state.places.get(node, 0) * state.ranks_per_node
+            out += self.record(ev.GroupMade(t=now, attempt=state.attempt, node=node, rank=rank))
         return out
 
     def _tasks_done(self, attempt: int, ranks: Sequence[int], now: float) -> list[Effect]:

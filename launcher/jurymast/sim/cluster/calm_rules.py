@@ -27,8 +27,6 @@ SAVED_S, BEGUN_S = 2.0, 5.0
 # anew.
 _UNSEEN = ("host_died",)
 _OVER = "relaunch_asked", *_UNSEEN
-# Before it hears of the rank that failed, it may hear of those that miss it.
-_NEXT = "communication", *_OVER
 _LINK = "node_lost", "node_crash", "fabric_fault", "hang", "communication", "restore_failed", *_OVER
 _LEAVE = "worker_exit", "worker_killed", "worker_exception"
 _ENDS = "preempted", "allocation_lost", "job_ended", "node_taken", "cancelled", *_LEAVE
@@ -41,7 +39,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "breaks": (*_LEAVE, "hang", "script_fault"), "caught": (*_LEAVE, "hang"),
     "restart": ("restart_asked",), "rollback": ("rollback_asked",),
     "half told": ("restart_asked", *_OVER), "drained": ("drain_asked",),
-    "supervisor": _NEXT, "corrupt": ("restore_failed",), "storage hangs": ("hang", *_STORAGE),
+    "supervisor": _OVER, "corrupt": ("restore_failed",), "storage hangs": ("hang", *_STORAGE),
     "storage hangs here": _STORAGE, "unmounted": _STORAGE, "stale handles": ("node_lost", *_STORAGE),
     "old view": ("node_lost", *_STORAGE),
     "preempted": _ENDS, "killed": _ENDS, "cancelled": _ENDS, "timeout": _ENDS, "grace": _ENDS,
