@@ -406,7 +406,7 @@ class Ledger:
                 self.saves.take_usual(event)
                 self._stall = max(self._stall, (event.attempt, event.saved_step))
             if event.absolute and not self._numbered:
-                self._number(event.step - 1 if self._step else self._told(event.step))
+                self._number(event.step - 1 if self._step else self._planned_step(event.step))
             self._steps_done(to_us(event.stepped_at), event.step, to_us(event.stall_s))
         elif isinstance(event, ev.Saved) and not event.copied:
             self.saves.take(event)
@@ -420,7 +420,7 @@ class Ledger:
         told, stall = to_us(event.t), to_us(event.stall_s)
         began = self._frontier if self._activity == "step" and self._step >= event.step else told - stall
         if not self._numbered:
-            self._number(event.step - 1 if self._step else self._told(event.step))
+            self._number(event.step - 1 if self._step else self._planned_step(event.step))
         self._steps_done(began, event.step)
         if self._activity == "step":
             self._book(min(told, max(began, self._frontier) + stall), "checkpoint_stall", 0)
@@ -432,7 +432,7 @@ class Ledger:
     def _launching(self) -> str:
         return "launch" if self.state.attempt <= 1 else "relaunch"
 
-    def _told(self, done: int) -> int:
+    def _planned_step(self, done: int) -> int:
         """The step that the ranks were told to go on from: that they have may be heard of after they have
         `done` steps."""
         plan = self.state.restore
