@@ -89,6 +89,7 @@ def test_what_srun_alone_understands_is_left_to_it(typed: str) -> None:
         (["bash", "-c", "$LAUNCHER --node_rank $SLURM_PROCID train.py"], {}, True),
         (["bash", "-c", "${COMMAND} $SLURM_PROCID"], {}, True),
         (["sh", "a.sh"], {"a.sh": "#!/bin/sh\nexec $LAUNCHER train.py\n"}, True),
+        (["./a.sh"], {"./a.sh": '#!/bin/sh\na=(--rdzv-id=${JOB:-99})\ntorchrun "${a[@]}" t.py\n'}, True),
         (["bash", "-c", "$OTHER train.py"], {}, False),
         (["bash", "-c", "$LOOP"], {}, False),
         (["hostname"], {}, False),
@@ -100,6 +101,7 @@ def test_launchers_are_found_wherever_they_stand(
     command: list[str], files: dict[str, str], found: bool
 ) -> None:
     variables = {"LAUNCHER": "torchrun --nnodes 2", "COMMAND": "$LAUNCHER --node_rank", "LOOP": "$LOOP $LOOP"}
+    variables["JOB"] = "17"
     assert starts_launcher(command, lambda name: files.get(name, ""), variables) is found
 
 

@@ -66,6 +66,12 @@ def test_of_two_values_between_which_the_script_chooses_the_first_counts() -> No
     assert words('A=""\nif x; then A=--on; fi\ngo $A b')[-1] == ["go", "b"]
 
 
+def test_a_default_ends_at_its_own_brace() -> None:
+    found = words('A=1\ngo "${A:-99} x" "${B:-${A}} y" ${A:-${B:-2}}z "${C}"')[-1]
+    assert found == ["go", "1 x", "1 y", "1z", "${C}"]
+    assert spelled_out("${A:-9} ${B} ${C:-${A}}", {"A": "1", "C": "3"}) == "1 ${B} 3"
+
+
 def test_values_that_double_each_time_end() -> None:
     text = "A=ab\n" + "A=$A$A\n" * 60 + "go $A"
     assert len(words(text)[-1][1]) <= 2 * VALUE_CHARACTERS_MAX

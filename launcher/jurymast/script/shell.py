@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 # `A=`, `A+=`, and whether the value is a list in parentheses.
 ASSIGNMENT = re.compile(r"(\w+)(?:\[\w*\])?(\+?)=(.*)", re.DOTALL)
 DECLARES = frozenset({"declare", "export", "local", "readonly", "typeset"})
-REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?:(:?[-=])(.*))?\})", re.DOTALL)
+# Braces within a default, `${A:-${B}}`, belong to it; the next `}` ends it.
+REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?:(:?[-=])((?:[^{}]|\{[^{}]*\})*))?\})")
 LIST = re.compile(r'"\$\{\w+\[@\]\}"')
 OUTPUT = re.compile(r"(?<!\\)(?:`[^`]*`|\$\(\([^()]*\)\)|\$\([^()]*\))")
 WHERE = re.compile(r"(?:which|command\s+-v)\s+([\w./-]+)")
