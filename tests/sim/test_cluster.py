@@ -98,6 +98,15 @@ MENDED = {
         '{"seed":700056,"active":3,"spares":2,"ranks":2,"cadence_steps":5,"room":1,"tasks":true,"faults":['
         '{"at":9.79,"kind":"stale handles","seconds":23.0},{"at":17.76,"kind":"supervisor"}]}'
     ),
+    "an image is damaged, and the ranks that leave save no other": (
+        '{"seed":95002320,"active":3,"spares":1,"ranks":1,"cadence_steps":null,"room":8,"at_term":"leaves",'
+        '"faults":[{"at":12.66,"kind":"corrupt","node":2},{"at":14.46,"kind":"caught","node":3,"other":1,'
+        '"seconds":18.68}]}'
+    ),
+    "a rank leaves, another loses it, and then the supervisor dies": (
+        '{"seed":95003135,"active":4,"spares":1,"ranks":1,"cadence_steps":5,"room":1,"faults":['
+        '{"at":8.14,"kind":"caught","node":2,"other":1,"seconds":4.11},{"at":10.01,"kind":"supervisor"}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

@@ -111,6 +111,20 @@ def test_replicas_go_to_spares_first_and_skip_what_data_parallel_ranks_have() ->
     assert missing_replicas(held, StateId(10, 1), NODES, 1, holding) == []
 
 
+def test_a_node_that_lost_its_image_gets_it_back_from_who_holds_it() -> None:
+    holding = holders(NODES, ["s1"], {}, 1, ())
+    held = all_of(common="same")
+    for rank in range(3):
+        held.hold(copy_of(rank, "s1", tier=PEER, part=OWN, common="same"))
+    held.drop_where(node="n3")
+    back = missing_replicas(held, StateId(10, 1), NODES, 1, holding)
+    assert [(holder, o.rank, o.part) for holder, o in back] == [("n3", 2, OWN)]
+    assert [source.node for source in back[0][1].sources] == ["s1"]
+    assert missing_replicas(held, StateId(10, 1), NODES, 1, holding, unable={"n3"}) == []
+    held.hold(copy_of(2, "n3", tier=PEER, part=OWN, common="same"))
+    assert missing_replicas(held, StateId(10, 1), NODES, 1, holding) == []
+
+
 def test_partners_are_in_another_failure_domain_where_there_is_one() -> None:
     domains = {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}
     holding = holders(("n1", "n2", "n3", "n4"), [], domains, 1, ())

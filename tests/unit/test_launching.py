@@ -112,6 +112,24 @@ def test_the_next_supervisor_knows_who_failed_before_it_hears_that_the_ranks_are
     assert (incident.cause, incident.rank) == ("worker_killed", 1)
 
 
+def test_the_next_supervisor_knows_whose_end_made_others_fail() -> None:
+    """The ranks caught a signal; one left with exit code 0, its peer lost it, and the supervisor died."""
+    story = Story(active=2, spares=0).running(40)
+    left, lost = story.state.placement
+    story.feed(ev.Signalled(t=story.t, signal=ev.CAUGHT))
+    story.feed(ev.RanksEnded(t=story.t, attempt=1, ranks=(0,)))
+    after = Successor(story)
+    after.joins(left, attempt=1, ranks="finished")
+    closed = msg.Failed(
+        attempt=1, rank=1, exit_code=1, error="RuntimeError", message="Connection closed by peer"
+    )
+    after.joins(lost, attempt=1, ranks="waiting", store_port=7, ended=(closed,))
+    for node in (left, lost):
+        after.hears(node, msg.Stopped(attempt=1, store_port=7))
+    incident = story.state.incidents[-1]
+    assert (incident.cause, incident.rank) == ("worker_exit", 0)
+
+
 def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold() -> None:
     """Planned without them, the ranks would start afresh, and agents would give up images that are good. The
     node that is out held rank 1's image, whose only copy is a spare's now."""

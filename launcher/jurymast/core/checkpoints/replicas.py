@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.commit import Commit
@@ -90,19 +90,22 @@ def missing_replicas(
     ranks_per_node: int,
     holding: Mapping[str, tuple[str, ...]],
     places: range | None = None,
+    unable: Collection[str] = (),
 ) -> list[Order]:
     """Return what must be copied so that every part of the ranks of these `places` (group ranks; None: all)
     is on one more node for each holder.
 
-    A common part that as many other nodes have, as data-parallel ranks do, needs no replica.
+    A common part that as many other nodes have, as data-parallel ranks do, needs no replica. A node that has
+    lost its own image (it was damaged, say) gets it back, unless it is one of the `unable`.
     """
     orders: list[Order] = []
     for index in places if places is not None else range(len(placement)):
-        wanted = holding.get(placement[index], ())
+        node, wanted = placement[index], holding.get(placement[index], ())
+        back = (node,) if wanted and node not in unable else ()
         for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
             have_common, have_own = copies.nodes_with(key, rank, COMMON), copies.nodes_with(key, rank, OWN)
             part = OWN if len(have_common) > len(wanted) else ALL
-            for holder in wanted:
+            for holder in (*wanted, *back):
                 lacks_common = part == ALL and holder not in have_common
                 if lacks_common or not (holder in have_own or len(have_own) > len(wanted)):
                     sources = copies.sources(key, rank, holder, part)
@@ -123,10 +126,11 @@ REST_SHARE = 9.0
 @dataclass
 class _Pass:
     """A pass over the missing replicas of the state `key`, some nodes at a time. `place` is the next node's
-    group rank. It counts what was ordered. `holders`: see `holders`, once the first node was handled."""
+    group rank. It counts what was ordered. `holders`, `unable`: see `missing_replicas`."""
 
     key: StateId
-    holders: Mapping[str, tuple[str, ...]] | None = None
+    holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unable: Collection[str] = ()
     place: int = 0
     ordered: int = 0
 
@@ -243,15 +247,16 @@ class Replicas:
         if self._state.phase is not Phase.RUNNING:
             self._give_pass_up(now)
             return []
-        wanted = under_way.holders = under_way.holders or self.holders(now)
-        orders = self._missing(under_way, wanted)
+        if not under_way.place:
+            under_way.holders, under_way.unable = self.holders(now), self._unable(now)
+        orders = self._missing(under_way)
         under_way.ordered += len(orders)
         effects = [effect for holder, order in orders for effect in self.order(holder, order)]
         if under_way.place >= len(self._state.placement):
             self._pass = None
             self._rest_until = now + REST_SHARE * self._took_s
             if not under_way.ordered and self._commit.whole():
-                effects += self._settle(under_way.key, now, safe=not self._lacks_memory(wanted))
+                effects += self._settle(under_way.key, now, safe=not self._lacks_memory(under_way.holders))
         return effects
 
     def took(self, seconds: float, now: float) -> None:
@@ -263,11 +268,13 @@ class Replicas:
     def _lacks_memory(self, wanted: Mapping[str, tuple[str, ...]]) -> bool:
         return self._state.settings.replicas > 0 and not all(wanted.values())
 
-    def _missing(self, under_way: _Pass, wanted: Mapping[str, tuple[str, ...]]) -> list[Order]:
+    def _missing(self, under_way: _Pass) -> list[Order]:
         placement, count = self._state.placement, self._state.ranks_per_node
         places = range(under_way.place, min(under_way.place + SLICE_NODES, len(placement)))
         under_way.place = places.stop
-        return missing_replicas(self._copies, under_way.key, placement, count, wanted, places)
+        return missing_replicas(
+            self._copies, under_way.key, placement, count, under_way.holders, places, under_way.unable
+        )
 
     def _give_pass_up(self, now: float) -> None:
         """Start again from the first node after a pause, because the state has changed meanwhile."""
@@ -278,11 +285,17 @@ class Replicas:
     def holders(self, now: float) -> dict[str, tuple[str, ...]]:
         """Return, for each active node, the nodes that are to hold its replicas: none if no node has memory
         for them."""
-        full = [name for name, node in self._holders.items() if node.full]
         return holders(
-            self._state.placement, self._spares(), self._domains, self._state.settings.replicas, full,
+            self._state.placement, self._spares(), self._domains, self._state.settings.replicas, self._full(),
             self._reach.given_up(now),
         )  # fmt: skip
+
+    def _full(self) -> list[str]:
+        return [name for name, node in self._holders.items() if node.full]
+
+    def _unable(self, now: float) -> set[str]:
+        """Nodes that cannot get their own images back."""
+        return {*self._full()} | {holder for holder, node in self._reach.given_up(now) if holder == node}
 
     def _spares(self) -> list[str]:
         if not self._state.settings.prefer_spares:

@@ -40,8 +40,8 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "restart": ("restart_asked",), "rollback": ("rollback_asked",),
     "half told": ("restart_asked", *_OVER), "drained": ("drain_asked",),
     "supervisor": _OVER, "corrupt": ("restore_failed",), "storage hangs": ("hang", *_STORAGE),
-    "storage hangs here": _STORAGE, "unmounted": _STORAGE, "stale handles": ("node_lost", *_STORAGE),
-    "old view": ("node_lost", *_STORAGE),
+    "storage hangs here": ("node_lost", *_STORAGE), "stale handles": ("node_lost", *_STORAGE),
+    "old view": ("node_lost", *_STORAGE), "unmounted": _STORAGE,
     "preempted": _ENDS, "killed": _ENDS, "cancelled": _ENDS, "timeout": _ENDS, "grace": _ENDS,
     "signal": _ENDS, "signal all": _ENDS, "warning": _ENDS,
 }  # fmt: skip
@@ -56,8 +56,8 @@ AT_STORAGE = {
     "stale handles",
     "unmounted",
 }
-# These may show on other nodes than those that they name.
-EVERYWHERE = "breaks", "supervisor", "half told", "signal all", "isolate", "flaps", "stall"
+# These may show on other nodes than those that they name, also on those of the next allocation.
+EVERYWHERE = {"breaks", "supervisor", "half told", "signal all", "isolate", "flaps", "stall"}
 
 
 class CalmRules:
@@ -73,7 +73,7 @@ class CalmRules:
 
     def struck(self, fault: Fault, *nodes: str) -> None:
         self._kinds.add(fault.kind)
-        self._nodes.update(self._cluster.sites if fault.kind in EVERYWHERE else nodes)
+        self._nodes.update(nodes)
         self._over_at = max(self._over_at, self._cluster.world.now + fault.seconds)
 
     def look(self, supervisor: SimSupervisor, since: float) -> None:
@@ -103,8 +103,8 @@ class CalmRules:
         for one in supervisor.state.incidents[-2:]:
             if one.cause and (one.id, one.cause, one.node) not in self._told:
                 self._told.add((one.id, one.cause, one.node))
-                elsewhere = one.cause in _OF_A_NODE and one.node not in {"", *self._nodes}
-                if one.cause not in causes or elsewhere:
+                elsewhere = one.node not in {"", *self._nodes} and not self._kinds & EVERYWHERE
+                if one.cause not in causes or (one.cause in _OF_A_NODE and elsewhere):
                     kinds = sorted(self._kinds)
                     self._oracle.fail(TRUE_CAUSE, f"{one.cause} {one.node} ({one.evidence}) for {kinds}")
 
