@@ -74,6 +74,15 @@ def test_ranks_that_step_are_not_looked_at() -> None:
     assert silent.asked == 0
 
 
+def test_ranks_that_step_are_not_examined_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thousands of nodes that would take the supervisor half of its time."""
+    silent = Silent()
+    examined: list[object] = []
+    monkeypatch.setattr("jurymast.core.nodes.hangs.RankView", lambda *fields, **_: examined.append(fields))
+    assert not silent.passes(5.0, quiet_s=0.3)
+    assert examined == []
+
+
 def test_all_in_collectives_is_a_hang_within_seconds() -> None:
     silent = Silent()
     silent.answers = dict.fromkeys(silent.state.placement, (COLLECTIVE, "in all_reduce at a.py:1"))
