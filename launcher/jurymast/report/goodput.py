@@ -16,6 +16,7 @@ from jurymast.core.state.failure_rate import LEVEL, Mtbf, Watched, between_burst
 from jurymast.core.state.incident import CAUSES
 from jurymast.core.state.run import RunState, failure_rate
 from jurymast.core.state.settings import RunPlan, Settings
+from jurymast.report.advice import advice_blocks, advice_view, sentences, trust
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.pages import Bar, Slice, kind, render, slices, timeline
 from jurymast.report.sentences import decision
@@ -84,6 +85,7 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
         ],
         "mtbf": _mtbf_json(failures, by_charge, expected_s),
         "cadence": _cadence_json(watcher.ledger.saves, expected_s, state),
+        "advice": advice_view(watcher.ledger, account, now),
         "provenance": _provenance(watcher, plan, state),
     }  # fmt: skip
 
@@ -190,7 +192,7 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
         ("made from", source_text(report)),
     )
     blocks += [Line(f"{name:<11}{text}") for name, text in about]
-    return blocks
+    return [*blocks, Line(""), *advice_blocks(report["advice"])]
 
 
 def between(least: float | None, most: float | None) -> str:
@@ -368,6 +370,8 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
         },
         "cadence": cadence_text(report),
         "mtbf": mtbf_text(report),
+        "advice": sentences(report["advice"]),
+        "trust": trust(report["advice"]),
         "provenance": {
             name: " ".join(map(str, value)) or None if isinstance(value, list) else value
             for name, value in report["provenance"].items()

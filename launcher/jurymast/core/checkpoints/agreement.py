@@ -22,6 +22,7 @@ from jurymast.core.state.messages import Beat, CadenceReport, RankReport
 from jurymast.core.state.run import Phase, RunState, expected_mtbf_s
 from jurymast.core.state.schedule import Schedule
 
+AS_ASKED = "as the script or the policy asks"
 LOOK_INTERVAL_S = 0.5
 # Between two changes; the first schedules of an attempt go by the times of its first steps.
 HOLD_S = 5.0
@@ -301,7 +302,7 @@ class Agreement:
     def _interval(self, now: float) -> tuple[float, str]:
         """Return the wanted time between saves, in seconds, and the reason."""
         if self._seconds is not None:
-            return self._seconds, "as the script or the policy asks"
+            return self._seconds, AS_ASKED
         mtbf_s, most_s = expected_mtbf_s(self.state, now), self.state.settings.max_loss_s
         saving = self.saving
         if saving is None:
