@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from jurymast import foreign
 from jurymast.core.checkpoints.agreement import SAMPLE_S, Agreement
@@ -208,6 +207,8 @@ def read_measured(path: Path | None = None) -> Measured:
 
     Raises UsageError for a file that cannot be read, and for unknown or non-numeric entries.
     """
+    import yaml  # not needed by a report
+
     text = (resources.files("jurymast.sim") / "data" / "durations.yaml").read_text("utf-8")
     found: dict[str, Any] = yaml.safe_load(text)
     if path is not None:
@@ -218,6 +219,8 @@ def read_measured(path: Path | None = None) -> Measured:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
     try:
         own = yaml.safe_load(foreign.read(path, BYTES_MAX).decode())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -22,7 +22,7 @@ from jurymast.core.judges.silence import steady_limit_s
 from jurymast.core.run.recovery import LAUNCH_LIMIT_S, STOP_LIMIT_S
 from jurymast.core.state.images import PEER, SHARED
 from jurymast.core.state.incident import Incident
-from jurymast.core.state.run import RunState
+from jurymast.core.state.run import RunState, failure_rate
 from jurymast.core.state.schedule import NEVER
 from jurymast.errors import JurymastError
 from jurymast.sim.checkpoints import (
@@ -51,7 +51,7 @@ ANY_NODE = 1 << 20
 
 @dataclass(frozen=True)
 class Foretold:
-    """Runtime goodput, allocation goodput, and the productive share of all node-time, the queue's included."""
+    """Runtime goodput, allocation goodput, and the productive share of all node-time, also in the queue."""
 
     goodput: float
     allocated: float
@@ -117,14 +117,16 @@ def replay_of(state: RunState, account: Account, steps: StepCounts, saves: SaveC
         durations = _durations(state, account, saves, step_s, launch_s, restore_s, warm_up_s)
     except ValueError as error:
         raise NotReplayed(str(error)) from error
+    part, settings = start > account.first_launch, state.settings
+    if part and (rate := failure_rate(state, state.now)) is not None:  # what the run knew by then
+        settings = replace(settings, rate=rate.rate)
     setup = Setup(
-        nodes=state.active, spares=state.spares, seconds=seconds, durations=durations,
-        settings=state.settings, requeue=state.requeue_allowed,
+        nodes=state.active, spares=state.spares, seconds=seconds, durations=durations, settings=settings,
+        requeue=state.requeue_allowed,
     )  # fmt: skip
     faults = tuple(_fault(one, number, begins) for number, one in enumerate(incidents))
     productive = sum(i.us for i in cut_out(account.timeline, start, account.end) if i.category == "step")
     goodput = productive / (account.end - start)
-    part = start > account.first_launch
     cadence = _cadence(state, saves)
     return Replay(setup, faults, cadence, before_s, after_s, goodput, part=part, unsaved=not saves.done)
 

@@ -1,0 +1,210 @@
+"""What the report advises to change, by a simulation of the run's own failures: held against what following
+the advice gives. The runs are simulated, and accounted for as real ones."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from jurymast.core.judges.cadence import Cadence
+from jurymast.core.state.schedule import NEVER
+from jurymast.core.state.settings import Settings
+from jurymast.report.advice import advice_blocks, advice_view, sentences
+from jurymast.report.text import Line
+from jurymast.sim.checkpoints import HANG, POWER_LOSS, WORKER_KILL, Durations
+from jurymast.sim.faults import FaultModel, TraceFault
+from jurymast.sim.replay import NotReplayed, replay_of
+from jurymast.sim.simulation import Setup, Simulation
+
+DAY_S = 86_400.0
+USUAL = Durations(
+    step_s=5.0, stall_s=1.0, copy_s=5.0, write_s=60.0, read_s=60.0, warm_up_s=30.0, requeue_s=1200.0
+)
+
+
+@dataclass(frozen=True)
+class Past:
+    """A run as it went."""
+
+    faults: tuple[TraceFault, ...] = ()
+    cadence: Cadence = field(default_factory=Cadence)
+    settings: Settings = field(default_factory=Settings)
+    nodes: int = 8
+    spares: int = 1
+    seconds: float = 2 * DAY_S
+    durations: Durations = USUAL
+
+    def run(self) -> Simulation:
+        setup = Setup(
+            nodes=self.nodes, spares=self.spares, seconds=self.seconds, durations=self.durations,
+            settings=self.settings, named=self.nodes,
+        )  # fmt: skip
+        simulation = Simulation(setup, self.faults, self.cadence)
+        simulation.run()
+        return simulation
+
+    def advice(self) -> dict[str, Any]:
+        ran = self.run()
+        return advice_view(ran.ledger, ran.ledger.account(ran.now), ran.now)
+
+    def ratio(self, name: str) -> float:
+        ran = self.run()
+        found = ran.ledger.account(ran.now).ratios()[name]
+        assert found is not None
+        return found
+
+
+def often(kind: str, every_s: float, nodes: int = 8) -> tuple[TraceFault, ...]:
+    lost = kind == POWER_LOSS
+    return tuple(
+        TraceFault(number * every_s + 1000.0, (number % nodes,) if lost else (), kind)
+        for number in range(int(2 * DAY_S / every_s) - 1)
+    )
+
+
+CASES = {
+    "nothing is saved": (
+        Past(often(WORKER_KILL, 7200.0), Cadence(steps=NEVER)),
+        ("jurymast.Checkpointer", "runtime_goodput"),
+        Past(often(WORKER_KILL, 7200.0)),
+    ),
+    "the script saves too seldom": (
+        Past(often(WORKER_KILL, 7200.0), Cadence(seconds=5400.0)),
+        ("the script's cadence", "runtime_goodput"),
+        Past(often(WORKER_KILL, 7200.0)),
+    ),
+    "the policy saves too often": (
+        Past((), Cadence(seconds=10.0), Settings(cadence_s=10.0), seconds=DAY_S / 4),
+        ("checkpoint.cadence", "runtime_goodput"),
+        Past(seconds=DAY_S / 4),
+    ),
+    "hangs are noticed late": (
+        Past(often(HANG, 14400.0), settings=Settings(hang_s=3600.0)),
+        ("detect.hang", "runtime_goodput"),
+        Past(often(HANG, 14400.0)),
+    ),
+    "silence is noticed late": (
+        Past(
+            often(POWER_LOSS, 7200.0),
+            settings=Settings(node_lost_after_s=600.0),
+            spares=7,
+            durations=replace(USUAL, detection_s=600.0, repair_s=3600.0),
+        ),
+        ("detect.node_lost_after", "runtime_goodput"),
+        Past(
+            often(POWER_LOSS, 7200.0),
+            spares=7,
+            durations=replace(USUAL, detection_s=2.5, repair_s=3600.0),
+        ),
+    ),
+    "failures wait for nodes": (
+        Past(often(POWER_LOSS, 7200.0), nodes=24, spares=0),
+        ("--spares", "runtime_goodput"),
+        None,
+    ),
+    "spares have nothing to do": (
+        Past(nodes=8, spares=6),
+        ("--spares", "allocation_goodput"),
+        Past(nodes=8, spares=0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_advised_gains_what_is_foretold(case: str) -> None:
+    past, (option, of), followed = CASES[case]
+    advice = past.advice()
+    assert abs(advice["error"]) < 0.01
+    first = next(one for one in advice["changes"] if one["option"] == option)
+    assert first["of"].replace(" ", "_") == of
+    if followed is None:
+        followed = replace(past, spares=int(first["value"]))
+    assert first["gain"] == pytest.approx(followed.ratio(of) - past.ratio(of), abs=0.02)
+    assert first["gain"] > 0.005
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_forecast_for_a_run_as_it_was_is_within_two_points(seed: int) -> None:
+    chance = random.Random(seed)
+    nodes, spares = chance.choice([(4, 1), (12, 0), (16, 2)])
+    model = FaultModel(rate=chance.choice([5.0, 50.0, 200.0]), application_rate=20.0, hang_rate=10.0)
+    seconds = chance.choice([0.2, 1.0, 6.0]) * DAY_S
+    cadence = chance.choice([Cadence(), Cadence(seconds=900.0), Cadence(steps=NEVER)])
+    faults = tuple(model.draw(nodes + spares, seconds, chance))
+    step_s, stall_s = chance.choice([0.5, 20.0]), chance.choice([0.1, 5.0])
+    durations = replace(USUAL, step_s=step_s, stall_s=stall_s)
+    ran = Past(faults, cadence, nodes=nodes, spares=spares, seconds=seconds, durations=durations).run()
+    account = ran.ledger.account(ran.now)
+    replay = replay_of(ran.state, account, ran.ledger.steps, ran.ledger.saves)
+    assert replay.goodput == pytest.approx(account.ratios()["runtime_goodput"])
+    assert replay.run().goodput == pytest.approx(replay.goodput, abs=0.02)
+
+
+def test_a_run_as_jurymast_chooses_it_is_told_to_change_nothing() -> None:
+    advice = Past(often(WORKER_KILL, 14400.0), spares=0).advice()
+    assert (advice["changes"], advice["why_none"]) == ([], None)
+    assert sentences(advice) == [
+        "nothing: no other setting would have gained more than the forecast may be wrong"
+    ]
+
+
+def test_what_gains_less_than_the_forecast_may_be_wrong_is_not_advised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    past, (option, _), _ = CASES["hangs are noticed late"]
+    gain = next(one["gain"] for one in past.advice()["changes"] if one["option"] == option)
+    was = replay_of
+
+    def optimistic(*arguments: Any) -> Any:
+        replay = was(*arguments)
+        return replace(replay, goodput=replay.goodput - gain - 0.01)
+
+    monkeypatch.setattr("jurymast.report.advice.replay_of", optimistic)
+    assert option not in [one["option"] for one in past.advice()["changes"]]
+
+
+def test_of_very_many_incidents_the_newest_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jurymast.sim.replay.INCIDENTS_MAX", 30)
+    faults = tuple(TraceFault(number * 2000.0, (), WORKER_KILL) for number in range(1, 86))
+    past = Past(faults, nodes=2, spares=0)
+    ran = past.run()
+    assert len(ran.state.incidents) == 85
+    account = ran.ledger.account(ran.now)
+    replay = replay_of(ran.state, account, ran.ledger.steps, ran.ledger.saves)
+    assert replay.part
+    assert replay.setup.seconds == pytest.approx(30 * 2000.0, rel=0.1)
+    assert replay.run().goodput == pytest.approx(replay.goodput, abs=0.02)
+    told = advice_blocks(past.advice())[-1]
+    assert isinstance(told, Line)
+    assert "newest failures" in told.text
+
+
+@pytest.mark.parametrize("how", ["no step", "not numbered", "preempted", "tasks"])
+def test_without_a_forecast_there_is_a_reason_and_no_advice(how: str) -> None:
+    ran = Past(often(WORKER_KILL, 14400.0), Cadence(seconds=3600.0)).run()
+    if how == "no step":
+        ran.ledger.steps.done = 0
+    elif how == "not numbered":
+        ran.ledger.steps.maybe_again = 3
+    elif how == "preempted":
+        ran.state.incidents[-1].cause = "preempted"
+    else:
+        ran.state.alone = True
+    account = ran.ledger.account(ran.now)
+    with pytest.raises(NotReplayed):
+        replay_of(ran.state, account, ran.ledger.steps, ran.ledger.saves)
+    advice = advice_view(ran.ledger, account, ran.now)
+    assert advice["changes"] == []
+    assert advice["foretold"] is None
+    (told,) = sentences(advice)
+    assert told.startswith("not known: ")
+
+
+def test_advice_leaves_the_account_as_it_is() -> None:
+    ran = Past(often(POWER_LOSS, 14400.0)).run()
+    before = ran.ledger.account(ran.now)
+    advice_view(ran.ledger, before, ran.now)
+    assert ran.ledger.account(ran.now) == before
