@@ -130,6 +130,7 @@ srun --ntasks=4 --cpus-per-task=1 --cpu-bind=map_cpu:1,0 --gpu-bind=map_gpu:1,0 
 SLURM_CPU_BIND=quiet,mask_cpu:0x3,0x2 srun --ntasks=4 --gpus-per-task=1 python bound.py by a variable
 srun --ntasks=4 --cpus-per-task=1 --cpu-bind=none --gpu-bind=single:2 python bound.py not bound
 srun --ntasks=4 --gpus=2 python bound.py by a total
+srun --ntasks=4 --gpu-bind=wrong python bound.py refused || echo said refused $?
 """
 
 
@@ -155,7 +156,7 @@ def test_tasks_have_the_processors_and_threads_that_slurm_would_give_them(
     told(binding, work, str(binding.python.parent / "jurymast"), "submit", "--spares=1", script=BOUND)
     found = said(work)
     assert found == said(work.with_name(f"{work.name}-sbatch"))
-    assert sum(map(len, found.values())) == 20, found
+    assert sum(map(len, found.values())) == 21, found
 
 
 # The same ranks without a batch script. SBATCH_EXPORT takes the user's variables away, and the job around the

@@ -260,6 +260,14 @@ class StepProcess(BatchProcess):
             time.sleep(CANCEL_EVERY_S)
 
 
+def _refused(srun: CommandLine) -> int:
+    """The exit code with which the real srun refuses what it is told of shares, which ours does not get; 0 if
+    it takes that. It complains by itself, about its variables too."""
+    told = [word for given in srun.options if given.name in sharing.OPTIONS for word in given.words]
+    command = [shims.real("srun", os.environ), *told, "--version"]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, env=shims.without_shims(os.environ)).returncode
+
+
 class Step:
     """Starts training steps. `job` is the run directory of the batch script."""
 
@@ -338,6 +346,8 @@ class Step:
     def run_tasks(self, srun: CommandLine, tasks: int, *, guessed: bool) -> int:
         """The same for a command of which srun would start this many tasks per node: Python's, or a
         shell's. `guessed`: see `RunPlan`."""
+        if code := _refused(srun):
+            return code
         folder = self.new_folder()
         self._inputs = standard_input.inputs(srun, os.environ, self.seen(), tasks, folder)
         place = in_container(srun.command, read_shell_script)
