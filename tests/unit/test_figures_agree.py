@@ -65,3 +65,8 @@ def test_time_without_a_step_before_the_end_is_no_rework(tmp_path: Path) -> None
     incident = story.state.incidents[0]
     assert story.state.ended_at is not None
     assert incident.cut_short_at == stepped_at
+    run = tmp_path / "runs" / story.plan.run
+    story.write(run)
+    categories = json.loads(jurymast("report", str(run), "--json").stdout)["categories"]
+    assert categories["hang"] >= 600.0 * story.plan.active, "somebody has given up waiting"
+    assert categories.get("shutdown", 0.0) < 60.0

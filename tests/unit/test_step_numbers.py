@@ -36,7 +36,7 @@ from jurymast.report.follow import end_lines
 from jurymast.report.goodput import report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.runs import COLUMNS, ps_blocks, run_row
-from jurymast.report.status import read_status, status_blocks
+from jurymast.report.status import doubts, read_status, status_blocks
 from jurymast.report.text import Line, Table, plain_table, render
 from jurymast.worker import link
 from jurymast.worker.beginning import FilesRead, _telling, steps_by
@@ -379,7 +379,18 @@ def test_memory_is_gone_with_the_nodes(tmp_path: Path) -> None:
     assert (view["saved_step"], view["tiers"]["memory"]["step"]) == (None, None)
     told = next(text for text in view["warnings"] if "in no checkpoint" in text)
     assert "was saved in memory, but did not reach storage" in told
-    assert "would have saved" not in told
+    assert "would have kept" not in told
+
+
+def test_warnings_name_only_what_there_is(tmp_path: Path) -> None:
+    story = Story(spares=0).running(3)
+    story.feed(ev.LossNotFinite(t=story.t, attempt=1, rank=0, step=3, loss="nan"))
+    assert "jurymast checkpoints" not in doubts(story.state)[0], "there are none"
+    story.saved(3)
+    assert "jurymast checkpoints" in doubts(story.state)[0]
+    story.stepped(4).finished()
+    told = read_status(story.write(tmp_path / "run")).view()["warnings"]
+    assert any(text.startswith("the last step is in no checkpoint (the newest is step 3)") for text in told)
 
 
 @pytest.mark.parametrize("width", [None, 200, 120, 100])

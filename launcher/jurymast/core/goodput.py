@@ -47,7 +47,7 @@ CATEGORIES = (
     Category("warm_up", "start", "from the restore to the end of an attempt's first step"),
     Category("checkpoint_stall", "running", "training stopped for a save"),
     Category("detection", "incident", "from a fault to its detection"),
-    Category("hang", "incident", "no rank stepped, until this counted as a hang"),
+    Category("hang", "incident", "no rank stepped, until this counted as a hang or the run was cancelled"),
     Category("diagnosis", "incident", "stopping the ranks and gathering evidence"),
     Category("decision", "incident", "choosing what to do"),
     Category("replacement", "incident", "back-off, and waiting for the nodes of the next attempt"),
@@ -522,7 +522,8 @@ class Ledger:
         if state.phase is Phase.SUCCEEDED and self._activity == RANKS_UP:
             self._book(now, "unknown")  # ranks that never reported a step did something
         elif state.ended and self._activity == "step":
-            self._book(now, "shutdown", 0)
+            given_up = state.phase is Phase.CANCELLED and self._guess(now) == "unknown"
+            self._book(now, "hang" if given_up else "shutdown", 0)
         elif state.ended or state.phase is Phase.REQUEUED:
             self._book(now, self._activity, self._newest())
 

@@ -270,16 +270,15 @@ def data_gaps(watcher: StatusWatcher, *, waits: bool = False) -> list[str]:
     ended = state.phase is Phase.SUCCEEDED and not waits
     if ended and watcher.restored and state.absolute and unsaved > 0:
         newest = f"the newest is step {max(kept)}" if kept else "there is none"
-        found.append(
-            f"the last {count(unsaved, 'step')} are in no checkpoint ({newest}): {_why_unsaved(state)}"
-        )
+        last = "the last step is" if unsaved == 1 else f"the last {unsaved} steps are"
+        found.append(f"{last} in no checkpoint ({newest}): {_why_unsaved(state)}")
     return found + doubts(state)
 
 
 def _why_unsaved(state: RunState) -> str:
     """Why the steps of a run that succeeded are in no checkpoint."""
     if state.saved_step is None or state.saved_step < state.step:
-        return f"checkpoint.save({state.step}) at the end of the script would have saved them"
+        return f"checkpoint.save({state.step}) at the end of the script would have kept the final state"
     written = state.saved.get(SHARED)
     why = f" ({written.error})" if written is not None and written.error else ""
     told = f"step {state.step} was saved in memory, but did not reach storage before the nodes were released"
@@ -288,17 +287,17 @@ def _why_unsaved(state: RunState) -> str:
 
 def doubts(state: RunState) -> list[str]:
     """What may be wrong with a training that seems to go well, as far as the journal shows."""
-    found = []
+    found, unprotected = [], state.saved_step is None and not state.checkpoints
     if (loss := state.loss) is not None:
         found.append(
             f"the loss was {loss.loss} at step {loss.step} (rank {loss.rank}): what was trained since is "
-            "likely worthless; `jurymast checkpoints` lists steps before it"
+            "likely worthless" + "; `jurymast checkpoints` lists steps before it" * (not unprotected)
         )
     if state.phase is Phase.SUCCEEDED and not state.stepped_first and not state.alone:
         found.append(
             "no rank did a training step: was this the right script, and was anything left to train?"
         )
-    if state.saved_step is None and state.stepped_first and not state.checkpoints:
+    if unprotected and state.stepped_first:
         if state.attempt > 1 and state.first_step_at is not None and state.base == state.origin is not None:
             found.append(
                 "no checkpoint: each failure costs all steps, because the script reads nothing it saved"
