@@ -40,6 +40,7 @@ TAIL = "pkill -f torchrun; echo it's done\n"
         ("srun torchrun --nnodes=1 train.py", False, "without failure handling"),
         ("srun -i in.txt torchrun train.py", True, "its ranks read nothing, also with --input"),
         ("torchrun train.py", True, "as if srun preceded it"),
+        ("colossalai run --nproc_per_node 4 train.py", False, "colossalai: starts its ranks by itself (ssh)"),
         ("FOO=1 exec deepspeed --hostfile h train.py", False, "deepspeed: starts its ranks by itself"),
         ("srun mpirun python train.py", False, "MPI starts the ranks"),
         ("srun --nodes=$SLURM_NNODES \\\n  python train.py", True, "`torch.distributed` in it shows"),

@@ -7,9 +7,10 @@ import hashlib
 import html
 import html.parser
 import json
+import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,53 @@ def test_every_category_has_a_colour(tmp_path: Path) -> None:
     written = page(report_view(watching, ALIVE, story.t), watching.account(ALIVE, story.t), watching.state)
     coloured = set(re.findall(r"\.(c-\w+)\{--c:", written))
     assert coloured == {pages.kind(category.name) for category in CATEGORIES} | {pages.kind("of tomorrow")}
+
+
+# What a deuteranope and a protanope see of red, green and blue light (Machado 2009).
+SEEN = {
+    "deuteranope": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "protanope": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+}
+XYZ = ((0.4339, 0.3762, 0.1899), (0.2126, 0.7152, 0.0722), (0.0177, 0.1094, 0.8726))
+
+
+def mixed(row: Sequence[float], light: Sequence[float]) -> float:
+    return sum(part * each for part, each in zip(row, light, strict=True))
+
+
+def light_of(colour: str) -> list[float]:
+    values = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+
+
+def contrast(colour: str, page_colour: str) -> float:
+    dark, bright = sorted(mixed(XYZ[1], light_of(each)) for each in (colour, page_colour))
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def place_of(colour: str, seen: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """In CIELAB, as it is seen."""
+    light = [min(1.0, max(0.0, mixed(row, light_of(colour)))) for row in seen]
+    x, y, z = (mixed(row, light) ** (1 / 3) for row in XYZ)
+    return 116 * y, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("background", ["#ffffff", "#14181d"])
+def test_lost_time_looks_lost_to_everybody(background: str) -> None:
+    """Each category stands out from the page, and those of incidents from steps, whatever one sees."""
+    css = (Path(pages.__file__).parent / "templates" / "page.css").read_text()
+    assert f"--page:{background};" in css.replace("--page:#fff;", "--page:#ffffff;")
+    light, dark = css.split("@media (prefers-color-scheme:dark){\n.c-")
+    colours = dict(re.findall(r"\.c-(\w+)\{--c:(#\w{6})\}", light))
+    if background != "#ffffff":
+        colours |= dict(re.findall(r"(?:^|\.c-)(\w+)\{--c:(#\w{6})\}", dark))
+    assert {name: shown for name, shown in colours.items() if contrast(shown, background) < 2.0} == {}
+    lost = [each.name for each in CATEGORIES if each.group == "incident"]
+    for who, seen in SEEN.items():
+        steps = place_of(colours["step"], seen)
+        near = [name for name in lost if math.dist(place_of(colours[name], seen), steps) < 20.0]
+        assert near == [], who
+    assert contrast(colours["failed_node"], "#000000") < contrast(colours["launch"], "#000000")
 
 
 def test_the_page_shows_what_happened_before_all_else(tmp_path: Path) -> None:

@@ -127,6 +127,18 @@ def test_a_failed_run_shows_cause_rank_node_and_traceback(tmp_path: Path) -> Non
     assert "exit code 1: crash loop: the same failure 3 times without a new step" in shown
 
 
+def test_a_report_has_whole_tracebacks_and_each_of_them_once(tmp_path: Path) -> None:
+    story = Story().running()
+    trace = "\n".join(["Traceback", *(f'  File "train.py", line {number}' for number in range(9)), "E: bad"])
+    for _ in range(2):
+        story.failed(1, error="E", message="bad", trace=trace)
+        story.stopped()
+        story.recovered(0, 10)
+    shown = text(report_blocks(report_view(watcher(story, tmp_path), ALIVE, story.t)))
+    assert [shown.count(line) for line in trace.splitlines()] == [1] * 10 + [shown.count("E: bad")]
+    assert "the traceback of #1" in shown
+
+
 def test_what_is_not_over_has_taken_until_now_while_the_run_lives(tmp_path: Path) -> None:
     story = Story().running(40)
     story.failed(0)

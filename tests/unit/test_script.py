@@ -77,6 +77,8 @@ def test_what_srun_alone_understands_is_left_to_it(typed: str) -> None:
         (["apptainer", "exec", "--nv", "image.sif", "torchrun", "train.py"], {}, True),
         (["python", "-m", "accelerate.commands.launch", "train.py"], {}, True),
         (["fabric", "run", "train.py"], {}, True),
+        (["tune", "run", "--nproc_per_node", "2", "full_finetune_distributed"], {}, True),
+        (["tune", "run", "lora_finetune_single_device"], {}, False),
         (["./launch.sh", "x"], {"./launch.sh": "#!/bin/bash\nexec torchrun $*\n"}, True),
         (["bash", "launch.sh"], {"launch.sh": "#!/bin/sh\ntorchrun t.py\n"}, True),
         (["python", "prepare.py"], {"prepare.py": "import torchrun_helpers  # torchrun\n"}, False),

@@ -235,6 +235,7 @@ def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
         )
     headers = ("#", "AT", "CAUSE", "NODE", "ACTION", *(part.upper() for part in PARTS), "TOTAL")
     blocks: list[Block] = [Table(headers, rows, right=frozenset({0, *range(5, 13)}), wrap=False)]
+    traces: dict[str, int] = {}
     for i in incidents:
         steps = f"step {i['step_lost_from']}"
         if i["step_restored"] is not None:
@@ -243,7 +244,10 @@ def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
         blocks.append(Line(f"  #{i['id']} {i['evidence']} ({steps})"))
         if i["action"]:
             blocks.append(Line(f"     {decision(i)}"))
-        blocks += [Line(f"       {line}") for line in (i["traceback"] or "").rstrip().splitlines()[-3:]]
+        trace = (i["traceback"] or "").rstrip()
+        first = traces.setdefault(trace, i["id"])
+        again = f"the traceback of #{first}" if trace and first != i["id"] else trace
+        blocks += [Line(f"       {line}") for line in again.splitlines()]
     return blocks
 
 

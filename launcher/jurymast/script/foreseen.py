@@ -18,7 +18,8 @@ BEFORE = frozenset({
 AROUND = recognise.WRAPPERS | {"parallel", "sudo", "xargs"}
 # Launchers whose ranks jurymast does not see.
 UNSEEN = {
-    "composer": "starts its ranks by itself", "deepspeed": "starts its ranks by itself (ssh, pdsh)",
+    "colossalai": "starts its ranks by itself (ssh)", "composer": "starts its ranks by itself",
+    "deepspeed": "starts its ranks by itself (ssh, pdsh)",
     "horovodrun": "starts its ranks by itself", "mpiexec": "MPI starts the ranks",
     "mpirun": "MPI starts the ranks", "ray": "Ray starts the ranks",
 }  # fmt: skip

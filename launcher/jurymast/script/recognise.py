@@ -28,7 +28,7 @@ from jurymast.script import shell
 # started.
 LAUNCHER = re.compile(
     r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b"
-    r"|\baccelerate(\.commands\.launch|\s+launch)\b|\b(fabric|lightning)\s+run\b"
+    r"|\baccelerate(\.commands\.launch|\s+launch)\b|\b(fabric|lightning)\s+run\b|\btune\s+run\s+--n"
 )
 SHELLS = ("bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
 # Options that tell a launcher how many nodes there are and which one this is. Words are joined by a space.
