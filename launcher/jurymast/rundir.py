@@ -179,6 +179,8 @@ class RunDirectory:
         self.allocation_file = self.root / "allocation.json"
         # How the newest allocation ended: written by the supervisor for the batch process.
         self.outcome_file = self.root / "outcome.json"
+        # What people were told of the run, by the policy's `notify`.
+        self.notices_file = self.root / "notices.json"
         # Occupies the room that the journal's end and the outcome need on a full disk.
         self.reserve_file = self.root / "reserve"
 

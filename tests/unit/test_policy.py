@@ -119,7 +119,7 @@ extend: other.yaml
         ["p.yaml:7", "checkpoint.tiers.shard"],
         ["p.yaml:8", "checkpoint.tiers.peer"],
         ["p.yaml:9", "failures.restarts.application"],
-        ["p.yaml:10", "notify"],
+        ["p.yaml:10", "notify[0]"],
         ["p.yaml:11", "extend"],
     ]
     assert lines[1].endswith("unknown key (did you mean heartbeat?)")
@@ -208,7 +208,7 @@ health: {data: [/bin/page, "on", "a: b", "1"]}
         ("checkpoint: {tiers: {local: {}}}\n", "checkpoint.tiers.local.path: "),
         ("checkpoint: {tiers: {shared: off}}\n", "checkpoint.tiers.shared: "),
         ("nodes:\n  min: 12\n", "p.yaml:1: nodes: is not supported yet; leave it out"),
-        ("notify: [{when: stop, command: [a]}]\n", "p.yaml:1: notify: is not supported yet"),
+        ("notify: [{when: stop, command: [a]}]\n", "p.yaml:1: notify[0].when[0]: should be 'incident', "),
         ("checkpoint: &all\n  tiers: *all\n", "p.yaml: is nested too deeply"),
         ("checkpoint:\n  ? {max_loss: 1}\n  : 3\n", "p.yaml:2: checkpoint: a key must be a word"),
         ("[1, 2]: 3\n", "p.yaml:1: the policy: a key must be a word"),

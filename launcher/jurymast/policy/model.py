@@ -24,12 +24,14 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    WithJsonSchema,
+    model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from jurymast.core.judges.cadence import Cadence, parse_cadence
-from jurymast.core.state.settings import Budget
+from jurymast.core.state.settings import NOTICES, Budget
 from jurymast.core.state.texts import DURATION, did_you_mean, seconds_in
 from jurymast.reference import thresholds, xids
 
@@ -368,6 +370,27 @@ class Network(Section):
     encrypt: OnOff = _key(False, "on: images are encrypted between nodes")
 
 
+_KINDS = {"enum": [*NOTICES]}
+
+
+class Notified(Section):
+    when: Annotated[
+        list[Literal["incident", "spare", "alert", "stopped", "finished"]],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        WithJsonSchema({"anyOf": [_KINDS, {"type": "array", "items": _KINDS}]}),
+    ] = _key(
+        [*NOTICES], "what is told: an incident, a spare that is used, what people must decide, the run's end"
+    )
+    command: list[str] = _key([], "a program and its arguments; it gets the notice as JSON on its input")
+    url: str = Field("", description="an address of Apprise: Slack, Teams, ntfy, e-mail and many others")
+
+    @model_validator(mode="after")
+    def one_way(self) -> Notified:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("needs either a command or a url")
+        return self
+
+
 class Policy(Section):
     spares: Annotated[int | None, _Written(read_whole_number, _COUNT, auto=None)] = _key(
         "auto", "spare nodes kept warm: auto, or a number"
@@ -381,6 +404,7 @@ class Policy(Section):
     nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes")
     health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
     network: Network = _key({}, "what nodes send each other")
+    notify: list[Notified] = _key([], "who is told what happens; each has `when`, and a `command` or a `url`")
 
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from jurymast import foreign
-from jurymast.core.state.settings import Settings
+from jurymast.core.state.settings import Receiver, Settings
 from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import PolicyError
 from jurymast.policy.model import Policy
@@ -225,11 +225,9 @@ def _places(value: Any, key: Key) -> Iterator[Key]:
 
 
 DEFAULT = Origin("default")
-# Nothing implements these yet: a policy may only give the values that hold anyway.
 # Keys that people may have or expect, and why there are none.
 ABSENT: dict[Key, str] = {
     ("nodes",): "is not supported yet; leave it out",
-    ("notify",): "is not supported yet; leave it out",
     ("checkpoint", "tiers", "peer", "parity"): "is gone: other nodes hold whole replicas; leave it out",
 }
 
@@ -292,6 +290,10 @@ class Resolved:
             spool=policy.nodes_policy.spool,
             warm_start=policy.start == "warm",
             encrypt=policy.network.encrypt,
+            notify=tuple(
+                Receiver(when=tuple(one.when), command=tuple(one.command), url=one.url)
+                for one in policy.notify
+            ),
         )
 
     def yaml(self, *, origins: bool = False) -> str:

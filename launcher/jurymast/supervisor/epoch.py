@@ -7,10 +7,11 @@ import gc
 import logging
 import os
 import socket
+import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 
 from jurymast.cluster.allocation import Allocation, listen
 from jurymast.cluster.batch import tell_of_requeue
@@ -19,6 +20,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.errors import JurymastError, RunDirectoryError
+from jurymast.interpreter import run_module
 from jurymast.jobs import run_command
 from jurymast.journal import events, read
 from jurymast.processes import leave_no_core, log_as
@@ -29,6 +31,7 @@ from jurymast.supervisor.supervisor import supervise
 log = logging.getLogger("jurymast.supervisor")
 
 BATCH_LIMIT_S = 3.0
+NOTIFY_END_S = 5.0
 # The objects for thousands of nodes live long, and few are in reference cycles. Searching them for garbage as
 # often as Python does by default takes a tenth of the time, and stops the loop for long.
 NEW_OBJECTS, YOUNG_LOOKS, OLD_LOOKS = 50_000, 20, 100
@@ -64,6 +67,30 @@ def end_job(directory: RunDirectory, allocation: Allocation, state: RunState, *,
         run_command(["scancel", allocation.job])
 
 
+@contextmanager
+def notifying(directory: RunDirectory) -> Iterator[None]:
+    """Have a process of its own tell people what happens, by the policy's `notify`. The run's end waits for a
+    moment for it."""
+    command = run_module("jurymast.report.notifier", str(directory.root))
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    except OSError as error:
+        log.warning("nobody is notified: %s", error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(NOTIFY_END_S)
+        except subprocess.TimeoutExpired:
+            log.warning("not everybody was notified of the end within %.0f s", NOTIFY_END_S)
+            process.kill()
+            process.wait()
+
+
 def serve(
     directory: RunDirectory,
     replayed: Callable[[], RunState],
@@ -78,9 +105,10 @@ def serve(
     log.info("pid %d", os.getpid())
     try:
         allocation = known_allocation(directory)
-        listeners = listeners or listen(directory.own_plan().cluster)
-        io = RealIo(directory, allocation, replayed, listeners, takeover)
-        supervisor = asyncio.run(supervise(io))
+        plan = directory.own_plan()
+        io = RealIo(directory, allocation, replayed, listeners or listen(plan.cluster), takeover)
+        with notifying(directory) if plan.settings.notify else nullcontext():
+            supervisor = asyncio.run(supervise(io))
         if supervisor is None:
             return SUPERSEDED
         if takeover and (supervisor.state.ended or supervisor.requeues):

@@ -24,6 +24,18 @@ class Budget:
     window_s: float = 3600.0
 
 
+NOTICES = ("incident", "spare", "alert", "stopped", "finished")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receiver:
+    """Who is told of these kinds of NOTICES: a program, or an address (which may contain a secret)."""
+
+    when: tuple[str, ...] = NOTICES
+    command: tuple[str, ...] = ()
+    url: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Values with which the core decides.
@@ -45,7 +57,7 @@ class Settings:
     time; an exclusion ends after `exclusion_s`. Findings within `together_s` have one origin; a bad node is
     kept for that long, because many may turn out to have the same fault. `spool` is the site's directory for
     verdicts if `bad_nodes` is drain. `warm_start`: ranks are forked from a process that has loaded torch.
-    `encrypt`: images are encrypted on the network.
+    `encrypt`: images are encrypted on the network. `notify`: who is told what happens.
     """
 
     heartbeat_s: float = 0.5
@@ -88,6 +100,7 @@ class Settings:
     spool: str = "/var/spool/jurymast"
     warm_start: bool = True
     encrypt: bool = False
+    notify: tuple[Receiver, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

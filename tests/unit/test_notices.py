@@ -1,0 +1,216 @@
+"""What people are told of a run by the policy's `notify`: which notices, how many, and that no receiver holds
+anything up. Receivers are real programs and real sockets, the notifier a real process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jurymast.core.run.notices import Notice, Quota, due
+from jurymast.core.state.settings import Receiver
+from jurymast.errors import PolicyError
+from jurymast.interpreter import run_module
+from jurymast.policy.resolve import Layer, resolve
+from jurymast.report import notifier
+from jurymast.rundir import RunDirectory
+from jurymast.supervisor import epoch
+from support.commands import crash_loop, swapped
+from support.stories import Story
+from support.waiting import wait_until
+
+
+def kinds(story: Story, *told: str) -> list[str]:
+    return [notice.key for notice in due(story.state, set(told))]
+
+
+def test_what_is_told_of_a_run() -> None:
+    assert kinds(Story().running(20)) == []
+    assert kinds(swapped(finished=False)) == ["incident 1", "spare 1"]
+    assert kinds(swapped()) == ["incident 1", "spare 1", "finished"]
+    assert kinds(swapped(), "incident 1", "spare 1") == ["finished"]
+    assert kinds(crash_loop())[-1] == "stopped"
+
+
+def test_an_incident_is_told_when_it_is_known_what_follows() -> None:
+    story = Story().running(20)
+    story.lost("n3")
+    assert kinds(story) == []
+    story.stopped()
+    assert kinds(story) == ["incident 1", "spare 1"]
+
+
+def test_after_six_in_an_hour_the_rest_is_counted_and_the_end_is_told() -> None:
+    quota = Quota(Receiver())
+    notice = Notice("incident 1", "incident", 0.0)
+    assert [quota.takes(notice, float(second)) for second in range(9)] == [0] * 6 + [None] * 3
+    assert quota.takes(Notice("finished", "finished", 0.0), 10.0) == 3
+    assert quota.takes(notice, 20.0) is None
+    assert quota.takes(notice, 3700.0) == 1
+
+
+def test_a_receiver_gets_only_what_it_wants() -> None:
+    quota = Quota(Receiver(when=("finished",)))
+    assert not quota.wants(Notice("incident 1", "incident", 0.0))
+    assert quota.wants(Notice("finished", "finished", 0.0))
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({}, "notify[0]: needs either a command or a url"),
+        ({"command": ["page"], "url": "json://host"}, "notify[0]: needs either a command or a url"),
+        ({"command": ["page"], "when": ["never"]}, "notify[0].when[0]: "),
+        ({"command": ["page"], "to": "me"}, "notify[0].to: unknown key"),
+    ],
+)
+def test_a_policy_that_tells_nobody_is_refused(entry: dict[str, Any], problem: str) -> None:
+    with pytest.raises(PolicyError) as refused:
+        resolve([Layer("policy.yaml", {"notify": [entry]})])
+    assert problem in str(refused.value)
+
+
+def test_a_policy_says_who_is_told() -> None:
+    written = {"notify": [{"when": ["stopped"], "command": ["page", "oncall"]}, {"url": "ntfy://team"}]}
+    told = resolve([Layer("policy.yaml", written)]).settings().notify
+    assert told == (Receiver(when=("stopped",), command=("page", "oncall")), Receiver(url="ntfy://team"))
+
+
+# ---- the process
+
+
+def telling(story: Story, root: Path, *receivers: Receiver) -> RunDirectory:
+    story.plan = replace(story.plan, settings=replace(story.plan.settings, notify=receivers))
+    return story.write(root)
+
+
+def to_file(path: Path) -> Receiver:
+    program = f"import sys; open({str(path)!r}, 'a').write(sys.stdin.read() + chr(10))"
+    return Receiver(command=(sys.executable, "-c", program))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@contextmanager
+def notifying(directory: RunDirectory, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = run_module("jurymast.report.notifier", str(directory.root))
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.got: list[dict[str, Any]] = []
+        got = self.got
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *arguments: object) -> None: ...
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+def test_each_notice_comes_once_also_from_the_next_supervisor_s_process(tmp_path: Path) -> None:
+    with Server() as server:
+        url = f"json://127.0.0.1:{server.server_address[1]}/secret-token"
+        told = tmp_path / "told"
+        directory = telling(swapped(), tmp_path / "run", to_file(told), Receiver(when=("finished",), url=url))
+        for _ in range(2):
+            with notifying(directory, tmp_path / "log") as process:
+                wait_until("all notices", lambda: len(server.got) == 1 and len(lines(told)) == 3)
+                assert process.stdin is not None
+                process.stdin.close()
+                assert process.wait(60) == 0
+        server.shutdown()
+    assert [one["kind"] for one in lines(told)] == ["incident", "spare", "finished"]
+    incident, spare, finished = lines(told)
+    assert "node_lost" in incident["text"]
+    assert "n3" in incident["text"]
+    assert spare["text"].startswith("a spare is used for n3, 0 left")
+    assert finished["text"].startswith("the run succeeded: ")
+    (posted,) = server.got
+    assert posted["title"].endswith(": finished")
+    assert posted["message"] == finished["text"]
+    assert "secret-token" not in (tmp_path / "log").read_text()
+
+
+def test_a_run_that_goes_on_is_left_at_once(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    directory = telling(swapped(finished=False), tmp_path / "run", to_file(told))
+    with notifying(directory, tmp_path / "log") as process:
+        wait_until("both notices", lambda: len(lines(told)) == 2)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert directory.notices_file.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_next_command_comes_with_a_failure(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    directory = telling(crash_loop(), tmp_path / "run", replace(to_file(told), when=("stopped",)))
+    with notifying(directory, tmp_path / "log"):
+        wait_until("the notice", lambda: lines(told) != [])
+    (stopped,) = lines(told)
+    assert "jurymast logs" in stopped["next"]
+
+
+def test_a_receiver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the other receivers, nor the supervisor's end."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        told = tmp_path / "told"
+        hanging = Receiver(url=f"json://127.0.0.1:{silent.getsockname()[1]}/")
+        directory = telling(swapped(), tmp_path / "run", hanging, to_file(told))
+        monkeypatch.setattr(epoch, "NOTIFY_END_S", 0.5)
+        with epoch.notifying(directory):
+            wait_until("the others' notices", lambda: len(lines(told)) == 3)
+            left_at = time.monotonic()
+        assert time.monotonic() - left_at < 20.0
+
+
+def test_a_receiver_that_fails_is_tried_three_times_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notifier, "TRY_AGAIN_S", 0.0)
+    tries = tmp_path / "tries"
+    program = f"open({str(tries)!r}, 'a').write('x'); raise SystemExit('no such channel')"
+    box = notifier.Mailbox(Receiver(command=(sys.executable, "-c", program)))
+    box.start()
+    with caplog.at_level(logging.WARNING):
+        for name in ("run", "next"):
+            box.put({"run": name, "kind": "incident", "text": "", "next": "", "held_back": 0})
+        assert box.empty(time.monotonic() + 60.0)
+    assert tries.read_text() == "x" * 6
+    assert "exit code 1: no such channel" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:'imghdr':DeprecationWarning")  # Apprise's
+def test_a_program_that_is_not_there_and_a_wrong_address_are_told() -> None:
+    message = {"run": "r", "name": "n", "kind": "incident", "text": "", "next": "", "held_back": 0}
+    assert "No such file" in notifier.deliver(Receiver(command=("/nowhere/page",)), message)
+    assert "does not know" in notifier.deliver(Receiver(url="gopher://x"), message)
