@@ -21,7 +21,8 @@ from jurymast.core.checkpoints.copies import Reachability
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.writes import OpenWrite, Writes
 from jurymast.core.goodput import StepCounts
-from jurymast.core.judges import attribution, leaving, loops, silence
+from jurymast.core.judges import attribution, blame, leaving, loops, silence
+from jurymast.core.judges import tests as node_tests
 from jurymast.core.judges.attribution import cause_of_end
 from jurymast.core.judges.stragglers import Windows
 from jurymast.core.nodes.hangs import Hangs
@@ -609,6 +610,14 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         of("rank"),
         [(attribution, "_own_class", lambda *_: "host_died")],
     ),
+    "16: the ranks for which others wait are not looked for": (
+        of("hang"),
+        [(attribution, "_absent", lambda _: {})],
+    ),
+    "22: a node whose GPU is lost keeps its ranks": (of("gpu lost"), [(blame, "stays", lambda *_: [])]),
+    "23: what tests find is taken for chance": (of("fails tests"), [(node_tests, "_if_few", lambda *_: {})]),
+    "24: a budget is never spent": (of("raises"), [(recovery, "spent", lambda *_, **__: "")]),
+    "25: a run that fails always ends with 1": (of("raises"), [(recovery, "job_exit_code", lambda _: 1)]),
     "20: what is in memory is hardly ever written to storage": (
         of("snap"),
         [(Writes, "due_at", lambda *_: math.inf)],

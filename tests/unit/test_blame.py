@@ -148,6 +148,15 @@ def test_a_bad_spare_that_the_limits_keep_in_is_the_last_to_be_used() -> None:
     assert [node.name for node in story.state.spare_nodes()] == ["n1", "n4"]
 
 
+def test_a_bad_node_leaves_with_one_that_is_lost_as_the_ranks_stop_for_it() -> None:
+    story = Story(active=2, spares=3).running()
+    found(story, "n3", "xid-79")
+    story.lost("n2")
+    story.stopped()
+    assert set(story.state.placement) == {"n4", "n5"}
+    assert role(story, "n3") is Role.FAILED
+
+
 def test_a_finding_that_is_over_gives_the_node_back_as_a_suspect() -> None:
     story = Story(active=2, spares=2).running()
     found(story, "n4", "ib-device-gone", "mlx5_0:1")

@@ -72,8 +72,9 @@ def decide(state: RunState, cause: Cause) -> Decision:
     bad, why = _bad_nodes(state, cause)
     wait_s = _pause_s(len(loops.fruitless(state)), BACKOFF_FIRST_S, BACKOFF_MAX_S)
     spares = [node.name for node in state.spare_nodes() if node.name not in bad]
-    aside = _set_aside(state, cause, bad, spares)
-    blames = _blames(state, cause, bad) + tuple(aside)
+    blames = _blames(state, cause, bad)
+    aside = _set_aside(state, cause, bad, spares, [blamed.node for blamed in blames])
+    blames += tuple(aside)
     if aside:
         bad += tuple(b.node for b in aside)
         why += "; also removed: " + ", ".join(f"{b.node} ({b.evidence})" for b in aside)
@@ -231,9 +232,12 @@ def _blames(state: RunState, cause: Cause, bad: tuple[str, ...]) -> tuple[Blame,
     return tuple(found)
 
 
-def _set_aside(state: RunState, cause: Cause, bad: tuple[str, ...], spares: Sequence[str]) -> list[Blame]:
-    """Nodes with a finding that could not leave when it came. As the ranks are stopped now anyway, they leave
-    as far as there are `spares`."""
+def _set_aside(
+    state: RunState, cause: Cause, bad: tuple[str, ...], spares: Sequence[str], blamed: Sequence[str]
+) -> list[Blame]:
+    """Nodes with a finding that could not leave when it came, or for which the ranks are not stopped. As they
+    are stopped now anyway, these leave as far as there are `spares`. Of those in `bad` only the `blamed` count
+    for the limits of blame: a node that is lost is not out for a finding."""
     aside: list[Blame] = []
     if state.settings.bad_nodes == "report":
         return aside
@@ -247,7 +251,7 @@ def _set_aside(state: RunState, cause: Cause, bad: tuple[str, ...], spares: Sequ
         finding = blame.standing(state, node)
         if finding is None or blame.worked_around(state, finding):
             continue
-        if not blame.beyond_limits(state, name, [*bad, *(b.node for b in aside)]):
+        if not blame.beyond_limits(state, name, [*blamed, *(b.node for b in aside)]):
             aside.append(blame.blame_for(state, name, finding))
     return aside
 

@@ -17,11 +17,12 @@ from jurymast.core.checkpoints.writes import GIVEN_UP_S
 from jurymast.core.judges.stacks import COLLECTIVE
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
-from jurymast.core.state.evidence import RankPlace
+from jurymast.core.state.evidence import Entered, RankPlace
 from jurymast.core.state.findings import Finding
 from jurymast.core.state.host_messages import Apart, FromHosts
 from jurymast.core.state.images import StateId
 from jurymast.core.state.messages import CadenceReport, RankReport, Times, WritePhase
+from jurymast.sim.cluster.health import SimNodeHealth
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper
 from jurymast.sim.cluster.loop import SimLoop, SimPeer, SimShell
 from jurymast.sim.cluster.training import Page, SimGroup, SimMember, follower
@@ -49,6 +50,8 @@ class SimSite:
         self.processes: list[Process] = []
         self.agent: SimAgent | None = None
         self.agents = self.boots = 0  # how many so far
+        self.ill = ""  # how: see `sim.cluster.health`
+        self.findings: list[Finding] = []
 
     @property
     def wall(self) -> float:
@@ -77,7 +80,11 @@ class SimSite:
     def boot(self) -> None:
         self.up, self.stopped_until = True, 0.0
         self.boots += 1
+        self.mended()
         self.start_agent()
+
+    def mended(self) -> None:
+        self.ill, self.findings = "", []
 
     def start_agent(self) -> None:
         """Start an agent if there is none, the job has this node, and the job continues."""
@@ -173,6 +180,7 @@ class SimHost:
         if self.group is not group or not self.attempt or self.member is None or self.member.gone:
             return
         attempt, place = self.attempt, self.member.order.rank
+        self.agent.cluster.oracle.codes.add(code)
         self._leave(loud=True)
         error = "RuntimeError" if why else ""
         rank = place * self.agent.cluster.ranks_per_node
@@ -245,7 +253,19 @@ class SimNodeRanks:
         return {}
 
     async def take_stacks(self, pids: tuple[int, ...]) -> None:
+        """Those that hang have not entered the collective in which the others wait."""
         await asyncio.sleep(STACKS_S)
+        host = self._agent.host
+        if host is None or host.member is None or host.group is None or not host.attempt:
+            return
+        count, step, waits = self._agent.cluster.ranks_per_node, host.group.step, not host.member.hung
+        ranks = tuple(range(host.member.order.rank * count, (host.member.order.rank + 1) * count))
+        flights = tuple(Entered(rank, "0", step + waits, "all_reduce", waits) for rank in ranks)
+        kinds, places = (COLLECTIVE,) * count, ("",) * count
+        stacks = msg.Stacks(
+            attempt=host.attempt, ranks=ranks, kinds=kinds, places=places, folder="", flights=flights
+        )
+        self._agent.say(stacks)
 
     async def look(self, number: int, pids: tuple[int, ...]) -> None:
         await asyncio.sleep(LOOK_S)
@@ -279,23 +299,6 @@ class SimNodeRanks:
     async def end_strays(self) -> bool:
         await asyncio.sleep(self._world.between(*STRAYS_S))
         return True
-
-
-class SimNodeHealth:
-    """See `agent.io.ProbeAccess` and `agent.io.NodeTestAccess`: nothing is tested here, and nothing found."""
-
-    def carry_out(self, effect: do.ForTests) -> None:
-        raise NotImplementedError
-
-    async def gone(self) -> None: ...
-    def start(self) -> None: ...
-
-    def known(self) -> tuple[Finding, ...]:
-        return ()
-
-    def new_supervisor(self) -> None: ...
-    def clock(self, theirs: float) -> None: ...
-    async def close(self) -> None: ...
 
 
 class SimNodeStorage:
@@ -457,7 +460,7 @@ class SimAgent(SimShell):
             SimNodeStorage(self),
             SimNodeRanks(self),
         )
-        self.tests = self.probing = SimNodeHealth()
+        self.tests = self.probing = SimNodeHealth(self)
         self.host: SimHost | None = None
         self.peer: SimPeer[msg.Order] | None = None
         self.met = False  # a supervisor, ever
@@ -509,6 +512,13 @@ class SimAgent(SimShell):
     def closed(self, connection: SimConnection) -> None:
         if self.peer is not None and self.peer.connection is connection:
             self.loop.call(self.peer.lost)
+
+    def found(self, finding: Finding) -> None:
+        self.say(msg.HealthFound(finding=finding))
+
+    def happens(self, event: Callable[..., list[do.Effect]], *said: Any) -> None:
+        """Something that this node was asked for is done: an event of its machine."""
+        self.loop.call(lambda: self._driver.act(event(*said, self._driver.now)))
 
     # ---- the supervisor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jurymast.core.state.run import Phase
+from jurymast.sim.cluster.health import SLOW
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.cluster import Fault
@@ -35,7 +36,9 @@ _STORAGE = "restore_failed", "storage_failed", "worker_exception"
 CAUSES: dict[str, tuple[str, ...]] = {
     "power": (*_LINK, "allocation_lost"), "agent": _LINK, "freeze": _LINK, "isolate": _LINK, "cut": _LINK,
     "snap": _LINK, "half": _LINK, "flaps": _LINK, "agent stops": _LINK, "clock": _LINK, "stall": _LINK,
-    "rank": ("worker_killed",), "hang": ("hang",), "host": _UNSEEN,
+    "rank": ("worker_killed",), "hang": ("hang",), "host": _UNSEEN, "raises": ("worker_exception",),
+    "stopped": ("rank_frozen",), "gpu lost": ("gpu_bad", "node_lost"), "gpu doubtful": ("gpu_suspect",),
+    "slow node": ("straggler",), "fails tests": ("gpu_bad", "gpu_suspect", "node_lost"),
     "breaks": (*_LEAVE, "hang", "script_fault"), "caught": (*_LEAVE, "hang"),
     "restart": ("restart_asked",), "rollback": ("rollback_asked",),
     "half told": ("restart_asked", *_OVER), "drained": ("drain_asked",),
@@ -46,7 +49,12 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "signal": _ENDS, "signal all": _ENDS, "warning": _ENDS,
 }  # fmt: skip
 # It names a node that was struck, unless it is the first that misses others.
-_OF_A_NODE = "worker_killed", "node_lost", "node_crash"
+_OF_A_NODE = (
+    "worker_killed", "node_lost", "node_crash", "rank_frozen", "gpu_bad", "gpu_suspect", "straggler",
+)  # fmt: skip
+# If ranks were struck by nothing else, it names the node that was.
+_EXACTLY = {"hang", "stopped", "rank", "gpu lost", "gpu doubtful", "slow node"}
+_NAMED = {"hang", *_OF_A_NODE} - {"node_lost", "node_crash"}
 # After one of these a write waits for long before it is tried again.
 AT_STORAGE = {
     "storage hangs",
@@ -67,14 +75,21 @@ class CalmRules:
         self._oracle, self._cluster = oracle, oracle.cluster
         self._kinds: set[str] = set()  # of the faults that have struck, on these nodes
         self._nodes: set[str] = set()
-        self._over_at = 0.0  # all of them
+        self._struck: set[str] = set()  # without the others that some of these are about
+        self.over_at = 0.0  # all of them
         self._told: set[tuple[object, ...]] = set()
         self._up_at = self._down_at = 0.0  # the ranks, when last looked at
 
     def struck(self, fault: Fault, *nodes: str) -> None:
         self._kinds.add(fault.kind)
+        self._struck.add(nodes[0])
         self._nodes.update(nodes)
-        self._over_at = max(self._over_at, self._cluster.world.now + fault.seconds)
+        lasts_s = fault.seconds if fault.kind != SLOW else 0.0
+        self.over_at = max(self.over_at, self._cluster.world.now + lasts_s)
+
+    def may_show_on(self, node: str) -> bool:
+        """Whether some fault that has struck may be seen on this node."""
+        return node in self._nodes or bool(self._kinds & EVERYWHERE)
 
     def look(self, supervisor: SimSupervisor, since: float) -> None:
         """`since`: when this supervisor began."""
@@ -82,7 +97,7 @@ class CalmRules:
             return
         self._look_at_incidents(supervisor)
         now, oracle, state = self._cluster.world.now, self._oracle, supervisor.state
-        over_at = max(self._over_at, since, oracle.storage_touched, *oracle.touched.values(), 0.0)
+        over_at = max(self.over_at, since, oracle.storage_touched, *oracle.touched.values(), 0.0)
         calm = now > over_at and not supervisor.machine.departure.begun and not self._cluster.network.any_cut
         up = state.phase is Phase.RUNNING and all(map(supervisor.connected, state.placement))
         if not calm or up:
@@ -94,8 +109,10 @@ class CalmRules:
             self._look_at_steps(calm_s)
             self._look_at_saves(supervisor, calm_s)
         down_s = now - max(over_at, self._up_at, state.not_before - supervisor.now + now)
-        fit = [one for one in self._cluster.sites.values() if one.agent and supervisor.connected(one.name)]
-        if down_s > UP_S and len(fit) >= self._cluster.plan.active and not state.ended:
+        sites = [one for one in self._cluster.sites.values() if not one.ill]
+        fit = [one for one in sites if one.agent and supervisor.connected(one.name)]
+        tests_s, active = self._cluster.plan.settings.preflight_s or 0.0, self._cluster.plan.active
+        if down_s > UP_S + tests_s and len(fit) >= active and not state.ended:
             oracle.fail(UP_AGAIN, f"{state.phase.value} for {down_s:.1f} s")
 
     def _look_at_incidents(self, supervisor: SimSupervisor) -> None:
@@ -103,14 +120,16 @@ class CalmRules:
         for one in supervisor.state.incidents[-2:]:
             if one.cause and (one.id, one.cause, one.node) not in self._told:
                 self._told.add((one.id, one.cause, one.node))
-                elsewhere = one.node not in {"", *self._nodes} and not self._kinds & EVERYWHERE
-                if one.cause not in causes or (one.cause in _OF_A_NODE and elsewhere):
+                elsewhere = one.cause in _OF_A_NODE and one.node != "" and not self.may_show_on(one.node)
+                alone = len(self._struck) == 1 and self._kinds <= _EXACTLY and one.cause in _NAMED
+                elsewhere |= alone and one.node not in self._struck
+                if one.cause not in causes or elsewhere:
                     kinds = sorted(self._kinds)
                     self._oracle.fail(TRUE_CAUSE, f"{one.cause} {one.node} ({one.evidence}) for {kinds}")
 
     def _look_at_steps(self, calm_s: float) -> None:
         still_s = min(calm_s, self._cluster.world.now - self._oracle.step_at)
-        if still_s > STEPS_S and not self._kinds & {"hang", "breaks"}:
+        if still_s > STEPS_S and not self._kinds & {"hang", "stopped", "breaks"}:
             self._oracle.fail(STEPS, f"they have done none for {still_s:.1f} s")
 
     def _look_at_saves(self, supervisor: SimSupervisor, calm_s: float) -> None:

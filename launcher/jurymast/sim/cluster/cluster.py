@@ -19,7 +19,7 @@ from jurymast.core.state.settings import Budget, RunPlan, Settings
 from jurymast.core.supervision import batch
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.core.supervision.machine import STILL_RUNNING
-from jurymast.sim.cluster import caught
+from jurymast.sim.cluster import caught, health
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite, SimStandby
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, STANDSTILL_S, Oracle, Violation
@@ -33,7 +33,8 @@ FIRST_AT_S, LAST_AT_S = 1.0, 20.0
 AFTER_S = 18.0
 LONGEST_S = 3600.0
 LAST_STEPS = 10, 100
-TASKS_SHARE = 0.15
+TASKS_SHARE, TESTS_SHARE = 0.15, 0.15
+TESTS_S = 6.0
 # Of this, twice as much is less than Slurm leaves a job that it ends.
 SLOW_COPY_S = 1.0, 10.0
 
@@ -78,6 +79,13 @@ KINDS: dict[str, tuple[float, float]] = {
     "slurm silent": (0.5, 20.0),  # it cannot be asked
     "grace": (0.5, 40.0),  # as "preempted", but the job has this long before Slurm signals once more
     "signal all": (0.4, 0.0),  # the supervisor and all agents get a SIGTERM, and the job goes on
+    "raises": (1, 0.0),  # a rank, an exception of the script's
+    "stopped": (0.7, 20.0),  # a rank, by a signal, until it is killed
+    "gpu lost": (0.7, 0.0),  # its probe says so, and the node leaves; but not for what is only like that
+    "gpu doubtful": (0.5, 0.0),
+    "stray finding": (0.7, 0.0),
+    "fails tests": (0.5, 0.0),  # before use, from the beginning; until it boots
+    "slow node": (0.25, 0.0),  # its ranks do more than the others, until others have their places
     "breaks": (0.2, 60.0),  # no rank gets beyond the step that it is at: killed, hung and failed in turns
     "caught": (1, 20.0),  # the ranks catch a signal, save, and go on or leave: see `sim.cluster.caught`
     "uneven": (
@@ -112,6 +120,7 @@ class Plan:
     copy_s: float = 0.0  # how long a node writes its share of a checkpoint; 0.0: for a moment
     at_term: str = ""  # how ranks take a SIGTERM: see `sim.cluster.caught`; "": they go on without a word
     tasks: bool = False  # its ranks are independent tasks
+    tests: bool = False  # nodes are tested before use
 
     @property
     def nodes(self) -> int:
@@ -120,8 +129,12 @@ class Plan:
     @property
     def seconds(self) -> float:
         last = max((fault.at + fault.seconds for fault in self.faults), default=10.0) + AFTER_S
-        stays = [fault.at for fault in self.faults if fault.kind == "caught" and _how(fault) == caught.STAYS]
-        return max(last + ALL_S * self.tasks, *(at + LEAVE_S + STANDSTILL_S + AFTER_S for at in stays), 0.0)
+        for fault in self.faults:
+            if fault.kind == "caught" and _how(fault) == caught.STAYS:
+                last = max(last, fault.at + LEAVE_S + STANDSTILL_S + AFTER_S)
+            if fault.kind == health.SLOW:
+                last = max(last, fault.at + health.LEAVES_S[health.SLOW] + AFTER_S)
+        return last + ALL_S * self.tasks
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -167,12 +180,14 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
             soon = round(at + chance.expovariate(0.5), 2)
             faults.append(Fault(soon, kind, chance.randrange(nodes), other, seconds))
     faults.sort(key=lambda fault: fault.at)
+    fails_tests = any(fault.kind == "fails tests" for fault in faults)
     return Plan(
         seed, active, spares, chance.choice((1, 1, 2)), chance.choice((5, 5, None)),
         chance.choice((1, 8, 8, 8)), tuple(faults[:MOST_FAULTS]),
         last_step=0 if only else chance.choice((0, 0, chance.randrange(*LAST_STEPS))),
         copy_s=chance.choice((0.0, 0.0, 0.0, 0.0, 0.0, round(chance.uniform(*SLOW_COPY_S), 1))),
         at_term=chance.choice(("", "", *caught.HOW)), tasks=not only and chance.random() < TASKS_SHARE,
+        tests=fails_tests or chance.random() < TESTS_SHARE,
     )  # fmt: skip
 
 
@@ -184,6 +199,7 @@ def smaller(plan: Plan) -> list[Plan]:
 
 
 BATCH_LOOK_S = 0.5
+RAISED = 3  # the exit code
 LOOK_S = 1.0
 JUMP_S = 400.0
 FLAP_S = 0.2, 3.0
@@ -222,9 +238,11 @@ class Cluster:
         self.world = World(wanted.seed)
         chance = self.world.chance
         self.ranks_per_node = wanted.ranks
+        kinds = {fault.kind for fault in wanted.faults}
         settings = Settings(
             cadence_steps=wanted.cadence_steps, max_loss_s=4.0, join_limit_s=30.0, start_limit_s=20.0,
-            preflight_s=0.0, application=Budget(), shared_every_s=chance.choice((None, 10.0)),
+            preflight_s=TESTS_S * wanted.tests, shared_every_s=chance.choice((None, 10.0)),
+            application=Budget(count=1 if "raises" in kinds else None),
             attempts_without_step=ATTEMPTS_WITHOUT_STEP,
         )  # fmt: skip
         self.plan = RunPlan(
@@ -255,6 +273,14 @@ class Cluster:
         self._half_told: tuple[type[msg.ToAgent], int] | None = None  # dies after so many orders of this kind
         uneven = [fault.node % 2 for fault in wanted.faults if fault.kind == "uneven"]
         self.slow_place = uneven[0] * (wanted.active - 1) if uneven else None
+        self.timed = wanted.seed % 4 == 0 or not kinds.isdisjoint(("uneven", health.SLOW))
+        self.meeting: dict[str, tuple[health.SimNodeHealth, int]] = {}  # who waits for the other of a pair
+        for fault in wanted.faults:
+            if fault.kind == "fails tests":
+                how = health.TESTS[(fault.node + fault.other) % len(health.TESTS)]
+                site = [*self.sites.values()][fault.node]
+                self.oracle.calm.struck(fault, site.name)
+                self.oracle.health.falls_ill(site, how)
         for fault in wanted.faults:
             self.world.at(fault.at, None, self._waiting.append if fault.when else self._strike, fault)
         self.world.after(LOOK_S, None, self._look)
@@ -457,11 +483,15 @@ class Cluster:
                 self._signal_all()
             case "caught":
                 self._catch(_how(fault), fault.seconds)
-            case "rank" | "hang" | "host" | "corrupt":
+            case "rank" | "raises" | "hang" | "stopped" | "host" | "corrupt":
                 self._strike_ranks(fault, site)
             case "breaks":
                 self._breaks_until = max(until, self._breaks_until)
-            case "uneven":  # from the beginning
+            case health.LOST | health.DOUBTFUL | health.SLOW:
+                self.oracle.health.falls_ill(site, fault.kind)
+            case "stray finding":
+                health.tell(site, health.STRAY[fault.other % len(health.STRAY)])
+            case "uneven" | "fails tests":  # from the beginning
                 pass
             case _:
                 self._strike_storage(fault, site)
@@ -586,9 +616,13 @@ class Cluster:
             case "rank":
                 if host.group is not None and host.member is not None:
                     host.group.kill(host.member)
-            case "hang":
+            case "raises":
+                if host.group is not None and host.group.phase == "training" and not self.wanted.tasks:
+                    host.fail(host.group, RAISED, "it raises")
+            case "hang" | "stopped":
                 if host.member is not None and host.group is not None and host.group.phase == "training":
                     host.member.hung = True
+                    host.member.stopped_at = self.world.now if fault.kind == "stopped" else 0.0
             case "host":
                 host.kill()
             case _:

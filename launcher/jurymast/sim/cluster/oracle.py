@@ -15,6 +15,7 @@ from jurymast.core.state.incident import INFRASTRUCTURE
 from jurymast.core.state.run import LEAVE_S, Phase
 from jurymast.sim.cluster.account_rules import AccountRules
 from jurymast.sim.cluster.calm_rules import CalmRules
+from jurymast.sim.cluster.health_rules import BLAME_S, NO_BLAME, HealthRules
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
 from jurymast.sim.cluster.task_rules import TaskRules
 
@@ -31,7 +32,6 @@ ONE_WORLD = "3: never two worlds that train"
 NOT_FROM_0 = "4: a restart from 0 only if nothing was saved"
 SLOTS_FREE = "5: memory for images comes free again"
 NO_SILENCE = "6: no run stands still without a word"
-NO_BLAME = "7: nobody healthy is blamed"
 AGREES = "8: journal and reality agree"
 NO_GROWTH = "9: state does not grow with time"
 NOT_BACK = "10: what was rolled back is neither restored nor gone on with"
@@ -42,7 +42,6 @@ MAY_SAVE = "15: ranks that leave after a signal are not ended by those that left
 
 # A fault this long ago no longer affects a node.
 STEADY_S = 12.0
-BLAME_S = 30.0
 # The supervisor knows it by then, if nothing is wrong.
 TOLD_S = 2.0
 # An agent that can read the run directory has found out by then that its ranks were replaced, and ended them.
@@ -94,7 +93,8 @@ class Oracle:
         self._best_step = self._stepped_in = 0  # the newest step of all, and the attempt that did it first
         self._kept_at = 0.0
         self._leave: dict[int, SimGroup] = {}  # groups whose ranks leave after a signal, by attempt
-        self.tasks, self.calm = TaskRules(self), CalmRules(self)
+        self.tasks, self.calm, self.health = TaskRules(self), CalmRules(self), HealthRules(self)
+        self.codes: set[int] = set()  # that ranks have failed with
         self.steps = 0
 
     def fail(self, rule: str, how: str) -> None:
@@ -167,6 +167,7 @@ class Oracle:
             return
         self.cluster.in_phase(supervisor.state.phase.value)
         self.tasks.recorded(supervisor, event, entry.decided)
+        self.health.recorded(supervisor, event, entry.decided)
         for decided in entry.decided:
             if isinstance(decided, Requeue | Finish):
                 self._gives_up(supervisor, decided)
@@ -177,8 +178,6 @@ class Oracle:
                 self._choice(supervisor, event)
             case ev.NodeLost():
                 self._blamed(supervisor, event)
-            case ev.Straggling() if any(isinstance(one, StopWorkers) for one in entry.decided):
-                self.fail(NO_BLAME, f"{event.node} is swapped, and its ranks are slow by design")
             case ev.Tick() if any(isinstance(one, StopWorkers) for one in entry.decided):
                 hung = supervisor.state.findings.hung
                 if hung is not None and not self.storage_fine(60.0):
@@ -236,7 +235,9 @@ class Oracle:
         fine = [
             site.name
             for site in self.cluster.sites.values()
-            if self._is_known(site) and self.untouched(site.name, STANDSTILL_S, seen_from=node)
+            if not site.ill
+            and self._is_known(site)
+            and self.untouched(site.name, STANDSTILL_S, seen_from=node)
         ]
         if state.incidents and state.incidents[-1].attempt in self._unfound or self._ending:
             return  # people would be told to mount it; and no node has ended the job
@@ -244,7 +245,8 @@ class Oracle:
             return  # it ends as under srun
         if self.cluster.wanted.tasks and state.phase is Phase.FAILED and self.tasks.fails(state.exit_code):
             return
-        if state.phase is Phase.FAILED and state.attempt >= self._stepped_in + ATTEMPTS_WITHOUT_STEP - 1:
+        fruitless = state.attempt >= self._stepped_in + ATTEMPTS_WITHOUT_STEP - 1
+        if state.phase is Phase.FAILED and (fruitless or self.health.spent(state)):
             return
         if state.phase is Phase.FAILED or len(fine) >= self.cluster.plan.active:
             self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {decided.reason}")
@@ -308,6 +310,7 @@ class Oracle:
         self._word_at = self.step_at = self._supervised_at = self.cluster.world.now
         self.supervisor = None
         self._differ_since.clear()
+        self.health.allocated()
 
     def started_again(self, supervisor: SimSupervisor) -> None:
         """Slurm ended the job before, as the journal or its accounting says, and starts it again."""
@@ -451,6 +454,7 @@ class Oracle:
             self._compare(supervisor)
             self._look_at_replicas(supervisor)
             self.calm.look(supervisor, self._supervises_since)
+            self.health.look(supervisor)
 
     def _leaving(self) -> bool:
         """Whether ranks may yet leave that have caught a signal."""

@@ -13,6 +13,7 @@ from jurymast.core.state import within
 from jurymast.core.state.images import MEMORY, SHARED, StateId
 from jurymast.core.state.messages import RankReport, Times
 from jurymast.keeper.manifest import RestoreStatus
+from jurymast.sim.cluster.health import NOISE, SLOW
 from jurymast.sim.cluster.keeper import COMMON_BYTES, SIZE_BYTES
 from jurymast.sim.cluster.world import Steps, Token
 from jurymast.worker.link import DOUBT_LIMIT_S, SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
@@ -52,6 +53,9 @@ class SimMember:
     follower: ScheduleFollower
     joined_at: float
     hung: bool = False
+    stopped_at: float = 0.0  # its processes, by a signal; 0.0: they are not
+    own_s: float = 0.0  # of its steps, what it did by itself, and waited for others
+    waits_s: float = 0.0
     gone: bool = False
     left: bool = False  # with exit code 0
     saves_until: float = 0.0  # by itself, after a signal that it caught
@@ -252,6 +256,8 @@ class SimGroup:
                 if not self.refused:
                     self._save(member)
             step_s = self.cluster.step_s * (0.9 + 0.2 * world.chance.random())
+            if self.cluster.timed:
+                self._count(step_s)
             yield world.now + (step_s + (STALL_S[1] if due else 0.0))
 
     def _finish(self) -> None:
@@ -301,7 +307,7 @@ class SimGroup:
         report = RankReport(
             self.step if self.beats else 0, self.beats, True, phase, quiet_s,
             now - self.beat_at if self.beats else None, self.longest_s, member.page.settled,
-            quiet_s if self.stuck(member) else 0.0, 0.0,
+            quiet_s if self.stuck(member) else 0.0, now - member.stopped_at if member.stopped_at else 0.0,
         )  # fmt: skip
         return [report] * self.cluster.ranks_per_node
 
@@ -311,13 +317,19 @@ class SimGroup:
             return False
         return self._blocked() or self.over or self.phase != "training"
 
+    def _count(self, step_s: float) -> None:
+        for place, member in self.members.items():
+            slow = place == self.cluster.slow_place or member.agent.site.ill == SLOW
+            own, waits = OWN_SHARES[slow]
+            noise = self.cluster.world.between(*NOISE)
+            member.own_s += own * noise * step_s
+            member.waits_s += (waits + own * (1.0 - noise)) * step_s
+
     def times(self, member: SimMember) -> list[Times] | None:
-        """How long the parts of all steps took, if that is not the same for all ranks."""
-        if self.cluster.slow_place is None:
+        """How long the parts of all steps took, if it matters."""
+        if not self.cluster.timed:
             return None
-        own, waits = OWN_SHARES[member.order.rank == self.cluster.slow_place]
-        all_s = self.beats * self.cluster.step_s
-        return [Times(self.beats, own * all_s, waits * all_s, 0.0)] * self.cluster.ranks_per_node
+        return [Times(self.beats, member.own_s, member.waits_s, 0.0)] * self.cluster.ranks_per_node
 
 
 def follower(cluster: Cluster, page: Page) -> ScheduleFollower:
