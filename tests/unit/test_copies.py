@@ -125,6 +125,16 @@ def test_a_node_that_lost_its_image_gets_it_back_from_who_holds_it() -> None:
     assert missing_replicas(held, StateId(10, 1), NODES, 1, holding) == []
 
 
+def test_who_has_all_of_an_image_is_asked_for_none_of_it() -> None:
+    held = all_of()
+    for rank in range(3):
+        held.hold(copy_of(rank, NODES[rank], common=f"of rank {rank}"))
+        held.hold(copy_of(rank, "s1", tier=PEER, common=f"of rank {rank}"))
+    two = dict.fromkeys(NODES, ("s1", "s2"))
+    orders = missing_replicas(held, StateId(10, 1), NODES, 1, two)
+    assert [(holder, o.rank, o.part) for holder, o in orders] == [("s2", rank, ALL) for rank in range(3)]
+
+
 def test_partners_are_in_another_failure_domain_where_there_is_one() -> None:
     domains = {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}
     holding = holders(("n1", "n2", "n3", "n4"), [], domains, 1, ())

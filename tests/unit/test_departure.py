@@ -426,3 +426,23 @@ def test_training_goes_on_if_slurm_neither_ends_the_job_nor_says_why_it_would() 
     assert not after.machine.departure.begun
     assert not after.machine.watch.ending
     assert story.state.phase is Phase.RUNNING
+
+
+def test_a_job_that_goes_on_changes_nothing_for_a_run_that_leaves_by_itself() -> None:
+    departure = Successor(requeued()[0]).machine.departure
+    assert departure.begun
+    departure.on_revoked()
+    assert departure.begun
+
+
+def test_a_run_that_has_left_its_nodes_cannot_go_back_when_the_job_goes_on() -> None:
+    after = Successor(Story(active=2, spares=0).running())
+    for node in after.story.state.placement:
+        after.joins(node)
+    departure = after.machine.departure
+    departure.on_sigterm(after.story.t)
+    departure.on_explained("preempted", None, after.story.t)
+    after.waits(0.5)
+    assert departure.leaving
+    departure.on_revoked()
+    assert departure.leaving

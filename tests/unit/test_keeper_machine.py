@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.holding import Buffer, RankSlots, SlotState
 from jurymast.core.state import messages as msg
 from jurymast.core.state.images import PEER, ImageId, StateId
 from support.keeper_model import WANTS, KeeperNode, Waiting
@@ -190,3 +191,11 @@ def test_a_restore_that_waits_to_hear_who_else_has_it_ends_with_its_attempt() ->
     node.waiting = [one for one in node.waiting if not isinstance(one, msg.AskSources)]
     node.quiet()
     assert node.ranks[0].found == (1, 1, 0)
+
+
+def test_a_slot_with_just_the_memory_that_is_wanted_lacks_none() -> None:
+    mine = RankSlots(0)
+    for slot in mine.slots:
+        slot.state, slot.buffer = SlotState.FREE, Buffer(1, 100)
+    assert mine.lacking(100) == []
+    assert mine.lacking(101) == mine.slots

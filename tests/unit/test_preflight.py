@@ -17,6 +17,7 @@ from jurymast.core.judges.tests import (
     limit_s,
     next_round,
 )
+from jurymast.core.nodes import preflight
 from jurymast.core.run.machine import resume
 from jurymast.core.state import effects as ins
 from jurymast.core.state import events as ev
@@ -330,6 +331,14 @@ def test_a_test_that_never_answers_holds_a_needed_suspect_no_longer_than_it_may_
     assert story.state.attempt == 2
     story.wait(1.1)
     assert (story.state.attempt, story.state.placement) == (3, ("n1", "n2"))
+
+
+def test_tests_that_go_on_are_not_ended_for_those_of_another_suspect() -> None:
+    story = story_with_suspect().ranks_up().restored(0).stepped(6)
+    assert story.state.testing == {"n2"}
+    other = story.state.nodes["n4"]
+    other.tested = ""
+    assert preflight.before_use(story.state, [other]) == []
 
 
 def test_without_tests_suspects_are_used_as_ever() -> None:

@@ -235,9 +235,9 @@ def _blames(state: RunState, cause: Cause, bad: tuple[str, ...]) -> tuple[Blame,
 def _set_aside(
     state: RunState, cause: Cause, bad: tuple[str, ...], spares: Sequence[str], blamed: Sequence[str]
 ) -> list[Blame]:
-    """Nodes with a finding that could not leave when it came, or for which the ranks are not stopped. As they
-    are stopped now anyway, these leave as far as there are `spares`. Of those in `bad` only the `blamed` count
-    for the limits of blame: a node that is lost is not out for a finding."""
+    """Nodes with a finding that could not leave when it came, or are not why the ranks are stopped. As they
+    are stopped now, these leave as far as there are `spares`. Of those in `bad` only the `blamed` count for
+    the limits of blame: a node that is lost is not out for a finding."""
     aside: list[Blame] = []
     if state.settings.bad_nodes == "report":
         return aside

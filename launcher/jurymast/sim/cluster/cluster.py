@@ -26,7 +26,7 @@ from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, STANDSTILL_S, Ora
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.tasks import ALL_S, SimTasks
 from jurymast.sim.cluster.training import SimGroup
-from jurymast.sim.cluster.world import RunDisk, SimNetwork, Storage, World
+from jurymast.sim.cluster.world import BEGINNING, RunDisk, SimNetwork, Storage, World
 
 MOST_FAULTS = 5
 FIRST_AT_S, LAST_AT_S = 1.0, 20.0
@@ -249,6 +249,7 @@ class Cluster:
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,
             spares=wanted.spares, ranks_per_node=wanted.ranks, script="x", settings=settings,
             tasks=wanted.tasks, guessed=wanted.tasks,
+            submitted_at=BEGINNING if wanted.seed % 3 else 0.0,  # of an old run less is journalled
         )  # fmt: skip
         self.network = SimNetwork(self.world)
         self.storage = Storage(self.world)

@@ -226,7 +226,8 @@ class SimSupervisor(SimShell):
         return [
             ev.RunStarted(
                 t=t, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
-                ranks_per_node=plan.ranks_per_node, script="x", submitted_at=0.0, guessed=plan.guessed,
+                ranks_per_node=plan.ranks_per_node, script="x", submitted_at=plan.submitted_at,
+                guessed=plan.guessed,
             )
         ]  # fmt: skip
 
