@@ -412,7 +412,7 @@ def never_beyond_a_step(chance: Random) -> tuple[Fault, ...]:
 
 def uneven_by_design(chance: Random) -> tuple[Fault, ...]:
     """For as long as it takes to notice a straggler."""
-    return Fault(0.0, "uneven", node=chance.randrange(2)), Fault(45.0, "snap", node=1)
+    return Fault(0.0, "uneven", node=chance.randrange(2)), Fault(45.0, "slurm silent")
 
 
 # name: (plans that may show it, and what is replaced)

@@ -488,14 +488,17 @@ class Cluster:
                 self._strike_ranks(fault, site)
             case "breaks":
                 self._breaks_until = max(until, self._breaks_until)
-            case health.LOST | health.DOUBTFUL | health.SLOW:
-                self.oracle.health.falls_ill(site, fault.kind)
-            case "stray finding":
-                health.tell(site, health.STRAY[fault.other % len(health.STRAY)])
-            case "uneven" | "fails tests":  # from the beginning
-                pass
+            case health.LOST | health.DOUBTFUL | health.SLOW | "stray finding" | "uneven" | "fails tests":
+                self._strike_health(fault, site)
             case _:
                 self._strike_storage(fault, site)
+
+    def _strike_health(self, fault: Fault, site: SimSite) -> None:
+        """The others are there from the beginning."""
+        if fault.kind == "stray finding":
+            health.tell(site, health.STRAY[fault.other % len(health.STRAY)])
+        elif fault.kind not in ("uneven", "fails tests"):
+            self.oracle.health.falls_ill(site, fault.kind)
 
     def _isolate(self, site: SimSite, until: float) -> None:
         self.oracle.touch(site.name, until)
