@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cluster.allocation import _eligible_at
+from jurymast.cluster.allocation import _eligible_at, from_slurm_environment
 from jurymast.cluster.earlier import parse_accounting, past_runs, watched_in, with_earlier
 from jurymast.cluster.exclusion import out_of_service
 from jurymast.core.judges.history import PastRun, Span
@@ -15,6 +15,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.failure_rate import DAY_S, FailureRate, Watched, learned_before, node_rate, prior
 from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.journal import initial_state
+from jurymast.supervisor.real_io import allocation_begun
 from support.stories import Story
 
 NOW = 1_000_000_000.0
@@ -133,6 +134,18 @@ def test_times_of_slurm_are_right_in_the_hour_that_comes_twice(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert _eligible_at("5") == at
     assert out_of_service(at + 60.0) == {"n1": (60.0, "bad disk")}
+
+
+def test_the_journal_has_the_partition_and_the_account_that_slurm_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho n1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("ID", "NODELIST", "PARTITION", "ACCOUNT"):
+        monkeypatch.setenv(f"SLURM_JOB_{name}", f"some-{name.lower()}")
+    told = allocation_begun(plan("local"), initial_state(plan("local")), from_slurm_environment(), NOW)
+    assert (told.slurm_job, told.partition, told.account) == ("some-id", "some-partition", "some-account")
 
 
 @pytest.mark.parametrize("body", ["echo Slurm accounting storage is disabled >&2; exit 1", "echo nonsense"])

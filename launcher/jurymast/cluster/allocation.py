@@ -25,13 +25,16 @@ from jurymast.wire.addresses import is_up, listen_at_each, listens_at_all, plain
 @dataclass(frozen=True)
 class Allocation:
     """The nodes of a run. `job`: the Slurm job id, or local-PID. `host`: the node that runs the batch script.
-    `eligible_at`: when the job could have started, in seconds since the epoch."""
+    `eligible_at`: when the job could have started, in seconds since the epoch. `partition` and `account`:
+    those that Slurm chose, whatever was asked for; "" without Slurm."""
 
     job: str
     restarts: int
     nodes: tuple[str, ...]
     host: str
     eligible_at: float
+    partition: str = ""
+    account: str = ""
 
     @property
     def key(self) -> str:
@@ -63,6 +66,8 @@ def from_slurm_environment() -> Allocation:
         nodes=tuple(nodes),
         host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         eligible_at=_eligible_at(job),
+        partition=os.environ.get("SLURM_JOB_PARTITION", ""),
+        account=os.environ.get("SLURM_JOB_ACCOUNT", ""),
     )
 
 

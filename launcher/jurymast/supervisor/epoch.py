@@ -47,7 +47,9 @@ def known_allocation(directory: RunDirectory) -> Allocation:
         if (last := next(iter(deque(begun, maxlen=1)), None)) is None:
             raise
         log.warning("%s: taken from the journal", error)
-    found = Allocation(last.slurm_job, last.restarts, last.nodes, last.host, last.eligible_at)
+    found = Allocation(
+        last.slurm_job, last.restarts, last.nodes, last.host, last.eligible_at, last.partition, last.account
+    )
     with suppress(OSError):
         found.save(directory)
     return found

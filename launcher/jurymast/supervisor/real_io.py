@@ -224,5 +224,6 @@ def allocation_begun(
     return ev.AllocationStarted(
         t=t, slurm_job=allocation.job, restarts=allocation.restarts, nodes=allocation.nodes,
         host=allocation.host, eligible_at=allocation.eligible_at,
-        before=ended_as(before, begun_at) if asks else "",
+        before=ended_as(before, begun_at) if asks else "", partition=allocation.partition,
+        account=allocation.account,
     )  # fmt: skip

@@ -34,7 +34,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
 class AllocationStarted(Event, frozen=True, kw_only=True):
     """Slurm (or the local cluster) granted nodes to the run; `restarts` counts requeues of this Slurm job.
     `before`: how the allocation before ended, if nobody has recorded why: in the words of `Signalled`, by
-    Slurm's accounting; "" if that says nothing."""
+    Slurm's accounting; "" if that says nothing. `partition` and `account` are Slurm's, "" if it has none."""
 
     slurm_job: str
     restarts: int
@@ -42,6 +42,8 @@ class AllocationStarted(Event, frozen=True, kw_only=True):
     host: str
     eligible_at: float
     before: str = ""
+    partition: str = ""
+    account: str = ""
 
 
 class AllocationEnded(Event, frozen=True, kw_only=True):
