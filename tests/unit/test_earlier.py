@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster.allocation import _eligible_at, from_slurm_environment
-from jurymast.cluster.earlier import parse_accounting, past_runs, watched_in, with_earlier
+from jurymast.cluster.earlier import parse_accounting, past_runs, with_earlier
 from jurymast.cluster.exclusion import out_of_service
-from jurymast.core.judges.history import PastRun, Span
+from jurymast.core.judges.history import PastRun, Span, watched_in
 from jurymast.core.state import events as ev
 from jurymast.core.state.failure_rate import DAY_S, FailureRate, Watched, learned_before, node_rate, prior
 from jurymast.core.state.settings import RunPlan, Settings

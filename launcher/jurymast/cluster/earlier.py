@@ -16,6 +16,7 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.exclusion import kept_out
+from jurymast.cluster.kept import Kept, entries_in
 from jurymast.core.judges.history import (
     NodeDeparture,
     NodeRecord,
@@ -25,6 +26,7 @@ from jurymast.core.judges.history import (
     frail_nodes,
     history,
     more_exposure,
+    watched_in,
 )
 from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
@@ -42,8 +44,6 @@ from jurymast.rundir import RunDirectory, run_names, write_json
 
 VERSION = 1
 
-Stamp = list[list[int]]
-
 
 def summary_file(runs: Path) -> Path:
     """The file with the summaries of this user's earlier runs; users may share the directory."""
@@ -56,29 +56,16 @@ def forgiven_file(runs: Path) -> Path:
 
 def past_runs(runs: Path) -> list[PastRun]:
     """All runs of this user below `runs` on Slurm nodes, oldest first. Unreadable ones are left out."""
-    kept = _load(summary_file(runs))
-    known: dict[str, Any] = {}
+    kept: Kept[PastRun | None] = Kept(
+        summary_file(runs), VERSION, lambda values: values and PastRun.from_json(values),
+        lambda run: run and run.to_json(),
+    )  # fmt: skip
     found = []
     for name in _names(runs):
-        directory = RunDirectory(runs / name)
-        stamp = _stamp(directory)
-        known[name] = kept.get(name)
-        try:
-            run = _kept(known[name], stamp)
-        except (KeyError, TypeError, ValueError):  # changed since, or another version
-            try:
-                run = _read(directory)
-            except (RunDirectoryError, OSError, KeyError, TypeError, ValueError):
-                del known[name]
-                continue
-            known[name] = {"stamp": stamp, "run": run.to_json() if run is not None else None}
-        if run is not None:
-            found.append(run)
-    if known != kept:
-        # In another user's runs directory, or on a full disk, the next reader replays again.
-        with contextlib.suppress(OSError):
-            write_json(summary_file(runs), {"v": VERSION, "entries": known}, durable=False)
-    return _each_once(found)
+        with contextlib.suppress(RunDirectoryError, OSError, KeyError, TypeError, ValueError):
+            found.append(kept.of(RunDirectory(runs / name), _read))
+    kept.save()
+    return _each_once([run for run in found if run is not None])
 
 
 def _each_once(runs: list[PastRun]) -> list[PastRun]:
@@ -103,16 +90,9 @@ def _each_once(runs: list[PastRun]) -> list[PastRun]:
     ]
 
 
-def _kept(entry: Any, stamp: Stamp) -> PastRun | None:
-    """The kept summary of a run. Raises KeyError, TypeError or ValueError if it no longer holds."""
-    if entry["stamp"] != stamp:
-        raise ValueError("the journal has changed")
-    return PastRun.from_json(entry["run"]) if entry["run"] is not None else None
-
-
 def forgiven_nodes(runs: Path) -> dict[str, float]:
     """Nodes whose record was cleared, with the time (seconds since the epoch)."""
-    kept = _load(forgiven_file(runs))
+    kept = entries_in(forgiven_file(runs), VERSION)
     return {name: float(at) for name, at in kept.items() if isinstance(at, int | float)}
 
 
@@ -132,45 +112,25 @@ def _names(runs: Path) -> list[str]:
     return [name for name in names if foreign.owns(runs / name)]
 
 
-def _stamp(directory: RunDirectory) -> Stamp:
-    """The sizes (bytes) and times of change (ns) of the journal's files, which differ whenever the journal
-    has changed."""
-    stamp = []
-    for path in directory.journal_files():
-        try:
-            status = foreign.status(path)
-        except OSError:
-            continue
-        stamp.append([status.st_size, status.st_mtime_ns])
-    return stamp
-
-
-def _load(path: Path) -> dict[str, Any]:
-    """The entries of the file; {} if it is not this user's, since anybody could have made it."""
-    try:
-        content = foreign.load_own(path, foreign.MANIFEST_BYTES_MAX)
-        entries = content["entries"] if content["v"] == VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return entries if isinstance(entries, dict) else {}
-
-
 def _read(directory: RunDirectory) -> PastRun | None:
     """Replay one run; None for a local one, which has no real nodes. Raises RunDirectoryError."""
     plan = directory.plan()
     if plan.cluster != "slurm":
         return None
-    reader = _Reader(initial_state(plan))
+    state = initial_state(plan)
+    reader = NodeReader(state, lambda event: step(state, event))
     for entry in read(directory):
-        take(reader.state, entry, reader.take)
+        take(state, entry, reader.take)
     return reader.summary(plan.run, plan.exclude)
 
 
-class _Reader:
-    """Replays a journal through the run's state machine, and records which nodes left, when and why."""
+class NodeReader:
+    """Replays a journal, whose events `advance` applies to `state`, and records which nodes left, when and
+    why."""
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, advance: Callable[[ev.Event], object]) -> None:
         self.state = state
+        self._advance = advance
         self._spans: list[Span] = []
         self._held: tuple[float, tuple[str, ...]] | None = None  # the current allocation
         self._placed: tuple[str, ...] = ()  # the nodes of its first attempt
@@ -186,7 +146,7 @@ class _Reader:
             self._held, self._placed = (event.t, event.nodes), ()
             self._roles = {}
         phase = state.phase
-        step(state, event)
+        self._advance(event)
         self._placed = self._placed or state.placement
         if isinstance(event, ev.AllocationEnded):
             self._close(event.t)
@@ -319,14 +279,6 @@ def with_earlier(
         avoided=tuple(kept),
     )
     return plan, notes
-
-
-def watched_in(run: PastRun) -> list[Watched]:
-    """What was watched in each of the run's allocations. Only failures of active nodes count."""
-    if not run.spans:
-        return []
-    spans = [Watched(span.start, span.end, min(run.active, len(span.nodes))) for span in run.spans]
-    return [replace(spans[0], failures_s=run.failures), *spans[1:]]
 
 
 def parse_accounting(text: str, known: Collection[str], now: float) -> list[Watched]:

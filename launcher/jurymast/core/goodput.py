@@ -137,22 +137,23 @@ class Account:
     end: int
     final: bool
 
+    def intervals_of_all(self) -> Iterator[tuple[int, Interval]]:
+        """All that was booked: (nodes, what each of them did). Nodes that did the same over the same time
+        come once; those asked for wait together."""
+        alike = Counter((s.start, s.until, s.what) for stays in self.stays.values() for s in stays)
+        for (start, end, what), nodes in alike.items():
+            if what == PLACED:
+                yield from ((nodes, interval) for interval in cut_out(self.timeline, start, end))
+            else:
+                yield nodes, Interval(start, end, what)
+        yield from ((self.asked_nodes, wait) for wait in self.waits)
+
     @cached_property
     def totals(self) -> Counter[str]:
-        """Node-microseconds by category. Nodes placed over the same time are computed once."""
+        """Node-microseconds by category."""
         totals: Counter[str] = Counter()
-        placed: Counter[tuple[int, int]] = Counter()
-        for stays in self.stays.values():
-            for stay in stays:
-                if stay.what == PLACED:
-                    placed[stay.start, stay.until] += 1
-                else:
-                    totals[stay.what] += stay.until - stay.start
-        for (start, end), nodes in placed.items():
-            for interval in cut_out(self.timeline, start, end):
-                totals[interval.category] += nodes * interval.us
-        for wait in self.waits:
-            totals[wait.category] += self.asked_nodes * wait.us
+        for nodes, interval in self.intervals_of_all():
+            totals[interval.category] += nodes * interval.us
         return Counter({name: us for name, us in totals.items() if us})
 
     @property

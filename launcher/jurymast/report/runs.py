@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.cluster.earlier import forgiven_nodes, past_runs, until_text, watched_in
+from jurymast.cluster.earlier import forgiven_nodes, past_runs, until_text
 from jurymast.cluster.exclusion import out_of_service
-from jurymast.core.judges.history import NodeRecord, comebacks, history, more_exposure
+from jurymast.core.judges.history import (
+    NodeRecord,
+    PastRun,
+    comebacks,
+    history,
+    more_exposure,
+    watched_in,
+    worst_first,
+)
 from jurymast.core.state.failure_rate import AFTER_REPAIR, learned_before, node_rate, prior
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.jobs import run_command
@@ -186,8 +194,15 @@ def _cell(key: str, row: Row) -> str:
 def node_rows(runs: Path, exclusion_s: float) -> list[Row]:
     """One row per node that served a run below `runs`. The nodes that are most suspect come first."""
     now = time.time()
-    out = out_of_service(now)
-    earlier, forgiven = past_runs(runs), forgiven_nodes(runs)
+    return rows_of_nodes(past_runs(runs), now, exclusion_s, out_of_service(now), forgiven_nodes(runs))
+
+
+def rows_of_nodes(
+    earlier: Sequence[PastRun], now: float, exclusion_s: float,
+    out: Mapping[str, tuple[float, str]], forgiven: Mapping[str, float],
+) -> list[Row]:  # fmt: skip
+    """The same for these runs. `out`: nodes out of service, for how many seconds and why; `forgiven`: what
+    happened to a node before then no longer excludes it."""
     watched = [one for run in earlier for one in watched_in(run)]
     watched += more_exposure(earlier, comebacks(earlier, forgiven))
     fleet = prior().learned(*learned_before(watched, now)).rate
@@ -195,18 +210,9 @@ def node_rows(runs: Path, exclusion_s: float) -> list[Row]:
         earlier, now, exclusion_s, out_s={name: seconds for name, (seconds, _) in out.items()},
         forgiven=forgiven,
     )  # fmt: skip
-    worst = sorted(
-        records.values(),
-        key=lambda r: (
-            not r.for_good,
-            not r.excluded,
-            -r.lemon_score,
-            -r.strikes,
-            -len(r.departures),
-            r.name,
-        ),
-    )
-    return [_row(record, out.get(record.name), fleet, now) for record in worst]
+    return [
+        _row(record, out.get(record.name), fleet, now) for record in sorted(records.values(), key=worst_first)
+    ]
 
 
 def _row(record: NodeRecord, out: tuple[float, str] | None, fleet: float, now: float) -> Row:

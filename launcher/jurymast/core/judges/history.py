@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -239,6 +239,14 @@ def comebacks(runs: Sequence[PastRun], forgiven: Mapping[str, float]) -> dict[st
     }
 
 
+def watched_in(run: PastRun) -> list[Watched]:
+    """What was watched in each of the run's allocations. Only failures of active nodes count."""
+    if not run.spans:
+        return []
+    spans = [Watched(span.start, span.end, min(run.active, len(span.nodes))) for span in run.spans]
+    return [replace(spans[0], failures_s=run.failures), *spans[1:]]
+
+
 def first_days(span: Span, back: Sequence[float]) -> list[tuple[float, float]]:
     """Return the parts (from, until) of `span` that are within a day after one of the times `back`."""
     found = []
@@ -295,6 +303,14 @@ def _signals(counts: _Counts, out_s: float) -> list[Signal]:
         Signal("failures_alone", counts.alone, 2, f"lost alone {counts.alone} x"),
         Signal("failure_rate", rate, 0.3, f"failed {len(counts.failed_runs)} of {counts.runs} runs"),
     ]  # fmt: skip
+
+
+def worst_first(record: NodeRecord) -> tuple[object, ...]:
+    """A key for sorting: the nodes that most speaks against come first."""
+    return (
+        not record.for_good, not record.excluded, -record.lemon_score, -record.strikes,
+        -len(record.departures), record.name,
+    )  # fmt: skip
 
 
 # ---- nodes that are likely to fail

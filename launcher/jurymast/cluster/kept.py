@@ -1,0 +1,78 @@
+"""What was learned of each run below a runs directory, kept in a file there: a journal is read once.
+
+Nothing depends on the file: what is not in it, was kept by another version, or no longer fits the run is read
+again, and a directory that cannot be written has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from jurymast import foreign
+from jurymast.rundir import RunDirectory, write_json
+
+# Of this user alone, and for tens of thousands of runs.
+KEPT_BYTES_MAX = 256 << 20
+
+Stamp = list[list[int]]
+Summary = TypeVar("Summary")
+
+
+class Kept(Generic[Summary]):
+    """Ask for each run's summary with `of`, then `save`. `from_json` raises ValueError for anything that
+    `to_json` did not make."""
+
+    def __init__(
+        self, path: Path, version: Any, from_json: Callable[[Any], Summary], to_json: Callable[[Summary], Any]
+    ) -> None:
+        self._path, self._version = path, version
+        self._from_json, self._to_json = from_json, to_json
+        self._before = entries_in(path, version)
+        self._now: dict[str, Any] = {}
+
+    def of(self, directory: RunDirectory, read: Callable[[RunDirectory], Summary]) -> Summary:
+        """The run's summary, by `read` unless the kept one still holds. Raises what `read` raises."""
+        name, stamp = directory.root.name, _stamp(directory)
+        entry: Any = self._before.get(name)
+        try:
+            if entry["stamp"] != stamp:
+                raise ValueError("the run has changed")
+            found = self._from_json(entry["run"])
+        except (KeyError, TypeError, ValueError):
+            found = read(directory)
+            entry = {"stamp": stamp, "run": self._to_json(found)}
+        self._now[name] = entry
+        return found
+
+    def save(self) -> None:
+        """Keep the summaries of the runs that were asked for, and forget others."""
+        if self._now != self._before:
+            # In another user's runs directory, or on a full disk, the next reader reads the journals again.
+            with contextlib.suppress(OSError):
+                write_json(self._path, {"v": self._version, "entries": self._now}, durable=False)
+
+
+def entries_in(path: Path, version: Any) -> dict[str, Any]:
+    """The entries of the file; {} if it is not this user's, since anybody could have made it."""
+    try:
+        content = foreign.load_own(path, KEPT_BYTES_MAX)
+        entries = content["entries"] if content["v"] == version else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _stamp(directory: RunDirectory) -> Stamp:
+    """The sizes (bytes) and times of change (ns) of the plan and the journal's files, which differ whenever
+    these have changed."""
+    stamp = []
+    for path in (directory.plan_file, *directory.journal_files()):
+        try:
+            status = foreign.status(path)
+        except OSError:
+            continue
+        stamp.append([status.st_size, status.st_mtime_ns])
+    return stamp
