@@ -47,6 +47,7 @@ from jurymast.cluster.earlier import forgiven_file, forgiven_nodes, past_runs, s
 from jurymast.cluster.slurm import check_runs_directory
 from jurymast.errors import RunDirectoryError
 from jurymast.keeper.memory import MappedBuffer
+from jurymast.report.fleet import kept_file, read_fleet
 from jurymast.rundir import RunDirectory
 from jurymast.storage.export import export
 from jurymast.wire import endpoint
@@ -220,6 +221,20 @@ def test_anothers_runs_say_nothing_about_nodes_and_hang_nothing(shared: Place) -
         assert run_ids(shared.runs) == [RUN]
         with pytest.raises(OSError, match="not an ordinary file"):
             foreign.read(pipe / "plan.json", 10)
+
+
+@as_others
+def test_a_fleet_has_the_runs_of_others_and_counts_those_that_may_not_be_read(shared: Place) -> None:
+    with acting_as(ADA):
+        fleet = read_fleet([shared.runs])
+        assert json.loads(kept_file(shared.runs).read_text())["entries"].keys() == {RUN, FORGED}
+    owners = {Path(name).name: run.user for name, run in fleet.runs.items()}
+    assert owners == {RUN: foreign.user_name(ADA), FORGED: foreign.user_name(MALLORY)}
+    with acting_as(MALLORY):
+        fleet = read_fleet([shared.runs])
+    assert [Path(name).name for name in fleet.runs] == [FORGED]
+    ((name, why),) = fleet.unreadable
+    assert (Path(name).name, f"belongs to {foreign.user_name(ADA)}" in why) == (RUN, True)
 
 
 @as_others

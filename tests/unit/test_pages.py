@@ -11,6 +11,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,12 @@ import pytest
 from jurymast.core.goodput import CATEGORIES, Interval
 from jurymast.core.state.run import TierState
 from jurymast.report import pages
+from jurymast.report.fleet import Fleet, fleet_page, fleet_view, read_fleet
 from jurymast.report.goodput import page, report_page, report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.status import StatusWatcher, read_status
 from support.commands import crash_loop, swapped
-from support.stories import Story
+from support.stories import START, Story
 
 ALIVE, ENDED = Liveness("alive", "RUNNING", "17"), Liveness("ended")
 
@@ -135,6 +137,37 @@ def test_hostile_names_are_shown_as_they_are_and_do_nothing(tmp_path: Path) -> N
     assert "\x00" not in written
     for _, attributes in parser.tags:
         assert not [name for name in attributes if name.startswith("on")]
+
+
+def test_the_page_of_a_fleet_is_whole_loads_nothing_and_escapes_all_names(tmp_path: Path) -> None:
+    swapped().write(tmp_path / "run")
+    fleet = read_fleet([tmp_path])
+    hostile = {
+        f"{EVIL}{name}": replace(run, user=EVIL, account=f"\x1b[2J{EVIL}", partition=EVIL)
+        for name, run in fleet.runs.items()
+    }
+    fleet = Fleet(hostile, [(EVIL, EVIL)])
+    view = fleet_view(fleet, ("team", "user", "partition", "month"), None, START + 60.0)
+    view["warnings"].append(EVIL)
+    view["nodes"][0].update(node=EVIL, last_cause=EVIL, last_evidence=EVIL)
+    view["total"]["lost"][EVIL] = {"node_seconds": 1.0, "gpu_seconds": 1.0}
+    written = fleet_page(view)
+    parser = Page()
+    parser.feed(written)
+    assert parser.open == []
+    tags = [tag for tag, _ in parser.tags]
+    assert (tags.count("script"), tags.count("style")) == (2, 1)
+    assert {"img", "iframe", "object", "embed", "form", "base", "link"}.isdisjoint(tags)
+    for _, attributes in parser.tags:
+        assert not {"src", "srcset", "style"} & set(attributes)
+        assert not [name for name in attributes if name.startswith("on")]
+        assert (attributes.get("href") or "#").startswith("#")
+    assert EVIL not in written
+    assert "\x1b" not in written
+    shown, embedded = written.split('id="fleet">')
+    assert html.unescape(shown).count(EVIL) >= 9
+    assert not re.search(r"url\(|@import|https?://", shown)
+    assert json.loads(embedded.split("</script>")[0]) == json.loads(json.dumps(view))
 
 
 def test_every_category_has_a_colour(tmp_path: Path) -> None:

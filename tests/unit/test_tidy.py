@@ -179,7 +179,15 @@ def _opens_by_path(call: ast.Call) -> bool:
 
 
 # What commands reach.
-LOOKING = ("cli/", "report/", "cluster/earlier.py", "journal.py", "rundir.py", "checkpoint/directory.py")
+LOOKING = (
+    "cli/",
+    "report/",
+    "cluster/earlier.py",
+    "cluster/kept.py",
+    "journal.py",
+    "rundir.py",
+    "checkpoint/directory.py",
+)
 
 
 def looks(source: Source) -> Iterator[str]:
@@ -483,7 +491,7 @@ PASSING = {
     "launcher/jurymast/storage/shared.py": "a write that a power loss ends, which begins anew",
     "launcher/jurymast/checkpoint/directory.py": "the mark of a checkpoint that was read: it is read again",
     "launcher/jurymast/cluster/verdicts.py": "what a site's health check reads within minutes",
-    "launcher/jurymast/cluster/earlier.py": "a summary that is made anew from the journals",
+    "launcher/jurymast/cluster/kept.py": "summaries that are made anew from the journals",
     "launcher/jurymast/script/notes.py": "what processes of one life of a job tell each other",
 }
 

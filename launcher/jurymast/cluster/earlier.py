@@ -60,11 +60,11 @@ def past_runs(runs: Path) -> list[PastRun]:
         summary_file(runs), VERSION, lambda values: values and PastRun.from_json(values),
         lambda run: run and run.to_json(),
     )  # fmt: skip
-    found = []
-    for name in _names(runs):
+    found, names = [], _names(runs)
+    for name in names:
         with contextlib.suppress(RunDirectoryError, OSError, KeyError, TypeError, ValueError):
             found.append(kept.of(RunDirectory(runs / name), _read))
-    kept.save()
+    kept.save(names)
     return _each_once([run for run in found if run is not None])
 
 

@@ -7,7 +7,7 @@ again, and a directory that cannot be written has none.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,8 +22,8 @@ Summary = TypeVar("Summary")
 
 
 class Kept(Generic[Summary]):
-    """Ask for each run's summary with `of`, then `save`. `from_json` raises ValueError for anything that
-    `to_json` did not make."""
+    """Ask for each run's summary with `of`, then `save`, even if not all were asked for: the next reader goes
+    on from there. `from_json` raises ValueError for anything that `to_json` did not make."""
 
     def __init__(
         self, path: Path, version: Any, from_json: Callable[[Any], Summary], to_json: Callable[[Summary], Any]
@@ -31,12 +31,12 @@ class Kept(Generic[Summary]):
         self._path, self._version = path, version
         self._from_json, self._to_json = from_json, to_json
         self._before = entries_in(path, version)
-        self._now: dict[str, Any] = {}
+        self._now = dict(self._before)
 
     def of(self, directory: RunDirectory, read: Callable[[RunDirectory], Summary]) -> Summary:
         """The run's summary, by `read` unless the kept one still holds. Raises what `read` raises."""
         name, stamp = directory.root.name, _stamp(directory)
-        entry: Any = self._before.get(name)
+        entry: Any = self._now.pop(name, None)
         try:
             if entry["stamp"] != stamp:
                 raise ValueError("the run has changed")
@@ -47,12 +47,13 @@ class Kept(Generic[Summary]):
         self._now[name] = entry
         return found
 
-    def save(self) -> None:
-        """Keep the summaries of the runs that were asked for, and forget others."""
-        if self._now != self._before:
+    def save(self, names: Iterable[str]) -> None:
+        """Keep the summaries of the runs with these names, and forget all others."""
+        entries = {name: self._now[name] for name in names if name in self._now}
+        if entries != self._before:
             # In another user's runs directory, or on a full disk, the next reader reads the journals again.
             with contextlib.suppress(OSError):
-                write_json(self._path, {"v": self._version, "entries": self._now}, durable=False)
+                write_json(self._path, {"v": self._version, "entries": entries}, durable=False)
 
 
 def entries_in(path: Path, version: Any) -> dict[str, Any]:

@@ -1,0 +1,484 @@
+"""`jurymast fleet`: sums over groups are sums over runs, nothing flatters, and what is kept is not needed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jurymast
+from jurymast.cli import fleet as command
+from jurymast.cluster.earlier import NodeReader
+from jurymast.core.fleet import (
+    BY,
+    DAY_US,
+    DAYS_MAX,
+    STEP,
+    UNDIAGNOSED,
+    WAITING,
+    Day,
+    RunGroup,
+    RunSummary,
+    failures_of,
+    failures_within,
+    grouped,
+    spares_used,
+    spent_by_day,
+)
+from jurymast.core.goodput import MAYBE_REWORK, PLACED, Account, Interval, Ledger, Stay
+from jurymast.core.judges.history import PastRun, Span
+from jurymast.core.state import events as ev
+from jurymast.core.state.failure_rate import DAY_S, Watched
+from jurymast.core.state.incident import Incident
+from jurymast.core.state.settings import Settings
+from jurymast.journal import initial_state
+from jurymast.report.fleet import fleet_csv, fleet_view, kept_file, read_fleet, read_run
+from jurymast.report.goodput import report_view
+from jurymast.report.liveness import Liveness
+from jurymast.report.status import read_status
+from jurymast.rundir import RunDirectory
+from support.commands import Place, crash_loop, swapped
+from support.random_events import Moment, moments, next_event
+from support.stories import START, Story
+
+NOW = START + 3600.0
+DAY = int(START // DAY_S)
+
+
+def summary(name: str = "r", **fields: Any) -> RunSummary:
+    past = PastRun(run=name, active=fields.pop("active", 2), failures=fields.pop("failures", ()),
+                   spans=fields.pop("spans", ()), ended=fields.pop("ended", True))  # fmt: skip
+    return RunSummary(past=past, **{"cluster": "slurm", **fields})
+
+
+def day(number: int = DAY, wall_us: int = 0, step_us: int = 0, doubtful_us: int = 0, **spent: int) -> Day:
+    return Day(number=number, spent=spent, wall_us=wall_us, step_us=step_us, doubtful_us=doubtful_us)
+
+
+def told(story: Story, *, account: str = "", partition: str = "", gpus: int = 0) -> Story:
+    """Slurm had chosen these, and so many GPUs were on each node."""
+
+    def say(entry: Any) -> Any:
+        if isinstance(entry, ev.AllocationStarted):
+            return msgspec.structs.replace(entry, account=account, partition=partition)
+        return msgspec.structs.replace(entry, gpus=gpus) if isinstance(entry, ev.NodeJoined) else entry
+
+    story.plan = replace(story.plan, settings=Settings(preflight_s=0.0))  # nodes with GPUs are tested
+    story.entries = [say(entry) for entry in story.entries]
+    return story
+
+
+def put(story: Story, runs: Path, name: str) -> RunDirectory:
+    story.plan = replace(story.plan, run=name)
+    return story.write(runs / name)
+
+
+def view_of(*places: Path, by: tuple[str, ...] = ("team",), since: float | None = None) -> Any:
+    return json.loads(json.dumps(fleet_view(read_fleet(places), by, since, NOW)))
+
+
+# Sums.
+
+
+def random_account(drawn: list[Moment], active: int, spares: int) -> tuple[Account, RunSummary]:
+    """Of a journal in which anything happens."""
+    story = Story(active=active, spares=spares)
+    ledger, t = Ledger(initial_state(story.plan)), START
+    reader = NodeReader(ledger.state, ledger.feed)
+    for moment in drawn:
+        t += 5000.0 * moment[1]
+        reader.take(next_event(ledger.state, t, moment))
+    found = ledger.account()
+    days = spent_by_day(found, ledger.state.incidents, START)
+    past = reader.summary("r", ())
+    return found, RunSummary(past=past, cluster="slurm", spares_used=spares_used(found), days=days)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(moments, max_size=60), st.integers(1, 3), st.integers(0, 2))
+def test_a_run_cut_into_days_sums_exactly(drawn: list[Moment], active: int, spares: int) -> None:
+    account, run = random_account(drawn, active, spares)
+    spent = sum((Counter(each.spent) for each in run.days), Counter[str]())
+    assert spent.total() == sum(account.totals.values())
+    for category in (STEP, MAYBE_REWORK, "unknown", *WAITING):
+        assert spent[category] == account.totals[category], category
+    assert sum(each.wall_us for each in run.days) == account.wall_us
+    assert sum(each.step_us for each in run.days) == account.placed_us(STEP)
+    assert list(run.days) == sorted(run.days, key=lambda each: each.number)
+    assert run.days, "each run counts somewhere"
+    assert RunSummary.from_json(json.loads(json.dumps(run.to_json()))) == run
+
+
+names = st.sampled_from(["", "a", "b"])
+days = st.builds(
+    lambda number, spent, *us: day(number, sum(us), *us[:2], **spent),
+    st.integers(DAY - 40, DAY),
+    st.dictionaries(st.sampled_from([STEP, "unknown", "queue_wait", "gpu_bad"]), st.integers(0, 10**15)),
+    *[st.integers(0, 10**15)] * 3,
+)  # fmt: skip
+runs_of_a_fleet = st.dictionaries(
+    st.text(max_size=3),
+    st.builds(
+        lambda days, **fields: summary(days=tuple({each.number: each for each in days}.values()), **fields),
+        st.lists(days, max_size=4), active=st.integers(1, 9), gpus=st.integers(0, 8), ended=st.booleans(),
+        user=names, account=names, partition=names, spares=st.integers(0, 3), spares_used=st.integers(0, 3),
+    ),
+    max_size=8,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(runs_of_a_fleet, st.lists(st.sampled_from(list(BY)), unique=True), st.integers(0, 50))
+def test_sums_over_groups_are_sums_over_runs(runs: dict[str, RunSummary], by: list[str], ago: int) -> None:
+    since = (DAY - ago) * DAY_S + 7.0
+    groups = grouped(runs, by, since)
+    kept = [(run, each) for run in runs.values() for each in run.days if each.number >= DAY - ago]
+    nodes = sum((Counter(each.spent) for _, each in kept), Counter[str]())
+    assert sum((group.nodes for group in groups), Counter[str]()) == nodes
+    assert sum(group.gpus.total() for group in groups) == sum(
+        run.gpus * sum(us for cause, us in each.spent.items() if cause not in WAITING) for run, each in kept
+    )
+    assert sum(group.wall_us for group in groups) == sum(run.past.active * each.wall_us for run, each in kept)
+    assert {name for group in groups for name in group.runs} == {
+        name for name, run in runs.items() if any(each.number >= DAY - ago for each in run.days)
+    }
+    if "month" not in by:
+        assert sum(len(group.runs) for group in groups) == len({id(run) for run, _ in kept})
+    assert [group.key for group in groups] == sorted({group.key for group in groups})
+    for group in groups:
+        assert group.nodes.total() == group.allocated_us + sum(group.nodes[name] for name in WAITING)
+        lost = sum(group.nodes[cause] for cause in group.lost())
+        assert group.allocated_us == group.nodes[STEP] + group.doubt_us + lost
+        for ratio in group.ratios().values():
+            assert ratio is None or ratio[0] <= ratio[1]
+
+
+def test_what_was_spent_belongs_to_its_month_and_its_cause() -> None:
+    """A run over the end of a month; an incident that nobody has diagnosed yet is none of its categories."""
+    first = 20_513 * DAY_US  # 1 March 2026
+    timeline = (
+        Interval(first - 3_000_000, first + 1_000_000, STEP),
+        Interval(first + 1_000_000, first + 3_000_000, "hang", 1),
+        Interval(first + 3_000_000, first + 4_000_000, "relaunch", 2),
+    )
+    waits = (Interval(first - 4_000_000, first - 3_000_000, "requeue_wait", 1),)
+    stays = (Stay(first - 3_000_000, first + 4_000_000, PLACED),)
+    account = Account(timeline, waits, 3, {"n1": stays, "n2": stays}, None, first + 4_000_000, final=False)
+    incidents = [Incident(1, START, START, 1, 0), Incident(2, START, START, 1, 0, cause="node_lost")]
+    run = summary(days=spent_by_day(account, incidents, START), gpus=4)
+    february, march = grouped({"r": run}, ["month"])
+    assert (february.key, march.key) == (("2026-02",), ("2026-03",))
+    assert february.nodes == {STEP: 6_000_000, "requeue_wait": 3_000_000}
+    assert march.nodes == {STEP: 2_000_000, UNDIAGNOSED: 4_000_000, "node_lost": 2_000_000}
+    assert february.gpus == {STEP: 24_000_000}, "without nodes no GPU was held"
+    assert march.lost() == [UNDIAGNOSED, "node_lost"]
+    assert february.ratios() == {"ettr": (0.75, 0.75), "allocation_goodput": (1.0, 1.0)}
+
+
+def test_a_journal_that_tells_of_centuries_is_refused() -> None:
+    timeline = (Interval(0, (DAYS_MAX + 2) * DAY_US, STEP),)
+    with pytest.raises(ValueError, match=f"{DAYS_MAX + 1} days"):
+        spent_by_day(Account(timeline, (), 1, {}, None, 0, final=True), [], START)
+
+
+def test_what_may_have_counted_makes_a_range_and_no_better_number() -> None:
+    spent = {"step": 50, "unknown": 20, "maybe_rework": 10, "launch": 20}
+    (group,) = grouped({"r": summary(days=(day(DAY, 100, 40, 30, **spent),))}, [])
+    assert group.ratios() == {"ettr": (0.4, 0.7), "allocation_goodput": (0.5, 0.8)}
+    assert group.lost() == ["launch"]
+    assert RunGroup().ratios() == {"ettr": None, "allocation_goodput": None}
+
+
+def test_used_spares_are_those_that_took_a_place() -> None:
+    story = swapped()
+    ledger = Ledger(initial_state(story.plan))
+    for event in story.events:
+        ledger.feed(event)
+    assert spares_used(ledger.account()) == 1
+    assert spares_used(Ledger(initial_state(story.plan)).account()) == 0
+
+
+# Failures.
+
+
+def lasting(failures: list[float], from_day: float, until_day: float, nodes: int = 10) -> RunSummary:
+    """Days before `NOW`, on so many nodes."""
+    span = Span(
+        start=NOW - from_day * DAY_S, end=NOW - until_day * DAY_S, nodes=tuple(map(str, range(nodes)))
+    )
+    at = tuple(NOW - each * DAY_S for each in failures)
+    return summary(active=nodes, spans=(span,), failures=at, days=(day(), day(DAY + 1)))
+
+
+def test_the_mtbf_is_that_of_one_node_and_of_the_time_it_says() -> None:
+    runs = {"a": lasting([1.0, 2.0, 20.0], 28.0, 0.0), "b": lasting([1.001], 28.0, 27.0)}
+    found = failures_of(RunGroup(runs=runs, until=NOW), NOW)
+    assert (found.week.failures, found.month.failures) == (2, 3), "two at once are one"
+    burst_s = 600.0  # in which another failure would not have counted
+    assert found.week.observed_s == pytest.approx(10 * (7 * DAY_S - 2 * burst_s))
+    assert found.month.observed_s == pytest.approx(10 * (29 * DAY_S - 3 * burst_s))
+    assert found.week.mean_s == pytest.approx(found.week.observed_s / 2)
+    assert failures_within([Watched(0.0, 10.0, 1.0, (5.0,))], 20.0, 30.0).observed_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("failures", "from_day", "trend"),
+    [
+        ([d / 10 for d in range(1, 60)], 28.0, "worse"),
+        ([7.5 + d / 10 for d in range(100)], 28.0, "better"),
+        ([1.0, 9.0, 16.0, 23.0], 28.0, "unclear"),
+        ([], 28.0, "unclear"),
+        ([1.0], 5.0, ""),
+    ],
+)
+def test_a_trend_is_told_where_it_is_no_chance(failures: list[float], from_day: float, trend: str) -> None:
+    group = RunGroup(runs={"a": lasting(failures, from_day, 0.0)}, until=NOW + DAY_S)
+    assert failures_of(group, NOW).trend == trend
+
+
+def test_the_last_days_are_those_before_now_or_before_the_end_of_a_month() -> None:
+    run = lasting([61.0], 90.0, 60.0)
+    (group,) = grouped({"a": run}, ["team"])
+    assert failures_of(group, NOW).month.observed_s == 0.0, "it has not run for two months"
+    (november, *_) = grouped({"a": replace(run, days=(day(20_758),))}, ["month"])
+    assert (november.key, november.until) == (("2026-11",), 20_788 * DAY_S)
+    (december,) = grouped({"a": replace(run, days=(day(20_788 + 30),))}, ["month"])
+    assert december.until == 20_819 * DAY_S
+
+
+def test_a_month_that_is_over_has_its_own_failures() -> None:
+    group = RunGroup(runs={"a": lasting([1.0, 11.0], 28.0, 0.0)}, until=NOW - 10 * DAY_S)
+    assert failures_of(group, NOW).week.failures == 1
+
+
+# What is read.
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    found = Place(tmp_path)
+    put(told(swapped(), account="vision", partition="h100", gpus=8), found.runs, "20261101-100000-a-0001")
+    put(told(swapped(), account="vision", partition="b200"), found.runs, "20261101-100000-b-0002")
+    put(crash_loop(), found.runs, "20261101-100000-c-0003")
+    put(
+        told(swapped(finished=False), account="speech", partition="h100"),
+        found.runs,
+        "20261101-100000-d-0004",
+    )
+    return found
+
+
+def test_a_fleet_of_one_run_tells_what_its_report_tells(tmp_path: Path) -> None:
+    run = put(told(swapped(), gpus=8), tmp_path, "20261101-100000-a-0001")
+    report = report_view(read_status(run), Liveness("ended"), NOW)
+    total = view_of(tmp_path)["total"]
+    for name in ("ettr", "allocation_goodput"):
+        assert total["ratios"][name] == pytest.approx(report["ratios"][name], abs=1e-12)
+    for name in ("total_node_seconds", "allocated_node_seconds"):
+        assert total[name] == report[name]
+    assert total["waiting"]["node_seconds"] == report["queue_node_seconds"]
+    assert total["productive"]["node_seconds"] == report["categories"]["step"]
+    assert total["gpu_seconds"] == 8 * report["allocated_node_seconds"]
+    assert total["spares"] == {"asked": 1, "used": 1}
+    assert total["mtbf"]["28d"]["failures"] == report["mtbf"]["failures"] == 1
+    (incident,) = report["incidents"]
+    lost = total["lost"]["node_lost"]["node_seconds"]
+    of_one = incident["seconds"]["diagnose"]  # the lost node was not placed any more
+    assert lost == pytest.approx(2 * incident["lost_seconds"] - of_one), "two nodes were placed"
+
+
+def test_groups_and_what_the_figures_do_not_hold(place: Place) -> None:
+    broken = place.runs / "20261101-100000-e-0005"
+    broken.mkdir()
+    (broken / "plan.json").write_text("{")
+    (place.runs / "no-run").mkdir()
+    found = view_of(place.runs, by=("team", "partition"))
+    keys = [(g["team"], g["partition"], g["runs"], g["open_runs"]) for g in found["groups"]]
+    assert keys == [
+        (None, None, 1, 0), ("speech", "h100", 1, 1), ("vision", "b200", 1, 0), ("vision", "h100", 1, 0),
+    ]  # fmt: skip
+    assert found["provisional"]
+    assert (found["total"]["runs"], found["total"]["open_runs"]) == (4, 1)
+    assert [Path(each["run"]).name for each in found["unreadable"]] == [broken.name]
+    assert "damaged" in found["unreadable"][0]["why"]
+    warned = " ".join(found["warnings"])
+    for words in ("1 run that could not be read", "no end of 1 run is recorded", "3 runs told of no GPUs"):
+        assert words in warned
+    assert [row["node"] for row in found["nodes"]] == ["n3"]
+    assert found["nodes"][0]["incidents"] == 3
+    assert view_of(place.runs, since=START + 2 * DAY_S)["total"]["runs"] == 0
+    assert view_of(place.runs, by=("month",))["groups"][0]["month"] == "2026-11"
+
+
+def test_a_copy_of_a_run_does_not_count_again(place: Place) -> None:
+    """In another runs directory, or in the same. The one of which the journal goes further counts."""
+    before = view_of(place.runs)["total"]
+    longer = swapped(finished=False)
+    longer.stepped(90)
+    put(told(longer, account="speech"), place.root / "more", "20261101-100000-d-0004")
+    found = view_of(place.runs, place.root / "more", place.runs)
+    assert found["total"]["runs"] == before["runs"]
+    assert found["total"]["productive"]["node_seconds"] > before["productive"]["node_seconds"]
+    assert "a copy of a run in 1 more directory" in " ".join(found["warnings"])
+
+
+def test_a_hostile_journal_ends_nothing(place: Place) -> None:
+    (journal,) = (place.runs / "20261101-100000-a-0001" / "journal").iterdir()
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for line in lines[1:]:
+        if line.get("event") == "Progress":
+            line["t"] = line["stepped_at"] = 9e10
+    journal.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = view_of(place.runs)
+    assert found["total"]["runs"] == 3
+    assert "days" in found["unreadable"][0]["why"]
+
+
+# What is kept.
+
+
+def blank(journal: Path) -> None:
+    """Nothing is left of it, and nothing shows that."""
+    before = journal.stat()
+    journal.write_bytes(b" " * before.st_size)
+    os.utime(journal, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_journal_is_read_once_until_it_changes(place: Place) -> None:
+    before = view_of(place.runs)
+    assert kept_file(place.runs).stat().st_mode & 0o777 == 0o600
+    journals = [path for run in place.runs.glob("2026*") for path in (run / "journal").iterdir()]
+    for journal in journals:
+        blank(journal)
+    assert view_of(place.runs) == before, "what was read is kept"
+    for journal in journals:
+        os.utime(journal, ns=(1, 1))
+    assert view_of(place.runs)["total"]["productive"]["node_seconds"] == 0.0
+
+
+@pytest.mark.parametrize("how", ["damaged", "cut", "another version", "another field", "a list", "removed"])
+def test_what_does_not_fit_is_read_again(place: Place, how: str) -> None:
+    before = view_of(place.runs)
+    kept = kept_file(place.runs)
+    text = kept.read_text()
+    changed = {
+        "damaged": "\0" * 100, "cut": text[: len(text) // 2],
+        "another version": text.replace(jurymast.__version__, "0.0.1").replace('"step": ', '"step": 9'),
+        "another field": text.replace('"spares_used"', '"spares_lost"'), "a list": '{"v": 1, "entries": []}',
+    }.get(how)  # fmt: skip
+    assert changed != text
+    kept.write_text(changed) if changed is not None else kept.unlink()
+    assert view_of(place.runs) == before
+    assert json.loads(kept.read_text()) == json.loads(text), "and kept"
+
+
+def test_a_directory_that_cannot_be_written_works_without(place: Place) -> None:
+    kept_file(place.runs).mkdir()
+    assert view_of(place.runs)["total"]["runs"] == 4
+    assert not [path for path in place.runs.iterdir() if path.name.startswith("..fleet")], (
+        "nothing is left over"
+    )
+
+
+def test_runs_that_are_gone_are_forgotten_and_an_interrupted_look_is_not(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def reading(directory: RunDirectory) -> RunSummary:
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(directory.root.name)
+        return read_run(directory)
+
+    monkeypatch.setattr("jurymast.report.fleet.read_run", reading)
+    with pytest.raises(KeyboardInterrupt):
+        read_fleet([place.runs])
+    assert sorted(json.loads(kept_file(place.runs).read_text())["entries"]) == calls
+    monkeypatch.undo()
+    read_fleet([place.runs])
+    (place.runs / calls[0]).rename(place.root / "gone")
+    read_fleet([place.runs])
+    assert calls[0] not in json.loads(kept_file(place.runs).read_text())["entries"]
+
+
+# The command.
+
+
+def test_two_at_once_agree(place: Place) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: place.json("fleet", "--since", "90000d"), range(2))
+    for found in (first, second):
+        del found["generated_at"], found["since"]
+    assert first == second
+    assert len(json.loads(kept_file(place.runs).read_text())["entries"]) == 4
+
+
+def test_the_table_and_the_csv_have_one_row_a_group(place: Place) -> None:
+    shown = place.good("fleet", "--by", "team,user", "--by", "partition").splitlines()
+    header = next(number for number, line in enumerate(shown) if line.startswith("TEAM"))
+    assert shown[header].split()[:4] == ["TEAM", "USER", "PARTITION", "RUNS"]
+    rows = [line.split() for line in shown[header + 1 : header + 6]]
+    assert [row[0] for row in rows] == ["-", "speech", "vision", "vision", "all"]
+    assert rows[1][3] == "1*", "provisional"
+    assert any(line.startswith("node lost ") for line in shown)
+    assert any(line.startswith("n3 ") for line in shown)
+    (first, *others) = csv.DictReader(place.good("fleet", "--csv").splitlines())
+    assert len(others) == 2
+    assert float(first["ratios.allocation_goodput.low"]) <= float(first["ratios.allocation_goodput.high"])
+    assert {"team", "runs", "lost.node_lost.gpu_seconds", "mtbf.7d.failures"} <= first.keys()
+
+
+def test_a_name_is_no_formula_of_a_spreadsheet_and_no_row_of_its_own(tmp_path: Path) -> None:
+    put(
+        told(swapped(), account="=cmd|' /C calc'!A0", partition="a\nb,\x1b[2J"),
+        tmp_path,
+        "20261101-100000-a-0001",
+    )
+    (row,) = csv.DictReader(fleet_csv(view_of(tmp_path, by=("team", "partition"))).splitlines())
+    assert row["team"] == "'=cmd|' /C calc'!A0"
+    assert row["partition"].startswith("a b,")
+    assert "\x1b" not in row["partition"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--by", "team,moon"), "moon is none of team, partition, user, month"),
+        (("--since", "soon"), "soon is not a duration"),
+        (("--json", "--csv"), "exclude each other"),
+        (("--runs", "nowhere"), "there is no directory"),
+    ],
+)
+def test_what_it_does_not_take(place: Place, words: tuple[str, ...], said: str) -> None:
+    done = place.run("fleet", *words)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_the_command_knows_all_keys(tmp_path: Path) -> None:
+    assert tuple(BY) == command.BY
+    place = Place(tmp_path)
+    assert "no runs in" in place.run("fleet").stderr
+
+
+def test_days_are_those_of_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Pacific/Kiritimati")
+    time.tzset()
+    try:
+        assert day(20_512).month == "2026-02"
+        assert day(20_513).month == "2026-03"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
