@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What it takes to look at a run of thousands of nodes: six hours with a dozen incidents, 8 ranks a node.
+"""What it takes to look at a run of thousands of nodes: six hours with a dozen incidents, 8 ranks a node; and
+at thousands of runs of four nodes (`jurymast fleet`), read for the first time and again.
 
 The run directory is made up (`tests/support/big_runs.py`): the real state machine's events and decisions,
 through the real journal writer, and the logs of the newest attempt. Commands run as a user would run them.
@@ -25,9 +26,14 @@ from benchmarks.common import JURYMAST, Row, Target
 from jurymast.journal import GATHER_S
 from jurymast.rundir import RunDirectory
 from support.big_runs import BigRun
+from support.stories import Story
 
 SIZES = (100, 1000, 12500)
 QUICK_SIZES = (100, 1000)
+RUNS, QUICK_RUNS = 10_000, 200
+RUNS_STEPS = 4000
+FLEET = ("fleet", "--by", "user,month", "--json")
+FLEET_S = 10.0
 HOURS = 6.0
 RUN = "20261117-100000-gpt-abcd"
 LIMIT_S = 300.0
@@ -62,12 +68,12 @@ class Measured:
         self.rows.append(Row(case, JURYMAST, metric, unit, value, value, value, 1, note))
         common.progress(f"{case}: {metric} {value:.4g} {unit}")
 
-    def command(self, nodes: int, name: str, command: list[str], folder: Path, **more: str) -> float:
-        """Run it and book its cost; the number of lines that it printed."""
+    def command(self, nodes: int, name: str, command: list[str], folder: Path, of: str = "nodes") -> float:
+        """Run it and book its cost; the number of lines that it printed. `of`: what there are `nodes` of."""
         began = time.monotonic()
         with tempfile.TemporaryFile() as out:
             process = subprocess.Popen(
-                command, cwd=folder, env={**os.environ, "JURYMAST_RUNS": str(folder / "runs"), **more},
+                command, cwd=folder, env={**os.environ, "JURYMAST_RUNS": str(folder / "runs")},
                 stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             _, status, used = os.wait4(process.pid, 0)
@@ -77,7 +83,7 @@ class Measured:
             printed = out.read()
         if process.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-        case = f"{nodes} nodes: {name}"
+        case = f"{nodes} {of}: {name}"
         self.seconds.setdefault(name, {})[nodes] = used.ru_utime + used.ru_stime
         self.row(case, "time", "s", took_s)
         self.row(case, "processor time", "s", self.seconds[name][nodes])
@@ -141,6 +147,27 @@ def write(nodes: int, root: Path) -> tuple[float, int]:
     return took_s, len(run.events)
 
 
+def measure_runs(found: Measured, runs: int, folder: Path) -> list[Target]:
+    """`jurymast fleet` over so many runs of a few nodes, all with the same journal."""
+    story = Story(active=4, spares=1, ranks_per_node=8).running()
+    for step in range(20, RUNS_STEPS, 10):
+        story.stepped(step)
+    story.saved(step).lost("n2")
+    model = story.stopped().recovered(step, RUNS_STEPS).finished().write(folder / "model")
+    plan, journals = model.plan_file.read_text(), list(model.journal_files())
+    for number in range(runs):
+        run = RunDirectory(folder / "runs" / f"20261117-100000-gpt-{number:05d}")
+        run.journal.mkdir(parents=True)
+        run.plan_file.write_text(plan.replace(RUN, run.root.name))
+        for journal in journals:
+            (run.journal / journal.name).hardlink_to(journal)
+    found.row(f"{runs} runs", "journal of each", "kB", sum(path.stat().st_size for path in journals) / 1e3)
+    for name in ("fleet, first", "fleet, again"):
+        found.command(runs, name, [sys.executable, "-m", "jurymast", *FLEET], folder, of="runs")
+    took_s = found.seconds["fleet, again"][runs]
+    return [Target(f"{runs} runs: fleet, again, processor s", took_s, FLEET_S, "lower")]
+
+
 def growth(found: Measured, sizes: list[int]) -> list[Target]:
     """Between the two largest sizes no command may take more than in proportion."""
     if len(sizes) < 2:
@@ -164,14 +191,19 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SIZES} nodes, for the shape")
     parser.add_argument("--nodes", type=int, nargs="*", help=f"sizes; {SIZES} unless said otherwise")
+    parser.add_argument("--runs", type=int, help=f"runs of a fleet; {RUNS} unless said otherwise")
     arguments = parser.parse_args()
-    sizes = sorted(arguments.nodes or (QUICK_SIZES if arguments.quick else SIZES))
+    usual = QUICK_SIZES if arguments.quick else SIZES
+    sizes = sorted(usual if arguments.nodes is None else arguments.nodes)
+    runs = arguments.runs or (QUICK_RUNS if arguments.quick else RUNS)
     found = Measured()
     targets: list[Target] = []
     for nodes in sizes:
         with tempfile.TemporaryDirectory(prefix="jurymast-bench-") as folder:
             targets += measure(found, nodes, Path(folder))
     targets += growth(found, sizes)
+    with tempfile.TemporaryDirectory(prefix="jurymast-bench-") as folder:
+        targets += measure_runs(found, runs, Path(folder))
     about = {**common.machine(), "hours": HOURS, "ranks_per_node": 8, "quick": arguments.quick}
     common.print_report("big_run", found.rows, targets, about, arguments.json)
 
