@@ -129,6 +129,7 @@ def end_with_us() -> None:
 
 # ---- the batch process
 
+SUM_UP_LIMIT_S = 10.0
 LOOK_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
 
@@ -254,6 +255,13 @@ def tell_of_requeue(trouble: str) -> None:
     log.warning("requeue: %s", trouble)
 
 
+def sum_up(run_directory: str, job: str) -> None:
+    """Write the run's summary to the end of the job's log. It takes a second, and nothing fails by it."""
+    command = run_module("jurymast.report.last_words", run_directory, job)
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(command, stdin=subprocess.DEVNULL, timeout=SUM_UP_LIMIT_S)
+
+
 def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Allocation:
     """The allocation of a local run, with names for its nodes that were never excluded."""
     names = (name for number in count(1) if (name := f"local-{number}") not in excluded)
@@ -268,7 +276,10 @@ def main(run_directory: str) -> int:
     if plan.cluster == "slurm":
         allocation = from_slurm_environment()
         agents = SrunAgents(run_directory, len(allocation.nodes))
-        return BatchProcess(directory, plan, allocation, agents).run().exit_code
+        outcome = BatchProcess(directory, plan, allocation, agents).run()
+        if not outcome.requeued:
+            sum_up(run_directory, allocation.job)
+        return outcome.exit_code
     excluded = set[str]()
     for restarts in count():
         allocation = local_allocation(plan, restarts, excluded)
