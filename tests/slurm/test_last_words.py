@@ -21,10 +21,10 @@ def test_a_job_ends_with_the_run_s_summary(cluster: Cluster, tmp_path: Path, own
     run.wait_end()
     wait_until("the job's end", lambda: run.job_state() == "COMPLETED", poll_s=ASK_POLL_S)
     log = (run.directory.submission / f"job-{run.job}.log").read_text()
-    ended, ratios, more = log.splitlines()[-3:]
-    assert ended.startswith("jurymast: the run succeeded: step 40 after ")
-    assert ratios.startswith("jurymast: runtime goodput ")
-    assert more == f"jurymast: jurymast report {run.directory.root.name} shows where the time went"
+    ended, ratios, more = (line.partition(" jurymast: ")[2] for line in log.splitlines()[-3:])
+    assert ended.startswith("the run succeeded: step 40 after ")
+    assert ratios.startswith("runtime goodput ")
+    assert more == f"jurymast report {run.directory.root.name} shows where the time went"
     asked = ["squeue", "--noheader", "--states=all", f"--jobs={run.job}", "--format=%k"]
     comment = cluster.login(asked).stdout.strip()
     if own:

@@ -3,11 +3,13 @@ at the end of the job's log, and in the comment of the Slurm job unless its owne
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 
 from jurymast.errors import ClusterUnavailableError, JurymastError
 from jurymast.jobs import run_command
+from jurymast.processes import log_as
 from jurymast.report.advice import sentences
 from jurymast.report.follow import end_lines
 from jurymast.report.goodput import Report, between, report_view
@@ -15,6 +17,8 @@ from jurymast.report.liveness import Liveness
 from jurymast.report.status import StatusWatcher, read_status
 from jurymast.report.text import count, one_line
 from jurymast.rundir import RunDirectory
+
+log = logging.getLogger("jurymast.last_words")
 
 SCONTROL_LIMIT_S = 3.0
 NO_COMMENT = ("", "(null)")
@@ -52,14 +56,15 @@ def annotate(job: str, text: str) -> None:
 
 
 def main(run_directory: str, job: str = "") -> int:
+    log_as("jurymast")
     try:
         watcher = read_status(RunDirectory(run_directory))
         report = report_view(watcher, Liveness("ended", watcher.state.phase.value), time.time())
     except JurymastError as error:
-        print(f"jurymast: {error}", flush=True)
+        log.error("%s", error)
         return error.exit_code
     for line in summary(watcher, report):
-        print(f"jurymast: {one_line(line)}", flush=True)
+        log.info("%s", one_line(line))
     if job:
         annotate(job, comment(report))
     return 0
