@@ -43,7 +43,7 @@ from jurymast.core.state.failure_rate import DAY_S, Watched
 from jurymast.core.state.incident import Incident
 from jurymast.core.state.settings import Settings
 from jurymast.journal import initial_state
-from jurymast.report.fleet import fleet_csv, fleet_view, kept_file, read_fleet, read_run
+from jurymast.report.fleet import fleet_csv, fleet_view, kept_file, mtbf_text, read_fleet, read_run
 from jurymast.report.goodput import report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.status import read_status
@@ -482,3 +482,12 @@ def test_days_are_those_of_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         monkeypatch.undo()
         time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("failures", "told"),
+    [(1, "20 min 00 s to 1 h 00 min"), (4, "20 min 00 s to 1 h 00 min"), (5, "30 min 00 s")],
+)
+def test_few_failures_give_no_single_mtbf(failures: int, told: str) -> None:
+    times = {"node_seconds": 1800.0, "low_node_seconds": 1200.0, "high_node_seconds": 3600.0}
+    assert mtbf_text({**times, "failures": failures}) == told

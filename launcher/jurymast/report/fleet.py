@@ -45,6 +45,7 @@ VERSION = 1  # of what is kept
 SCHEMA = 1
 NODES_SHOWN = 10
 CAUSES_TOLD = 3
+FEW_FAILURES = 5  # below it, the interval spans a factor of six or more
 DAYS_ALONE = 10
 UNREADABLE_TOLD = 3
 NAME_CHARACTERS = 40
@@ -343,9 +344,11 @@ def ratio_text(ratio: float | Mapping[str, float] | None) -> str:
 
 
 def mtbf_text(found: Mapping[str, Any]) -> str:
-    """An MTBF; without a failure, what it is at least."""
-    mean, low = found["node_seconds"], found["low_node_seconds"]
-    return f"> {_time(low)}" if mean is None and low is not None else _time(mean)
+    """An MTBF; after few failures the interval in which it lies, and without one what it is at least."""
+    mean, low, high = found["node_seconds"], found["low_node_seconds"], found["high_node_seconds"]
+    if mean is None or low is None or high is None:
+        return f"> {_time(low)}" if low is not None else "-"
+    return _time(mean) if found["failures"] >= FEW_FAILURES else f"{_time(low)} to {_time(high)}"
 
 
 def _time(seconds: float | None) -> str:
