@@ -22,8 +22,8 @@ from jurymast.core.judges.silence import (
     UNMOVED_S,
     WAITING_S,
     HangLimits,
-    Looks,
     RankView,
+    SilentRanks,
     judge,
     works,
 )
@@ -160,7 +160,7 @@ WAIT = {0: RankPlace(BACKWARD, "in backward at x.py:5"), 1: RankPlace(COLLECTIVE
 def test_how_long_nobody_may_move(kinds: tuple[str, ...], limit_s: float, started_limit_s: float) -> None:
     """Before the first step, and after it."""
     for starting, expected_s in ((True, limit_s), (False, started_limit_s)):
-        looks = Looks()
+        looks = SilentRanks()
         stands = {rank: RankPlace(kind, "the same") for rank, kind in enumerate(kinds)}
         looks.add(100.0, stands)
         looks.add(100.0 + expected_s - 0.1, stands)
@@ -170,7 +170,7 @@ def test_how_long_nobody_may_move(kinds: tuple[str, ...], limit_s: float, starte
 
 
 def test_ranks_that_all_wait_for_each_other_hang_at_the_second_look() -> None:
-    looks = Looks()
+    looks = SilentRanks()
     assert not looks.stuck(1.0, idle=True)
     looks.add(100.0, WAIT)
     assert not looks.stuck(1.0, idle=True)
@@ -183,7 +183,7 @@ def test_ranks_that_all_wait_for_each_other_hang_at_the_second_look() -> None:
 
 
 def test_a_rank_in_its_own_code_may_stand_still_for_longer() -> None:
-    looks = Looks()
+    looks = SilentRanks()
     stands = {0: RankPlace(CODE, "4d2c1b90"), 1: RankPlace(CODE, "5f1e2a30")}
     for second in range(0, int(UNMOVED_S), int(LOOK_SELDOM_S)):
         looks.add(float(second), stands)
@@ -196,7 +196,7 @@ def test_a_rank_in_its_own_code_may_stand_still_for_longer() -> None:
 
 
 def test_one_rank_that_moves_is_no_hang_however_long_it_takes() -> None:
-    looks = Looks()
+    looks = SilentRanks()
     for number in range(2000):
         looks.add(number * LOOK_SELDOM_S, {**WAIT, 1: RankPlace(CODE, f"{number % 20}")})
         assert not looks.stuck(1.0, idle=True)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from jurymast.agent.driver import Driver
 from jurymast.agent.io import Host, MakeIo
 from jurymast.agent.keeping import Keeping
-from jurymast.agent.supervision import Connecting, Succeeding
+from jurymast.agent.supervision import Connecting, SuccessionDriver
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.agent.ranks import STOP_MARGIN_S
@@ -48,7 +48,7 @@ class Agent:
             self._io.keeper, self._io.storage, self._driver.say, self._write_reached, self._write_ended
         )
         self._connecting = Connecting(self._io, self._driver, self._strangers)
-        self._succeeding = Succeeding(self._io, self._driver)
+        self._succession = SuccessionDriver(self._io, self._driver)
         self._host: Host | None = None
         self._host_was_ready = False
         self._sweeping: asyncio.Task[None] | None = None
@@ -78,7 +78,7 @@ class Agent:
         await io.keeper.close()
         if self._run_is_over:
             await io.storage.forget_local()
-        await self._succeeding.close()
+        await self._succession.close()
         await io.close()
         if driver.failure is not None:
             raise driver.failure
@@ -100,7 +100,7 @@ class Agent:
             case do.HangUp():
                 self._connecting.hang_up()
             case do.ReadPulse() | do.StandBy() | do.EndStandby() | do.StartSupervisor():
-                self._succeeding.carry_out(effect)
+                self._succession.carry_out(effect)
             case do.WarmWriter():
                 self._io.storage.warm()
             case do.SayForeseen(image, own):

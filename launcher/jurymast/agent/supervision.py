@@ -105,7 +105,7 @@ class Connecting:
 log = logging.getLogger("jurymast.agent")
 
 
-class Succeeding:
+class SuccessionDriver:
     def __init__(self, io: AgentIo, driver: Driver) -> None:
         self._io = io
         self._driver = driver

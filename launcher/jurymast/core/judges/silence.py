@@ -314,7 +314,7 @@ def works(passed_s: float, cpu_s: float, size: int) -> bool:
 
 
 @dataclass
-class Looks:
+class SilentRanks:
     """Where the ranks were at each look at a silent run. `time_out_s`: torch's, for a wait for others."""
 
     time_out_s: float = TORCH_LIMIT_S

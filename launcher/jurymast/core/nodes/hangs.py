@@ -10,8 +10,8 @@ from jurymast.core.judges.silence import (
     IDLE_FLOOR_S,
     HangLimits,
     HangVerdict,
-    Looks,
     RankView,
+    SilentRanks,
     WatcherClock,
     judge,
 )
@@ -197,15 +197,15 @@ class Hangs:
         if not verdict.certain:
             effects = self._look()
             patience, starting = self._state.hang_patience, verdict.starting
-            if not self._looks.stuck(patience, idle=verdict.idle, starting=starting):
+            if not self._ranks.stuck(patience, idle=verdict.idle, starting=starting):
                 return effects
-            evidence += f"; {self._looks.evidence()}"
+            evidence += f"; {self._ranks.evidence()}"
         self._begin_anew()
         return [*effects, Record(self._hung(verdict, evidence, now))]
 
     def _begin_anew(self) -> None:
         """Nothing has been asked in the silence to come."""
-        self._looks, self._asked = Looks(max(TORCH_LIMIT_S, self._state.time_out_s)), False
+        self._ranks, self._asked = SilentRanks(max(TORCH_LIMIT_S, self._state.time_out_s)), False
 
     def quiet(self) -> str:
         """Say since when no step was done, if that is unusually long but may still be no hang; else ""."""
@@ -230,11 +230,11 @@ class Hangs:
     def _tell(self, verdict: HangVerdict, now: float) -> None:
         """Say what is known of a silence: since when, who is where, and what will happen when."""
         told, patience = self._since(verdict.silent_s, first=verdict.starting), self._state.hang_patience
-        if places := self._looks.places():
-            left_s = self._looks.left_s(
+        if places := self._ranks.places():
+            left_s = self._ranks.left_s(
                 patience, idle=verdict.idle, starting=verdict.starting, now_s=self._reports.clock.now
             )
-            self.silent, self.restart_at, self.late = f"{told}: {places}", now + left_s, self._looks.late()
+            self.silent, self.restart_at, self.late = f"{told}: {places}", now + left_s, self._ranks.late()
         else:
             why = verdict.evidence.partition("; ")[2] or verdict.evidence
             self.silent = f"{told}; {why}; their stacks are read now"
@@ -269,15 +269,15 @@ class Hangs:
         return effects
 
     def _stands(self) -> dict[int, RankPlace]:
-        return {**self._looks.stands, **self._answers} if self._asked else {}
+        return {**self._ranks.stands, **self._answers} if self._asked else {}
 
     def _look(self) -> list[Effect]:
         """Ask all nodes again, once the answers to the last question are counted."""
         at = self._reports.clock.now
-        if at - self._asked_at < self._looks.interval_s():
+        if at - self._asked_at < self._ranks.interval_s():
             return []
         if self._asked:
-            self._looks.add(self._asked_at, {**self._silent(), **self._answers})
+            self._ranks.add(self._asked_at, {**self._silent(), **self._answers})
         self._number += 1
         self._asked, self._asked_at, self._answers = True, at, {}
         look = msg.Look(attempt=self._state.attempt, number=self._number)
