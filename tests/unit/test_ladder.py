@@ -156,6 +156,26 @@ def test_requests_by_hand_spend_no_budget() -> None:
     assert phase(story) is Phase.RUNNING
 
 
+def test_an_allocation_that_is_lost_counts_for_the_budget_of_machines() -> None:
+    story = Story(settings=Settings(infrastructure=Budget(count=1))).running()
+    story.allocated(restarts=1).ranks_up().restored(0).stepped(20)
+    assert story.state.phase is Phase.RUNNING
+    story.allocated(restarts=2)
+    assert story.state.phase is Phase.FAILED
+    assert "infrastructure budget of 1 failures" in story.last(Finish).reason
+
+
+def test_an_allocation_whose_nodes_never_come_counts_for_the_budget_of_machines() -> None:
+    story = Story(active=2, spares=0, settings=Settings(infrastructure=Budget(count=0))).submitted()
+    began = ev.AllocationStarted(
+        t=story.t, slurm_job="17", restarts=0, nodes=("n1", "n2"), host="n1", eligible_at=story.t
+    )
+    story.feed(began)
+    story.wait(400.0)
+    assert story.state.phase is Phase.FAILED
+    assert "infrastructure budget of 0 failures" in story.last(Finish).reason
+
+
 def test_a_full_disk_is_waited_for_longer_each_time_though_steps_are_done_between() -> None:
     story = Story().allocated().ranks_up()
     waits = []

@@ -10,7 +10,7 @@ from jurymast.core.judges import explained, loops
 from jurymast.core.judges.attribution import OF_AN_END, cause_of_end
 from jurymast.core.run.recovery import finish, open_incident, settle, spent
 from jurymast.core.state.effects import Instruction
-from jurymast.core.state.incident import ORDERED, PREEMPTION, Incident
+from jurymast.core.state.incident import NOBODY, ORDERED, PREEMPTION, Incident
 from jurymast.core.state.run import EndOrder, Phase, Role, RunState
 from jurymast.errors import RunFailedError
 
@@ -103,9 +103,9 @@ def _allocation_gone(state: RunState, t: float) -> list[Instruction]:
         incident.stopped_at = incident.decided_at = incident.detected_at
         state.ordered_restarts += incident.cause in ORDERED
     incident.action = "requeue"
-    why = spent(state, PREEMPTION) if cause.kind == "preempted" else ""
+    why = "" if cause.charged == NOBODY else spent(state, cause.charged)
     if cause.kind not in ORDERED:
-        why = loops.endless(state)
+        why = loops.endless(state) or why
     return _stop(state, incident, why) if why else []
 
 

@@ -581,9 +581,10 @@ def _try_elsewhere(state: RunState, missing: list[Node]) -> list[Instruction]:
         if incident.launched_at is not None or incident.action != "requeue":
             break
         starts += incident.charged == INFRASTRUCTURE
-    if state.may_requeue and starts <= STARTS_MAX and not loops.endless(state):
+    hopeless = loops.endless(state) or spent(state, INFRASTRUCTURE)
+    if state.may_requeue and starts <= STARTS_MAX and not hopeless:
         return _requeue(state, reason)
-    return finish(state, "failed", RunFailedError.exit_code, reason)
+    return finish(state, "failed", RunFailedError.exit_code, because(reason, hopeless))
 
 
 def _replace(state: RunState) -> list[Instruction]:

@@ -243,6 +243,7 @@ class Cluster:
             cadence_steps=wanted.cadence_steps, max_loss_s=4.0, join_limit_s=30.0, start_limit_s=20.0,
             preflight_s=TESTS_S * wanted.tests, shared_every_s=chance.choice((None, 10.0)),
             application=Budget(count=1 if "raises" in kinds else None),
+            infrastructure=Budget(count=2 if "raises" in kinds else None),
             attempts_without_step=ATTEMPTS_WITHOUT_STEP,
         )  # fmt: skip
         self.plan = RunPlan(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.state.findings import HARDWARE, Verdict
-from jurymast.core.state.incident import APPLICATION
+from jurymast.core.state.incident import APPLICATION, INFRASTRUCTURE
 from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.sim.cluster import health
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 NO_BLAME = "7: nobody healthy is blamed"
 OUT = "22: a node that is known to be ill has no ranks while a healthy one is free"
 TESTED = "23: tests before use find who is ill"
-BUDGET = "24: a script that has failed more often than it may does not run again"
+BUDGET = "24: once a budget is spent no attempt begins"
 ENDS = "25: a run ends with the code of its ranks, or with ours"
 
 BLAME_S = 30.0
@@ -96,13 +97,14 @@ class HealthRules:
                 OUT, f"attempt {launch.attempt} is on {sorted(ill)}, and {sorted(free)} are free"
             )
         if self.spent(state):
-            self._oracle.fail(BUDGET, f"attempt {launch.attempt} begins, and the script has failed too often")
+            self._oracle.fail(BUDGET, f"attempt {launch.attempt} begins, and a budget is spent")
 
     def spent(self, state: RunState) -> bool:
-        """Whether the script has failed more often than it may."""
-        budget = state.settings.application.count
-        paid = sum(one.charged == APPLICATION for one in state.incidents)
-        return budget is not None and paid > budget
+        """Whether there were more failures of a kind than the policy allows."""
+        settings = state.settings
+        budgets = {APPLICATION: settings.application, INFRASTRUCTURE: settings.infrastructure}
+        paid = Counter(one.charged for one in state.incidents)
+        return any(one.count is not None and paid[kind] > one.count for kind, one in budgets.items())
 
     def _requeues(self, state: RunState, requeue: Requeue) -> None:
         may_fail = self._oracle.calm.may_show_on
