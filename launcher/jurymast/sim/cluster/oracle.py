@@ -18,6 +18,7 @@ from jurymast.sim.cluster.calm_rules import CalmRules
 from jurymast.sim.cluster.health_rules import BLAME_S, NO_BLAME, HealthRules
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
 from jurymast.sim.cluster.task_rules import TaskRules
+from jurymast.sim.cluster.world import KEEP
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimSite
@@ -524,6 +525,8 @@ class Oracle:
             keys = supervisor.machine.checkpoints.copies.newest_first()
             if len(keys) > KEYS_MAX:
                 self.fail(NO_GROWTH, f"{len(keys)} states are kept in mind: {keys}")
+        if len(self.cluster.disk.shared) > 2 * KEEP:
+            self.fail(NO_GROWTH, f"checkpoints of {[*self.cluster.disk.shared]} are on storage")
         if wrong := "" if self.cluster.wanted.tasks else AccountRules(self.cluster.disk).wrong():
             self.fail(COUNTED, wrong)
         ranks = self.cluster.plan.active * self.cluster.ranks_per_node

@@ -15,7 +15,7 @@ from jurymast.core.state.messages import RankReport, Times
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.sim.cluster.health import NOISE, SLOW
 from jurymast.sim.cluster.keeper import COMMON_BYTES, SIZE_BYTES
-from jurymast.sim.cluster.world import Steps, Token
+from jurymast.sim.cluster.world import KEEP, Steps, Token
 from jurymast.worker.link import DOUBT_LIMIT_S, SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class SimGroup:
     def _tell_of_checkpoints(self, member: SimMember) -> None:
         """As a Checkpointer does when it is made."""
         tell = member.agent.rank_said
-        tell(within.CheckpointsKept(directory="/checkpoints", keep=3))
+        tell(within.CheckpointsKept(directory="/checkpoints", keep=KEEP))
         tell(within.Cadence(steps=self.cluster.plan.settings.cadence_steps))
         for local in range(self.cluster.ranks_per_node):
             own_bytes = SIZE_BYTES - COMMON_BYTES

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from jurymast.core.checkpoints.commit import Rollback
+from jurymast.core.checkpoints.commit import Rollback, superfluous
 from jurymast.core.run.machine import step
 from jurymast.core.state.effects import Instruction
 from jurymast.core.state.events import Event
@@ -257,6 +257,7 @@ class SimConnection:
 Item = Event | tuple[float, Instruction]
 LATENCY_S = (0.001, 0.008)
 SLOW_TIMES = 60.0
+KEEP = 3  # checkpoints on storage
 
 
 @dataclass
@@ -357,9 +358,13 @@ class RunDisk:
     rollbacks: list[Rollback] = field(default_factory=list)
 
     def publish(self, key: StateId, token: Token) -> None:
-        """Add a checkpoint, unless it was rolled back meanwhile."""
-        if not self.is_void(key):
-            self.shared[key] = self.storage.world.now, token
+        """Add a checkpoint, unless it was rolled back meanwhile; as many older ones go as may."""
+        if self.is_void(key):
+            return
+        self.shared[key] = self.storage.world.now, token
+        saved = [one.step for one in reversed(self.shared)]
+        gone = superfluous(sorted(saved, reverse=True), KEEP, set(), set(), saved)
+        self.shared = {one: what for one, what in self.shared.items() if one.step not in gone}
 
     def is_void(self, key: StateId) -> bool:
         return any(back.voids(*key) for back in self.rollbacks)
