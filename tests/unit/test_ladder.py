@@ -159,9 +159,9 @@ def test_requests_by_hand_spend_no_budget() -> None:
 def test_an_allocation_that_is_lost_counts_for_the_budget_of_machines() -> None:
     story = Story(settings=Settings(infrastructure=Budget(count=1))).running()
     story.allocated(restarts=1).ranks_up().restored(0).stepped(20)
-    assert story.state.phase is Phase.RUNNING
+    assert phase(story) is Phase.RUNNING
     story.allocated(restarts=2)
-    assert story.state.phase is Phase.FAILED
+    assert phase(story) is Phase.FAILED
     assert "infrastructure budget of 1 failures" in story.last(Finish).reason
 
 
@@ -172,7 +172,7 @@ def test_an_allocation_whose_nodes_never_come_counts_for_the_budget_of_machines(
     )
     story.feed(began)
     story.wait(400.0)
-    assert story.state.phase is Phase.FAILED
+    assert phase(story) is Phase.FAILED
     assert "infrastructure budget of 0 failures" in story.last(Finish).reason
 
 
