@@ -146,6 +146,14 @@ def test_files_and_labels_are_the_tasks(tmp_path: Path, job: RunDirectory) -> No
     assert (tmp_path / "part-0-0-n2").read_text() == "rank 2\nrank 3\n"
 
 
+def test_tasks_that_print_nothing_have_their_files_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output_of("-o", "o-%t", "-e", "e-%t", tasks=2, nodes=("n1",)).own_files()
+    assert sorted(path.name for path in tmp_path.glob("?-*")) == ["e-0", "e-1", "o-0", "o-1"]
+
+
 @pytest.mark.parametrize(
     ("options", "files"),
     [

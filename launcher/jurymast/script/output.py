@@ -265,9 +265,8 @@ class Output:
     def own_files(self) -> list[tuple[str, str]]:
         """For each task, where its command's own stdout and stderr go, if that is a file for each task; else
         "". Such a command is that of a launcher: other tasks are ranks."""
-        if self.tasks != 1 or self.label:
-            return []
-        return [(self.out.begun_file(n), self.err.begun_file(n)) for n in range(self._count)]
+        files = [(self.out.begun_file(n), self.err.begun_file(n)) for n in range(self._count)]
+        return files if self.tasks == 1 and not self.label else []
 
     def srun_opens_errors(self) -> None:
         """srun itself has begun the common file for stderr, for what the step's command prints there."""

@@ -13,11 +13,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from jurymast import foreign
+from jurymast import foreign, programs
 from jurymast.cluster.sbatch import CommandLine
 from jurymast.errors import UsageError
 from jurymast.script import shell
@@ -137,6 +137,20 @@ def in_container(command: Sequence[str], read: Callable[[str], str]) -> int:
         return 0
     first = 1 if program == "shifter" else runs[0] + 2  # after the image
     return next((place for place in range(first, len(command)) if _may_start(command[place], read)), 0)
+
+
+def with_its_path(srun: CommandLine) -> CommandLine:
+    """The step with its program as srun names it to tasks: by its whole path, which is a script's $0. What a
+    container has, only the container knows."""
+    first, *rest = srun.command
+    here = os.path.join(os.getcwd(), srun.last("chdir") or "", first)
+    path = here if os.path.isfile(here) and os.access(here, os.X_OK) else programs.located(first)
+    return replace(srun, command=[path, *rest]) if path and not in_image(srun) else srun
+
+
+def in_image(srun: CommandLine) -> bool:
+    """Whether the step runs in a container of pyxis'."""
+    return srun.last("container-image", "container-name") is not None
 
 
 def _may_start(word: str, read: Callable[[str], str]) -> bool:

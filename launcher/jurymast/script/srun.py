@@ -117,13 +117,13 @@ def _as_training(step: Step, srun: CommandLine) -> int | None:
     read = recognise.read_shell_script
     if recognise.starts_launcher(srun.command, read, os.environ):
         if tasks == 1:
-            return step.run(srun)
+            return step.run(recognise.with_its_path(srun))
         training = recognise.part_of(srun, os.environ, step.nodes[: step.active], read)
         if training is None:
             return None
         from jurymast.script import parts
 
-        return parts.run(step, srun, training)
+        return parts.run(step, recognise.with_its_path(srun), training)
     if tasks * step.active > 1:
         if recognise.starts_ranks(srun.command, read, os.environ):
             return _as_ranks(step, srun, tasks)
@@ -153,4 +153,4 @@ def _as_ranks(step: Step, srun: CommandLine, tasks: int) -> int | None:
             "(`#JURYMAST train: yes` makes them one training)"
         )
         return None
-    return step.run_tasks(srun, tasks, guessed=not said and not shown.foreign)
+    return step.run_tasks(recognise.with_its_path(srun), tasks, guessed=not said and not shown.foreign)

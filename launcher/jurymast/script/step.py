@@ -49,6 +49,7 @@ from jurymast.script.notes import note, noted, say
 from jurymast.script.output import NUMBER_FILE, VARIABLES, Output, is_each_tasks, newest_attempt, relayed
 from jurymast.script.recognise import (
     in_container,
+    in_image,
     python_command,
     read_shell_script,
     starts_launcher,
@@ -353,7 +354,7 @@ class Step:
         place = in_container(srun.command, read_shell_script)
         own = srun.command[place:]
         python = own[0] if python_command(own) else sys.executable
-        if python == sys.executable and (place or self._mounts(srun)):
+        if python == sys.executable and (place or in_image(srun)):
             python = "python3"  # the container's own
         shares = shares_of(srun, os.environ, binding())
         # The agent is one task that shares out what it has to its ranks, so it must have the whole node.
@@ -447,7 +448,7 @@ class Step:
 
     def _mounts(self, srun: CommandLine) -> list[str]:
         """The option that lets a container (pyxis) see the run directory."""
-        if srun.last("container-image", "container-name") is None:
+        if not in_image(srun):
             return []
         theirs = srun.last("container-mounts")
         ours = f"{self._job.root}:{self._job.root}"
