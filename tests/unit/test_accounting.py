@@ -13,6 +13,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.failure_rate import gamma_below, gamma_quantile, mtbf
 from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.journal import initial_state
+from jurymast.report.goodput import mtbf_text
 from support.random_events import Moment, moments, next_event
 from support.stories import START, Story
 
@@ -346,3 +347,13 @@ def test_mtbf_with_its_interval() -> None:
 @given(st.integers(1, 300), st.floats(0.01, 0.99))
 def test_the_quantile_inverts_the_distribution(k: int, probability: float) -> None:
     assert gamma_below(k, gamma_quantile(k, probability)) == pytest.approx(probability, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("failures", "told"), [(1, "4.0 s to 60.0 s (90 %), 1 "), (5, "20.0 s (90 %: 4.0 s to 60.0 s), 5 ")]
+)
+def test_few_failures_give_an_interval_and_no_mtbf(failures: int, told: str) -> None:
+    times = {"seconds": 20.0, "low_seconds": 4.0, "high_seconds": 60.0, "predicted_seconds": 3600.0}
+    found = {**times, "failures": failures, "observed_seconds": 99.0}
+    text = mtbf_text({"mtbf": found, "nodes": {"active": 4}})
+    assert text.startswith(told), text

@@ -31,7 +31,7 @@ from jurymast.core.fleet import (
 )
 from jurymast.core.goodput import MEANINGS, ordered
 from jurymast.core.state import events as ev
-from jurymast.core.state.failure_rate import DAY_S, LEVEL, Mtbf
+from jurymast.core.state.failure_rate import DAY_S, FEW_FAILURES, LEVEL, Mtbf
 from jurymast.core.state.incident import CAUSES
 from jurymast.errors import RunDirectoryError
 from jurymast.report.goodput import RATIO_NAMES, Card, between
@@ -45,7 +45,6 @@ VERSION = 1  # of what is kept
 SCHEMA = 1
 NODES_SHOWN = 10
 CAUSES_TOLD = 3
-FEW_FAILURES = 5  # below it, the interval spans a factor of six or more
 DAYS_ALONE = 10
 UNREADABLE_TOLD = 3
 NAME_CHARACTERS = 40

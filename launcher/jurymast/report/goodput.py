@@ -12,7 +12,16 @@ from typing import Any
 import jurymast
 from jurymast.core.goodput import MAYBE_REWORK, MEANINGS, RATIOS, Account, SaveCounts, ordered
 from jurymast.core.judges.cadence import young_interval_s
-from jurymast.core.state.failure_rate import LEVEL, Mtbf, Watched, between_bursts, failure_times, mtbf, prior
+from jurymast.core.state.failure_rate import (
+    FEW_FAILURES,
+    LEVEL,
+    Mtbf,
+    Watched,
+    between_bursts,
+    failure_times,
+    mtbf,
+    prior,
+)
 from jurymast.core.state.incident import CAUSES
 from jurymast.core.state.run import RunState, failure_rate
 from jurymast.core.state.settings import RunPlan, Settings
@@ -251,6 +260,13 @@ def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
     return blocks
 
 
+def _mtbf_span(found: Mapping[str, Any]) -> str:
+    """The MTBF; after few failures the interval in which it lies."""
+    if found["failures"] and found["failures"] < FEW_FAILURES:
+        return f"{duration(found['low_seconds'])} to {duration(found['high_seconds'])}"
+    return duration(found["seconds"])
+
+
 def mtbf_text(report: Mapping[str, Any]) -> str:
     found = report["mtbf"]
     seen = (
@@ -262,8 +278,10 @@ def mtbf_text(report: Mapping[str, Any]) -> str:
     if found["seconds"] is None:
         low = f", so at least {duration(found['low_seconds'])} (95 %)" if found["low_seconds"] else ""
         return f"{seen}{low}; {predicted}"
+    if found["failures"] < FEW_FAILURES:
+        return f"{_mtbf_span(found)} (90 %), {seen}; {predicted}"
     interval = f"{duration(found['low_seconds'])} to {duration(found['high_seconds'])}"
-    return f"{duration(found['seconds'])} (90 %: {interval}), {seen}; {predicted}"
+    return f"{_mtbf_span(found)} (90 %: {interval}), {seen}; {predicted}"
 
 
 def cadence_text(report: Mapping[str, Any]) -> str:
@@ -306,7 +324,7 @@ def compare_blocks(both: Mapping[str, Any]) -> list[Block]:
     facts = [
         ["node-time", node_time(first["total_node_seconds"]), node_time(second["total_node_seconds"]), ""],
         ["incidents", str(len(first["incidents"])), str(len(second["incidents"])), ""],
-        ["MTBF", duration(first["mtbf"]["seconds"]), duration(second["mtbf"]["seconds"]), ""],
+        ["MTBF", *(_mtbf_span(each["mtbf"]) for each in (first, second)), ""],
     ]
     headers = ("", first["run"], second["run"], "CHANGE")
     right = frozenset({1, 2, 3})

@@ -35,6 +35,10 @@ from jurymast.core.state.incident import Incident
 LEVEL = 0.90
 
 
+# With fewer, an MTBF is told as the interval in which it lies: that spans a factor of six or more.
+FEW_FAILURES = 5
+
+
 @dataclass(frozen=True)
 class Mtbf:
     """Mean time between failures, in seconds; `mean` and `high` are None without a failure, all are None
