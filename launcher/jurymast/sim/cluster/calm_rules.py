@@ -45,6 +45,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "supervisor": _OVER, "corrupt": ("restore_failed",), "storage hangs": ("hang", *_STORAGE),
     "storage hangs here": ("node_lost", *_STORAGE), "stale handles": ("node_lost", *_STORAGE),
     "old view": ("node_lost", *_STORAGE), "unmounted": _STORAGE,
+    "storage full": ("allocation_lost",),  # a requeue is then not recorded
     "preempted": _ENDS, "killed": _ENDS, "cancelled": _ENDS, "timeout": _ENDS, "grace": _ENDS,
     "signal": _ENDS, "signal all": _ENDS, "warning": _ENDS,
 }  # fmt: skip
