@@ -37,6 +37,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.messages import Room, WritePhase
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest, RankRecord, SlotRecord, SlotWord, Word
+from jurymast.keeper.real_io import RealKeeperIo
 from jurymast.storage.orders import Done, WriteShared
 from jurymast.wire.protocol import Access
 from jurymast.worker import link
@@ -167,10 +168,10 @@ async def _node(tensors: int, ranks: int, root: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     told: list[Any] = []
     room = Room(1 << 50, "enough")
-    keeper = Keeper(Access(b"k" * 32), "a", ranks, told.append, room=lambda: room)
+    keeper = Keeper(RealKeeperIo(Access(b"k" * 32), "a", ranks, lambda: room), told.append)
     await keeper.start()
     keeper.launch(1, list(range(ranks)), ranks, None)
-    page = link.open_page(keeper.page_path)
+    page = link.open_page(keeper.io.page_path)
     assert page is not None
     slots = [
         await _written(keeper, RankRecord(page, rank), rank, ranks, *_image(rank, ranks, tensors))

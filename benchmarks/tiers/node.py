@@ -24,6 +24,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state import within
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import PAGE_VARIABLE
+from jurymast.keeper.real_io import RealKeeperIo
 from jurymast.storage.orders import StorageFailed, WriteLocal
 from jurymast.wire.protocol import GCM, GMAC, Access
 from jurymast.worker import link
@@ -54,7 +55,9 @@ class Node:
         self._name = str(config["name"])
         self._local = Path(config["local"]) if config.get("local") else None
         access = Chosen(bytes.fromhex(config["secret"]))
-        self._keeper = Keeper(access, self._name, int(config["ranks"]), self._tell, local_root=self._local)
+        self._keeper = Keeper(
+            RealKeeperIo(access, self._name, int(config["ranks"])), self._tell, local_root=self._local
+        )
         self._storage = StorageProcesses()
         self._events, self._events_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._window = memoryview(b"")
@@ -69,7 +72,7 @@ class Node:
         looking = asyncio.ensure_future(self._look())
         root = f"/proc/{os.getpid()}/fd"
         environment = {
-            PAGE_VARIABLE: self._keeper.page_path,
+            PAGE_VARIABLE: self._keeper.io.page_path,
             link.EVENTS_VARIABLE: f"{root}/{self._events_in}",
         }
         say({"said": "started", "port": self._keeper.port, "environment": environment})

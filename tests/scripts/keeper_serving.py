@@ -24,7 +24,7 @@ step, rank, world, block_bytes, stop_after = map(int, sys.argv[1:])
 use_small_blocks(pytest.MonkeyPatch(), block_bytes)
 buffer = MappedBuffer(SIZE)
 buffer.map[:SIZE] = image_bytes(step, rank)
-manifest = Manifest(step, 1, rank, world, "2.13", SIZE, COMMON_BYTES).with_blocks(buffer.view(0, SIZE))
+manifest = Manifest(step, 1, rank, world, "2.13", SIZE, COMMON_BYTES).with_blocks(buffer)
 copies = CopyTable()
 copies.add(StoredCopy(manifest, MEMORY, ALL, buffer))
 
@@ -32,11 +32,11 @@ sent = 0
 send_from = transfer._send_from
 
 
-def send_until_stopped(peer: transfer.Peer, copy: StoredCopy, at: int, length: int, way: str) -> None:
+def send_until_stopped(peer: transfer.KeeperLink, copy: StoredCopy, at: int, length: int, way: str) -> None:
     global sent
     if stop_after and sent >= stop_after:
         peer.send(BytesFollow(length=length, way=way))
-        peer.send_bytes(buffer.view(at, at + length // 2), way)
+        peer.send_bytes(buffer[at : at + length // 2], way)
         sys.stdout.write("stopped\n")
         sys.stdout.flush()
         threading.Event().wait()

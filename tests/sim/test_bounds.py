@@ -12,11 +12,11 @@ from jurymast.cli.main import main
 from jurymast.core.judges.cadence import Cadence
 from jurymast.core.state.effects import Effect
 from jurymast.core.state.settings import Settings
+from jurymast.keeper.keeper import Keeper
 from jurymast.report.simulation import simulate
 from jurymast.sim.bounds import AT_ONCE_MAX, EVENTS_MAX, Bounds, StandsStill
 from jurymast.sim.checkpoints import START, Durations
 from jurymast.sim.cluster.cluster import Cluster, Plan, run
-from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.world import Steps, World
 from jurymast.sim.faults import FaultModel, TraceFault
 from jurymast.sim.simulation import Setup, SimOutcome, Simulation
@@ -144,11 +144,11 @@ def test_a_process_that_yields_ever_shorter_times_is_told() -> None:
         world.run(10.0)
 
 
-@pytest.mark.parametrize(("which", "what"), [(Supervisor, "_carry_out"), (SimKeeper, "_one")])
+@pytest.mark.parametrize(("which", "what"), [(Supervisor, "_carry_out"), (Keeper, "_one")])
 def test_effects_that_have_effects_for_ever_are_told(
     which: type, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    todo = {Supervisor: "_todo", SimKeeper: "_due"}[which]
+    todo = {Supervisor: "_todo", Keeper: "_due"}[which]
 
     def again(self: object, effect: object) -> None:
         getattr(self, todo).append(effect)

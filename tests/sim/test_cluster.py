@@ -18,7 +18,6 @@ from jurymast.core.state.effects import Effect, Instruction
 from jurymast.core.state.run import RunState
 from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import Cluster, Fault, Plan, random_plan, run
-from jurymast.sim.cluster.keeper import SimImage
 from jurymast.sim.cluster.oracle import TOLD_S, Oracle
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.world import Process, World
@@ -273,8 +272,7 @@ def test_a_state_counts_once_its_nodes_had_time_to_report_it() -> None:
     image = next(one for one in keeper.held if one.key == key)
     oracle.lost(keeper)
     assert oracle.best("n1") is None
-    again = SimImage(image.image, image.world, image.tier, image.part, image.buffer, image.token)
-    keeper.act([Serve(again)])
+    keeper.agent.loop.call(keeper.act, [Serve(image.copy)])
     assert oracle.best("n1") is None
     world.now += TOLD_S + 0.1
     assert oracle.best("n1") is not None

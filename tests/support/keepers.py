@@ -21,6 +21,8 @@ from jurymast.core.state.messages import Room
 from jurymast.keeper import manifest
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest, RankRecord, RestoreStatus, SlotWord, Word
+from jurymast.keeper.memory import MappedBuffer
+from jurymast.keeper.real_io import RealKeeperIo
 from jurymast.wire.protocol import Access
 from jurymast.worker import link
 
@@ -86,9 +88,9 @@ class FakeRank:
     """The rank's side of its words."""
 
     def __init__(self, keeper: Keeper, local_rank: int = 0) -> None:
-        page = link.open_page(keeper.page_path)
+        page = link.open_page(keeper.io.page_path)
         assert page is not None
-        self.folder = os.path.dirname(keeper.page_path)
+        self.folder = os.path.dirname(keeper.io.page_path)
         self.record = RankRecord(page, local_rank)
         self.slots = [self.record.slot(number) for number in range(SLOTS)]
 
@@ -167,7 +169,9 @@ async def keeper(
     local_root: Path | None = None,
 ) -> AsyncIterator[tuple[Keeper, Told]]:
     told = Told()
-    one = Keeper(Access(secret, encrypt=encrypt), node, ranks, told.append, local_root=local_root, room=room)
+    one = Keeper(
+        RealKeeperIo(Access(secret, encrypt=encrypt), node, ranks, room), told.append, local_root=local_root
+    )
     await one.start()
     one.listen_at("127.0.0.1")
     try:
@@ -208,7 +212,7 @@ async def holding(
 
 def source(one: Keeper, rank: int, part: str = "all", tier: str = "peer", **more: Any) -> msg.Source:
     """As the supervisor spells it."""
-    told = msg.Source(tier=tier, node=one.node, hosts=("127.0.0.1",), port=one.port, part=part, rank=rank)
+    told = msg.Source(tier=tier, node=one.io.node, hosts=("127.0.0.1",), port=one.port, part=part, rank=rank)
     return msgspec.structs.replace(told, **more)
 
 
@@ -220,5 +224,5 @@ def plan(step: int, attempt: int, sources: dict[int, list[msg.Source]]) -> msg.R
 def flip(one: Keeper, key: ImageId, at: int, tier: str = "memory") -> None:
     """A bit of a held image turns."""
     place = one.copies.find(key, (tier,))[0].place
-    assert not isinstance(place, Path)
+    assert isinstance(place, MappedBuffer)
     place.map[at] ^= 1

@@ -17,9 +17,11 @@ from jurymast.core.state import images as im
 from jurymast.core.state import messages as msg
 from jurymast.core.state.settings import RunPlan
 from jurymast.keeper import keeper as keepers
+from jurymast.keeper import real_io
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import Word
 from jurymast.keeper.memory import MappedBuffer
+from jurymast.keeper.real_io import RealKeeperIo
 from jurymast.rundir import RunDirectory
 from jurymast.wire.protocol import Access
 from support.keepers import FakeRank, keeper, plenty, ready_rank, run, until
@@ -112,7 +114,7 @@ async def test_a_rank_is_refused_memory_that_cannot_be_had_for_any_reason(
 
     async with keeper(room=broken if name == "room" else plenty) as (one, _):
         if name == "MappedBuffer":
-            monkeypatch.setattr(keepers, name, broken)
+            monkeypatch.setattr(real_io, name, broken)
         if name == "reserve":
             monkeypatch.setattr(MappedBuffer, name, broken)
         one.launch(1, [0], 1, None)
@@ -138,7 +140,7 @@ def test_a_write_that_fails_in_an_unforeseen_way_is_reported(
     async def work() -> None:
         directory = RunDirectory(tmp_path / "run")
         directory.create()
-        mine = Keeper(Access(b"s" * 32, encrypt=False), "a", 1, told.append)
+        mine = Keeper(RealKeeperIo(Access(b"s" * 32, encrypt=False), "a", 1), told.append)
         storage = NodeStorage(directory, plan, mine, None)
         keeping = Keeping(mine, storage, told.append, lambda id, phase: None, ended.append)
         place = {"lend": mine, "order": storage, "carry_out": storage._processes}[broken]

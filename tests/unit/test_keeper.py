@@ -13,8 +13,6 @@ from jurymast.core.keeper.holding import ROUND_BYTES, SLOTS
 from jurymast.core.state import messages as msg
 from jurymast.core.state.images import ImageId
 from jurymast.core.state.messages import Room
-from jurymast.keeper import gathering
-from jurymast.keeper import keeper as keeper_module
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import RestoreStatus, SlotWord, Word
 from jurymast.keeper.memory import MappedBuffer
@@ -173,7 +171,7 @@ def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
 ) -> None:
     reached, go_on = threading.Event(), threading.Event()
     written: list[MappedBuffer] = []
-    copying = keeper_module._copy
+    copying = MappedBuffer.copy
 
     def halted() -> None:
         reached.set()
@@ -184,14 +182,14 @@ def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
             halted()
         return Room(1 << 40, "plenty")
 
-    def copy(source: MappedBuffer, target: MappedBuffer, size: int) -> None:
+    def copy(target: MappedBuffer, source: MappedBuffer, start: int, end: int) -> None:
         written.append(target)
         if during == "the copy":
             halted()
-        copying(source, target, size)
+        copying(target, source, start, end)
 
     asking: list[bool] = []
-    monkeypatch.setattr(keeper_module, "_copy", copy)
+    monkeypatch.setattr(MappedBuffer, "copy", copy)
 
     async def work() -> None:
         async with keeper(room=room) as (one, _):
@@ -439,10 +437,10 @@ async def test_a_flipped_bit_in_memory_is_found_by_reading_again() -> None:
         rank = await ready_rank(one)
         await saved(one, rank, 10)
         (copy,) = one.copies
-        await gathering.read_again(one.copies, copy, one.distrust)
+        await one.gathering.read_again(copy)
         assert told.of(msg.Dropped) == []
         flip(one, ImageId(10, 1, 0), SIZE - 1)
-        one.spawn(gathering.scrub(one.copies, one.distrust, every_s=0.0))
+        one.spawn(one.gathering.scrub(every_s=0.0))
         (word,) = await until("word of it", lambda: told.of(msg.Dropped))
         assert "own part is corrupt in memory" in word.why
         assert word.copy.step == 10

@@ -535,12 +535,12 @@ async def test_a_block_counts_only_when_it_is_whole() -> None:
         assert buffer is not None
         filling = ImageFetch(manifest, buffer)
         there = source(a, 1)
-        await asyncio.to_thread(filling.from_peer, there, ACCESS, ImageId(10, 1, 1), "all", "peer")
+        await a.gathering.from_keeper(filling, there, ImageId(10, 1, 1))
         assert not filling.complete
         assert filling.got == {}
         assert "not held" in filling.passed_over[0]
         hosts = ("127.0.0.2:0", "127.0.0.1")  # the first is no address
         there = source(a, 1, hosts=hosts)
-        await asyncio.to_thread(filling.from_peer, there, ACCESS, KEY, "all", "peer")
+        await a.gathering.from_keeper(filling, there, KEY)
         assert filling.complete
         a.give_back(buffer)

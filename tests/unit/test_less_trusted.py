@@ -30,6 +30,7 @@ from jurymast.health.watcher import UNREADABLE, ProbeWatcher
 from jurymast.keeper.copies import trusted
 from jurymast.keeper.manifest import BadImage, Manifest, create_page, room_of
 from jurymast.keeper.memory import MappedBuffer
+from jurymast.keeper.real_io import RealKeeperIo
 from jurymast.wire.channel import Channel, connect
 from jurymast.wire.handshakes import Proven
 from jurymast.wire.protocol import FRAME_BYTES_MAX
@@ -159,7 +160,8 @@ def test_an_image_in_a_slot_that_there_is_not_is_nobody_s(numbers: tuple[int, in
     from jurymast.keeper.keeper import Keeper
     from jurymast.wire.protocol import Access
 
-    keeper = Keeper(Access(b"k" * 32), "n1", 1, lambda message: pytest.fail(f"{message} is told"))
+    io = RealKeeperIo(Access(b"k" * 32), "n1", 1)
+    keeper = Keeper(io, lambda message: pytest.fail(f"{message} is told"))
     local_rank, slot = numbers
     keeper.image_published(local_rank, slot, 0.1)
 

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 
@@ -14,7 +15,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.images import ImageId
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.manifest import RestoreStatus
-from jurymast.keeper.transfer import ManifestFollows, manifest_of, read_request, read_served
+from jurymast.keeper.transfer import ManifestFollows, connect, manifest_of, read_request, read_served
 from jurymast.wire import channel, stream
 from jurymast.wire.handshakes import Handshakes
 from jurymast.wire.protocol import GCM, GMAC, NONCE_BYTES, TAG_BYTES, Access, Handshake, keeper_of
@@ -136,8 +137,12 @@ def test_bytes_that_come_in_another_way_than_was_offered_are_not_taken() -> None
         serving.start()
         port = listener.getsockname()[1]
         there = msg.Source(tier="peer", node="a", hosts=("127.0.0.1",), port=port, part="all", rank=0)
-        with pytest.raises(ProtocolError, match=f"protected by {GMAC}, which was not offered"):
-            manifest_of(there, Access(SECRET, encrypt=True), ImageId(10, 1, 0))
+        access = Access(SECRET, encrypt=True)
+        with (
+            closing(connect(there, access)) as peer,
+            pytest.raises(ProtocolError, match=f"protected by {GMAC}, which was not offered"),
+        ):
+            manifest_of(peer, access.ways, ImageId(10, 1, 0))
         serving.join(60)
 
 

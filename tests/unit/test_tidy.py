@@ -358,7 +358,6 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "slurm/site/jurymast_site/sweep.py",
             # Memory of this user's processes, by a link below /proc that only they may follow.
             "launcher/jurymast/checkpoint/memory_tier.py",
-            "launcher/jurymast/keeper/transfer.py",
             "launcher/jurymast/storage/local.py",
             "launcher/jurymast/worker/link.py",
             # What the user names for output and input, as srun opens it.

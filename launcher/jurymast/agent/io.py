@@ -18,6 +18,7 @@ from jurymast.core.state.findings import Finding
 from jurymast.core.state.host_messages import Apart, FromHosts
 from jurymast.core.state.messages import WritePhase
 from jurymast.core.state.settings import RunPlan
+from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.storage.orders import Answer
 
 
@@ -59,22 +60,6 @@ class Standby(Protocol):
         """End it; it does not supervise yet."""
 
 
-class KeeperAccess(Protocol):
-    """See `keeper.keeper.Keeper`."""
-
-    port: int
-
-    def listen_at(self, address: str) -> None: ...
-    def inventory(self) -> tuple[msg.CopyReport, ...]: ...
-    def room(self) -> msg.Room: ...
-    def launch(self, attempt: int, ranks: list[int], world: int, restore: msg.Restore | None) -> None: ...
-    def obey(self, order: msg.KeeperOrder) -> None: ...
-    def look(self) -> None: ...
-    def image_published(self, local_rank: int, slot: int, stall_s: float) -> None: ...
-    async def lend(self, step: int, attempt: int, rank: int) -> Any: ...
-    async def close(self) -> None: ...
-
-
 class Phases:
     """Those of an order. `reached` is called with each that is done, and `advanced` from time to time with
     the bytes that are written. `turns` are the orders to go on, which may come before the process has the
@@ -96,7 +81,7 @@ class StorageAccess(Protocol):
     def warm(self) -> None:
         """Start, once, the process that completes shared checkpoints, so that it is ready when needed."""
 
-    async def write(self, order: msg.Write, loans: list[Any], phases: Phases) -> Answer:
+    async def write(self, order: msg.Write, loans: list[Loan], phases: Phases) -> Answer:
         """Write what the keeper has lent. If this is cancelled, it waits until nothing is written any
         more."""
 
@@ -181,7 +166,7 @@ class AgentIo(Protocol):
     address: str
 
     @property
-    def keeper(self) -> KeeperAccess: ...
+    def keeper(self) -> Keeper: ...
 
     @property
     def storage(self) -> StorageAccess: ...

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from jurymast import background
-from jurymast.agent.io import KeeperAccess, Phases, StorageAccess
+from jurymast.agent.io import Phases, StorageAccess
 from jurymast.core.state import messages as msg
 from jurymast.core.state.messages import WritePhase
+from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.storage.orders import Answer, Done, StorageFailed
 
 
@@ -20,7 +20,7 @@ class Keeping:
 
     def __init__(
         self,
-        keeper: KeeperAccess,
+        keeper: Keeper,
         storage: StorageAccess,
         tell: Callable[[msg.AboutCheckpoints], None],
         write_reached: Callable[[str, WritePhase], None],
@@ -63,7 +63,7 @@ class Keeping:
         self._tell(msg.Written(id=order.id, tier=order.tier, ok=ok, size_bytes=size_bytes, why=why))
 
     async def _written(self, order: msg.Write, phases: Phases) -> Answer:
-        loans: list[Any] = []
+        loans: list[Loan] = []
         try:
             for rank in order.ranks:
                 loan = await self._keeper.lend(order.step, order.attempt, rank)

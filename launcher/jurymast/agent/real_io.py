@@ -60,6 +60,7 @@ from jurymast.foreign import check_private, temporary_place
 from jurymast.interpreter import run_module
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import PAGE_VARIABLE
+from jurymast.keeper.real_io import RealKeeperIo
 from jurymast.processes import TASKS_ALONE_VARIABLE, adopt_orphans, catches, end_strays, leave_no_core
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
@@ -319,7 +320,7 @@ class NodeIo:
         self._core_bytes = leave_no_core()
         local = local_root(plan.settings.local_path, plan.run) if plan.settings.local_path else None
         access = Access(self._secret, encrypt=plan.settings.encrypt)
-        self.keeper = Keeper(access, node, plan.ranks_per_node, driver.say, local_root=local)
+        self.keeper = Keeper(RealKeeperIo(access, node, plan.ranks_per_node), driver.say, local_root=local)
         self.probing = Probing(directory, plan, node, driver.say)
         self.ranks = NodeRanks(directory, plan, self._temporary, self.probing, driver, said)
         kills = self.ranks.oom_evidence.count_kills
@@ -380,7 +381,7 @@ class NodeIo:
     def _environment(self) -> dict[str, str]:
         return {
             # None, if the policy wants no checkpoints in memory.
-            **({PAGE_VARIABLE: self.keeper.page_path} if self.plan.settings.memory else {}),
+            **({PAGE_VARIABLE: self.keeper.io.page_path} if self.plan.settings.memory else {}),
             **self.ranks.environment(),
             **rank_environment(self.plan, self._directory.root, self._node, self._temporary, self.address),
         }

@@ -17,7 +17,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.images import ALL, LOCAL, OWN, ImageId
 from jurymast.foreign import MANIFEST_BYTES_MAX, NotOurs, check_private, open_own, own_directory, read_own
 from jurymast.keeper.manifest import BadImage, Manifest, blocks_of
-from jurymast.keeper.memory import MappedBuffer
+from jurymast.keeper.memory import ImageBuffer
 from jurymast.reading import Unable, patiently
 
 log = logging.getLogger("jurymast.keeper")
@@ -47,25 +47,25 @@ class StoredCopy(core.KeptCopy):
         manifest: Manifest,
         tier: str,
         part: str,
-        place: MappedBuffer | Path,
+        place: ImageBuffer | Path,
         *,
         manifest_bytes: bytes = b"",
     ) -> None:
-        number = place.number if isinstance(place, MappedBuffer) else 0
-        super().__init__(report_of(manifest, tier, part), number)
+        self.memory = None if isinstance(place, Path) else place
+        super().__init__(report_of(manifest, tier, part), self.memory.number if self.memory else 0)
         self.manifest = manifest
         self.place = place
         self.manifest_bytes = manifest_bytes or manifest.to_bytes()
-        self.verified_at = 0.0  # time.monotonic()
+        self.verified_at = 0.0  # the event loop's time
 
     @property
     def path(self) -> str:
         """The path of a file that begins with the image; it has every byte only if the copy is whole."""
-        return self.place.path if isinstance(self.place, MappedBuffer) else str(self.place)
+        return self.memory.path if self.memory is not None else str(self.place)
 
     @property
     def capacity(self) -> int:
-        return self.place.capacity if isinstance(self.place, MappedBuffer) else 0
+        return self.memory.capacity if self.memory is not None else 0
 
     def has(self, at: int, length: int) -> bool:
         start, end = 0, self.manifest.size_bytes
@@ -93,7 +93,7 @@ class CopyTable:
 
     idle: Callable[[Callable[[], None]], None] = lambda then: then()
     _copies: dict[core.Entry, StoredCopy] = field(default_factory=dict)
-    _waiting: dict[MappedBuffer, Callable[[], None]] = field(default_factory=dict)
+    _waiting: dict[ImageBuffer, Callable[[], None]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __iter__(self) -> Iterator[StoredCopy]:
@@ -149,20 +149,20 @@ class CopyTable:
         with self._lock:
             if self._copies.get(copy.entry) is not copy:
                 return False
-            if isinstance(copy.place, MappedBuffer):
-                copy.place.readers += 1
+            if copy.memory is not None:
+                copy.memory.readers += 1
             return True
 
     def release(self, copy: StoredCopy) -> None:
-        buffer = copy.place
-        if isinstance(buffer, MappedBuffer):
-            with self._lock:
-                buffer.readers -= 1
-                then = self._waiting.pop(buffer, None) if not buffer.readers else None
-            if then is not None:
-                self.idle(then)
+        if (buffer := copy.memory) is None:
+            return
+        with self._lock:
+            buffer.readers -= 1
+            then = self._waiting.pop(buffer, None) if not buffer.readers else None
+        if then is not None:
+            self.idle(then)
 
-    def when_idle(self, buffer: MappedBuffer, then: Callable[[], None]) -> None:
+    def when_idle(self, buffer: ImageBuffer, then: Callable[[], None]) -> None:
         """Call `then` once no reader is left: at once, or later through `idle`."""
         with self._lock:
             if buffer.readers:

@@ -1,7 +1,8 @@
 """The keeper holds a node's images in the agent's memory, which outlives the ranks.
 
-`core.keeper` decides; this module has its memory, its messages to ranks, its sockets and its clock. All of it
-runs in the agent's event loop. Slow work runs in threads, which touch only what they are given.
+`core.keeper` decides; this module turns what happens to images into events, and carries out effects. All of
+it runs in the agent's event loop. Slow work runs in threads, which touch only what they are given. What it
+needs of the world comes from `io`, so that the simulator runs this very code.
 
 Images are lent to storage processes, perhaps for minutes. If memory allows, a copy is lent, so that the rank
 gets its slot back as soon as a newer step is safe.
@@ -10,10 +11,7 @@ gets its slot back as soon as a newer step is safe.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import itertools
-import os
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -32,7 +30,8 @@ from jurymast.core.state.texts import memory_size
 from jurymast.errors import never
 from jurymast.keeper import memory
 from jurymast.keeper.copies import CopyTable, StoredCopy, local_copies
-from jurymast.keeper.gathering import Gatherer, Going, fetch, find, in_thread, read_again, scrub, verify
+from jurymast.keeper.gathering import Gatherer, Going
+from jurymast.keeper.io import KeeperIo
 from jurymast.keeper.manifest import (
     BadImage,
     Manifest,
@@ -41,11 +40,8 @@ from jurymast.keeper.manifest import (
     SlotRecord,
     SlotWord,
     Word,
-    create_page,
 )
-from jurymast.keeper.memory import MappedBuffer
-from jurymast.keeper.transfer import ImageServer
-from jurymast.wire.protocol import Access
+from jurymast.keeper.memory import ImageBuffer
 
 
 @dataclass(frozen=True)
@@ -64,59 +60,38 @@ class Loan:
 _File = tuple[str, Callable[[], None]]
 
 
-def _copy(source: MappedBuffer, target: MappedBuffer, size: int) -> None:
-    """Copy the bytes; not through slices, which would hold the GIL and delay the agent's heartbeats."""
-    if size:
-        first, last = (ctypes.c_char.from_buffer(buffer.map) for buffer in (source, target))
-        ctypes.memmove(ctypes.addressof(last), ctypes.addressof(first), size)
-
-
 SCAN_LIMIT_S = 5.0
 
 Tell = Callable[[msg.FromKeeper], None]
 
 
 class Keeper:
-    """Holds a node's images. `tell` sends a message to the supervisor; `room` returns how much memory the
-    node can give. Call `start` before anything else."""
+    """Holds a node's images. `tell` sends a message to the supervisor. Call `start` before anything else."""
 
-    def __init__(
-        self,
-        access: Access,
-        node: str,
-        ranks_per_node: int,
-        tell: Tell,
-        *,
-        local_root: Path | None = None,
-        room: Callable[[], Room] = memory.room,
-    ) -> None:
-        self.node = node
-        self.tell = tell
-        self.port = 0
-        self.machine = KeeperMachine(node, ranks_per_node)
+    # Gets the errors of what goes on in the background.
+    failed: background.Failed = staticmethod(background.logged)
+
+    def __init__(self, io: KeeperIo, tell: Tell, *, local_root: Path | None = None) -> None:
+        self.io, self.tell = io, tell
+        self.machine = KeeperMachine(io.node, len(io.records))
         self.copies = CopyTable(self._in_loop)
-        self.buffers: dict[int, MappedBuffer] = {}
-        self._room = room
-        self._page_fd, page = create_page(ranks_per_node)
-        self._records = [RankRecord(page, local) for local in range(ranks_per_node)]
+        self.buffers: dict[int, ImageBuffer] = {}
         self._local_root = local_root
-        self._server = ImageServer(
-            self.copies, access, node, lambda copy: self._in_loop(lambda: self.doubt(copy))
-        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._freeing: set[asyncio.Task[None]] = set()  # of these
-        self._gathering = Gatherer(self.copies, access, node, self.distrust)
+        self.gathering = Gatherer(io, self.copies, self.distrust)
         self._going = defaultdict[int, Going](Going)
-        self._borrowers: dict[int, asyncio.Future[MappedBuffer | None]] = {}
+        self._borrowers: dict[int, asyncio.Future[ImageBuffer | None]] = {}
         self._numbers = itertools.count(1)
         self._due: deque[do.Effect] = deque()
         self._acting = self._closed = False
+        io.serve(self.copies, lambda copy: self._in_loop(lambda: self.doubt(copy)))
 
     async def start(self) -> None:
         """Find the images on the local disk, and begin to verify all held images repeatedly."""
         self._loop = asyncio.get_running_loop()
-        self.spawn(scrub(self.copies, self.distrust))
+        self.spawn(self.gathering.scrub())
         if self._local_root is not None:
             try:
                 await asyncio.wait_for(self._scan(self._local_root), SCAN_LIMIT_S)
@@ -125,8 +100,7 @@ class Keeper:
 
     def listen_at(self, address: str) -> None:
         """Serve other agents at this address as well. Raises OSError."""
-        self._server.listen_at(address)
-        self.port = self._server.port
+        self.io.listen_at(address)
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -137,17 +111,17 @@ class Keeper:
             if task not in self._freeing:  # a task that is cancelled before its first step frees nothing
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._server.close()
+        self.io.close()
         for buffer in self.buffers.values():
             buffer.close()
-        if self._page_fd >= 0:
-            os.close(self._page_fd)
-            self._page_fd = -1
 
     @property
-    def page_path(self) -> str:
-        """The path at which ranks open the page that they share with the agent."""
-        return f"/proc/{os.getpid()}/fd/{self._page_fd}"
+    def port(self) -> int:
+        return self.io.port
+
+    @property
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     def inventory(self) -> tuple[msg.CopyReport, ...]:
         """Return reports of all copies held, for the supervisor."""
@@ -156,7 +130,7 @@ class Keeper:
     def room(self) -> Room:
         """Return how much memory this node can give to checkpoints, including what it gives already."""
         taken = sum(buffer.allocated for buffer in self.buffers.values())
-        room = self._room()
+        room = self.io.room()
         return Room(room.free + taken, room.limit)
 
     # ---- events
@@ -164,7 +138,7 @@ class Keeper:
     def launch(self, attempt: int, ranks: list[int], world: int, restore: msg.Restore | None) -> None:
         """Prepare for an attempt whose `ranks`, by local rank, are about to start. The ranks of earlier
         attempts are dead."""
-        self.act(self.machine.on_launch(attempt, ranks, world, restore, time.monotonic()))
+        self.act(self.machine.on_launch(attempt, ranks, world, restore, self._now))
 
     def obey(self, order: msg.KeeperOrder) -> None:
         self.act(self.machine.on_order(order))
@@ -175,7 +149,7 @@ class Keeper:
             for slot in mine.slots:
                 if slot.state is SlotState.FREE and memory.published(self._words(local, slot.number)):
                     self.act(self.machine.on_image_published(local, slot.number))
-            if (want := self._records[local][Word.WANT]) > 0:
+            if (want := self.io.records[local][Word.WANT]) > 0:
                 self.act(self.machine.on_memory_wanted(local, want))
 
     def image_published(self, local_rank: int, slot: int, stall_s: float) -> None:
@@ -194,7 +168,7 @@ class Keeper:
 
     def doubt(self, copy: StoredCopy) -> None:
         """Verify a copy again: another agent received wrong bytes from it, or they changed on the way."""
-        self.spawn(read_again(self.copies, copy, self.distrust))
+        self.spawn(self.gathering.read_again(copy))
 
     def scan_local(self, root: Path) -> None:
         """Report the images that have appeared on the local disk or disappeared from it."""
@@ -202,7 +176,7 @@ class Keeper:
 
     async def _scan(self, root: Path) -> None:
         try:
-            found = await in_thread(local_copies, root)
+            found = await self.io.in_thread(local_copies, root)
         except OSError:
             return  # the disk fails; images known from it fail when they are used
         self.act(self.machine.on_disk_scanned(found))
@@ -234,16 +208,16 @@ class Keeper:
 
     async def _lend_copy(self, copy: StoredCopy) -> _File:
         """Lend this copy, of which we are a reader until it is given back, or a copy of it."""
-        place, size = copy.place, copy.manifest.size_bytes
+        memory, size = copy.memory, copy.manifest.size_bytes
 
         def release() -> None:
             self.copies.release(copy)
 
         in_slot = self.machine.holding.slot_of(copy) is not None
-        if not in_slot or not isinstance(place, MappedBuffer):
+        if not in_slot or memory is None:
             return copy.path, release
         asked = f"a copy for storage of rank {copy.image.rank}, {memory_size(size)}"
-        making = background.start(self._copied(place, size, asked), background.to_its_awaiter)
+        making = background.start(self._copied(memory, size, asked), background.to_its_awaiter)
 
         def give_up(_: object) -> None:
             made = None if making.cancelled() or making.exception() else making.result()
@@ -261,14 +235,14 @@ class Keeper:
         release()
         return buffer.path, lambda: self.give_back(buffer)
 
-    async def _copied(self, source: MappedBuffer, size: int, asked: str) -> MappedBuffer | None:
+    async def _copied(self, source: ImageBuffer, size: int, asked: str) -> ImageBuffer | None:
         """Copy the image to a new buffer; None if there is no memory for it."""
         buffer = await self.borrow(size, asked)
         if buffer is None:
             return None
         try:
-            await in_thread(buffer.reserve, 0, size)
-            await in_thread(_copy, source, buffer, size)
+            await self.io.in_thread(buffer.reserve, 0, size)
+            await self.io.in_thread(buffer.copy, source, 0, size)
         except OSError:
             self.give_back(buffer)
             return None
@@ -277,15 +251,15 @@ class Keeper:
             raise
         return buffer
 
-    async def borrow(self, size: int, asked: str) -> MappedBuffer | None:
+    async def borrow(self, size: int, asked: str) -> ImageBuffer | None:
         """Return a buffer that is used until `give_back`, or None if there is not enough memory."""
         number = next(self._numbers)
-        borrower: asyncio.Future[MappedBuffer | None] = asyncio.get_running_loop().create_future()
+        borrower: asyncio.Future[ImageBuffer | None] = asyncio.get_running_loop().create_future()
         self._borrowers[number] = borrower
         self.act(self.machine.on_loan_wanted(number, size, asked))
         return await borrower
 
-    def give_back(self, buffer: MappedBuffer) -> None:
+    def give_back(self, buffer: ImageBuffer) -> None:
         self.act(self.machine.on_loan_returned(buffer.number))
 
     def _lend(self, effect: do.Lend) -> None:
@@ -325,7 +299,7 @@ class Keeper:
                 self._lend(effect)
             case do.Serve():
                 assert isinstance(effect.copy, StoredCopy)
-                effect.copy.verified_at = time.monotonic()
+                effect.copy.verified_at = self._now
                 self.copies.add(effect.copy)
             case do.Unserve():
                 assert isinstance(effect.copy, StoredCopy)
@@ -345,7 +319,7 @@ class Keeper:
                 self._for_ranks(effect)
 
     def _for_ranks(self, effect: do.ForRanks) -> None:
-        record = self._records[effect.local]
+        record = self.io.records[effect.local]
         match effect:
             case do.Begin():
                 record[Word.WANT] = record[Word.REFUSED] = 0
@@ -388,7 +362,7 @@ class Keeper:
         record[Word.RESTORE] = RestoreStatus.READY  # written last, because the rank waits for it
 
     def _words(self, local: int, slot: int) -> SlotRecord:
-        return self._records[local].slot(slot)
+        return self.io.records[local].slot(slot)
 
     # ---- what takes time
 
@@ -397,7 +371,7 @@ class Keeper:
         words, buffer = self._words(local, slot), self.buffers[number]
         size, step = words[SlotWord.IMAGE], words[SlotWord.STEP]
         try:
-            copy = await in_thread(_read_image, buffer, size, words[SlotWord.MANIFEST], step, rank)
+            copy = await self.io.in_thread(_read_image, buffer, size, words[SlotWord.MANIFEST], step, rank)
         except Exception as error:  # any: otherwise the rank would never get its slot back
             if not isinstance(error, BadImage | RuntimeError):
                 background.logged(error)
@@ -406,9 +380,9 @@ class Keeper:
         else:
             self.act(self.machine.on_image_hashed(local, slot, number, copy))
 
-    def _free(self, buffer: MappedBuffer) -> None:
+    def _free(self, buffer: ImageBuffer) -> None:
         """Free the buffer's memory in a thread, because the kernel takes a second for some gigabytes."""
-        task = self.spawn(in_thread(buffer.close))
+        task = self.spawn(self.io.in_thread(buffer.close))
         self._freeing.add(task)
         task.add_done_callback(self._freeing.discard)
 
@@ -416,17 +390,17 @@ class Keeper:
         if self._freeing:  # otherwise memory that is nobody's any more would count as taken
             await asyncio.wait(set(self._freeing))
         try:
-            room = await in_thread(self._room)
+            room = await self.io.in_thread(self.io.room)
         except Exception as error:  # any, such as that no thread can be started: who asked for memory waits
             room = Room(0, str(error) or type(error).__name__)
         allocated = {number: buffer.allocated for number, buffer in self.buffers.items()}
         self.act(self.machine.on_memory_measured(room, allocated))
 
     def _make(self, effect: do.Make) -> str:
-        made: dict[int, MappedBuffer] = {}
+        made: dict[int, ImageBuffer] = {}
         try:
             for number in effect.buffers:
-                made[number] = MappedBuffer(effect.capacity, number)
+                made[number] = self.io.make(effect.capacity, number)
         except Exception as error:  # any, such as for a size that no mapping can have
             for buffer in made.values():
                 buffer.close()
@@ -437,7 +411,7 @@ class Keeper:
     async def _reserve(self, number: int) -> None:
         buffer, why = self.buffers[number], ""
         try:
-            await in_thread(buffer.reserve, 0, buffer.capacity)
+            await self.io.in_thread(buffer.reserve, 0, buffer.capacity)
         except Exception as error:  # any: who asked for the memory waits for the answer
             why = str(error) or type(error).__name__
         self.act(self.machine.on_buffer_reserved(number, buffer.allocated, why))
@@ -445,40 +419,39 @@ class Keeper:
     async def _work(self, effect: do.FindImage | do.Verify | do.Fetch) -> None:
         """Do slow work and give the machine its answer. An error is an answer as well, because other work
         waits for its turn."""
-        number = effect.number
+        number, going = effect.number, self._going[effect.number]
+        answer: Any = None
+        failure: Exception | None = None
+        why: tuple[str, ...] = ()
         try:
-            answer = await self._answer(effect)
+            answer = await self._answer(effect, going)
         except Exception as error:
-            why = (f"{type(error).__name__}: {error}",)
-            match effect:
-                case do.FindImage():
-                    self.act(self.machine.on_source_found(number, Found(None, passed_over=why)))
-                case do.Verify():
-                    self.act(self.machine.on_copy_verified(number, None))
-                case do.Fetch():
-                    allocated = self.buffers[effect.buffer].allocated
-                    nothing = Filled(None, passed_over=why, allocated=allocated)
-                    self.act(self.machine.on_image_fetched(number, nothing, time.monotonic()))
-            raise
-        if isinstance(answer, Found):
-            self.act(self.machine.on_source_found(number, answer))
-        elif isinstance(answer, Filled):
-            self.act(self.machine.on_image_fetched(number, answer, time.monotonic()))
-        else:
-            self.act(self.machine.on_copy_verified(number, answer))
-
-    async def _answer(self, effect: do.FindImage | do.Verify | do.Fetch) -> Found | Filled | bool:
-        gathering, going = self._gathering, self._going[effect.number]
+            failure, why = error, (f"{type(error).__name__}: {error}",)
         match effect:
             case do.FindImage():
-                return await find(gathering, going, effect)
+                self.act(self.machine.on_source_found(number, answer or Found(None, passed_over=why)))
             case do.Verify():
-                return await verify(self.copies, going, effect)
+                self.act(self.machine.on_copy_verified(number, answer))
             case do.Fetch():
-                return await fetch(gathering, going, effect, self.buffers[effect.buffer])
+                allocated = self.buffers[effect.buffer].allocated
+                answer = answer or Filled(None, passed_over=why, allocated=allocated)
+                self.act(self.machine.on_image_fetched(number, answer, self._now))
+        if failure is not None:
+            raise failure
+
+    async def _answer(
+        self, effect: do.FindImage | do.Verify | do.Fetch, going: Going
+    ) -> Found | Filled | bool:
+        match effect:
+            case do.FindImage():
+                return await self.gathering.find(going, effect)
+            case do.Verify():
+                return await self.gathering.verify(going, effect)
+            case do.Fetch():
+                return await self.gathering.fetch(going, effect, self.buffers[effect.buffer])
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = background.start(work)
+        task = background.start(work, self.failed)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -492,11 +465,11 @@ class Keeper:
                 pass  # the loop is closed, and the agent with it
 
 
-def _read_image(buffer: MappedBuffer, size: int, manifest_size: int, step: int, rank: int) -> StoredCopy:
+def _read_image(buffer: ImageBuffer, size: int, manifest_size: int, step: int, rank: int) -> StoredCopy:
     """Return the image and the manifest after it, with hashes made now. Raises BadImage."""
     if size < 0 or manifest_size < 0 or size + manifest_size > buffer.capacity:
         raise BadImage("it does not fit into its slot")
-    manifest = Manifest.from_bytes(bytes(buffer.view(size, size + manifest_size)))
+    manifest = Manifest.from_bytes(bytes(buffer[size : size + manifest_size]))
     if (manifest.step, manifest.rank, manifest.size_bytes) != (step, rank, size):
         raise BadImage("its manifest is another image's")
-    return StoredCopy(manifest.with_blocks(buffer.view(0, size)), MEMORY, ALL, buffer)
+    return StoredCopy(manifest.with_blocks(buffer), MEMORY, ALL, buffer)

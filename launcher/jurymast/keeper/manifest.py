@@ -23,7 +23,7 @@ import json
 import mmap
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import xxhash
@@ -43,6 +43,12 @@ PARTS = (COMMON, OWN)
 
 class BadImage(Exception):
     """These bytes are not an image to trust. The message says why, on one line."""
+
+
+class HasBytes(Protocol):
+    """Bytes from which parts are taken without copying them."""
+
+    def __getitem__(self, span: slice, /) -> memoryview: ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class Manifest:
         """Return (start, end) of a part in the image."""
         return (0, self.common_bytes) if part == COMMON else (self.common_bytes, self.size_bytes)
 
-    def with_blocks(self, image: memoryview) -> Manifest:
+    def with_blocks(self, image: HasBytes) -> Manifest:
         """Return the manifest with hashes of `image`; releases the GIL for each block."""
         hashes = {part: tuple(hash_block(image[a:b]) for a, b in self.spans(part)) for part in PARTS}
         return replace(self, blocks=hashes)
@@ -169,9 +175,9 @@ def blocks_of(manifest: Manifest, part: str = ALL) -> list[Block]:
     return blocks
 
 
-def is_intact(view: memoryview, block: Block) -> bool:
-    """Return whether this block of the image at the start of `view` has its hash; releases the GIL."""
-    return hash_block(view[block.at : block.at + block.length]) == block.hash
+def is_intact(image: HasBytes, block: Block) -> bool:
+    """Return whether this block of the image has its hash; releases the GIL."""
+    return hash_block(image[block.at : block.at + block.length]) == block.hash
 
 
 # ---- the page of words

@@ -14,6 +14,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 from jurymast.core.keeper.holding import round_up
 from jurymast.core.state.messages import Room
@@ -69,6 +70,25 @@ def _table(path: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
 
 
+class ImageBuffer(Protocol):
+    """Memory that ranks map: see `MappedBuffer`."""
+
+    number: int
+    capacity: int
+    readers: int
+    descriptor: int
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def allocated(self) -> int: ...
+    def __getitem__(self, span: slice, /) -> memoryview: ...
+    def write(self, at: int, data: bytes) -> None: ...
+    def copy(self, source: Any, start: int, end: int) -> None: ...
+    def reserve(self, start: int, end: int) -> None: ...
+    def close(self) -> None: ...
+
+
 _PIECE_BYTES = 32 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
@@ -97,9 +117,18 @@ class MappedBuffer:
         """Bytes of memory that the buffer takes now."""
         return os.fstat(self.descriptor).st_blocks * 512
 
-    def view(self, start: int, end: int) -> memoryview:
+    def __getitem__(self, span: slice) -> memoryview:
         """Return a view of these bytes. The mapping outlives `close` for as long as the view exists."""
-        return memoryview(self.map)[start:end]
+        return memoryview(self.map)[span]
+
+    def write(self, at: int, data: bytes) -> None:
+        self.map[at : at + len(data)] = data
+
+    def copy(self, source: MappedBuffer, start: int, end: int) -> None:
+        """Copy these bytes; not through slices, which would hold the GIL and delay the agent's heartbeats."""
+        if start < end:
+            first, last = (ctypes.c_char.from_buffer(buffer.map, start) for buffer in (source, self))
+            ctypes.memmove(ctypes.addressof(last), ctypes.addressof(first), end - start)
 
     def reserve(self, start: int, end: int) -> None:
         """Take the memory for these bytes and touch its pages, so that no first write has to.
@@ -147,12 +176,12 @@ def discard_unpublished(words: SlotRecord) -> None:
     words[SlotWord.SEQ] = words[SlotWord.FREED]
 
 
-def offer(words: SlotRecord, buffer: MappedBuffer) -> None:
+def offer(words: SlotRecord, buffer: ImageBuffer) -> None:
     """Give the rank this buffer to write into."""
     _show(words, buffer, words[SlotWord.SEQ])
 
 
-def install(words: SlotRecord, buffer: MappedBuffer) -> None:
+def install(words: SlotRecord, buffer: ImageBuffer) -> None:
     """Give the rank an image that it did not write. It can read this slot, but not write into it."""
     _show(words, buffer, words[SlotWord.SEQ] - 2)
 
@@ -172,7 +201,7 @@ def withdraw(words: SlotRecord) -> bool:
     return True
 
 
-def _show(words: SlotRecord, buffer: MappedBuffer, freed: int) -> None:
+def _show(words: SlotRecord, buffer: ImageBuffer, freed: int) -> None:
     words[SlotWord.FREED] = freed
     words[SlotWord.CAPACITY] = buffer.capacity
     words[SlotWord.GENERATION] = buffer.number

@@ -12,23 +12,22 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import xxhash
 
-from jurymast.core.state.images import ALL, LOCAL, ImageId, parts_of
+from jurymast.core.state.images import ALL, ImageId, parts_of
 from jurymast.core.state.message import Unreadable, kind_of, reader
 from jurymast.core.state.messages import Source
 from jurymast.errors import AuthenticationError, ProtocolError, never
-from jurymast.foreign import open_own
+from jurymast.foreign import open_own, reading_own
 from jurymast.keeper.copies import CopyTable, StoredCopy, trusted
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, hash_block
-from jurymast.keeper.memory import MappedBuffer
+from jurymast.keeper.memory import ImageBuffer
 from jurymast.reading import conclusive
 from jurymast.wire import addresses, stream
 from jurymast.wire.handshakes import TURN_EVERY_S, Handshakes, Proven
@@ -105,6 +104,16 @@ read_request: Callable[[bytes], Request] = reader(GetManifest | GetBytes | Check
 read_served: Callable[[bytes], Served] = reader(ManifestFollows | BytesFollow | Doubted | NotServed)
 
 
+class KeeperLink(Protocol):
+    """A connection to another keeper: see `wire.stream.Stream`."""
+
+    def send(self, message: msgspec.Struct) -> None: ...
+    def send_bytes(self, data: bytes | memoryview, way: str) -> None: ...
+    def send_file(self, descriptor: int, at: int, length: int, way: str) -> None: ...
+    def receive(self) -> Any: ...
+    def receive_pieces(self, target: memoryview, way: str) -> Iterator[memoryview]: ...
+
+
 # ---- the client
 
 STREAMS = 2
@@ -112,7 +121,7 @@ STREAMS = 2
 AHEAD = 2
 MANIFEST_BYTES_MAX = 64 << 20  # 19 bytes for each 16 MiB of an image
 Answer = TypeVar("Answer", bound=FromKeeper)
-_BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
+BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
 
 
 def connect(source: Source, access: Access) -> Stream[Served]:
@@ -128,28 +137,26 @@ def connect(source: Source, access: Access) -> Stream[Served]:
     raise failure
 
 
-def manifest_of(source: Source, access: Access, key: ImageId) -> tuple[Manifest, int]:
-    """Return (the image's manifest, the capacity of its buffer there or 0). Raises what `connect` raises, and
-    BadImage."""
-    with closing(connect(source, access)) as connection:
-        connection.send(GetManifest(image=_named(key), ways=access.ways))
-        answer = _answer(connection, ManifestFollows, access)
-        if not 0 < answer.length <= MANIFEST_BYTES_MAX:
-            raise ProtocolError(f"a manifest of {answer.length} bytes")
-        data = bytearray(answer.length)
-        for _ in connection.receive_pieces(memoryview(data), answer.way):
-            pass
-        return trusted(bytes(data), key), answer.capacity
+def manifest_of(connection: KeeperLink, ways: tuple[str, ...], key: ImageId) -> tuple[Manifest, int]:
+    """Return (the image's manifest, the capacity of its buffer there or 0). Raises `BROKEN`."""
+    connection.send(GetManifest(image=_named(key), ways=ways))
+    answer = _answer(connection, ManifestFollows, ways)
+    if not 0 < answer.length <= MANIFEST_BYTES_MAX:
+        raise ProtocolError(f"a manifest of {answer.length} bytes")
+    data = bytearray(answer.length)
+    for _ in connection.receive_pieces(memoryview(data), answer.way):
+        pass
+    return trusted(bytes(data), key), answer.capacity
 
 
 @dataclass
 class ImageFetch:
-    """An image that is being assembled in `buffer`, by one thread at a time; `stop` makes it give up soon.
+    """An image that is being assembled in `buffer`, from one source at a time; `stop` makes it give up soon.
     `got` counts bytes by tier; `passed_over` says why sources did not serve, one line for each.
     """
 
     manifest: Manifest
-    buffer: MappedBuffer
+    buffer: ImageBuffer
     part: str = ALL
     missing: list[Block] = field(init=False)
     got: dict[str, int] = field(default_factory=dict)
@@ -172,85 +179,63 @@ class ImageFetch:
         """Count blocks of `part` that are in the buffer already. Return False if one is corrupt."""
         wanted = self.wanted(part)
         good = [block for block in wanted if hash_block(self.view(block)) == block.hash]
-        return self._take(good, tier) == len(wanted)
+        return self.take(good, tier) == len(wanted)
 
     def view(self, block: Block) -> memoryview:
         """Return the block's place in the buffer."""
-        return self.buffer.view(block.at, block.at + block.length)
+        return self.buffer[block.at : block.at + block.length]
 
-    def from_file(self, name: str, path: Path | str, part: str, tier: str) -> str:
-        """Take missing blocks from a file. Return what is damaged in it, or "". A file that did not serve is
-        noted by its `name`, whatever the reason."""
+    def from_copy(self, name: str, copy: StoredCopy, part: str, tier: str) -> str:
+        """Take missing blocks from a copy on this node. Return what is damaged in it, or "". A copy that did
+        not serve is noted by its `name`, whatever the reason."""
         wanted = self.wanted(part)
         good: list[Block] = []
         why, unable = "", False
         try:
-            # memory's path is a link that only this user's processes may follow
-            descriptor = open_own(path) if tier == LOCAL else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
+            with nullcontext() if copy.memory is not None else reading_own(copy.path) as file:
                 for block in wanted:
                     if self.stop.is_set():
                         break
                     view = self.view(block)
-                    _read(descriptor, block.at, view)
+                    if copy.memory is not None:
+                        self.buffer.copy(copy.memory, block.at, block.at + block.length)
+                    elif file is None or file.seek(block.at) + file.readinto(view) < block.at + block.length:
+                        raise EOFError("the file is shorter than its image")
                     if hash_block(view) == block.hash:
                         good.append(block)
-            finally:
-                os.close(descriptor)
         except (OSError, EOFError) as error:
-            why = _text(error)
+            why = text_of(error)
             unable = not conclusive(error) and not isinstance(error, FileNotFoundError)
-        if self._take(good, tier) == len(wanted) or self.stop.is_set():
+        if self.take(good, tier) == len(wanted) or self.stop.is_set():
             return ""
         why = why or f"{len(wanted) - len(good)} of {len(wanted)} blocks are corrupt"
         self.passed_over.append(f"{name}: {why}")
         return "" if unable else why
 
-    def from_peer(self, source: Source, access: Access, key: ImageId, part: str, tier: str) -> None:
-        """Fetch missing blocks of `part` from the image `key` on the source's node, which for a common part
-        may be another rank's. Returns once all are fetched or the connections have failed."""
-        wanted = self.wanted(part)
-        queue, good, reasons = deque(wanted), list[Block](), list[str]()
-
-        def work() -> None:
-            try:
-                with closing(connect(source, access)) as connection:
-                    reasons.extend(self._pull(connection, access, _named(key), queue, good))
-            except _BROKEN as error:
-                reasons.append(_text(error))
-
-        threads = [
-            threading.Thread(target=work, name="keeper-pull", daemon=True)
-            for _ in range(min(STREAMS, len(wanted)) - 1)
-        ]
-        for thread in threads:
-            thread.start()
-        work()
-        for thread in threads:
-            thread.join()
-        if self._take(good, tier) < len(wanted):
-            self.passed_over.append(f"{source.node}: {reasons[0] if reasons else 'interrupted'}")
-
-    def _pull(
-        self, connection: Stream[Served], access: Access, image: ImageName,
-        queue: deque[Block], good: list[Block],
-    ) -> list[str]:  # fmt: skip
-        """Fetch blocks from the queue until it is empty. Return why some are corrupt."""
+    def pull(
+        self,
+        connection: KeeperLink,
+        ways: tuple[str, ...],
+        key: ImageId,
+        queue: deque[Block],
+        good: list[Block],
+    ) -> list[str]:
+        """Fetch blocks of the image `key` from the queue until it is empty; that may be another rank's image
+        if they are of the common part. Return why some are corrupt."""
         asked: deque[Block] = deque()
         reasons = []
-        ways = access.ways
         while not self.stop.is_set():
             while len(asked) < AHEAD and queue:
                 try:
                     block = queue.popleft()
                 except IndexError:
                     break  # the other stream was faster
-                connection.send(GetBytes(image=image, at=block.at, length=block.length, ways=ways))
+                connection.send(GetBytes(image=_named(key), at=block.at, length=block.length, ways=ways))
                 asked.append(block)
             if not asked:
                 break
             block = asked.popleft()
-            answer = _answer(connection, BytesFollow, access)
+            answer = _answer(connection, BytesFollow, ways)
             if answer.length != block.length:
                 raise ProtocolError("an answer of another length than asked for")
             if _receive(connection, self.view(block), answer.way) == block.hash:
@@ -258,14 +243,15 @@ class ImageFetch:
             else:
                 reasons.append(f"the block at {block.at} of the {block.part} part is corrupt")
         if reasons and not asked:
-            connection.send(Check(image=image))  # is it corrupt there, or only in transit?
-            _answer(connection, Doubted, access)
+            connection.send(Check(image=_named(key)))  # is it corrupt there, or only in transit?
+            _answer(connection, Doubted, ways)
         return reasons
 
     def wanted(self, part: str) -> list[Block]:
         return [block for block in self.missing if block.part in parts_of(part)]
 
-    def _take(self, good: Sequence[Block], tier: str) -> int:
+    def take(self, good: Sequence[Block], tier: str) -> int:
+        """Count these blocks, which are in the buffer now; return how many."""
         taken = set(good)
         self.missing = [block for block in self.missing if block not in taken]
         if good:
@@ -273,7 +259,7 @@ class ImageFetch:
         return len(good)
 
 
-def _receive(connection: Stream[Served], target: memoryview, way: str) -> str:
+def _receive(connection: KeeperLink, target: memoryview, way: str) -> str:
     """Fill `target`. Return its hash, made piece by piece while the bytes are in the processor's cache."""
     hasher = xxhash.xxh3_64()
     for piece in connection.receive_pieces(target, way):
@@ -281,10 +267,10 @@ def _receive(connection: Stream[Served], target: memoryview, way: str) -> str:
     return str(hasher.hexdigest())
 
 
-def _answer(connection: Stream[Served], kind: type[Answer], access: Access) -> Answer:
+def _answer(connection: KeeperLink, kind: type[Answer], ways: tuple[str, ...]) -> Answer:
     """Receive an answer of this kind. Raises ProtocolError for any other."""
     answer = connection.receive()
-    if isinstance(answer, ManifestFollows | BytesFollow) and answer.way not in access.ways:
+    if isinstance(answer, ManifestFollows | BytesFollow) and answer.way not in ways:
         raise ProtocolError(f"an answer protected by {answer.way}, which was not offered")
     if isinstance(answer, kind):
         return answer
@@ -299,20 +285,8 @@ def _named(key: ImageId) -> ImageName:
     return ImageName(step=step, attempt=attempt, rank=rank)
 
 
-def _read(descriptor: int, at: int, view: memoryview) -> None:
-    done = 0
-    while done < len(view):
-        got = os.preadv(descriptor, [view[done:]], at + done)
-        if not got:
-            raise EOFError("the file is shorter than its image")
-        done += got
-
-
-def _text(error: Exception) -> str:
+def text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-Peer = Stream[Request]
 
 
 # ---- the server
@@ -320,19 +294,62 @@ Peer = Stream[Request]
 NOT_HELD = NotServed(why="not held")
 
 
-class ImageServer:
-    """Serves each proven connection in its own thread; `port` is the same at all addresses.
+class Answers:
+    """A keeper's answers. `doubt` is called with a copy from which another keeper received wrong bytes."""
 
-    `doubt` is called, in such a thread, with a copy from which a peer received wrong bytes.
-    """
+    def __init__(self, copies: CopyTable, ways: tuple[str, ...], doubt: Callable[[StoredCopy], None]) -> None:
+        self._copies, self._ways, self._doubt = copies, ways, doubt
+
+    def to(self, peer: KeeperLink, request: Request) -> None:
+        match request:
+            case GetManifest() | GetBytes():
+                here = self._ways
+                if (way := agreed(request.ways, here)) is None:
+                    asked = ", ".join(request.ways) or "nothing"
+                    why = f"no common way to protect bytes: {asked} requested, {', '.join(here)} offered"
+                    peer.send(NotServed(why=why))
+                elif isinstance(request, GetManifest):
+                    self._send_manifest(peer, request.image, way)
+                else:
+                    self._send_bytes(peer, request, way)
+            case Check():
+                for copy in self._copies.find(_key(request.image)):
+                    self._doubt(copy)
+                peer.send(Doubted())
+            case Unreadable():
+                peer.send(NotServed(why=f"not a request: {request}"))
+            case _:
+                never(request)
+
+    def _send_bytes(self, peer: KeeperLink, request: GetBytes, way: str) -> None:
+        image, at, length = request.image, request.at, request.length
+        held = self._copies.acquire(_key(image), at, length)
+        if held is None:
+            peer.send(NOT_HELD)
+            return
+        try:
+            _send_from(peer, held, at, length, way)
+        finally:
+            self._copies.release(held)
+
+    def _send_manifest(self, peer: KeeperLink, image: ImageName, way: str) -> None:
+        held = self._copies.find(_key(image))
+        if not held:
+            peer.send(NOT_HELD)
+            return
+        data, capacity = held[0].manifest_bytes, max(copy.capacity for copy in held)
+        peer.send(ManifestFollows(length=len(data), way=way, capacity=capacity))
+        peer.send_bytes(data, way)  # too large for a message
+
+
+class ImageServer:
+    """Answers each proven connection in its own thread; `port` is the same at all addresses."""
 
     def __init__(
         self, copies: CopyTable, access: Access, node: str, doubt: Callable[[StoredCopy], None]
     ) -> None:
-        self._copies = copies
-        self._doubt = doubt
+        self._answers = Answers(copies, access.ways, doubt)
         self._handshakes = Handshakes(access.secret, keeper_of(node))
-        self._access = access
         self.port = 0
         self._listeners: dict[str, socket.socket] = {}
         self._lock = threading.Lock()
@@ -385,7 +402,7 @@ class ImageServer:
         try:
             peer = stream.accepted(proven, read_request)
             while True:
-                self._answer(peer, peer.receive())
+                self._answers.to(peer, peer.receive())
         except (OSError, EOFError, AuthenticationError, ProtocolError):
             pass  # the other side is done, or notices: only blocks received whole and verified count there
         finally:
@@ -396,62 +413,21 @@ class ImageServer:
             self._connections.discard(connection)
         connection.close()
 
-    def _answer(self, peer: Peer, request: Request) -> None:
-        match request:
-            case GetManifest() | GetBytes():
-                here = self._access.ways
-                if (way := agreed(request.ways, here)) is None:
-                    asked = ", ".join(request.ways) or "nothing"
-                    why = f"no common way to protect bytes: {asked} requested, {', '.join(here)} offered"
-                    peer.send(NotServed(why=why))
-                elif isinstance(request, GetManifest):
-                    self._send_manifest(peer, request.image, way)
-                else:
-                    self._send_bytes(peer, request, way)
-            case Check():
-                for copy in self._copies.find(_key(request.image)):
-                    self._doubt(copy)
-                peer.send(Doubted())
-            case Unreadable():
-                peer.send(NotServed(why=f"not a request: {request}"))
-            case _:
-                never(request)
-
-    def _send_bytes(self, peer: Peer, request: GetBytes, way: str) -> None:
-        image, at, length = request.image, request.at, request.length
-        held = self._copies.acquire(_key(image), at, length)
-        if held is None:
-            peer.send(NOT_HELD)
-            return
-        try:
-            _send_from(peer, held, at, length, way)
-        finally:
-            self._copies.release(held)
-
-    def _send_manifest(self, peer: Peer, image: ImageName, way: str) -> None:
-        held = self._copies.find(_key(image))
-        if not held:
-            peer.send(NOT_HELD)
-            return
-        data, capacity = held[0].manifest_bytes, max(copy.capacity for copy in held)
-        peer.send(ManifestFollows(length=len(data), way=way, capacity=capacity))
-        peer.send_bytes(data, way)  # too large for a message
-
 
 def _key(image: ImageName) -> ImageId:
     return ImageId(image.step, image.attempt, image.rank)
 
 
-def _send_from(peer: Peer, copy: StoredCopy, at: int, length: int, way: str) -> None:
-    if isinstance(copy.place, MappedBuffer):
+def _send_from(peer: KeeperLink, copy: StoredCopy, at: int, length: int, way: str) -> None:
+    if copy.memory is not None:
         peer.send(BytesFollow(length=length, way=way))
-        with copy.place.view(at, at + length) as view:
+        with copy.memory[at : at + length] as view:
             peer.send_bytes(view, way)
         return
     try:
-        descriptor = open_own(copy.place)
+        descriptor = open_own(copy.path)
     except OSError as error:
-        peer.send(NotServed(why=f"{copy.place}: {error.strerror or error}"))
+        peer.send(NotServed(why=f"{copy.path}: {error.strerror or error}"))
         return
     try:
         peer.send(BytesFollow(length=length, way=way))

@@ -22,8 +22,9 @@ from jurymast.core.state.findings import Finding
 from jurymast.core.state.host_messages import Apart, FromHosts
 from jurymast.core.state.images import StateId
 from jurymast.core.state.messages import CadenceReport, RankReport, Times, WritePhase
+from jurymast.keeper.keeper import Loan
 from jurymast.sim.cluster.health import SimNodeHealth
-from jurymast.sim.cluster.keeper import SimImage, SimKeeper
+from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.loop import SimLoop, SimPeer, SimShell
 from jurymast.sim.cluster.training import Page, SimGroup, SimMember, follower
 from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection, Steps, WritePlace
@@ -312,12 +313,12 @@ class SimNodeStorage:
     async def close(self) -> None: ...
     async def forget_local(self) -> None: ...
 
-    async def write(self, order: msg.Write, loans: list[SimImage], phases: Phases) -> Answer:
+    async def write(self, order: msg.Write, loans: list[Loan], phases: Phases) -> Answer:
         lead, key = order.lead, StateId(order.step, order.attempt)
         last = WritePhase.SEAL if lead else WritePhase.WRITE
         turn = msg.ContinueWrite(id=order.id, phase=WritePhase.OPEN) if lead else await phases.turns.get()
         try:
-            while not await self._do(order, key, turn, phases, loans[0]) and turn.phase is not last:
+            while not await self._do(order, key, turn, phases, loans) and turn.phase is not last:
                 phases.reached(turn.phase)
                 turn = await phases.turns.get()
             return Done(bytes=WRITTEN_BYTES)
@@ -332,7 +333,7 @@ class SimNodeStorage:
             raise
 
     async def _do(
-        self, order: msg.Write, key: StateId, turn: msg.ContinueWrite, phases: Phases, image: SimImage
+        self, order: msg.Write, key: StateId, turn: msg.ContinueWrite, phases: Phases, loans: list[Loan]
     ) -> bool:
         """Do what this phase is; returns whether the checkpoint was there before."""
         name, storage = self._agent.site.name, self._agent.cluster.storage
@@ -340,7 +341,7 @@ class SimNodeStorage:
         def work() -> bool:
             if not storage.sees_checkpoints(name):
                 raise OSError(f"{name} does not see the storage")
-            return self._work(order, key, turn, image)
+            return self._work(order, key, turn, loans)
 
         if turn.phase is WritePhase.WRITE:
             await self._copy(phases)
@@ -367,7 +368,7 @@ class SimNodeStorage:
     def _exists(self, key: StateId) -> bool:
         return any(other.step == key.step for other in self._disk.shared)
 
-    def _work(self, order: msg.Write, key: StateId, turn: msg.ContinueWrite, image: SimImage) -> bool:
+    def _work(self, order: msg.Write, key: StateId, turn: msg.ContinueWrite, loans: list[Loan]) -> bool:
         void, places = self._disk.is_void(key), self._disk.places
         match turn.phase:
             case WritePhase.OPEN:
@@ -386,6 +387,7 @@ class SimNodeStorage:
                 place.shared_out = True
             case WritePhase.WRITE:
                 assert self._place(order).shared_out, "written before it was known what"
+                self._place(order).token = [self._agent.keeper.read(loan) for loan in loans][0]
                 self._place(order).written.add(order.ranks[0])
             case _:
                 place = self._place(order)
@@ -393,7 +395,8 @@ class SimNodeStorage:
                 if void:
                     raise OSError("it was rolled back meanwhile")
                 del places[order.id]
-                self._disk.publish(key, image.token)
+                assert place.token is not None
+                self._disk.publish(key, place.token)
         return False
 
 
@@ -491,7 +494,9 @@ class SimAgent(SimShell):
         if loud:
             self.cluster.network.ended(self)
 
-    async def begin(self) -> None: ...
+    async def begin(self) -> None:
+        await self.keeper.start()
+
     async def close(self) -> None: ...
 
     # ---- what comes to it

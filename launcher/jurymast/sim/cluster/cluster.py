@@ -26,7 +26,7 @@ from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, STANDSTILL_S, Ora
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.tasks import ALL_S, SimTasks
 from jurymast.sim.cluster.training import SimGroup
-from jurymast.sim.cluster.world import BEGINNING, RunDisk, SimNetwork, Storage, World
+from jurymast.sim.cluster.world import BEGINNING, RunDisk, SimNetwork, Storage, Token, World
 
 MOST_FAULTS = 5
 FIRST_AT_S, LAST_AT_S = 1.0, 20.0
@@ -266,6 +266,7 @@ class Cluster:
         self._supervisors: list[SimSupervisor] = []  # also those that have ended: see `SimLoop`
         self.agents: list[SimAgent] = []  # likewise
         self.keepers: dict[tuple[str, int], SimKeeper] = {}
+        self.tokens: dict[bytes, Token] = {}  # by the bytes that stand for one in an image
         self.groups: dict[tuple[int, str, int], SimGroup] = {}
         self.sites = dict(self._new_site() for _ in range(wanted.nodes))
         self._start_job()
@@ -300,6 +301,8 @@ class Cluster:
                 self.oracle.at_the_end()
         finally:
             self.world.close()
+            for agent in self.agents:
+                agent.keeper.ended()
 
     def _new_site(self) -> tuple[str, SimSite]:
         self._nodes += 1
@@ -632,7 +635,7 @@ class Cluster:
                 host.kill()
             case _:
                 if agent.keeper.held:
-                    self.world.chance.choice(agent.keeper.held).corrupt = True
+                    self.world.chance.choice(agent.keeper.held).flip()
 
     def breaks(self, group: SimGroup) -> bool:
         """Break the ranks of this group if they are about to do the step that they never get beyond."""

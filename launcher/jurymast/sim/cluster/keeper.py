@@ -1,388 +1,182 @@
-"""A node's simulated keeper: the real `KeeperMachine` over simulated memory, hashes and transfers. It loses
-everything with its agent."""
+"""A node's simulated keeper: the real `Keeper`, its world, and what ranks and the oracle see of it. It loses
+everything with its agent. Images have the sizes of real ones, but of each block only some bytes exist."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from jurymast.core.keeper import effects as core
+import xxhash
+
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.holding import SLOTS, SlotState, round_up
-from jurymast.core.keeper.machine import KeeperMachine
-from jurymast.core.keeper.restores import Filled, Found, usable, whom_to_ask
+from jurymast.core.keeper.holding import SLOTS, round_up
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
-from jurymast.core.state.images import ALL, COMMON, MEMORY, OWN, PEER, ImageId, StateId, parts_of
-from jurymast.core.state.messages import Room
-from jurymast.keeper.manifest import RestoreStatus
-from jurymast.sim.cluster.world import Steps, Token
+from jurymast.core.state.images import ALL, COMMON, OWN, StateId
+from jurymast.keeper.copies import CopyTable, StoredCopy
+from jurymast.keeper.keeper import Keeper, Loan
+from jurymast.keeper.manifest import (
+    RANK_BYTES,
+    Manifest,
+    RankRecord,
+    RestoreStatus,
+    SlotWord,
+    Word,
+    blocks_of,
+    is_intact,
+)
+from jurymast.keeper.memory import ImageBuffer
+from jurymast.keeper.transfer import Answers
+from jurymast.sim.cluster.world import Token
+from jurymast.wire.protocol import Access
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent
+    from jurymast.sim.cluster.cluster import Cluster
 
-SIZE_BYTES, COMMON_BYTES, MANIFEST_BYTES = 100_000_000, 60_000_000, 1000
+Result = TypeVar("Result")
+
+# Each part is one block.
+SIZE_BYTES, COMMON_BYTES, MANIFEST_BYTES = 25_000_000, 15_000_000, 1000
+CELL_BYTES, TOKEN_BYTES = 16, 12
 SLOT_BYTES = round_up(SIZE_BYTES + MANIFEST_BYTES)
-HASH_S, COPY_S, MEMORY_S = (0.002, 0.08), (0.01, 0.25), (0.001, 0.03)
+THREAD_S, COPY_S = (0.001, 0.08), (0.01, 0.25)
 UNREACHABLE_S = 3.0
-WRONG = "wrong bytes"
 
 
-class SimImage(core.KeptCopy):
-    """What a keeper holds. `token`: its content."""
+class SimBuffer:
+    """See `keeper.memory.MappedBuffer`. Bytes exist only from the places on where a block or a manifest
+    begins."""
 
-    def __init__(self, image: ImageId, world: int, tier: str, part: str, buffer: int, token: Token) -> None:
-        super().__init__(report(image, world, tier, part, token), buffer)
-        self.token = token
-        self.corrupt = False
-        self.held_at = 0.0
+    def __init__(self, memory: SimKeeperIo, capacity: int, number: int) -> None:
+        self._memory = memory
+        self.capacity, self.number, self.descriptor = round_up(capacity), number, number
+        self.readers = self.allocated = 0
+        self.cells: dict[int, bytearray] = {}
+        self.path = str(number)
 
-    @property
-    def key(self) -> StateId:
-        return self.image.state
+    def __getitem__(self, span: slice) -> memoryview:
+        cell = self.cells.setdefault(span.start, bytearray(CELL_BYTES))
+        return memoryview(cell)[: span.stop - span.start]
 
-    @property
-    def rank(self) -> int:
-        return self.image.rank
+    def write(self, at: int, data: bytes) -> None:
+        self.cells[at] = bytearray(data)
 
-    @property
-    def world(self) -> int:
-        return self.report.world
+    def copy(self, source: SimBuffer, start: int, end: int) -> None:
+        for at in [at for at in source.cells if start <= at < end]:
+            self[at : at + CELL_BYTES][:] = source.cells[at]
 
-    def give_back(self) -> None:
-        pass  # a loan
+    def reserve(self, start: int, end: int) -> None:
+        taken = min(self.capacity, max(self.allocated, end - start))
+        self._memory.free_bytes -= taken - self.allocated
+        self.allocated = taken
 
-    def has(self, part: str) -> bool:
-        return self.part in (ALL, part)
-
-
-def report(image: ImageId, world: int, tier: str, part: str, token: Token) -> msg.CopyReport:
-    common_id = "-".join(map(str, token.history))
-    return msg.CopyReport(
-        tier=tier, step=image.step, attempt=image.attempt, rank=image.rank, world=world, part=part,
-        size_bytes=SIZE_BYTES, common_bytes=COMMON_BYTES, common_id=common_id,
-    )  # fmt: skip
+    def close(self) -> None:
+        self._memory.free_bytes += self.allocated
+        self.allocated = 0
 
 
-@dataclass
-class _SimWork:
-    """Work. `token`: the content of the image that was found; `base`: what the buffer already contains."""
+class SimStream:
+    """An end of a connection between keepers, where that which is asked answers at once. Its own end has no
+    `answers`."""
 
-    key: StateId = StateId(0, 0)
-    world: int = 0
-    token: Token | None = None
-    base: SimImage | None = None
-    stop: bool = False
-    why: list[str] = field(default_factory=list)
+    def __init__(self, answers: Answers | None, came: deque[Any]) -> None:
+        self._answers, self._came = answers, came
+
+    def send(self, message: Any) -> None:
+        if self._answers is None:
+            self._came.append(message)
+        else:
+            self._answers.to(SimStream(None, self._came), message)
+
+    def send_bytes(self, data: bytes | memoryview, way: str) -> None:
+        self._came.append(bytes(data))
+
+    def send_file(self, descriptor: int, at: int, length: int, way: str) -> None:
+        raise NotImplementedError
+
+    def receive(self) -> Any:
+        return self._came.popleft()
+
+    def receive_pieces(self, target: memoryview, way: str) -> Iterator[memoryview]:
+        target[:] = self._came.popleft()
+        yield target
 
 
-class SimKeeper:
-    """`room`: this many images of other nodes' ranks fit into this node's memory in addition to its own."""
+class SimKeeperIo:
+    """See `keeper.io.KeeperIo`. `room`: this many images of other nodes' ranks fit into this node's memory in
+    addition to its own."""
 
     def __init__(self, agent: SimAgent, room: int) -> None:
-        self.agent, self.world = agent, agent.world
         count = agent.cluster.ranks_per_node
-        self.machine = KeeperMachine(agent.site.name, count)
-        self.bytes = SLOT_BYTES * ((SLOTS + 1) * count + room)
+        self._agent, self.node = agent, agent.site.name
+        self.ways = Access(b"").ways
+        self.free_bytes = SLOT_BYTES * ((SLOTS + 1) * count + room)
         self.port = agent.cluster.new_port()
-        agent.cluster.keepers[agent.site.name, self.port] = self
-        self.held: list[SimImage] = []
-        self._wanted = False
-        self._published: set[tuple[int, int]] = set()  # local rank and slot
-        self.status: dict[int, RestoreStatus] = {}  # by local rank
-        self.found: dict[int, SimImage] = {}
-        self._allocated: dict[int, int] = {}  # by buffer
-        self._capacity: dict[int, int] = {}
-        self._written: dict[int, SimImage] = {}  # by buffer
-        self._going: dict[int, _SimWork] = {}
-        self._due: deque[do.Effect] = deque()
-        self._acting = False
+        page: Any = memoryview(bytearray(count * RANK_BYTES))
+        self.records = [RankRecord(page, local) for local in range(count)]
+        self.page_path = ""
+        self.answers: Answers
 
-    def of(self, key: StateId, rank: int) -> list[SimImage]:
-        """Return the copies of this image, or of a part of it."""
-        return [image for image in self.held if image.image == (*key, rank)]
-
-    async def lend(self, step: int, attempt: int, rank: int) -> SimImage | None:
-        """Return what storage gets: the image, or its own part if its common part is here as well."""
-        key = StateId(step, attempt)
-        mine = [one for one in self.of(key, rank) if not one.corrupt]
-        for one in sorted(mine, key=lambda one: one.part != ALL):
-            alike = [other for other in self.held if other.key == key and other.has(COMMON)]
-            alike = [other for other in alike if other.report.common_id == one.report.common_id]
-            if one.part == ALL or (one.part == OWN and any(not other.corrupt for other in alike)):
-                return one
-        for image in [image for image in self.held if image.key == key and image.corrupt]:
-            self.doubt(image)  # the writer reads it
-        return None
-
-    def inventory(self) -> tuple[msg.CopyReport, ...]:
-        return self.machine.inventory()
-
-    def room(self) -> Room:
-        return Room(self.bytes, "memory.max")
+    def serve(self, copies: CopyTable, doubt: Callable[[StoredCopy], None]) -> None:
+        self.answers = Answers(copies, self.ways, doubt)
 
     def listen_at(self, address: str) -> None:
         pass  # it does from the beginning
 
-    async def close(self) -> None:
-        self.ended()
+    def room(self) -> msg.Room:
+        return msg.Room(self.free_bytes, "memory.max")
 
-    def ended(self) -> None:
-        """Nobody reaches it any more, and what it held is lost."""
-        self.agent.cluster.keepers.pop((self.agent.site.name, self.port), None)
-        self.agent.cluster.oracle.lost(self)
+    def make(self, capacity: int, number: int) -> SimBuffer:
+        return SimBuffer(self, capacity, number)
 
-    # ---- the memory that ranks share with it
+    async def in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        await asyncio.sleep(self._agent.world.between(*THREAD_S))
+        return function(*arguments)
 
-    def wants(self) -> None:
-        """The node's ranks, like all others, have restored and ask for memory."""
-        self._wanted = True
+    async def with_keeper(self, source: msg.Source, talk: Callable[[SimStream], Result]) -> Result:
+        return talk(SimStream((await self._reached(source)).io.answers, deque()))
 
-    def free(self, local: int) -> list[int]:
-        """Return the slots that a rank may write to."""
-        slots = self.machine.ranks[local].slots
-        return [
-            slot.number
-            for slot in slots
-            if slot.state is SlotState.FREE and (local, slot.number) not in self._published
-        ]
-
-    def save(self, local: int, key: StateId, token: Token, world: int, stall_s: float) -> None:
-        """A rank saves; its agent is told."""
-        mine, number = self.machine.ranks[local], self.free(local)[0]
-        buffer = mine.slots[number].buffer
-        assert buffer is not None
-        image = SimImage(ImageId(*key, mine.rank), world, MEMORY, ALL, buffer.number, token)
-        self._written[buffer.number] = image
-        self._published.add((local, number))
-        said = within.Image(local_rank=local, slot=number, step=key.step, stall_s=stall_s)
-        self.agent.rank_said(said)
-
-    # ---- events
-
-    def launch(self, attempt: int, ranks: list[int], world: int, restore: msg.Restore | None) -> None:
-        self._wanted = False
-        self.act(self.machine.on_launch(attempt, ranks, world, restore, self.world.now))
-
-    def look(self) -> None:
-        for local in range(len(self.machine.ranks)) if self._wanted else ():
-            self.act(self.machine.on_memory_wanted(local, SIZE_BYTES + MANIFEST_BYTES))
-        for local, slot in sorted(self._published):
-            self.image_published(local, slot, 0.0)
-
-    def image_published(self, local_rank: int, slot: int, stall_s: float) -> None:
-        if (local_rank, slot) in self._published:
-            self._published.discard((local_rank, slot))
-            self.act(self.machine.on_image_published(local_rank, slot, stall_s))
-        else:  # seen before it was told
-            self.machine.on_stall_told(local_rank, slot, stall_s)
-
-    def obey(self, order: msg.KeeperOrder) -> None:
-        oracle = self.agent.cluster.oracle
-        effects = self.machine.on_order(order)
-        if isinstance(order, msg.Committed):
-            oracle.may_go(self, self.machine.holding.committed)
-        self.act(effects)
-
-    def doubt(self, image: SimImage) -> None:
-        self.world.after(0.02, self.agent.process, self._doubted, image)
-
-    def _doubted(self, image: SimImage) -> None:
-        if image.corrupt:
-            self.act(self.machine.on_copy_distrusted(image, "its hash does not match"))
-
-    # ---- effects
-
-    def act(self, effects: list[do.Effect]) -> None:
-        self._due += effects
-        if self._acting:
-            return
-        self._acting = True
-        try:
-            while self._due and self.agent.process.alive:
-                self.world.happens(self._due[0])
-                self._one(self._due.popleft())
-        finally:
-            self._acting = False
-        self.machine.check()
-
-    def _later(self, seconds: tuple[float, float], then: Callable[[], None]) -> None:
-        self.world.after(self.world.between(*seconds), self.agent.process, then)
-
-    def _one(self, effect: do.Effect) -> None:
-        machine = self.machine
-        match effect:
-            case do.Tell():
-                self.agent.say(effect.message)
-            case do.Measure():
-                self._later(
-                    MEMORY_S, lambda: self.act(machine.on_memory_measured(self._room(), self._allocated))
-                )
-            case do.Make():
-                self._capacity |= dict.fromkeys(effect.buffers, effect.capacity)
-                self._allocated |= dict.fromkeys(effect.buffers, 0)
-                self.act(machine.on_buffers_made())
-            case do.Reserve(buffer):
-                self._allocated[buffer] = taken = self._capacity[buffer]
-                self._later(MEMORY_S, lambda: self.act(machine.on_buffer_reserved(buffer, taken)))
-            case do.Unmake(buffer):
-                del self._allocated[buffer], self._capacity[buffer]
-            case do.Serve():
-                assert isinstance(effect.copy, SimImage)
-                effect.copy.held_at = self.world.now
-                self.held.append(effect.copy)
-                self.agent.cluster.oracle.held(self, effect.copy)
-            case do.Unserve():
-                assert isinstance(effect.copy, SimImage)
-                self.held.remove(effect.copy)
-            case do.AwaitReaders(buffer):
-                self.act(machine.on_buffer_unread(buffer))
-            case do.FindImage():
-                self.world.go(self.agent.process, self._find(effect))
-            case do.Verify():
-                self._later(HASH_S, lambda: self._verify(effect))
-            case do.Fetch():
-                self.world.go(self.agent.process, self._fetch(effect))
-            case do.Hurry():
-                self._of(effect.number).stop = True
-            case do.EndWork():
-                self._going.pop(effect.number, None)
-            case _:
-                self._for_ranks(effect)
-
-    def _for_ranks(self, effect: do.Effect) -> None:
-        match effect:
-            case do.Begin(local):
-                self.status[local] = RestoreStatus.PENDING
-                self.found.pop(local, None)
-            case do.Elsewhere(local):
-                self.status[local] = RestoreStatus.ELSEWHERE
-            case do.FailRestore(local):
-                self.status[local] = RestoreStatus.FAILED
-            case do.SlotReady(local):
-                copy = self.machine.ranks[local].restored
-                assert isinstance(copy, SimImage)
-                self.status[local], self.found[local] = RestoreStatus.READY, copy
-            case do.Withdraw(local, slot, buffer):
-                if (local, slot) not in self._published:
-                    self.act(self.machine.on_slot_withdrawn(local, slot, buffer))
-            case do.Hash(local, slot, buffer):
-                image = self._written[buffer]
-                self._later(
-                    HASH_S, lambda: self.act(self.machine.on_image_hashed(local, slot, buffer, image))
-                )
-            case _:
-                pass
-
-    def _room(self) -> Room:
-        return Room(self.bytes - sum(self._allocated.values()), "memory.max")
-
-    def _of(self, number: int) -> _SimWork:
-        return self._going.setdefault(number, _SimWork())
-
-    # ---- work
-
-    def known(self, image: ImageId) -> tuple[Token, int] | None:
-        """Return an image's token and world."""
-        return next(((one.token, one.world) for one in self.held if one.image == image), None)
-
-    def _find(self, effect: do.FindImage) -> Steps[None]:
-        """Look for the image, on this node or the first source that knows it."""
-        going, why = self._of(effect.number), list[str]()
-        image = effect.image
-        known = self.known(image)
-        sources = whom_to_ask(self.agent.site.name, image.rank, effect.sources)
-        while known is None and not going.stop and (source := next(sources, None)) is not None:
-            other, trouble = yield from self._ask(source)
-            known = other.known(image) if other is not None else None
-            if known is None:
-                why.append(f"{source.node}: {trouble or 'not held'}")
-        found = None
-        if known is not None:
-            going.key, (going.token, going.world) = image.state, known
-            found = report(image, going.world, PEER, ALL, going.token)
-        self.act(self.machine.on_source_found(effect.number, Found(found, SLOT_BYTES, tuple(why))))
-
-    def _verify(self, effect: do.Verify) -> None:
-        copy, going = effect.copy, self._of(effect.number)
-        assert isinstance(copy, SimImage)
-        intact = copy in self.held and not copy.corrupt
-        going.key, going.world = copy.key, copy.world
-        going.token = copy.token
-        going.base = copy if intact else None
-        self.act(self.machine.on_copy_verified(effect.number, intact))
-
-    def _fetch(self, effect: do.Fetch) -> Steps[None]:
-        going, rank = self._of(effect.number), effect.image.rank
-        base, copy = going.base, None
-        here = {part for part in (OWN, COMMON) if base is not None and base.has(part)}
-        self._take(effect.buffer, effect.start, effect.end)
-        if (yield from self._gather(going, rank, set(parts_of(effect.part)) - here, effect.sources)):
-            assert going.token is not None
-            copy = SimImage(effect.image, going.world, effect.tier, effect.part, effect.buffer, going.token)
-            copy.corrupt = base is not None and base.corrupt
-        self._fetched(effect, going, copy, MANIFEST_BYTES if effect.behind else 0)
-
-    def _take(self, buffer: int, start: int, end: int) -> None:
-        self._allocated[buffer] = min(self._capacity[buffer], max(self._allocated[buffer], end - start))
-
-    def _fetched(self, effect: do.Fetch, going: _SimWork, copy: SimImage | None, behind: int) -> None:
-        allocated = self._allocated[effect.buffer]
-        fetched = Filled(copy, behind, {PEER: SIZE_BYTES}, tuple(going.why), allocated=allocated)
-        self.act(self.machine.on_image_fetched(effect.number, fetched, self.world.now))
-
-    # ---- transfers
-
-    def _ask(self, source: msg.Source) -> Steps[tuple[SimKeeper | None, str]]:
-        """Ask another keeper, or this one; returns it, or None and the trouble if it does not answer."""
-        cluster, now = self.agent.cluster, self.world.now
+    async def _reached(self, source: msg.Source) -> SimKeeper:
+        """Wait as long as a transfer takes. Raises OSError if the other keeper cannot be reached."""
+        cluster, now = self._agent.cluster, self._agent.world.now
         other = cluster.keepers.get((source.hosts[0], source.port))
-        host, here = cluster.sites[source.hosts[0]], self.agent.site.name
+        host = cluster.sites[source.hosts[0]]
         stopped = host.stopped_until > now or (other is not None and other.agent.process.until > now)
-        if stopped or not host.up or not cluster.network.joins(here, host.name):
-            yield now + UNREACHABLE_S
-            return None, "timed out"
+        if stopped or not host.up or not cluster.network.joins(self.node, host.name):
+            await asyncio.sleep(UNREACHABLE_S)
+            raise TimeoutError("timed out")
         if other is None or not other.agent.process.alive:
-            yield now + 0.01
-            return None, "connection refused"
-        yield now + self.world.between(*COPY_S)
-        if other.agent.process.alive and cluster.network.joins(here, host.name):
-            return other, ""
-        return None, "the connection broke"
+            await asyncio.sleep(0.01)
+            raise ConnectionRefusedError("connection refused")
+        await asyncio.sleep(self._agent.world.between(*COPY_S))
+        if other.agent.process.alive and cluster.network.joins(self.node, host.name):
+            return other
+        raise ConnectionError("the connection broke")
 
-    def _gather(
-        self, going: _SimWork, rank: int, lacking: set[str], sources: Sequence[msg.Source]
-    ) -> Steps[bool]:
-        """Fetch these parts of a rank's image, from one source after another; returns whether all are
-        here."""
-        for source in usable(sources, lambda: lacking):
-            if going.stop:
-                break
-            wanted = lacking & set(parts_of(source.part))
-            other, trouble = yield from self._ask(source)
-            got, trouble = self._read(other, source, going, rank, wanted, trouble)
-            if got < wanted:
-                going.why.append(f"{source.node}: {trouble or 'not held'}")
-            lacking.difference_update(got)
-        yield self.world.now + self.world.between(*MEMORY_S)
-        return not lacking
+    def close(self) -> None:
+        self._agent.keeper.ended()
 
-    def _read(
-        self, other: SimKeeper | None, source: msg.Source, going: _SimWork, rank: int, wanted: set[str],
-        why: str,
-    ) -> tuple[set[str], str]:  # fmt: skip
-        """Return what the other keeper gives of these parts, from `source.rank`'s image, and the trouble."""
-        some: set[str] = set()
-        for image in other.of(going.key, source.rank) if other is not None else ():
-            theirs = {part for part in wanted if image.has(part) and (part == COMMON or rank == image.rank)}
-            if theirs and (image.corrupt or image.token != going.token) and other is not None:
-                other.doubt(image)
-                why = WRONG
-            else:
-                some |= theirs
-        return some, why
+
+class SimImage:
+    """What the oracle knows of a copy that is held, or was. `token`: its content, as it was saved."""
+
+    def __init__(self, copy: StoredCopy, memory: ImageBuffer, token: Token, held_at: float) -> None:
+        self.copy, self.memory, self.token, self.held_at = copy, memory, token, held_at
+        self.key, self.rank, self.world = copy.image.state, copy.image.rank, copy.manifest.world
+        self.tier, self.part = copy.tier, copy.part
+        self.corrupt = not all(is_intact(memory, block) for block in blocks_of(copy.manifest, copy.part))
+
+    def has(self, part: str) -> bool:
+        return self.part in (ALL, part)
+
+    def flip(self) -> None:
+        """A bit of it turns."""
+        at = 0 if self.part == COMMON else COMMON_BYTES
+        self.memory[at : at + CELL_BYTES][-1] ^= 1
+        self.corrupt = True
 
 
 def whole(images: Iterable[SimImage], key: StateId, world: int) -> bool:
@@ -390,3 +184,101 @@ def whole(images: Iterable[SimImage], key: StateId, world: int) -> bool:
     good = [image for image in images if image.key == key and not image.corrupt]
     own = {image.rank for image in good if image.has(OWN)}
     return any(image.has(COMMON) for image in good) and len(own) >= world
+
+
+class SimKeeper(Keeper):
+    """Tells the oracle what is held, and checks the machine."""
+
+    io: SimKeeperIo
+
+    def __init__(self, agent: SimAgent, room: int) -> None:
+        self.agent: SimAgent = agent
+        self.cluster: Cluster = agent.cluster
+        self._images: dict[do.KeptCopy, SimImage] = {}
+        self.failed = agent.loop.failed
+        super().__init__(SimKeeperIo(agent, room), agent.say)
+        self.cluster.keepers[agent.site.name, self.port] = self
+
+    @property
+    def held(self) -> list[SimImage]:
+        return [*self._images.values()]
+
+    def ended(self) -> None:
+        """Nobody reaches it any more, what it held is lost, and work that Python collects changes nothing."""
+        self._closed = True
+        self.cluster.keepers.pop((self.agent.site.name, self.port), None)
+        self.cluster.oracle.lost(self)
+
+    def obey(self, order: msg.KeeperOrder) -> None:
+        if isinstance(order, msg.Committed):
+            self.cluster.oracle.may_go(self, max(self.machine.holding.committed, (order.attempt, order.step)))
+        super().obey(order)
+
+    def act(self, effects: list[do.Effect]) -> None:
+        super().act(effects)
+        if effects and not self._acting:  # an event without effects has hardly changed anything
+            self.machine.check()
+
+    def _one(self, effect: do.Effect) -> None:
+        self.agent.world.happens(effect)
+        super()._one(effect)
+        if isinstance(effect, do.Serve):
+            copy = effect.copy
+            assert isinstance(copy, StoredCopy)
+            assert copy.memory is not None
+            token = self._token(copy.memory, 0 if copy.part == COMMON else COMMON_BYTES)
+            self._images[copy] = image = SimImage(copy, copy.memory, token, self.agent.world.now)
+            self.cluster.oracle.held(self, image)
+        elif isinstance(effect, do.Unserve):
+            del self._images[effect.copy]
+
+    def _token(self, buffer: ImageBuffer, at: int) -> Token:
+        """Return the content of which a part begins here."""
+        return self.cluster.tokens[bytes(buffer[at : at + TOKEN_BYTES])]
+
+    # ---- what ranks and writers do
+
+    def wants(self) -> None:
+        """The node's ranks, like all others, have restored and ask for memory."""
+        for record in self.io.records:
+            record[Word.WANT] = SIZE_BYTES + MANIFEST_BYTES
+
+    def free(self, local: int) -> list[int]:
+        """Return the slots that a rank may write to."""
+        return [number for number in range(SLOTS) if self._words(local, number).writable]
+
+    def save(self, local: int, key: StateId, token: Token, world: int, stall_s: float) -> None:
+        """A rank saves; its agent is told."""
+        rank, number = self.machine.ranks[local].rank, self.free(local)[0]
+        words = self._words(local, number)
+        name = xxhash.xxh3_128_digest(repr(token).encode())[:TOKEN_BYTES]
+        self.cluster.tokens[name] = token
+        behind = Manifest(key.step, key.attempt, rank, world, "", SIZE_BYTES, COMMON_BYTES).to_bytes()
+        written = {0: name + b"same", COMMON_BYTES: name + rank.to_bytes(4, "big"), SIZE_BYTES: behind}
+        for at, data in written.items():
+            self.buffers[words[SlotWord.GENERATION]].write(at, data)
+        words[SlotWord.STEP], words[SlotWord.IMAGE], words[SlotWord.MANIFEST] = (
+            key.step, SIZE_BYTES, len(behind),
+        )  # fmt: skip
+        words[SlotWord.SEQ] = words[SlotWord.FREED] + 2
+        said = within.Image(local_rank=local, slot=number, step=key.step, stall_s=stall_s)
+        self.agent.rank_said(said)
+
+    def status(self, local: int) -> RestoreStatus:
+        return RestoreStatus(self.io.records[local][Word.RESTORE])
+
+    def restored(self, local: int) -> tuple[StateId, Token]:
+        """Return what a rank finds in the slot that it restores."""
+        record = self.io.records[local]
+        buffer = self.buffers[self._words(local, record[Word.RESTORE_SLOT])[SlotWord.GENERATION]]
+        size = record[Word.RESTORE_IMAGE]
+        manifest = Manifest.from_bytes(bytes(buffer[size : size + record[Word.RESTORE_MANIFEST]]))
+        return manifest.image.state, self._token(buffer, COMMON_BYTES)
+
+    def read(self, loan: Loan) -> Token:
+        """Return what a writer reads. Raises OSError if it is corrupt."""
+        for block in blocks_of(loan.manifest):
+            path = loan.common_path if block.part == COMMON and loan.common_path else loan.path
+            if not is_intact(self.buffers[int(path)], block):
+                raise OSError(f"the image of rank {loan.manifest.rank} is corrupt")
+        return self._token(self.buffers[int(loan.path)], COMMON_BYTES)

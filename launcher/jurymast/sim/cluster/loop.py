@@ -66,6 +66,8 @@ class SimLoop:
         self._world.at(self._world.now, self._process, self._due, handle)
         return handle
 
+    call_soon_threadsafe = call_soon
+
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:

@@ -154,7 +154,7 @@ class SimGroup:
         count = range(cluster.ranks_per_node)
         keepers = [member.agent.keeper for member in self.members.values()]
         while not self.over:
-            status = {keeper.status[local] for keeper in keepers for local in count}
+            status = {keeper.status(local) for keeper in keepers for local in count}
             if not status.isdisjoint((RestoreStatus.PENDING, RestoreStatus.FAILED)) or self._blocked():
                 yield world.now + 0.03
                 continue
@@ -164,11 +164,11 @@ class SimGroup:
                 world.go(None, self._tell_of_wait())
                 return
             ready = status == {RestoreStatus.READY}
-            found = [keeper.found[local] for keeper in keepers for local in count] if ready else []
+            found = [keeper.restored(local) for keeper in keepers for local in count] if ready else []
             if ready:
-                cluster.oracle.restores(self, [(image.key, image.token) for image in found])
-            if len({image.key for image in found}) == 1:
-                self._begin(found[0].key, found[0].token, MEMORY)
+                cluster.oracle.restores(self, found)
+            if len({key for key, _ in found}) == 1:
+                self._begin(*found[0], MEMORY)
             else:
                 self.fail_all("memory has no one step (and attempt) for all ranks")
             return

@@ -260,7 +260,7 @@ SLOW_TIMES = 60.0
 KEEP = 3  # checkpoints on storage
 
 
-@dataclass
+@dataclass(frozen=True)
 class Token:
     """The result of the training so far: two states are the same only if their tokens are equal."""
 
@@ -276,6 +276,7 @@ class WritePlace:
     announced: dict[int, tuple[int, ...]] = field(default_factory=dict)
     shared_out: bool = False
     written: set[int] = field(default_factory=set)
+    token: Token | None = None  # what was written
 
 
 @dataclass
