@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from jurymast.cli.options import find_run
 from support.documents import commands
 from support.runs import SCRIPTS
 from testcluster import Cluster
+from testcluster.settings import PARTITION
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
@@ -42,7 +44,8 @@ def test_every_command(cluster: Cluster, tmp_path: Path) -> None:
     cluster.login(["mkdir", str(home)])
     (home / "job.sbatch").write_text(JOB)
     (home / "train.py").write_bytes((SCRIPTS / "sum_ranks.py").read_bytes())
-    (home / "7b.yaml").touch()
+    for name in ("7b.yaml", "acme_notify.py"):  # what the documents have people write
+        (home / name).touch()
     environment = {
         "HOME": str(home), "PATH": f"{cluster.python.parent}:/usr/bin:/bin", "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
@@ -65,3 +68,6 @@ def test_every_command(cluster: Cluster, tmp_path: Path) -> None:
             if " -- " not in command:
                 cluster.wait_job(int(job[1]), "COMPLETED", deadline_s=LIMIT_S)
                 run = find_run(job[1], home / "runs").root.name
+    summed_up = ["bash", "-c", "jurymast fleet --by partition --json"]
+    told = json.loads(cluster.login(summed_up, cwd=home, env=environment, timeout_s=LIMIT_S).stdout)
+    assert PARTITION in [group["partition"] for group in told["groups"]], "as Slurm chose it"
