@@ -6,10 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.copies import COMMON_SOURCES, Copies
+from jurymast.core.checkpoints.copies import COMMON_SOURCES, Copies, Retries
 from jurymast.core.checkpoints.replicas import holders, missing_replicas
+from jurymast.core.state import messages as msg
 from jurymast.core.state.images import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, SHARED, Copy, StateId
 from support.holding import source as source_of
+from support.stories import Story
+from support.successor import Successor
 
 NODES = ("n1", "n2", "n3")
 
@@ -222,3 +225,33 @@ def test_images_that_fail_together_are_one_failure_to_reach_a_node() -> None:
     pause_s = next(iter(reach._failing.values())).until
     assert not reach.failed(("a", "b"), 15.2), "its other image fails as well"
     assert next(iter(reach._failing.values())).until == pause_s
+
+
+def test_a_try_that_a_lost_node_ended_is_repeated_a_second_later() -> None:
+    retries = Retries()
+    assert retries.interrupted(SHARED, 100.0), "it is news"
+    assert not retries.interrupted(SHARED, 100.5)
+    assert (retries.due(SHARED, 101.4), retries.due(SHARED, 101.6)) == (False, True)
+
+
+def test_replicas_take_a_tenth_of_the_time_at_most() -> None:
+    after = Successor(Story().running())
+    replicas, now = after.machine.checkpoints.replicas, after.story.t
+    after.machine.on_work_done(2.0, now)
+    replicas.on_agent_joined("n1", "")
+    replicas.look(StateId(10, 1), now + 17.9)
+    assert not replicas.under_way
+    replicas.look(StateId(10, 1), now + 18.1)
+    assert replicas.under_way
+
+
+def test_who_else_may_hold_a_replica_is_looked_for_as_soon_as_one_node_is_given_up() -> None:
+    after = Successor(Story().running())
+    replicas, now = after.machine.checkpoints.replicas, after.story.t
+    failed = msg.Unreplicated(step=10, attempt=1, rank=0, part=ALL, why="no answer")
+    found = []
+    for at in (now, now + 30.0):
+        replicas.on_replicate_failed("n3", failed, at)
+        replicas.look(StateId(10, 1), at)
+        found.append(replicas.under_way)
+    assert found == [False, True]

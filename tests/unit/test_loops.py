@@ -276,6 +276,8 @@ def test_nodes_that_die_wherever_at_the_same_point_are_acquitted(how: str, tmp_p
         up_again(story, 90)
         story.state.restores()  # as the supervisor asks now and then
     assert story.state.restores() == (0, 0), "no failure of the infrastructure"
+    assert story.state.failures is not None
+    assert story.state.failures.posterior.incidents == 0.0
     assert [incident.cause for incident in story.state.incidents] == ["script_fault"] * 3
     assert strikes(story, tmp_path) == set()
 
