@@ -166,6 +166,14 @@ def test_what_gains_less_than_the_forecast_may_be_wrong_is_not_advised(
     assert option not in [one["option"] for one in past.advice()["changes"]]
 
 
+def test_a_simulation_that_does_not_fit_gives_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    was = replay_of
+    monkeypatch.setattr("jurymast.report.advice.replay_of", lambda *given: replace(was(*given), goodput=0.5))
+    advice = CASES["nothing is saved"][0].advice()
+    assert advice["changes"] == []
+    assert sentences(advice) == ["not known: a simulation of the run is too far from what happened"]
+
+
 def test_of_very_many_incidents_the_newest_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jurymast.sim.replay.INCIDENTS_MAX", 30)
     faults = tuple(TraceFault(number * 2000.0, (), WORKER_KILL) for number in range(1, 86))

@@ -23,7 +23,10 @@ from jurymast.sim.replay import Foretold, NotReplayed, Replay, replay_of
 
 # Below half a point nobody changes anything.
 LEAST_GAIN = 0.005
+MOST_ERROR = 0.1
 MORE_SPARES = (1, 2, 4)
+# A shorter run says nothing of how many spares are too many.
+SPARES_S = 3600.0
 MOST_TOLD = 3
 RUNTIME = "runtime goodput"
 
@@ -64,6 +67,8 @@ def advice_view(ledger: Ledger, account: Account, now: float) -> dict[str, Any]:
         was = replay.run()
         error = was.goodput - replay.goodput
         found.update(foretold=was.goodput, error=error, part=replay.part)
+        if abs(error) > MOST_ERROR:
+            raise NotReplayed("a simulation of the run is too far from what happened")
         advice = [*_changes(replay, was), *_spares(replay, was, state, now)]
         worth = [one for one in advice if one.gain >= max(LEAST_GAIN, abs(error))]
     except (NotReplayed, StandsStill) as problem:
@@ -129,10 +134,12 @@ def _spares(replay: Replay, was: Foretold, state: RunState, now: float) -> Itera
         why = "fewer failures would have waited for nodes from the queue"
         yield Advice("--spares", str(spares + best[0]), why, RUNTIME, was.goodput, best[1].goodput)
         return
+    if replay.setup.seconds < SPARES_S:
+        return
     _, high = (failure_rate(state, now) or prior(state.settings.rate)).interval()
     wanted = size_spares(state.active, high, REPLACE_S, replay.setup.seconds).count
     less = replay.with_setup(spares=wanted).run() if wanted < spares else was
-    if less.productive > was.productive:
+    if less.productive > was.productive and less.goodput > was.goodput - LEAST_GAIN:
         queue = f"if a requeue waits {duration(replay.setup.durations.requeue_s)}"
         why = (
             f"{count(state.active, 'node')} need no more, even at the upper end of the failure rate, {queue}"

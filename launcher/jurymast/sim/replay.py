@@ -37,12 +37,14 @@ from jurymast.sim.checkpoints import (
     Parts,
 )
 from jurymast.sim.faults import TraceFault
-from jurymast.sim.simulation import SECONDS_MIN, Setup, Simulation
+from jurymast.sim.simulation import Setup, Simulation
 
 # Ends that a simulated run does not know: Slurm's, and what somebody asked for.
 NOT_REPLAYED = frozenset(
     {"preempted", "job_ended", "allocation_lost", "rollback_asked", "relaunch_asked"}
 )  # fmt: skip
+# In a shorter run a single restart, or a first slow step, is all that it shows.
+LEAST_S = 120.0
 # More incidents would take longer to simulate than somebody waits for a report.
 INCIDENTS_MAX = 300
 # Nodes that fail have numbers from here on: each is one of the placement that is healthy then.
@@ -111,8 +113,8 @@ def replay_of(state: RunState, account: Account, steps: StepCounts, saves: SaveC
     before_s = max(0.0, _first_launch_s(account) - launch_s) if start == account.first_launch else 0.0
     after_s = (account.placed_us("shutdown") + account.placed_us("unknown")) / 1e6
     begins, seconds = start / 1e6 + before_s, (account.end - start) / 1e6 - before_s - after_s
-    if seconds < SECONDS_MIN or step_s < STEP_MIN_S:
-        raise NotReplayed("it is too short")
+    if seconds < LEAST_S or step_s < STEP_MIN_S:
+        raise NotReplayed(f"a run of less than {LEAST_S:.0f} s shows too little")
     try:
         durations = _durations(state, account, saves, step_s, launch_s, restore_s, warm_up_s)
     except ValueError as error:
