@@ -73,6 +73,7 @@ def test_lines_up_to_the_first_command_count() -> None:
         ("#SBATCH --comment='open", "job.sbatch, line 2: .*quotation"),
         ("#SBATCH -N 2-4", "job.sbatch, line 2: --nodes=2-4: jurymast adds spare nodes to a fixed number"),
         ("#SBATCH -n 16", "job.sbatch, line 2: --ntasks=16 lets Slurm choose the number of nodes"),
+        ("#SBATCH -G 16", "job.sbatch, line 2: --gpus=16 lets Slurm choose the number of nodes"),
     ],
 )
 def test_a_line_at_fault_is_named(line: str, says: str) -> None:

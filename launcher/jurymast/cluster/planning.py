@@ -97,7 +97,7 @@ def make_plan(
     directory = working_directory / (told.last("chdir") or "")
     if script is not None:
         _check_script(script, asked, told)
-        active, name = asked.nodes or _active_nodes(told), script.job_name
+        active, name = asked.nodes or _active_nodes(told, policy.policy.spares), script.job_name
         what: dict[str, Any] = {"script": script.name, "arguments": tuple(line.command[1:]), "batch": True}
         ranks = 1
     else:
@@ -287,8 +287,9 @@ def _check_script(script: BatchScript, asked: OwnOptions, told: CommandLine) -> 
         )
 
 
-def _active_nodes(told: CommandLine) -> int:
-    """The number of nodes that a batch script asks for, by --nodes or by the numbers of tasks."""
+def _active_nodes(told: CommandLine, spares: int | None) -> int:
+    """The number of nodes that a batch script asks for, by --nodes or by the numbers of tasks or GPUs, to
+    which `spares` are to be added (None: as many as they need)."""
     given = told.given("nodes")
     if given is not None:
         low, _, high = (given.value or "").partition("-")
@@ -301,22 +302,28 @@ def _active_nodes(told: CommandLine) -> int:
     tasks, each = told.given("ntasks"), told.given("ntasks-per-node", "tasks-per-node")
     if tasks is None or tasks.value == "1":
         gpus = told.given("gpus")
-        return 1 if gpus is None else _nodes_of_gpus(gpus, told)
+        return 1 if gpus is None else _nodes_of_gpus(gpus, told, one_task=tasks is not None, spares=spares)
     numbers = [given.value or "" for given in (tasks, each) if given]
     if each is None or not all(number.isdigit() and int(number) for number in numbers):
-        raise UsageError(
-            f"{tasks.where}--ntasks={tasks.value} lets Slurm choose the number of nodes, "
-            "so no spare nodes can be added",
-            hint="also give --nodes=N",
-        )
+        raise _not_fixed(tasks, "also give --nodes=N")
     return -(-int(numbers[0]) // int(numbers[1]))
 
 
-def _nodes_of_gpus(gpus: Given, told: CommandLine) -> int:
-    """The number of nodes that have this total of GPUs, as far as the options tell: else one."""
+def _not_fixed(given: Given, hint: str) -> UsageError:
+    what = f"{given.where}--{given.name}={given.value}"
+    return UsageError(
+        f"{what} lets Slurm choose the number of nodes, so no spare nodes can be added", hint=hint
+    )
+
+
+def _nodes_of_gpus(gpus: Given, told: CommandLine, *, one_task: bool, spares: int | None) -> int:
+    """The number of nodes that have this total of GPUs. If the options do not tell, it is one, and sbatch
+    refuses that where no node has so many; spares would each add as many again. Raises UsageError."""
     total, each = ((text or "").rpartition(":")[2] for text in (gpus.value, told.last("gpus-per-node")))
     if total.isdigit() and each.isdigit() and int(each) and int(total):
         return -(-int(total) // int(each))
+    if spares and total != "1" and not one_task:
+        raise _not_fixed(gpus, "also give --nodes=N or --gpus-per-node=N, or --spares=0")
     return 1
 
 
