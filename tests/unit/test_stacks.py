@@ -563,5 +563,6 @@ def test_a_process_that_a_loader_starts_is_a_worker_and_a_server_of_such_is_none
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         worker = int(rank.stdout.readline())
-        assert loader_workers(rank.pid) == [worker]
+        # While it is being executed anew, the kernel shows no command.
+        wait_until("the worker", lambda: loader_workers(rank.pid) == [worker])
         rank.communicate("")
