@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -270,6 +271,22 @@ def leave_out_of_cores(memory: mmap.mmap) -> None:
 def allow_core(limit: int) -> None:
     """Restore the limit that `leave_no_core` returned."""
     resource.setrlimit(resource.RLIMIT_CORE, (limit, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+REAP_S = 1.0
+
+
+def ends_within(process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Wait so long for a process to end, and else kill it. After that it is waited for only a moment: even
+    SIGKILL does not end one that storage blocks."""
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(REAP_S)
+        return False
+    return True
 
 
 def log_as(name: str) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from jurymast.core.judges.cadence import Cadence
+from jurymast.core.state.incident import CAUSES, Incident
 from jurymast.core.state.schedule import NEVER
 from jurymast.core.state.settings import Settings
 from jurymast.report.advice import advice_blocks, advice_view, sentences
 from jurymast.report.text import Line
-from jurymast.sim.checkpoints import HANG, POWER_LOSS, WORKER_KILL, Durations
+from jurymast.sim.checkpoints import HANG, POWER_LOSS, SCRIPT, WORKER_KILL, Durations
 from jurymast.sim.faults import FaultModel, TraceFault
-from jurymast.sim.replay import NotReplayed, replay_of
+from jurymast.sim.replay import NotReplayed, kind_of, replay_of
 from jurymast.sim.simulation import Setup, Simulation
 
 DAY_S = 86_400.0
@@ -209,6 +210,21 @@ def test_without_a_forecast_there_is_a_reason_and_no_advice(how: str) -> None:
     assert advice["foretold"] is None
     (told,) = sentences(advice)
     assert told.startswith("not known: ")
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        ("restart_asked", WORKER_KILL),
+        ("communication", WORKER_KILL),
+        ("worker_exception", SCRIPT),
+        ("hang", HANG),
+    ],
+)
+def test_only_failures_of_the_script_spend_its_budget_once_more(cause: str, kind: str) -> None:
+    charged = CAUSES[cause].charged
+    incident = Incident(1, 0.0, 0.0, 1, 10, cause=cause, charged=charged, action="restart")
+    assert kind_of(incident) == kind
 
 
 def test_advice_leaves_the_account_as_it_is() -> None:

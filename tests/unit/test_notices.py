@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 
 from jurymast.core.run.notices import Notice, Quota, due
+from jurymast.core.state.incident import Alert
 from jurymast.core.state.settings import Receiver
 from jurymast.errors import PolicyError
 from jurymast.interpreter import run_module
 from jurymast.policy.resolve import Layer, resolve
+from jurymast.processes import ends_within
 from jurymast.report import notifier
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor import epoch
@@ -42,6 +44,15 @@ def test_what_is_told_of_a_run() -> None:
     assert kinds(swapped()) == ["incident 1", "spare 1", "finished"]
     assert kinds(swapped(), "incident 1", "spare 1") == ["finished"]
     assert kinds(crash_loop())[-1] == "stopped"
+
+
+def test_an_alert_is_told_once_though_only_the_newest_are_kept() -> None:
+    story = Story().running(20)
+    story.state.alerts = [Alert(f"subject {n}", float(n), float(n), "", {}) for n in range(3)]
+    told = kinds(story)
+    assert len(told) == 3
+    del story.state.alerts[0]
+    assert kinds(story, *told) == []
 
 
 def test_an_incident_is_told_when_it_is_known_what_follows() -> None:
@@ -80,6 +91,15 @@ def test_a_policy_that_tells_nobody_is_refused(entry: dict[str, Any], problem: s
     with pytest.raises(PolicyError) as refused:
         resolve([Layer("policy.yaml", {"notify": [entry]})])
     assert problem in str(refused.value)
+
+
+def test_a_policy_with_an_address_is_refused_without_what_sends_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jurymast.policy.model.find_spec", lambda name: None)
+    resolve([Layer("policy.yaml", {"notify": [{"command": ["page"]}]})])
+    with pytest.raises(PolicyError, match="pip install 'jurymast.notify.'"):
+        resolve([Layer("policy.yaml", {"notify": [{"url": "ntfy://team"}]})])
 
 
 def test_a_policy_says_who_is_told() -> None:
@@ -191,6 +211,21 @@ def test_a_receiver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pyte
             wait_until("the others' notices", lambda: len(lines(told)) == 3)
             left_at = time.monotonic()
         assert time.monotonic() - left_at < 20.0
+
+
+def test_a_process_that_even_a_kill_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that storage blocks: the end of the run would wait for it, and all nodes with it."""
+    with subprocess.Popen(["sleep", "1000"]) as blocked:
+        with monkeypatch.context() as patched:
+            killed: list[bool] = []
+            patched.setattr(blocked, "kill", lambda: killed.append(True))
+            began_at = time.monotonic()
+            assert not ends_within(blocked, 0.1)
+            assert time.monotonic() - began_at < 100.0
+        assert killed == [True]
+        blocked.kill()
+    with subprocess.Popen(["true"]) as ended:
+        assert ends_within(ended, 60.0)
 
 
 def test_a_receiver_that_fails_is_tried_three_times_and_named(

@@ -30,7 +30,14 @@ from jurymast.core.state.settings import RunPlan
 from jurymast.core.supervision import batch as core
 from jurymast.errors import JurymastError, RunDirectoryError, never
 from jurymast.interpreter import run_module
-from jurymast.processes import TASKS_ALONE_VARIABLE, adopt_orphans, die_with_parent, end_strays, log_as
+from jurymast.processes import (
+    TASKS_ALONE_VARIABLE,
+    adopt_orphans,
+    die_with_parent,
+    end_strays,
+    ends_within,
+    log_as,
+)
 from jurymast.rundir import RunDirectory, renew
 
 log = logging.getLogger("jurymast.batch")
@@ -258,8 +265,8 @@ def tell_of_requeue(trouble: str) -> None:
 def sum_up(run_directory: str, job: str) -> None:
     """Write the run's summary to the end of the job's log. It takes a second, and nothing fails by it."""
     command = run_module("jurymast.report.last_words", run_directory, job)
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(command, stdin=subprocess.DEVNULL, timeout=SUM_UP_LIMIT_S)
+    with contextlib.suppress(OSError):
+        ends_within(subprocess.Popen(command, stdin=subprocess.DEVNULL), SUM_UP_LIMIT_S)
 
 
 def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Allocation:

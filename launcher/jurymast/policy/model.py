@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -388,6 +389,8 @@ class Notified(Section):
     def one_way(self) -> Notified:
         if bool(self.command) == bool(self.url):
             raise ValueError("needs either a command or a url")
+        if self.url and find_spec("apprise") is None:
+            raise ValueError("a url needs Apprise: pip install 'jurymast[notify]'")
         return self
 
 

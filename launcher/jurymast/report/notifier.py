@@ -210,9 +210,14 @@ def main(run_directory: str) -> int:
     leave_no_core()
     try:
         notifier = Notifier(RunDirectory(run_directory))
+        problem = ""
         while not select.select([0], [], [], POLL_S)[0]:
-            with suppress(OSError):  # storage fails: try again
+            try:
                 notifier.look()
+            except (OSError, JurymastError) as error:  # of storage, say, which is tried again
+                if str(error) != problem:
+                    log.warning("%s", error)
+                problem = str(error)
         notifier.finish()
     except (OSError, JurymastError) as error:
         log.error("%s", error)

@@ -21,7 +21,7 @@ from jurymast.core.judges.forecast import REPLICATE_GUESS_S, STALL_GUESS_S
 from jurymast.core.judges.silence import steady_limit_s
 from jurymast.core.run.recovery import LAUNCH_LIMIT_S, STOP_LIMIT_S
 from jurymast.core.state.images import PEER, SHARED
-from jurymast.core.state.incident import Incident
+from jurymast.core.state.incident import APPLICATION, Incident
 from jurymast.core.state.run import RunState, failure_rate
 from jurymast.core.state.schedule import NEVER
 from jurymast.errors import JurymastError
@@ -39,10 +39,8 @@ from jurymast.sim.checkpoints import (
 from jurymast.sim.faults import TraceFault
 from jurymast.sim.simulation import Setup, Simulation
 
-# Ends that a simulated run does not know: Slurm's, and what somebody asked for.
-NOT_REPLAYED = frozenset(
-    {"preempted", "job_ended", "allocation_lost", "rollback_asked", "relaunch_asked"}
-)  # fmt: skip
+# Ends that a simulated run does not know: Slurm's, and those after which it goes on from another step.
+NOT_REPLAYED = frozenset({"preempted", "job_ended", "allocation_lost", "rollback_asked", "relaunch_asked"})
 # In a shorter run a single restart, or a first slow step, is all that it shows.
 LEAST_S = 120.0
 # More incidents would take longer to simulate than somebody waits for a report.
@@ -192,7 +190,7 @@ def kind_of(incident: Incident) -> str:
         return HANG
     if incident.action == "swap" or incident.cause in ("node_crash", "host_died"):
         return NODE_CRASH
-    return WORKER_KILL if incident.cause == "worker_killed" else SCRIPT
+    return SCRIPT if incident.charged == APPLICATION else WORKER_KILL  # what ends ranks without blame
 
 
 def _fault(incident: Incident, number: int, start: float) -> TraceFault:

@@ -23,7 +23,7 @@ from jurymast.errors import JurymastError, RunDirectoryError
 from jurymast.interpreter import run_module
 from jurymast.jobs import run_command
 from jurymast.journal import events, read
-from jurymast.processes import leave_no_core, log_as
+from jurymast.processes import ends_within, leave_no_core, log_as
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.real_io import RealIo, Takeover
 from jurymast.supervisor.supervisor import supervise
@@ -85,12 +85,8 @@ def notifying(directory: RunDirectory) -> Iterator[None]:
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        try:
-            process.wait(NOTIFY_END_S)
-        except subprocess.TimeoutExpired:
+        if not ends_within(process, NOTIFY_END_S):
             log.warning("not everybody was notified of the end within %.0f s", NOTIFY_END_S)
-            process.kill()
-            process.wait()
 
 
 def serve(

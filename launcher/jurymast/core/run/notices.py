@@ -36,7 +36,8 @@ def due(state: RunState, told: Collection[str]) -> list[Notice]:
             found.append(Notice(f"incident {one.id}", "incident", t, one.id))
             if one.action == "swap":
                 found.append(Notice(f"spare {one.id}", "spare", t, one.id))
-    found += [Notice(f"alert {n} {one.subject}", "alert", one.at, n) for n, one in enumerate(state.alerts)]
+    for number, alert in enumerate(state.alerts):  # of which only the newest are kept
+        found.append(Notice(f"alert {alert.subject} {alert.at}", "alert", alert.at, number))
     found.sort(key=lambda notice: notice.t)
     if state.ended:
         kind = "finished" if state.phase is Phase.SUCCEEDED else "stopped"
