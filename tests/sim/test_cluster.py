@@ -106,6 +106,11 @@ MENDED = {
         '{"seed":95003135,"active":4,"spares":1,"ranks":1,"cadence_steps":5,"room":1,"faults":['
         '{"at":8.14,"kind":"caught","node":2,"other":1,"seconds":4.11},{"at":10.01,"kind":"supervisor"}]}'
     ),
+    "a node is lost, one spare fails its tests, and the other's driver tells of another's failure": (
+        '{"seed":97007187,"active":4,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"tasks":true,"tests":true,'
+        '"at_term":"goes on","faults":[{"at":4.61,"kind":"fails tests","node":3,"other":2},'
+        '{"at":8.44,"kind":"stray finding","other":1},{"at":8.65,"kind":"power","node":1,"other":1}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

@@ -18,7 +18,7 @@ from jurymast.core.run import machine, recovery
 from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Instruction, RaiseAlert, Requeue, StopWorkers
-from jurymast.core.state.findings import Finding, Verdict
+from jurymast.core.state.findings import APPLICATION, HARDWARE, SYMPATHETIC, Finding, Verdict
 from jurymast.core.state.incident import CAUSES, FROM_FINDINGS
 from jurymast.core.state.run import Phase, Role
 from jurymast.core.state.settings import Settings
@@ -146,6 +146,17 @@ def test_a_bad_spare_that_the_limits_keep_in_is_the_last_to_be_used() -> None:
     found(story, "n4", "xid-64")
     assert role(story, "n4") is Role.SPARE
     assert [node.name for node in story.state.spare_nodes()] == ["n1", "n4"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [(SYMPATHETIC, ["n4", "n5", "n1"]), (APPLICATION, ["n4", "n5", "n1"]), (HARDWARE, ["n5", "n1", "n4"])],
+)
+def test_what_is_no_node_s_fault_puts_no_spare_behind_others(kind: str, order: list[str]) -> None:
+    story = Story(active=2, spares=3).running()
+    seen = Finding(probe="nvidia", code="xid-0", verdict=Verdict.SUSPECT, kind=kind, message="told")
+    story.state.nodes["n4"].findings = {"nvidia xid-0 gpu0": seen}
+    assert [node.name for node in story.state.spare_nodes()] == order
 
 
 def test_a_bad_node_leaves_with_one_that_is_lost_as_the_ranks_stop_for_it() -> None:

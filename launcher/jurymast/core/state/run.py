@@ -16,7 +16,7 @@ from jurymast.core.state.failure_rate import (
     Posterior,
     counted,
 )
-from jurymast.core.state.findings import Finding, Verdict
+from jurymast.core.state.findings import APPLICATION, SYMPATHETIC, Finding, Verdict
 from jurymast.core.state.images import SHARED, StateId
 from jurymast.core.state.incident import (
     Alert,
@@ -98,8 +98,9 @@ class Node:
 
     @property
     def marked(self) -> bool:
-        """Whether something was found on it, even if that was not enough to take it out."""
-        return any(found.verdict in (Verdict.BAD, Verdict.SUSPECT) for found in self.findings.values())
+        """Whether something was found that speaks against it, even if that was not enough to take it out."""
+        found = (one for one in self.findings.values() if one.kind not in (SYMPATHETIC, APPLICATION))
+        return any(one.verdict in (Verdict.BAD, Verdict.SUSPECT) for one in found)
 
     @property
     def usable(self) -> bool:

@@ -42,7 +42,8 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "breaks": (*_LEAVE, "hang", "script_fault"), "caught": (*_LEAVE, "hang"),
     "restart": ("restart_asked",), "rollback": ("rollback_asked",),
     "half told": ("restart_asked", *_OVER), "drained": ("drain_asked",),
-    "supervisor": _OVER, "corrupt": ("restore_failed",), "storage hangs": ("hang", *_STORAGE),
+    "supervisor": _OVER, "corrupt": ("restore_failed",),
+    "storage hangs": ("hang", "node_lost", "allocation_lost", *_STORAGE),
     "storage hangs here": ("node_lost", *_STORAGE), "stale handles": ("node_lost", *_STORAGE),
     "old view": ("node_lost", *_STORAGE), "unmounted": _STORAGE,
     "storage full": ("allocation_lost",),  # a requeue is then not recorded
@@ -137,7 +138,8 @@ class CalmRules:
         settings, copy_s = self._cluster.plan.settings, self._cluster.wanted.copy_s
         unsaved_s, unwritten_s = self._oracle.unsaved_s()
         settled_s = calm_s - (SETTLED_S if self._kinds else BEGINS_S)
-        if settled_s > 0.0 and unsaved_s > settings.max_loss_s + SAVED_S:
+        # While a write goes on, one of two slots is not free.
+        if settled_s > 0.0 and unsaved_s > max(settings.max_loss_s, copy_s) + SAVED_S:
             self._oracle.fail(LITTLE_LOST, f"{unsaved_s:.1f} s of steps are nowhere")
         every_s = settings.shared_every_s
         if every_s is not None and not self._kinds & AT_STORAGE and settled_s > every_s + 2 * copy_s:

@@ -81,7 +81,9 @@ class HealthRules:
         if ill and event.node not in self._ill:
             self._oracle.fail(NO_BLAME, f"{event.node} is {event.verdict} by its tests: {event.message}")
         fails = self._cluster.sites[event.node].ill in (health.WRONG, health.FAILS)
-        if fails and not ill and len(self._ill) == 1:  # of several that fail none may be to blame
+        seen_from, sites = supervisor.site.name, self._cluster.sites
+        others = all(self._oracle.untouched(name, BLAME_S, seen_from=seen_from) for name in sites)
+        if fails and not ill and others and len(self._ill) == 1:  # of several that fail none may be to blame
             self._oracle.fail(TESTED, f"{event.node} fails them, and is {event.verdict}: {event.message}")
 
     def _free(self, state: RunState) -> list[str]:

@@ -216,7 +216,9 @@ class Oracle:
 
     def _blamed(self, supervisor: SimSupervisor, event: ev.NodeLost) -> None:
         """Check a lost node. An agent that has ended took its ranks along, however long ago and for whatever
-        reason."""
+        reason. Once the run has ended, the loss of a node is no incident and strikes nobody."""
+        if supervisor.state.ended:
+            return
         agent = self.cluster.sites[event.node].agent
         known = supervisor.state.nodes.get(event.node)
         lives = agent is not None and known is not None and agent.incarnation == known.incarnation
