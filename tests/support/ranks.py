@@ -108,6 +108,9 @@ def _be_rank(script: Path, arguments: tuple[str, ...], environment: dict[str, st
     os.environ.update(environment)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
+    # The groups outlive the script: where a DDP model is the last to hold one, freeing it waits for a thread
+    # of gloo with the GIL held, and that thread may wait for the GIL.
+    dist.destroy_process_group = lambda group=None: None
     runpy.run_path(str(script), run_name="__main__")
     # Without the end of the interpreter: now and then torch's threads abort it, or keep it for ever.
     sys.stdout.flush()
