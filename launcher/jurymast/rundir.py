@@ -21,8 +21,8 @@ from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 
 
-def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write `data` so that `path` has the old content or the new, never a part; mode 0600.
+def write_atomically(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o600) -> None:
+    """Write `data` so that `path` has the old content or the new, never a part.
 
     `durable`, which every file needs that is read after its writer's node has lost power, also waits until
     the content and the name are on disk: without that the file may be there and empty. Raises OSError.
@@ -32,6 +32,7 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as file:
+                os.fchmod(descriptor, mode)
                 file.write(data)
                 file.flush()
                 if durable:
@@ -181,6 +182,11 @@ class RunDirectory:
         self.outcome_file = self.root / "outcome.json"
         # What people were told of the run, by the policy's `notify`.
         self.notices_file = self.root / "notices.json"
+        # Where the metrics are scraped: a socket; a port, as Prometheus reads it (file_sd_configs), with a
+        # token.
+        self.metrics_socket = self.root / "metrics.sock"
+        self.metrics_file = self.root / "metrics.json"
+        self.metrics_token_file = self.root / "metrics.token"
         # Occupies the room that the journal's end and the outcome need on a full disk.
         self.reserve_file = self.root / "reserve"
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from jurymast.errors import PolicyError
 from jurymast.interpreter import run_module
 from jurymast.policy.resolve import Layer, resolve
 from jurymast.processes import ends_within
-from jurymast.report import notifier
+from jurymast.report import mailbox, notifier
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor import epoch
 from support.commands import crash_loop, swapped
@@ -127,7 +128,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def notifying(directory: RunDirectory, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = run_module("jurymast.report.notifier", str(directory.root))
+    command = run_module("jurymast.report.watcher", str(directory.root))
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
     try:
@@ -206,8 +207,8 @@ def test_a_receiver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pyte
         told = tmp_path / "told"
         hanging = Receiver(url=f"json://127.0.0.1:{silent.getsockname()[1]}/")
         directory = telling(swapped(), tmp_path / "run", hanging, to_file(told))
-        monkeypatch.setattr(epoch, "NOTIFY_END_S", 0.5)
-        with epoch.notifying(directory):
+        monkeypatch.setattr(epoch, "WATCHER_END_S", 0.5)
+        with epoch.watched(directory):
             wait_until("the others' notices", lambda: len(lines(told)) == 3)
             left_at = time.monotonic()
         assert time.monotonic() - left_at < 20.0
@@ -231,17 +232,20 @@ def test_a_process_that_even_a_kill_does_not_end_is_not_waited_for(monkeypatch: 
 def test_a_receiver_that_fails_is_tried_three_times_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(notifier, "TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr(mailbox, "TRY_AGAIN_S", 0.0)
     tries = tmp_path / "tries"
     program = f"open({str(tries)!r}, 'a').write('x'); raise SystemExit('no such channel')"
-    box = notifier.Mailbox(Receiver(command=(sys.executable, "-c", program)))
+    receiver = Receiver(command=(sys.executable, "-c", program))
+    box: mailbox.Mailbox[notifier.Message] = mailbox.Mailbox(
+        "pager", partial(notifier.deliver, receiver), logging.getLogger("jurymast.notifier")
+    )
     box.start()
     with caplog.at_level(logging.WARNING):
         for name in ("run", "next"):
             box.put({"run": name, "kind": "incident", "text": "", "next": "", "held_back": 0})
         assert box.empty(time.monotonic() + 60.0)
     assert tries.read_text() == "x" * 6
-    assert "exit code 1: no such channel" in caplog.text
+    assert caplog.messages == ["pager: exit code 1: no such channel"]
 
 
 @pytest.mark.filterwarnings("ignore:'imghdr':DeprecationWarning")  # Apprise's

@@ -322,6 +322,8 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             # They pass what that makes on to `wire.handshakes`.
             "launcher/jurymast/cluster/allocation.py",
             "launcher/jurymast/keeper/transfer.py",
+            # Tells a run's metrics to who has a token for it, or is the run's user, and does nothing else.
+            "launcher/jurymast/report/exporter.py",
             # torch's stores, which know no authentication: see docs/security.md.
             "launcher/jurymast/preflight.py",
             "launcher/jurymast/worker/rendezvous.py",
@@ -491,6 +493,7 @@ PASSING = {
     "launcher/jurymast/checkpoint/directory.py": "the mark of a checkpoint that was read: it is read again",
     "launcher/jurymast/cluster/verdicts.py": "what a site's health check reads within minutes",
     "launcher/jurymast/cluster/kept.py": "summaries that are made anew from the journals",
+    "launcher/jurymast/report/exporter.py": "metrics, which are written anew within seconds",
     "launcher/jurymast/script/notes.py": "what processes of one life of a job tell each other",
 }
 

@@ -38,6 +38,7 @@ from jurymast.reference import thresholds, xids
 
 # Far below what the clocks of Python and of the system can count.
 LONGEST_S = 100 * 365 * 86400.0
+PORT_MAX = 65535
 _NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+")
 
 
@@ -71,6 +72,13 @@ def read_whole_number(value: object, *, least: int = 0) -> int:
 
 def read_one_or_more(value: object) -> int:
     return read_whole_number(value, least=1)
+
+
+def read_port(value: object) -> int:
+    port = read_one_or_more(value)
+    if port > PORT_MAX:
+        raise ValueError(f"must be at most {PORT_MAX}")
+    return port
 
 
 def read_budget(value: object) -> Budget:
@@ -394,6 +402,29 @@ class Notified(Section):
         return self
 
 
+class Metrics(Section):
+    socket: OnOff = _key(False, "on: at `metrics.sock` in the run directory, for the run's user")
+    port: Annotated[
+        int | None,
+        _Written(read_port, {"type": "integer", "minimum": 1, "maximum": PORT_MAX}, off=None, any=0),
+    ] = _key(False, "at this TCP port of the supervisor's node, or any free one, to whoever has the token")
+    token: str = _key(
+        "", "a file with that token, which only you can read; without it `metrics.token` in the run directory"
+    )
+    textfile: str = _key("", "as a file in this directory of node exporter's textfile collector")
+
+    @model_validator(mode="after")
+    def usable(self) -> Metrics:
+        if self.token and self.port is None:
+            raise ValueError("a token is for a port, and there is none")
+        for path in (self.token, self.textfile):
+            if path and not path.startswith("/"):
+                raise ValueError(f"{written(path)} is not an absolute path")
+        if (self.socket or self.port is not None or self.textfile) and find_spec("prometheus_client") is None:
+            raise ValueError("metrics need prometheus_client: pip install 'jurymast[metrics]'")
+        return self
+
+
 class Policy(Section):
     spares: Annotated[int | None, _Written(read_whole_number, _COUNT, auto=None)] = _key(
         "auto", "spare nodes kept warm: auto, or a number"
@@ -407,6 +438,7 @@ class Policy(Section):
     nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes")
     health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
     network: Network = _key({}, "what nodes send each other")
+    metrics: Metrics = _key({}, "where the run's metrics are given out")
     notify: list[Notified] = _key([], "who is told what happens; each has `when`, and a `command` or a `url`")
 
 

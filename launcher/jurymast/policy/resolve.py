@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from jurymast import foreign
-from jurymast.core.state.settings import Receiver, Settings
+from jurymast.core.state.settings import Exposure, Receiver, Settings
 from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import PolicyError
 from jurymast.policy.model import Policy
@@ -294,6 +294,7 @@ class Resolved:
                 Receiver(when=tuple(one.when), command=tuple(one.command), url=one.url)
                 for one in policy.notify
             ),
+            metrics=Exposure(**policy.metrics.model_dump()),
         )
 
     def yaml(self, *, origins: bool = False) -> str:

@@ -1,36 +1,25 @@
-"""`python -m jurymast.report.notifier RUN_DIRECTORY`: tells people, by the policy's `notify`, what happens in
-a run.
-
-It is a process beside the supervisor and only reads the journal, so that a receiver that fails or hangs
-concerns no run. It ends with its input, that is with the supervisor: at once if the run goes on, because the
-next supervisor has one of its own; else once the run's end is told. Which notices were sent is in a file of
-the run directory.
-"""
+"""Tells people, by the policy's `notify`, what happens in a run."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import select
-import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from jurymast import foreign
 from jurymast.core.run.notices import Notice, Quota, due
 from jurymast.core.state.settings import Receiver
-from jurymast.errors import JurymastError
-from jurymast.processes import leave_no_core, log_as
 from jurymast.report.follow import end_lines
 from jurymast.report.liveness import Liveness
+from jurymast.report.mailbox import Mailbox
 from jurymast.report.sentences import short_reason
 from jurymast.report.status import StatusWatcher, incident_json
 from jurymast.report.trouble import after_failure
@@ -38,12 +27,8 @@ from jurymast.rundir import RunDirectory, write_json
 
 log = logging.getLogger("jurymast.notifier")
 
-POLL_S = 1.0
-TRIES, TRY_AGAIN_S, TRY_LIMIT_S = 3, 5.0, 10.0
-# After the supervisor's end, for what is not delivered yet.
-END_S = 20.0
+TRY_LIMIT_S = 10.0
 REASON_CHARACTERS = 500
-NICE = 10
 
 Message = dict[str, Any]
 
@@ -122,57 +107,23 @@ def shown(receiver: Receiver) -> str:
     return receiver.command[0] if receiver.command else f"{urlsplit(receiver.url).scheme}://..."
 
 
-class Mailbox(threading.Thread):
-    """Delivers to one receiver, one notice after the other, in a thread that nobody waits for for ever."""
-
-    def __init__(self, receiver: Receiver) -> None:
-        super().__init__(daemon=True)
-        self.receiver = receiver
-        self._queue: SimpleQueue[Message] = SimpleQueue()
-        self._open = 0
-        self._changed = threading.Condition()
-
-    def put(self, message: Message) -> None:
-        with self._changed:
-            self._open += 1
-        self._queue.put(message)
-
-    def run(self) -> None:
-        if self.receiver.url:  # at the run's end there is no time for it
-            with suppress(ImportError):
-                import apprise  # noqa: F401
-        while True:
-            message = self._queue.get()
-            for trial in range(TRIES):
-                problem = deliver(self.receiver, message)
-                if not problem:
-                    break
-                log.warning("notify %s: %s: %s", shown(self.receiver), message["kind"], problem)
-                if trial + 1 < TRIES:
-                    time.sleep(TRY_AGAIN_S)
-            with self._changed:
-                self._open -= 1
-                self._changed.notify_all()
-
-    def empty(self, until: float) -> bool:
-        """Whether everything is delivered, or given up, by this time of the monotonic clock."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._open, max(0.0, until - time.monotonic()))
-
-
 class Notifier:
-    def __init__(self, directory: RunDirectory) -> None:
-        self._watcher = StatusWatcher(directory)
-        receivers = directory.own_plan().settings.notify
-        self._boxes = [(Quota(receiver), Mailbox(receiver)) for receiver in receivers]
-        self._file = directory.notices_file
-        self._told = _read_told(directory)
+    """Tells people, by the policy's `notify`. Which notices were sent is in a file of the run directory."""
+
+    def __init__(self, watcher: StatusWatcher, receivers: Sequence[Receiver]) -> None:
+        self._watcher = watcher
+        self._boxes = [
+            (Quota(one), Mailbox(f"notify {shown(one)}", partial(deliver, one), log)) for one in receivers
+        ]
+        self._file = watcher.directory.notices_file
+        self._told = _read_told(watcher.directory)
         for _, box in self._boxes:
             box.start()
+        if any(receiver.url for receiver in receivers):  # at the run's end there is no time for it
+            threading.Thread(target=_load_apprise, daemon=True).start()
 
     def look(self) -> None:
-        """Tell what is new in the journal."""
-        self._watcher.poll()
+        """Tell what is new."""
         new = due(self._watcher.state, self._told)
         for notice in new:
             message = message_of(notice, self._watcher)
@@ -183,13 +134,16 @@ class Notifier:
             self._told.update(notice.key for notice in new)
             write_json(self._file, {"told": sorted(self._told)})
 
-    def finish(self) -> None:
+    def finish(self, until: float) -> None:
         """Deliver the rest, if the run has ended."""
-        self.look()
-        until = time.monotonic() + END_S
         if self._watcher.state.ended:
             for _, box in self._boxes:
                 box.empty(until)
+
+
+def _load_apprise() -> None:
+    with suppress(ImportError):
+        import apprise  # noqa: F401
 
 
 def _read_told(directory: RunDirectory) -> set[str]:
@@ -198,34 +152,3 @@ def _read_told(directory: RunDirectory) -> set[str]:
         return {str(key) for key in found["told"]}
     except (OSError, ValueError, KeyError, TypeError):
         return set()
-
-
-def main(run_directory: str) -> int:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        # The job's; this ends with its input. Not SIG_IGN, which commands would inherit.
-        signal.signal(number, lambda *_: None)
-    os.nice(NICE)
-    log_as("notifier")
-    logging.getLogger("apprise").setLevel(logging.CRITICAL)  # it may tell addresses
-    leave_no_core()
-    try:
-        notifier = Notifier(RunDirectory(run_directory))
-        problem = ""
-        while not select.select([0], [], [], POLL_S)[0]:
-            try:
-                notifier.look()
-            except (OSError, JurymastError) as error:  # of storage, say, which is tried again
-                if str(error) != problem:
-                    log.warning("%s", error)
-                problem = str(error)
-        notifier.finish()
-    except (OSError, JurymastError) as error:
-        log.error("%s", error)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1])
-    sys.stderr.flush()
-    os._exit(code)  # a receiver that hangs is not waited for

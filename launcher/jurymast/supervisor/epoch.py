@@ -31,7 +31,7 @@ from jurymast.supervisor.supervisor import supervise
 log = logging.getLogger("jurymast.supervisor")
 
 BATCH_LIMIT_S = 3.0
-NOTIFY_END_S = 5.0
+WATCHER_END_S = 5.0
 # The objects for thousands of nodes live long, and few are in reference cycles. Searching them for garbage as
 # often as Python does by default takes a tenth of the time, and stops the loop for long.
 NEW_OBJECTS, YOUNG_LOOKS, OLD_LOOKS = 50_000, 20, 100
@@ -70,14 +70,14 @@ def end_job(directory: RunDirectory, allocation: Allocation, state: RunState, *,
 
 
 @contextmanager
-def notifying(directory: RunDirectory) -> Iterator[None]:
-    """Have a process of its own tell people what happens, by the policy's `notify`. The run's end waits for a
-    moment for it."""
-    command = run_module("jurymast.report.notifier", str(directory.root))
+def watched(directory: RunDirectory) -> Iterator[None]:
+    """Have a process of its own tell others what happens, by the policy's `notify` and `metrics`. The run's
+    end waits for a moment for it."""
+    command = run_module("jurymast.report.watcher", str(directory.root))
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE)
     except OSError as error:
-        log.warning("nobody is notified: %s", error)
+        log.warning("nobody is told of the run: %s", error)
         yield
         return
     try:
@@ -85,8 +85,8 @@ def notifying(directory: RunDirectory) -> Iterator[None]:
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        if not ends_within(process, NOTIFY_END_S):
-            log.warning("not everybody was notified of the end within %.0f s", NOTIFY_END_S)
+        if not ends_within(process, WATCHER_END_S):
+            log.warning("not everybody was told of the end within %.0f s", WATCHER_END_S)
 
 
 def serve(
@@ -105,7 +105,8 @@ def serve(
         allocation = known_allocation(directory)
         plan = directory.own_plan()
         io = RealIo(directory, allocation, replayed, listeners or listen(plan.cluster), takeover)
-        with notifying(directory) if plan.settings.notify else nullcontext():
+        told = plan.settings.notify or plan.settings.metrics
+        with watched(directory) if told else nullcontext():
             supervisor = asyncio.run(supervise(io))
         if supervisor is None:
             return SUPERSEDED

@@ -37,6 +37,20 @@ class Receiver:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exposure:
+    """Where the run's metrics are given out: at a socket in the run directory, at a TCP port (0: any) to
+    whoever has the token in a file, as a file in a directory."""
+
+    socket: bool = False
+    port: int | None = None
+    token: str = ""  # "": in a file of the run directory
+    textfile: str = ""
+
+    def __bool__(self) -> bool:
+        return self.socket or self.port is not None or bool(self.textfile)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Values with which the core decides.
 
@@ -57,7 +71,8 @@ class Settings:
     time; an exclusion ends after `exclusion_s`. Findings within `together_s` have one origin; a bad node is
     kept for that long, because many may turn out to have the same fault. `spool` is the site's directory for
     verdicts if `bad_nodes` is drain. `warm_start`: ranks are forked from a process that has loaded torch.
-    `encrypt`: images are encrypted on the network. `notify`: who is told what happens.
+    `encrypt`: images are encrypted on the network. `notify`: who is told what happens;
+    `metrics`: where the run's are given out.
     """
 
     heartbeat_s: float = 0.5
@@ -101,6 +116,7 @@ class Settings:
     warm_start: bool = True
     encrypt: bool = False
     notify: tuple[Receiver, ...] = ()
+    metrics: Exposure = Exposure()
 
 
 @dataclass(frozen=True, kw_only=True)
