@@ -91,6 +91,8 @@ test: install
 	  done; \
 	  PYTHONPATH=slurm $(BIN)/python -c 'from testcluster.software import ensure_packages as e; e("system")' || \
 	    { echo "Slurm is missing. Without it: make test PYTEST_FLAGS=\"-m 'not slurm'\"" >&2; exit 1; }; \
+	  PYTHONPATH=slurm $(BIN)/python -c 'from testcluster.software import install_prometheus as i; i()' || \
+	    echo 'Prometheus is missing: tests that need it will be skipped.' >&2; \
 	fi
 	@# Both parts always run, unless interrupted (2). No test at all (5) is a failure of all together only.
 	@umask 022; worst=5; \

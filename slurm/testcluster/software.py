@@ -54,6 +54,20 @@ def ensure_packages(slurm: str) -> None:
             raise ClusterError(f"still missing after apt-get install: {', '.join(still)}")
 
 
+def install_prometheus() -> None:
+    """Install Prometheus and its node exporter, if they are missing, as programs: their services stay off.
+    ClusterError tells why that cannot be done."""
+    packages = ["prometheus", "prometheus-node-exporter"]
+    if missing := [package for package in packages if _find(package) is None]:
+        systemctl = _find("systemctl")
+        if systemctl is not None:  # --root: also where no systemd runs
+            run([systemctl, "--root=/", "mask", *missing])
+        _apt_install(missing)
+        if systemctl is not None:
+            run([systemctl, "--root=/", "disable", *missing])
+            run([systemctl, "--root=/", "unmask", *missing])
+
+
 def ensure_user() -> pwd.struct_passwd:
     """The unprivileged user who runs the jobs; made when missing."""
     try:
