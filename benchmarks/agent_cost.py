@@ -76,9 +76,9 @@ def measure(folder: Path, size: Size) -> Iterator[Row]:
     environment, note = fake_gpus(folder)
     with waiting_run(folder, environment) as root:
         agent = found(root, "jurymast.agent")
-        child = found(root, "jurymast.health")
-        common.progress(f"agent {agent.pid} and probe child {child.pid} are up")
         time.sleep(SETTLE_S)
+        child = found(root, "jurymast.health")  # the tests before the start have ended
+        common.progress(f"agent {agent.pid} and probe child {child.pid} are up")
         shares: dict[str, list[float]] = {"agent": [], "probe child": []}
         for number in range(size.windows):
             used = {"agent": cpu_s(agent.pid), "probe child": cpu_s(child.pid)}

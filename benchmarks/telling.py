@@ -35,6 +35,7 @@ from jurymast.core.state.run import Phase
 from jurymast.journal import first_events, replay
 from jurymast.supervisor.real_io import RealIo
 from jurymast.supervisor.supervisor import Hold, Supervisor
+from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel, Connection
 from jurymast.wire.protocol import Seal
 from support.fleet import RANKS, run_directory
@@ -62,6 +63,7 @@ class Crowd:
         self.nodes = nodes
         self.names = [f"n{number:05d}" for number in range(nodes + spares(nodes))]
         directory, allocation = run_directory(folder, self.names, nodes)
+        endpoint.claim(directory.epochs, 1)
         self._allocation = allocation.key
         io = RealIo(directory, allocation, lambda: replay(directory))
         self.supervisor = Supervisor(io, replay(directory), io.journal(1), Hold(io, 1))
@@ -82,10 +84,10 @@ class Crowd:
     async def connect(self, listener: socket.socket) -> None:
         waiting = list(reversed(self.names))
         listener.setblocking(False)
+        self.supervisor._do(self._machine.start(self.supervisor.now()))
         while waiting:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
             self._enter(waiting.pop(), Connection(sock))
-        self.supervisor._do(self._machine.start(self.supervisor.now()))
         await self._until(Phase.LAUNCHING)
 
     def _enter(self, name: str, come: Connection) -> None:

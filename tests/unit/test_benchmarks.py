@@ -44,6 +44,13 @@ def test_help(name: str) -> None:
     assert "--quick" in done.stdout
 
 
+def test_what_drives_the_supervisor_by_its_parts_keeps_up_with_them() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "telling.py"), "--nodes", "16", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert all(row["median"] > 0.0 for row in json.loads(done.stdout)["rows"])
+
+
 def test_report_has_the_agreed_keys() -> None:
     rows = [
         Row("kill", "jurymast", "recovery", "s", 0.5, 0.4, 0.6, 3, samples=[{"seconds": 0.5}]),

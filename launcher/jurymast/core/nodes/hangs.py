@@ -97,13 +97,18 @@ class Reports:
     def ended(self, before: float) -> dict[int, bool]:
         """Return the ranks that reached the end of their script at `before` (Unix time) or earlier, and
         whether they have ended with exit code 0; False: that is not known."""
-        ago_s = self._state.now - before
-        views, each = self._views(), self._state.ranks_per_node
-        places = [self._state.places[name] for name in self._state.finished if name in self._nodes]
-        gone = {rank for place in places for rank in range(place * each, (place + 1) * each)}
-        known = {view.rank for view in views}
-        seen = {v.rank: v.phase == DONE for v in views if v.phase in OVER and v.quiet_s >= ago_s}
-        return {**dict.fromkeys(gone - known, True), **seen}
+        ago_s, each = self._state.now - before, self._state.ranks_per_node
+        beats = self._beats()
+        reported = {first for first, *_ in beats}
+        places = [self._state.places[name] * each for name in self._state.finished if name in self._nodes]
+        gone = {first + i for first in places if first not in reported for i in range(each)}
+        seen = {
+            first + i: report.phase == DONE
+            for first, _, beat, since_s in beats
+            for i, report in enumerate(beat.ranks)
+            if report.phase in OVER and self._quiet_s(report, since_s) >= ago_s
+        }
+        return {**dict.fromkeys(gone, True), **seen}
 
     def attempt_over(self) -> None:
         """Remember what this attempt showed about step times. A step that was long once, in storage that
@@ -132,10 +137,10 @@ class Reports:
             beat.quiet_s is not None and beat.quiet_s + now - at < floor_s for beat, at in placed
         )
 
-    def _views(self) -> list[RankView]:
-        """Return every rank of the attempt on a node that is not lost; [] until all of these have
-        reported."""
-        views = []
+    def _beats(self) -> list[tuple[int, str, msg.Beat, float]]:
+        """Return (first rank, node, its report, seconds since it) for every node of the attempt that is not
+        lost; [] until all of these have reported."""
+        beats = []
         for place, name in enumerate(self._state.placement):
             if name not in self._nodes:
                 continue
@@ -144,21 +149,32 @@ class Reports:
                 if name in self._state.finished:
                     continue  # all its ranks have ended, and are not reported to a supervisor that took over
                 return []
-            first, since_s = place * self._state.ranks_per_node, self.clock.now - at
-            views += [self._view(first + i, name, one, since_s) for i, one in enumerate(beat.ranks)]
-        return views
+            beats.append((place * self._state.ranks_per_node, name, beat, self.clock.now - at))
+        return beats
+
+    def _views(self) -> list[RankView]:
+        """Return every rank of these nodes."""
+        return [
+            self._view(first + i, name, report, since_s)
+            for first, name, beat, since_s in self._beats()
+            for i, report in enumerate(beat.ranks)
+        ]
 
     def _view(self, rank: int, node: str, report: msg.RankReport, since_s: float) -> RankView:
         """Return a rank whose node reported `since_s` ago."""
-        quiet_s, incident = report.quiet_s, self._state.incident
-        if quiet_s is None:  # the script has not begun: since the launch
-            launched_at = incident.launched_at if incident else None
-            quiet_s = self._state.now - (launched_at or self._state.now)
         return RankView(
-            rank, node, report.phase, report.beats, quiet_s + since_s, report.longest_s,
+            rank, node, report.phase, report.beats, self._quiet_s(report, since_s), report.longest_s,
             report.idle_s + since_s if report.idle_s else 0.0,
             report.stopped_s + since_s if report.stopped_s else 0.0,
         )  # fmt: skip
+
+    def _quiet_s(self, report: msg.RankReport, since_s: float) -> float:
+        """For how long this rank has done nothing; since the launch if its script has not begun."""
+        if report.quiet_s is not None:
+            return report.quiet_s + since_s
+        incident = self._state.incident
+        launched_at = incident.launched_at if incident else None
+        return self._state.now - (launched_at or self._state.now) + since_s
 
 
 class Hangs:

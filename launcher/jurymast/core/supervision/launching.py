@@ -106,7 +106,9 @@ class Launching:
             mtbf_s=launch.mtbf_s, cold=bool(self._state.cold), saved=self._checkpoints.saved_on_shared,
             unreadable=self._checkpoints.restore.unreadable(),
             restore=self._checkpoints.restore.message(launch.placement[place], ranks), nodes=self._nodes,
-            ended=tuple(local for local, rank in enumerate(ranks) if rank in launch.ended),
+            ended=tuple(local for local, rank in enumerate(ranks) if rank in launch.ended)
+            if launch.ended
+            else (),
         )  # fmt: skip
 
     def check(self) -> None:
