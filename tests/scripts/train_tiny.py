@@ -121,6 +121,7 @@ def misbehave(args: argparse.Namespace, step: int, rank: int) -> None:
     if due_once(args.cuda_once, step, rank):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if due_once(args.hang_once, step, rank):
+        print(f"hangs at {time.time()}", flush=True)
         dist.recv(torch.zeros(1), src=(rank + 1) % dist.get_world_size())
     place, _, seconds = args.rest_once.rpartition(":")
     if due_once(place, step, rank):

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from jurymast.cli.options import find_run
-from jurymast.core.state.run import RunState
 from support.runs import SCRIPTS
 from support.saves import check_restores
 from support.slurm_runs import (
     TRAIN,
     SlurmRun,
-    crash,
-    freeze,
     jurymast,
-    kill_rank,
     power_loss,
-    stop_rank,
     submit,
     weights,
 )
@@ -40,47 +33,6 @@ def never_left_running(run: SlurmRun) -> None:
     job = run.cluster.job(run.job)
     assert job["JobState"] in ("RUNNING", "COMPLETING", "COMPLETED")
     assert job["Restarts"] == "0"
-
-
-FAULTS = [
-    (kill_rank, 1, "worker_killed", "restart"),
-    (stop_rank, 2, "rank_frozen", "restart"),
-    (power_loss, 1, "node_lost", "swap"),
-    (crash, 2, "node_crash", "swap"),
-    (freeze, 1, "node_lost", "swap"),
-]
-
-
-def test_fault_after_fault_costs_no_bit(
-    cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
-) -> None:
-    """First one of the script, a hang, then each kind of a rank or a node, for which there are three
-    spares."""
-    train = (*TRAIN, "--steps", "300")
-    run = submit(
-        cluster, tmp_path, "--nodes", "3", "--spares", "3", arguments=(*train, "--hang-once", "15:2")
-    )
-    run.wait("the end of the hang", partial(recovered, 1))
-    hurt = []
-    for number, (fault, place, _, _) in enumerate(FAULTS, 2):
-        state = run.wait_safe((run.state().incidents[-1].step_restored or 0) + 20)
-        hurt.append(state.placement[place])
-        fault(run, hurt[-1])
-        run.wait(f"the recovery after {fault.__name__}", partial(recovered, number))
-        assert run.job_state() == "RUNNING"
-    state = run.wait_end()
-    never_left_running(run)
-    expected = [("hang", "restart"), *((cause, action) for *_, cause, action in FAULTS)]
-    assert [(i.cause, i.action) for i in state.incidents] == expected, run.story()
-    assert state.exit_code == 0
-    assert set(state.placement) & set(hurt[2:]) == set()
-    check_restores(run, least=20 * len(FAULTS))
-    assert weights(cluster, tmp_path) == trained_plainly(*train, nodes=3)
-    print(json.dumps([(i.cause, i.seconds()) for i in state.incidents]))
-
-
-def recovered(number: int, state: RunState) -> bool:
-    return len(state.incidents) == number and state.incident is None
 
 
 @pytest.mark.parametrize("spares", [0, pytest.param(1, marks=pytest.mark.long)])
