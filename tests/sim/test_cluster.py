@@ -111,6 +111,26 @@ MENDED = {
         '"at_term":"goes on","faults":[{"at":4.61,"kind":"fails tests","node":3,"other":2},'
         '{"at":8.44,"kind":"stray finding","other":1},{"at":8.65,"kind":"power","node":1,"other":1}]}'
     ),
+    "a supervisor dies while nodes restore, and the next starts that anew": (
+        '{"seed":98003829,"active":3,"spares":1,"ranks":2,"cadence_steps":5,"room":8,"last_step":41,'
+        '"at_term":"leaves by signal","faults":[{"at":5.32,"kind":"half told","node":0,"other":1},'
+        '{"at":5.48,"kind":"supervisor","node":0,"other":1}]}'
+    ),
+    "a supervisor dies before the start, and nodes cannot look up the next for half a minute": (
+        '{"seed":98004799,"active":2,"spares":2,"ranks":1,"cadence_steps":null,"room":8,"last_step":69,'
+        '"tests":true,"faults":[{"at":1.99,"kind":"power","node":0,"other":3},'
+        '{"at":5.25,"kind":"storage hangs","node":1,"other":3,"seconds":4.0},'
+        '{"at":7.92,"kind":"storage hangs","node":3,"other":2,"seconds":31.49}]}'
+    ),
+    "a node whose task had failed loses its GPU": (
+        '{"seed":98006156,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"at_term":"goes on",'
+        '"tasks":true,"faults":[{"at":16.8,"kind":"gpu lost","node":2,"other":3}]}'
+    ),
+    "a rank leaves by its signal, another loses it, and the supervisor dies": (
+        '{"seed":98007357,"active":2,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"tests":true,'
+        '"at_term":"leaves by signal","faults":[{"at":7.74,"kind":"caught","node":2,"other":1,'
+        '"seconds":0.43},{"at":8.1,"kind":"supervisor","node":2,"other":1}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

@@ -14,7 +14,7 @@ from jurymast.core.judges.attribution import NEAR_S
 from jurymast.core.run import tasks as task_ends
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
-from jurymast.core.state.effects import Finish, Launch, StopWorkers
+from jurymast.core.state.effects import Finish, Instruction, Launch, StopWorkers
 from jurymast.core.state.run import Phase, Role
 from jurymast.script.evidence import shows
 from support.stories import Story
@@ -193,6 +193,42 @@ def test_a_node_whose_tasks_have_all_ended_is_not_missed() -> None:
     assert story.state.phase is Phase.RUNNING
     story.feed(ev.NodeFinished(t=story.t, node=second, attempt=1))
     assert story.last(Finish).state == "succeeded"
+
+
+def broken(story: Story, node: str, ahead_s: float = 0.0) -> list[Instruction]:
+    """By its node's clock, which may be ahead."""
+    told = ev.HealthFound(
+        t=story.t, node=node, probe="nvidia", code="xid-79", verdict="bad", kind="hardware", message="gone",
+        device="gpu0", at=story.t + ahead_s,
+    )  # fmt: skip
+    return story.feed(told)
+
+
+def test_a_broken_node_whose_tasks_have_all_ended_stops_nobody() -> None:
+    story = tasks(active=2, ranks_per_node=2)
+    first, second = story.state.placement
+    told_done(story, 0, 1)
+    assert not any(isinstance(one, StopWorkers) for one in broken(story, first))
+    assert (story.state.phase, story.state.nodes[first].role) == (Phase.RUNNING, Role.FAILED)
+    story.feed(ev.NodeFinished(t=story.t, node=second, attempt=1))
+    assert story.last(Finish).state == "succeeded"
+
+
+@pytest.mark.parametrize(("spares", "left"), [(1, True), (0, False)])
+def test_a_broken_node_leaves_as_the_tasks_stop_although_its_own_task_failed_first(
+    spares: int, left: bool
+) -> None:
+    """And another one as they stop, so that the tasks explain the incident."""
+    story = tasks(active=3, spares=spares)
+    node = story.state.placement[1]
+    story.failed(1, exit_code=3)
+    story.t += 8.0
+    broken(story, node, ahead_s=2.0)
+    story.failed(2, exit_code=4)
+    story.stopped()
+    assert (story.incident.cause, story.incident.node) == ("worker_exception", node)
+    assert (node not in story.state.placement) is left
+    assert 1 not in story.last(Launch).ended or not left, "it may have failed for that"
 
 
 def test_a_node_whose_tasks_have_ended_is_not_awaited_again_once_it_is_dismissed() -> None:

@@ -193,6 +193,29 @@ def test_a_restore_that_waits_to_hear_who_else_has_it_ends_with_its_attempt() ->
     assert node.ranks[0].found == (1, 1, 0)
 
 
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_restore_waits_for_the_stopped_one_that_still_works_on_its_image(attempts: int) -> None:
+    """It must not look elsewhere for what this node has."""
+    node = trained()
+    node.launch(StateId(1, 1), [0])
+    assert kinds(node) == [do.Verify]
+    for _ in range(attempts):
+        node.launch(StateId(1, 1), [0])
+        assert kinds(node) == [do.Verify]
+    node.quiet()
+    assert node.ranks[0].restore == "ready"
+    assert node.ranks[0].found == (1, 1, 0)
+
+
+def test_a_restore_of_another_image_waits_for_no_stopped_one() -> None:
+    node = trained(2)
+    node.launch(StateId(1, 1), [0])
+    node.launch(StateId(2, 1), [0])
+    assert kinds(node) == [do.Verify, do.Verify]
+    node.quiet()
+    assert node.ranks[0].found == (2, 1, 0)
+
+
 def test_a_slot_with_just_the_memory_that_is_wanted_lacks_none() -> None:
     mine = RankSlots(0)
     for slot in mine.slots:

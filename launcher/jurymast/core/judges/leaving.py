@@ -25,6 +25,14 @@ def note_done(state: RunState, event: ev.RanksEnded) -> None:
         state.done.update({*event.ranks} - {*event.unknown})
 
 
+def done_on(state: RunState, node: str) -> None:
+    """Take in that a node's ranks have all ended: with exit code 0 unless it has told of another."""
+    if not state.alone and state.may_leave(state.now):
+        first = state.places[node] * state.ranks_per_node
+        failed = {failure.rank for failure in state.findings.failures.values()}
+        state.done.update({*range(first, first + state.ranks_per_node)} - failed)
+
+
 def ended(state: RunState, event: ev.WorkersStopped) -> bool:
     """Whether all ranks of a node have ended, some of them with an error, as others leave."""
     failed = {failure.node for failure in state.findings.failures.values()}

@@ -133,6 +133,7 @@ class RankRestore(Work):
         self.image: ImageId = ImageId(restore.step, restore.attempt, mine.rank)
         self._sources = restore.ranks[mine.rank]
         self._then: Callable[[], None] | None = None  # once it is known where else the image is
+        self.next: Callable[[], None] | None = None  # the same image for a newer attempt, after this
         self._start = self._slot_bytes = 0
         busy, found = self.holding.busy, self.holding.find(self.image, (MEMORY, PEER))
         self._base = next((one for one in found if self.holding.buffer_of(one) not in busy), None)
@@ -210,6 +211,11 @@ class RankRestore(Work):
         if self._then is not None:
             self._then = None
             self._over()
+
+    def end(self) -> None:
+        super().end()
+        if self.next is not None:
+            self.next()
 
     def _find(self) -> None:
         self.do(do.FindImage(self.number, self.image, self._sources))
@@ -340,11 +346,24 @@ class Restores:
 
     def stop(self) -> None:
         """Stop all restores, because a newer attempt has begun and owns these slots now."""
+        for work in self._works.going.values():
+            if isinstance(work, RankRestore):
+                work.next = None
         for work in self._going:
             work.stop()
 
     def begin(self, mine: RankSlots, restore: msg.Restore, world: int, now: float) -> None:
-        RankRestore(self._works, self._node, mine, restore, world, now).begin()
+        """Begin a restore; after the stopped one of the same image, which still works on this node's copy."""
+
+        def start() -> None:
+            RankRestore(self._works, self._node, mine, restore, world, now).begin()
+
+        image = ImageId(restore.step, restore.attempt, mine.rank)
+        for work in self._works.going.values():
+            if isinstance(work, RankRestore) and work.stopped and work.image == image:
+                work.next = start
+                return
+        start()
 
     def sources(self, answer: msg.Sources) -> None:
         image = ImageId(answer.step, answer.attempt, answer.rank)

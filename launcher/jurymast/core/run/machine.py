@@ -349,6 +349,7 @@ def _all_finished(state: RunState, node: str) -> list[Instruction]:
     if node in state.places:
         state.finished.add(node)
         tasks.done_on(state, node)
+        leaving.done_on(state, node)
     if len(state.finished) < len(state.placement):
         return []
     failures = [*state.findings.failures.values()]
@@ -546,14 +547,16 @@ def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
     finding = blame.escalated(state, node.name, finding)
     if (alert := blame.stays(state, node, finding)) is not None:
         return alert
-    if state.phase in WITH_RANKS and node.name in state.places:
+    idle = state.phase is Phase.RUNNING and tasks.none_left(state, node.name)
+    if state.phase in WITH_RANKS and node.name in state.places and not idle:
         before = state.findings.health.get(node.name)
         if before is None or before.verdict is not Verdict.BAD:
             state.findings.health[node.name] = finding
         # Steps that were done after it are done.
         fault_at = min(event.t, max(finding.at, state.stepped_at))
         return recovery.begin(state, event.t, fault_at)
-    return blame.put_out(state, blame.blame_for(state, node.name, finding))
+    out = blame.put_out(state, blame.blame_for(state, node.name, finding))
+    return [*out, *_all_finished(state, node.name)] if idle and node.name in state.places else out
 
 
 def _node_tested(state: RunState, event: ev.NodeTested) -> list[Instruction]:

@@ -246,7 +246,8 @@ def _set_aside(
         node = state.nodes[name]
         if len(bad) + len(aside) >= trusted:
             break
-        if not node.findings or node.role is not Role.ACTIVE or name in bad or name in cause.nodes:
+        judged = name in bad or (cause.kind in FROM_FINDINGS and name in cause.nodes)
+        if not node.findings or node.role is not Role.ACTIVE or judged:
             continue
         finding = blame.standing(state, node)
         if finding is None or blame.worked_around(state, finding):

@@ -304,8 +304,8 @@ class Supervision:
             out += self._saved_first(by, in_time, now)
         out += self._do(self._hangs.on_time(now), now)
         out += self._do(self._sick.on_time(now), now)
-        if self.state.phase is Phase.STOPPING and now < self.watch.patient_until:
-            return out  # a node that cannot be told to stop is not late
+        if self.state.phase in (Phase.STARTING, Phase.STOPPING) and now < self.watch.patient_until:
+            return out  # a node that cannot find this supervisor is not late
         return out + self.record(ev.Tick(t=now))
 
     @property

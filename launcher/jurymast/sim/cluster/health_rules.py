@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,7 @@ class HealthRules:
         for one in decided:
             match one:
                 case Launch():
-                    self._launches(supervisor.state, one)
+                    self._launches(supervisor, one)
                 case Requeue():
                     self._requeues(supervisor.state, one)
                 case Finish() if not self._cluster.wanted.tasks:
@@ -76,24 +77,31 @@ class HealthRules:
     def _tested(self, supervisor: SimSupervisor, event: ev.NodeTested) -> None:
         ill = event.verdict in FINDS_ILL
         (self._found.add if ill else self._found.discard)(event.node)
-        if not self._oracle.untouched(event.node, BLAME_S, seen_from=supervisor.site.name):
-            return
+        sites = self._cluster.sites
+        if not all(self._oracle.untouched(event.node, BLAME_S, seen_from=name) for name in sites):
+            return  # perhaps it could not reach who tested it, or its partner
         if ill and event.node not in self._ill:
             self._oracle.fail(NO_BLAME, f"{event.node} is {event.verdict} by its tests: {event.message}")
-        fails = self._cluster.sites[event.node].ill in (health.WRONG, health.FAILS)
-        seen_from, sites = supervisor.site.name, self._cluster.sites
+        fails, seen_from = sites[event.node].ill in (health.WRONG, health.FAILS), supervisor.site.name
         others = all(self._oracle.untouched(name, BLAME_S, seen_from=seen_from) for name in sites)
         if fails and not ill and others and len(self._ill) == 1:  # of several that fail none may be to blame
             self._oracle.fail(TESTED, f"{event.node} fails them, and is {event.verdict}: {event.message}")
 
-    def _free(self, state: RunState) -> list[str]:
-        """Healthy nodes that could have ranks at once, as a supervisor sees them. Of several that are ill
-        some may have to stay."""
-        spares = [node.name for node in state.nodes.values() if node.role is Role.SPARE and node.ready]
+    def _free(self, supervisor: SimSupervisor, since: float = math.inf) -> list[str]:
+        """Healthy nodes that could have ranks at once, as a supervisor sees them, and saw them at `since`. Of
+        several that are ill some may have to stay."""
+        ready = [n for n in supervisor.state.nodes.values() if n.role is Role.SPARE and n.ready]
+        spares = [n.name for n in ready if n.since <= since and supervisor.connected(n.name)]
         return [] if len(self._ill) > 1 else [name for name in spares if name not in self._ill]
 
-    def _launches(self, state: RunState, launch: Launch) -> None:
-        ill, free = self._found & {*launch.placement}, {*self._free(state)} - {*launch.placement}
+    def _launches(self, supervisor: SimSupervisor, launch: Launch) -> None:
+        state = supervisor.state
+        incident = state.incidents[-1] if state.incidents else None
+        decided_at = math.inf if incident is None or incident.decided_at is None else incident.decided_at
+        ill, free = (
+            self._found & {*launch.placement},
+            {*self._free(supervisor, decided_at)} - {*launch.placement},
+        )
         if ill and free:
             self._oracle.fail(
                 OUT, f"attempt {launch.attempt} is on {sorted(ill)}, and {sorted(free)} are free"
@@ -136,7 +144,7 @@ class HealthRules:
             here = kind in health.LEAVES_S and name in state.places and supervisor.connected(name)
             if kind == health.SLOW:
                 here = here and self._is_slow(state, name)
-            if not here or not running or not self._free(state) or not self._calm(supervisor, since):
+            if not here or not running or not self._free(supervisor) or not self._calm(supervisor, since):
                 del self._owed[name]
                 if kind == health.SLOW:
                     self._owed[name] = now

@@ -90,8 +90,9 @@ class TaskRules:
         """Agents are sent home. What the journal lacks would be known to nobody; unless somebody is about to
         kill them, there is time to write it."""
         hurried = self._cluster.ending or supervisor.machine.departure.given_up_by
-        # What an agent could not tell before the newest launch has begun anew.
-        known = {*supervisor.state.done, *self._told_by_agents(supervisor, supervisor.state.launched)}
+        # Ranks of a training begin anew; so has what an agent could not tell before the newest launch.
+        done = supervisor.state.done if supervisor.state.alone else ()
+        known = {*done, *self._told_by_agents(supervisor, supervisor.state.launched)}
         lost = [rank for rank in sorted(known) if not self._is_written(rank)]
         if lost and not hurried:
             self._oracle.fail(ONCE, f"the nodes go, and the journal lacks that tasks {lost} have ended")
