@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What looking after a node costs it: processor and memory of the agent and of its probe child.
+"""What looking after a node costs it: processor and memory of the agent and of its probes, with their guards.
 
 A real run of one node on this machine, whose script only waits. Its probes look at their default intervals,
 NVIDIA's through the real pynvml over a C fake of eight GPUs where a compiler is there to build it: what a
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +65,7 @@ def main() -> int:
         rows = list(measure(Path(folder), QUICK if arguments.quick else FULL))
     value = {(row.case, row.metric): row.median for row in rows}
     targets = [
-        Target("probes, percent of one core", value["probe child", "processor"], PROBES_TARGET, "lower"),
+        Target("probes, percent of one core", value["probes", "processor"], PROBES_TARGET, "lower"),
         Target("agent, resident MB", value["agent", "resident memory"], AGENT_TARGET_MB, "lower"),
     ]
     common.print_report("agent_cost", rows, targets, about, arguments.json)
@@ -75,23 +75,23 @@ def main() -> int:
 def measure(folder: Path, size: Size) -> Iterator[Row]:
     environment, note = fake_gpus(folder)
     with waiting_run(folder, environment) as root:
-        agent = found(root, "jurymast.agent")
+        wait_for(lambda: of(root, "jurymast.health"))
         time.sleep(SETTLE_S)
-        child = found(root, "jurymast.health")  # the tests before the start have ended
-        common.progress(f"agent {agent.pid} and probe child {child.pid} are up")
-        shares: dict[str, list[float]] = {"agent": [], "probe child": []}
+        groups = {"agent": of(root, "jurymast.agent"), "probes": of(root, "jurymast.health")}
+        common.progress(f"up: { ({case: [p.pid for p in group] for case, group in groups.items()}) }")
+        shares: dict[str, list[float]] = {case: [] for case in groups}
         for number in range(size.windows):
-            used = {"agent": cpu_s(agent.pid), "probe child": cpu_s(child.pid)}
+            used = {case: cpu_s(group) for case, group in groups.items()}
             began = time.monotonic()
             time.sleep(size.window_s)
             seconds = time.monotonic() - began
-            for case, process in (("agent", agent), ("probe child", child)):
-                shares[case].append(100.0 * (cpu_s(process.pid) - used[case]) / seconds)
+            for case, group in groups.items():
+                shares[case].append(100.0 * (cpu_s(group) - used[case]) / seconds)
             common.progress(f"window {number + 1} of {size.windows}: {shares}")
-        for case, process in (("agent", agent), ("probe child", child)):
+        for case, group in groups.items():
             yield row(case, "processor", "% of one core", shares[case], note)
-            yield row(case, "resident memory", "MB", [resident_mb(process.pid)], note)
-            unique = process.memory_full_info().uss / 1e6
+            yield row(case, "resident memory", "MB", [sum(map(resident_mb, group))], note)
+            unique = sum(process.memory_full_info().uss for process in group) / 1e6
             yield row(case, "memory of its own", "MB", [unique], note)
 
 
@@ -138,9 +138,9 @@ def waiting_run(folder: Path, environment: dict[str, str]) -> Iterator[psutil.Pr
         psutil.wait_procs(processes, timeout=10)
 
 
-def found(root: psutil.Process, module: str) -> psutil.Process:
-    """The run's process of `module`, when there is one."""
-    return wait_for(lambda: next((p for p in root.children(recursive=True) if module in command_of(p)), None))
+def of(root: psutil.Process, module: str) -> list[psutil.Process]:
+    """The run's processes of `module`: each with its guard."""
+    return [p for p in root.children(recursive=True) if module in command_of(p)]
 
 
 def command_of(process: psutil.Process) -> str:
@@ -150,24 +150,24 @@ def command_of(process: psutil.Process) -> str:
         return ""
 
 
-def wait_for(look: Callable[[], psutil.Process | None]) -> psutil.Process:
+def wait_for(look: Callable[[], object]) -> None:
     end = time.monotonic() + START_LIMIT_S
-    while (process := look()) is None:
+    while not look():
         if time.monotonic() > end:
             raise SystemExit(f"the run has not started within {START_LIMIT_S:.0f} s")
         time.sleep(POLL_S)
-    return process
 
 
-def cpu_s(pid: int) -> float:
-    """Processor seconds of a process and of its threads that ended, to the nanosecond: the clock that
-    clock_getcpuclockid(3) gives for it."""
-    return time.clock_gettime((~pid << 3) | 2)
+def cpu_s(processes: Sequence[psutil.Process]) -> float:
+    """Processor seconds of processes and of their threads that ended, to the nanosecond: the clock that
+    clock_getcpuclockid(3) gives for each."""
+    return sum(time.clock_gettime((~process.pid << 3) | 2) for process in processes)
 
 
-def resident_mb(pid: int) -> float:
+def resident_mb(process: psutil.Process) -> float:
     """Without shared memory, which holds the ranks' checkpoints."""
-    values = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
     return sum(int(values[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024 / 1e6
 
 

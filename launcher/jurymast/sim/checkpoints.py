@@ -61,9 +61,10 @@ STEP_MIN_S = 1e-6
 START = 86_400.0
 
 # Kinds of failure. A power loss is noticed by silence, a crash by a connection that is reset, a killed rank
-# and a failure of the script by the node's agent, a hang by steps that do not come.
-POWER_LOSS, NODE_CRASH, WORKER_KILL, SCRIPT, HANG = KINDS = (
-    "power_loss", "node_crash", "worker_kill", "script", "hang",
+# and a failure of the script by the node's agent, a hang by steps that do not come, a stopped rank by its
+# state.
+POWER_LOSS, NODE_CRASH, WORKER_KILL, SCRIPT, HANG, RANK_STOP = KINDS = (
+    "power_loss", "node_crash", "worker_kill", "script", "hang", "rank_stop",
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from jurymast.sim.checkpoints import (
     NODE_CRASH,
     POWER_LOSS,
     QUEUE_S,
+    RANK_STOP,
     SCRIPT,
     STEP_MIN_S,
     WORKER_KILL,
@@ -159,10 +160,12 @@ def _durations(
             stop_s=min(_usual(state, kind, "diagnose", "decide"), 0.9 * STOP_LIMIT_S),
             launch_s=min(launch_s, 0.9 * LAUNCH_LIMIT_S),
         )
-        for kind in (NODE_CRASH, WORKER_KILL, SCRIPT)
+        for kind in (NODE_CRASH, WORKER_KILL, SCRIPT, RANK_STOP)
     }  # fmt: skip
     silent_s = _usual(state, POWER_LOSS, "detect")
-    requeues = [wait.us / 1e6 for wait in account.waits if wait.category == "requeue_wait"]
+    # In the queue, and until the nodes of the next allocation were ready.
+    requeued = [one for one in state.incidents if one.action == "requeue" and one.launched_at is not None]
+    requeues = [one.seconds()["replace"] for one in requeued]
     write_s = saved[SHARED].seconds if SHARED in saved else 0.0
     peer_s = saved[PEER].seconds if PEER in saved else REPLICATE_GUESS_S
     return Durations(
@@ -186,8 +189,10 @@ def kind_of(incident: Incident) -> str:
     """The kind of failure that a simulation has for it."""
     if incident.lost:
         return POWER_LOSS if incident.lost[0].how == "silent" else NODE_CRASH
-    if incident.cause in ("hang", "rank_frozen"):
+    if incident.cause == "hang":
         return HANG
+    if incident.cause == "rank_frozen":
+        return RANK_STOP
     if incident.action == "swap" or incident.cause in ("node_crash", "host_died"):
         return NODE_CRASH
     return SCRIPT if incident.charged == APPLICATION else WORKER_KILL  # what ends ranks without blame

@@ -33,6 +33,7 @@ from jurymast.sim.checkpoints import (
     HANG,
     NODE_CRASH,
     POWER_LOSS,
+    RANK_STOP,
     START,
     WORKER_KILL,
     Durations,
@@ -293,7 +294,7 @@ class Simulation:
 
     def _rank_fault(self, fault: TraceFault) -> None:
         node: str | None = self.state.placement[0]
-        killed = fault.kind == WORKER_KILL
+        killed = fault.kind in (WORKER_KILL, RANK_STOP)
         if killed and fault.nodes:
             node = self._names.of(fault.nodes[0], self._healthy())
         if node not in self.state.placement or node in self._dead:
