@@ -89,7 +89,7 @@ test: install
 	      find $$where $(CLOSED) -exec chmod o+rX '{}' +; \
 	    fi; \
 	  done; \
-	  PYTHONPATH=slurm $(BIN)/python -c 'from testcluster.software import ensure_packages as e; e("system")' || \
+	  PYTHONPATH=slurm $(BIN)/python -c 'from testcluster.software import ensure_packages as e; e("system", accounting=True)' || \
 	    { echo "Slurm is missing. Without it: make test PYTEST_FLAGS=\"-m 'not slurm'\"" >&2; exit 1; }; \
 	  PYTHONPATH=slurm $(BIN)/python -c 'from testcluster.software import install_prometheus as i; i()' || \
 	    echo 'Prometheus is missing: tests that need it will be skipped.' >&2; \

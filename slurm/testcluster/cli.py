@@ -103,6 +103,7 @@ def _add_up(commands: Any, common: argparse.ArgumentParser) -> None:
     up.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="more of slurm.conf")
     up.add_argument("--site", action="store_true", help="with the health check of slurm/site, every 20 s")
     up.add_argument("--ipv6", action="store_true", help="without any IPv4 address")
+    up.add_argument("--accounting", action="store_true", help="with slurmdbd, so that sacct answers")
     up.add_argument("--json", action="store_true")
     up.set_defaults(run=_up)
 
@@ -164,6 +165,7 @@ def _up(arguments: argparse.Namespace) -> int:
         conf=arguments.conf,
         site=arguments.site,
         ipv6=arguments.ipv6,
+        accounting=arguments.accounting,
     )
     if arguments.json:
         print(

@@ -80,13 +80,14 @@ class Cluster:
         conf: Sequence[str] = (),
         site: bool = False,
         ipv6: bool = False,
+        accounting: bool = False,
     ) -> Cluster:
         """Build a cluster, in place of whatever is left in that directory.
 
         ``slurm``: the release (default: $JURYMAST_TESTCLUSTER_SLURM, else the system's);
         ``python``: the one for jobs (default: the repository's own); ``conf``: more lines for slurm.conf;
         ``site``: with the health check of slurm/site; ``ipv6``: no machine has an IPv4
-        address, not even loopback's.
+        address, not even loopback's; ``accounting``: with slurmdbd and a database, so that sacct answers.
         """
         software.require_root_linux()
         if not 1 <= nodes <= MAX_NODES:
@@ -104,9 +105,10 @@ class Cluster:
             conf=tuple(conf),
             site=site,
             ipv6=ipv6,
+            accounting=accounting,
         )
         with state.host_lock():
-            software.ensure_packages(slurm)
+            software.ensure_packages(slurm, accounting=accounting)
             base = software.ensure_base(slurm)
             cluster = cls(resolved(directory))
             cluster._prepare_directory()
@@ -529,6 +531,8 @@ class Cluster:
             (layout.spool / name).mkdir()
         slurmconf.write_all(layout, options, software.slurm_release(base))
         slurmconf.write_munge_key(layout)
+        if options.accounting:
+            software.make_database(layout.database)
         self._saved = state.Saved(options, base, {})
         builder = self._builder()
         self.network.create(list(known.items()))

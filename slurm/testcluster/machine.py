@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -48,6 +49,7 @@ class Daemons:
             Path(directory).mkdir(parents=True, exist_ok=True)
             os.chown(directory, uid, gid)
         _wait_for(spec["after"])
+        _wait_for_port(spec["port"])
         with Path(spec["log"]).open("ab") as log:
             self._running[index] = subprocess.Popen(
                 spec["argv"],
@@ -101,6 +103,16 @@ def _wait_for(path: str | None) -> None:
     while path is not None and not Path(path).exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path} did not appear in {_SOCKET_DEADLINE_S:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def _wait_for_port(port: int | None) -> None:
+    """Wait until a daemon of this machine takes connections; it may do so at one address only."""
+    deadline = time.monotonic() + _SOCKET_DEADLINE_S
+    listens = re.compile(rf"^ *\d+: \w+:{port or 0:04X} \w+:\w+ 0A ", re.MULTILINE)
+    while port is not None and not listens.search(Path("/proc/net/tcp").read_text()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nothing listens on port {port} after {_SOCKET_DEADLINE_S:.0f} s")
         time.sleep(_POLL_S)
 
 

@@ -20,13 +20,16 @@ from testcluster.processes import Process
 from testcluster.rootfs import RootPlan, Tmpfs
 from testcluster.settings import (
     CONTROLLER,
+    DATABASE_SOCKET,
     LOGIN,
     MUNGE_SOCKET,
     SCRATCH,
     SLURM_SYSTEM,
+    SLURMDBD_PORT,
     Layout,
     Options,
 )
+from testcluster.software import DATABASE_USER
 from testcluster.visibility import masks_for, needed_for, outermost, require_open
 
 _HERE = Path(__file__).resolve().parent
@@ -201,12 +204,28 @@ class Builder:
         found[0]["directories"] = [["/run/munge", user, group]]
         conf = str(self._layout.slurm_conf)
         if name == CONTROLLER:
+            found += self._accounting() if self._options.accounting else []
             found.append(self._daemon(name, ["slurmctld", "-D", "-f", conf], 0, 0))
         elif name != LOGIN:
             found.append(self._daemon(name, ["slurmd", "-D", "-f", conf, "-N", name], 0, 0))
         for daemon in found[1:]:
-            daemon["after"] = MUNGE_SOCKET
+            daemon["after"] = daemon["after"] or MUNGE_SOCKET
+        if name == CONTROLLER and self._options.accounting:
+            # Without its first answer, a slurmctld that has saved nothing yet ends.
+            found[-1]["port"] = SLURMDBD_PORT
         return found
+
+    def _accounting(self) -> list[dict[str, Any]]:
+        """slurmdbd, and the database that it keeps its accounts in."""
+        owner = pwd.getpwnam(DATABASE_USER)
+        small = ["--skip-networking", "--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
+        server = ["mariadbd", "--no-defaults", f"--datadir={self._layout.database}"]
+        server += [f"--socket={DATABASE_SOCKET}", *small]
+        database = self._daemon(CONTROLLER, server, owner.pw_uid, owner.pw_gid)
+        database["directories"] = [[str(Path(DATABASE_SOCKET).parent), owner.pw_uid, owner.pw_gid]]
+        slurmdbd = self._daemon(CONTROLLER, ["slurmdbd", "-D"], 0, 0)
+        slurmdbd["after"] = DATABASE_SOCKET
+        return [database, slurmdbd]
 
     def _daemon(self, name: str, argv: list[str], uid: int, gid: int) -> dict[str, Any]:
         return {
@@ -217,4 +236,5 @@ class Builder:
             "env": {"PATH": _DAEMON_PATH, "LANG": "C.UTF-8", "SLURM_CONF": str(self._layout.slurm_conf)},
             "directories": [],
             "after": None,
+            "port": None,
         }

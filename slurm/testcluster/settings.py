@@ -32,12 +32,14 @@ MAX_NODES = 200
 DEFAULT_SLURMD_TIMEOUT_S = 15
 SLURMCTLD_PORT = 6817
 SLURMD_PORT = 6818
+SLURMDBD_PORT = 6819
 PARTITION = "main"
 DEBUG_PARTITION = "debug"
 DEBUG_NODES = 2
 CLUSTER_NAME = "jurymast-testcluster"
 
 MUNGE_SOCKET = "/run/munge/munge.socket.2"
+DATABASE_SOCKET = "/run/mysqld/mysqld.sock"  # where its clients look for it
 SCRATCH = "/scratch"
 SITE_LOG = "/run/site.log"  # each node's own
 MIB = 1024 * 1024
@@ -73,6 +75,7 @@ class Options:
     tmp_mib: int = 1024
     site: bool = False
     ipv6: bool = False
+    accounting: bool = False
     conf: tuple[str, ...] = field(default=())
 
     @property
@@ -147,6 +150,11 @@ class Layout:
     def spool(self) -> Path:
         """State of slurmctld and spool directories of the slurmds."""
         return self.directory / "spool"
+
+    @property
+    def database(self) -> Path:
+        """Files of slurmdbd's MariaDB."""
+        return self.spool / "database"
 
     @property
     def munge_key(self) -> Path:

@@ -16,6 +16,7 @@ from testcluster.settings import (
     SITE_LOG,
     SLURMCTLD_PORT,
     SLURMD_PORT,
+    SLURMDBD_PORT,
     USER,
     Layout,
     Options,
@@ -45,6 +46,8 @@ def write_all(layout: Layout, options: Options, release: tuple[int, ...]) -> Non
     (layout.etc / "shadow").chmod(0o600)
     if options.site:
         _write_site(layout, options)
+    if options.accounting:
+        _write_slurmdbd_conf(layout, options)
 
 
 def slurm_conf(layout: Layout, options: Options) -> str:
@@ -89,6 +92,10 @@ def slurm_conf(layout: Layout, options: Options) -> str:
     ]
     if options.ipv6:
         lines.append("CommunicationParameters=EnableIPv6,DisableIPv4")
+    if options.accounting:
+        lines.append("AccountingStorageType=accounting_storage/slurmdbd")
+        lines.append(f"AccountingStorageHost={options.addresses[CONTROLLER]}")
+        lines.append(f"AccountingStoragePort={SLURMDBD_PORT}")
     if options.site:
         lines += [f"HealthCheckProgram={layout.health_check}", "HealthCheckNodeState=ANY"]
         lines.append(f"HealthCheckInterval={_HEALTH_CHECK_INTERVAL_S}")
@@ -138,6 +145,25 @@ def _write_site(layout: Layout, options: Options) -> None:
         f"exec {options.python} -I {_SITE / 'healthcheck'} --config {settings}\n"
     )
     layout.health_check.chmod(0o755)
+
+
+def _write_slurmdbd_conf(layout: Layout, options: Options) -> None:
+    lines = [
+        "AuthType=auth/munge",
+        f"DbdHost={CONTROLLER}",
+        f"DbdAddr={options.addresses[CONTROLLER]}",
+        f"DbdPort={SLURMDBD_PORT}",
+        "SlurmUser=root",
+        "StorageType=accounting_storage/mysql",
+        "StorageHost=localhost",  # by its socket, as root, whom the database knows by that
+        "StorageUser=root",
+        "StorageLoc=slurm_acct_db",
+        "PidFile=/run/slurmdbd.pid",
+        f"LogFile={layout.log}/slurmdbd.log",
+    ]
+    conf = layout.etc / "slurmdbd.conf"
+    conf.write_text("\n".join(lines) + "\n")
+    conf.chmod(0o600)
 
 
 def _message_timeout_s(slurmd_timeout_s: int) -> int:

@@ -22,7 +22,15 @@ _PACKAGE_OF = {
     "ip": "iproute2",
     "tc": "iproute2",
 }
+# The part of MariaDB's packages without a service that would start.
+_ACCOUNTING = {
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server-core",
+    "my_print_defaults": "mariadb-client-core",
+}
+DATABASE_USER = "nobody"
 _INSTALL_DEADLINE_S = 900.0
+_DATABASE_DEADLINE_S = 120.0
 # debootstrap may be older than a suite, which is then made as the one that is always there.
 _DEBOOTSTRAP_SCRIPTS = Path("/usr/share/debootstrap/scripts")
 _MIRROR = "http://deb.debian.org/debian"
@@ -43,9 +51,13 @@ def require_root_linux() -> None:
         raise ClusterError("the test cluster needs root (namespaces, mounts, slurmd): run it with sudo")
 
 
-def ensure_packages(slurm: str) -> None:
+def ensure_packages(slurm: str, *, accounting: bool = False) -> None:
     """Install the missing programs with apt; ClusterError names them where that cannot be done."""
+    if accounting and slurm != SLURM_SYSTEM:
+        raise ClusterError(f"accounting works only with the system's own Slurm, not with {slurm}")
     wanted = _PACKAGE_OF if slurm == SLURM_SYSTEM else {"ip": "iproute2", "tc": "iproute2", "munged": "munge"}
+    if accounting:
+        wanted = {**wanted, **_ACCOUNTING}
     missing = sorted({package for program, package in wanted.items() if _find(program) is None})
     if missing:
         _apt_install(missing)
@@ -75,6 +87,16 @@ def ensure_user() -> pwd.struct_passwd:
     except KeyError:
         run(["useradd", "--no-create-home", "--user-group", "--shell", "/bin/bash", USER])
         return pwd.getpwnam(USER)
+
+
+def make_database(place: Path) -> None:
+    """Make an empty database, whose administrator is root, for a server that runs as `DATABASE_USER`."""
+    owner = pwd.getpwnam(DATABASE_USER)
+    place.mkdir(mode=0o700)
+    os.chown(place, owner.pw_uid, owner.pw_gid)
+    options = [f"--user={DATABASE_USER}", f"--datadir={place}", "--skip-test-db"]
+    options.append("--auth-root-authentication-method=socket")
+    run(["mariadb-install-db", "--no-defaults", *options], timeout_s=_DATABASE_DEADLINE_S)
 
 
 def remove_user() -> None:
