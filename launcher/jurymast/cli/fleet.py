@@ -18,7 +18,7 @@ from jurymast.cli.options import (
     write_page,
 )
 from jurymast.cli.output import echo
-from jurymast.core.state.texts import seconds_in
+from jurymast.core.state.texts import age_s
 from jurymast.errors import UsageError
 
 # As in core.fleet, which takes long to import.
@@ -33,13 +33,6 @@ def _by(context: click.Context, option: click.Parameter, values: tuple[str, ...]
     return tuple(found)
 
 
-def _age(text: str) -> float:
-    seconds = seconds_in(text)
-    if not seconds:
-        raise ValueError(f"{text} is not a duration; write one like 28d or 12h")
-    return seconds
-
-
 @click.command(
     epilog=examples("jurymast fleet --by team,month", "jurymast fleet --since 28d --html fleet.html")
 )
@@ -47,7 +40,7 @@ def _age(text: str) -> float:
     "--by", multiple=True, default=("team",), callback=_by, metavar="KEY,...",
     help=f"Group by {', '.join(BY)}; may be repeated.  [team]",
 )  # fmt: skip
-@click.option("--since", callback=read_by(_age), metavar="TIME", help="Only the last days, like 28d.")
+@click.option("--since", callback=read_by(age_s), metavar="TIME", help="Only the last days, like 28d.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one line per group.")
 @file_option("--html", help="Write the figures to FILE as one HTML page.")
 @json_option

@@ -115,7 +115,7 @@ MOST_NODES = 1_000_000
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _complete_run(context: click.Context, _argument: click.Parameter, begin: str) -> list[CompletionItem]:
+def complete_run(context: click.Context, _argument: click.Parameter, begin: str) -> list[CompletionItem]:
     """This user's runs, newest first, or directories if no run's id begins like this."""
     runs = context.params.get("runs")
     names = run_ids(default_runs() if runs is None else runs)
@@ -123,7 +123,7 @@ def _complete_run(context: click.Context, _argument: click.Parameter, begin: str
     return found or [CompletionItem(begin, type="dir")]
 
 
-run_argument: Callable[[Any], Any] = click.argument("run", metavar="RUN", shell_complete=_complete_run)
+run_argument: Callable[[Any], Any] = click.argument("run", metavar="RUN", shell_complete=complete_run)
 
 
 def runs_of(help: str) -> Callable[[Any], Any]:

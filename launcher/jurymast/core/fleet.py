@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from jurymast.core.goodput import MAYBE_REWORK, PLACED, Account, Interval
+from jurymast.core.goodput import DOUBTFUL, PLACED, Account, Interval
 from jurymast.core.judges.history import PastRun, watched_in
 from jurymast.core.state.failure_rate import DAY_S, Mtbf, Watched, between_bursts, merged, mtbf
 from jurymast.core.state.incident import Incident
@@ -26,7 +26,6 @@ DAY_US = 86_400_000_000
 # More days than any run has; a journal that tells of more is damaged, and each day costs memory.
 DAYS_MAX = 4000
 STEP = "step"
-DOUBTFUL = frozenset({MAYBE_REWORK, "unknown"})  # may have counted
 WAITING = frozenset({"queue_wait", "requeue_wait"})  # without nodes
 UNDIAGNOSED = "undiagnosed"  # the cause of an incident that is open
 WEEK_DAYS, MONTH_DAYS = 7, 28

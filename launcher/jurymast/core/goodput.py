@@ -60,7 +60,7 @@ CATEGORIES = (
     Category("spare_idle", "around", "nodes held ready, or not placed for another reason"),
     Category("failed_node", "around", "nodes that were lost or taken out, still allocated"),
     Category("shutdown", "around", "from the last step, or the decision to end, to the end"),
-    Category("unknown", "around", "not known from the journal"),
+    Category("unknown", "around", "what was done is not known"),
 )
 MEANINGS = {category.name: category.meaning for category in CATEGORIES}
 RATIOS = {
@@ -69,6 +69,7 @@ RATIOS = {
     "allocation_goodput": "node-time in steps that counted / node-time allocated (spares included)",
 }
 MAYBE_REWORK = "maybe_rework"
+DOUBTFUL = frozenset({MAYBE_REWORK, "unknown"})  # may have counted
 # The activity of a node while it has a place; every other activity is a category itself.
 PLACED = "placed"
 
@@ -127,7 +128,8 @@ def cut_out(timeline: Sequence[Interval], start: int, end: int) -> Iterator[Inte
 
 @dataclass(frozen=True)
 class Account:
-    """All intervals up to `end` (microseconds); `final` when nothing can be added."""
+    """All intervals up to `end` (microseconds); `final` when nothing can be added. Of the time in `doubtful`
+    categories it is not known whether it counted."""
 
     timeline: tuple[Interval, ...]
     waits: tuple[Interval, ...]
@@ -136,6 +138,7 @@ class Account:
     first_launch: int | None
     end: int
     final: bool
+    doubtful: frozenset[str] = frozenset({MAYBE_REWORK})
 
     def intervals_of_all(self) -> Iterator[tuple[int, Interval]]:
         """All that was booked: (nodes, what each of them did). Nodes that did the same over the same time
@@ -180,9 +183,9 @@ class Account:
         return sum(i.us for i in (*self.timeline, *self.waits) if i.incident == incident)
 
     def ratios(self, *, at_most: bool = False) -> dict[str, float | None]:
-        """Return the three main ratios, 0..1; None while the denominator is 0. They are lower bounds where it
-        is not known which steps are rework; `at_most`: the upper ones."""
-        counted = ("step", MAYBE_REWORK) if at_most else ("step",)
+        """Return the three main ratios, 0..1; None while the denominator is 0. They are lower bounds where
+        something is doubtful; `at_most`: the upper ones."""
+        counted = ("step", *self.doubtful) if at_most else ("step",)
         productive = sum(self.placed_us(category) for category in counted)
         since_launch = 0 if self.first_launch is None else self.end - self.first_launch
         return {

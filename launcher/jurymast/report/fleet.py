@@ -17,7 +17,6 @@ from jurymast import foreign
 from jurymast.cluster.earlier import NodeReader
 from jurymast.cluster.kept import Kept
 from jurymast.core.fleet import (
-    DOUBTFUL,
     MONTH_DAYS,
     STEP,
     WAITING,
@@ -29,7 +28,7 @@ from jurymast.core.fleet import (
     spares_used,
     spent_by_day,
 )
-from jurymast.core.goodput import MEANINGS, ordered
+from jurymast.core.goodput import DOUBTFUL, MEANINGS, ordered
 from jurymast.core.state import events as ev
 from jurymast.core.state.failure_rate import DAY_S, FEW_FAILURES, LEVEL, Mtbf
 from jurymast.core.state.incident import CAUSES

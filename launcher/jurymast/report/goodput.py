@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 import jurymast
-from jurymast.core.goodput import MAYBE_REWORK, MEANINGS, RATIOS, Account, SaveCounts, ordered
+from jurymast.core.goodput import MEANINGS, RATIOS, Account, SaveCounts, ordered
 from jurymast.core.judges.cadence import young_interval_s
 from jurymast.core.state.failure_rate import (
     FEW_FAILURES,
@@ -22,7 +22,7 @@ from jurymast.core.state.failure_rate import (
     mtbf,
     prior,
 )
-from jurymast.core.state.incident import CAUSES
+from jurymast.core.state.incident import CAUSES, Incident
 from jurymast.core.state.run import RunState, failure_rate
 from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.report.advice import advice_blocks, advice_view, sentences, trust
@@ -66,11 +66,8 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
     now = time.time() if now is None else now
     state, plan = watcher.state, watcher.plan
     account, counts = watcher.account(life, now), watcher.ledger.steps
-    charged = [incident.charged for incident in state.incidents]
-    by_charge = {
-        who: charged.count(who) for who in ("infrastructure", "application")
-    }  # nobody requested them
-    failures = _node_failures(account, state)
+    by_charge = charges(state.incidents)
+    failures = node_failures(account, state.incidents)
     expected_s = _expected_s(state, state.now if state.ended else max(now, state.now))
     word, why = public_state(state, life)
     return {
@@ -89,26 +86,34 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
             "again_at_most": counts.again + counts.maybe_again,
         },
         "nodes": {"active": state.active, "spares": state.spares, "seen": len(account.stays)},
-        "incidents": [
-            {**incident_json(i), "lost_seconds": account.incident_us(i.id) / 1e6} for i in state.incidents
-        ],
-        "mtbf": _mtbf_json(failures, by_charge, expected_s),
+        "incidents": incidents_json(account, state.incidents),
+        "mtbf": mtbf_json(failures, by_charge, expected_s),
         "cadence": _cadence_json(watcher.ledger.saves, expected_s, state),
         "advice": advice_view(watcher.ledger, account, now),
         "provenance": _provenance(watcher, plan, state),
     }  # fmt: skip
 
 
-def _node_failures(account: Account, state: RunState) -> Mtbf:
+def charges(incidents: Sequence[Incident]) -> dict[str, int]:
+    """Incidents by who is charged with them; those that somebody requested are not here."""
+    charged = [incident.charged for incident in incidents]
+    return {who: charged.count(who) for who in ("infrastructure", "application")}
+
+
+def incidents_json(account: Account, incidents: Sequence[Incident]) -> list[dict[str, Any]]:
+    return [{**incident_json(i), "lost_seconds": account.incident_us(i.id) / 1e6} for i in incidents]
+
+
+def node_failures(account: Account, incidents: Sequence[Incident]) -> Mtbf:
     """The nodes' failures, while nodes were allocated: those that `status` counts. The script's say nothing
     of the nodes."""
-    failures = failure_times(state.incidents)
+    failures = failure_times(incidents)
     spans = (Watched(held.start / 1e6, held.end / 1e6, 1.0) for held in account.timeline)
     observed_s = sum(end - start for span in spans for start, end in between_bursts(span, failures))
     return mtbf(len(failures), observed_s)
 
 
-def _mtbf_json(found: Mtbf, by_charge: Mapping[str, int], expected_s: float) -> dict[str, Any]:
+def mtbf_json(found: Mtbf, by_charge: Mapping[str, int], expected_s: float) -> dict[str, Any]:
     return {
         "seconds": found.mean_s, "low_seconds": found.low_s, "high_seconds": found.high_s, "level": LEVEL,
         "failures": found.failures, "observed_seconds": found.observed_s,
@@ -185,7 +190,7 @@ def _difference(first: float | None, second: float | None) -> float | None:
 def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
     """Lay out the report as text. Bars are drawn with the character `bar`."""
     blocks: list[Block] = [
-        Line(f"run {report['run']}: {report['state']} ({reach(report)})", "bold"),
+        Line(f"{subject(report)}: {report['state']} ({reach(report)})", "bold"),
         *(Line(f"warning    {text}", "bold yellow") for text in report["warnings"]),
         Line(""),
     ]
@@ -202,6 +207,11 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
     )
     blocks += [Line(f"{name:<11}{text}") for name, text in about]
     return [*blocks, Line(""), *advice_blocks(report["advice"])]
+
+
+def subject(report: Mapping[str, Any]) -> str:
+    """What the report is of. Reports of jobs that jurymast did not launch have an `estimate`."""
+    return f"ESTIMATE of Slurm job {report['run']}" if report.get("estimate") else f"run {report['run']}"
 
 
 def between(least: float | None, most: float | None) -> str:
@@ -286,6 +296,8 @@ def mtbf_text(report: Mapping[str, Any]) -> str:
 
 def cadence_text(report: Mapping[str, Any]) -> str:
     found = report["cadence"]
+    if found is None:
+        return "not known of a job that jurymast did not launch"
     if not found["saves"]:
         failed = f", {found['failed']} failed" if found["failed"] else ""
         return f"policy: {found['setting']}; no checkpoint was saved{failed}"
@@ -302,6 +314,8 @@ def cadence_text(report: Mapping[str, Any]) -> str:
 def source_text(report: Mapping[str, Any]) -> str:
     found = report["provenance"]
     script = one_line(" ".join([found["script"], *found["arguments"]]), COMMAND_CHARACTERS)
+    if report.get("estimate"):
+        return f"{report['estimate']['basis']}: {script}"
     policy = f", policy {found['policy_hash'][:12]}" if found["policy_hash"] else ""
     return f"{found['directory']}: {script}{policy}, jurymast {found['run_version'] or '?'}"
 
@@ -326,9 +340,13 @@ def compare_blocks(both: Mapping[str, Any]) -> list[Block]:
         ["incidents", str(len(first["incidents"])), str(len(second["incidents"])), ""],
         ["MTBF", *(_mtbf_span(each["mtbf"]) for each in (first, second)), ""],
     ]
-    headers = ("", first["run"], second["run"], "CHANGE")
+    headers = ("", *(_heading(each) for each in (first, second)), "CHANGE")
     right = frozenset({1, 2, 3})
     return [Table(headers, [*ratios, *facts, *shares], right=right, wrap=False)]
+
+
+def _heading(report: Mapping[str, Any]) -> str:
+    return f"{report['run']} (estimate)" if report.get("estimate") else str(report["run"])
 
 
 def points(change: float | None) -> str:
@@ -351,6 +369,7 @@ PART_CATEGORIES = {
     "launch": "relaunch", "restore": "restore", "rework": "rework",
 }  # fmt: skip
 LOSSES_TOLD = 3
+OF_THE_JOURNAL = "All figures are computed from the run's journal."
 
 
 @dataclass(frozen=True)
@@ -371,11 +390,14 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
     incidents = [_incident(each) for each in report["incidents"]]
     found = slices(report["categories"], report["total_node_seconds"])
     return {
-        "title": f"{report['run']}: {report['state']}",
+        "title": f"{subject(report)}: {report['state']}",
+        "heading": subject(report) if report.get("estimate") else report["run"],
+        "asked": f"--slurm {report['run']}" if report.get("estimate") else report["run"],
+        "basis": report["estimate"]["sentence"] if report.get("estimate") else OF_THE_JOURNAL,
         "tone": TONES.get(report["state"], "calm"),
         "reach": reach(report, "%Y-%m-%d %H:%M:%S %z"),
         "extent": _extent(report),
-        "summary": _summary(report, found),
+        "summary": _summary(report, found, account.doubtful),
         "failure": incidents[-1] if report["state"] == "failed" and incidents else None,
         "cards": [
             *ratio_cards(report["ratios"], report["definitions"], report["ratios_at_most"]),
@@ -411,13 +433,13 @@ def _extent(report: Mapping[str, Any]) -> str:
     return f"{size}; {steps}; {duration(report['wall_seconds'])} since the job could have started"
 
 
-def _summary(report: Mapping[str, Any], found: Sequence[Slice]) -> str:
+def _summary(report: Mapping[str, Any], found: Sequence[Slice], doubtful: frozenset[str]) -> str:
     """The bar of categories as a sentence."""
     total = report["total_node_seconds"]
     if not total:
         return "No node-time has been spent yet."
     useful = sum(each.share for each in found if each.group == "productive")
-    most = useful + sum(each.share for each in found if each.name == MAYBE_REWORK)
+    most = useful + sum(each.share for each in found if each.name in doubtful)
     told = f"{between(useful, most)} of {node_time(total)} went into steps that counted"
     rest = sorted((each for each in found if each.group != "productive"), key=lambda s: -s.share)
     names = [f"{each.name.replace('_', ' ')} {percent(each.share)}" for each in rest[:LOSSES_TOLD]]

@@ -21,7 +21,6 @@ from jurymast.errors import JurymastError
 from jurymast.processes import die_first, leave_no_core, log_as
 from jurymast.report.notifier import Notifier
 from jurymast.report.status import StatusWatcher
-from jurymast.report.tracking import Tracking
 from jurymast.rundir import RunDirectory
 
 log = logging.getLogger("jurymast.watcher")
@@ -45,9 +44,7 @@ def followers(watcher: StatusWatcher, settings: Settings) -> list[Follower]:
     found: list[Follower] = []
     if settings.notify:
         found.append(Notifier(watcher, settings.notify))
-    if settings.metrics.trackers:
-        found.append(Tracking(watcher, settings.metrics.trackers))
-    if settings.metrics.scraped:
+    if settings.metrics:
         try:
             from jurymast.report.exporter import Exporter
         except ImportError as error:

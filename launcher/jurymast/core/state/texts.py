@@ -26,6 +26,25 @@ def compressed(hosts: Iterable[str]) -> str:
     return ",".join(parts)
 
 
+def expanded(hosts: str) -> list[str]:
+    """Read what `compressed`, or Slurm, wrote."""
+    found = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
+        names = [""]
+        for plain, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
+            ends = [plain] if plain else [one for text in ranges.split(",") for one in _numbers(text)]
+            names = [name + end for name in names for end in ends]
+        found += names
+    return found
+
+
+def _numbers(text: str) -> list[str]:
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdigit() and last.isdigit()):
+        return [text]
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
 # At most this many nodes of an incident are named; a switch can take hundreds along.
 NODES_TOLD = 20
 
@@ -83,6 +102,14 @@ def seconds_in(text: str) -> float | None:
     if not re.match(DURATION, plain):
         return None
     return sum(float(number) * _UNITS_S[unit] for number, unit in re.findall(_PART, plain))
+
+
+def age_s(text: str) -> float:
+    """The same for how long ago something was. Raises ValueError."""
+    seconds = seconds_in(text)
+    if not seconds:
+        raise ValueError(f"{text} is not a duration; write one like 28d or 12h")
+    return seconds
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
