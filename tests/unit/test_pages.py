@@ -88,7 +88,7 @@ def test_the_page_is_whole_loads_nothing_and_escapes_everything(tmp_path: Path) 
     for _, attributes in parser.tags:
         assert not {"src", "srcset", "style", "onclick", "onload", "onerror"} & set(attributes)
         assert (attributes.get("href") or "#").startswith("#")
-    assert not re.search(r"url\(|@import|https?://", written.split('id="report">')[0])
+    assert not re.search(r"url\((?!#)|@import|https?://", written.split('id="report">')[0])
     embedded = written.split('id="report">')[1].split("</script>")[0]
     assert json.loads(embedded) == json.loads(json.dumps(report))
 
@@ -166,7 +166,7 @@ def test_the_page_of_a_fleet_is_whole_loads_nothing_and_escapes_all_names(tmp_pa
     assert "\x1b" not in written
     shown, embedded = written.split('id="fleet">')
     assert html.unescape(shown).count(EVIL) >= 9
-    assert not re.search(r"url\(|@import|https?://", shown)
+    assert not re.search(r"url\((?!#)|@import|https?://", shown)
     assert json.loads(embedded.split("</script>")[0]) == json.loads(json.dumps(view))
 
 
@@ -216,7 +216,7 @@ def test_lost_time_looks_lost_to_everybody(background: str) -> None:
     colours = dict(re.findall(r"\.c-(\w+)\{--c:(#\w{6})\}", light))
     if background != "#ffffff":
         colours |= dict(re.findall(r"(?:^|\.c-)(\w+)\{--c:(#\w{6})\}", dark))
-    assert {name: shown for name, shown in colours.items() if contrast(shown, background) < 2.0} == {}
+    assert {name: shown for name, shown in colours.items() if contrast(shown, background) < 3.0} == {}
     lost = [each.name for each in CATEGORIES if each.group == "incident"]
     for who, seen in SEEN.items():
         steps = place_of(colours["step"], seen)

@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 GROUPS = {category.name: category.group for category in CATEGORIES}
+LOST = [name for name, group in GROUPS.items() if group == "incident"]
 OTHER = "other"
 DAY_S = 86_400.0
 
 # The timeline of nodes, in pixels.
 ROWS_MAX = 64
+FOLDED_ABOVE = 8
 RECTANGLES_MAX = 2000
+# What page.js can draw. In longer runs neighbours are drawn as one.
+EXACT_MAX = 15_000
 LABEL_PX, CHART_PX, ROW_PX, TOP_PX, FLAG_PX = 150, 1000, 16, 42, 17
 
 
@@ -98,21 +102,27 @@ Row = tuple[str, Sequence[Interval]]
 
 @dataclass(frozen=True)
 class Flag:
-    """An incident on the timeline. Without `number` if the one before is too close for a number."""
+    """An incident on the timeline, `ms` after its start. Without `number` if the one before is too close for
+    a number."""
 
     id: int
+    ms: int
     x: float
     number: bool
     tip: str
 
 
 def rows_of(account: Account, most: int = ROWS_MAX) -> tuple[list[Row], int]:
-    """The rows to draw, and how many nodes have none. If there are more than `most` nodes, those with the
-    same history share a row, and the rows with the most changes are kept."""
+    """The rows to draw, and how many nodes have none. Unless there are few nodes, those with the same
+    history share a row; of more than `most` rows, those with the most changes are kept."""
     nodes = list(account.stays)
     groups: dict[object, list[str]] = {}
     for name in nodes:
-        same = tuple((s.start, s.end, s.what) for s in account.stays[name]) if len(nodes) > most else name
+        same = (
+            tuple((s.start, s.end, s.what) for s in account.stays[name])
+            if len(nodes) > FOLDED_ABOVE
+            else name
+        )
         groups.setdefault(same, []).append(name)
     kept = list(groups.values())
     if len(kept) > most:
@@ -182,15 +192,55 @@ def timeline(account: Account, incidents: Sequence[Incident]) -> dict[str, Any] 
     flags: list[Flag] = []
     free = 0.0
     for incident in incidents:
-        x = place(round(incident.fault_at * 1e6))
+        at = round(incident.fault_at * 1e6)
+        x = place(at)
         tip = f"incident {incident.id}: {incident.cause or 'being diagnosed'}"
-        flags.append(Flag(incident.id, x, x >= free, f"{tip} on {incident.node}" if incident.node else tip))
+        tip += (f" on {incident.node}" if incident.node else "") + (
+            incident.action and f", {incident.action}"
+        )
+        flags.append(Flag(incident.id, (at - start) // 1000, x, x >= free, tip))
         free = x + FLAG_PX if x >= free else free
     return {
         "width": LABEL_PX + CHART_PX + 40, "height": TOP_PX + ROW_PX * len(rows) + 4, "top": TOP_PX,
         "ticks": [AxisTick(place(t), label) for t, label in ticks(start, end)], "lanes": lanes,
-        "flags": flags, "left_out": left_out,
+        "flags": flags, "left_out": left_out, "exact": _exact(rows, start, end),
     }  # fmt: skip
+
+
+def _exact(rows: Sequence[Row], start: int, end: int) -> dict[str, Any]:
+    """All intervals of the rows in whole milliseconds, as small as possible. Rows share most of theirs, so
+    each different one is there once, as three numbers: how long after the end of the one before it begins,
+    its length, and its kind. A row has ranges of these."""
+    columns, lanes = EXACT_MAX, [list(intervals) for _, intervals in rows]
+    while len(found := dict.fromkeys(_key(i) for lane in lanes for i in lane)) > EXACT_MAX:
+        lanes = [coarse(intervals, start, end, columns) for _, intervals in rows]
+        columns //= 2
+    kinds = list(dict.fromkeys(kind(category) for _, _, category in found))
+    numbers: list[int] = []
+    before = 0
+    for from_us, to_us, category in found:
+        begin, ended = (from_us - start) // 1000, (to_us - start) // 1000
+        numbers += begin - before, ended - begin, kinds.index(kind(category))
+        before = ended
+    places = {key: n for n, key in enumerate(found)}
+    ranges: list[list[list[int]]] = []
+    for lane in lanes:
+        own: list[list[int]] = []
+        for n in (places[_key(interval)] for interval in lane):
+            if own and own[-1][1] == n:
+                own[-1][1] += 1
+            else:
+                own.append([n, n + 1])
+        ranges.append(own)
+    zone_s = datetime.fromtimestamp(start / 1e6).astimezone().utcoffset().total_seconds()  # type: ignore[union-attr]
+    return {
+        "start": start // 1000, "zone": round(zone_s * 1000), "length": (end - start) // 1000,
+        "left": LABEL_PX, "width": CHART_PX, "kinds": kinds, "intervals": numbers, "lanes": ranges,
+    }  # fmt: skip
+
+
+def _key(interval: Interval) -> tuple[int, int, str]:
+    return interval.start, interval.end, interval.category
 
 
 def ticks(start: int, end: int) -> list[tuple[int, str]]:
@@ -311,6 +361,7 @@ def _environment() -> Environment:
         text.percent_fine, text.plain_seconds, text.size,
     ):  # fmt: skip
         environment.filters[own.__name__] = own
+    environment.globals["lost"] = LOST
     for name in ("style", "script"):
         source, _, _ = loader.get_source(environment, f"page.{'css' if name == 'style' else 'js'}")
         # The only style and script that a browser accepts, whatever a run's texts contain.
