@@ -20,6 +20,7 @@ from jurymast.core.estimate import AccountedAttempt, Estimate, estimate, without
 from jurymast.core.goodput import CATEGORIES
 from jurymast.core.judges.step_lines import StepLine, StepLog, read_steps, step_line, time_in, times_of
 from jurymast.core.state.texts import compressed, expanded
+from support.stories import Story
 
 START = 1_790_000_000.0
 NODES = ("n1", "n2")
@@ -380,6 +381,25 @@ def test_all_jobs_of_a_user(sacct: Sacct, tmp_path: Path) -> None:
     view = json.loads(CliRunner().invoke(command, [*words, "--json"], catch_exceptions=False).stdout)
     assert (view["allocation_goodput"], view["allocation_goodput_at_most"]) == (0.0, 1.0)
     assert [job["run"] for job in view["jobs"]] == ["8", "9"]
+
+
+def test_an_estimate_is_compared_with_a_run(sacct: Sacct, tmp_path: Path) -> None:
+    sacct(row("9", "COMPLETED", 0, 40, WorkDir=str(tmp_path)))
+    words = ["--slurm", "9", "--compare", "run", "--runs", str(tmp_path / "runs")]
+    (tmp_path / "runs").mkdir()
+    Story().running(60).finished().write(tmp_path / "runs" / "run")
+    done = CliRunner().invoke(command, words, catch_exceptions=False)
+    assert done.stdout.split("\n")[0].split() == ["9", "(estimate)", Story().plan.run, "CHANGE"]
+    (goodput,) = (line for line in done.stdout.splitlines() if line.startswith("allocation_goodput"))
+    assert "0.0 % to 100.0 %" in goodput
+    assert goodput.endswith(" -"), "no single number"
+
+
+def test_an_array_has_no_page_and_is_not_compared(sacct: Sacct, capsys: pytest.CaptureFixture[str]) -> None:
+    sacct("\n".join(row(str(n), "COMPLETED", 0, 40, JobID=f"8_{n}") for n in (8, 9)))
+    assert main(["report", "--slurm", "8", "--html", "x"]) == 64
+    assert "8 is 2 jobs" in (error := capsys.readouterr().err)
+    assert "name a task, like 8_8" in error
 
 
 def test_a_log_that_cannot_be_read_is_told(sacct: Sacct, tmp_path: Path) -> None:

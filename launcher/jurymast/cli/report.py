@@ -67,7 +67,7 @@ def command(run: str | None, compare: str | None, as_json: bool, runs: Path | No
     if options["slurm"]:
         from jurymast.report.estimate import estimated
 
-        job = _one_job(run, as_json)
+        job = _one_job(run, as_json, alone=html is not None or compare is not None)
         if job is None:
             return
         one = estimated(job, options["log"])
@@ -114,14 +114,20 @@ def _check(run: str | None, compare: str | None, options: dict[str, Any]) -> Non
         raise UsageError(f"{run} is not a Slurm job id", hint="without --slurm, RUN is a run of jurymast")
 
 
-def _one_job(number: str, as_json: bool) -> AccountedJob | None:
-    """The job; None if it is an array, whose tasks are shown then."""
+def _one_job(number: str, as_json: bool, *, alone: bool) -> AccountedJob | None:
+    """The job; None if it is an array, whose tasks are shown then. Raises UsageError for one if it must be
+    `alone`."""
     from jurymast.cluster import accounts
     from jurymast.report.estimate import estimated, jobs_blocks, jobs_view
 
     found = accounts.job(number)
     if len(found) == 1:
         return found[0]
+    if alone:
+        raise UsageError(
+            f"{number} is {len(found)} jobs, and --html and --compare take one",
+            hint=f"name a task, like {found[0].job}",
+        )
     view = jobs_view(f"of {number}", [estimated(job) for job in found])
     show_json(view) if as_json else show(jobs_blocks(view))
     return None
