@@ -14,6 +14,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+PLAYWRIGHT ?= playwright==1.65.2
 PINNED ?=
 PYTEST_FLAGS ?=
 TEST_WORKERS ?= 3
@@ -91,6 +92,10 @@ test: install
 	  done; \
 	  PYTHONPATH=slurm $(BIN)/python -c 'from testcluster.software import ensure_packages as e; e("system", accounting=True)' || \
 	    { echo "Slurm is missing. Without it: make test PYTEST_FLAGS=\"-m 'not slurm'\"" >&2; exit 1; }; \
+	  { $(BIN)/python -c 'import playwright' 2>/dev/null || { umask 022; $(PIP) '$(PLAYWRIGHT)'; }; } && \
+	  { command -v chromium >/dev/null || \
+	    { apt-get -qq update && apt-get -qq install --no-install-recommends chromium >/dev/null; }; } || \
+	    echo 'No browser could be installed: the tests of pages in one will be skipped.'; \
 	  PYTHONPATH=slurm $(BIN)/python -c 'from testcluster.software import install_prometheus as i; i()' || \
 	    echo 'Prometheus is missing: tests that need it will be skipped.' >&2; \
 	fi
