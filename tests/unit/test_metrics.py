@@ -11,6 +11,8 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -21,15 +23,16 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from jurymast import foreign
+from jurymast import foreign, tracker
 from jurymast.core.goodput import CATEGORIES
+from jurymast.core.state.events import Event
 from jurymast.core.state.findings import HARDWARE, Finding, Verdict
 from jurymast.core.state.run import Role
 from jurymast.core.state.settings import Exposure
 from jurymast.errors import PolicyError
 from jurymast.interpreter import run_module
 from jurymast.policy.resolve import Layer, resolve
-from jurymast.report import exporter, metrics
+from jurymast.report import exporter, metrics, tracking
 from jurymast.report.exporter import Exporter, Snapshot
 from jurymast.report.metrics import COUNTER, RunMetrics
 from jurymast.report.status import StatusWatcher, read_status
@@ -422,3 +425,101 @@ def test_the_page_lists_all_metrics_and_no_others(tmp_path: Path) -> None:
     assert watcher.state.cadence is None  # so no interval is planned
     told = [family.name for family in RunMetrics(watcher).families(START)]
     assert sorted(named) == sorted([*told, "jurymast_durable_interval_seconds"])
+
+
+# ---- trackers
+
+
+def test_a_tracker_that_cannot_be_used_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PolicyError, match="abacus cannot be used: no such plugin is installed; there is "):
+        resolve([Layer("policy.yaml", {"metrics": {"trackers": ["abacus"]}})])
+    monkeypatch.setitem(sys.modules, "jurymast_tensorboard", None)
+    with pytest.raises(PolicyError, match="tensorboard cannot be used: "):
+        resolve([Layer("policy.yaml", {"metrics": {"trackers": ["tensorboard"]}})])
+
+
+class Abacus:
+    """A tracker of somebody's, which may fail or hang."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, dict[str, float]]] = []
+        self.events: list[str] = []
+        self.closed, self.goes_on = threading.Event(), threading.Event()
+
+    def write(self, step: int, at: float, values: dict[str, float]) -> None:
+        self.written.append((step, values))
+        if len(self.written) == 1:
+            raise RuntimeError("a bead is missing")
+
+    def event(self, step: int, at: float, text: str) -> None:
+        self.goes_on.wait(60)
+        self.events.append(text)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_a_tracker_gets_each_step_told_and_each_incident_once_and_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    abacus = Abacus()
+    monkeypatch.setattr(tracker, "load", lambda name: lambda run: abacus)
+    monkeypatch.setattr(tracking, "CLOSE_S", 0.0)
+    story = Story(began_at=time.time()).running(10)
+    watcher = StatusWatcher(written(story, tmp_path / "run"))
+    told = tracking.Tracking(watcher, ["abacus"])
+    watcher.poll()
+    told.look()
+
+    def follow(event: Event) -> None:
+        watcher.ledger.feed(event)
+
+    story.listeners.append(follow)
+    story.stepped(20)
+    told.look()
+    story.lost("n3")
+    story.stopped()
+    told.look()
+    told.look()
+    told.finish(time.monotonic())
+    assert not abacus.closed.is_set()
+    abacus.goes_on.set()
+    assert abacus.closed.wait(60)
+    assert [step for step, _ in abacus.written] == [10, 20]
+    assert abacus.written[1][1].keys() >= {"step_seconds", "goodput_ratio/runtime", "spares_ready"}
+    assert [text.partition(":")[0] for text in abacus.events] == [
+        "incident 1",
+        "a spare is used for n3, 0 left (node_lost)",
+    ]
+    assert caplog.messages == ["metrics.trackers: abacus: RuntimeError: a bead is missing"]
+
+
+def test_the_next_supervisor_s_process_does_not_write_old_incidents_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abacus = Abacus()
+    abacus.goes_on.set()
+    monkeypatch.setattr(tracker, "load", lambda name: lambda run: abacus)
+    told = tracking.Tracking(read_status(written(swapped(), tmp_path / "run")), ["abacus"])
+    told.look()
+    told.finish(time.monotonic() + 60.0)
+    assert abacus.closed.is_set()
+    assert abacus.events == []
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = tracker.load("tensorboard")(tracker.TrackedRun("run-1", "gpt", tmp_path))
+    for step in (10, 20):
+        board.write(step, START + step, {"step_seconds": step / 4, "goodput_ratio/runtime": 0.5})
+    board.event(20, START + 20, "incident 1: node_lost on n3: é")
+    read = EventAccumulator(str(tmp_path / "tensorboard"))  # before the end: a run may be cut off
+    read.Reload()
+    assert read.Tags()["scalars"] == ["jurymast/step_seconds", "jurymast/goodput_ratio/runtime"]
+    found = [(one.step, one.wall_time, one.value) for one in read.Scalars("jurymast/step_seconds")]
+    assert found == [(10, START + 10, 2.5), (20, START + 20, 5.0)]
+    (event,) = read.Tensors("jurymast/incidents")
+    assert event.tensor_proto.string_val[0].decode() == "incident 1: node_lost on n3: é"
+    board.close()

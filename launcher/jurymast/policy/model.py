@@ -31,6 +31,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from jurymast import tracker
 from jurymast.core.judges.cadence import Cadence, parse_cadence
 from jurymast.core.state.settings import NOTICES, Budget
 from jurymast.core.state.texts import DURATION, did_you_mean, seconds_in
@@ -162,6 +163,14 @@ def read_threshold_name(value: str) -> str:
     return value
 
 
+def read_tracker_name(value: str) -> str:
+    try:
+        tracker.load(value)
+    except Exception as error:  # others' code
+        raise ValueError(f"{written(value)} cannot be used: {error}") from error
+    return value
+
+
 def written(value: object) -> str:
     """`value` as written in a YAML file, cut short; text that would be read as something else has quotes."""
     if value is None:
@@ -227,6 +236,7 @@ Count = Annotated[int, _Written(read_whole_number, _COUNT)]
 OneOrMore = Annotated[int, _Written(read_one_or_more, _ONE_OR_MORE)]
 OnOff = Annotated[bool, _Written(read_on_or_off, _ON, _OFF)]
 XidCode = Annotated[str, AfterValidator(read_xid_code)]
+TrackerName = Annotated[str, AfterValidator(read_tracker_name)]
 ThresholdName = Annotated[str, AfterValidator(read_threshold_name)]
 Restarts = Annotated[
     Budget,
@@ -412,6 +422,9 @@ class Metrics(Section):
         "", "a file with that token, which only you can read; without it `metrics.token` in the run directory"
     )
     textfile: str = _key("", "as a file in this directory of node exporter's textfile collector")
+    trackers: list[TrackerName] = _key(
+        [], "plugins that write them by step, beside the training's own: tensorboard"
+    )
 
     @model_validator(mode="after")
     def usable(self) -> Metrics:

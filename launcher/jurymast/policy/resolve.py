@@ -294,7 +294,7 @@ class Resolved:
                 Receiver(when=tuple(one.when), command=tuple(one.command), url=one.url)
                 for one in policy.notify
             ),
-            metrics=Exposure(**policy.metrics.model_dump()),
+            metrics=Exposure(**{**policy.metrics.model_dump(), "trackers": tuple(policy.metrics.trackers)}),
         )
 
     def yaml(self, *, origins: bool = False) -> str:

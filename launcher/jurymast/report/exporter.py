@@ -1,8 +1,8 @@
-"""Gives a run's metrics out, by the policy's `metrics`: to whoever scrapes a socket or a port, as a file for
-node exporter, and to plugins.
+"""Gives a run's metrics out, by the policy's `metrics`: to whoever scrapes a socket or a port, and as a file
+for node exporter.
 
-Nothing here holds anything else up: each scrape has a thread and little time, and each file and plugin has a
-thread. What could not be renewed for a while is not given out any more: it would look as if all went well.
+Nothing here holds anything else up: each scrape has a thread and little time, and the file has a thread. What
+could not be renewed for a while is not given out any more: it would look as if all went well.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from jurymast.errors import JurymastError
 from jurymast.processes import die_first, leave_no_core, log_as
 from jurymast.report.notifier import Notifier
 from jurymast.report.status import StatusWatcher
+from jurymast.report.tracking import Tracking
 from jurymast.rundir import RunDirectory
 
 log = logging.getLogger("jurymast.watcher")
@@ -44,7 +45,9 @@ def followers(watcher: StatusWatcher, settings: Settings) -> list[Follower]:
     found: list[Follower] = []
     if settings.notify:
         found.append(Notifier(watcher, settings.notify))
-    if settings.metrics:
+    if settings.metrics.trackers:
+        found.append(Tracking(watcher, settings.metrics.trackers))
+    if settings.metrics.scraped:
         try:
             from jurymast.report.exporter import Exporter
         except ImportError as error:

@@ -39,15 +39,20 @@ class Receiver:
 @dataclass(frozen=True, kw_only=True)
 class Exposure:
     """Where the run's metrics are given out: at a socket in the run directory, at a TCP port (0: any) to
-    whoever has the token in a file, as a file in a directory."""
+    whoever has the token in a file, as a file in a directory; and the plugins that write them by step."""
 
     socket: bool = False
     port: int | None = None
     token: str = ""  # "": in a file of the run directory
     textfile: str = ""
+    trackers: tuple[str, ...] = ()
+
+    @property
+    def scraped(self) -> bool:
+        return self.socket or self.port is not None or bool(self.textfile)
 
     def __bool__(self) -> bool:
-        return self.socket or self.port is not None or bool(self.textfile)
+        return self.scraped or bool(self.trackers)
 
 
 @dataclass(frozen=True, kw_only=True)
