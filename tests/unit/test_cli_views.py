@@ -316,6 +316,8 @@ def test_report_text_json_page_and_comparison(place: Place) -> None:
     both = place.json("report", RUN, "--compare", "20261116-100000-old-aaaa")
     assert set(both) == {"first", "second", "difference"}
     assert "relaunch" in place.good("report", RUN, "--compare", "20261116-100000-old-aaaa")
+    assert place.good("report", RUN, "--compare", "20261116-100000-old-aaaa", "--html", str(file)) == ""
+    assert f"<h1>{both['first']['run']} and {both['second']['run']}</h1>" in file.read_text()
 
 
 # Mistakes.
@@ -329,7 +331,7 @@ MISTAKES: list[tuple[str, int, str, str]] = [
     ("drain {run} n1", 74, "the run has ended already (succeeded", ""),
     ("checkpoints {run} --object nonsense", 64, "--object nonsense: not the URL", "s3://"),
     ("report {run} --html /nowhere/page.html", 73, "cannot write /nowhere/page.html", ""),
-    ("report {run} --html x --compare {run}", 64, "exclude each other", ""),
+    ("report {run} --html /nowhere/page.html --compare {run}", 73, "cannot write /nowhere/page.html", ""),
     ("report {run} --compare nowhere", 67, "there is no run nowhere", ""),
 ]
 

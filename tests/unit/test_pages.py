@@ -20,7 +20,7 @@ from jurymast.core.goodput import CATEGORIES, Interval
 from jurymast.core.state.run import TierState
 from jurymast.report import pages
 from jurymast.report.fleet import Fleet, fleet_page, fleet_view, read_fleet
-from jurymast.report.goodput import page, report_page, report_view
+from jurymast.report.goodput import compare, compare_page, page, report_page, report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.status import StatusWatcher, read_status
 from support.commands import crash_loop, swapped
@@ -168,6 +168,21 @@ def test_the_page_of_a_fleet_is_whole_loads_nothing_and_escapes_all_names(tmp_pa
     assert html.unescape(shown).count(EVIL) >= 9
     assert not re.search(r"url\((?!#)|@import|https?://", shown)
     assert json.loads(embedded.split("</script>")[0]) == json.loads(json.dumps(view))
+
+
+def test_a_comparison_of_runs_is_a_page_that_escapes_all_names(tmp_path: Path) -> None:
+    story = swapped()
+    report = report_view(watcher(story, tmp_path), ENDED, story.t)
+    both = compare(report, {**report, "run": EVIL, "categories": {**report["categories"], EVIL: 1.0}})
+    written = compare_page(both)
+    parser = Page()
+    parser.feed(written)
+    assert parser.open == []
+    assert EVIL not in written
+    assert [tag for tag, _ in parser.tags].count("script") == 2
+    shown, embedded = written.split('id="compare">')
+    assert html.unescape(shown).count(EVIL) >= 5
+    assert json.loads(embedded.split("</script>")[0]) == json.loads(json.dumps(both))
 
 
 def test_every_category_has_a_colour(tmp_path: Path) -> None:

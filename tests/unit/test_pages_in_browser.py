@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jurymast.core.goodput import PLACED, Account, Interval, Stay
-from jurymast.report.goodput import page, report_view
+from jurymast.report.goodput import compare, compare_page, page, report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.status import read_status
 from support.commands import crash_loop, swapped
@@ -91,6 +91,19 @@ def test_every_page_loads_nothing_fits_its_screen_and_can_be_read(
     shown = opened(browser, written(make(), tmp_path), **looks)
     width = shown.viewport_size["width"]
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    assert shown.evaluate(PALE) == []
+
+
+@pytest.mark.parametrize("looks", [{}, DARK, PHONE], ids=["light", "dark", "phone"])
+def test_so_does_a_comparison(browser: Any, tmp_path: Path, looks: dict[str, Any]) -> None:
+    reports = []
+    for make in (swapped, crash_loop):
+        story = make()
+        reports.append(report_view(read_status(story.write(tmp_path / make.__name__)), ALIVE, story.t))
+    file = tmp_path / "page.html"
+    file.write_text(compare_page(compare(*reports)))
+    shown = opened(browser, file, **looks)
+    assert shown.evaluate("document.documentElement.scrollWidth") <= shown.viewport_size["width"]
     assert shown.evaluate(PALE) == []
 
 

@@ -19,7 +19,7 @@ from jurymast.core.state.settings import Settings
 from jurymast.journal import VERSION, FileTail
 from jurymast.report import follow
 from jurymast.report.follow import Narrator, ProgressLine, end_lines, wait
-from jurymast.report.goodput import compare, compare_blocks, page, report_blocks, report_view
+from jurymast.report.goodput import compare, compare_table, page, report_blocks, report_view
 from jurymast.report.liveness import Liveness, judge
 from jurymast.report.sentences import sentence
 from jurymast.report.status import StatusWatcher, read_status, status_blocks
@@ -396,7 +396,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     both = compare(first, second)
     assert both["difference"]["ratios"]["runtime_goodput"] > 0
     assert sum(both["difference"]["shares"].values()) == pytest.approx(0.0, abs=1e-9)
-    shown = text(compare_blocks(both))
+    shown = text([compare_table(both)])
     assert re.search(r"^relaunch .* 0\.0 % +-\d+\.\d$", shown, re.M)
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     epilog=examples(
         "jurymast report 4711 --html report.html",
         "jurymast report 4711 --compare 4630",
+        "jurymast report 4711 --compare 4630 --html both.html",
         "jurymast report --slurm 4711",
         "jurymast report --slurm --user alice --since 28d",
     )
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 def command(run: str | None, compare: str | None, as_json: bool, runs: Path | None, **options: Any) -> None:
     """Show where a run's node-time went, and what its failures cost."""
     from jurymast.report.goodput import compare as compared
-    from jurymast.report.goodput import compare_blocks, page, report_blocks, report_view
+    from jurymast.report.goodput import compare_page, compare_table, page, report_blocks, report_view
     from jurymast.report.liveness import look
     from jurymast.report.status import read_status
 
@@ -78,7 +79,12 @@ def command(run: str | None, compare: str | None, as_json: bool, runs: Path | No
         report, account, state = report_view(watcher, life, now), watcher.account(life, now), watcher.state
     if compare is not None:
         both = compared(report, report_view(read_status(the_run(compare, runs, only_look=True))))
-        show_json(both) if as_json else show(compare_blocks(both))
+        if html is not None:
+            write_page(compare_page(both), html)
+        if as_json:
+            show_json(both)
+        elif html is None:
+            show([compare_table(both)])
         return
     if html is not None:
         write_page(page(report, account, state), html)
@@ -93,8 +99,6 @@ WEEK_S = 7 * 86_400.0
 
 def _check(run: str | None, compare: str | None, options: dict[str, Any]) -> None:
     """Raise UsageError for options that contradict each other."""
-    if options["html"] is not None and compare is not None:
-        raise UsageError("--html and --compare exclude each other")
     given = [name for name in ("user", "since", "log") if options[name] is not None]
     if given and not options["slurm"]:
         raise UsageError(f"--{given[0]} works only with --slurm")

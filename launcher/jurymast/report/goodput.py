@@ -320,7 +320,7 @@ def source_text(report: Mapping[str, Any]) -> str:
     return f"{found['directory']}: {script}{policy}, jurymast {found['run_version'] or '?'}"
 
 
-def compare_blocks(both: Mapping[str, Any]) -> list[Block]:
+def compare_table(both: Mapping[str, Any]) -> Table:
     """Lay out the comparison of two runs."""
     first, second, difference = both["first"], both["second"], both["difference"]
     ratios = [
@@ -342,7 +342,23 @@ def compare_blocks(both: Mapping[str, Any]) -> list[Block]:
     ]
     headers = ("", *(_heading(each) for each in (first, second)), "CHANGE")
     right = frozenset({1, 2, 3})
-    return [Table(headers, [*ratios, *facts, *shares], right=right, wrap=False)]
+    return Table(headers, [*ratios, *facts, *shares], right=right, wrap=False)
+
+
+def compare_page(both: Mapping[str, Any]) -> str:
+    """Render the comparison as a page."""
+    runs = both["first"], both["second"]
+    names = [_heading(each) for each in runs]
+    bars = [slices(each["categories"], each["total_node_seconds"]) for each in runs]
+    told = [name for each in bars for one in each if (name := one.name) in MEANINGS]
+    words = {**both["first"]["definitions"], **{name: MEANINGS[name] for name in ordered(list({*told}))}}
+    return render(
+        "compare.html.j2", both,
+        {
+            "title": " and ".join(names), "bars": list(zip(names, bars, strict=True)),
+            "table": compare_table(both), "words": list(words.items()),
+        },
+    )  # fmt: skip
 
 
 def _heading(report: Mapping[str, Any]) -> str:
