@@ -214,6 +214,13 @@ def test_a_broken_node_whose_tasks_have_all_ended_stops_nobody() -> None:
     assert story.last(Finish).state == "succeeded"
 
 
+def test_a_broken_spare_stops_no_task() -> None:
+    story = tasks()
+    (spare,) = story.state.spare_nodes()
+    assert not any(isinstance(one, StopWorkers) for one in broken(story, spare.name))
+    assert (story.state.phase, story.state.nodes[spare.name].role) == (Phase.RUNNING, Role.FAILED)
+
+
 @pytest.mark.parametrize(("spares", "left"), [(1, True), (0, False)])
 def test_a_broken_node_leaves_as_the_tasks_stop_although_its_own_task_failed_first(
     spares: int, left: bool

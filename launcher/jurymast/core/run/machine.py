@@ -547,8 +547,9 @@ def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
     finding = blame.escalated(state, node.name, finding)
     if (alert := blame.stays(state, node, finding)) is not None:
         return alert
-    idle = state.phase is Phase.RUNNING and tasks.none_left(state, node.name)
-    if state.phase in WITH_RANKS and node.name in state.places and not idle:
+    placed = node.name in state.places
+    idle = placed and state.phase is Phase.RUNNING and tasks.none_left(state, node.name)
+    if state.phase in WITH_RANKS and placed and not idle:
         before = state.findings.health.get(node.name)
         if before is None or before.verdict is not Verdict.BAD:
             state.findings.health[node.name] = finding
@@ -556,7 +557,7 @@ def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
         fault_at = min(event.t, max(finding.at, state.stepped_at))
         return recovery.begin(state, event.t, fault_at)
     out = blame.put_out(state, blame.blame_for(state, node.name, finding))
-    return [*out, *_all_finished(state, node.name)] if idle and node.name in state.places else out
+    return [*out, *_all_finished(state, node.name)] if idle else out
 
 
 def _node_tested(state: RunState, event: ev.NodeTested) -> list[Instruction]:
