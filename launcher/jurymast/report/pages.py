@@ -201,7 +201,7 @@ def timeline(account: Account, incidents: Sequence[Incident]) -> dict[str, Any] 
         flags.append(Flag(incident.id, (at - start) // 1000, x, x >= free, tip))
         free = x + FLAG_PX if x >= free else free
     return {
-        "width": LABEL_PX + CHART_PX + 40, "height": TOP_PX + ROW_PX * len(rows) + 4, "top": TOP_PX,
+        "width": LABEL_PX + CHART_PX + 70, "height": TOP_PX + ROW_PX * len(rows) + 4, "top": TOP_PX,
         "ticks": [AxisTick(place(t), label) for t, label in ticks(start, end)], "lanes": lanes,
         "flags": flags, "left_out": left_out, "exact": _exact(rows, start, end),
     }  # fmt: skip
