@@ -271,6 +271,7 @@ class Cluster:
         self.sites = dict(self._new_site() for _ in range(wanted.nodes))
         self._start_job()
         self._waiting: list[Fault] = []  # for a phase
+        self.stalled_until = -math.inf  # a supervisor's process
         self.slurm_silent_until = self._kill_at = self._breaks_until = 0.0
         self._breaks_at, self._turns = 0, itertools.count()  # the step, and how the ranks end there
         self._half_told: tuple[type[msg.ToAgent], int] | None = None  # dies after so many orders of this kind
@@ -608,8 +609,9 @@ class Cluster:
             case "supervisor":
                 supervisor.end()
             case "stall":
-                supervisor.process.stop_until(self.world.now + fault.seconds)
-                supervisor.thread.stop_until(self.world.now + fault.seconds)
+                self.stalled_until = self.world.now + fault.seconds
+                supervisor.process.stop_until(self.stalled_until)
+                supervisor.thread.stop_until(self.stalled_until)
             case "rollback":
                 self._roll_back(supervisor)
             case signal:

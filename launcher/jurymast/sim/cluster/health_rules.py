@@ -84,7 +84,10 @@ class HealthRules:
             self._oracle.fail(NO_BLAME, f"{event.node} is {event.verdict} by its tests: {event.message}")
         fails, seen_from = sites[event.node].ill in (health.WRONG, health.FAILS), supervisor.site.name
         others = all(self._oracle.untouched(name, BLAME_S, seen_from=seen_from) for name in sites)
-        if fails and not ill and others and len(self._ill) == 1:  # of several that fail none may be to blame
+        stood_still = self._cluster.stalled_until > self._cluster.world.now - BLAME_S
+        if (
+            fails and not ill and others and not stood_still and len(self._ill) == 1
+        ):  # of several that fail none may be to blame
             self._oracle.fail(TESTED, f"{event.node} fails them, and is {event.verdict}: {event.message}")
 
     def _free(self, supervisor: SimSupervisor, since: float = math.inf) -> list[str]:

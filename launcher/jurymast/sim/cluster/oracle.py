@@ -88,7 +88,7 @@ class Oracle:
         self._rollbacks: list[Rollback] = []
         self._on_storage: list[Rollback] = []
         self._word_at = self.step_at = self._supervised_at = self._supervises_since = 0.0
-        self._unfindable_at = self._ordered_at = 0.0
+        self._held_up_at = self._ordered_at = 0.0
         self._saved_at: dict[str, float] = {}
         self._differ_since: dict[str, float] = {}
         self._best_step = self._stepped_in = 0  # the newest step of all, and the attempt that did it first
@@ -428,9 +428,11 @@ class Oracle:
         now, supervisor = self.cluster.world.now, self.supervisor
         if supervisor is None or not supervisor.listens:
             return
-        if not self.storage_fine(STEADY_S) and not all(supervisor.connected(name) for name in group.nodes):
-            self._unfindable_at = now  # only there they can find it, and tell it what they have
-        known_since = max(self._supervises_since, self._unfindable_at)
+        cut_off = not all(supervisor.connected(name) for name in group.nodes)
+        if not self.storage_fine(STEADY_S) and (cut_off or self.cluster.wanted.room == 1):
+            # Only there they can find it, and tell it what they have; a hanging write has one of two slots.
+            self._held_up_at = now
+        known_since = max(self._supervises_since, self._held_up_at)
         since = max(self._saved_at.get(node, 0.0), group.stepping_since, known_since)
         if now > since + SLOTS_LIMIT_S:
             self.fail(SLOTS_FREE, f"{node} could not save since {since:.1f} s")
