@@ -20,7 +20,7 @@ from jurymast.core.goodput import CATEGORIES, Interval
 from jurymast.core.state.run import TierState
 from jurymast.report import pages
 from jurymast.report.fleet import Fleet, fleet_page, fleet_view, read_fleet
-from jurymast.report.goodput import compare, compare_page, page, report_page, report_view
+from jurymast.report.goodput import LEFT_OUT, compare, compare_page, page, report_page, report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.status import StatusWatcher, read_status
 from support.commands import crash_loop, swapped
@@ -91,6 +91,41 @@ def test_the_page_is_whole_loads_nothing_and_escapes_everything(tmp_path: Path) 
     assert not re.search(r"url\((?!#)|@import|https?://", written.split('id="report">')[0])
     embedded = written.split('id="report">')[1].split("</script>")[0]
     assert json.loads(embedded) == json.loads(json.dumps(report))
+
+
+def test_a_page_of_thousands_of_incidents_stays_small_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    story = Story().running()
+    story.failed(1, error="ValueError")
+    story.stopped()
+    story.recovered(0, 30)
+    watching = watcher(story, tmp_path)
+    report = report_view(watching, ALIVE, story.t)
+    (one,) = report["incidents"]
+    parts = dict.fromkeys(one["seconds"], 0.0)
+    report["incidents"] = [
+        {**one, "id": n, "traceback": f"{'x' * 3000}{n}", "seconds": {**parts, "detect": 1.0 + (n == 7)}}
+        for n in range(1, 2001)
+    ]
+    written = page(report, watching.account(ALIVE, story.t), watching.state)
+    assert len(written.encode()) < 1_000_000
+    assert "The 150 costliest of 2000 incidents" in written
+    kept = {int(n) for n in re.findall(r'id="incident-(\d+)"', written)}
+    assert (len(kept), {7, 2000} <= kept) == (150, True), "the costliest and the newest"
+    assert f"x{2000}<" in written, "how the newest failed is told whole"
+    assert LEFT_OUT in html.unescape(written)
+    assert "2001</td>" in written, "the sum is of all"
+
+
+def test_what_failed_in_the_same_way_is_told_once(tmp_path: Path) -> None:
+    story = Story().running()
+    for _ in range(2):
+        story.failed(1, trace="Traceback\n  the same\n")
+        story.stopped().backed_off()
+        story.recovered(0, 30)
+    watching = watcher(story, tmp_path)
+    written = page(report_view(watching, ALIVE, story.t), watching.account(ALIVE, story.t), watching.state)
+    assert written.split('id="report">')[0].count("the same") == 1
+    assert "the traceback of #1" in written
 
 
 def test_a_browser_obeys_no_style_or_script_but_the_pages_own(tmp_path: Path) -> None:

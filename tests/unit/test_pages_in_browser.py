@@ -127,7 +127,7 @@ def test_by_keyboard_one_comes_to_everything_and_sees_where_one_is(browser: Any,
 def test_a_large_run_is_small_opens_soon_and_three_seconds_of_it_can_be_seen(
     browser: Any, tmp_path: Path
 ) -> None:
-    """12,500 nodes over 54 days, with a failure every four hours on the timeline, but one in the table."""
+    """12,500 nodes over 54 days, with a failure every four hours: those in the table see test_pages.py."""
     story = swapped()
     own = read_status(story.write(tmp_path / "run")).account(ALIVE, story.t)
     begin, timeline, hour = own.timeline[0].start, [], 3_600_000_000

@@ -263,11 +263,15 @@ def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
         blocks.append(Line(f"  #{i['id']} {i['evidence']} ({steps})"))
         if i["action"]:
             blocks.append(Line(f"     {decision(i)}"))
-        trace = (i["traceback"] or "").rstrip()
-        first = traces.setdefault(trace, i["id"])
-        again = f"the traceback of #{first}" if trace and first != i["id"] else trace
-        blocks += [Line(f"       {line}") for line in again.splitlines()]
+        blocks += [Line(f"       {line}") for line in _trace(i, traces).rstrip().splitlines()]
     return blocks
+
+
+def _trace(incident: Mapping[str, Any], told: dict[str, int]) -> str:
+    """The incident's traceback; one that was `told` before is only named."""
+    trace = incident["traceback"] or ""
+    first = told.setdefault(trace.rstrip(), incident["id"])
+    return f"the traceback of #{first}" if trace and first != incident["id"] else trace
 
 
 def _mtbf_span(found: Mapping[str, Any]) -> str:
@@ -385,6 +389,10 @@ PART_CATEGORIES = {
     "launch": "relaunch", "restore": "restore", "rework": "rework",
 }  # fmt: skip
 LOSSES_TOLD = 3
+# What a page has room for: incidents, and characters of their tracebacks.
+INCIDENTS_SHOWN = 150
+TRACES_SHOWN = 100_000
+LEFT_OUT = "left out here: `jurymast report` has it"
 OF_THE_JOURNAL = "All figures are computed from the run's journal."
 
 
@@ -397,13 +405,31 @@ class Card:
 
 def page(report: Mapping[str, Any], account: Account, state: RunState) -> str:
     """Render the whole page; `report` is `report_view` at the same moment as `account` and `state`."""
-    return render("report.html.j2", report, report_page(report, account, state))
+    return render("report.html.j2", _with_room(report), report_page(report, account, state))
+
+
+def _with_room(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The report with the incidents for which a page of less than a megabyte has room: the costliest, with
+    each traceback once, and as much of them as fits."""
+    newest = max((one["id"] for one in report["incidents"]), default=0)
+    cost = sorted(report["incidents"], key=lambda one: (one["id"] != newest, -sum(one["seconds"].values())))[
+        :INCIDENTS_SHOWN
+    ]
+    told: dict[str, int] = {}
+    shown, room = [], TRACES_SHOWN
+    for each in sorted(cost, key=lambda one: int(one["id"])):
+        trace = _trace(each, told)
+        whole = len(trace) <= (TRACES_SHOWN if each["id"] == newest else room)
+        room -= len(trace) if whole else 0
+        shown.append({**each, "traceback": (trace if whole else LEFT_OUT) or None})
+    return {**report, "incidents": shown}
 
 
 def report_page(report: Mapping[str, Any], account: Account, state: RunState) -> dict[str, Any]:
     """What the page shows beside the report's own values. `failure` is the incident with which the run ended;
-    `sums` has the incidents' seconds by part."""
-    incidents = [_incident(each) for each in report["incidents"]]
+    `sums` has the seconds of all incidents by part, also of those that have no place on the page."""
+    incidents = [_incident(each) for each in _with_room(report)["incidents"]]
+    numbers, seconds = {each["id"] for each in incidents}, [one["seconds"] for one in report["incidents"]]
     found = slices(report["categories"], report["total_node_seconds"])
     return {
         "title": f"{subject(report)}: {report['state']}",
@@ -414,16 +440,17 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
         "reach": reach(report, "%Y-%m-%d %H:%M:%S %z"),
         "extent": _extent(report),
         "summary": _summary(report, found, account.doubtful),
-        "failure": incidents[-1] if report["state"] == "failed" and incidents else None,
+        "failure": _incident(report["incidents"][-1]) if report["state"] == "failed" and incidents else None,
         "cards": [
             *ratio_cards(report["ratios"], report["definitions"], report["ratios_at_most"]),
-            _incident_card(incidents),
+            _incident_card(report["incidents"]),
         ],
         "slices": found,
-        "timeline": timeline(account, state.incidents),
+        "timeline": timeline(account, [one for one in state.incidents if one.id in numbers]),
         "parts": {part: kind(PART_CATEGORIES[part]) for part in PARTS},
         "incidents": incidents,
-        "sums": [sum(each["seconds"][part] for each in incidents) for part in PARTS],
+        "sums": [sum(each[part] for each in seconds) for part in PARTS],
+        "of_incidents": len(report["incidents"]),
         "tiers": {
             name: {**tier, "at": _clock(tier["at"])}
             for name, tier in tiers_json(state, nodes_gone=state.ended).items()
@@ -476,10 +503,12 @@ def ratio_cards(
 def _incident_card(incidents: Sequence[Mapping[str, Any]]) -> Card:
     if not incidents:
         return Card("Incidents", "none", "no failures, and no restart was requested")
-    worst = max(incidents, key=lambda each: each["total"])
-    told = f"cost {duration(sum(each['total'] for each in incidents))} of training"
+    costs = {each["id"]: sum(each["seconds"].values()) for each in incidents}
+    worst = max(incidents, key=lambda each: costs[each["id"]])
+    told = f"cost {duration(sum(costs.values()))} of training"
     if len(incidents) > 1:
-        told += f"; the longest, {worst['cause']} (#{worst['id']}), {duration(worst['total'])}"
+        cause = worst["cause"] or "being diagnosed"
+        told += f"; the longest, {cause} (#{worst['id']}), {duration(costs[worst['id']])}"
     return Card("Incidents", str(len(incidents)), told)
 
 
