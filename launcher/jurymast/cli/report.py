@@ -125,11 +125,12 @@ def _one_job(number: str, as_json: bool, *, alone: bool) -> AccountedJob | None:
     from jurymast.report.estimate import estimated, jobs_blocks, jobs_view
 
     found = accounts.job(number)
-    if len(found) == 1:
+    array = found[0].job.startswith(f"{number}_")  # also while Slurm's accounts have one task of it only
+    if len(found) == 1 and not array:
         return found[0]
     if alone:
         raise UsageError(
-            f"{number} is {len(found)} jobs, and --html and --compare take one",
+            f"{number} is an array, and --html and --compare take one job",
             hint=f"name a task, like {found[0].job}",
         )
     view = jobs_view(f"of {number}", [estimated(job) for job in found])
