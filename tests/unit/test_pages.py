@@ -12,13 +12,16 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from jurymast.core.goodput import CATEGORIES, Interval
+from jurymast.core.goodput import CATEGORIES, Account, Interval, Paces
+from jurymast.core.state import events as ev
 from jurymast.core.state.run import TierState
 from jurymast.report import pages
+from jurymast.report.curves import curves
 from jurymast.report.fleet import Fleet, fleet_page, fleet_view, read_fleet
 from jurymast.report.goodput import LEFT_OUT, compare, compare_page, page, report_page, report_view
 from jurymast.report.liveness import Liveness
@@ -114,6 +117,44 @@ def test_a_page_of_thousands_of_incidents_stays_small_and_says_what_it_leaves_ou
     assert f"x{2000}<" in written, "how the newest failed is told whole"
     assert LEFT_OUT in html.unescape(written)
     assert "2001</td>" in written, "the sum is of all"
+
+
+def test_the_page_has_the_time_of_a_step_and_the_share_that_counted_over_time(tmp_path: Path) -> None:
+    story = Story().running()
+    for done, step_s in ((40, 1.0), (80, 2.0), (120, 4.0)):
+        story.stepped(done, step_s)
+    watching = watcher(story, tmp_path)
+    found = report_page(
+        report_view(watching, ALIVE, story.t), watching.account(ALIVE, story.t), watching.state
+    )
+    share, steps = found["curves"]
+    assert share.label == "share of the time in steps that counted"
+    assert steps.lines[0].tip == "attempt 1: 500 ms to 4.0 s a step"
+    heights = [float(point.split(",")[1]) for point in steps.lines[0].points.split()]
+    assert heights == sorted(heights, reverse=True), "longer steps are higher"
+    assert [tick.label for tick in steps.y_ticks] == ["0 ms", "1.0 s", "2.0 s", "3.0 s", "4.0 s"]
+
+
+def test_the_share_that_counted_is_a_range_where_nobody_knows(tmp_path: Path) -> None:
+    begin, hour = 10**15, 3_600_000_000
+    parts = [Interval(begin, begin + hour, "step"), Interval(begin + hour, begin + 2 * hour, "maybe_rework")]
+    account = Account(tuple(parts), (), 1, {}, begin, begin + 2 * hour, final=True)
+    (share,) = curves(account)
+    most, least = share.lines
+    assert (most.kind, least.kind) == ("edge", "main")
+    assert least.tip.startswith("at least 0.0 % to 100.0 %")
+    assert most.tip.startswith("at most 100.0 % to 100.0 %")
+
+
+def test_of_many_steps_a_thousand_tell_the_pace() -> None:
+    paces = Paces()
+    for step in range(100_000):
+        paces.take(
+            ev.Progress(t=0.0, attempt=1, step=step, stepped_at=float(step), absolute=True, step_s=0.1)
+        )
+    gaps = {b.t - a.t for a, b in pairwise(paces.kept)}
+    assert 500 <= len(paces.kept) <= Paces.MOST
+    assert len(gaps) == 1, "evenly"
 
 
 def test_what_failed_in_the_same_way_is_told_once(tmp_path: Path) -> None:

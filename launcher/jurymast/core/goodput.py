@@ -127,6 +127,15 @@ def cut_out(timeline: Sequence[Interval], start: int, end: int) -> Iterator[Inte
 
 
 @dataclass(frozen=True)
+class Pace:
+    """A step took `step_s` seconds at `t` (Unix time), in this attempt."""
+
+    t: float
+    step_s: float
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Account:
     """All intervals up to `end` (microseconds); `final` when nothing can be added. Of the time in `doubtful`
     categories it is not known whether it counted."""
@@ -139,6 +148,7 @@ class Account:
     end: int
     final: bool
     doubtful: frozenset[str] = frozenset({MAYBE_REWORK})
+    paces: tuple[Pace, ...] = ()
 
     def intervals_of_all(self) -> Iterator[tuple[int, Interval]]:
         """All that was booked: (nodes, what each of them did). Nodes that did the same over the same time
@@ -257,6 +267,25 @@ class SaveCounts:
         self.last = (event.attempt, newest, event.t)
 
 
+class Paces:
+    """How long steps took over time: at most `MOST`, evenly chosen of all that were told."""
+
+    MOST = 1000
+
+    def __init__(self) -> None:
+        self.kept: list[Pace] = []
+        self._each, self._told = 1, 0
+
+    def take(self, event: ev.Progress) -> None:
+        if event.step_s <= 0.0:
+            return
+        self._told += 1
+        if self._told % self._each == 0:
+            self.kept.append(Pace(event.stepped_at, event.step_s, event.attempt))
+        if len(self.kept) > self.MOST:
+            self.kept, self._each = self.kept[1::2], 2 * self._each
+
+
 @dataclass
 class StepCounts:
     """Steps that were done in all attempts together; of these `again` had been done before, and `maybe_again`
@@ -289,7 +318,7 @@ class Ledger:
         self._best = 0  # newest step ever
         self._numbered = False  # this attempt's steps have the training's own numbers
         self._base: int | None = None  # as in the state, once it is booked
-        self.steps = StepCounts()
+        self.steps, self.paces = StepCounts(), Paces()
         self._maybe = 0  # of the present attempt
         self._stall = (0, 0)  # attempt and step of the newest save
         self._cut: Interval | None = None  # the step that the present incident cut short
@@ -406,6 +435,7 @@ class Ledger:
                 self._number(self._step - (self._base or 0) + self.state.base)
                 self._base = self.state.base
         elif isinstance(event, ev.Progress):
+            self.paces.take(event)
             if event.saves:
                 self.saves.take_usual(event)
                 self._stall = max(self._stall, (event.attempt, event.saved_step))
@@ -574,8 +604,9 @@ class Ledger:
             waits.append(Interval(self._frontier, end, what, 0, self._attempt))
         asked = self.state.active + self.state.spares
         return Account(
-            tuple(timeline), tuple(waits), asked, stays, self.first_launch, end, final=self.state.ended
-        )
+            tuple(timeline), tuple(waits), asked, stays, self.first_launch, end, final=self.state.ended,
+            paces=tuple(self.paces.kept),
+        )  # fmt: skip
 
     def _guess(self, end: int) -> str:
         if self._activity == RANKS_UP:

@@ -26,6 +26,7 @@ from jurymast.core.state.incident import CAUSES, Incident
 from jurymast.core.state.run import RunState, failure_rate
 from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.report.advice import advice_blocks, advice_view, sentences, trust
+from jurymast.report.curves import curves
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.pages import Bar, Slice, kind, render, slices, timeline
 from jurymast.report.sentences import decision
@@ -447,6 +448,7 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
         ],
         "slices": found,
         "timeline": timeline(account, [one for one in state.incidents if one.id in numbers]),
+        "curves": curves(account),
         "parts": {part: kind(PART_CATEGORIES[part]) for part in PARTS},
         "incidents": incidents,
         "sums": [sum(each[part] for each in seconds) for part in PARTS],
