@@ -9,7 +9,7 @@ addEventListener("beforeprint", () => document.querySelectorAll("details").forEa
 
 // The timeline of nodes: closer, and along.
 const make = (name, attributes, text) => {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  const made = document.createElementNS(drawn[0].namespaceURI, name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   if (text !== undefined) made.textContent = text;
   return made;
