@@ -72,7 +72,7 @@ class Jobs:
 
     def wait_step(self, job: int, step: int) -> None:
         wait_until(
-            lambda: any(done >= step for done, _ in self.steps(job)), 60.0, f"step {step} of {job}", 0.1
+            lambda: any(done >= step for done, _ in self.steps(job)), 200.0, f"step {step} of {job}", 0.1
         )
 
     def again_at_once(self, job: int) -> None:
@@ -87,7 +87,7 @@ class Jobs:
                 self.cluster.login(command, root=True, check=False)
             return state == "RUNNING"
 
-        wait_until(runs, 60.0, f"job {job} to run again", 1.0)
+        wait_until(runs, 200.0, f"job {job} to run again", 1.0)
 
     def report(self, *words: str) -> dict[str, Any]:
         code, told, error = jurymast(self.cluster, "report", "--slurm", *words, "--json")
@@ -161,7 +161,7 @@ def test_an_array_and_all_jobs_of_a_user(cluster: Cluster, jobs: Jobs) -> None:
     cluster.wait_job(array, "COMPLETED")
     wait_until(
         lambda: {one["state"] for one in jobs.report(str(array))["jobs"]} == {"completed"},
-        60.0,
+        200.0,
         "its tasks",
         1.0,
     )
@@ -179,5 +179,5 @@ def test_what_is_wrong(cluster: Cluster, jobs: Jobs) -> None:
     assert (code, "Slurm's accounting has no job 99999" in error) == (67, True)
     job = jobs.submit("job.sbatch", LONG)
     jobs.wait_step(job, 6)
-    wait_until(lambda: jobs.report(str(job))["state"] == "running", 60.0, "the accounting to follow", 1.0)
+    wait_until(lambda: jobs.report(str(job))["state"] == "running", 200.0, "the accounting to follow", 1.0)
     assert jobs.report(str(job))["provisional"]

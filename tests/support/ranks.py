@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import runpy
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -119,5 +120,9 @@ def _be_rank(script: Path, arguments: tuple[str, ...], environment: dict[str, st
 
 
 def stop_server() -> None:
-    """End the process that ranks are forked from."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    """End the process that ranks are forked from: by SIGKILL, as its interpreter, which has torch loaded,
+    may not come to its end."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
