@@ -122,7 +122,7 @@ def _be_rank(script: Path, arguments: tuple[str, ...], environment: dict[str, st
 def stop_server() -> None:
     """End the process that ranks are forked from: by SIGKILL, as its interpreter, which has torch loaded,
     may not come to its end."""
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         os.kill(server._forkserver_pid, signal.SIGKILL)
     server._stop()

@@ -109,6 +109,8 @@ class Node:
     @property
     def coming(self) -> bool:
         """Whether it may be usable soon: it warms up, or is to return to a supervisor that took over."""
+        if self.role is Role.ACTIVE:  # as nearly all are
+            return False
         here = bool(self.incarnation) and self.role in (Role.JOINING, Role.SPARE, Role.SUSPECT)
         return here and not self.usable or self.may_return
 

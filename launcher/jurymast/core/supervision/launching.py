@@ -3,6 +3,8 @@ and after all nodes that may hold a part of what it restores have reported. Unkn
 
 from __future__ import annotations
 
+from typing import Any
+
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.state import events as ev
@@ -83,33 +85,37 @@ class Launching:
     def _tell(self, launch: Launch, now: float) -> list[Effect]:
         self._told = True
         effects = self._checkpoints.choose(launch, now)
-        tell = (Send(node, self._message(launch, place)) for place, node in enumerate(launch.placement))
-        return [*effects, *tell]
+        common = self._common(launch)
+        nodes = enumerate(launch.placement)
+        return [*effects, *(Send(node, self._message(launch, place, common)) for place, node in nodes)]
 
     def tell_again(self, node: str, attempt: int) -> list[Effect]:
         """Send the launch again to a placed node of its newest attempt that may have missed it."""
         launch = self._launch
         if launch is None or not self._told or not self._is_due(launch) or attempt >= launch.attempt:
             return []
-        return [Send(node, self._message(launch, self._state.places[node]))]
+        return [Send(node, self._message(launch, self._state.places[node], self._common(launch)))]
 
     def _is_due(self, launch: Launch) -> bool:
         return (self._state.attempt, self._state.phase) == (launch.attempt, Phase.LAUNCHING)
 
-    def _message(self, launch: Launch, place: int) -> msg.Launch:
-        """The launch for the node with this group rank, after the choice of what is restored."""
+    def _common(self, launch: Launch) -> dict[str, Any]:
+        """What the launch says to each node, after the choice of what is restored."""
+        return {
+            "attempt": launch.attempt, "world": len(launch.placement), "nodes": self._nodes,
+            "master_address": launch.master_address, "master_port": launch.master_port,
+            "mtbf_s": launch.mtbf_s, "cold": bool(self._state.cold),
+            "saved": self._checkpoints.saved_on_shared,
+            "unreadable": self._checkpoints.restore.unreadable(),
+        }  # fmt: skip
+
+    def _message(self, launch: Launch, place: int, common: dict[str, Any]) -> msg.Launch:
+        """The launch for the node with this group rank."""
         count = self._state.ranks_per_node
         ranks = range(place * count, (place + 1) * count)
-        return msg.Launch(
-            attempt=launch.attempt, rank=place, world=len(launch.placement),
-            master_address=launch.master_address, master_port=launch.master_port,
-            mtbf_s=launch.mtbf_s, cold=bool(self._state.cold), saved=self._checkpoints.saved_on_shared,
-            unreadable=self._checkpoints.restore.unreadable(),
-            restore=self._checkpoints.restore.message(launch.placement[place], ranks), nodes=self._nodes,
-            ended=tuple(local for local, rank in enumerate(ranks) if rank in launch.ended)
-            if launch.ended
-            else (),
-        )  # fmt: skip
+        ended = (local for local, rank in enumerate(ranks) if rank in launch.ended) if launch.ended else ()
+        restore = self._checkpoints.restore.message(launch.placement[place], ranks)
+        return msg.Launch(rank=place, restore=restore, ended=tuple(ended), **common)
 
     def check(self) -> None:
         """Check the invariants; AssertionError names the broken one."""
