@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from jurymast import Checkpointer
+from jurymast.checkpoint import directory
 from jurymast.checkpoint.directory import (
     BadCheckpoint,
     CheckpointDirectory,
@@ -322,3 +324,28 @@ def test_a_run_that_is_about_to_be_submitted_outlives_the_cut(root: Path, tmp_pa
         run.save_plan(plan)
         ready.append("ready")
         (root / "anything").mkdir()
+
+
+@pytest.mark.parametrize(("pieces", "asks"), [(2, False), (1, False), (1, True)])
+def test_what_the_disk_refuses_while_more_is_written_fails_the_file(
+    root: Path, monkeypatch: pytest.MonkeyPatch, pieces: int, asks: bool
+) -> None:
+    """The kernel tells of it once: to the sync in the background, and no later one."""
+    asked = []
+
+    def refused(descriptor: int) -> None:
+        asked.append(descriptor)
+        if len(asked) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def write() -> None:
+        with NewFile(root / "file") as file:
+            for _ in range(pieces):
+                file.write(b"bytes")
+            if asks:
+                os.fsync(file.fileno())
+
+    monkeypatch.setattr(directory, "SYNC_BYTES", 2)
+    monkeypatch.setattr(os, "fdatasync", refused)
+    with pytest.raises(OSError, match="Input/output error"):
+        write()

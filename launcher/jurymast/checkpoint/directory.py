@@ -32,6 +32,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -184,6 +185,9 @@ class NewFile(io.BufferedWriter):
     written, so that later damage shows. It is on disk once its block ends without an error, and all but its
     last bytes earlier."""
 
+    _thread: ThreadPoolExecutor | None = None
+    _syncing: Future[None] | None = None
+
     def __init__(self, path: Path, *, hashing: bool = True) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         super().__init__(os.fdopen(descriptor, "wb", buffering=0), 1 << 20)
@@ -196,13 +200,31 @@ class NewFile(io.BufferedWriter):
             self._digest.update(data)
         self.size += count
         if self.size >= self._synced + SYNC_BYTES:
-            os.fdatasync(self.fileno())
-            self._synced = self.size
+            self._sync_behind()
         return count
 
+    def _sync_behind(self) -> None:
+        """Bring what is written to the disk while the next portion is written. Raises OSError for the one
+        before: the kernel tells of an error only once."""
+        descriptor = self.fileno()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1)
+        self._syncing = self._thread.submit(os.fdatasync, descriptor)
+        self._synced = self.size
+
     def fileno(self) -> int:
-        self.flush()  # whoever asks syncs the file, and that must include our buffer
+        # Whoever asks syncs the file: that must include our buffer, and what an earlier sync met.
+        self.flush()
+        if self._syncing is not None:
+            syncing, self._syncing = self._syncing, None
+            syncing.result()
         return super().fileno()
+
+    def close(self) -> None:
+        if self._thread is not None:  # it uses the descriptor
+            self._thread.shutdown()
+            self._thread = None
+        super().close()
 
     @property
     def hexdigest(self) -> str:
