@@ -258,8 +258,14 @@ def test_corrupt_memory_is_never_stored(tmp_path: Path, processes: list[StorageP
     assert "image of rank 1 in " in follower
     assert "is corrupt: block 0 of its " in follower
     assert names(root) == set()
-    assert "is corrupt" in processes[0].failure(to_local(tmp_path / "local", images))
+    failed = processes[0].carry_out(to_local(tmp_path / "local", images))
+    assert isinstance(failed, StorageFailed)
+    assert ("is corrupt" in failed.why, failed.damaged) == (True, 1)
     assert names(tmp_path / "local") == set()
+    Path(images[1].path).unlink()
+    failed = processes[0].carry_out(to_local(tmp_path / "local", images))
+    assert isinstance(failed, StorageFailed)
+    assert failed.damaged == -1, "what is absent is not damaged"
 
 
 def test_states_are_never_mixed(tmp_path: Path, processes: list[StorageProcess]) -> None:

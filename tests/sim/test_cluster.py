@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
+from jurymast.agent.io import Phases
 from jurymast.core.checkpoints.checkpoints import RestoreChoice
 from jurymast.core.keeper.effects import Serve
-from jurymast.core.run import machine
+from jurymast.core.run import machine, restoring
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
 from jurymast.core.state.effects import Effect, Instruction
+from jurymast.core.state.messages import WritePhase
 from jurymast.core.state.run import RunState
 from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import Cluster, Fault, Plan, random_plan, run
 from jurymast.sim.cluster.oracle import TOLD_S, Oracle
 from jurymast.sim.cluster.supervisor import SimSupervisor
-from jurymast.sim.cluster.world import Process, World
+from jurymast.sim.cluster.world import Process, World, WritePlace
 from support.planted import (
     away_while_the_others_cannot_start,
     cut_off_alone,
@@ -130,6 +134,24 @@ MENDED = {
         '{"seed":98007357,"active":2,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"tests":true,'
         '"at_term":"leaves by signal","faults":[{"at":7.74,"kind":"caught","node":2,"other":1,'
         '"seconds":0.43},{"at":8.1,"kind":"supervisor","node":2,"other":1}]}'
+    ),
+    "ranks hang, and then Slurm leaves them a minute": (
+        '{"seed":98502157,"active":2,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"faults":['
+        '{"at":9.85,"kind":"power","node":2,"seconds":0.37},{"at":16.12,"kind":"hang","node":0,"other":1,'
+        '"seconds":15.45},{"at":19.63,"kind":"grace","node":2,"seconds":22.85}]}'
+    ),
+    "a node whose clock jumped loses its GPU": (
+        '{"seed":98502437,"active":2,"spares":1,"ranks":2,"cadence_steps":null,"room":8,"faults":['
+        '{"at":10.88,"kind":"clock","node":1,"other":2},{"at":16.81,"kind":"gpu lost","node":1,"other":2}]}'
+    ),
+    "a replica is tried again after a node was frozen for a moment": (
+        '{"seed":98506232,"active":2,"spares":0,"ranks":1,"cadence_steps":null,"room":8,"faults":['
+        '{"at":9.76,"kind":"freeze","node":1,"other":0,"seconds":1.38}]}'
+    ),
+    "a write is cancelled while its storage hangs, and what was lent to it is gone when that answers": (
+        '{"seed":98508441,"active":2,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"last_step":44,'
+        '"faults":[{"at":18.37,"kind":"storage hangs","node":1,"other":2,"seconds":58.82},'
+        '{"at":22.97,"kind":"power","node":1,"other":3}]}'
     ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
@@ -271,19 +293,19 @@ def test_a_node_that_is_cut_off_alone_does_not_train_beside_who_has_replaced_it(
 def test_a_restore_from_storage_that_hangs_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sooner than in earnest: here ranks that do not begin hang after 20 s."""
     monkeypatch.setattr(within, "RESTORE_TOLD_S", 2.0)
-    monkeypatch.setattr(machine, "WAIT_LIMIT_S", 6.0)
+    monkeypatch.setattr(restoring, "WAIT_LIMIT_S", 6.0)
     heard: list[ev.RestoreWaits] = []
 
     def counted(state: RunState, event: ev.RestoreWaits) -> list[Instruction]:
         heard.append(event)
-        return machine._restore_waits(state, event)
+        return restoring.restore_waits(state, event)
 
     kind: type[ev.Event] = ev.RestoreWaits
     monkeypatch.setitem(machine._HANDLERS, kind, counted)
     plans = exactly(only_storage_that_hangs_is_left)
     broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
     assert broken == []
-    assert sum(event.seconds >= machine.WAIT_LIMIT_S for event in heard) > 10
+    assert sum(event.seconds >= restoring.WAIT_LIMIT_S for event in heard) > 10
 
 
 def test_a_state_counts_once_its_nodes_had_time_to_report_it() -> None:
@@ -339,3 +361,31 @@ def test_a_hello_that_waits_for_the_journal_is_not_overtaken() -> None:
     )
     for seed in range(9100672, 9100677):
         assert run(Plan(seed, 4, 1, 1, 5, 8, faults)).broken == ""
+
+
+@pytest.mark.parametrize("phase", [WritePhase.OPEN, WritePhase.ANNOUNCE, WritePhase.WRITE])
+def test_a_write_that_is_cancelled_while_its_storage_hangs_does_nothing_when_that_answers(
+    phase: WritePhase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real process was killed by then, and what was lent to it is used for something else."""
+    cluster = Cluster(Plan(0, 2, 0, 1, 5, 8, ()))
+    world, disk = cluster.world, cluster.disk
+    world.run(2.0)
+    agent = cluster.sites["n1"].agent
+    assert agent is not None
+    leads = phase is WritePhase.OPEN
+    there = "newer" if leads else "late"
+    disk.places = {there: WritePlace(shared_out=True)}
+    monkeypatch.setattr(agent.keeper, "read", lambda loan: pytest.fail("it reads what was given back"))
+    order = msg.Write(id="late", tier="shared", step=5, attempt=1, ranks=(0,), world=2, lead=leads)
+    phases = Phases(lambda reached: None)
+    phases.turns.put_nowait(msg.ContinueWrite(id="late", phase=phase))
+    cluster.storage.faults["storage hangs", ""] = world.now + 5.0
+    lent: list[Any] = [object()]
+    tasks: list[asyncio.Task[Any]] = []
+    agent.loop.call(lambda: tasks.append(agent.loop.create_task(agent.storage.write(order, lent, phases))))
+    world.run(world.now + 2.0)
+    agent.loop.call(tasks[0].cancel)
+    world.run(world.now + 5.0)
+    assert tasks[0].cancelled()
+    assert disk.places == {there: WritePlace(shared_out=True)}

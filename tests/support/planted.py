@@ -34,6 +34,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Send
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Node, Phase, RunState
+from jurymast.core.supervision import joining
 from jurymast.core.supervision import machine as supervision
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.machine import Supervision
@@ -498,7 +499,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "18: what agents say when they are back is not compared": (
         of("stall", "supervisor", "rank", "storage hangs"),
-        [(Supervision, "_missed", lambda *_, **__: None)],
+        [(joining, "missed", lambda *_, **__: None)],
     ),
     "6: who joins after all were told to leave is never told": (
         exactly(_preempted_while_nodes_come),
@@ -510,7 +511,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "18: a restart of which only some agents were told is not begun anew": (
         of("half told"),
-        [(Supervision, "_if_half_told", _nothing)],
+        [(joining, "is_half_told", lambda *_, **__: False)],
     ),
     "18: who was not told to stop is not told by the next supervisor either": (
         of("half told"),
@@ -576,7 +577,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "13: agents do not tell the next supervisor how tasks ended": (
         _exactly_of_tasks(_taken_over_while_storage_hangs),
-        [(Supervision, "_ended_before", _nothing)],
+        [(joining, "ended_before", _nothing)],
     ),
     "13: agents leave before the journal is written": (
         _exactly_of_tasks(_taken_over_while_storage_hangs),

@@ -41,15 +41,22 @@ class Successor:
         return effects
 
     def waits(
-        self, seconds: float, beating: Sequence[str] | None = None, *, unwritten: bool = False
+        self,
+        seconds: float,
+        beating: Sequence[str] | None = None,
+        *,
+        unwritten: bool = False,
+        hangs: bool = False,
     ) -> list[Effect]:
-        """Heartbeats come from all that have joined, or from these only. `unwritten`: the journal is."""
+        """Heartbeats come from all that have joined, or from these only. `unwritten`: the journal is;
+        `hangs`: its storage does, all the time."""
         effects: list[Effect] = []
-        for _ in range(round(seconds / WATCH_INTERVAL_S)):
+        for number in range(round(seconds / WATCH_INTERVAL_S)):
             self.story.t += WATCH_INTERVAL_S
             for node in self.nodes if beating is None else beating:
                 effects += self.hears(node, msg.Beat(1, []))
-            effects += self.machine.on_time(self.story.t, unwritten=unwritten)
+            waits_s = number * WATCH_INTERVAL_S if hangs else 0.0
+            effects += self.machine.on_time(self.story.t, storage_waits_s=waits_s, unwritten=unwritten)
         return effects
 
     def fenced(self, attempt: int) -> dict[str, msg.Launch]:

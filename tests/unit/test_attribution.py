@@ -8,6 +8,7 @@ from msgspec import structs
 from jurymast.core.judges.attribution import Surroundings, attribute, describe_exit
 from jurymast.core.judges.leaving import NEWS_S
 from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Finish, StopWorkers
 from jurymast.core.state.events import Asked, NodeLost, RanksHung, WorkerFailed
 from jurymast.core.state.findings import NETWORK, Finding, Verdict
@@ -15,6 +16,7 @@ from jurymast.core.state.run import LEAVE_S, failure_rate
 from jurymast.errors import RunFailedError
 from support.attribution import found
 from support.stories import Story
+from support.successor import Successor
 
 
 def failed(rank: int, exit_code: int = 1, error: str = "", message: str = "", node: str = "") -> WorkerFailed:
@@ -247,6 +249,20 @@ def test_ranks_save_until_they_leave_though_others_have_left_before(code: int, e
     story.feed(ev.RanksEnded(t=story.t, attempt=1, ranks=(1, 2)))
     story.stopped()
     assert (story.incident.action, story.state.attempt, story.state.exit_code) == ("stop", 1, code)
+
+
+def test_who_takes_over_names_the_rank_that_left_and_not_the_one_that_lost_it() -> None:
+    """No heartbeat tells it any more: its node has finished."""
+    story = Story(active=2, spares=0).running()
+    story.feed(ev.Signalled(t=story.t, signal=ev.CAUGHT))
+    left, lost = story.state.placement
+    after = Successor(story)
+    after.joins(left, attempt=1, ranks="finished")
+    failed = msg.Failed(attempt=1, rank=1, exit_code=1, error="RuntimeError", message=CLOSED)
+    after.joins(lost, attempt=1, ended=(failed,))
+    for node in (left, lost):
+        after.hears(node, msg.Stopped(attempt=1, store_port=29001))
+    assert (story.incident.cause, story.incident.rank, story.incident.action) == ("worker_exit", 0, "stop")
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -149,7 +149,7 @@ def test_a_write_that_fails_in_an_unforeseen_way_is_reported(
             raise AttributeError("a slip of the pen")
 
         async def lends(*_: Any) -> Any:
-            return Loan("/p", None, b"", lambda: None)  # type: ignore[arg-type]
+            return Loan("/p", None, b"", lambda: None, lambda: None)  # type: ignore[arg-type]
 
         monkeypatch.setattr(mine, "lend", lends)
         monkeypatch.setattr(storage, "order", lambda *_: None)

@@ -15,7 +15,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state import within
 from jurymast.core.state.effects import Launch, Send
 from jurymast.core.state.images import Copy, StateId
-from jurymast.core.state.run import Phase, Role
+from jurymast.core.state.run import Phase, Role, TierState
 from jurymast.core.supervision.machine import Supervision
 from support.site import ACTIVE, Site
 from support.stories import Story
@@ -49,18 +49,53 @@ def test_only_own_parts_are_replicated_and_older_images_go_when_all_are() -> Non
     assert site.saved("peer") == [(10, True)]
 
 
-def test_how_long_replicas_take_of_a_restored_state_is_told_since_the_restore() -> None:
-    """Not since its save, which may be hours ago or unknown: the cadence would follow from that."""
+def copies_took(site: Site) -> list[float]:
+    return [event.seconds for event in site.events if isinstance(event, ev.Saved) and event.tier == "peer"]
+
+
+def test_how_long_replicas_take_of_a_restored_state_is_told_since_they_are_ordered() -> None:
+    """Not since its save, which may be hours ago or unknown, nor since the choice, after which ranks take a
+    while to start: the cadence would follow from that."""
     site = Site()
     site.save()
     site.time += 3600.0
-    site.state.attempt = 2
+    site.state.attempt, site.state.phase = 2, Phase.LAUNCHING
     site.choose(launch(*ACTIVE))
+    site.time += 60.0
+    site.state.attempt, site.state.phase = 1, Phase.RUNNING  # the images are of it
+    site.look()
     site.time += 2.0
-    site.state.attempt = 1  # of which the images are
     site.replicas_made()
-    told = [event for event in site.events if isinstance(event, ev.Saved) and event.tier == "peer"]
-    assert [event.seconds for event in told] == [2.0]
+    assert copies_took(site) == [2.0]
+
+
+def test_the_wait_before_a_replica_is_tried_again_is_no_time_that_copies_take() -> None:
+    """One node was frozen for a second. The cadence stays: ranks would else lose more than `max_loss`."""
+    site = Site()
+    site.save()
+    site.time += 3.0
+    failed = msg.Unreplicated(step=10, attempt=1, rank=1, part="own", why="timed out")
+    site.hear("s1", failed)
+    for rank in (0, 2):
+        site.hold(rank, "s1", tier="peer", part="own")
+    site.time += RETRY_S + 0.1
+    site.look()
+    site.time += 0.5
+    site.hold(1, "s1", tier="peer", part="own")
+    site.look()
+    assert copies_took(site) == pytest.approx([0.5])
+
+
+def test_what_a_supervisor_finds_copied_when_it_takes_over_shows_not_how_long_copies_take() -> None:
+    site = Site()
+    site.state.saved["peer"] = TierState(seconds=3.0)
+    site.joined("s1", copies=tuple(site.report(rank, 10, "peer", "own") for rank in range(3)))
+    for rank, node in enumerate(ACTIVE):
+        site.time += 3.5
+        site.joined(node, copies=(site.report(rank),))
+    site.look()
+    assert (site.saved("peer"), copies_took(site)) == ([(10, True)], [0.0])
+    assert site.state.saved["peer"].seconds == 3.0, "as it was measured last"
 
 
 def test_of_thousands_of_nodes_some_are_looked_at_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,20 +219,21 @@ def test_mistakes_in_a_policy_name_their_line_and_the_nearest_name(tmp_path: Pat
 
 
 class Heard:
-    """A supervisor's part in health, and the events it made."""
+    """A supervisor's part in health, and the events it made. `clock`: the nodes'; its own is at 100."""
 
     def __init__(self) -> None:
         self.events: list[ev.Event] = []
+        self.clock = 100.0
         self.health = NodeHealth()
 
     def take(self, effects: list[Effect]) -> None:
         self.events += [effect.event for effect in effects if isinstance(effect, Record)]
 
     def joined(self, node: str, told: list[Finding]) -> None:
-        self.take(self.health.on_agent_joined(node, told, 100.0))
+        self.take(self.health.on_agent_joined(node, told, self.clock, 100.0))
 
     def hear(self, node: str, finding: Finding) -> None:
-        self.take(self.health.on_finding(node, finding, 100.0))
+        self.take(self.health.on_finding(node, finding, self.clock, 100.0))
 
     def found(self) -> list[tuple[str, str, float]]:
         return [(e.node, e.verdict, e.at) for e in self.events if isinstance(e, ev.HealthFound)]
@@ -270,6 +271,28 @@ def test_each_event_of_a_gpu_counts_and_none_twice() -> None:
     assert heard.found() == [("n1", "unknown", 1.0), ("n1", "unknown", 50.0)]
 
 
+@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])
+def test_a_finding_is_dated_by_the_supervisor_s_clock(wrong_s: float) -> None:
+    """A node's clock may be wrong by hours, and what was before the job, say, counts for nothing."""
+    heard = Heard()
+    heard.clock += 7200.0 + wrong_s
+    heard.hear("n1", words("bad", 7200.0 + wrong_s + 98.0))
+    heard.joined("n2", [words("bad", 7200.0 + wrong_s + 97.0), words("bad", 0.0, device="/tmp")])
+    assert heard.found() == [("n1", "bad", 98.0), ("n2", "bad", 97.0), ("n2", "bad", 0.0)]
+
+
+def test_an_event_after_the_clock_was_set_back_is_a_new_one() -> None:
+    heard = Heard()
+    heard.hear("n1", xid_finding(31, "gpu0", "", 60.0, PLAIN))
+    heard.clock -= 50.0
+    first, second = (xid_finding(31, "gpu0", "", at, PLAIN) for at in (60.0, 49.0))
+    heard.hear("n1", second)
+    assert heard.found() == [("n1", "unknown", 60.0), ("n1", "unknown", 99.0)]
+    heard.clock = 100.0
+    heard.joined("n1", [first, second])
+    assert len(heard.found()) == 2, "it tells of both again"
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -283,7 +306,7 @@ def test_each_event_of_a_gpu_counts_and_none_twice() -> None:
 def test_what_is_no_finding_is_not_taken_for_one(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Finding.from_json(values)
-    said = json.dumps({"say": "health found", "finding": values}).encode()
+    said = json.dumps({"say": "health found", "finding": values, "clock": 1.0}).encode()
     assert isinstance(msg.read_said(said), msg.Unreadable)
 
 

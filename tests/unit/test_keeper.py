@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jurymast.agent.io import Phases
+from jurymast.agent.keeping import Keeping
 from jurymast.core.keeper.holding import ROUND_BYTES, SLOTS
 from jurymast.core.state import messages as msg
 from jurymast.core.state.images import ImageId
 from jurymast.core.state.messages import Room
-from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.keeper.manifest import RestoreStatus, SlotWord, Word
 from jurymast.keeper.memory import MappedBuffer
+from jurymast.storage.orders import Answer, StorageFailed
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,
@@ -456,6 +461,62 @@ def put_local(root: Path, data: bytes, one: Keeper, key: ImageId) -> Path:
     image.write_bytes(data)
     image.with_suffix(".manifest").write_bytes(one.copies.find(key)[0].manifest_bytes)
     return image
+
+
+@dataclass
+class Finds:
+    """Storage that reads an image, and finds it damaged, or cannot read it."""
+
+    damaged: bool
+
+    async def write(self, order: msg.Write, loans: list[Loan], phases: Phases) -> Answer:
+        return StorageFailed(why="no", damaged=order.ranks[0] if self.damaged else -1)
+
+
+@pytest.mark.parametrize(
+    ("flipped", "found"),
+    [(True, True), (True, False), (False, True)],
+    ids=["damage", "inability", "a copy's"],
+)
+async def test_an_image_that_a_storage_process_finds_damaged_is_read_again_at_once(
+    flipped: bool, found: bool
+) -> None:
+    """The process may have read a copy of it, so what it says is no proof."""
+    async with keeper() as (one, told):
+        one.launch(1, [0], 1, None)
+        await saved(one, await ready_rank(one), 10)
+        (copy,) = one.copies
+        copy.verified_at = 0.0
+        if flipped:
+            flip(one, ImageId(10, 1, 0), SIZE - 1)
+        ended: list[str] = []
+        storage: Any = Finds(found)
+        keeping = Keeping(one, storage, lambda message: None, lambda id, phase: None, ended.append)
+        keeping.write(msg.Write(id="7", tier="shared", step=10, attempt=1, ranks=(0,), world=1))
+        await until("end", lambda: ended)
+        if found:
+            await until("another look", lambda: copy.verified_at or told.of(msg.Dropped))
+        await settled(one)
+        assert ["corrupt in memory" in word.why for word in told.of(msg.Dropped)] == [True] * (
+            flipped and found
+        )
+
+
+async def test_an_image_on_disk_that_a_storage_process_finds_damaged_counts_no_more(tmp_path: Path) -> None:
+    async with keeper(local_root=tmp_path) as (one, told):
+        one.launch(1, [0], 1, None)
+        await saved(one, await ready_rank(one), 10)
+        put_local(tmp_path, image_bytes(10, 0), one, ImageId(10, 1, 0))
+        one.scan_local(tmp_path)
+        await until("the copy on disk", lambda: one.copies.find(ImageId(10, 1, 0), ("local",)))
+        one.obey(msg.Void(step=10, attempt=1))
+        loan = await one.lend(10, 1, 0)
+        assert loan is not None
+        loan.doubt()
+        loan.give_back()
+        assert [(word.copy.tier, word.why) for word in told.of(msg.Dropped)] == [
+            ("local", "its bytes on disk are not what was hashed")
+        ]
 
 
 async def test_images_on_the_local_disk(tmp_path: Path) -> None:

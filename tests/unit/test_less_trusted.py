@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import math
 import os
@@ -246,7 +247,8 @@ SEEN = Finding(probe="p", code="c", verdict=Verdict.SUSPECT, kind="hardware", me
 
 def found(findings: Iterable[Finding], every_s: float = 0.0) -> list[Any]:
     health = NodeHealth()
-    records = [health.on_finding("n1", one, number * every_s) for number, one in enumerate(findings)]
+    times = (number * every_s for number in itertools.count())
+    records = [health.on_finding("n1", one, now, now) for one, now in zip(findings, times, strict=False)]
     return [effect.event for effects in records for effect in effects if isinstance(effect, Record)]
 
 

@@ -70,7 +70,7 @@ SAID: list[msg.ToSupervisor] = [
         attempt=1, number=2, stands={0: RankPlace("code", "in f"), 7: RankPlace("collective", "in g")}
     ),
     msg.Stacks(attempt=1, ranks=(0,), kinds=("code",), places=("in f",), folder="e", flights=(ENTERED,)),
-    msg.HealthFound(finding=FINDING),
+    msg.HealthFound(finding=FINDING, clock=1.0),
     msg.VerdictLeft(why="no munge"),
     msg.TestedAlone(port=4, found=NodeTimes({"gloo latency": 0.1}, "wrong", "error")),
     msg.TestedPair(name="0-a-b", times={"gloo latency": 0.1}),
@@ -166,7 +166,10 @@ NONSENSE = [
     (msg.encode(msg.Held(copies=(COPY,))).replace(b'"own"', b'"most"'), "held"),
     (msg.encode(msg.Held(copies=(COPY,))).replace(b'"peer"', b'"attic"'), "held"),
     (b'{"say":"written","id":7,"tier":"shared","ok":true}', "written"),
-    (msg.encode(msg.HealthFound(finding=FINDING)).replace(b'"host"', b'"weather"'), "health found"),
+    (
+        msg.encode(msg.HealthFound(finding=FINDING, clock=1.0)).replace(b'"host"', b'"weather"'),
+        "health found",
+    ),
     (b'["beat","one",[]]', ""),
     (b'["bet",1,[]]', ""),
     (b'{"do":"leave"}', "leave"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
+from jurymast.core.run.recovery import SPARE_GRACE_S
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.run import Node, Phase, Role
 from jurymast.core.state.settings import Settings
 from support.site import Site
 from support.stories import Story
+from support.successor import Successor
 
 
 def test_a_node_that_was_away_is_told_what_is_safe_and_what_is_void_and_has_room_again() -> None:
@@ -214,3 +219,72 @@ def test_a_suspect_that_is_back_first_does_not_take_the_place_of_a_spare() -> No
     joined_again(story, spare)
     assert (waited, story.state.phase) == (Phase.WAITING, Phase.LAUNCHING)
     assert spare in story.state.placement
+
+
+# ---- nodes that cannot look up the next supervisor, as storage hangs
+
+
+def starts() -> tuple[Successor, str]:
+    """All nodes of a run that starts were heard, and then their supervisor was lost."""
+    story = Story(active=2, spares=0, settings=Settings(join_limit_s=30.0)).submitted()
+    started = ev.AllocationStarted(
+        t=story.t, slurm_job="7", restarts=0, nodes=("n1", "n2"), host="n1", eligible_at=story.t
+    )
+    story.feed(started)
+    for name in ("n1", "n2"):
+        story.feed(ev.NodeJoined(t=story.t, node=name, address="", incarnation="i"))
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node="n1"))
+    after = Successor(story)
+    after.joins("n1")
+    return after, "n2"
+
+
+def waits_for_its_spare() -> tuple[Successor, str]:
+    story = Story(active=2, spares=1).running()
+    stays, lost = story.state.placement
+    (spare,) = story.state.nodes.keys() - {stays, lost}
+    story.lost(lost)
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node=stays))
+    after = Successor(story)
+    after.joins(stays, attempt=1)
+    return after, spare
+
+
+def launches() -> tuple[Successor, str]:
+    story = Story(active=2, spares=0).allocated().told()
+    one, other = story.state.placement
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node=one))
+    after = Successor(story)
+    after.joins(one, attempt=1, ranks="running", pids=(1,))
+    return after, other
+
+
+@pytest.mark.parametrize(
+    ("begin", "phase", "back", "then"),
+    [
+        (starts, Phase.STARTING, {}, Phase.LAUNCHING),
+        (waits_for_its_spare, Phase.WAITING, {}, Phase.LAUNCHING),
+        (launches, Phase.LAUNCHING, {"attempt": 1, "ranks": "running", "pids": (1,)}, Phase.RUNNING),
+    ],
+)
+def test_a_run_waits_for_nodes_that_cannot_look_up_its_supervisor(
+    begin: Callable[[], tuple[Successor, str]], phase: Phase, back: dict[str, Any], then: Phase
+) -> None:
+    """Much longer than for nodes that can; and when storage answers, these have all their time again."""
+    after, late = begin()
+    state, incidents = after.story.state, len(after.story.state.incidents)
+    after.waits(200.0, hangs=True)
+    after.machine.note("", "something else is told meanwhile", after.story.t)
+    assert (state.phase, len(state.incidents)) == (phase, incidents)
+    after.waits(2.0)
+    after.joins(late, **back)
+    after.waits(SPARE_GRACE_S + 1.0)
+    assert (state.phase, len(state.incidents)) == (then, incidents)
+
+
+@pytest.mark.parametrize("begin", [starts, waits_for_its_spare, launches])
+def test_it_does_not_once_they_can(begin: Callable[[], tuple[Successor, str]]) -> None:
+    after, _ = begin()
+    after.waits(60.0, hangs=True)
+    after.waits(60.0)
+    assert after.story.state.phase is Phase.REQUEUED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jurymast.core.run.machine import WAIT_LIMIT_S
+from jurymast.core.run.restoring import WAIT_LIMIT_S
 from jurymast.core.state import events as ev
 from jurymast.core.state import within
 from jurymast.core.state.effects import Launch, StopWorkers

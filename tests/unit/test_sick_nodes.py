@@ -11,9 +11,11 @@ from jurymast.core.nodes.health import ANSWER_LIMIT_S, SickNodes
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Effect, GiveBack, Record, Send
+from jurymast.core.state.findings import HARDWARE, Finding, Verdict
 from jurymast.core.state.settings import Settings
 from jurymast.errors import ClusterUnavailableError
 from support.stories import Story
+from support.successor import Successor
 
 DOUBT_S = 60.0
 SCONTROL = """
@@ -210,3 +212,24 @@ def test_slurm_is_told_what_is_to_stay(
         assert give_back("17", "n3")
     updates = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("update")]
     assert updates == ["update JobId=17 NodeList=n1,n2,n4"]
+
+
+@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])
+def test_a_node_with_a_broken_gpu_leaves_whatever_its_clock_shows(wrong_s: float) -> None:
+    story = Story(active=2, spares=1).running()
+    after, (bad, other) = Successor(story), story.state.placement
+    (spare,) = story.state.nodes.keys() - {bad, other}
+    for node in (bad, other):
+        after.joins(node, attempt=1, ranks="running", pids=(1,))
+    after.joins(spare)
+    clock = story.t + wrong_s
+    lost = Finding(
+        probe="nvidia", code="xid-79", verdict=Verdict.BAD, kind=HARDWARE, message="gone", device="gpu0",
+        at=clock - 1.0, once=True,
+    )  # fmt: skip
+    after.hears(bad, msg.HealthFound(finding=lost, clock=clock))
+    for node in (bad, other):
+        after.hears(node, msg.Stopped(attempt=1, store_port=29001))
+    assert (story.incident.cause, story.incident.node) == ("gpu_bad", bad)
+    assert set(story.state.placement) == {other, spare}
+    assert story.t - 2.0 < story.incident.fault_at <= story.t

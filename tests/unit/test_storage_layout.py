@@ -25,7 +25,7 @@ from jurymast.core.checkpoints.commit import superfluous
 from jurymast.keeper import manifest as keeper
 from jurymast.keeper.manifest import BLOCK_BYTES
 from jurymast.storage.local import ImageSource, merged
-from jurymast.storage.orders import StorageFailure, explain
+from jurymast.storage.orders import DamagedImage, StorageFailure, explain
 from jurymast.storage.shared import Layout, decide, ranges
 
 
@@ -167,8 +167,9 @@ def test_only_the_blocks_that_are_needed_are_read_and_checked(tmp_path: Path) ->
     (tmp_path / "image").write_bytes(data)
     with closing(ImageSource(str(tmp_path / "image"), manifest)) as source:
         assert b"".join(source.read(wanted[:2])) == b"".join(data[start:end] for start, end in wanted[:2])
-        with pytest.raises(StorageFailure, match="block 1 of its own part"):
+        with pytest.raises(DamagedImage, match="block 1 of its own part") as caught:
             list(source.read(wanted))
+        assert caught.value.rank == manifest.rank
     os.truncate(tmp_path / "image", size - 1)
     with pytest.raises(StorageFailure, match="the image of rank 0 has more"):
         ImageSource(str(tmp_path / "image"), manifest)
@@ -186,7 +187,7 @@ def test_an_image_whose_parts_lie_in_two_files_is_read_from_both(tmp_path: Path)
     other.write_bytes(bytes(common))
     with (
         closing(ImageSource(str(own), manifest, str(other))) as source,
-        pytest.raises(StorageFailure, match="in .*/other is corrupt: block 0 of its common part"),
+        pytest.raises(DamagedImage, match="in .*/other is corrupt: block 0 of its common part"),
     ):
         list(source.read([(0, size)]))
     other.write_bytes(data[: common - 1])

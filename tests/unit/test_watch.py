@@ -30,6 +30,7 @@ from jurymast.core.nodes.watch import (
     WATCH_INTERVAL_S,
     Watch,
 )
+from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Answer, Disconnect, Effect, Pulse, Record
 from jurymast.core.state.messages import Leaving, beat_of
@@ -64,6 +65,9 @@ class Ears:
     def does(self, effects: list[Effect]) -> None:
         self.watch.check()
         self.effects += effects
+        for effect in effects:
+            if isinstance(effect, Record) and isinstance(effect.event, ev.Unfindable):
+                step(self.state, effect.event)
 
     def passes(self, seconds: float, beating: tuple[str, ...] = ()) -> None:
         """Time goes by in the watch's own rhythm; these nodes beat all along."""
@@ -472,13 +476,19 @@ def test_who_cannot_find_the_supervisor_as_storage_hangs_is_waited_for() -> None
         ears.does(ears.watch.on_storage_waits(float(waited), ears.now))
         ears.passes(1.0, beating=("n1",))
     assert not ears.lost()
-    (note,) = [event for event in ears.events() if isinstance(event, ev.Noted)]
-    assert "n2, n3 cannot look up the supervisor there" in note.message
-    assert ears.watch.patient_until > ears.now
+    assert told(ears) == ["n2, n3"]
+    assert ears.state.unfindable
     ears.does(ears.watch.on_storage_waits(0.0, ears.now))
+    assert told(ears) == ["n2, n3", ""]
+    assert not ears.state.unfindable
     ears.joins("n2", 2)
     ears.passes(LIMIT_MAX_S + COMES_S, beating=("n1", "n2"))
     assert ears.lost() == ["n3"]
+
+
+def told(ears: Ears) -> list[str]:
+    """Who could not find the supervisor, each time that this was told."""
+    return [event.who for event in ears.events() if isinstance(event, ev.Unfindable)]
 
 
 @pytest.mark.parametrize("waits_s", [0.6, 5.0])

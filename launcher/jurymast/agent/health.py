@@ -65,6 +65,9 @@ class Probing:
         """Return all findings that hold now, and the newest events."""
         return [*self._watcher.findings(), *self._own.holding()]
 
+    def wall(self) -> float:
+        return time.time()
+
     def new_supervisor(self) -> None:
         self._own.new_supervisor()
 
@@ -90,7 +93,7 @@ class Probing:
 
     def _found(self, finding: Finding) -> None:
         if self._own.found(finding):
-            self._tell(msg.HealthFound(finding=finding))
+            self._tell(msg.HealthFound(finding=finding, clock=self.wall()))
 
     async def close(self) -> None:
         await self._watcher.close()

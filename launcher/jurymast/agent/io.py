@@ -110,6 +110,9 @@ class ProbeAccess(Protocol):
     def known(self) -> tuple[Finding, ...]:
         """Return findings for a hello."""
 
+    def wall(self) -> float:
+        """Return Unix time by this node's clock, by which findings have their times."""
+
     def new_supervisor(self) -> None: ...
 
     def clock(self, theirs: float) -> None:

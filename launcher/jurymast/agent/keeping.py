@@ -70,7 +70,11 @@ class Keeping:
                 if loan is None:
                     return StorageFailed(why=f"the image of rank {rank} is no longer here")
                 loans.append(loan)
-            return await self._storage.write(order, loans, phases)
+            answer = await self._storage.write(order, loans, phases)
+            for loan in loans:
+                if isinstance(answer, StorageFailed) and answer.damaged == loan.manifest.rank:
+                    loan.doubt()
+            return answer
         finally:
             for loan in loans:
                 loan.give_back()

@@ -359,11 +359,12 @@ class NetworkWorkaround:
         return around.environment
 
     def _say(self, device: str, verdict: Verdict, message: str) -> None:
+        now = time.time()
         found = Finding(
             probe="agent", code=WORKED_AROUND, verdict=verdict, kind=NETWORK, device=device, message=message,
-            at=time.time(),
+            at=now,
         )  # fmt: skip
-        self._tell(msg.HealthFound(finding=found))
+        self._tell(msg.HealthFound(finding=found, clock=now))
 
 
 def rdma_ports(sys: Path = Path("/sys")) -> list[str]:

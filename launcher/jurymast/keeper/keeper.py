@@ -47,12 +47,14 @@ from jurymast.keeper.memory import ImageBuffer
 @dataclass(frozen=True)
 class Loan:
     """Files that do not change until `give_back`. One file begins with the image. If it has only the image's
-    own part, at the same offset, the file at `common_path` begins with the common part."""
+    own part, at the same offset, the file at `common_path` begins with the common part. `doubt`: who reads it
+    has found it damaged."""
 
     path: str
     manifest: Manifest
     manifest_bytes: bytes
     give_back: Callable[[], None]
+    doubt: Callable[[], None]
     common_path: str = ""
 
 
@@ -167,7 +169,8 @@ class Keeper:
         self.act(self.machine.on_copy_distrusted(copy, why))
 
     def doubt(self, copy: StoredCopy) -> None:
-        """Verify a copy again: another agent received wrong bytes from it, or they changed on the way."""
+        """Verify a copy again: another agent, or a storage process, got wrong bytes from it, or they changed
+        on the way."""
         self.spawn(self.gathering.read_again(copy))
 
     def scan_local(self, root: Path) -> None:
@@ -188,7 +191,14 @@ class Keeper:
         copies = self.copies.acquire_image(ImageId(step, attempt, rank))
         if not copies:
             return None
-        whole, files = copies[-1], list[_File]()
+        lent, whole, files = [*copies], copies[-1], list[_File]()
+
+        def doubt() -> None:
+            for copy in lent:
+                if copy.memory is None:  # it was read where it is
+                    self.distrust(copy, "its bytes on disk are not what was hashed")
+                else:
+                    self.doubt(copy)
 
         def give_back() -> None:
             for _, return_it in files:
@@ -204,7 +214,7 @@ class Keeper:
             raise
         *common, (path, _) = files
         common_path = common[0][0] if common else ""
-        return Loan(path, whole.manifest, whole.manifest_bytes, give_back, common_path)
+        return Loan(path, whole.manifest, whole.manifest_bytes, give_back, doubt, common_path)
 
     async def _lend_copy(self, copy: StoredCopy) -> _File:
         """Lend this copy, of which we are a reader until it is given back, or a copy of it."""

@@ -50,6 +50,15 @@ def decision(incident: Entry) -> str:
     return f"{action}: {incident['why']}" if incident["why"] else action
 
 
+def _unfindable(e: Entry) -> str:
+    if not e["who"]:
+        return "nodes that are to return can look up the supervisor again: their time begins now"
+    return (
+        f"the run directory does not answer, so {e['who']} cannot look up the supervisor there; their time "
+        "to reconnect starts when it answers"
+    )
+
+
 def _run_started(e: Entry) -> str:
     spare = f" + {e['spares']} spare" if e["spares"] else ""
     nodes = "node" if e["active"] + e["spares"] == 1 else "nodes"
@@ -249,6 +258,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "AttemptFound": lambda e: (
         f"{e['node'] or 'the run directory'} has attempt {e['attempt']}, which is not in the journal"
     ),
+    "Unfindable": _unfindable,
     "LaunchWaits": lambda e: (
         f"attempt {e['attempt']} has waited {duration(e['seconds'])} for {e['what']}, and still waits"
     ),

@@ -519,9 +519,9 @@ class _Storage:
         self._copies.drop_where()
         if in_memory:
             self._hold(key)
-            self._commit.go_on_from(key, self._now)
+            self._commit.go_on_from(key)
         else:
-            self._commit.go_on_from(None, self._now)
+            self._commit.go_on_from(None)
             self._writes.on_restored(attempt, key.step)
 
     def secure(self, key: StateId | None, now: float) -> float:
@@ -543,7 +543,7 @@ class _Storage:
             self._carry_out(self._securing.secure(self._now))
         took_s = self._now - now
         self.lost(self._now)
-        self._commit.go_on_from(None, self._now)
+        self._commit.go_on_from(None)
         return took_s
 
     def pass_until(self, now: float) -> None:

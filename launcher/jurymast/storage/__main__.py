@@ -69,6 +69,8 @@ def _carried_out(order: AnyOrder, job: Job) -> Answer:
     try:
         job.check()
         return _carry_out(order, job)
+    except orders.DamagedImage as failure:
+        return orders.StorageFailed(why=str(failure), damaged=failure.rank)
     except orders.StorageFailure as failure:
         return orders.StorageFailed(why=str(failure))
     except Exception as error:  # a bug must be reported, and must not end other orders

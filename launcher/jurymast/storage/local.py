@@ -24,7 +24,16 @@ from jurymast.core.state.texts import size
 from jurymast.foreign import NotOurs, exists, make_private, name_of, own_directory
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, is_intact
 from jurymast.rundir import sync_directory, write_atomically
-from jurymast.storage.orders import Done, ImageAt, Job, StorageFailure, WriteLocal, explain, free_bytes
+from jurymast.storage.orders import (
+    DamagedImage,
+    Done,
+    ImageAt,
+    Job,
+    StorageFailure,
+    WriteLocal,
+    explain,
+    free_bytes,
+)
 
 Range = tuple[int, int]
 
@@ -105,9 +114,10 @@ class ImageSource:
     def _check(self, block: Block) -> None:
         image, path = self._images[block.part], self._paths[block.part]
         if not is_intact(image, block):
-            raise StorageFailure(
-                f"the image of rank {self.manifest.rank} in {path} is corrupt: block {block.number} of "
-                f"its {block.part} part is not what was hashed. It was not stored; look at that node's memory"
+            raise DamagedImage(
+                f"the image of rank {self.manifest.rank} in {path} is corrupt: block {block.number} of its "
+                f"{block.part} part is not what was hashed. It was not stored; look at that node's memory",
+                self.manifest.rank,
             )
 
 

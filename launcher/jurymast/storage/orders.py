@@ -124,9 +124,11 @@ class Done(_Answer, frozen=True, kw_only=True):
 
 
 class StorageFailed(_Answer, frozen=True, kw_only=True):
-    """The order failed; `why` names the path and what to do, on one line."""
+    """The order failed; `why` names the path and what to do, on one line. `damaged`: the rank of whose lent
+    image some bytes are not what was hashed; -1: none was found."""
 
     why: str
+    damaged: int = -1
 
 
 class Reached(_Answer, frozen=True, kw_only=True):
@@ -158,6 +160,14 @@ STREAMS = 4
 
 class StorageFailure(Exception):
     """An order cannot be carried out; the message names the path and what to do, on one line."""
+
+
+class DamagedImage(StorageFailure):
+    """Some bytes of the image of `rank`, as it was lent, are not what was hashed."""
+
+    def __init__(self, why: str, rank: int) -> None:
+        super().__init__(why)
+        self.rank = rank
 
 
 class Job:

@@ -249,7 +249,7 @@ class FinalWrite:
         late = whole and now > max(tried_until, self.gathers_until)
         if not ranks or late:
             return self._write(key, now)
-        effects = self._have_room_made(keys, now)
+        effects = self._have_room_made(keys)
         takers = self._with_room(unfit) or ([] if whole else self._with_room(()))
         if not takers and not whole:
             self._hopeless.add(key)
@@ -286,7 +286,7 @@ class FinalWrite:
             effects += self._replicas.order(holder, order)
         return effects
 
-    def _have_room_made(self, keys: list[StateId], now: float) -> list[Effect]:
+    def _have_room_made(self, keys: list[StateId]) -> list[Effect]:
         """Ask each node once to make room. It may have memory now although it had refused some: ranks save no
         more, and everything older is in the shared tier unless it is one of these."""
         fresh = {name: node for name, node in self._holders.items() if not node.slotless}
@@ -295,7 +295,7 @@ class FinalWrite:
             self._kept_older = len(keys) > 1
         older: list[Effect] = []
         if fresh and len(keys) == 1:
-            self._commit.go_on_from(keys[0], now)
+            self._commit.go_on_from(keys[0])
             older = self._replicas.give_up_older(keys[0], fresh)
         return [*older, *(Send(name, msg.GiveSlotsUp()) for name in fresh)]
 
@@ -533,7 +533,7 @@ class Checkpoints:
         if key is None or not self._commit.useless() or not self._all_heard():
             return []
         older = [one for one in self.copies.newest_first() if im.age(one) < im.age(key)]
-        self._commit.go_on_from(next((one for one in older if self.copies.in_memory(one)), None), now)
+        self._commit.go_on_from(next((one for one in older if self.copies.in_memory(one)), None))
         self._gone(now)
         return self._make_void(key, why, now)
 
@@ -547,7 +547,7 @@ class Checkpoints:
         for key in self.copies.newest_first():
             if key.step > step:
                 self.copies.drop_where(key)
-        self._commit.go_on_from(None, now)
+        self._commit.go_on_from(None)
         self._gone(now)
         return effects + self.writes.go_back(step, now)
 
@@ -558,10 +558,10 @@ class Checkpoints:
         chosen = self.restore.chosen
         assert chosen is not None
         if chosen.tier == im.MEMORY:
-            self._commit.go_on_from(StateId(chosen.step, chosen.attempt), now)
+            self._commit.go_on_from(StateId(chosen.step, chosen.attempt))
         else:  # agents drop their replicas without a word
             self.copies.drop_where(tiers=(im.PEER,))
-            self._commit.go_on_from(None, now)
+            self._commit.go_on_from(None)
         self._gone(now)
         return effects
 
@@ -583,7 +583,7 @@ class Checkpoints:
         for copy in void:
             self.copies.drop(copy)
         if self._commit.key is not None and self.restore.is_void(self._commit.key):
-            self._commit.go_on_from(None, now)
+            self._commit.go_on_from(None)
         if void:
             self._gone(now)
         told = dict.fromkeys((copy.node, *copy.key) for copy in void)

@@ -48,14 +48,12 @@ class Rollback:
 
 
 class Commit:
-    """`key` is the committed state, since `at` (Unix time, seconds). `broken`: part of it is lost, as
-    announced. `damaged`: why an image in its own node's memory is unusable and cannot be restored there; else
-    ""."""
+    """`key` is the committed state. `broken`: part of it is lost, as announced. `damaged`: why an image in
+    its own node's memory is unusable and cannot be restored there; else ""."""
 
     def __init__(self, state: RunState, copies: Copies) -> None:
         self._state, self._copies = state, copies
         self.key: StateId | None = None
-        self.at = 0.0
         self.broken, self.damaged = False, ""
         self._stalls: dict[StateId, float] = {}  # by state that may yet be committed
 
@@ -78,13 +76,13 @@ class Commit:
             t=now, attempt=key.attempt, step=key.step, tier=im.MEMORY, ok=True,
             stall_s=self._stalls.get(key, 0.0), size_bytes=self._copies.size_bytes(key),
         )  # fmt: skip
-        self.go_on_from(key, now)
+        self.go_on_from(key)
         self.broken = False
         return Record(saved)
 
-    def go_on_from(self, key: StateId | None, now: float) -> None:
+    def go_on_from(self, key: StateId | None) -> None:
         """Let this state count from now on (None: none). It is whole once all ranks hold it again."""
-        self.key, self.at, self.broken, self.damaged = key, now, True, ""
+        self.key, self.broken, self.damaged = key, True, ""
         held = {one for one in self._copies.newest_first() if self.is_newer(one)}
         self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if one in held}
 

@@ -147,6 +147,9 @@ class Replicas:
         # By holder: what is older it gives up, as it was told, and a report of that is older than the order.
         self._given_up: dict[str, StateId] = {}
         self._pass: _Pass | None = None
+        # What is being copied, and since when. Other waits do not count for how long that takes: until ranks
+        # run again, say, or until what has failed is tried again.
+        self._copying: tuple[StateId, float] | None = None
         self._safe: StateId | None = None
         self._bare = False  # no node had memory for some of its replicas
         self._settled: StateId | None = None  # nothing can be done for it any more
@@ -193,14 +196,14 @@ class Replicas:
     def on_memory_refused(self, node: str) -> None:
         """The node has no memory for more replicas."""
         self._holders[node].full = True
-        self._dirty = True
+        self._dirty, self._copying = True, None
 
     def on_replicate_failed(self, node: str, message: msg.Unreplicated, now: float) -> bool:
         """An order could not be carried out. Returns True if that is news. It is tried again, or by other
         nodes."""
         key = StateId(message.step, message.attempt)
         self._ordered.get(node, set()).discard((key, message.part, message.rank))
-        self._retry_at = now + RETRY_S
+        self._retry_at, self._copying = now + RETRY_S, None
         pair = self._pair(node, message.rank)
         news = self._reach.failed(pair, now)
         if pair in self._reach.given_up(now):
@@ -213,7 +216,7 @@ class Replicas:
     def order_anew(self, now: float) -> None:
         """Start again, because copies are lost: what was ordered, or looked at, no longer counts."""
         self._ordered.clear()
-        self._dirty, self._safe, self._settled = True, None, None
+        self._dirty, self._safe, self._settled, self._copying = True, None, None, None
         self._give_pass_up(now)
 
     # ---- looking for what is missing
@@ -252,6 +255,8 @@ class Replicas:
         orders = self._missing(under_way)
         under_way.ordered += len(orders)
         effects = [effect for holder, order in orders for effect in self.order(holder, order)]
+        if effects and (self._copying is None or self._copying[0] != under_way.key):
+            self._copying = under_way.key, now
         if under_way.place >= len(self._state.placement):
             self._pass = None
             self._rest_until = now + REST_SHARE * self._took_s
@@ -330,7 +335,8 @@ class Replicas:
         replicated = safe and self._state.settings.replicas and len(self._holders) > 1
         if replicated and key != self._told_safe:
             self._told_safe = key
-            size_bytes, took_s = self._copies.replica_bytes(key), now - self._commit.at
+            size_bytes, (of, since) = self._copies.replica_bytes(key), self._copying or (None, now)
+            took_s = now - since if of == key else 0.0
             effects.append(copied(im.PEER, key, now, size_bytes=size_bytes, seconds=took_s))
         effects += self.give_up_older(key, self._holders)
         self._ordered.clear()

@@ -22,25 +22,30 @@ Key = tuple[str, str, str]
 
 
 class NodeHealth:
+    """Findings have their times by the clocks of their nodes, which may be wrong by hours, and be set. In the
+    journal these are times of the supervisor's clock, as all others are that they are compared with."""
+
     def __init__(self) -> None:
-        self._known = defaultdict[str, dict[Key, Finding]](dict)
+        # As the node told it, and when it was by the supervisor's clock.
+        self._known = defaultdict[str, dict[Key, tuple[Finding, float]]](dict)
         self._news = defaultdict[str, Rate](lambda: Rate(NEWS_PER_S, NEWS_AT_ONCE))
         self._too_many: set[str] = set()  # nodes of which that was told
 
-    def on_agent_joined(self, node: str, told: Iterable[Finding], now: float) -> list[Effect]:
+    def on_agent_joined(self, node: str, told: Iterable[Finding], clock: float, now: float) -> list[Effect]:
         """Return the findings that hold on a node whose agent has just (re)connected, and those that have
         ended meanwhile."""
-        return [effect for finding in told for effect in self.on_finding(node, finding, now)]
+        return [effect for finding in told for effect in self.on_finding(node, finding, clock, now)]
 
-    def on_finding(self, node: str, finding: Finding, now: float) -> list[Effect]:
-        finding = finding.bounded()
+    def on_finding(self, node: str, finding: Finding, clock: float, now: float) -> list[Effect]:
+        """`clock`: the node's, as it told of the finding."""
+        finding, at = finding.bounded(), _by_our_clock(finding.at, clock, now)
         known, key = self._known[node], (finding.probe, finding.code, finding.device)
-        if key in known and _is_same(known[key], finding):
+        if key in known and _is_same(*known[key], finding, at):
             return []
         if (key not in known and len(known) >= FINDINGS_OF_NODE) or not self._news[node].allows(now):
             return self._ignored(node, now)
-        known[key] = finding
-        values = finding.to_json()
+        known[key] = finding, at
+        values = {**finding.to_json(), "at": at}
         del values["once"]
         return [Record(ev.HealthFound(t=now, node=node, **values))]
 
@@ -52,9 +57,14 @@ class NodeHealth:
         return [Record(ev.Noted(t=now, node=node, message=told))]
 
 
-def _is_same(known: Finding, told: Finding) -> bool:
+def _by_our_clock(at: float, clock: float, now: float) -> float:
+    """Return when something was that a node dates `at`, and told as its clock was at `clock`; 0.0 stays."""
+    return min(now, max(0.0, at + now - clock)) if at else 0.0
+
+
+def _is_same(known: Finding, known_at: float, told: Finding, at: float) -> bool:
     if told.once and told.at != known.at:
-        return told.at < known.at  # an older event of a hello: it was told before the newer one
+        return at < known_at  # an older event of a hello: it was told before the newer one
     return (known.verdict, known.kind) == (told.verdict, told.kind)
 
 

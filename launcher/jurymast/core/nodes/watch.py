@@ -135,8 +135,6 @@ class Watch:
         self._doubted: set[str] = set()
         self._isolated_since: float | None = None
         self._unfindable = False  # nodes that are to return cannot find this supervisor
-        self._told_of_storage = False
-        self.patient_until = -math.inf  # until then no node is blamed for not returning
 
     # Connections.
 
@@ -284,21 +282,9 @@ class Watch:
     def on_storage_waits(self, seconds: float, now: float) -> list[Effect]:
         """The run directory has not answered for this many seconds; 0.0: it has."""
         self._unfindable = seconds > STORAGE_LATE_S
-        told, self._told_of_storage = self._told_of_storage, False
-        if seconds <= STORAGE_HANGS_S:
-            return []
         looking = [name for name, watch in self.nodes.items() if watch.away and watch.away.how == "silent"]
-        if not looking:
-            return []
-        self._told_of_storage = True
-        self.patient_until = now + rejoin_limit_s(len(self._state.nodes))
-        if told:
-            return []
-        text = (
-            f"the run directory does not answer, so {some(looking, NODES_TOLD)} cannot look up the "
-            "supervisor there; their time to reconnect starts when it answers"
-        )
-        return [Record(ev.Noted(t=now, message=text))]
+        who = some(looking, NODES_TOLD) if seconds > STORAGE_HANGS_S else ""
+        return [] if bool(who) is self._state.unfindable else [Record(ev.Unfindable(t=now, who=who))]
 
     def _wait_for_storage(self, counted_s: float) -> None:
         for watch in self.nodes.values():

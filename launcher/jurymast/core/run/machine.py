@@ -13,17 +13,15 @@ from msgspec import structs
 
 from jurymast.core.agent.link import IDLE_ALONE_LIMIT_S
 from jurymast.core.judges import blame, explained, leaving, loops, stragglers
-from jurymast.core.judges.attribution import RESTORE_FAILED, STORAGE_HANGS
 from jurymast.core.judges.silence import rejoin_limit_s
 from jurymast.core.nodes import preflight
-from jurymast.core.run import ends, recovery, tasks
+from jurymast.core.run import ends, recovery, restoring, tasks
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.state.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.state.findings import Verdict
-from jurymast.core.state.images import LOCAL, MEMORY, PEER, SHARED, StateId
+from jurymast.core.state.images import SHARED
 from jurymast.core.state.run import (
-    RESTORE_TRIES,
     WITH_RANKS,
     EndOrder,
     Node,
@@ -38,9 +36,6 @@ from jurymast.errors import RunCancelledError, RunFailedError
 # A silence that comes back without a new step before it may be no hang: it has twice the time, until there is
 # a new step. Not more, because a hang that comes back each time is to be found each time.
 HANG_PATIENCE = 2.0
-# How long storage may leave a restoring rank without an answer: longer than the replacement of a file server
-# takes, but shorter than the time-out of the other ranks' collectives (NCCL: 600 s).
-WAIT_LIMIT_S = 300.0
 # Slurm's answer, asked why it ends the job, when it does not.
 NOT_ENDING = "running"
 
@@ -160,10 +155,22 @@ def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> None:
         node.awaited = node.unheard and node.since > state.now - IDLE_ALONE_LIMIT_S
     if state.placement:
         state.rejoin_until = event.t + rejoin_limit_s(len(state.nodes))
-    if state.deadline is not None:  # while no supervisor was there nobody could do what it is for
-        state.deadline = max(state.deadline, recovery.deadline(state, event.t))
-    if state.phase is Phase.WAITING:  # the spares have all their time again: clocks of nodes may differ
-        state.not_before = max(state.not_before, event.t)
+    state.unfindable = False
+    _begin_anew(state, event.t)  # while no supervisor was there nobody could do what a deadline is for
+
+
+def _begin_anew(state: RunState, t: float) -> None:
+    """Give nodes all the time that they have in this phase from now on: clocks of nodes may differ."""
+    if state.deadline is not None:
+        state.deadline = max(state.deadline, recovery.deadline(state, t))
+    if state.phase is Phase.WAITING:
+        state.not_before = max(state.not_before, t)
+
+
+def _unfindable(state: RunState, event: ev.Unfindable) -> None:
+    state.unfindable = bool(event.who)
+    if not state.unfindable:
+        _begin_anew(state, event.t)
 
 
 def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
@@ -422,7 +429,7 @@ def _saved(state: RunState, event: ev.Saved) -> None:
             state.step, state.stepped_at = event.step, event.t
         state.saved_step = max(event.step, state.saved_step or 0)
         tier.step, tier.at = event.step, event.t
-        tier.size_bytes, tier.seconds = event.size_bytes, event.seconds
+        tier.size_bytes, tier.seconds = event.size_bytes, event.seconds or tier.seconds
         tier.failures, tier.error = 0, ""
         if not event.copied:
             state.save_failures = 0
@@ -432,95 +439,6 @@ def _saved(state: RunState, event: ev.Saved) -> None:
     tier.error, tier.failed_step = event.error, event.step
     if not event.copied:
         state.save_failures += 1
-
-
-def _restore_planned(state: RunState, event: ev.RestorePlanned) -> None:
-    state.restore = event
-    # Later steps than the one from which the attempt continues are lost, or are given up.
-    for name in (MEMORY, PEER, LOCAL):
-        tier = state.saved.get(name)
-        if tier is not None and tier.step is not None and tier.step > event.step:
-            tier.step = None
-    kept = [tier.step for tier in state.saved.values() if tier.step is not None]
-    state.saved_step = event.step if event.tier else max(kept, default=None)
-    if state.phase is Phase.LAUNCHING:  # agents are told now: the wait for them, or for storage, is over
-        state.deadline = recovery.deadline(state, event.t)
-
-
-def _restore_failed(state: RunState, event: ev.RestoreFailed) -> list[Instruction]:
-    """Try another attempt, and if necessary another node. An older state is the last resort."""
-    if state.phase not in WITH_RANKS:
-        return []
-    key, instructions = StateId(event.step, event.of), []
-    if not any(error == RESTORE_FAILED for *_, error in state.findings.failures):
-        state.unrestored[key] = state.unrestored.get(key, 0) + 1
-        if state.unrestored[key] == RESTORE_TRIES:
-            message = (
-                f"{RESTORE_TRIES} restores of step {event.step} failed: the run goes on "
-                f"from an older checkpoint, if there is one; {event.why}"
-            )
-            instructions = blame.raise_alert(state, "restore", message, [event.node])
-    return instructions + _cannot_restore(state, event, event.t, RESTORE_FAILED, event.why)
-
-
-def _restore_waits(state: RunState, event: ev.RestoreWaits) -> list[Instruction]:
-    """After a while another attempt, and if necessary another node, may get an answer from storage; otherwise
-    people must help."""
-    if state.phase not in (Phase.LAUNCHING, Phase.RUNNING) or state.first_step_at is not None:
-        return []
-    state.unanswered[event.rank] = event
-    message = f"rank {event.rank} restores from {event.path}, whose storage does not answer"
-    instructions = blame.raise_alert(state, "restore waits", message, [event.node])
-    if event.seconds >= WAIT_LIMIT_S:
-        for waiting in state.unanswered.values():
-            why = f"{waiting.path}: its storage has not answered for {WAIT_LIMIT_S:.0f} s"
-            instructions += _cannot_restore(state, waiting, event.t, STORAGE_HANGS, why)
-    return instructions
-
-
-def _cannot_restore(
-    state: RunState, rank: ev.RestoreFailed | ev.RestoreWaits, t: float, error: str, why: str
-) -> list[Instruction]:
-    """A rank that cannot restore has to end."""
-    end = ev.WorkerFailed(
-        t=t, node=rank.node, attempt=rank.attempt, rank=rank.rank, exit_code=0, error=error, message=why
-    )
-    return recovery.rank_failed(state, end)
-
-
-def _restored(state: RunState, event: ev.Restored) -> list[Instruction]:
-    state.unanswered = {}
-    for key in [key for key in state.unrestored if key.step == event.step]:
-        del state.unrestored[key]  # it can be had after all
-    if event.tier == SHARED and event.step:
-        # It is complete, although a lost node may not have reported its part.
-        tier = state.saved.setdefault(SHARED, TierState(at=event.t))
-        tier.step = max(tier.step or 0, event.step)
-    plan, alert = state.restore, _alert_on_older(state, event)
-    incident = state.incident
-    if incident is None:
-        return alert
-    incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
-    if plan is not None and plan.tier == MEMORY and (event.tier, event.step) == (MEMORY, plan.step):
-        incident.tiers = {tier: size for tier, size in plan.tiers.items() if size}
-    elif event.size_bytes:
-        incident.tiers = {event.tier: event.size_bytes}
-    return alert
-
-
-def _alert_on_older(state: RunState, event: ev.Restored) -> list[Instruction]:
-    """The training goes on from an older step than planned: what was done since is done again."""
-    planned = state.restore.step if state.restore is not None else 0
-    if event.step >= planned and not event.skipped:
-        return []
-    newest = f"step {planned}" if planned > event.step else "a newer one"
-    found = "; ".join(event.skipped) or "it is no longer there"
-    message = f"the run goes on from step {event.step} instead of {newest}: {found}"
-    return blame.raise_alert(state, "restored older", message, ())
-
-
-def _fetched(state: RunState, event: ev.Fetched) -> None:
-    state.notes.append((event.t, f"rank {event.rank} on {event.node}: {'; '.join(event.why)}"))
 
 
 def _time_out_set(state: RunState, event: ev.TimeOutSet) -> None:
@@ -629,7 +547,7 @@ def _noted(state: RunState, event: ev.Noted) -> None:
 def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
     if (failed_at := leaving.failed_at(state)) is not None:
         return recovery.begin(state, event.t, failed_at)
-    if state.deadline is None or event.t < state.deadline:
+    if state.deadline is None or event.t < state.deadline or state.unfindable:
         return []
     if state.phase is Phase.STOPPING:
         unstopped = recovery.not_stopped(state)
@@ -655,7 +573,9 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
 # They are still true of an attempt that is over, or lead to one of which this state does not know yet.
 _OF_ANY_ATTEMPT = (ev.WorkersStopped, ev.AttemptFound, ev.Saved, ev.ColdStart)
 # The newest checkpoint is being written to storage, and a node that takes part may be lost as well.
-_AFTER_THE_END = (ev.AllocationStarted, ev.AllocationEnded, ev.Saved, ev.Noted, ev.SupervisorStarted)
+_AFTER_THE_END = (
+    ev.AllocationStarted, ev.AllocationEnded, ev.Saved, ev.Noted, ev.SupervisorStarted, ev.Unfindable,
+)  # fmt: skip
 # Events that may allow a suspect's tests; checking at every event would cost too much with 10,000 nodes.
 _LETS_TEST = (ev.Tick, ev.NodeTested)
 # From some events nothing ever follows at once: their handlers return nothing.
@@ -663,6 +583,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.RunStarted: _run_started,
     ev.AllocationStarted: _allocation_started,
     ev.SupervisorStarted: _supervisor_started,
+    ev.Unfindable: _unfindable,
     ev.NodeJoined: _node_joined,
     ev.NodeReady: _node_ready,
     ev.NodeLost: _node_lost,
@@ -675,11 +596,11 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.NodeFinished: _node_finished,
     ev.Progress: _progress,
     ev.Saved: _saved,
-    ev.RestorePlanned: _restore_planned,
-    ev.RestoreFailed: _restore_failed,
-    ev.RestoreWaits: _restore_waits,
-    ev.Fetched: _fetched,
-    ev.Restored: _restored,
+    ev.RestorePlanned: restoring.restore_planned,
+    ev.RestoreFailed: restoring.restore_failed,
+    ev.RestoreWaits: restoring.restore_waits,
+    ev.Fetched: restoring.fetched,
+    ev.Restored: restoring.restored,
     ev.BeganAt: _began_at,
     ev.GroupMade: _group_made,
     ev.LossNotFinite: _loss_not_finite,

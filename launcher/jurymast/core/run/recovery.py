@@ -541,7 +541,7 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
     state.enough_since = None
     if one_came:  # nothing is lost by that
         return []
-    late = state.deadline is not None and state.now >= state.deadline
+    late = state.deadline is not None and state.now >= state.deadline and not state.unfindable
     alive = [n for n in state.nodes.values() if n.role is not Role.FAILED or n.may_return]
     # If one cannot load torch, another shows whose fault that is.
     tell = sum(n.unloadable for n in state.nodes.values()) == 1 and any(n.role is Role.JOINING for n in alive)
@@ -603,7 +603,7 @@ def _replace(state: RunState) -> list[Instruction]:
     better = doubted and any(node.role is Role.SPARE and not node.heard for node in coming)
     if better or 0 < missing <= len(coming) or 0 < len(open_places) - len(usable) <= len(coming):
         state.deadline = state.not_before + _patience_s(state, coming)
-        if state.now < state.deadline:
+        if state.now < state.deadline or state.unfindable:
             return []
     spares = spares if missing <= 0 else usable
     if len(spares) >= len(open_places):

@@ -162,6 +162,13 @@ class AttemptFound(Event, frozen=True, kw_only=True):
     attempt: int
 
 
+class Unfindable(Event, frozen=True, kw_only=True):
+    """The run directory does not answer, so nodes that are to return (`who`) cannot look up the supervisor
+    there. "": it answers again, or nobody looks any more."""
+
+    who: str
+
+
 class LaunchWaits(Event, frozen=True, kw_only=True):
     """The launch of `attempt` is decided, but has waited `seconds` for `what` and still waits."""
 
@@ -202,7 +209,8 @@ class Saved(Event, frozen=True, kw_only=True):
     """A checkpoint of `step` is complete in `tier`, or (`ok` False) was not saved.
 
     `stall_s` is how long the training stood still for it. `copied`: agents copied it there from memory while
-    the training continued. Later in a run not every save is recorded: see `core.run.recording`.
+    the training continued, in so many `seconds` (0.0: not measured). Later in a run not every save is
+    recorded: see `core.run.recording`.
     """
 
     attempt: int

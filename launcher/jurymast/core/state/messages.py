@@ -356,7 +356,7 @@ class Hello(ToSupervisor, frozen=True, kw_only=True):
     """An agent's first message: who it is, its newest `attempt` and what its `ranks` do, `copies` of images,
     `room` for more, findings (`health`). It serves images at `data_port`. `oom_kills`: see `NodeJoined`.
     `ended`: which ranks have failed here, and how tasks ended, in any attempt; `group_made`: one of them made
-    a process group."""
+    a process group. `clock`: this node's, by which findings have their times, in seconds since the epoch."""
 
     node: str
     allocation: str
@@ -374,6 +374,7 @@ class Hello(ToSupervisor, frozen=True, kw_only=True):
     room: Room | None = None
     domain: str = ""
     health: tuple[Finding, ...] = ()
+    clock: float = 0.0
     oom_kills: int = 0
     ended: tuple[Finished | Failed, ...] = ()
     group_made: bool = False
@@ -584,9 +585,10 @@ class Stacks(ToSupervisor, frozen=True, kw_only=True):
 
 
 class HealthFound(ToSupervisor, frozen=True, kw_only=True):
-    """A finding on the reporting node."""
+    """A finding on the reporting node. `clock`: see `Hello`."""
 
     finding: Finding
+    clock: float
 
 
 class LeaveVerdict(ToAgent, frozen=True, kw_only=True):

@@ -220,6 +220,7 @@ class RunState:
     # The previous supervisors' nodes that have not been heard since: when each was last heard.
     abandoned: dict[str, float] = field(default_factory=dict)
     rejoin_until: float = 0.0  # after a take-over: until when its placed nodes have to find it
+    unfindable: bool = False  # nodes that are to return cannot look it up: the run waits for them
     allocation: str = ""  # job.restarts: a requeued job keeps its id
     slurm_jobs: list[str] = field(default_factory=list)
     restarts: int = 0  # requeues so far

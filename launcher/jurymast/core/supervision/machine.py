@@ -23,7 +23,6 @@ from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.health import NodeHealth, SickNodes
 from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
-from jurymast.core.run import tasks
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.recording import Teller
 from jurymast.core.state import events as ev
@@ -51,6 +50,7 @@ from jurymast.core.state.effects import (
 from jurymast.core.state.images import SHARED, StateId
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase, RunState
+from jurymast.core.supervision import joining
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
 from jurymast.core.supervision.limit import TimeLimit
@@ -304,8 +304,6 @@ class Supervision:
             out += self._saved_first(by, in_time, now)
         out += self._do(self._hangs.on_time(now), now)
         out += self._do(self._sick.on_time(now), now)
-        if self.state.phase in (Phase.STARTING, Phase.STOPPING) and now < self.watch.patient_until:
-            return out  # a node that cannot find this supervisor is not late
         return out + self.record(ev.Tick(t=now))
 
     @property
@@ -331,12 +329,14 @@ class Supervision:
             boot_id=hello.boot_id, gpus=hello.gpus, oom_kills=hello.oom_kills,
         )  # fmt: skip
         out += self.record(joined)
-        out += self._do(self._health.on_agent_joined(node, hello.health, now), now)
+        out += self._do(self._health.on_agent_joined(node, hello.health, hello.clock, now), now)
         out += self._if_unknown(node, hello.attempt, now)
         ours = hello.attempt == self.state.attempt and node in self.state.places
-        out += self._ended_before(node, hello, now)
-        out += self._if_half_told(node, hello, now, ours=ours)
-        if (missed := self._missed(node, hello, now, ours=ours)) is not None:
+        for event in joining.ended_before(self.state, node, hello, now):
+            out += self.record(event)
+        if joining.is_half_told(self.state, node, hello, self._told_by_another, ours=ours):
+            out += self.record(ev.Asked(t=now, what=ev.RELAUNCH, by=HALF_TOLD))
+        if (missed := joining.missed(self.state, node, hello, now, ours=ours)) is not None:
             out += self.record(missed)
         elif hello.ranks in ("running", "starting") and not ours:
             out.append(Send(node, msg.Dismiss()))
@@ -350,59 +350,6 @@ class Supervision:
         if attempt <= self.state.attempt:
             return []
         return self.record(ev.AttemptFound(t=now, node=node, attempt=attempt))
-
-    def _ended_before(self, node: str, hello: msg.Hello, now: float) -> list[Effect]:
-        """Take in which ranks have failed on this node, how tasks, each for itself, have ended, or that they
-        train: an earlier supervisor may have been told, and its journal not have been written. Each recorded
-        launch knew of what ended before it, and some of that may have begun anew."""
-        out, state = list[Effect](), self.state
-        for said in hello.ended:
-            if said.attempt < (state.launched if state.alone else state.attempt):
-                continue
-            if isinstance(said, msg.Finished):
-                out += self._tasks_done(state.attempt, said.ranks, now)
-            elif (node, said.rank, said.error) not in state.findings.failures and (
-                said.rank not in tasks.ended(state)
-            ):
-                fields = asdict(said) | {"attempt": state.attempt}
-                out += self.record(ev.WorkerFailed(t=now, node=node, **fields))
-        if hello.group_made and state.alone:
-            rank = state.places.get(node, 0) * state.ranks_per_node
-            out += self.record(ev.GroupMade(t=now, attempt=state.attempt, node=node, rank=rank))
-        return out
-
-    def _tasks_done(self, attempt: int, ranks: Sequence[int], now: float) -> list[Effect]:
-        """Record at once which tasks, each for itself, have ended with exit code 0: they are not done again,
-        whichever node is lost next."""
-        new = tuple(rank for rank in ranks if rank not in self.state.done)
-        if not (new and self.state.alone):
-            return []
-        return self.record(ev.RanksEnded(t=now, attempt=attempt, ranks=new))
-
-    def _if_half_told(self, node: str, hello: msg.Hello, now: float, *, ours: bool) -> list[Effect]:
-        """Start another attempt if this node missed what to restore, because what the others were told is no
-        longer known. In the next attempt all are told the same."""
-        launching = (self.state.phase, self.state.attempt) == (Phase.LAUNCHING, self._told_by_another)
-        told = ours and hello.ranks in ("starting", "running", "finished")
-        if told or not launching or node not in self.state.places:
-            return []
-        return self.record(ev.Asked(t=now, what=ev.RELAUNCH, by=HALF_TOLD))
-
-    def _missed(self, node: str, hello: msg.Hello, now: float, *, ours: bool) -> ev.Event | None:
-        """What the agent may have reported while there was no connection. `ours`: it has this attempt's
-        ranks."""
-        attempt, ranks, port = hello.attempt, hello.ranks, hello.store_port
-        if ranks == "finished" and ours:
-            return ev.NodeFinished(t=now, node=node, attempt=attempt)
-        if ranks in ("waiting", "finished"):
-            if ours and self.state.phase in (Phase.RUNNING, Phase.STOPPING):
-                return ev.WorkersStopped(t=now, node=node, attempt=attempt, store_port=port)
-            return ev.NodeReady(t=now, node=node, store_port=port)
-        if ranks == "warming" and ours:  # its host died, and with it the ranks
-            return ev.WorkersStopped(t=now, node=node, attempt=attempt, store_port=0)
-        if ranks == "running" and ours:
-            return ev.WorkersStarted(t=now, node=node, attempt=attempt, pids=hello.pids)
-        return None
 
     def _tell_again(self, node: str, attempt: int) -> list[Effect]:
         """Orders that the agent, whose newest attempt is this one, may have missed."""
@@ -436,13 +383,14 @@ class Supervision:
                 stopped = ev.WorkersStopped(t=now, node=node, **asdict(message))
                 return self._if_unknown(node, message.attempt, now) + self.record(stopped)
             case msg.Finished() if message.ranks:
-                return self._tasks_done(message.attempt, message.ranks, now)
+                done = joining.tasks_done(self.state, message.attempt, message.ranks, now)
+                return [effect for event in done for effect in self.record(event)]
             case msg.Finished():
                 return self.record(ev.NodeFinished(t=now, node=node, attempt=message.attempt))
             case msg.RankEvent():
                 return self._of_rank(node, message, now)
             case msg.HealthFound():
-                effects = self._health.on_finding(node, message.finding, now)
+                effects = self._health.on_finding(node, message.finding, message.clock, now)
             case msg.Looked():
                 self._hangs.on_looked(message)
                 effects = []

@@ -28,7 +28,7 @@ from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.loop import SimLoop, SimPeer, SimShell
 from jurymast.sim.cluster.training import Page, SimGroup, SimMember, follower
 from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection, Steps, WritePlace
-from jurymast.storage.orders import Answer, Done, StorageFailed
+from jurymast.storage.orders import Answer, DamagedImage, Done, StorageFailed
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.cluster import Cluster
@@ -314,14 +314,17 @@ class SimNodeStorage:
     async def forget_local(self) -> None: ...
 
     async def write(self, order: msg.Write, loans: list[Loan], phases: Phases) -> Answer:
-        lead, key = order.lead, StateId(order.step, order.attempt)
+        lead, key, ended = order.lead, StateId(order.step, order.attempt), asyncio.Event()
         last = WritePhase.SEAL if lead else WritePhase.WRITE
         turn = msg.ContinueWrite(id=order.id, phase=WritePhase.OPEN) if lead else await phases.turns.get()
         try:
-            while not await self._do(order, key, turn, phases, loans) and turn.phase is not last:
+            while not await self._do(order, key, turn, phases, loans, ended) and turn.phase is not last:
                 phases.reached(turn.phase)
                 turn = await phases.turns.get()
             return Done(bytes=WRITTEN_BYTES)
+        except DamagedImage as error:
+            self._give_up(order)
+            return StorageFailed(why=str(error), damaged=error.rank)
         except OSError as error:
             self._give_up(order)
             if isinstance(error, FileNotFoundError) and not lead:
@@ -331,21 +334,33 @@ class SimNodeStorage:
             self._give_up(order)
             await asyncio.sleep(CANCEL_S)
             raise
+        finally:
+            ended.set()
 
     async def _do(
-        self, order: msg.Write, key: StateId, turn: msg.ContinueWrite, phases: Phases, loans: list[Loan]
-    ) -> bool:
-        """Do what this phase is; returns whether the checkpoint was there before."""
+        self, order: msg.Write, key: StateId, turn: msg.ContinueWrite, phases: Phases, loans: list[Loan],
+        ended: asyncio.Event,
+    ) -> bool:  # fmt: skip
+        """Do what this phase is; returns whether the checkpoint was there before. A storage process that hung
+        does nothing any more once the write has `ended`: it was killed."""
         name, storage = self._agent.site.name, self._agent.cluster.storage
 
-        def work() -> bool:
+        def work() -> bool | DamagedImage:
+            if ended.is_set():
+                raise OSError("it was cancelled")
             if not storage.sees_checkpoints(name):
                 raise OSError(f"{name} does not see the storage")
-            return self._work(order, key, turn, loans)
+            try:
+                return self._work(order, key, turn, loans)
+            except DamagedImage as error:
+                return error
 
         if turn.phase is WritePhase.WRITE:
             await self._copy(phases)
-        return await self._agent.on_disk(work, writes=True)
+        done = await self._agent.on_disk(work, writes=True)
+        if isinstance(done, DamagedImage):
+            raise done
+        return done
 
     async def _copy(self, phases: Phases) -> None:
         """Copy the node's share, and tell of it now and then."""
@@ -519,7 +534,7 @@ class SimAgent(SimShell):
             self.loop.call(self.peer.lost)
 
     def found(self, finding: Finding) -> None:
-        self.say(msg.HealthFound(finding=finding))
+        self.say(msg.HealthFound(finding=finding, clock=self.site.wall))
 
     def happens(self, event: Callable[..., list[do.Effect]], *said: Any) -> None:
         """Something that this node was asked for is done: an event of its machine."""

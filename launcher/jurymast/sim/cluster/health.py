@@ -70,6 +70,9 @@ class SimNodeHealth:
     def known(self) -> tuple[Finding, ...]:
         return tuple(self._site.findings)
 
+    def wall(self) -> float:
+        return self._site.wall
+
     def found(self, finding: Finding) -> None:
         self._world.after(0.0, self._agent.process, self._agent.found, finding)
 

@@ -30,6 +30,7 @@ from jurymast.keeper.manifest import (
 from jurymast.keeper.memory import ImageBuffer
 from jurymast.keeper.transfer import Answers
 from jurymast.sim.cluster.world import Token
+from jurymast.storage.orders import DamagedImage
 from jurymast.wire.protocol import Access
 
 if TYPE_CHECKING:
@@ -276,9 +277,9 @@ class SimKeeper(Keeper):
         return manifest.image.state, self._token(buffer, COMMON_BYTES)
 
     def read(self, loan: Loan) -> Token:
-        """Return what a writer reads. Raises OSError if it is corrupt."""
+        """Return what a writer reads. Raises DamagedImage."""
         for block in blocks_of(loan.manifest):
             path = loan.common_path if block.part == COMMON and loan.common_path else loan.path
             if not is_intact(self.buffers[int(path)], block):
-                raise OSError(f"the image of rank {loan.manifest.rank} is corrupt")
+                raise DamagedImage("it is corrupt", loan.manifest.rank)
         return self._token(self.buffers[int(loan.path)], COMMON_BYTES)

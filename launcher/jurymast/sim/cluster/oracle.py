@@ -32,6 +32,7 @@ ONE_STATE = "2: all ranks of an attempt restore the same state"
 ONE_WORLD = "3: never two worlds that train"
 NOT_FROM_0 = "4: a restart from 0 only if nothing was saved"
 SLOTS_FREE = "5: memory for images comes free again"
+# The last word may be that Slurm ends the job: ranks then have all the time that it leaves them.
 NO_SILENCE = "6: no run stands still without a word"
 AGREES = "8: journal and reality agree"
 NO_GROWTH = "9: state does not grow with time"
@@ -449,7 +450,7 @@ class Oracle:
         backs_off = (
             supervisor is not None and supervisor.listens and supervisor.state.not_before > supervisor.now
         )
-        if self.tasks.going_on or self._leaving() or backs_off:
+        if self.tasks.going_on or self._leaving() or self._hang_in_grace() or backs_off:
             self.step_at = now
         if now > max(self._word_at, self.step_at) + STANDSTILL_S and self.storage_fine(STANDSTILL_S):
             self.fail(NO_SILENCE, f"no step since {self.step_at:.1f} s, no word since {self._word_at:.1f} s")
@@ -465,6 +466,15 @@ class Oracle:
         """Whether ranks may yet leave that have caught a signal."""
         newest, now = self._newest, self.cluster.world.now
         return newest is not None and newest.caught != "" and now < newest.caught_at + LEAVE_S
+
+    def _hang_in_grace(self) -> bool:
+        """Whether Slurm ends the job, as the journal says, and ranks hang that were told to end: they may be
+        saving, and so they have as long as Slurm leaves them."""
+        supervisor, group = self.supervisor, self._newest
+        told = supervisor is not None and supervisor.machine.departure.leaving
+        if group is None or not (told and self.cluster.ending):
+            return False
+        return any(member.hung and not member.gone for member in group.members.values())
 
     def _look_at_replicas(self, supervisor: SimSupervisor) -> None:
         """Check that all others together have some state, whichever node is lost, once all has been calm. A
