@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jurymast.core.judges import attribution, loops
 from jurymast.core.judges.attribution import exception_class
 from jurymast.core.judges.blame import HOUR_S, PER_HOUR, acts, escalated
-from jurymast.core.run import machine, recovery
+from jurymast.core.run import ladder, machine, recovery
 from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Instruction, RaiseAlert, Requeue, StopWorkers
@@ -235,7 +235,7 @@ def test_what_exceptions_speak_of(text: str, expected: str) -> None:
 def test_every_class_that_the_code_can_name_is_in_the_table_and_the_reverse() -> None:
     """Classes are the words in the sources that look like one; what somebody asks for is put together."""
     named = set(FROM_FINDINGS) | {f"{asked}_asked" for asked in ("relaunch", "restart", "drain", "rollback")}
-    for module in (attribution, loops, recovery, machine):
+    for module in (attribution, loops, ladder, recovery, machine):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         words = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         likely = re.compile(r"[a-z]+(_[a-z]+)+|hang|straggler|communication|preempted")

@@ -109,6 +109,43 @@ def test_a_blamed_node_that_lives_is_tried_again_when_nothing_can_take_its_place
     assert "no spare is left: restarted in place" in story.incident.reason
 
 
+def returns(story: Story, name: str) -> None:
+    """A node that was lost is back, and passes its tests."""
+    story.feed(ev.NodeJoined(t=story.t, node=name, address="", incarnation="another"))
+    story.feed(ev.NodeReady(t=story.t, node=name, store_port=29000))
+    told = ev.NodeTested(t=story.t, node=name, verdict="ok", slowness=1.0, message="")
+    story.feed(told)
+    assert story.state.nodes[name].role is Role.SPARE
+
+
+@pytest.mark.parametrize("finding", ["", "hardware", "network"])
+def test_a_spare_that_passes_its_tests_in_the_pause_takes_the_place_of_who_stayed_for_want_of_one(
+    finding: str,
+) -> None:
+    """Of one that showed the same cause twice, or of which something was found."""
+    story = Story(active=2, spares=1, settings=Settings(workaround=False)).running()
+    (spare,) = story.state.nodes.keys() - {*story.state.placement}
+    good, bad = story.state.placement
+    story.lost(spare)
+    if finding:
+        found = ev.HealthFound(
+            t=story.t, node=bad, probe="p", code="c", verdict="suspect", kind=finding, message="m", at=story.t
+        )
+        story.feed(found)
+    for number in (1, 2):
+        story.failed(*((0,) if finding else (1, -9)))
+        story.stopped()
+        assert story.incident.action == "restart"
+        if number == 1:
+            story.ranks_up().restored(0)
+    assert phase(story) is Phase.WAITING
+    returns(story, spare)
+    story.backed_off()
+    assert set(story.last(Launch).placement) == {good, spare}
+    assert (story.incident.action, story.state.nodes[bad].role) == ("swap", Role.SUSPECT)
+    assert "as a spare was ready" in story.incident.reason
+
+
 def test_a_hang_restarts_in_place_and_a_second_one_without_progress_is_waited_for_longer() -> None:
     story = Story().running(30)
     assert kinds(story.hung()) == ["StopWorkers"]

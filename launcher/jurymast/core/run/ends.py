@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from jurymast.core.judges import explained, loops
 from jurymast.core.judges.attribution import OF_AN_END, cause_of_end
-from jurymast.core.run.recovery import finish, open_incident, settle, spent
+from jurymast.core.run.ladder import spent
+from jurymast.core.run.recovery import finish, open_incident, settle
 from jurymast.core.state.effects import Instruction
 from jurymast.core.state.incident import NOBODY, ORDERED, PREEMPTION, Incident
 from jurymast.core.state.run import EndOrder, Phase, Role, RunState

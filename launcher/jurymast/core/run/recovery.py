@@ -1,20 +1,14 @@
 """The second half of the run's state machine, from a failure to the next attempt: open an incident, stop the
-ranks, name the cause, choose an action, launch. `core.run.machine` calls it.
-
-The restart ladder chooses the cheapest safe action for a known cause, and gives the reason: 1. restart in
-place, 2. swap a spare in, 4. requeue without the bad nodes; or stop, if another attempt cannot help.
-"""
+ranks, name the cause, choose an action (`core.run.ladder`), launch. `core.run.machine` calls it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from collections.abc import Collection
+from dataclasses import replace
 
 from jurymast.core.judges import blame, explained, leaving, loops
 from jurymast.core.judges.attribution import (
-    ENDED_EARLY,
     LOCAL_PATHS,
     NEAR_S,
     OF_A_LOSS,
@@ -26,236 +20,18 @@ from jurymast.core.judges.attribution import (
     cause_of_end,
 )
 from jurymast.core.nodes import preflight
-from jurymast.core.run import tasks
+from jurymast.core.run import ladder, tasks
 from jurymast.core.state.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.state.events import WorkerFailed
 from jurymast.core.state.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, FrailNode
 from jurymast.core.state.findings import STORAGE, Finding
 from jurymast.core.state.incident import (
-    APPLICATION,
-    CHOSEN,
-    FROM_FINDINGS,
-    NOBODY,
-    ORDERED,
-    PREEMPTION,
     Incident,
     because,
 )
 from jurymast.core.state.run import WITH_RANKS, Blame, Exclusion, Node, Phase, Role, RunState, expected_mtbf_s
-from jurymast.core.state.texts import NODES_TOLD, count, request, some
+from jurymast.core.state.texts import NODES_TOLD, request, some
 from jurymast.errors import RunFailedError
-
-# ---- the restart ladder
-
-BACKOFF_FIRST_S = 0.5
-BACKOFF_MAX_S = 30.0
-PATIENT_FIRST_S = 15.0
-PATIENT_MAX_S = 300.0
-
-
-@dataclass(frozen=True)
-class Decision:
-    """`action`: restart, swap, requeue or stop; `why`: the reason, without the cause's evidence; `bad`: nodes
-    that leave the placement, those of `blames` for a finding."""
-
-    action: str
-    why: str
-    bad: tuple[str, ...] = ()
-    backoff_s: float = 0.0
-    blames: tuple[Blame, ...] = ()
-
-
-def decide(state: RunState, cause: Cause) -> Decision:
-    """Return what to do now that all ranks are stopped and the cause is known."""
-    if hopeless := _hopeless(state, cause):
-        return Decision("stop", hopeless)
-    bad, why = _bad_nodes(state, cause)
-    wait_s = _pause_s(len(loops.fruitless(state)), BACKOFF_FIRST_S, BACKOFF_MAX_S)
-    spares = [node.name for node in state.spare_nodes() if node.name not in bad]
-    blames = _blames(state, cause, bad)
-    aside = _set_aside(state, cause, bad, spares, [blamed.node for blamed in blames])
-    blames += tuple(aside)
-    if aside:
-        bad += tuple(b.node for b in aside)
-        why += "; also removed: " + ", ".join(f"{b.node} ({b.evidence})" for b in aside)
-    if not bad:
-        if cause.kind in loops.PATIENT:
-            wait_s = _pause_s(loops.patient_tries(state, cause), PATIENT_FIRST_S, PATIENT_MAX_S)
-        return Decision("restart", why, backoff_s=wait_s)
-    coming = [node for node in state.nodes.values() if node.coming]
-    doubtful = (Role.SUSPECT, Role.FAILED)
-    unblamed = [node for node in coming if node.role not in doubtful and node.name not in bad]
-    if len(spares) + len(unblamed) >= len(bad):
-        names = some(bad, NODES_TOLD)
-        return Decision("swap", f"{why}: {names} out, a spare in", bad, wait_s, blames=blames)
-    lost = any(state.nodes[name].role is Role.FAILED for name in bad)
-    must_go = lost or cause.kind == "drain_asked" or any(b.bad for b in blames)
-    if not must_go or (blames and not lost and not state.may_requeue):
-        # Blamed but alive, and nothing to put in its place: a requeue costs more than another try.
-        return Decision("restart", f"{why}, but no spare is left: restarted in place", backoff_s=wait_s)
-    # A node among these that only lacks a torchrun host takes its own place again, as does a lost one that
-    # has returned, or that is to return to a supervisor that took over; and a suspect that is about to be
-    # ready is better than a requeue.
-    blamed = {blame.node for blame in blames}
-    back = [node for node in state.nodes.values() if node.usable and node.name in bad]
-    able = [node for node in (*back, *coming) if node.name not in blamed]
-    if len(spares) + len(able) >= len(bad):
-        names = some(bad, NODES_TOLD)
-        return Decision("swap", f"{why}: {names} out, unless ready again soon", bad, wait_s)
-    if state.may_requeue:
-        why = f"{count(len(bad), 'node')} to replace, {count(len(spares), 'spare')} ready"
-        return Decision("requeue", why, bad, blames=blames)
-    return Decision("stop", "no spare is left and requeueing is not allowed", bad)
-
-
-def _pause_s(in_a_row: int, first_s: float, most_s: float) -> float:
-    """The pause before the next attempt: none after a first failure, then doubling."""
-    return 0.0 if in_a_row <= 1 else min(most_s, first_s * 2.0 ** (in_a_row - 2))
-
-
-def job_exit_code(cause: Cause) -> int:
-    """Return the application's own code, as a shell gives it (128 + signal); jurymast's if no rank ended by
-    itself."""
-    if cause.exit_code == 0:
-        return RunFailedError.exit_code
-    return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
-
-
-def _hopeless(state: RunState, cause: Cause) -> str:
-    """Why another attempt cannot help, if the same cause returned without progress or a restart budget is
-    spent; otherwise ""."""
-    if cause.kind in ORDERED | CHOSEN:
-        return loops.endless(state) if cause.kind in CHOSEN else ""
-    if cause.signature == ENDED_EARLY and state.may_leave(state.now) or leaving.explains(state, cause):
-        return "the ranks had caught a signal before, and leave"
-    incidents, most = loops.failed(state.incidents), loops.most_repeats(cause)
-    if cause.kind not in ("node_lost", "node_crash"):
-        # A script that counts from 0 in every attempt does new steps each time, maybe without progress.
-        step = incidents[-1].step_lost_from
-        alike = loops.repeats(incidents, cause, step)
-        if alike >= most and step and not state.absolute:
-            return f"crash loop: the same failure {alike} times, each after {step} steps"
-        if loop := loops.crash_loop(loops.fruitless(state), cause):
-            return loop
-    return loops.endless(state) or ("" if cause.charged == NOBODY else spent(state, cause.charged))
-
-
-def reconsider(state: RunState, cause: Cause) -> list[Instruction]:
-    """An incident that was decided proves to have `cause`: stop if another attempt cannot help."""
-    stuck = loops.fruitless(state)
-    while stuck and stuck[-1].lost and stuck[-1].signature != cause.signature:
-        stuck.pop()  # it came later, and may prove to be another one as well
-    why = loops.crash_loop(stuck, cause) or spent(state, cause.charged)
-    if not why or state.phase is Phase.STOPPING:
-        return []
-    if state.incident is not None:
-        state.incident.action, state.incident.why = "stop", why
-    return finish(state, "failed", job_exit_code(cause), because(cause.evidence, why))
-
-
-def spent(state: RunState, charged: str, *, coming: int = 0) -> str:
-    """Say that the incidents so far, and `coming` more, are more than their budget; "" if they are not."""
-    settings = state.settings
-    budget = {
-        APPLICATION: settings.application, INFRASTRUCTURE: settings.infrastructure,
-        PREEMPTION: settings.preemption,
-    }[charged]  # fmt: skip
-    recent = takewhile(lambda one: one.detected_at > state.now - budget.window_s, reversed(state.incidents))
-    if budget.count is not None and coming + sum(one.charged == charged for one in recent) > budget.count:
-        what = "preemptions" if charged == PREEMPTION else "failures"
-        paid = [one for one in state.incidents if one.charged == charged]
-        told = f": {loops.causes_of(paid[-budget.count - 1 :])}" if charged != PREEMPTION else ""
-        return f"the {charged} budget of {budget.count} {what} per {budget.window_s:.0f} s is spent{told}"
-    return ""
-
-
-def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
-    """The placed nodes that have to leave, and why (or why none has)."""
-    here = (Role.ACTIVE, Role.SPARE)  # or its torchrun host died, and another is ready by now
-    gone = tuple(name for name in state.placement if state.nodes[name].role not in here)
-    if cause.kind in FROM_FINDINGS:
-        found, why = _found_bad(state, cause)
-        return tuple(dict.fromkeys((*gone, *found))), why
-    if gone:
-        return gone, "replaced"
-    if cause.kind == "drain_asked":
-        return tuple(n for n in state.placement if n == cause.node), "removed by hand"
-    if cause.kind == "straggler":
-        return cause.nodes, "a swap pays off"
-    if cause.charged != "infrastructure" or not cause.node:
-        return (), "restarted in place, no node is at fault"
-    if len(cause.nodes) > 1:
-        return (), "several nodes show the same cause, so none is blamed"
-    earlier = [i for i in state.incidents[:-1] if i.cause == cause.kind]
-    if earlier and earlier[-1].node == cause.node and state.nodes[cause.node].role in here:
-        if any(i.action == "swap" for i in earlier[-2:]):
-            return (), "the node that took over shows the same cause, so the node is not blamed"
-        return (cause.node,), f"second time in a row on {cause.node}"
-    if earlier and earlier[-1].node not in ("", cause.node):
-        return (), "another node showed the same cause before, so the node is not blamed"
-    return (), "restarted in place, first time on this node"
-
-
-def _found_bad(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
-    """Nodes that leave for a finding, or for an end of a rank that is as certain."""
-    if state.settings.bad_nodes == "report":
-        return (), "the policy only reports bad nodes"
-    here = [i for i in state.incidents[:-1] if i.node == cause.node and i.detected_at >= state.allocated_at]
-    is_first = all(incident.cause != cause.kind for incident in here)
-    if cause.kind == "network_suspect" and state.settings.workaround and is_first:
-        return (), "restarted in place, where its ranks do without the device"
-    # The limits on blame are for findings; they do not hold where ranks failed twice.
-    last = [i.node for i in state.incidents[-2:-1] if i.cause == cause.kind]
-    bad: list[str] = []
-    for name in cause.nodes:
-        refused = blame.beyond_limits(state, name, bad)
-        if refused and name not in last:
-            return tuple(bad), f"{name} stays, because {refused}"
-        bad.append(name)
-    return tuple(bad), "removed on health findings"
-
-
-def _blames(state: RunState, cause: Cause, bad: tuple[str, ...]) -> tuple[Blame, ...]:
-    """The blames of those in `bad` that leave because of a finding, of what a rank said about its GPU, or of
-    slowness."""
-    if cause.kind not in FROM_FINDINGS and cause.kind != "straggler":
-        return ()
-    found = []
-    for name in bad:
-        if name in cause.nodes and state.nodes[name].role is Role.ACTIVE:
-            finding = state.findings.health.get(name) or blame.standing(state, state.nodes[name])
-            if finding is not None:
-                found.append(blame.blame_for(state, name, finding))
-            else:
-                is_bad = cause.kind.endswith("_bad")
-                found.append(Blame(name, state.now, cause.kind, cause.evidence, is_bad, cause.kind))
-    return tuple(found)
-
-
-def _set_aside(
-    state: RunState, cause: Cause, bad: tuple[str, ...], spares: Sequence[str], blamed: Sequence[str]
-) -> list[Blame]:
-    """Nodes with a finding that could not leave when it came, or are not why the ranks are stopped. As they
-    are stopped now, these leave as far as there are `spares`. Of those in `bad` only the `blamed` count for
-    the limits of blame: a node that is lost is not out for a finding."""
-    aside: list[Blame] = []
-    if state.settings.bad_nodes == "report":
-        return aside
-    trusted = sum(state.nodes[name].role is Role.SPARE for name in spares)
-    for name in state.placement:
-        node = state.nodes[name]
-        if len(bad) + len(aside) >= trusted:
-            break
-        judged = name in bad or (cause.kind in FROM_FINDINGS and name in cause.nodes)
-        if not node.findings or node.role is not Role.ACTIVE or judged:
-            continue
-        finding = blame.standing(state, node)
-        if finding is None or blame.worked_around(state, finding):
-            continue
-        if not blame.beyond_limits(state, name, [*blamed, *(b.node for b in aside)]):
-            aside.append(blame.blame_for(state, name, finding))
-    return aside
-
 
 # ---- from the finding to the launch
 
@@ -325,6 +101,19 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
         reason = state.findings.straggling.evidence
     hangs = state.findings.hung is not None
     return [StopWorkers(attempt=state.attempt, nodes=not_stopped(state), reason=reason, stacks=hangs)]
+
+
+def reconsider(state: RunState, cause: Cause) -> list[Instruction]:
+    """An incident that was decided proves to have `cause`: stop if another attempt cannot help."""
+    stuck = loops.fruitless(state)
+    while stuck and stuck[-1].lost and stuck[-1].signature != cause.signature:
+        stuck.pop()  # it came later, and may prove to be another one as well
+    why = loops.crash_loop(stuck, cause) or ladder.spent(state, cause.charged)
+    if not why or state.phase is Phase.STOPPING:
+        return []
+    if state.incident is not None:
+        state.incident.action, state.incident.why = "stop", why
+    return finish(state, "failed", ladder.job_exit_code(cause), because(cause.evidence, why))
 
 
 def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
@@ -430,7 +219,7 @@ def _diagnose(state: RunState) -> list[Instruction]:
     incident, failures = settle(state, cause), state.findings.failures.values()
     incident.lost = tuple(state.findings.lost) if cause.kind in OF_A_LOSS else ()
     incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
-    decision = decide(state, cause)
+    decision = ladder.decide(state, cause)
     if decision.action == "stop" and loops.endless(state):
         loops.give_up(state)
     incident.action, incident.why = decision.action, decision.why
@@ -478,30 +267,40 @@ def _alert_on(state: RunState, cause: Cause) -> list[Instruction]:
     return blame.raise_alert(state, "nodes lost at once", message, cause.nodes)
 
 
-def _carry_out(state: RunState, cause: Cause, decision: Decision) -> list[Instruction]:
+def _carry_out(state: RunState, cause: Cause, decision: ladder.Decision) -> list[Instruction]:
     instructions: list[Instruction] = []
     lost = {loss.node for loss in state.findings.lost}
     incident, state.findings = state.incidents[-1], tasks.remembered(state, {*decision.bad, *lost})
-    for blamed in decision.blames:
-        instructions += blame.put_out(state, blamed)
-        if not blamed.bad:
-            instructions.append(Dismiss(node=blamed.node, reason=incident.reason))
-    for name in decision.bad:
-        node = state.nodes[name]
-        if any(blamed.node == name for blamed in decision.blames):
-            continue
-        if node.role is not Role.FAILED:
-            # Others may lack no more than a torchrun host.
-            node.drained = cause.kind == "drain_asked" and name == cause.node
-            node.become(Role.FAILED if node.drained else Role.SUSPECT, incident.reason, state.now)
-            instructions.append(Dismiss(node=name, reason=incident.reason))
+    drained = cause.node if cause.kind == "drain_asked" else ""
+    instructions += _take_out(state, decision.bad, decision.blames, drained)
+    state.kept = dict(decision.kept)
     if decision.action == "stop":
-        return instructions + finish(state, "failed", job_exit_code(cause), incident.reason)
+        return instructions + finish(state, "failed", ladder.job_exit_code(cause), incident.reason)
     if decision.action == "requeue":
         return instructions + _requeue(state, incident.reason)
     state.phase, state.deadline = Phase.WAITING, None
     state.not_before = state.now + decision.backoff_s
     return instructions + _replace(state)
+
+
+def _take_out(
+    state: RunState, bad: Collection[str], blames: Collection[Blame], drained: str = ""
+) -> list[Instruction]:
+    """Nodes leave the placement: for a finding (`blames`), by hand, or as suspects."""
+    instructions: list[Instruction] = []
+    reason, blamed = state.incidents[-1].reason, {one.node: one for one in blames}
+    for one in blames:
+        instructions += blame.put_out(state, one)
+        if not one.bad:
+            instructions.append(Dismiss(node=one.node, reason=reason))
+    for name in bad:
+        node = state.nodes[name]
+        if name not in blamed and node.role is not Role.FAILED:
+            # Others may lack no more than a torchrun host.
+            node.drained = name == drained
+            node.become(Role.FAILED if node.drained else Role.SUSPECT, reason, state.now)
+            instructions.append(Dismiss(node=name, reason=reason))
+    return instructions
 
 
 def _requeue(state: RunState, reason: str) -> list[Instruction]:
@@ -582,7 +381,7 @@ def _try_elsewhere(state: RunState, missing: list[Node]) -> list[Instruction]:
         if incident.launched_at is not None or incident.action != "requeue":
             break
         starts += incident.charged == INFRASTRUCTURE
-    hopeless = loops.endless(state) or spent(state, INFRASTRUCTURE)
+    hopeless = loops.endless(state) or ladder.spent(state, INFRASTRUCTURE)
     if state.may_requeue and starts <= STARTS_MAX and not hopeless:
         return _requeue(state, reason)
     return finish(state, "failed", RunFailedError.exit_code, because(reason, hopeless))
@@ -592,6 +391,25 @@ def _replace(state: RunState) -> list[Instruction]:
     """Fill the places of nodes that are out, then launch; without enough spares, requeue."""
     if state.now < state.not_before:
         return []
+    return [*_swap_after_all(state), *_fill_places(state)]
+
+
+def _swap_after_all(state: RunState) -> list[Instruction]:
+    """Take out who stayed only because no spare was ready, if one is by now: there was a pause."""
+    out = [name for name in state.placement if state.nodes[name].role is not Role.ACTIVE]
+    spares = [node.name for node in state.spare_nodes() if node.role is Role.SPARE]
+    kept = [name for name in state.kept if name in state.places and name not in out]
+    bad = kept[: max(0, len(spares) - len(out))]
+    blames = [blamed for name in bad if (blamed := state.kept[name]) is not None]
+    blames += ladder.set_aside(state, (), [*out, *bad], spares, [one.node for one in blames])
+    names = list(dict.fromkeys([*bad, *(one.node for one in blames)]))
+    if not names:
+        return []
+    state.incidents[-1].why += f"; then {some(names, NODES_TOLD)} out, as a spare was ready"
+    return _take_out(state, bad, blames)
+
+
+def _fill_places(state: RunState) -> list[Instruction]:
     open_places = [i for i, name in enumerate(state.placement) if state.nodes[name].role is not Role.ACTIVE]
     # A blamed node gets its own place back only if the alternative is a requeue.
     usable = state.spare_nodes()
@@ -652,6 +470,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
     state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, None
     state.started, state.finished, state.stopped = set(), set(), set()
     state.restore = state.cadence = None
+    state.kept = {}
     state.unanswered, state.base, state.time_out_s = {}, None, 0.0
     state.step, state.first_step_at, state.stepped_at, state.up_at = 0, None, state.now, state.now
     state.done = state.done if state.alone else set()

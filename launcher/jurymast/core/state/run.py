@@ -243,6 +243,8 @@ class RunState:
     started: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)
+    # Nodes with ranks that stay only because no spare was ready, with the blame if it is for a finding.
+    kept: dict[str, Blame | None] = field(default_factory=dict)
     deadline: float | None = None  # end of the present phase
     enough_since: float | None = None  # N nodes were ready from here on
     pretested: bool = False  # the nodes of this allocation: once, before its first attempt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -90,21 +89,16 @@ class HealthRules:
         ):  # of several that fail none may be to blame
             self._oracle.fail(TESTED, f"{event.node} fails them, and is {event.verdict}: {event.message}")
 
-    def _free(self, supervisor: SimSupervisor, since: float = math.inf) -> list[str]:
-        """Healthy nodes that could have ranks at once, as a supervisor sees them, and saw them at `since`. Of
-        several that are ill some may have to stay."""
+    def _free(self, supervisor: SimSupervisor) -> list[str]:
+        """Healthy nodes that could have ranks at once, as a supervisor sees them. Of several that are ill
+        some may have to stay."""
         ready = [n for n in supervisor.state.nodes.values() if n.role is Role.SPARE and n.ready]
-        spares = [n.name for n in ready if n.since <= since and supervisor.connected(n.name)]
+        spares = [n.name for n in ready if supervisor.connected(n.name)]
         return [] if len(self._ill) > 1 else [name for name in spares if name not in self._ill]
 
     def _launches(self, supervisor: SimSupervisor, launch: Launch) -> None:
         state = supervisor.state
-        incident = state.incidents[-1] if state.incidents else None
-        decided_at = math.inf if incident is None or incident.decided_at is None else incident.decided_at
-        ill, free = (
-            self._found & {*launch.placement},
-            {*self._free(supervisor, decided_at)} - {*launch.placement},
-        )
+        ill, free = self._found & {*launch.placement}, {*self._free(supervisor)} - {*launch.placement}
         if ill and free:
             self._oracle.fail(
                 OUT, f"attempt {launch.attempt} is on {sorted(ill)}, and {sorted(free)} are free"
