@@ -28,11 +28,21 @@ pytestmark = pytest.mark.torch
         ("""
         try: sys.exit(3)
         except SystemExit: sys.stderr.write('no data at /data')
-        raise SystemExit(5)""", 5, ""),
+        raise SystemExit(5)""", 5, " in load at train.py:8"),
         ("""
         try: exit()
-        except SystemExit: sys.stderr.write('no data at /data')
-        raise SystemExit(1)""", 1, ""),
+        except SystemExit: raise SystemExit('no data at /data')""", 1, " in load at train.py:7"),
+        # A handler of a signal runs in the midst of the script.
+        ("""
+        import signal
+        def leave(*_): sys.exit('no data at /data')
+        signal.signal(signal.SIGALRM, leave)
+        signal.raise_signal(signal.SIGALRM)""", 1, " in leave at train.py:7"),
+        # One in C is not seen.
+        ("""
+        import ctypes
+        sys.stderr.write('no data at /data')
+        ctypes.CDLL(None)._exit(6)""", 6, ""),
     ],
 )  # fmt: skip
 def test_the_place_and_message_of_an_exit_are_told_as_the_cause(

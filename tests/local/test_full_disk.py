@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from jurymast import worker
-from jurymast.worker.rank import ERROR_FILE_VARIABLE, ERRORS_VARIABLE, LOG_VARIABLE, read_error
+from jurymast.worker.endings import ERROR_FILE_VARIABLE, read_error
+from jurymast.worker.rank import ERRORS_VARIABLE, LOG_VARIABLE
 
 # More than any buffer holds, from Python and from below it.
 TALKS = """

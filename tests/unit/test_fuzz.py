@@ -56,7 +56,7 @@ from jurymast.storage.object_store import BucketKey
 from jurymast.storage.orders import StorageFailure
 from jurymast.wire import endpoint
 from jurymast.wire.protocol import Frames, Seal
-from jurymast.worker import rank
+from jurymast.worker import endings
 from jurymast_host.kernel_log import KernelLog
 from jurymast_site import healthcheck, verdicts
 from support.reports import hello
@@ -129,7 +129,7 @@ def of_bucket(data: bytes, _folder: Path) -> None:
 
 def of_errors(data: bytes, folder: Path) -> None:
     (folder / "error").write_bytes(data)
-    assert set(rank.read_error(str(folder / "error"))) <= {"error", "message", "traceback"}
+    assert set(endings.read_error(str(folder / "error"))) <= {"error", "message", "traceback"}
 
 
 def of_owner(data: bytes, folder: Path) -> None:

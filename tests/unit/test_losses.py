@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,97 @@ def test_a_loss_that_stays_nan_is_told_once_with_the_first_step(
         link.beat(step)
     late = 1 if device == "cuda" else 0
     assert found == [within.LossNotFinite(step=step + late, loss="nan") for step in told]
+
+
+class Gpu:
+    """Stands in for torch and its CUDA. A copy and an event begun on it are done once it is `idle`; whatever
+    would have the host wait for it is counted."""
+
+    float32 = "float32"
+
+    def __init__(self) -> None:
+        self.idle, self.capturing, self.broken = True, False, False
+        self.copies = self.waits = 0
+        gpu = self
+
+        class Tensor:
+            def __init__(self, value: float, device: str = "cuda") -> None:
+                self.value, self.device = value, SimpleNamespace(type=device)
+
+            def numel(self) -> int:
+                return 1
+
+            def is_floating_point(self) -> bool:
+                return True
+
+            def detach(self) -> Tensor:
+                return self
+
+            def reshape(self, _shape: tuple[int, ...]) -> Tensor:
+                return self
+
+            float = detach
+
+            def item(self) -> Any:
+                gpu.waits += self.device.type == "cuda" or not gpu.idle
+                return self.value
+
+            def copy_(self, other: Tensor, *, non_blocking: bool = False) -> None:
+                if gpu.broken:
+                    raise OSError("the device is gone")
+                gpu.copies += 1
+                gpu.waits += not (non_blocking and self.device.type == "cpu")
+                self.value = other.value
+
+        class Event:
+            def query(self) -> bool:
+                return gpu.idle
+
+            def record(self) -> None:
+                pass
+
+            def synchronize(self) -> None:
+                gpu.waits += 1
+
+        self.Tensor = Tensor
+        self.cuda = SimpleNamespace(Event=Event, is_current_stream_capturing=lambda: gpu.capturing)
+
+    def empty(self, _shape: tuple[int, ...], *, dtype: str, device: str, pin_memory: bool) -> Any:
+        assert (dtype, pin_memory) == (self.float32, True), "a copy to other memory waits"
+        return self.Tensor(0.0, device)
+
+
+def test_no_step_waits_for_a_gpu_whose_losses_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real one was not there: what is shown is when `Losses` looks, and by which of torch's calls."""
+    pytest.importorskip("torch")
+    from jurymast.worker import hooks
+    from jurymast.worker.link import Link
+
+    gpu, link, found = Gpu(), Link(None, "", 0), list[within.FromRank]()
+    monkeypatch.setattr(hooks, "torch", gpu)
+    monkeypatch.setattr(link, "emit", found.append)
+    losses = hooks.Losses(link)
+
+    def steps(count: int, value: float = NAN, *, idle: bool = True) -> int:
+        """How many of these steps had their loss copied."""
+        gpu.idle, before = idle, gpu.copies
+        for _ in range(count):
+            losses.see(gpu.Tensor(value))
+            link.beat(link.next_step)
+        return gpu.copies - before
+
+    assert (steps(3, 1.0), steps(5, idle=False), found) == (3, 0, [])  # one at a time
+    assert (steps(2), found) == (2, [])
+    gpu.capturing = True
+    assert (steps(3), found) == (0, [])
+    gpu.capturing = False
+    assert (steps(2), steps(3)) == (2, 0)  # told once, then left alone
+    assert found == [within.LossNotFinite(step=10, loss="nan")]
+    losses = hooks.Losses(link)
+    gpu.broken = True
+    assert steps(1) == 0
+    gpu.broken = False
+    assert (steps(3), gpu.waits) == (0, 0)
 
 
 def test_a_backward_within_a_map_has_no_loss_to_look_at() -> None:

@@ -68,9 +68,8 @@ def test_each_of_two_files_is_looked_for_in_its_own_folder(tmp_path: Path) -> No
 def test_a_missing_folder_of_sruns_files_is_an_error_that_names_it(tmp_path: Path, option: str) -> None:
     srun = parse([option, f"{tmp_path}/none/out-%t", "x"])
     assert srun is not None
-    with pytest.raises(CannotOpen, match=f"there is no folder {tmp_path}/none") as raised:
+    with pytest.raises(CannotOpen, match=f"there is no folder {tmp_path}/none"):
         Output(srun, {})
-    assert raised.value.exit_code == 1
 
 
 def test_a_file_that_cannot_be_written_is_an_error_before_the_training(tmp_path: Path) -> None:

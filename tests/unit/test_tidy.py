@@ -368,6 +368,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             # In a directory that was made for this user alone, or found to be.
             "launcher/jurymast/agent/real_io.py",
             "launcher/jurymast/storage/export.py",
+            "launcher/jurymast/worker/endings.py",
             "launcher/jurymast/worker/rank.py",
             "launcher/jurymast/worker/stack_signal.py",
             "plugins/jurymast_storage/__init__.py",

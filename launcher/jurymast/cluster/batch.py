@@ -24,7 +24,7 @@ import msgspec
 
 from jurymast import foreign, programs
 from jurymast.cluster.allocation import Allocation, announced_hosts, from_slurm_environment, listen, loopback
-from jurymast.cluster.control import requeue, signals_tasks_alone
+from jurymast.cluster.control import requeue, signals_tasks_alone, unbound
 from jurymast.cluster.signals import WARNINGS
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.supervision import batch as core
@@ -72,7 +72,7 @@ class SrunAgents(Agents):
         # What this process has, the ranks are to have as well: SBATCH_EXPORT=NONE, which means the job, would
         # take PATH and HOME from them.
         command = ["srun", *SURVIVE, "--export=ALL", "--ntasks-per-node=1", f"--nodes={self._nodes}"]
-        command += [f"--ntasks={self._nodes}", "--overlap", "--unbuffered", "--cpu-bind=none"]
+        command += [f"--ntasks={self._nodes}", "--overlap", "--unbuffered", *unbound()]
         command += agent_command(self._run_directory, announced_hosts()[0], port)
         alone = {TASKS_ALONE_VARIABLE: "1"} if signals_tasks_alone() else {}
         self._process = subprocess.Popen(

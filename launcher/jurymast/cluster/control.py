@@ -190,6 +190,12 @@ def binding() -> Binding:
     return binding_of(_config())
 
 
+def unbound() -> list[str]:
+    """srun's option for tasks that have all processors of their node; none where Slurm binds no task, and
+    srun would say that it cannot."""
+    return ["--cpu-bind=none"] if binding().tasks or not _config() else []
+
+
 def binding_of(config: str) -> Binding:
     """The same from Slurm's configuration."""
     lines = dict(re.findall(r"^(\w+)\s*= (.*)$", config, re.MULTILINE))

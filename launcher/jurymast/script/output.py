@@ -67,9 +67,7 @@ def is_each_tasks(pattern: str) -> bool:
 
 
 class CannotOpen(UsageError):
-    """A file of srun's options cannot be written: srun ends with this code as well."""
-
-    exit_code = 1
+    """A file of srun's options cannot be opened."""
 
 
 # ---- the output
@@ -242,8 +240,8 @@ class Output:
             self.err = Destination("error", *chosen(said["error"], step.count), 2, step)
             if self.err.is_same_as(self.out):
                 self.err = self.out
-        step.check_folder("error", self.err.pattern)
         step.check_folder("output", pattern)
+        step.check_folder("error", self.err.pattern)
 
     @property
     def stderr_apart(self) -> bool:

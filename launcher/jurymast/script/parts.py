@@ -56,7 +56,9 @@ def _exported(srun: CommandLine) -> dict[str, str]:
 
 
 def run(step: Step, srun: CommandLine, training: str) -> int | None:
-    """Run a part of this training; returns its exit code, or None if the part has to run unchanged."""
+    """Run a part of this training; returns its exit code, or None if the part has to run unchanged. Raises
+    CannotOpen before the others count on this part."""
+    Output(srun, os.environ, step.seen())
     part = Part.of(srun, os.environ, step.nodes)
     folder, number = join(step.parts / training, part, step.active)
     return _lead(step, srun, folder, part) if number == 0 else _follow(step, srun, folder, number)

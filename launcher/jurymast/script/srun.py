@@ -78,12 +78,19 @@ def run(arguments: list[str]) -> int:
     job = RunDirectory(os.environ[shims.RUN_VARIABLE])
     if not _may_train(srun) and not shims.trainings(job).exists():  # most steps: lose no time
         _really(arguments, os.environ)
+    from jurymast.script.output import CannotOpen
     from jurymast.script.step import Step
 
-    step = Step(job)
-    code = None if srun is None else _as_training(step, srun)
+    step, environment = Step(job), dict(os.environ)
+    try:
+        code = None if srun is None else _as_training(step, srun)
+    except CannotOpen as error:
+        say(f"{error}; srun runs this step, without failure handling")
+        if error.hint:
+            say(error.hint)
+        code = None
     if code is None:
-        environment, arguments = step.around_lost(os.environ, arguments, srun)
+        environment, arguments = step.around_lost(environment, arguments, srun)
         _really(arguments, environment)
     return code
 

@@ -32,7 +32,7 @@ import msgspec
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import SURVIVE, Agents, BatchProcess, end_srun, end_with_us
-from jurymast.cluster.control import STILL_RUNNING, binding, signals_tasks_alone, why_ending
+from jurymast.cluster.control import STILL_RUNNING, binding, signals_tasks_alone, unbound, why_ending
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
 from jurymast.core.judges.slurm_variables import kind_of, of_a_task
 from jurymast.core.state.messages import Accepted
@@ -367,7 +367,7 @@ class Step:
         command = [*srun.command[:place], *agent]
         options = [given for given in srun.options if given.name not in sharing.OPTIONS]
         options = [given for given in options if given.name != "input"]
-        options.append(Given("cpu-bind", "none", ("--cpu-bind=none",)))
+        options += [Given("cpu-bind", "none", (word,)) for word in unbound()]
         options.append(Given("input", "none", ("--input=none",)))
         return self.run(CommandLine(options=options, command=command), folder, tasks=tasks)
 

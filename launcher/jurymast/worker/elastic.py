@@ -41,7 +41,7 @@ from jurymast.processes import TASKS_ALONE_VARIABLE, catches, kill_group
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import link, stack_signal
 from jurymast.worker import rank as rank_start
-from jurymast.worker.rank import ERROR_FILE_VARIABLE, read_error, read_exit
+from jurymast.worker.endings import ERROR_FILE_VARIABLE, read_error, read_exit
 from jurymast.worker.rendezvous import AgentRendezvous
 
 # Variables whose value is a list with an entry for each GPU.

@@ -1,23 +1,18 @@
-"""Prepares a rank before its script begins: like a rank of torchrun's, with a link to its agent. It passes
-the rank's exception to its node's torchrun host through torch's error file, in torch's format."""
+"""Prepares a rank before its script begins: like a rank of torchrun's, with a link to its agent."""
 
 from __future__ import annotations
 
-import _thread
 import atexit
-import builtins
 import contextlib
 import errno
 import functools
 import io
-import json
 import os
 import signal
 import stat
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
@@ -30,86 +25,7 @@ from jurymast.processes import (
     name_process,
     signals_by_default,
 )
-from jurymast.worker import beginning, link, preload, stack_signal
-
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-EXIT = ".exit"  # added to the error file's name: where the script ended itself
-TRACEBACK_CHARACTERS = 16_000
-
-
-def write_error(error: BaseException, text: str) -> None:
-    """Write the exception with its traceback `text`, unless torch's @record did so already."""
-    path = os.environ.get(ERROR_FILE_VARIABLE)
-    if not path or os.path.exists(path):
-        return
-    extra = {"py_callstack": text[-TRACEBACK_CHARACTERS:], "timestamp": str(int(time.time()))}
-    with open(path, "w") as file:
-        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
-
-
-def _tell_error() -> None:
-    """Write the exception by which the script ended, if there is one."""
-    error = getattr(sys, "last_value", None)
-    if error is not None:
-        write_error(error, "".join(traceback.format_exception(error)))
-
-
-def read_error(path: str) -> dict[str, Any]:
-    """Return {"error": exception class, "message", "traceback"}; {} if the file is missing or has other
-    contents, because scripts may write it as well."""
-    from jurymast import foreign  # imported here, because ranks only write
-
-    try:
-        message: Any = foreign.load(path, foreign.PLAN_BYTES_MAX)["message"]
-        if isinstance(message, str):
-            return {"error": "", "message": message[:1000], "traceback": ""}
-        name, _, rest = str(message.get("message", "")).partition(": ")
-        callstack = str(message.get("extraInfo", {}).get("py_callstack", ""))[-TRACEBACK_CHARACTERS:]
-    except (AttributeError, OSError, ValueError, KeyError, TypeError):
-        return {}
-    return {"error": name[:200], "message": rest[:1000], "traceback": callstack}
-
-
-def read_exit(path: str, exit_code: int) -> dict[str, Any]:
-    """Return the {"traceback"} of the call by which a script ended with this code, as `_tell_exits` wrote it
-    beside the error file at `path`; {} if it ended otherwise."""
-    from jurymast import foreign
-
-    try:
-        told = foreign.load(path + EXIT, foreign.PLAN_BYTES_MAX)
-        return {"traceback": str(told["traceback"])} if told["code"] == exit_code else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _tell_exits() -> None:
-    """Have the calls of exit, sys.exit and os._exit with a failure note where they are. Their exit code
-    shows whether the rank ended by them: a SystemExit may be caught."""
-    path, pid, thread = os.environ.get(ERROR_FILE_VARIABLE), os.getpid(), _thread.get_ident()
-    if not path:
-        return
-
-    def telling(
-        leave: Callable[..., NoReturn], *, of_all_threads: bool = False, method: bool = False
-    ) -> Callable[..., NoReturn]:
-        @functools.wraps(leave)
-        def told(*status: Any, **named: Any) -> NoReturn:
-            value = next(iter((*status[method:], *named.values())), None)
-            code = 0 if value is None else value & 0xFF if isinstance(value, int) else 1
-            if code and os.getpid() == pid and (of_all_threads or _thread.get_ident() == thread):
-                frames = traceback.format_stack(sys._getframe(1))
-                text = "".join(frames)[-TRACEBACK_CHARACTERS:]
-                with contextlib.suppress(OSError), open(path + EXIT, "w") as file:
-                    json.dump({"code": code, "traceback": text}, file)
-            leave(*status, **named)
-
-        return told
-
-    sys.exit = telling(sys.exit)
-    os._exit = telling(os._exit, of_all_threads=True)
-    if (by_name := getattr(builtins, "exit", None)) is not None:  # and `quit`, of the same class
-        type(by_name).__call__ = telling(type(by_name).__call__, method=True)
-
+from jurymast.worker import beginning, endings, link, preload, stack_signal
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
@@ -329,7 +245,7 @@ class _Rank:
         stack_signal.listen()
         self._link = link.current()
         self._read = beginning.files_read(self._variables)
-        _tell_exits()
+        endings.tell_exits()
         atexit.register(self._ends)
 
     def hide(self, bundles: Sequence[preload.Bundle], assumed: Mapping[str, str]) -> None:
@@ -393,7 +309,7 @@ class _Rank:
         """Report that the script's last line is done, or what it ended by: its threads and exit handlers may
         still run, and others may meet what they do before this process ends."""
         if os.getpid() == self._pid:
-            _tell_error()
+            endings.tell_error()
             self._link.enter(link.ENDING)
 
     def _ends(self) -> None:
@@ -401,7 +317,7 @@ class _Rank:
         the exception."""
         if os.getpid() != self._pid:
             return
-        _tell_error()
+        endings.tell_error()
         self._link.enter(link.ENDING)
         if self._hidden is not None:
             self._hidden.end()
