@@ -23,8 +23,8 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "batch-scripts.json"
 STYLES = sorted(path.stem for path in SCRIPTS.glob("*.sbatch"))
 # What always runs: each way in which a training is started, and each in which a script ends.
 SAMPLE = [
-    "accelerate-on-one-node", "helper-and-signal", "launch-script-that-fails", "missing-folders", "shell-a-rank",
-    "srun-a-node", "steps-and-exec", "torchrun-with-setup",
+    "accelerate-on-one-node", "helper-and-signal", "launch-script-that-fails", "missing-folders",
+    "shell-a-rank", "srun-a-node", "steps-and-exec", "torchrun-with-setup",
 ]  # fmt: skip
 # Those that train nothing, or on each node by itself.
 WITHOUT_TRAINING = [

@@ -8,7 +8,8 @@ from dataclasses import asdict
 import msgspec
 import pytest
 
-from jurymast.cluster.control import Binding, binding_of
+from jurymast.cluster import control
+from jurymast.cluster.control import Binding, binding_of, unbound
 from jurymast.core.judges.task_shares import Processor, gpus, processors
 from jurymast.core.state.settings import TaskShares
 from jurymast.script.sharing import each_nodes_gpus, shares_of
@@ -93,6 +94,19 @@ def test_what_slurms_configuration_says_of_binding() -> None:
     assert masks("-n4 --cpu-bind=none", slurm=found) == masks("-n2 -c1", slurm=Binding()) == ""
     found = binding_of(text.format("task/affinity", "", "CR_CPU,CR_CORE_DEFAULT_DIST_BLOCK"))
     assert masks("-n4 -c2", slurm=found) == "3,c,30,c0"
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [("TaskPlugin = task/affinity\n", ["--cpu-bind=none"]), ("TaskPlugin = task/none\n", []),
+     ("", ["--cpu-bind=none"])],
+)  # fmt: skip
+def test_srun_is_told_to_bind_no_task_only_where_slurm_may_bind_some(
+    config: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere it would say that it cannot bind."""
+    monkeypatch.setattr(control, "_config", lambda: config)
+    assert unbound() == told
 
 
 def test_srun_reads_variables_where_it_has_no_options() -> None:
