@@ -163,20 +163,20 @@ def test_a_requeued_job() -> None:
     )  # fmt: skip
     assert seconds(found) == {
         "launch": 5.0,
-        "warm_up": 15.0 + 30.0 - 0.0,  # until ten seconds before line 10; until line 50
+        "warm_up": 15.0 + 20.0,  # until ten seconds before line 10, and before line 50
         "unknown": 10.0 + 10.0 + 5.0,  # before the first line, and after the last ones
         "step": 50.0 + 40.0,
         "detection": 30.0,
         "requeue_wait": 60.0,
         "relaunch": 10.0,
-        "rework": 10.0,
+        "rework": 20.0,
     }
-    assert found.steps.again == 10
+    assert (found.steps.again, found.origin, found.step_s) == (20, 0, 1.0)
     (incident,) = found.incidents
     assert (incident.cause, incident.action, incident.step_lost_from) == ("node_lost", "requeue", 60)
     assert incident.step_restored == 40
     parts = incident.seconds()
-    assert (parts["detect"], parts["replace"], parts["launch"], parts["rework"]) == (30.0, 60.0, 40.0, 10.0)
+    assert (parts["detect"], parts["replace"], parts["launch"], parts["rework"]) == (30.0, 60.0, 30.0, 20.0)
     assert found.account.incident_us(1) == 140_000_000
 
 
@@ -193,11 +193,31 @@ def test_nothing_after_the_last_line_was_detection_or_a_hang(state: str, categor
     assert [one.cause for one in found.incidents] == (["worker_exit"] if state == "FAILED" else [])
 
 
+@pytest.mark.parametrize(
+    ("state", "code", "step", "cause"),
+    [
+        ("REQUEUED", "0:0", "", "job_ended"),
+        ("REQUEUED", "0:0", "1:0", "worker_exit"),
+        ("REQUEUED", "0:15", "0:9", "worker_killed"),
+        ("FAILED", "137:0", "", "worker_killed"),
+        ("FAILED", "1:0", "0:9", "worker_killed"),
+        ("FAILED", "1:0", "", "worker_exit"),
+        ("NODE_FAIL", "0:0", "1:0", "node_lost"),
+    ],
+)
+def test_a_job_that_requeues_itself_after_a_failure_was_not_requeued_by_order(
+    state: str, code: str, step: str, cause: str
+) -> None:
+    failed = AccountedAttempt(state, NODES, START, START, START + 30, exit_code=code, failed_step=step)
+    found = made(failed, attempt(60, 90))
+    assert [one.cause for one in found.incidents] == [cause]
+
+
 def test_a_line_belongs_to_the_attempt_in_which_it_lies() -> None:
     """The next one may begin within a second."""
     lines = [(float(step), step) for step in range(1, 31)] + [(31.5 + 0.9 * n, 20 + n) for n in range(1, 21)]
     found = made(attempt(0, 30, "REQUEUED"), attempt(31, 52), log=logged(*lines))
-    assert found.steps.again == 9
+    assert found.steps.again == 10
     assert found.went_back == 0
 
 
@@ -213,8 +233,8 @@ def test_a_script_that_begins_again_by_itself() -> None:
     lines = [(float(step), step) for step in range(1, 41)] + [(60.0 + step, step) for step in range(20, 61)]
     found = made(attempt(0, 121), log=logged(*lines))
     assert found.went_back == 1
-    assert found.steps.again == 20
-    assert seconds(found)["rework"] == pytest.approx(20.0)
+    assert found.steps.again == 21
+    assert seconds(found)["rework"] == pytest.approx(21.0)
 
 
 def test_ranks_that_print_in_any_order_do_not_begin_again() -> None:

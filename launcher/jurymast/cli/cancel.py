@@ -36,6 +36,10 @@ def command(run: str, runs: Path | None) -> None:
     directory = the_run(run, runs)
     name = directory.root.name
     watcher = read_status(directory)
+    if watcher.plan.observed:
+        how = _end_slurm(directory)
+        echo(f"{name} is cancelled ({how})" if how else f"{name} has ended already")
+        return
     from jurymast.core.state.messages import Accepted
     from jurymast.wire.channel import ask
 

@@ -307,7 +307,10 @@ def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: 
     from jurymast.report.status import public_state, read_status
     from jurymast.wire.channel import ask
 
-    state = read_status(directory).state
+    watcher = read_status(directory)
+    if watcher.plan.observed:
+        raise NotNowError("the run is only observed: jurymast does nothing to it")
+    state = watcher.state
     if state.ended:
         word, why = public_state(state, Liveness("ended"))
         raise NotNowError(f"the run has ended already ({word}: {why})")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +21,11 @@ from jurymast.cli.options import (
     write_page,
 )
 from jurymast.core.state.texts import age_s
-from jurymast.errors import UsageError
+from jurymast.errors import RunNotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from jurymast.cluster.accounts import AccountedJob
+    from jurymast.core.state.settings import RunPlan
+    from jurymast.report.goodput import Reported
 
 
 @click.command(
@@ -49,15 +49,15 @@ if TYPE_CHECKING:
 @click.option(
     "--since", callback=read_by(age_s), metavar="TIME", help="With --user: jobs since then, like 28d.  [7d]"
 )
-@file_option("--log", help="With --slurm: where the job's step lines are.  [its standard output]")
+@file_option(
+    "--log", help="With --slurm, or of an observed job: where its step lines are.  [its standard output]"
+)
 @json_option
 @runs_option
 def command(run: str | None, compare: str | None, as_json: bool, runs: Path | None, **options: Any) -> None:
     """Show where a run's node-time went, and what its failures cost."""
     from jurymast.report.goodput import compare as compared
-    from jurymast.report.goodput import compare_page, compare_table, page, report_blocks, report_view
-    from jurymast.report.liveness import look
-    from jurymast.report.status import read_status
+    from jurymast.report.goodput import compare_page, compare_table, page, report_blocks
 
     html: Path | None = options["html"]
     _check(run, compare, options)
@@ -65,20 +65,19 @@ def command(run: str | None, compare: str | None, as_json: bool, runs: Path | No
         _show_jobs(options["user"], options["since"] or WEEK_S, as_json)
         return
     assert run is not None
-    if options["slurm"]:
-        from jurymast.report.estimate import estimated
-
-        job = _one_job(run, as_json, alone=html is not None or compare is not None)
-        if job is None:
-            return
-        one = estimated(job, options["log"])
-        report, account, state = one.report, one.account, one.state
-    else:
-        watcher = read_status(the_run(run, runs, only_look=True))
-        life, now = look(watcher.directory, watcher.state), time.time()
-        report, account, state = report_view(watcher, life, now), watcher.account(life, now), watcher.state
+    alone = html is not None or compare is not None
+    one = (
+        _of_job(run, "", options["log"], as_json, alone=alone)
+        if options["slurm"]
+        else _of_run(run, runs, options["log"], as_json, alone=alone)
+    )
+    if one is None:
+        return
+    report = one.report
     if compare is not None:
-        both = compared(report, report_view(read_status(the_run(compare, runs, only_look=True))))
+        other = _of_run(compare, runs, None, as_json, alone=True)
+        assert other is not None
+        both = compared(report, other.report)
         if html is not None:
             write_page(compare_page(both), html)
         if as_json:
@@ -87,7 +86,7 @@ def command(run: str | None, compare: str | None, as_json: bool, runs: Path | No
             show([compare_table(both)])
         return
     if html is not None:
-        write_page(page(report, account, state), html)
+        write_page(page(report, one.account, one.state), html)
     if as_json:
         show_json(report)
     elif html is None:
@@ -99,7 +98,7 @@ WEEK_S = 7 * 86_400.0
 
 def _check(run: str | None, compare: str | None, options: dict[str, Any]) -> None:
     """Raise UsageError for options that contradict each other."""
-    given = [name for name in ("user", "since", "log") if options[name] is not None]
+    given = [name for name in ("user", "since") if options[name] is not None]
     if given and not options["slurm"]:
         raise UsageError(f"--{given[0]} works only with --slurm")
     if options["user"] is None and options["since"] is not None:
@@ -118,22 +117,41 @@ def _check(run: str | None, compare: str | None, options: dict[str, Any]) -> Non
         raise UsageError(f"{run} is not a Slurm job id", hint="without --slurm, RUN is a run of jurymast")
 
 
-def _one_job(number: str, as_json: bool, *, alone: bool) -> AccountedJob | None:
-    """The job; None if it is an array, whose tasks are shown then. Raises UsageError for one if it must be
-    `alone`."""
+def _of_run(run: str, runs: Path | None, log: Path | None, as_json: bool, *, alone: bool) -> Reported | None:
+    """The report of a run, or of the job that it observes."""
+    from jurymast.report.goodput import reported
+    from jurymast.report.liveness import slurm_jobs
+    from jurymast.report.status import read_status
+
+    watcher = read_status(the_run(run, runs, only_look=True))
+    if not watcher.plan.observed:
+        if log is not None:
+            raise UsageError("--log works only with --slurm, and for a job that is observed")
+        return reported(watcher)
+    jobs = slurm_jobs(watcher.directory, watcher.state)
+    if not jobs:
+        raise RunNotFoundError(f"no job is recorded for {watcher.plan.run}", hint="squeue --me may show it")
+    return _of_job(*jobs[-1], log, as_json, alone=alone, plan=watcher.plan)
+
+
+def _of_job(
+    number: str, cluster: str, log: Path | None, as_json: bool, *, alone: bool, plan: RunPlan | None = None
+) -> Reported | None:
+    """The estimate of the job; None if it is an array, whose tasks are shown then. Raises UsageError for one
+    if it must be `alone`. `plan`: by which it is observed."""
     from jurymast.cluster import accounts
     from jurymast.report.estimate import estimated, jobs_blocks, jobs_view
 
-    found = accounts.job(number)
+    found = accounts.job(number, cluster)
     array = found[0].job.startswith(f"{number}_")  # also while Slurm's accounts have one task of it only
     if len(found) == 1 and not array:
-        return found[0]
+        return estimated(found[0], log, plan=plan)
     if alone:
         raise UsageError(
             f"{number} is an array, and --html and --compare take one job",
             hint=f"name a task, like {found[0].job}",
         )
-    view = jobs_view(f"of {number}", [estimated(job) for job in found])
+    view = jobs_view(f"of {number}", [estimated(job, plan=plan) for job in found])
     show_json(view) if as_json else show(jobs_blocks(view))
     return None
 

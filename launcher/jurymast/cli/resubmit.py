@@ -34,6 +34,10 @@ def command(run: str, pairs: tuple[str, ...], shared_runs: bool, dry_run: bool, 
 
     directory = the_run(run, runs)
     plan, values = directory.plan(), _values(pairs)
+    if plan.observed:
+        raise UsageError(
+            f"{directory.root.name} was only observed", hint=f"jurymast submit {shlex.quote(plan.script)}"
+        )
     try:
         os.chdir(plan.working_directory)
     except OSError as error:

@@ -13,7 +13,6 @@ from jurymast.cli.options import (
     json_option,
     run_argument,
     runs_option,
-    show,
     show_json,
     shown,
     the_run,
@@ -31,22 +30,24 @@ WATCH_EVERY_S = 1.0
 @runs_option
 def command(run: str, watch: bool, everything: bool, as_json: bool, runs: Path | None) -> None:
     """Show how a run is doing."""
+    from jurymast.report.observed import ENDED, observed_blocks, observed_view
     from jurymast.report.status import read_status, status_blocks
 
     watcher = read_status(the_run(run, runs, only_look=True))
+    observed = watcher.plan.observed
     if watch:
         patience.follow_on()
     while True:
-        view = watcher.view()
+        view = observed_view(watcher) if observed else watcher.view()
         if as_json:
             show_json(view)
-        elif not watch:
-            show(status_blocks(view, now=time.time(), everything=everything))
         else:
-            text = shown(status_blocks(view, now=time.time(), everything=everything))
-            click.clear()
+            all_of = status_blocks(view, now=time.time(), everything=everything) if not observed else None
+            text = shown(all_of or observed_blocks(view))
+            if watch:
+                click.clear()
             echo_coloured(text)
-        if not watch or view["exit_code"] is not None:
+        if not watch or view["exit_code"] is not None or view["state"] == ENDED:
             return
         time.sleep(WATCH_EVERY_S)
         watcher.poll()

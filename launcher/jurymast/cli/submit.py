@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from jurymast.cli.options import default_runs, examples, file_option, resolved_p
 from jurymast.cli.output import echo
 from jurymast.cli.patience import follow_on
 from jurymast.cluster.sbatch import (
+    DONE_HERE,
     STANDARD_INPUT,
     BatchScript,
     CommandLine,
@@ -52,6 +53,9 @@ class SubmitCommand(click.Command):
         }
         line = split_command_line(args, own)
         script = _batch_script(line, own)
+        if "--observe" in (*(script.own if script else ()), *line.own):  # how many nodes is then sbatch's
+            slurms = {flag: takes for flag, takes in own.items() if flag not in ("-N", "--nodes")}
+            line = replace(split_command_line(args, slurms), command=line.command)
         context.meta["jurymast.line"], context.meta["jurymast.script"] = line, script
         # The command line overrides the script: click takes the last value.
         return super().parse_args(context, [*(script.own if script else ()), *line.own])
@@ -106,6 +110,10 @@ def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None
     "--train", type=click.Choice(["", "yes", "no"]), default="", metavar="yes|no",
     help="Whether tasks of Python that a script's srun starts are one training.  [as they show]",
 )  # fmt: skip
+@click.option(
+    "--observe", is_flag=True,
+    help="Have sbatch run the script as it is, and only report what jurymast would have done and saved.",
+)  # fmt: skip
 @click.option("--name", default="", metavar="NAME", help="Part of the run's id.  [the script's name]")
 @runs_of("Where run directories are kept; all nodes must see it.  [$JURYMAST_RUNS, or ./runs]")
 @click.option("--shared-runs", is_flag=True, help="Accept a runs directory in which others can replace runs.")
@@ -124,14 +132,15 @@ def command(context: click.Context, /, **options: Any) -> int:
     told = merged(script, os.environ, line)
     request = _request(line, script, policy, options, runs, told)
     _note_unused(line, options["cluster"])
+    observed = request.plan.observed
     from jurymast.cluster.slurm import submit
 
     if options["dry_run"]:
-        lines = _lines(script, told, request.plan)
+        lines = [] if observed else _lines(script, told, request.plan)
         values = request.to_json() | ({"lines": lines} if script else {})
         echo(json.dumps(values, indent=1) if options["as_json"] else _shown(request) + _lines_shown(lines))
         return 0
-    if request.plan.cluster == "slurm":
+    if request.plan.cluster == "slurm" and not observed:
         from jurymast.cluster import slurm
 
         found = slurm.partitions(told.last("clusters", "cluster") or "")
@@ -173,18 +182,23 @@ def _request(
     """Build the request; finds every mistake that can be found without asking Slurm."""
     from jurymast.cluster.earlier import with_earlier
     from jurymast.cluster.planning import OwnOptions, make_plan, signal_note, time_limit_s
-    from jurymast.cluster.slurm import build_request, check_runs_directory
+    from jurymast.cluster.slurm import build_request, check_runs_directory, observed_request
     from jurymast.core.judges.forecast import auto_spares
 
+    if options["observe"]:
+        _check_observed(script, options, told)
+    nodes = None if options["observe"] else options["nodes"]
     asked = OwnOptions(
-        options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs,
-        options["train"],
-    )  # fmt: skip
+        nodes, options["nproc_per_node"], options["name"], options["cluster"], runs, options["train"]
+    )
     plan = make_plan(
         asked, line, policy, script=script, environment=os.environ, working_directory=Path.cwd(),
         python=sys.executable,
     )  # fmt: skip
     check_runs_directory(runs, script, shared=options["shared_runs"])
+    if options["observe"] and script is not None:
+        plan = replace(plan, observed=True, sbatch_options=plan.typed_options)
+        return observed_request(plan, policy, script, line)
     auto = policy.policy.spares is None
     plan, notes = with_earlier(
         plan, runs, told.last("partition") or "", plan.submitted_at,
@@ -193,6 +207,23 @@ def _request(
     for note in filter(None, [signal_note(told, script), *notes]):
         echo(f"jurymast: note: {note}", err=True)
     return build_request(plan, policy, script)
+
+
+def _check_observed(script: BatchScript | None, options: dict[str, Any], told: CommandLine) -> None:
+    """Raise UsageError for what cannot be observed: what nobody but jurymast runs, or what returns late."""
+    if script is None or options["cluster"] == "local":
+        raise UsageError(
+            "--observe takes a batch script that sbatch could run by itself",
+            hint="jurymast submit --observe job.sbatch",
+        )
+    if told.has("test-only"):
+        raise UsageError("--test-only submits nothing to observe", hint="run sbatch --test-only")
+    for given in script.sbatch:
+        if given.name in DONE_HERE:
+            raise UsageError(
+                f"{given.where}--{given.name} keeps the job's id from being recorded when it is submitted",
+                hint=f"leave it out there, and give --{given.name} to jurymast submit",
+            )
 
 
 def _note_unused(line: CommandLine, cluster: str) -> None:
@@ -246,10 +277,18 @@ def _announce(submitted: Submitted, options: dict[str, Any], runs: Path) -> None
     if options["parsable"]:
         echo(";".join(filter(None, (submitted.job, submitted.slurm_cluster))))
         return
+    name = plan.run if runs == default_runs() else shlex.quote(plan.directory)
+    if plan.observed:
+        echo(
+            f"run        {plan.run}\n"
+            f"job        {submitted.job} (observed: sbatch has {plan.script} as it is)\n"
+            f"directory  {plan.directory}\n"
+            f"report     jurymast report {name}"
+        )
+        return
     spare = f" + {plan.spares} spare" if plan.spares else ""
     nodes = "nodes" if plan.nodes > 1 else "node"
     each = "" if plan.batch else f", {plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''} each"
-    name = plan.run if runs == default_runs() else shlex.quote(plan.directory)
     echo(
         f"run        {plan.run}\n"
         f"job        {submitted.job} ({plan.active} active{spare} {nodes}{each})\n"

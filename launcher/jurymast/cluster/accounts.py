@@ -23,7 +23,7 @@ _FIELDS = (
 _LATER_FIELDS = ("FailedNode", "StdOut")
 
 Row = Mapping[str, str]
-Step = tuple[float, float | None]  # start and end
+Step = tuple[float, float | None, str]  # start, end, and the exit code if it failed
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class AccountedJob:
     attempts: tuple[AccountedAttempt, ...]
 
 
-def job(number: str) -> list[AccountedJob]:
+def job(number: str, cluster: str = "") -> list[AccountedJob]:
     """The job with this id; of an array all tasks. Raises RunNotFoundError, ClusterUnavailableError."""
-    found = _ask([f"--jobs={number}"])
+    found = _ask([f"--jobs={number}", *([f"--clusters={cluster}"] if cluster else [])])
     if not found:
         raise RunNotFoundError(
             f"Slurm's accounting has no job {number}",
@@ -85,7 +85,8 @@ def jobs_in(told: str, fields: Sequence[str] = _FIELDS) -> list[AccountedJob]:
         if not dot:
             rows.setdefault(number, []).append(row)
         elif step.isdigit() and (start := _time(row["Start"])) is not None:
-            steps.setdefault(row["DBIndex"], []).append((start, _time(row["End"])))
+            failed = row["ExitCode"] if row["State"] == "FAILED" else ""
+            steps.setdefault(row["DBIndex"], []).append((start, _time(row["End"]), failed))
     return [_job(number, _of_one(found), steps) for number, found in rows.items()]
 
 
@@ -124,9 +125,10 @@ def _attempt(row: Row, steps: Sequence[Step]) -> AccountedAttempt:
     if len(nodes) != _number(row["NNodes"]):  # such as "None assigned"
         nodes = [f"node {n + 1}" for n in range(_number(row["NNodes"]))]
     failed = row.get("FailedNode", "")
+    newest = max(steps, key=lambda step: step[0], default=(0.0, None, ""))
     return AccountedAttempt(
-        state, tuple(nodes), _time(row["Eligible"]), start, end, tuple(steps), row["ExitCode"],
-        failed if failed in nodes else "",
+        state, tuple(nodes), _time(row["Eligible"]), start, end, tuple(step[:2] for step in steps),
+        row["ExitCode"], failed if failed in nodes else "", newest[2],
     )  # fmt: skip
 
 

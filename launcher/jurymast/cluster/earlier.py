@@ -113,9 +113,10 @@ def _names(runs: Path) -> list[str]:
 
 
 def _read(directory: RunDirectory) -> PastRun | None:
-    """Replay one run; None for a local one, which has no real nodes. Raises RunDirectoryError."""
+    """Replay one run; None for a local one, which has no real nodes, and for one that was only observed.
+    Raises RunDirectoryError."""
     plan = directory.plan()
-    if plan.cluster != "slurm":
+    if plan.cluster != "slurm" or plan.observed:
         return None
     state = initial_state(plan)
     reader = NodeReader(state, lambda event: step(state, event))

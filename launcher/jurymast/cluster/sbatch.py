@@ -377,7 +377,7 @@ def seconds_of(text: str) -> int | None:
 
 # ---- batch scripts
 
-STANDARD_INPUT = "standard input"
+STANDARD_INPUT, WRAP = "standard input", "wrap"
 HEAD_BYTES_MAX = 1 << 16
 SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
 SBATCH_LINE, JURYMAST_LINE, PBS_LINE = "#SBATCH", "#JURYMAST", "#PBS"
@@ -458,7 +458,7 @@ def read_script(path: Path, own: Mapping[str, bool]) -> BatchScript:
 def wrapped(command: str) -> BatchScript:
     """The script that `sbatch --wrap` makes of a command line."""
     head = "# This script was created by sbatch --wrap.\n"
-    return BatchScript("wrap", f"#!/bin/sh\n{head}\n{command}\n", head)
+    return BatchScript(WRAP, f"#!/bin/sh\n{head}\n{command}\n", head)
 
 
 def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:

@@ -21,7 +21,15 @@ from typing import Any
 from jurymast import foreign, programs
 from jurymast.cluster.allocation import batch_process, submit_local
 from jurymast.cluster.planning import WARN_SIGNAL
-from jurymast.cluster.sbatch import BatchScript, version_of
+from jurymast.cluster.sbatch import (
+    DONE_HERE,
+    STANDARD_INPUT,
+    WRAP,
+    BatchScript,
+    CommandLine,
+    version_of,
+    words_of,
+)
 from jurymast.core.judges.slurm_variables import without_a_job
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.state.texts import did_you_mean
@@ -93,6 +101,13 @@ def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = 
     if script is not None:
         return Request(plan, text, script_around(plan, script), command(plan), script.text)
     return Request(plan, text, render_script(plan), command(plan))
+
+
+def observed_request(plan: RunPlan, policy: Resolved, script: BatchScript, line: CommandLine) -> Request:
+    """The request for a job that is only observed: sbatch's own command line, as it was typed."""
+    named = line.command if script.name not in (WRAP, STANDARD_INPUT) else []
+    argv = ("sbatch", "--parsable", *words_of(line.options, DONE_HERE), *named)
+    return Request(plan, policy.yaml(origins=True), "", argv, script.text)
 
 
 def check_runs_directory(runs: Path, script: BatchScript | None = None, *, shared: bool = False) -> None:
@@ -294,16 +309,20 @@ def environment_for_sbatch(environment: Mapping[str, str]) -> dict[str, str]:
     return values
 
 
-def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run sbatch, which returns once it has accepted the job. Raises SubmissionError with Slurm's own
-    words."""
-    done = programs.run(
-        argv,
-        capture_output=True,
-        stdin=subprocess.DEVNULL,
-        env=environment_for_sbatch(os.environ),
-        start_new_session=True,  # only we get Ctrl-C: see _interrupt_held
-    )
+def sbatch(
+    argv: Sequence[str], variables: Mapping[str, str] | None = None, given: str | Path = os.devnull
+) -> subprocess.CompletedProcess[str]:
+    """Run sbatch, which returns once it has accepted the job, with these variables (None: our own, without
+    those of another job), and with the file `given` as its standard input. Raises SubmissionError with
+    Slurm's own words."""
+    with open(given, "rb") as file:
+        done = programs.run(
+            argv,
+            capture_output=True,
+            stdin=file,
+            env=environment_for_sbatch(os.environ) if variables is None else variables,
+            start_new_session=True,  # only we get Ctrl-C: see _interrupt_held
+        )
     if done.returncode != 0:
         raise SubmissionError(
             f"sbatch refused the job: {slurms_words(done.stderr)}", hint=hint_for(done.stderr, argv)
@@ -393,7 +412,7 @@ def submit_slurm(request: Request) -> Submitted:
     job, cluster = "", ""
     try:
         with _interrupt_held():
-            done = sbatch(request.argv)
+            done = _sbatch_observed(request) if request.plan.observed else sbatch(request.argv)
             job, cluster = accepted(done.stdout)
         write_atomically(request.run_directory.submission / "jobs" / job, cluster.encode())
     except BaseException as error:
@@ -405,6 +424,13 @@ def submit_slurm(request: Request) -> Submitted:
         raise
     # A site's submission plugin may print more ("moved to partition X"), which is for the user.
     return Submitted(request, slurm_job=job, slurm_cluster=cluster, notes=done.stderr.strip())
+
+
+def _sbatch_observed(request: Request) -> subprocess.CompletedProcess[str]:
+    """Run sbatch as its user would, but for SBATCH_WAIT, with which it would return when the job ends."""
+    variables = {name: value for name, value in os.environ.items() if name != "SBATCH_WAIT"}
+    read = request.plan.script == STANDARD_INPUT
+    return sbatch(request.argv, variables, users_script(request.run_directory) if read else os.devnull)
 
 
 def accepted(said: str) -> tuple[str, str]:

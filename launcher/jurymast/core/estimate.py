@@ -25,6 +25,8 @@ _CAUSES = {
     "OUT_OF_MEMORY": "out_of_memory",
 }  # fmt: skip
 ORDERED = "job_ended"
+# Exit codes of what a SIGKILL ended, and of a shell that tells of one.
+_KILLED = frozenset({"0:9", "137:0"})
 # Ends after which the last steps that were not printed cannot be told from a wait; in others nobody waited.
 _HUNG = frozenset({"CANCELLED", "TIMEOUT", "DEADLINE"})
 # Slurm tells whole seconds, so a line may be so much outside of its attempt.
@@ -37,7 +39,8 @@ DEVIATIONS = 3
 class AccountedAttempt:
     """One life of a job in Slurm's accounting. Times in seconds since the epoch, None for one that has not
     come. `steps`: (start, end) of its steps; where there are none, the batch script itself may have
-    trained."""
+    trained. `failed_step`: the exit code of the newest one if that failed, as before a script requeues its
+    own job."""
 
     state: str
     nodes: tuple[str, ...]
@@ -47,16 +50,30 @@ class AccountedAttempt:
     steps: tuple[tuple[float, float | None], ...] = ()
     exit_code: str = ""
     failed_node: str = ""
+    failed_step: str = ""
+
+    @property
+    def cause(self) -> str:
+        """The cause of the incident with which it ended."""
+        found = "worker_exit" if self.failed_step and self.state not in _CAUSES else _CAUSES.get(self.state)
+        killed = found == "worker_exit" and (self.failed_step or self.exit_code) in _KILLED
+        return "worker_killed" if killed else found or ORDERED
 
 
 @dataclass
 class Estimate:
+    """`step_s`: the usual time of a step, 0 if no lines tell it. The first line tells of steps that followed
+    step `origin`. `numbered`: the steps' numbers are those of the whole training."""
+
     account: Account
     incidents: list[Incident]
     steps: StepCounts
     best_step: int
     lines_used: int
     went_back: int  # how often the log of one attempt goes back to an earlier step
+    step_s: float
+    origin: int
+    numbered: bool
 
 
 @dataclass(frozen=True)
@@ -101,6 +118,7 @@ class _Book:
     frontier: int | None = None
     incident: int = 0  # that led to the present attempt
     number: int = 0
+    origin: int | None = None
     first_launch: int | None = None
 
     def __post_init__(self) -> None:
@@ -192,7 +210,9 @@ class _Book:
         self._book(min(steps_began, first_at), self._launch(), self.incident)
         self._before(first_at, first, "warm_up")
         newest = first
-        self._reach(first, first)
+        new = min(first, self.pace.spacing)
+        self.origin = first - new if self.origin is None else self.origin
+        self._reach(first, new)
         for at, step in lines[1:]:
             if step > newest:
                 self._between(at, step - newest, step)
@@ -213,12 +233,15 @@ class _Book:
             self._book(end, "hang" if attempt.state in _HUNG else "detection", incident)
 
     def _before(self, at: int, step: int, what: str) -> None:
-        """Until the first line of a training that begins at `step`: at most the steps that lead from one line
-        to the next may have counted."""
-        new = self.pace.spacing
+        """Until the first line of a training that begins at `step`: of the steps that lead from one line to
+        the next, those that are new may have counted."""
+        new, step_us = self.pace.spacing, self.pace.step_us
+        self._book(at - new * step_us, what, self.incident)
         if self.log.numbered or self.number == 1:
-            new = min(new, max(0, step - self.best))
-        self._book(max(self._reached, at - new * self.pace.step_us), what, self.incident)
+            again = max(0, new - max(0, step - self.best))
+            self.counts.again += again
+            new -= again
+            self._book(at - new * step_us, "rework", self.incident)
         self._book(at, "unknown")
 
     def _between(self, at: int, number: int, step: int) -> None:
@@ -248,8 +271,8 @@ class _Book:
         self, attempt: AccountedAttempt, lines: Sequence[tuple[int, int]], end: int, *, last: bool
     ) -> None:
         """The incident with which the attempt ended."""
-        cause = _CAUSES.get(attempt.state, ORDERED)
-        code = f", exit code {attempt.exit_code}" if attempt.exit_code not in ("", "0:0") else ""
+        cause, told = attempt.cause, attempt.failed_step or attempt.exit_code
+        code = f", exit code {told}" if told not in ("", "0:0") else ""
         fault = min(end, lines[-1][0] + self.pace.line_us) if lines else end
         found = Incident(
             len(self.incidents) + 1, fault / 1e6, end / 1e6, self.number, lines[-1][1] if lines else 0,
@@ -261,7 +284,8 @@ class _Book:
         if not last and (after := self.attempts[self.number]).start is not None:
             found.launched_at = after.start
             later = self.lines[self.number]
-            found.started_at = later[0][0] / 1e6 if later else None
+            first = max(to_us(after.start), later[0][0] - self.pace.line_us) if later else None
+            found.started_at = None if first is None else first / 1e6
         self.incidents.append(found)
 
     # Intervals.
@@ -293,7 +317,10 @@ class _Book:
             {name: tuple(stays) for name, stays in self.stays.items()}, self.first_launch, self._reached,
             final=last.end is not None, doubtful=DOUBTFUL,
         )  # fmt: skip
-        return Estimate(account, self.incidents, self.counts, self.best, self.used, self.went_back)
+        return Estimate(
+            account, self.incidents, self.counts, self.best, self.used, self.went_back,
+            self.pace.step_us / 1e6, self.origin or 0, self.log.numbered,
+        )  # fmt: skip
 
 
 def _pace(lines: Sequence[Sequence[tuple[int, int]]]) -> _Pace:

@@ -7,7 +7,6 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,23 @@ from jurymast import foreign
 from jurymast.cluster.accounts import AccountedJob, output_now
 from jurymast.cluster.sbatch import find_script, merged, read_script, split_command_line
 from jurymast.core.estimate import Estimate, estimate
-from jurymast.core.goodput import RATIOS, Account, ordered
+from jurymast.core.goodput import Account, ordered
 from jurymast.core.judges.step_lines import StepLog, read_steps
 from jurymast.core.state.failure_rate import prior
 from jurymast.core.state.run import Phase, RunState
-from jurymast.core.state.settings import Settings
+from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.errors import JurymastError
 from jurymast.report.goodput import (
     Report,
-    between,
+    Reported,
+    account_json,
     charges,
     incidents_json,
     mtbf_json,
     node_failures,
 )
-from jurymast.report.text import Block, Line, Table, count, iso, node_time, one_line, percent
+from jurymast.report.instead import instead_view
+from jurymast.report.text import Block, Line, Table, between, count, iso, node_time, one_line, percent
 from jurymast.script.output import NO_ARRAY, expanded
 
 LINE_BYTES = 1 << 16
@@ -42,25 +43,20 @@ SENTENCE = (
 WHY_NO_ADVICE = "it needs the journal of a run; submit the job by jurymast, and its report has it"
 
 
-@dataclass(frozen=True)
-class Estimated:
-    """A report, and what a page draws besides."""
-
-    report: Report
-    account: Account
-    state: RunState
-
-
-def estimated(job: AccountedJob, log: Path | None = None, now: float | None = None) -> Estimated:
-    """Estimate a job's goodput. `log`: where its step lines are, if not in its standard output."""
+def estimated(
+    job: AccountedJob, log: Path | None = None, now: float | None = None, plan: RunPlan | None = None
+) -> Reported:
+    """Estimate a job's goodput. `log`: where its step lines are, if not in its standard output. `plan`: by
+    which jurymast observed it."""
     now = time.time() if now is None else now
     path = log or output_of(job)
     steps, written_at, trouble = _read(path)
     found = estimate(job.attempts, steps, written_at, now)
-    return Estimated(
-        _report(job, found, path, steps, trouble),
-        found.account,
-        RunState(Settings(), incidents=found.incidents, phase=Phase.SUCCEEDED),
+    report = _report(job, found, path, steps, trouble)
+    if plan is not None:
+        report["instead"] = instead_view(found, plan)
+    return Reported(
+        report, found.account, RunState(Settings(), incidents=found.incidents, phase=Phase.SUCCEEDED)
     )
 
 
@@ -119,12 +115,7 @@ def _report(job: AccountedJob, found: Estimate, path: Path | None, log: StepLog,
         "run": job.job, "name": job.name, "state": job.state.lower(), "end_reason": "",
         "provisional": not account.final, "until": iso(account.end / 1e6),
         "warnings": list(_warnings(job, found, log, trouble)),
-        "ratios": account.ratios(), "ratios_at_most": account.ratios(at_most=True), "definitions": RATIOS,
-        "categories": {name: account.totals[name] / 1e6 for name in ordered(list(account.totals))},
-        "total_node_seconds": sum(account.totals.values()) / 1e6,
-        "allocated_node_seconds": account.allocated_us / 1e6,
-        "queue_node_seconds": account.queue_us / 1e6,
-        "wall_seconds": account.wall_us / 1e6,
+        **account_json(account),
         "steps": {
             "done": found.best_step, "seconds": account.placed_us("step") / 1e6,
             "in_all_attempts": found.steps.done, "again": found.steps.again,
@@ -178,7 +169,7 @@ def _warnings(job: AccountedJob, found: Estimate, log: StepLog, trouble: str) ->
 # ---- many jobs
 
 
-def jobs_view(of: str, found: Sequence[Estimated]) -> dict[str, Any]:
+def jobs_view(of: str, found: Sequence[Reported]) -> dict[str, Any]:
     """The jobs' estimates, and their sum. Ratios are weighted with the nodes."""
     totals: Counter[str] = Counter()
     allocated = 0.0

@@ -33,14 +33,15 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.failure_rate import DAY_S, FEW_FAILURES, LEVEL, Mtbf
 from jurymast.core.state.incident import CAUSES
 from jurymast.errors import RunDirectoryError
-from jurymast.report.goodput import RATIO_NAMES, Card, between
+from jurymast.report.goodput import RATIO_NAMES, Card
 from jurymast.report.liveness import JournalTail
 from jurymast.report.pages import render, slices
 from jurymast.report.runs import rows_of_nodes
-from jurymast.report.text import Block, Line, Table, count, duration, iso, one_line, percent
+from jurymast.report.text import Block, Line, Table, between, count, duration, iso, one_line, percent
 from jurymast.rundir import RunDirectory, run_names
 
 VERSION = 1  # of what is kept
+OBSERVED = "observed"  # in place of the cluster: jurymast did not launch it, so it is in no figure
 SCHEMA = 1
 NODES_SHOWN = 10
 CAUSES_TOLD = 3
@@ -88,6 +89,8 @@ def read_fleet(places: Sequence[Path]) -> Fleet:
     newest: dict[tuple[str, str], str] = {}
     for place in dict.fromkeys(places):
         for name, run in _runs_in(place, fleet.unreadable):
+            if run.cluster == OBSERVED:
+                continue
             same = (run.user, run.past.run)
             other = newest.get(same)
             if other is None or run.past.until > fleet.runs[other].past.until:
@@ -157,7 +160,8 @@ class _RunReader(JournalTail):
         """What has been read, up to the newest entry. Raises ValueError."""
         account = self.ledger.account()
         return RunSummary(
-            past=self.nodes.summary(self.plan.run, self.plan.exclude), cluster=self.plan.cluster,
+            past=self.nodes.summary(self.plan.run, self.plan.exclude),
+            cluster=OBSERVED if self.plan.observed else self.plan.cluster,
             partition=self.partition, account=self.account, gpus=self.gpus, spares=self.plan.spares,
             spares_used=spares_used(account), whole=not self.unread,
             days=spent_by_day(account, self.state.incidents, self.plan.submitted_at),

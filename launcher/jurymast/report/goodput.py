@@ -27,6 +27,7 @@ from jurymast.core.state.run import RunState, failure_rate
 from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.report.advice import advice_blocks, advice_view, sentences, trust
 from jurymast.report.curves import curves
+from jurymast.report.instead import assumed, instead_blocks, instead_sentences
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.pages import Bar, Slice, kind, render, slices, timeline
 from jurymast.report.sentences import decision
@@ -43,6 +44,7 @@ from jurymast.report.text import (
     Line,
     Table,
     amounts,
+    between,
     count,
     duration,
     iso,
@@ -60,6 +62,21 @@ COMMAND_CHARACTERS = 400
 PARTS = ("detect", "diagnose", "decide", "replace", "launch", "restore", "rework")
 
 
+@dataclass(frozen=True)
+class Reported:
+    """A report, and what a page draws besides."""
+
+    report: Report
+    account: Account
+    state: RunState
+
+
+def reported(watcher: StatusWatcher) -> Reported:
+    """The run's report as of now."""
+    life, now = look(watcher.directory, watcher.state), time.time()
+    return Reported(report_view(watcher, life, now), watcher.account(life, now), watcher.state)
+
+
 def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float | None = None) -> Report:
     """The report. Times are in seconds or ISO 8601 with zone, node-time in node-seconds, ratios 0..1. If it
     is not known which steps are rework, the ratios lie between `ratios` and `ratios_at_most`."""
@@ -75,12 +92,7 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
         "run": state.run or plan.run, "name": state.name or plan.name, "state": word, "end_reason": why,
         "provisional": not account.final and life.kind != "gone",
         "until": iso(account.end / 1e6) if account.end else None, "warnings": data_gaps(watcher),
-        "ratios": account.ratios(), "ratios_at_most": account.ratios(at_most=True), "definitions": RATIOS,
-        "categories": {name: account.totals[name] / 1e6 for name in ordered(list(account.totals))},
-        "total_node_seconds": sum(account.totals.values()) / 1e6,
-        "allocated_node_seconds": account.allocated_us / 1e6,
-        "queue_node_seconds": account.queue_us / 1e6,
-        "wall_seconds": account.wall_us / 1e6,
+        **account_json(account),
         "steps": {
             "done": max(state.best_step, shown_step(state)), "seconds": account.placed_us("step") / 1e6,
             "in_all_attempts": counts.done, "again": counts.again,
@@ -92,6 +104,18 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
         "cadence": _cadence_json(watcher.ledger.saves, expected_s, state),
         "advice": advice_view(watcher.ledger, account, now),
         "provenance": _provenance(watcher, plan, state),
+    }  # fmt: skip
+
+
+def account_json(account: Account) -> Report:
+    """What the account alone tells."""
+    return {
+        "ratios": account.ratios(), "ratios_at_most": account.ratios(at_most=True), "definitions": RATIOS,
+        "categories": {name: account.totals[name] / 1e6 for name in ordered(list(account.totals))},
+        "total_node_seconds": sum(account.totals.values()) / 1e6,
+        "allocated_node_seconds": account.allocated_us / 1e6,
+        "queue_node_seconds": account.queue_us / 1e6,
+        "wall_seconds": account.wall_us / 1e6,
     }  # fmt: skip
 
 
@@ -207,18 +231,13 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
         ("made from", source_text(report)),
     )
     blocks += [Line(f"{name:<11}{text}") for name, text in about]
-    return [*blocks, Line(""), *advice_blocks(report["advice"])]
+    last = instead_blocks(report) if "instead" in report else advice_blocks(report["advice"])
+    return [*blocks, Line(""), *last]
 
 
 def subject(report: Mapping[str, Any]) -> str:
     """What the report is of. Reports of jobs that jurymast did not launch have an `estimate`."""
     return f"ESTIMATE of Slurm job {report['run']}" if report.get("estimate") else f"run {report['run']}"
-
-
-def between(least: float | None, most: float | None) -> str:
-    """A ratio of which only bounds are known, as a range: a single number would be wrong."""
-    low, high = percent(least), percent(most)
-    return low if low == high else f"{low} to {high}"
 
 
 def reach(report: Mapping[str, Any], form: str = "%Y-%m-%d %H:%M:%S") -> str:
@@ -344,10 +363,28 @@ def compare_table(both: Mapping[str, Any]) -> Table:
         ["node-time", node_time(first["total_node_seconds"]), node_time(second["total_node_seconds"]), ""],
         ["incidents", str(len(first["incidents"])), str(len(second["incidents"])), ""],
         ["MTBF", *(_mtbf_span(each["mtbf"]) for each in (first, second)), ""],
+        *_foretold(first, second),
     ]
     headers = ("", *(_heading(each) for each in (first, second)), "CHANGE")
     right = frozenset({1, 2, 3})
     return Table(headers, [*ratios, *facts, *shares], right=right, wrap=False)
+
+
+def _foretold(*reports: Mapping[str, Any]) -> list[list[str]]:
+    """What jurymast would have made of those that it only observed."""
+    ratios = [(each.get("instead", {}).get("ratios"), each) for each in reports]
+    return [
+        [
+            f"{name} with jurymast",
+            *(
+                between(told[name], of["instead"]["ratios_at_most"][name]) if told else ""
+                for told, of in ratios
+            ),
+            "",
+        ]
+        for name in ("runtime_goodput", "allocation_goodput")
+        if any(told for told, _ in ratios)
+    ]
 
 
 def compare_page(both: Mapping[str, Any]) -> str:
@@ -459,13 +496,21 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
         },
         "cadence": cadence_text(report),
         "mtbf": mtbf_text(report),
-        "advice": sentences(report["advice"]),
-        "trust": trust(report["advice"]),
+        **_last_part(report),
         "provenance": {
             name: " ".join(map(str, value)) or None if isinstance(value, list) else value
             for name, value in report["provenance"].items()
         },
     }
+
+
+def _last_part(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What jurymast would have done, in a job that it observed; in a run what to change."""
+    if (view := report.get("instead")) is not None:
+        told, why = instead_sentences(report), assumed(view)
+        return {"advised": "What jurymast would have done", "advice": told, "trust": why}
+    advice = report["advice"]
+    return {"advised": "What to change", "advice": sentences(advice), "trust": trust(advice)}
 
 
 def _extent(report: Mapping[str, Any]) -> str:

@@ -12,10 +12,10 @@ from jurymast.jobs import run_command
 from jurymast.processes import log_as
 from jurymast.report.advice import sentences
 from jurymast.report.follow import end_lines
-from jurymast.report.goodput import Report, between, report_view
+from jurymast.report.goodput import Report, report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.status import StatusWatcher, read_status
-from jurymast.report.text import count, one_line
+from jurymast.report.text import between, count, one_line
 from jurymast.rundir import RunDirectory
 
 log = logging.getLogger("jurymast.last_words")

@@ -28,6 +28,7 @@ from jurymast.core.state.failure_rate import AFTER_REPAIR, learned_before, node_
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.jobs import run_command
 from jurymast.report.liveness import ANSWER_LIMIT_S, Liveness, judge, look, slurm_jobs
+from jurymast.report.observed import ENDED, observed_state
 from jurymast.report.status import (
     StatusWatcher,
     doubts,
@@ -55,7 +56,7 @@ from jurymast.rundir import RunDirectory
 # squeue's codes for our states.
 CODES = {
     "queued": "PD", "requeued": "PD", "starting": "R", "running": "R", "recovering": "R", "succeeded": "CD",
-    "failed": "F", "cancelled": "CA",
+    "failed": "F", "cancelled": "CA", ENDED: "?",
 }  # fmt: skip
 ENDED_SHOWN_S = 86_400.0
 # The name last: it may contain what stands between the columns.
@@ -114,7 +115,7 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
         life = judge(squeue[0], squeue[6], squeue[7])
     else:
         life = look(watcher.directory, state)
-    word, _ = public_state(state, life)
+    word = observed_state(watcher.directory, life) if plan.observed else public_state(state, life)[0]
     account = watcher.account(life, time.time())
     goodput, at_most = (account.ratios(at_most=most)["runtime_goodput"] for most in (False, True))
     row = _empty(state.run or plan.run)

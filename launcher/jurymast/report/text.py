@@ -72,6 +72,12 @@ def percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{100 * ratio:.1f} %"
 
 
+def between(least: float | None, most: float | None) -> str:
+    """A ratio of which only bounds are known, as a range: a single number would be wrong."""
+    low, high = percent(least), percent(most)
+    return low if low == high else f"{low} to {high}"
+
+
 def percent_fine(ratio: float) -> str:
     return f"{100.0 * ratio:.2f} %"
 

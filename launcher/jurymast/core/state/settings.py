@@ -167,6 +167,7 @@ class RunPlan:
     module: bool = False  # `script` is a module name, as with `python -m`
     # In a batch script's run, `script` is that script, and later the training that one of its steps runs.
     batch: bool = False
+    observed: bool = False  # sbatch has the script as it is, and nothing of jurymast runs in the job
     # Each of its ranks stands for a task that srun would have started, not for one of torchrun's.
     tasks: bool = False
     # Nobody has said that they are one training: until one of them makes a process group, each is for itself.

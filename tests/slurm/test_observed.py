@@ -1,0 +1,184 @@
+"""Jobs that are only observed (`submit --observe`): they run as under sbatch, and what the report foretells
+of them is what jurymast gives where it acts."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.runs import SCRIPTS
+from support.slurm_runs import forget_earlier_runs, jurymast
+from testcluster import Cluster
+from testcluster.processes import wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.alone]
+
+LIMIT_S = 90.0
+SOON_S = 4
+JOB = """#!/bin/bash
+#SBATCH --nodes=3 --ntasks-per-node=1 --output=log-%j.out --open-mode=append --requeue
+#JURYMAST --train yes
+srun --kill-on-bad-exit python $TRAIN . $1 || scontrol requeue $SLURM_JOB_ID
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(place: Path) -> Iterator[Cluster]:
+    """One with accounting."""
+    running = Cluster.up(
+        nodes=6, directory=place.with_name(f"{place.name}-observed"), accounting=True, slurm="system"
+    )
+    forget_earlier_runs(running)
+    try:
+        yield running
+    finally:
+        running.down()
+
+
+class Job:
+    """A job whose command line is `words`, submitted from a directory of its own."""
+
+    def __init__(self, cluster: Cluster, work: Path, *words: str, script: str = JOB) -> None:
+        self.cluster, self.work = cluster, work
+        cluster.login(["mkdir", "-p", str(work)])
+        (work / "job.sbatch").write_text(script)
+        done = cluster.login(
+            list(words), cwd=work, timeout_s=LIMIT_S,
+            env={
+                "PATH": f"{cluster.python.parent}:/usr/bin:/bin", "JURYMAST_RUNS": str(work / "runs"),
+                "TRAIN": str(SCRIPTS / "train_by_itself.py"),
+            },
+        )  # fmt: skip
+        self.number = int(done.stdout.strip())
+
+    def step(self) -> int:
+        """The newest step that was ever done."""
+        file = self.work / "steps"
+        return max(map(int, file.read_text().split()), default=0) if file.exists() else 0
+
+    def wait_step(self, step: int) -> None:
+        wait_until(
+            lambda: self.step() >= step or self._hurry(), LIMIT_S, f"step {step} of {self.number}", 0.5
+        )
+
+    def _hurry(self) -> bool:
+        """Have Slurm start the job soon if it was requeued; at once it would refuse the job's credential."""
+        job = self.cluster.job(self.number)
+        assert job["JobState"] not in ("FAILED", "CANCELLED", "COMPLETED"), job["JobState"]
+        waits = job["JobState"] == "PENDING" and job["EligibleTime"] != "Unknown"
+        if waits and datetime.fromisoformat(job["EligibleTime"]).timestamp() > time.time() + 2 * SOON_S:
+            again = ["scontrol", "update", f"JobId={self.number}", f"StartTime=now+{SOON_S}"]
+            self.cluster.login(again, root=True, check=False)
+        return False
+
+    def strike(self, kind: str, rank: int) -> None:
+        node, pid = (self.work / f"rank-{rank}").read_text().split()
+        if kind == "kill":
+            self.cluster.fault("kill", node, pid=int(pid), signal="KILL")
+        else:
+            self.cluster.fault(kind, node)
+
+    def report(self, *words: str) -> dict[str, Any]:
+        code, told, error = jurymast(
+            self.cluster, "report", str(self.number), "--runs", str(self.work / "runs"), "--json", *words
+        )
+        assert code == 0, error
+        found: dict[str, Any] = json.loads(told)
+        return found
+
+
+SEES = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --output=seen-%j --time=10 --mem=100M
+env; ulimit -a; umask; pwd; echo "$0 $@"; srun --label env | sort
+"""
+# Variables that differ from job to job, besides its number.
+OF_A_JOB = re.compile(r"(\d: )?SLURM_(JOB_(START|END)_TIME|TASK_PID|SRUN_COMM_PORT|STEP_LAUNCHER_PORT)=")
+
+
+def test_a_job_sees_what_it_sees_under_sbatch(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name
+    told = []
+    for words in (("sbatch", "--parsable"), ("jurymast", "submit", "--observe", "--parsable")):
+        job = Job(cluster, work, *words, "-J", "mine", "job.sbatch", "a b", "c", script=SEES)
+        cluster.wait_job(job.number, "COMPLETED", deadline_s=LIMIT_S)
+        lines = (work / f"seen-{job.number}").read_text().splitlines()
+        own = (line.replace(str(job.number), "N") for line in lines if not OF_A_JOB.match(line))
+        told.append(sorted(own))
+        cluster.wait_idle()
+    assert told[0] == told[1]
+    assert len(told[0]) > 100
+
+
+FAULTS = [("kill", 1), ("crash", 2), ("kill", 0), ("kill", 2), ("crash", 1), ("kill", 1), ("kill", 0)]
+EACH = 40
+
+
+def play(job: Job) -> None:
+    for number, (kind, rank) in enumerate(FAULTS, 1):
+        job.wait_step(EACH * number + 5)
+        job.strike(kind, rank)
+    job.wait_step(EACH * (len(FAULTS) + 1))
+    job.cluster.wait_job(job.number, "COMPLETED", deadline_s=LIMIT_S)
+
+
+def test_what_is_foretold_is_what_jurymast_gives(cluster: Cluster, tmp_path: Path) -> None:
+    steps = str(EACH * (len(FAULTS) + 1))
+    work = cluster.shared / tmp_path.name
+    ours = ("jurymast", "submit", "--parsable", "--spares", "2")
+    observed = Job(cluster, work / "observed", *ours, "--observe", "job.sbatch", steps)
+    play(observed)
+    print(
+        cluster.login(
+            [
+                "sacct",
+                "-D",
+                "-j",
+                str(observed.number),
+                "--format=JobID,State,ExitCode,Start,End,Eligible,NodeList",
+            ]
+        ).stdout
+    )
+    wait_until(lambda: observed.report()["state"] == "completed", LIMIT_S, "the accounts", 1.0)
+    report = observed.report()
+    print(
+        json.dumps(
+            {
+                k: report[k]
+                for k in ("ratios", "ratios_at_most", "categories", "instead", "steps", "wall_seconds")
+            },
+            indent=1,
+        )
+    )
+    print(json.dumps([[i["cause"], i["evidence"], i["seconds"]] for i in report["incidents"]]))
+    cluster.repair_all()
+    acting = Job(cluster, work / "acting", *ours, "job.sbatch", steps)
+    play(acting)
+    ran = acting.report()
+    print(
+        json.dumps(
+            {
+                k: ran[k]
+                for k in ("ratios", "ratios_at_most", "categories", "steps", "wall_seconds", "advice")
+            },
+            indent=1,
+        )
+    )
+    print(json.dumps([[i["cause"], i["evidence"], i["seconds"]] for i in ran["incidents"]]))
+    print(
+        jurymast(
+            cluster,
+            "report",
+            str(acting.number),
+            "--runs",
+            str(work / "acting/runs"),
+            "--compare",
+            str(next((work / "observed/runs").glob("2*"))),
+        )[1:]
+    )
