@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -341,6 +342,36 @@ def test_attempts_of_one_job_and_their_steps() -> None:
     assert (first.state, first.steps, first.nodes) == ("NODE_FAIL", ((START + 15, START + 40),), NODES)
     assert (second.state, second.steps) == ("CANCELLED", ((START + 71, None),))
     assert both.state == "CANCELLED"
+
+
+@pytest.mark.parametrize(
+    ("script", "step", "failed"),
+    [
+        ("COMPLETED", "CANCELLED", "0:15"),  # as srun cancels a step of which a task failed
+        ("FAILED", "FAILED", "0:15"),
+        ("CANCELLED", "FAILED", "0:15"),
+        ("CANCELLED", "CANCELLED by 1000", ""),
+        ("COMPLETED", "COMPLETED", ""),
+    ],
+)
+def test_who_requeued_a_job(script: str, step: str, failed: str) -> None:
+    told = [
+        row("9", "REQUEUED", 0, 40), row("9.batch", script, 0, 40),
+        row("9.0", step, 1, 39, ExitCode="0:15"),
+    ]  # fmt: skip
+    (job,) = jobs_in("\n".join(told))
+    assert job.attempts[0].failed_step == failed
+
+
+def test_that_a_rank_was_killed_is_known_from_what_srun_says() -> None:
+    log = read_steps(
+        ["2026-11-28 03:00:00 step 4", "srun: error: n2: task 1: Killed", "srun: error: n2: task"]
+    )
+    assert log.killed == {4}
+    failed = AccountedAttempt("REQUEUED", NODES, START, START, START + 30, failed_step="0:15")
+    steps = logged((10, 2), (20, 4))
+    found = made(failed, attempt(60, 90), log=replace(steps, killed=log.killed))
+    assert [one.cause for one in found.incidents] == ["worker_killed"]
 
 
 Sacct = Callable[[str], None]

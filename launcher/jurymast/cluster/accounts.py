@@ -23,7 +23,14 @@ _FIELDS = (
 _LATER_FIELDS = ("FailedNode", "StdOut")
 
 Row = Mapping[str, str]
-Step = tuple[float, float | None, str]  # start, end, and the exit code if it failed
+
+
+@dataclass(frozen=True)
+class _Step:
+    start: float
+    end: float | None
+    state: str
+    code: str
 
 
 @dataclass(frozen=True)
@@ -79,15 +86,18 @@ def _ask(which: list[str]) -> list[AccountedJob]:
 def jobs_in(told: str, fields: Sequence[str] = _FIELDS) -> list[AccountedJob]:
     """The jobs in sacct's lines, with times in seconds since the epoch."""
     rows: dict[str, list[Row]] = {}
-    steps: dict[str, list[Step]] = {}  # by the number of their attempt in the database
+    steps: dict[str, list[_Step]] = {}  # by the number of their attempt in the database
+    scripts: dict[str, str] = {}  # how the batch script of that attempt ended
     for row in _records(told, fields):
         number, dot, step = row["JobIDRaw"].partition(".")
         if not dot:
             rows.setdefault(number, []).append(row)
+        elif step == "batch":
+            scripts[row["DBIndex"]] = row["State"]
         elif step.isdigit() and (start := _time(row["Start"])) is not None:
-            failed = row["ExitCode"] if row["State"] == "FAILED" else ""
-            steps.setdefault(row["DBIndex"], []).append((start, _time(row["End"]), failed))
-    return [_job(number, _of_one(found), steps) for number, found in rows.items()]
+            one = _Step(start, _time(row["End"]), row["State"].partition(" ")[0], row["ExitCode"])
+            steps.setdefault(row["DBIndex"], []).append(one)
+    return [_job(number, _of_one(found), steps, scripts) for number, found in rows.items()]
 
 
 def _records(told: str, fields: Sequence[str]) -> Iterator[Row]:
@@ -109,27 +119,40 @@ def _of_one(rows: list[Row]) -> list[Row]:
     return kept
 
 
-def _job(number: str, rows: list[Row], steps: Mapping[str, list[Step]]) -> AccountedJob:
+def _job(
+    number: str, rows: list[Row], steps: Mapping[str, list[_Step]], scripts: Mapping[str, str]
+) -> AccountedJob:
     last = rows[-1]
-    attempts = without_overlap([_attempt(row, steps.get(row["DBIndex"], [])) for row in rows])
+    attempts = without_overlap(
+        [_attempt(row, steps.get(row["DBIndex"], []), scripts.get(row["DBIndex"], "")) for row in rows]
+    )
     return AccountedJob(
         last["JobID"], number, last["JobName"], last["User"], last["Account"], last["Partition"],
         attempts[-1].state, last["WorkDir"], last.get("StdOut", ""), last["SubmitLine"], tuple(attempts),
     )  # fmt: skip
 
 
-def _attempt(row: Row, steps: Sequence[Step]) -> AccountedAttempt:
+def _attempt(row: Row, steps: Sequence[_Step], script: str) -> AccountedAttempt:
     start, end = _time(row["Start"]), _time(row["End"])
     state = (row["State"].split() or ["UNKNOWN"])[0]  # CANCELLED by 1000
     nodes = expanded(row["NodeList"]) if start is not None else []
     if len(nodes) != _number(row["NNodes"]):  # such as "None assigned"
         nodes = [f"node {n + 1}" for n in range(_number(row["NNodes"]))]
     failed = row.get("FailedNode", "")
-    newest = max(steps, key=lambda step: step[0], default=(0.0, None, ""))
     return AccountedAttempt(
-        state, tuple(nodes), _time(row["Eligible"]), start, end, tuple(step[:2] for step in steps),
-        row["ExitCode"], failed if failed in nodes else "", newest[2],
+        state, tuple(nodes), _time(row["Eligible"]), start, end, tuple((one.start, one.end) for one in steps),
+        row["ExitCode"], failed if failed in nodes else "", _failed_step(state, steps, script),
     )  # fmt: skip
+
+
+def _failed_step(state: str, steps: Sequence[_Step], script: str) -> str:
+    """The exit code of the newest step if that failed. A script that requeues its own job after that ends by
+    itself; if somebody else does, Slurm ends it. srun cancels a step of which a task failed."""
+    if not steps:
+        return ""
+    newest = max(steps, key=lambda one: one.start)
+    itself = state == "REQUEUED" and script in ("COMPLETED", "FAILED") and newest.state != "COMPLETED"
+    return newest.code if itself or newest.state == "FAILED" else ""
 
 
 def _time(text: str) -> float | None:

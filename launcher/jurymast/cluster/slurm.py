@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -310,12 +310,12 @@ def environment_for_sbatch(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def sbatch(
-    argv: Sequence[str], variables: Mapping[str, str] | None = None, given: str | Path = os.devnull
+    argv: Sequence[str], variables: Mapping[str, str] | None = None, given: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run sbatch, which returns once it has accepted the job, with these variables (None: our own, without
     those of another job), and with the file `given` as its standard input. Raises SubmissionError with
     Slurm's own words."""
-    with open(given, "rb") as file:
+    with nullcontext(subprocess.DEVNULL) if given is None else foreign.reading(given) as file:
         done = programs.run(
             argv,
             capture_output=True,
@@ -430,7 +430,7 @@ def _sbatch_observed(request: Request) -> subprocess.CompletedProcess[str]:
     """Run sbatch as its user would, but for SBATCH_WAIT, with which it would return when the job ends."""
     variables = {name: value for name, value in os.environ.items() if name != "SBATCH_WAIT"}
     read = request.plan.script == STANDARD_INPUT
-    return sbatch(request.argv, variables, users_script(request.run_directory) if read else os.devnull)
+    return sbatch(request.argv, variables, users_script(request.run_directory) if read else None)
 
 
 def accepted(said: str) -> tuple[str, str]:

@@ -272,6 +272,8 @@ class _Book:
     ) -> None:
         """The incident with which the attempt ended."""
         cause, told = attempt.cause, attempt.failed_step or attempt.exit_code
+        if cause == "worker_exit" and lines and lines[-1][1] in self.log.killed:
+            cause = "worker_killed"
         code = f", exit code {told}" if told not in ("", "0:0") else ""
         fault = min(end, lines[-1][0] + self.pace.line_us) if lines else end
         found = Incident(

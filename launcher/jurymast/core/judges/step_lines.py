@@ -26,6 +26,8 @@ _EPOCH = re.compile(r"\bepoch\b[ :=\[]*(\d+)", re.IGNORECASE)
 _LOSS = re.compile(r"\{'(?:loss|train_loss)': .*'epoch': '?(\d+(?:\.\d+)?)")
 # Slurm's own messages: its steps are others.
 _SLURMS = re.compile(r"^(?:srun|slurmstepd|slurmd)\b.*?:|\*\*\* (?:STEP|JOB) ")
+# What srun says of a task that a SIGKILL ended.
+_KILLED = re.compile(r"^srun: error: \S+: tasks? [\d,-]+: Killed")
 # Before a number of a step, these words say that the line is about something else.
 _OTHER = re.compile(
     r"\b(?:resum|restor|load(?:ed|ing)?\b|sav(?:e|ed|es|ing)\b|checkpoint|eval|valid|val\b|test|total|max\b|warm)",
@@ -103,10 +105,12 @@ def _clock_s(text: str) -> float:
 @dataclass(frozen=True)
 class StepLog:
     """The step lines of a log, with increasing numbers as long as a training goes on. `numbered`: its numbers
-    are those of the whole training, and not of one pass over the data."""
+    are those of the whole training, and not of one pass over the data. `killed`: steps after whose lines a
+    rank was killed."""
 
     lines: tuple[StepLine, ...] = ()
     numbered: bool = True
+    killed: frozenset[int] = frozenset()
 
     @property
     def kind(self) -> str:
@@ -116,9 +120,13 @@ class StepLog:
 def read_steps(texts: Iterable[str]) -> StepLog:
     """Read the step lines of a log."""
     kinds: defaultdict[tuple[str, int | None], list[StepLine]] = defaultdict(list)
+    killed, newest = set[int](), 0
     for text in texts:
         found = step_line(text)
+        if found is None and _KILLED.match(text):
+            killed.add(newest)
         if found is not None:
+            newest = found.step
             lines = kinds[found.kind, found.total]  # a bar of another length is another loop's
             if not lines or lines[-1] != found:
                 lines.append(found)
@@ -133,7 +141,7 @@ def read_steps(texts: Iterable[str]) -> StepLog:
         elif before is not None and line.kind == "bar" and line.step < before.step:
             base = 0  # another attempt
         lines.append(replace(line, step=base + line.step))
-    return StepLog(tuple(lines), numbered)
+    return StepLog(tuple(lines), numbered, frozenset(killed))
 
 
 def times_of(log: StepLog, written_at: float | None) -> Iterator[tuple[float, int]]:
