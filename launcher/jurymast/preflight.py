@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from jurymast.processes import die_first, die_with_parent, ignore_signals
 from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at
+from jurymast.worker.store import store_at
 
 SEED = 20
 # Seconds for all products, and for all copies. Each kind is done at least twice, however long that takes.
@@ -218,8 +219,6 @@ def main() -> int:
     # NCCL would end this process if a partner does not answer; this makes the wait raise instead.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
 
-    import torch.distributed as dist
-
     listener = listen_at(os.environ.get(ADDRESS_VARIABLE, ""))
     port = listener.getsockname()[1]
     store = None
@@ -233,10 +232,7 @@ def main() -> int:
             else:
                 if order["rank"] == 0 and store is None:
                     # All pairings that this node leads meet here, each under a name of its own.
-                    store = dist.TCPStore(
-                        order["host"], port, is_master=True, master_listen_fd=listener.detach(),
-                        wait_for_workers=False, timeout=timedelta(seconds=STORE_LIMIT_S),
-                    )  # fmt: skip
+                    store = store_at(order["host"], port, STORE_LIMIT_S, listener.detach())
                 answer["times"] = test_group(order, choose(local_rank))
         except (RuntimeError, OSError, ValueError) as error:  # torch's and CUDA's errors are RuntimeErrors
             answer["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

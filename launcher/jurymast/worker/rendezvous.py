@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from datetime import timedelta
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from jurymast.core.state import messages as msg
 from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at
 from jurymast.worker.agent_pipe import AgentPipe
+from jurymast.worker.store import store_at
 
 # Rank 0's store listens before the launch is decided, so a slow connection means a lost node.
 STORE_CONNECT_S = 10.0
@@ -51,10 +51,7 @@ class AgentRendezvous(RendezvousHandler):
             order = self.launch = self.pipe.next_launch(listener.getsockname()[1])
             served = listener.detach() if order.rank == 0 else None
         address, port = order.master_address, order.master_port
-        self._store = TCPStore(
-            address, port, is_master=served is not None, master_listen_fd=served, wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_CONNECT_S),
-        )  # fmt: skip
+        self._store = store_at(address, port, STORE_CONNECT_S, served)
         return RendezvousInfo(self._store, order.rank, order.world, RendezvousStoreInfo(address, port))
 
     def is_closed(self) -> bool:

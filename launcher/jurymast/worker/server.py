@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn
@@ -184,6 +185,8 @@ class ForkServer:
                 from jurymast.worker.elastic import serve
 
                 serve(self._plan, channel)
+        except Exception:
+            traceback.print_exc()  # for the node's log
         finally:
             sys.stderr.flush()
             os._exit(code)
