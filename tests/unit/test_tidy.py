@@ -328,6 +328,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             # torch's stores, which know no authentication: see docs/security.md.
             "launcher/jurymast/preflight.py",
             "launcher/jurymast/worker/rendezvous.py",
+            "launcher/jurymast/worker/store.py",
         },
     ),
     memories: (
