@@ -140,6 +140,11 @@ MENDED = {
         '{"at":9.85,"kind":"power","node":2,"seconds":0.37},{"at":16.12,"kind":"hang","node":0,"other":1,'
         '"seconds":15.45},{"at":19.63,"kind":"grace","node":2,"seconds":22.85}]}'
     ),
+    "ranks are stopped by a signal, and then Slurm leaves them a minute": (
+        '{"seed":98502157,"active":2,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"faults":['
+        '{"at":16.12,"kind":"stopped","node":0,"other":1,"seconds":15.45},'
+        '{"at":16.6,"kind":"grace","node":2,"seconds":22.85}]}'
+    ),
     "a node whose clock jumped loses its GPU": (
         '{"seed":98502437,"active":2,"spares":1,"ranks":2,"cadence_steps":null,"room":8,"faults":['
         '{"at":10.88,"kind":"clock","node":1,"other":2},{"at":16.81,"kind":"gpu lost","node":1,"other":2}]}'

@@ -282,8 +282,10 @@ class Watch:
     def on_storage_waits(self, seconds: float, now: float) -> list[Effect]:
         """The run directory has not answered for this many seconds; 0.0: it has."""
         self._unfindable = seconds > STORAGE_LATE_S
-        looking = [name for name, watch in self.nodes.items() if watch.away and watch.away.how == "silent"]
-        who = some(looking, NODES_TOLD) if seconds > STORAGE_HANGS_S else ""
+        who = ""
+        if seconds > STORAGE_HANGS_S:
+            away = (name for name, watch in self.nodes.items() if watch.away and watch.away.how == "silent")
+            who = some(list(away), NODES_TOLD)
         return [] if bool(who) is self._state.unfindable else [Record(ev.Unfindable(t=now, who=who))]
 
     def _wait_for_storage(self, counted_s: float) -> None:

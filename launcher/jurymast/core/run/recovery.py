@@ -396,6 +396,8 @@ def _replace(state: RunState) -> list[Instruction]:
 
 def _swap_after_all(state: RunState) -> list[Instruction]:
     """Take out who stayed only because no spare was ready, if one is by now: there was a pause."""
+    if not (state.kept or any(state.nodes[name].findings for name in state.placement)):
+        return []
     out = [name for name in state.placement if state.nodes[name].role is not Role.ACTIVE]
     spares = [node.name for node in state.spare_nodes() if node.role is Role.SPARE]
     kept = [name for name in state.kept if name in state.places and name not in out]
