@@ -491,3 +491,21 @@ def test_days_are_those_of_utc(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_failures_give_no_single_mtbf(failures: int, told: str) -> None:
     times = {"node_seconds": 1800.0, "low_node_seconds": 1200.0, "high_node_seconds": 3600.0}
     assert mtbf_text({**times, "failures": failures}) == told
+
+
+def test_many_runs_are_read_in_several_processes_and_told_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(6):
+        Story().running(60 + number).finished().write(tmp_path / f"20261117-10000{number}-gpt-abcd")
+        plan = tmp_path / f"20261117-10000{number}-gpt-abcd" / "plan.json"
+        plan.write_text(json.dumps({**json.loads(plan.read_text()), "run": f"run-{number}"}))
+    (tmp_path / "20261117-100003-gpt-abcd" / "plan.json").write_text("{")
+    alone = read_fleet([tmp_path])
+    kept_file(tmp_path).unlink()
+    monkeypatch.setattr("jurymast.report.fleet.MANY", 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert read_fleet([tmp_path]) == alone
+    assert [len(alone.runs), len(alone.unreadable)] == [5, 1]
+    Story().running(90).finished().write(tmp_path / "20261117-200000-gpt-abcd")
+    assert len(read_fleet([tmp_path]).runs) == 6

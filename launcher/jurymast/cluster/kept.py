@@ -33,9 +33,13 @@ class Kept(Generic[Summary]):
         self._before = entries_in(path, version)
         self._now = dict(self._before)
 
+    def knows(self, name: str) -> bool:
+        """Whether anything is kept of the run with this name."""
+        return name in self._now
+
     def of(self, directory: RunDirectory, read: Callable[[RunDirectory], Summary]) -> Summary:
         """The run's summary, by `read` unless the kept one still holds. Raises what `read` raises."""
-        name, stamp = directory.root.name, _stamp(directory)
+        name, stamp = directory.root.name, stamp_of(directory)
         entry: Any = self._now.pop(name, None)
         try:
             if entry["stamp"] != stamp:
@@ -66,7 +70,7 @@ def entries_in(path: Path, version: Any) -> dict[str, Any]:
     return entries if isinstance(entries, dict) else {}
 
 
-def _stamp(directory: RunDirectory) -> Stamp:
+def stamp_of(directory: RunDirectory) -> Stamp:
     """The sizes (bytes) and times of change (ns) of the plan and the journal's files, which differ whenever
     these have changed."""
     stamp = []

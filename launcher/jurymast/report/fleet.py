@@ -3,19 +3,21 @@ as text, as CSV and as a page."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jurymast
 from jurymast import foreign
 from jurymast.cluster.earlier import NodeReader
-from jurymast.cluster.kept import Kept
+from jurymast.cluster.kept import Kept, Stamp, stamp_of
 from jurymast.core.fleet import (
     MONTH_DAYS,
     STEP,
@@ -43,6 +45,8 @@ from jurymast.rundir import RunDirectory, run_names
 VERSION = 1  # of what is kept
 OBSERVED = "observed"  # in place of the cluster: jurymast did not launch it, so it is in no figure
 SCHEMA = 1
+# From so many journals on, reading them in several processes is worth starting these.
+MANY, CHUNK, PROCESSES_MAX = 200, 25, 16
 NODES_SHOWN = 10
 CAUSES_TOLD = 3
 DAYS_ALONE = 10
@@ -110,11 +114,12 @@ def _runs_in(place: Path, unreadable: list[tuple[str, str]]) -> list[tuple[str, 
     except OSError as error:
         unreadable.append((str(place), error.strerror or str(error)))
         return []
+    new = [place / name for name in names if not kept.knows(name)]
     try:
-        for name in names:
+        for name, read in zip(names, _readers(names, new), strict=True):
             directory = RunDirectory(place / name)
             try:
-                run = kept.of(directory, read_run)
+                run = kept.of(directory, read)
                 found.append((str(directory.root), replace(run, user=_owner(directory.root))))
             except (RunDirectoryError, OSError) as error:
                 if _seems_a_run(directory):
@@ -122,6 +127,33 @@ def _runs_in(place: Path, unreadable: list[tuple[str, str]]) -> list[tuple[str, 
     finally:  # whoever did not want to wait for all need not wait for these again
         kept.save(names)
     return found
+
+
+def _readers(names: Sequence[str], new: Sequence[Path]) -> Iterator[Callable[[RunDirectory], RunSummary]]:
+    """How each of these runs is to be read: of many `new` ones several at a time."""
+    processes = len(os.sched_getaffinity(0))
+    if len(new) < MANY or processes < 2:
+        yield from (read_run for _ in names)
+        return
+    unknown = {path.name for path in new}
+    with ProcessPoolExecutor(min(processes, PROCESSES_MAX)) as pool:
+        found = pool.map(_summary, new, chunksize=CHUNK)
+        for name in names:
+            told = next(found) if name in unknown else None
+            yield read_run if told is None else partial(_as_read, *told)
+
+
+def _summary(root: Path) -> tuple[Stamp, RunSummary] | None:
+    """The run's summary, and what it was read from; None if it cannot be read."""
+    directory = RunDirectory(root)
+    with contextlib.suppress(RunDirectoryError, OSError):
+        return stamp_of(directory), read_run(directory)
+    return None
+
+
+def _as_read(stamp: Stamp, run: RunSummary, directory: RunDirectory) -> RunSummary:
+    """The summary, unless the run has gone on since it was read."""
+    return run if stamp_of(directory) == stamp else read_run(directory)
 
 
 def _owner(root: Path) -> str:

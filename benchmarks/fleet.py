@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""How long `jurymast fleet` takes over many runs: the first time, when each journal is read, and again, from
+what was kept.
+
+The runs are stories as the tests write them: a swap or a crash loop, of some dozens of entries each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from benchmarks import common
+from benchmarks.common import JURYMAST, Row, Target
+from support.commands import crash_loop, swapped
+
+RUNS, QUICK_RUNS = 10_000, 500
+WANTED_S = 10.0
+
+
+def make_runs(runs: Path, number: int) -> None:
+    """Write them, each with a name of its own."""
+    models = [
+        story.write(runs / f"20261117-100000-model-{kind}")
+        for kind, story in enumerate((swapped(), crash_loop()))
+    ]
+    for n in range(number - len(models)):
+        name = f"20261117-{n:06d}-gpt-x"
+        shutil.copytree(models[n % len(models)].root, runs / name)
+        plan = json.loads((runs / name / "plan.json").read_text())
+        (runs / name / "plan.json").write_text(json.dumps({**plan, "run": name}))
+
+
+def seconds(runs: Path) -> float:
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "jurymast", "fleet", "--runs", str(runs), "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    took = time.perf_counter() - began
+    found = json.loads(done.stdout)
+    assert found["total"]["runs"] > 0, found["warnings"]
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_RUNS} runs")
+    arguments = parser.parse_args()
+    number = QUICK_RUNS if arguments.quick else RUNS
+    about = {**common.machine(), "quick": arguments.quick, "runs": number}
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Path(folder) / "runs"
+        runs.mkdir(mode=0o700)
+        make_runs(runs, number)
+        times = {"first": seconds(runs), "again": seconds(runs)}
+    rows = [Row("fleet", JURYMAST, name, "s", took, took, took, 1) for name, took in times.items()]
+    targets = [
+        Target("10,000 runs, first time", times["first"] * RUNS / number, WANTED_S, "lower"),
+        Target("10,000 runs, again", times["again"] * RUNS / number, WANTED_S, "lower"),
+    ]
+    common.print_report("fleet", rows, targets, about, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
