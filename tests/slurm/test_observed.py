@@ -21,7 +21,7 @@ from testcluster.processes import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.alone]
 
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 SOON_S = 4
 JOB = """#!/bin/bash
 #SBATCH --nodes=3 --ntasks-per-node=1 --output=log-%j.out --open-mode=append --requeue
@@ -133,10 +133,11 @@ def test_what_is_foretold_is_what_jurymast_gives(cluster: Cluster, tmp_path: Pat
     ours = ("jurymast", "submit", "--parsable", "--spares", "2")
     observed = Job(cluster, work / "observed", *ours, "--observe", "job.sbatch", steps)
     play(observed)
+    foretold, plain = observed.report(), observed.report("--slurm")
     cluster.repair_all()
     acting = Job(cluster, work / "acting", *ours, "job.sbatch", steps)
     play(acting)
-    foretold, gave, plain = observed.report(), acting.report(), observed.report("--slurm")
+    gave = acting.report()
     print(json.dumps({name: foretold[name] for name in ("ratios", "ratios_at_most", "instead")}))
     print(json.dumps({name: gave[name] for name in ("ratios", "categories", "steps")}))
     assert foretold["ratios"] == plain["ratios"]

@@ -29,6 +29,8 @@ from jurymast.report.status import StatusWatcher, read_status
 from support.commands import crash_loop, swapped
 from support.stories import START, Story
 
+TABLE = re.compile(r"<table[^>]*>(?!<caption>)")  # without a name
+
 ALIVE, ENDED = Liveness("alive", "RUNNING", "17"), Liveness("ended")
 
 
@@ -167,6 +169,12 @@ def test_what_failed_in_the_same_way_is_told_once(tmp_path: Path) -> None:
     written = page(report_view(watching, ALIVE, story.t), watching.account(ALIVE, story.t), watching.state)
     assert written.split('id="report">')[0].count("the same") == 1
     assert "the traceback of #1" in written
+
+
+def test_every_table_is_named_to_those_who_hear_the_page() -> None:
+    templates = Path(pages.__file__).with_name("templates").glob("*.j2")
+    nameless = [(file.name, found) for file in templates for found in TABLE.findall(file.read_text())]
+    assert nameless == []
 
 
 def test_a_browser_obeys_no_style_or_script_but_the_pages_own(tmp_path: Path) -> None:

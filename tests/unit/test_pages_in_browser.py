@@ -94,6 +94,23 @@ def test_every_page_loads_nothing_fits_its_screen_and_can_be_read(
     assert shown.evaluate(PALE) == []
 
 
+@pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
+def test_so_does_that_of_a_run_that_was_cut_off_in_the_middle_of_a_line(
+    browser: Any, tmp_path: Path, share: float
+) -> None:
+    run = swapped().write(tmp_path / "run")
+    (journal,) = run.journal_files()
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[: whole.index(b"\n", int(share * len(whole))) - 3])
+    watching, life = read_status(run), Liveness("gone", "NODE_FAIL", "17")
+    now = watching.state.now
+    file = tmp_path / "page.html"
+    file.write_text(page(report_view(watching, life, now), watching.account(life, now), watching.state))
+    shown = opened(browser, file)
+    assert shown.evaluate(PALE) == []
+    assert "its supervisor recorded no reason" in shown.locator("header").inner_text()
+
+
 @pytest.mark.parametrize("looks", [{}, DARK, PHONE], ids=["light", "dark", "phone"])
 def test_so_does_a_comparison(browser: Any, tmp_path: Path, looks: dict[str, Any]) -> None:
     reports = []
