@@ -24,11 +24,12 @@ STYLES = sorted(path.stem for path in SCRIPTS.glob("*.sbatch"))
 # What always runs: each way in which a training is started, and each in which a script ends.
 SAMPLE = [
     "accelerate-on-one-node", "helper-and-signal", "launch-script-that-fails", "missing-folders",
-    "shell-a-rank", "srun-a-node", "steps-and-exec", "torchrun-with-setup",
+    "refused-by-srun", "shell-a-rank", "srun-a-node", "steps-and-exec", "torchrun-with-setup",
 ]  # fmt: skip
 # Those that train nothing, or on each node by itself.
 WITHOUT_TRAINING = [
-    "files-of-steps", "helper-and-signal", "missing-folders", "steps-and-exec", "training-on-each-node",
+    "files-of-steps", "helper-and-signal", "missing-folders", "refused-by-srun", "steps-and-exec",
+    "training-on-each-node",
 ]  # fmt: skip
 # As many jobs as a test submits at once: Slurm runs two or three of them beside each other.
 TOGETHER = 6

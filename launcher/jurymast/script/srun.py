@@ -83,7 +83,7 @@ def run(arguments: list[str]) -> int:
 
     step, environment = Step(job), dict(os.environ)
     try:
-        code = None if srun is None else _as_training(step, srun)
+        code = _as_training(step, srun) if srun is not None and step.takes(srun) else None
     except CannotOpen as error:
         say(f"{error}; srun runs this step, without failure handling")
         if error.hint:

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from subprocess import DEVNULL
 from types import FrameType
 from typing import Any
 
@@ -37,7 +38,7 @@ from jurymast.cluster.sbatch import CommandLine, Given, words_of
 from jurymast.core.judges.slurm_variables import kind_of, of_a_task
 from jurymast.core.state.messages import Accepted
 from jurymast.core.state.settings import RunPlan
-from jurymast.core.state.texts import compressed
+from jurymast.core.state.texts import compressed, expanded
 from jurymast.core.supervision.batch import Outcome
 from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
@@ -193,6 +194,8 @@ OURS = frozenset({
     "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "nodefile", "kill-on-bad-exit",
     "wait", "no-kill", "overlap", "exact", "exclusive", "output", "gpus",
 })  # fmt: skip
+# Options whose values ours does not get as they are.
+CHECKED = OURS | sharing.OPTIONS
 # Options on sharing processors with other steps. They contradict --overlap, which a step needs so as not to
 # wait for lost ones.
 ALONE = frozenset({"exact", "exclusive", "overlap"})
@@ -261,14 +264,6 @@ class StepProcess(BatchProcess):
             time.sleep(CANCEL_EVERY_S)
 
 
-def _refused(srun: CommandLine) -> int:
-    """The exit code with which the real srun refuses what it is told of shares, which ours does not get; 0 if
-    it takes that. It complains by itself, about its variables too."""
-    told = [word for given in srun.options if given.name in sharing.OPTIONS for word in given.words]
-    command = [shims.real("srun", os.environ), *told, "--version"]
-    return subprocess.run(command, stdout=subprocess.DEVNULL, env=shims.without_shims(os.environ)).returncode
-
-
 class Step:
     """Starts training steps. `job` is the run directory of the batch script."""
 
@@ -304,6 +299,17 @@ class Step:
     def parts(self) -> Path:
         """The folder where the steps of one node each meet, in this life of the job."""
         return self._job.submission / "steps" / f"{self._allocation.key}-parts"
+
+    def takes(self, srun: CommandLine) -> bool:
+        """Whether the real srun takes what it is told by options, of which ours does not get all, and by its
+        variables."""
+        named = srun.last("nodelist") or ""
+        if "/" not in named and not {*expanded(named)} <= {*self._allocation.nodes}:
+            return False
+        told = [word for given in srun.options if given.name in CHECKED for word in given.words]
+        command = [shims.real("srun", os.environ), *told, "--version"]
+        environment = shims.without_shims(os.environ)
+        return not subprocess.run(command, stdout=DEVNULL, stderr=DEVNULL, env=environment).returncode
 
     def run(
         self,
@@ -347,8 +353,6 @@ class Step:
     def run_tasks(self, srun: CommandLine, tasks: int, *, guessed: bool) -> int:
         """The same for a command of which srun would start this many tasks per node: Python's, or a
         shell's. `guessed`: see `RunPlan`."""
-        if code := _refused(srun):
-            return code
         folder = self.new_folder()
         self._inputs = standard_input.inputs(srun, os.environ, self.seen(), tasks, folder)
         place = in_container(srun.command, read_shell_script)
@@ -439,7 +443,10 @@ class Step:
         environment = {**shims.with_shims(os.environ, self._job), **true}
         command += [*sharing.each_nodes_gpus(srun, environment, self.active), str(program), *words]
         environment.pop(VARIABLES["output"], None)
-        return subprocess.Popen(command, env=environment, stdout=output.common, preexec_fn=end_with_us)
+        # What the script has opened, srun has as well: its files may be there (`-o >(sort)`, `-o /dev/fd/3`).
+        return subprocess.Popen(
+            command, env=environment, stdout=output.common, preexec_fn=end_with_us, close_fds=False
+        )
 
     def _seen(self) -> dict[str, str]:
         """The variables that hide the step's spare nodes from its command."""
