@@ -124,7 +124,9 @@ FAULTS = (
     ("kill", 1), ("crash", 2), ("kill", 0), ("kill", 2), ("crash", 1), ("kill", 1), ("kill", 0),
 )  # fmt: skip
 EACH = 40  # steps
-NEAR = 0.02
+# Of a job of a minute: neither Slurm nor the log tell whether a lost node fell silent, which is noticed a
+# second later than a crash, and how long the script's imports took, which forked ranks do without.
+NEAR = 0.06
 
 
 def test_what_is_foretold_is_what_jurymast_gives(cluster: Cluster, tmp_path: Path) -> None:

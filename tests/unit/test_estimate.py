@@ -369,7 +369,7 @@ def test_that_a_rank_was_killed_is_known_from_what_srun_says() -> None:
     )
     assert log.killed == {4}
     failed = AccountedAttempt("REQUEUED", NODES, START, START, START + 30, failed_step="0:15")
-    steps = logged((10, 2), (20, 4))
+    steps = logged((10, 2), (20, 4), (21, 6))  # other ranks go on for a moment
     found = made(failed, attempt(60, 90), log=replace(steps, killed=log.killed))
     assert [one.cause for one in found.incidents] == ["worker_killed"]
 

@@ -507,6 +507,53 @@ def test_the_next_supervisor_s_process_does_not_write_old_incidents_again(
     assert abacus.events == []
 
 
+def test_mlflow_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs MLflow: pip install mlflow-skinny")
+    import jurymast_mlflow
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    written = jurymast_mlflow.tracker(tracker.TrackedRun("run-1", "gpt", tmp_path))
+    for step in (20, 10):  # a failure leads back
+        written.write(step, START + step, {"step_seconds": step / 4, "goodput_ratio/runtime": 0.5})
+    written.event(20, START + 20, "incident 1: node_lost on n3: é")
+    client = mlflow.MlflowClient((tmp_path / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("jurymast").experiment_id
+    (run,) = client.search_runs([experiment])
+    found = client.get_metric_history(run.info.run_id, "jurymast/step_seconds")
+    assert sorted((one.step, one.value) for one in found) == [(10, 2.5), (20, 5.0)]
+    assert run.data.tags["jurymast/incident at step 20"] == "incident 1: node_lost on n3: é"
+    written.close()
+    assert client.get_run(run.info.run_id).info.status == "FINISHED"
+
+
+def test_weights_and_biases_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="needs Weights & Biases: pip install wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    import jurymast_wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    written = jurymast_wandb.tracker(tracker.TrackedRun("run-1", "gpt", tmp_path))
+    for step in (20, 10):
+        written.write(step, START + step, {"step_seconds": step / 4, "goodput_ratio/runtime": 0.5})
+    written.event(20, START + 20, "incident 1: node_lost on n3")
+    written.close()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    data, at = file.read_bytes(), 7  # after its name and version: records as in a log of LevelDB
+    steps, alerts = [], []
+    while at < len(data):
+        end = at + 7 + int.from_bytes(data[at + 4 : at + 6], "little")
+        record, at = Record.FromString(data[at + 7 : end]), end
+        items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+        if "jurymast/step" in items:
+            steps.append((int(items["jurymast/step"]), float(items["jurymast/step_seconds"])))
+        if record.WhichOneof("record_type") == "alert":
+            alerts.append(record.alert.text)
+    assert steps == [(20, 5.0), (10, 2.5)]
+    assert alerts == ["step 20: incident 1: node_lost on n3"]
+
+
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

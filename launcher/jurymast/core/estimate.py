@@ -31,6 +31,8 @@ _KILLED = frozenset({"0:9", "137:0"})
 _HUNG = frozenset({"CANCELLED", "TIMEOUT", "DEADLINE"})
 # Slurm tells whole seconds, so a line may be so much outside of its attempt.
 SLACK_US = 2_000_000
+# Other ranks may print so many lines until they, too, have ended.
+LAST_LINES = 3
 # Steps that take longer than the median by more than so many median deviations hold something else.
 DEVIATIONS = 3
 
@@ -272,7 +274,7 @@ class _Book:
     ) -> None:
         """The incident with which the attempt ended."""
         cause, told = attempt.cause, attempt.failed_step or attempt.exit_code
-        if cause == "worker_exit" and lines and lines[-1][1] in self.log.killed:
+        if cause == "worker_exit" and any(step in self.log.killed for _, step in lines[-LAST_LINES:]):
             cause = "worker_killed"
         code = f", exit code {told}" if told not in ("", "0:0") else ""
         fault = min(end, lines[-1][0] + self.pace.line_us) if lines else end

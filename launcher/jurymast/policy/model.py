@@ -423,7 +423,7 @@ class Metrics(Section):
     )
     textfile: str = _key("", "as a file in this directory of node exporter's textfile collector")
     trackers: list[TrackerName] = _key(
-        [], "plugins that write them by step, beside the training's own: tensorboard"
+        [], "plugins that write them by step, beside the training's own: tensorboard, mlflow, wandb"
     )
 
     @model_validator(mode="after")

@@ -36,6 +36,8 @@ SILENCE_S = 300.0
 SAVES = 1000
 # A simulation ends after a time, and not after a step: so often the time is corrected.
 ROUNDS = 8
+# Slurm tells the second in which a step began: on average it began so much later.
+WHOLE_SECONDS_S = 0.5
 FIRST = frozenset({"launch", "restore", "warm_up"})
 
 
@@ -101,7 +103,8 @@ def _start_s(account: Account) -> float:
     """How long the script usually takes from the start of its processes to its first step, beyond that."""
     began = {one.attempt for one in account.timeline if one.category == "step"}
     warm_up = [one for one in account.timeline if one.category == "warm_up"]
-    return median([_seconds([one for one in warm_up if one.attempt == each]) for each in began] or [0.0])
+    told_s = median([_seconds([one for one in warm_up if one.attempt == each]) for each in began] or [0.0])
+    return max(0.0, told_s - WHOLE_SECONDS_S)
 
 
 def _requeue_s(account: Account, otherwise: float) -> float:
