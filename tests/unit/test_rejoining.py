@@ -240,7 +240,7 @@ def starts() -> tuple[Successor, str]:
 
 
 def waits_for_its_spare() -> tuple[Successor, str]:
-    story = Story(active=2, spares=1).running()
+    story = Story(active=2, spares=1, settings=Settings(join_limit_s=30.0)).running()
     stays, lost = story.state.placement
     (spare,) = story.state.nodes.keys() - {stays, lost}
     story.lost(lost)
