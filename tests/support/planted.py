@@ -27,7 +27,7 @@ from jurymast.core.judges.attribution import cause_of_end
 from jurymast.core.judges.stragglers import Windows
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.watch import Watch
-from jurymast.core.run import ends, machine, recovery, tasks
+from jurymast.core.run import ends, ladder, machine, recovery, tasks
 from jurymast.core.state import events as ev
 from jurymast.core.state import images as im
 from jurymast.core.state import messages as msg
@@ -617,8 +617,8 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "22: a node whose GPU is lost keeps its ranks": (of("gpu lost"), [(blame, "stays", lambda *_: [])]),
     "23: what tests find is taken for chance": (of("fails tests"), [(node_tests, "_if_few", lambda *_: {})]),
-    "24: a budget is never spent": (of("raises"), [(recovery, "spent", lambda *_, **__: "")]),
-    "25: a run that fails always ends with 1": (of("raises"), [(recovery, "job_exit_code", lambda _: 1)]),
+    "24: a budget is never spent": (of("raises"), [(ladder, "spent", lambda *_, **__: "")]),
+    "25: a run that fails always ends with 1": (of("raises"), [(ladder, "job_exit_code", lambda _: 1)]),
     "20: what is in memory is hardly ever written to storage": (
         of("snap"),
         [(Writes, "due_at", lambda *_: math.inf)],
