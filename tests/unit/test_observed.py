@@ -65,6 +65,14 @@ def test_lost_nodes_are_swapped_and_the_script_goes_back_as_far_as_it_did() -> N
     assert 3000 * STEP_S / further.goodput == pytest.approx(expected_s + 100 * STEP_S, abs=5.0)
 
 
+def test_ranks_that_are_killed_on_nobody_knows_which_nodes_are_started_again_in_place() -> None:
+    found = job(*(("FAILED", step) for step in (600, 900, 1200, 1500, 1800)))
+    for one in found.incidents:
+        one.cause = "worker_killed"
+    for answer in instead(found, PLAN, read_measured()):
+        assert [(one.cause, one.action) for one in answer.incidents] == [("worker_killed", "restart")] * 5
+
+
 def test_without_spares_a_lost_node_costs_the_requeue_that_it_did() -> None:
     found = job(("NODE_FAIL", 900), ("NODE_FAIL", 2100))
     none, _ = instead(found, replace(PLAN, spares=0), read_measured())

@@ -62,7 +62,7 @@ class _Fault:
     incident: int  # 0: the job's end
 
     def trace(self, number: int) -> TraceFault:
-        nodes = (ANY_NODE * (number + 1),) if self.kind == POWER_LOSS else ()
+        nodes = (ANY_NODE * (number + 1),) if self.kind in (POWER_LOSS, WORKER_KILL) else ()
         return TraceFault(0.0, nodes, self.kind, step=self.step)
 
 
