@@ -129,6 +129,7 @@ EACH = 40  # steps
 NEAR = 0.06
 
 
+@pytest.mark.long
 def test_what_is_foretold_is_what_jurymast_gives(cluster: Cluster, tmp_path: Path) -> None:
     """The same faults at the same steps, of a job that requeues itself and of one that jurymast launches."""
     work, steps = cluster.shared / tmp_path.name, str(EACH * (len(FAULTS) + 1))
