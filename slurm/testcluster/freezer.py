@@ -8,10 +8,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from testcluster.errors import ClusterError
+from testcluster.errors import ClusterError, DeadlineError
 from testcluster.processes import wait_until
 
-_FREEZE_DEADLINE_S = 20.0
+_FREEZE_DEADLINE_S = _EMPTY_DEADLINE_S = 20.0
 
 
 def find_root() -> Path | None:
@@ -37,11 +37,17 @@ def create(name: str) -> Path | None:
 
 
 def remove_all(prefix: str) -> None:
-    """Remove the (empty) cgroups whose names start so."""
-    root = find_root()
-    for group in sorted(root.glob(f"{prefix}*")) if root else []:
-        with contextlib.suppress(OSError):
-            group.rmdir()
+    """Remove the cgroups whose names start so, best effort. Processes that have just ended, and are listed no
+    more, keep theirs for a moment."""
+
+    def removed() -> bool:
+        for group in remaining(prefix):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+        return not remaining(prefix)
+
+    with contextlib.suppress(DeadlineError):
+        wait_until(removed, _EMPTY_DEADLINE_S, "the cgroups to be empty")
 
 
 def remaining(prefix: str) -> list[Path]:

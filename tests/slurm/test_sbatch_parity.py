@@ -78,7 +78,8 @@ def told(cluster: Cluster, work: Path, *submit: str, script: str = SCRIPT) -> di
     ended = cluster.wait_job(int(done.stdout), "COMPLETED", "FAILED", deadline_s=LIMIT_S)
     printed = (work / f"parity-{int(done.stdout)}-4294967294.out").read_text()
     assert ended["ExitCode"] == "0:0", printed
-    assert "lacks support for cpu binding" not in printed + (work / "parity.err").read_text()
+    told = [path.read_text() for path in work.glob("*.err")]
+    assert "lacks support for cpu binding" not in "".join([printed, *told])
     return {path.stem: json.loads(path.read_text()) for path in (work / "sub").glob("*.json")}
 
 

@@ -29,8 +29,14 @@ def new_cgroup(below: Path | None = None) -> Iterator[Path]:
             pytest.skip("the memory of cgroups cannot be limited here")
         yield place
     finally:
-        wait_until("end of all in the cgroup", lambda: not (place / "cgroup.procs").read_text())
+        wait_until("end of all in the cgroup", lambda: _removed(place))
+
+
+def _removed(place: Path) -> bool:
+    """Processes that have just ended, and are listed no more, keep their cgroup for a moment."""
+    with suppress(OSError):
         place.rmdir()
+    return not place.exists()
 
 
 def _own_cgroup() -> Path:
