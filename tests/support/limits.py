@@ -149,8 +149,22 @@ def _bounded(example: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Scheduling(LoadFileScheduling):  # type: ignore[misc]
-    """As xdist does it, but after a process has ended: xdist runs the test again at which it ended, and may
-    give a process a last test that this one keeps until it gets another, which never comes."""
+    """As xdist does it, but after a process has ended: xdist runs the test again at which it ended, may give a
+    process a last test that this one keeps until it gets another, which never comes, and ends altogether where
+    it has a test for a process of whose end it is yet to hear."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._gone: set[WorkerController] = set()
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        try:
+            super()._assign_work_unit(node)
+        except OSError:
+            self._gone.add(node)
+            scope, unit = self.assigned_work[node].popitem()
+            self.workqueue[scope] = unit
+            self.workqueue.move_to_end(scope, last=False)
 
     def remove_node(self, node: WorkerController) -> str | None:
         units = self.assigned_work.pop(node)
@@ -173,10 +187,14 @@ class _Scheduling(LoadFileScheduling):  # type: ignore[misc]
         if node not in self.registered_collections:
             return  # it still imports them
         super()._reschedule(node)
-        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+        while self.workqueue and self._takes_more(node):
             super()._reschedule(node)
         if not self.workqueue:
             node.shutdown()
+
+    def _takes_more(self, node: WorkerController) -> bool:
+        free = not node.shutting_down and node not in self._gone
+        return free and self._pending_of(self.assigned_work[node]) < 2
 
 
 class _Processes:
