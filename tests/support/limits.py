@@ -149,9 +149,9 @@ def _bounded(example: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Scheduling(LoadFileScheduling):  # type: ignore[misc]
-    """As xdist does it, but after a process has ended: xdist runs the test again at which it ended, may give a
-    process a last test that this one keeps until it gets another, which never comes, and ends altogether where
-    it has a test for a process of whose end it is yet to hear."""
+    """As xdist does it, but after a process has ended: xdist runs the test again at which it ended, may give
+    a process a last test that this one keeps until it gets another, which never comes, and ends altogether
+    where it has a test for a process of whose end it is yet to hear."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
