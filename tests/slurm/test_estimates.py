@@ -159,12 +159,13 @@ def test_a_job_that_is_requeued_by_hand_and_for_a_lost_node(cluster: Cluster, jo
 def test_an_array_and_all_jobs_of_a_user(cluster: Cluster, jobs: Jobs) -> None:
     array = jobs.submit("--nodes=1", "--array=1-2", "--output=log-%A-%a.out", "job.sbatch", "12")
     cluster.wait_job(array, "COMPLETED")
-    wait_until(
-        lambda: {one["state"] for one in jobs.report(str(array))["jobs"]} == {"completed"},
-        200.0,
-        "its tasks",
-        1.0,
-    )
+
+    def known() -> bool:
+        """Slurm tells its accounts of the tasks, and that they are ones, a little later."""
+        tasks = jobs.report(str(array)).get("jobs", [])
+        return [one["state"] for one in tasks] == ["completed"] * 2
+
+    wait_until(known, 200.0, "its tasks", 1.0)
     tasks = jobs.report(str(array))
     assert [one["run"] for one in tasks["jobs"]] == [f"{array}_1", f"{array}_2"]
     assert all(one["estimate"]["step_lines"] > 4 for one in tasks["jobs"])
