@@ -138,6 +138,7 @@ def test_jobs_that_end_in_each_way(cluster: Cluster, jobs: Jobs) -> None:
     assert (code, told.startswith(f"ESTIMATE of Slurm job {done}: completed (final")) == (0, True)
 
 
+@pytest.mark.timeout(700)  # Slurm may insist on its delay of two minutes, each time
 def test_a_job_that_is_requeued_by_hand_and_for_a_lost_node(cluster: Cluster, jobs: Jobs) -> None:
     job = jobs.submit("job.sbatch", "80")
     jobs.wait_step(job, 15)
