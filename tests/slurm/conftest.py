@@ -7,13 +7,12 @@ elsewhere.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.slurm_runs import forget_earlier_runs
+from support.slurm_runs import running_cluster
 from testcluster import Cluster
 from testcluster.settings import DEFAULT_DIR, DIR_VARIABLE
 
@@ -29,18 +28,8 @@ def place() -> Path:
 @pytest.fixture(scope="session")
 def cluster(place: Path) -> Iterator[Cluster]:
     """Six nodes with eight stand-in GPUs each."""
-    if sys.platform != "linux":
-        pytest.skip("a Slurm cluster on one machine needs Linux")
-    if os.geteuid() != 0:
-        pytest.skip("a Slurm cluster on one machine needs root")
-    if not Path("/etc/debian_version").exists():
-        pytest.skip("a Slurm cluster on one machine needs Debian or Ubuntu")
-    running = Cluster.up(nodes=6, directory=place)
-    forget_earlier_runs(running)
-    try:
+    with running_cluster(place, nodes=6) as running:
         yield running
-    finally:
-        running.down()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import pytest
 from jurymast.cli.options import find_run
 from support.documents import commands
 from support.runs import SCRIPTS
+from support.slurm_runs import running_cluster
 from testcluster import Cluster
 from testcluster.settings import PARTITION
 
@@ -29,13 +30,10 @@ srun torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29500 t
 
 @pytest.fixture(scope="module")
 def cluster(place: Path) -> Iterator[Cluster]:
-    running = Cluster.up(
-        nodes=4, directory=place.with_name(f"{place.name}-documents"), conf=BIG,
-    )  # fmt: skip
-    try:
+    with running_cluster(
+        place.with_name(f"{place.name}-documents"), nodes=4, conf=BIG, purge=True
+    ) as running:
         yield running
-    finally:
-        running.down(purge=True)
 
 
 @pytest.mark.timeout(600)

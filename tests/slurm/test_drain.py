@@ -17,7 +17,7 @@ from jurymast.cluster.verdicts import verdict
 from jurymast.core.state.findings import HARDWARE, Finding, Verdict
 from support.fake_gpus import FakeGpus, build
 from support.runs import SCRIPTS
-from support.slurm_runs import SlurmRun, forget_earlier_runs
+from support.slurm_runs import SlurmRun, running_cluster
 from support.waiting import ASK_POLL_S, wait_until
 from testcluster import Cluster
 from testcluster.settings import SITE_LOG
@@ -36,14 +36,10 @@ GPU_LOST = Finding(
 @pytest.fixture(scope="module")
 def cluster(place: Path) -> Iterator[Cluster]:
     """One with the site's pieces: beside the session's, whose nodes nobody checks."""
-    running = Cluster.up(
-        nodes=NODES, directory=place.with_name(f"{place.name}-site"), site=True,
-    )  # fmt: skip
-    forget_earlier_runs(running)
-    try:
+    with running_cluster(
+        place.with_name(f"{place.name}-site"), nodes=NODES, site=True, purge=True
+    ) as running:
         yield running
-    finally:
-        running.down(purge=True)
 
 
 @pytest.fixture

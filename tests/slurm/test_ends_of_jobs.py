@@ -16,7 +16,7 @@ import pytest
 
 from jurymast.core.state import events as ev
 from support.runs import result
-from support.slurm_runs import TRAIN, SlurmRun, forget_earlier_runs, kill_rank, submit, submit_script
+from support.slurm_runs import TRAIN, SlurmRun, kill_rank, running_cluster, submit, submit_script
 from support.waiting import ASK_POLL_S, wait_until
 from testcluster import Cluster
 
@@ -38,12 +38,8 @@ CONF = (
 @pytest.fixture(scope="module")
 def cluster(place: Path) -> Iterator[Cluster]:
     """One of its own, on which jobs are preempted."""
-    running = Cluster.up(nodes=3, directory=place.with_name(f"{place.name}-preempts"), conf=CONF)
-    forget_earlier_runs(running)
-    try:
+    with running_cluster(place, "preempts", nodes=3, conf=CONF) as running:
         yield running
-    finally:
-        running.down()
 
 
 class Training:

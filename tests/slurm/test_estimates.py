@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.slurm_runs import forget_earlier_runs, jurymast
+from support.slurm_runs import ACCOUNTS, hurried, jurymast, running_cluster
 from testcluster import Cluster
 from testcluster.processes import wait_until
 
@@ -41,14 +41,8 @@ SECOND_S = 1.0  # Slurm's accounting tells whole ones
 @pytest.fixture(scope="module")
 def cluster(place: Path) -> Iterator[Cluster]:
     """One with accounting."""
-    running = Cluster.up(
-        nodes=4, directory=place.with_name(f"{place.name}-accounts"), accounting=True, slurm="system"
-    )
-    forget_earlier_runs(running)
-    try:
+    with running_cluster(place, "accounts", nodes=4, **ACCOUNTS) as running:
         yield running
-    finally:
-        running.down()
 
 
 class Jobs:
@@ -75,19 +69,12 @@ class Jobs:
             lambda: any(done >= step for done, _ in self.steps(job)), 200.0, f"step {step} of {job}", 0.1
         )
 
-    def again_at_once(self, job: int) -> None:
-        """Wait until a job is requeued, and have it start without Slurm's delay, which Slurm sets anew as
-        long as the job is completing."""
+    def run_again(self, job: int) -> None:
+        """Wait until a job is requeued, and have it start without Slurm's delay."""
         self.cluster.wait_job(job, "PENDING")
-
-        def runs() -> bool:
-            state = self.cluster.job(job)["JobState"]
-            if state == "PENDING":
-                command = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
-                self.cluster.login(command, root=True, check=False)
-            return state == "RUNNING"
-
-        wait_until(runs, 200.0, f"job {job} to run again", 1.0)
+        wait_until(
+            lambda: hurried(self.cluster, job)["JobState"] == "RUNNING", 200.0, f"job {job} to run again", 1.0
+        )
 
     def report(self, *words: str) -> dict[str, Any]:
         code, told, error = jurymast(self.cluster, "report", "--slurm", *words, "--json")
@@ -138,15 +125,14 @@ def test_jobs_that_end_in_each_way(cluster: Cluster, jobs: Jobs) -> None:
     assert (code, told.startswith(f"ESTIMATE of Slurm job {done}: completed (final")) == (0, True)
 
 
-@pytest.mark.timeout(700)  # Slurm may insist on its delay of two minutes, each time
 def test_a_job_that_is_requeued_by_hand_and_for_a_lost_node(cluster: Cluster, jobs: Jobs) -> None:
     job = jobs.submit("job.sbatch", "80")
     jobs.wait_step(job, 15)
     cluster.login(["scontrol", "requeue", str(job)])
-    jobs.again_at_once(job)
+    jobs.run_again(job)
     jobs.wait_step(job, 35)
     cluster.fault("crash", cluster.job(job)["BatchHost"])
-    jobs.again_at_once(job)
+    jobs.run_again(job)
     cluster.wait_job(job, "COMPLETED")
     report = jobs.checked(job)
     assert report["estimate"]["attempts"] == 3
@@ -162,7 +148,7 @@ def test_an_array_and_all_jobs_of_a_user(cluster: Cluster, jobs: Jobs) -> None:
     cluster.wait_job(array, "COMPLETED")
 
     def known() -> bool:
-        """Slurm tells its accounts of the tasks, and that they are ones, a little later."""
+        """Slurm's accounts learn a little later that these jobs are tasks of an array."""
         tasks = jobs.report(str(array)).get("jobs", [])
         return [one["state"] for one in tasks] == ["completed"] * 2
 

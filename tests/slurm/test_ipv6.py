@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.saves import check_restores
-from support.slurm_runs import TRAIN, forget_earlier_runs, kill_rank, power_loss, submit, weights
+from support.slurm_runs import TRAIN, kill_rank, power_loss, running_cluster, submit, weights
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -17,12 +17,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 @pytest.fixture(scope="module")
 def cluster(place: Path) -> Iterator[Cluster]:
     """One of its own, without IPv4."""
-    running = Cluster.up(nodes=4, directory=place.with_name(f"{place.name}-ipv6"), ipv6=True)
-    forget_earlier_runs(running)
-    try:
+    with running_cluster(place, "ipv6", nodes=4, ipv6=True) as running:
         yield running
-    finally:
-        running.down()
 
 
 def test_a_rank_and_a_node_are_lost_without_ipv4(

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,13 @@ import pytest
 
 from jurymast.cli.options import find_run
 from support.runs import SCRIPTS
-from support.slurm_runs import forget_earlier_runs, jurymast
+from support.slurm_runs import ACCOUNTS, hurried, jurymast, running_cluster
 from testcluster import Cluster
 from testcluster.processes import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.alone]
 
 LIMIT_S = 240.0
-SOON_S = 4
 JOB = """#!/bin/bash
 #SBATCH --nodes=3 --ntasks-per-node=1 --output=log-%j.out --open-mode=append --requeue
 #JURYMAST --train yes
@@ -33,14 +30,8 @@ srun --kill-on-bad-exit python $TRAIN . $1 || scontrol requeue $SLURM_JOB_ID
 @pytest.fixture(scope="module")
 def cluster(place: Path) -> Iterator[Cluster]:
     """One with accounting."""
-    running = Cluster.up(
-        nodes=6, directory=place.with_name(f"{place.name}-observed"), accounting=True, slurm="system"
-    )
-    forget_earlier_runs(running)
-    try:
+    with running_cluster(place, "observed", nodes=6, **ACCOUNTS) as running:
         yield running
-    finally:
-        running.down()
 
 
 class Job:
@@ -65,18 +56,12 @@ class Job:
         return max(map(int, file.read_text().split()), default=0) if file.exists() else 0
 
     def wait_step(self, step: int) -> None:
-        wait_until(
-            lambda: self.step() >= step or self._hurry(), LIMIT_S, f"step {step} of {self.number}", 0.5
-        )
+        wait_until(lambda: self._reached(step), LIMIT_S, f"step {step} of {self.number}", 0.5)
 
-    def _hurry(self) -> bool:
-        """Have Slurm start the job soon if it was requeued; at once it would refuse the job's credential."""
-        job = self.cluster.job(self.number)
-        assert job["JobState"] not in ("FAILED", "CANCELLED", "COMPLETED"), job["JobState"]
-        waits = job["JobState"] == "PENDING" and job["EligibleTime"] != "Unknown"
-        if waits and datetime.fromisoformat(job["EligibleTime"]).timestamp() > time.time() + 2 * SOON_S:
-            again = ["scontrol", "update", f"JobId={self.number}", f"StartTime=now+{SOON_S}"]
-            self.cluster.login(again, root=True, check=False)
+    def _reached(self, step: int) -> bool:
+        if self.step() >= step:
+            return True
+        assert hurried(self.cluster, self.number)["JobState"] != "COMPLETED"
         return False
 
     def strike(self, kind: str, rank: int) -> None:

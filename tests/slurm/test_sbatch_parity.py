@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.runs import SCRIPTS
-from support.slurm_runs import forget_earlier_runs
+from support.slurm_runs import running_cluster
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -139,14 +139,9 @@ srun --ntasks=4 --gpu-bind=wrong python bound.py refused || echo said refused $?
 @pytest.fixture
 def binding(place: Path) -> Iterator[Cluster]:
     """A cluster that binds tasks to processors, of which a node has as many as this machine for sure."""
-    where = place.with_name(f"{place.name}-binds")
-    running = Cluster.up(nodes=3, cpus=2, directory=where, conf=["TaskPlugin=task/affinity"])
-    forget_earlier_runs(running)
-    try:
+    with running_cluster(place, "binds", nodes=3, cpus=2, conf=["TaskPlugin=task/affinity"]) as running:
         yield running
         assert running.repair_all() == []
-    finally:
-        running.down()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from jurymast.cli.options import find_run
 from support.runs import SCRIPTS, RunUnderTest, result
@@ -13,6 +22,9 @@ from testcluster import Cluster
 STEPS = 130
 TRAIN = ("--steps", str(STEPS), "--step-time", "0.04", "--save-every", "10 steps")
 
+
+# Of a cluster with slurmdbd, which the system's Slurm brings along.
+ACCOUNTS: dict[str, Any] = {"accounting": True, "slurm": "system"}
 
 # For batch scripts: their trainings name the smallest one so.
 SCRIPT_ENVIRONMENT = {
@@ -38,10 +50,40 @@ def jurymast(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def forget_earlier_runs(cluster: Cluster) -> None:
-    """Of tests that were killed: what those tell of nodes is not true of this cluster's."""
-    for left in cluster.shared.glob("test_*"):
+@contextmanager
+def running_cluster(place: Path, name: str = "", *, purge: bool = False, **options: Any) -> Iterator[Cluster]:
+    """A cluster in this directory, or in one of this name beside it, made with these options of `Cluster.up`;
+    the test is skipped where there can be none."""
+    for possible, what in (
+        (sys.platform == "linux", "Linux"),
+        (os.geteuid() == 0, "root"),
+        (Path("/etc/debian_version").exists(), "Debian or Ubuntu"),
+    ):
+        if not possible:
+            pytest.skip(f"a Slurm cluster on one machine needs {what}")
+    running = Cluster.up(directory=place.with_name(f"{place.name}-{name}") if name else place, **options)
+    # Of tests that were killed: what those tell of nodes is not true of this cluster's.
+    for left in running.shared.glob("test_*"):
         shutil.rmtree(left, ignore_errors=True)
+    try:
+        yield running
+    finally:
+        running.down(purge=purge)
+
+
+SOON_S = 4
+
+
+def hurried(cluster: Cluster, job: int) -> dict[str, str]:
+    """The job's record. If it was requeued, Slurm is told to start it soon: by itself it waits for two
+    minutes, and within the second of the requeue slurmd refuses the job's credential, which ends it."""
+    record = cluster.job(job)
+    assert record["JobState"] not in ("FAILED", "CANCELLED"), record
+    waits = record["JobState"] == "PENDING" and record["EligibleTime"] != "Unknown"
+    if waits and datetime.fromisoformat(record["EligibleTime"]).timestamp() > time.time() + 2 * SOON_S:
+        command = ["scontrol", "update", f"JobId={job}", f"StartTime=now+{SOON_S}"]
+        cluster.login(command, root=True, check=False)
+    return record
 
 
 def submit(

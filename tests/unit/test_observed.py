@@ -14,7 +14,7 @@ from jurymast.core.estimate import AccountedAttempt, Estimate, estimate
 from jurymast.core.judges.step_lines import StepLine, StepLog
 from jurymast.core.state.settings import RunPlan
 from jurymast.report.instead import instead_sentences, instead_view
-from jurymast.sim.checkpoints import read_measured
+from jurymast.sim.checkpoints import NODE_CRASH, read_measured
 from jurymast.sim.instead import SILENCE_S, instead
 from jurymast.sim.replay import NotReplayed
 from support.commands import Place
@@ -71,6 +71,17 @@ def test_ranks_that_are_killed_on_nobody_knows_which_nodes_are_started_again_in_
         one.cause = "worker_killed"
     for answer in instead(found, PLAN, read_measured()):
         assert [(one.cause, one.action) for one in answer.incidents] == [("worker_killed", "restart")] * 5
+
+
+def test_whether_lost_nodes_crashed_or_fell_silent_is_not_known_and_so_is_what_that_costs() -> None:
+    found = job(("NODE_FAIL", 900), ("NODE_FAIL", 2100))
+    silent, _ = instead(found, PLAN, read_measured())
+    crashed, _ = instead(found, PLAN, read_measured(), lost=NODE_CRASH)
+    assert [(one.cause, one.action) for one in crashed.incidents] == [("node_crash", "swap")] * 2
+    assert 3000 * STEP_S * (1 / silent.goodput - 1 / crashed.goodput) == pytest.approx(2.0, abs=0.6)
+    view = instead_view(found, PLAN)
+    assert view["as_it_is"]["runtime_goodput"] == silent.goodput
+    assert view["ratios_at_most"]["runtime_goodput"] >= crashed.goodput
 
 
 def test_without_spares_a_lost_node_costs_the_requeue_that_it_did() -> None:
