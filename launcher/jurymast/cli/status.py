@@ -42,8 +42,11 @@ def command(run: str, watch: bool, everything: bool, as_json: bool, runs: Path |
         if as_json:
             show_json(view)
         else:
-            all_of = status_blocks(view, now=time.time(), everything=everything) if not observed else None
-            text = shown(all_of or observed_blocks(view))
+            now = time.time()
+            blocks = (
+                observed_blocks(view) if observed else status_blocks(view, now=now, everything=everything)
+            )
+            text = shown(blocks)  # before the screen is cleared
             if watch:
                 click.clear()
             echo_coloured(text)

@@ -9,7 +9,7 @@ from jurymast.core.estimate import Estimate
 from jurymast.core.state.settings import RunPlan
 from jurymast.report.text import Block, Line, Table, between, count, duration, node_time, percent
 from jurymast.sim.bounds import StandsStill
-from jurymast.sim.checkpoints import read_measured
+from jurymast.sim.checkpoints import NODE_CRASH, read_measured
 from jurymast.sim.instead import Instead, instead
 from jurymast.sim.replay import NotReplayed
 
@@ -19,24 +19,27 @@ RATIOS = ("runtime_goodput", "allocation_goodput")
 
 def instead_view(found: Estimate, plan: RunPlan) -> View:
     """The key `instead` of the report: what the job would have had, with the script `as_it_is`, and
-    `with_checkpointer`, between which the ratios are. `why_none`: why that is not known; `stopped`: why
-    jurymast would have ended the job at the last of `incidents`."""
+    `with_checkpointer`, if lost nodes fell silent. The ratios are the least and the greatest of these, and of
+    those of nodes that crashed. `why_none`: why that is not known; `stopped`: why jurymast would have ended
+    the job at the last of `incidents`."""
     view: View = {"spares": plan.spares, "why_none": None, "stopped": None, "incidents": []}
     measured = read_measured()
     try:
         as_it_is, with_ours = instead(found, plan, measured)
+        crashed = instead(found, plan, measured, lost=NODE_CRASH)
     except (NotReplayed, StandsStill) as problem:
         return {**view, "why_none": str(problem)}
     view["incidents"] = _incidents(found, as_it_is)
     if as_it_is.stopped:
         return {**view, "stopped": as_it_is.stopped}
-    both, was_s = [_answer(as_it_is), _answer(with_ours)], found.account.allocated_us / 1e6
-    low, high = ({name: bound(one[name] for one in both) for name in RATIOS} for bound in (min, max))
-    saved = sorted(was_s - one["allocated_node_seconds"] for one in both)
+    answers = [_answer(one) for one in (as_it_is, with_ours, *crashed)]
+    was_s = found.account.allocated_us / 1e6
+    low, high = ({name: bound(one[name] for one in answers) for name in RATIOS} for bound in (min, max))
+    saved = sorted(was_s - one["allocated_node_seconds"] for one in answers)
     return {
-        **view, "as_it_is": both[0], "with_checkpointer": both[1], "ratios": low, "ratios_at_most": high,
-        "allocated_node_seconds": was_s, "saved_node_seconds": saved[0],
-        "saved_node_seconds_at_most": saved[1], "durations": measured.source,
+        **view, "as_it_is": answers[0], "with_checkpointer": answers[1], "ratios": low,
+        "ratios_at_most": high, "allocated_node_seconds": was_s, "saved_node_seconds": saved[0],
+        "saved_node_seconds_at_most": saved[-1], "durations": measured.source,
     }  # fmt: skip
 
 
@@ -78,7 +81,8 @@ def assumed(view: Mapping[str, Any]) -> str:
         "by a simulation of the job's own failures, each at its step, with the job's own time to start and "
         f"{view['durations']}; with the script as it is, which goes back as far as it did: "
         f"{percent(view['as_it_is'][RATIOS[0]])}, with jurymast.Checkpointer: "
-        f"{percent(view['with_checkpointer'][RATIOS[0]])}"
+        f"{percent(view['with_checkpointer'][RATIOS[0]])}; the range is of such answers, so that the truth "
+        "may lie outside of it"
     )
 
 

@@ -4,8 +4,8 @@ The same steps are done, and each failure strikes at the step at which it did. H
 start is the job's own; how long failures take to be noticed, and ranks to be stopped and launched, was
 measured elsewhere. Ends that somebody ordered cost what they did, and so does what the log does not explain.
 
-There are two answers, and the truth is a range: the script stays as it is, and goes back as far as it did; or
-it saves by jurymast, and what ended by an order long after its last line hung until then.
+There are two answers: the script stays as it is, and goes back as far as it did; or it saves by jurymast, and
+what ended by an order long after its last line hung until then. Neither is a bound: simulations have errors.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from jurymast.sim.replay import ANY_NODE, INCIDENTS_MAX, NotReplayed
 from jurymast.sim.simulation import SECONDS_MIN, Setup, SimOutcome, Simulation
 
 # All other causes are orders, which jurymast would have followed as well.
-_KINDS = {
-    "node_lost": POWER_LOSS, "worker_killed": WORKER_KILL, "worker_exit": SCRIPT, "out_of_memory": SCRIPT,
-}  # fmt: skip
+_KINDS = {"worker_killed": WORKER_KILL, "worker_exit": SCRIPT, "out_of_memory": SCRIPT}
 # Of the time with nodes. If more is unknown, nobody can say what there was to lose.
 UNKNOWN_MAX = 0.25
 # After its last line a script may do something else for so long: evaluate, save, end.
@@ -62,13 +60,17 @@ class _Fault:
     incident: int  # 0: the job's end
 
     def trace(self, number: int) -> TraceFault:
-        nodes = (ANY_NODE * (number + 1),) if self.kind in (POWER_LOSS, WORKER_KILL) else ()
+        nodes = () if self.kind in (SCRIPT, HANG) else (ANY_NODE * (number + 1),)
         return TraceFault(0.0, nodes, self.kind, step=self.step)
 
 
-def instead(found: Estimate, plan: RunPlan, measured: Measured) -> tuple[Instead, Instead]:
+def instead(
+    found: Estimate, plan: RunPlan, measured: Measured, *, lost: str = POWER_LOSS
+) -> tuple[Instead, Instead]:
     """What jurymast would have made of the job by this plan's spares and settings: of the script as it is,
-    and of one with jurymast.Checkpointer. Raises NotReplayed, StandsStill."""
+    and of one with jurymast.Checkpointer. `lost`: how nodes were, which Slurm does not tell: by POWER_LOSS,
+    which is noticed after a while, or NODE_CRASH, which is noticed at once. Raises NotReplayed, StandsStill.
+    """
     account, steps, settings = found.account, found.best_step - found.origin, plan.settings
     if not found.numbered:
         raise NotReplayed("the log's numbers of steps are not those of the whole training")
@@ -94,8 +96,8 @@ def instead(found: Estimate, plan: RunPlan, measured: Measured) -> tuple[Instead
     by_script = replace(setup, durations=free, settings=replace(settings, cadence_steps=None, cadence_s=None))
     by_us = Cadence(settings.cadence_steps, settings.cadence_s)
     return (
-        _Trial(found, by_script, Cadence(steps=max(1, steps // SAVES)), ours=False).result(),
-        _Trial(found, setup, by_us, ours=True).result(),
+        _Trial(found, by_script, Cadence(steps=max(1, steps // SAVES)), lost, ours=False).result(),
+        _Trial(found, setup, by_us, lost, ours=True).result(),
     )
 
 
@@ -134,6 +136,7 @@ class _Trial:
     found: Estimate
     setup: Setup
     cadence: Cadence
+    lost: str  # the kind of lost nodes
     ours: bool  # saves are jurymast's
 
     @property
@@ -162,7 +165,7 @@ class _Trial:
         faults = [
             _Fault(kind, max(0, one.step_lost_from - origin), one.id)
             for one in found.incidents
-            if (kind := _KINDS.get(one.cause) or self._hung(one.id))
+            if (kind := {"node_lost": self.lost, **_KINDS}.get(one.cause) or self._hung(one.id))
         ]
         if self._hung(0):
             faults.append(_Fault(HANG, self.steps - 1, 0))
