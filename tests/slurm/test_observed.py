@@ -97,7 +97,10 @@ def test_a_job_sees_what_it_sees_under_sbatch(cluster: Cluster, tmp_path: Path) 
     for words in (("sbatch", "--parsable"), ("jurymast", "submit", "--observe", "--parsable")):
         job = Job(cluster, work, *words, "-J", "mine", "job.sbatch", "a b", "c", script=SEES)
         cluster.wait_job(job.number, "COMPLETED", deadline_s=LIMIT_S)
-        lines = (work / f"seen-{job.number}").read_text().splitlines()
+        printed = (work / f"seen-{job.number}").read_text()
+        if words[0] == "jurymast":
+            assert jurymast(cluster, "logs", str(job.directory)) == (0, printed, "")
+        lines = printed.splitlines()
         own = (line.replace(str(job.number), "N") for line in lines if not OF_A_JOB.match(line))
         told.append(sorted(own))
         cluster.wait_idle()

@@ -262,3 +262,21 @@ def test_how_it_ended_is_known_from_the_accounts_when_the_controller_has_forgott
     page = place.root / "page.html"
     place.good("report", "last", "--html", str(page))
     assert "<h2>What jurymast would have done</h2>" in page.read_text()
+    (place.root / "slurm-17.out").write_text("the last words\n")
+    assert place.good("logs", "last") == "the last words\n"
+
+
+def test_its_log_is_where_slurm_prints(place: Place) -> None:
+    place.good("submit", "--observe", "job.sbatch")
+    (first, second), known = [place.root / f"out-17_{task}" for task in (1, 2)], place.root / "known"
+    place.program("scontrol", f"/bin/cat {known}")
+    known.write_text(f"JobId=17 JobName=job\n   StdErr={place.root}/err\n   StdOut={first}\n   Power=\n")
+    done = place.run("logs", "last")
+    assert (done.returncode, str(first) in done.stderr) == (67, True), done.stderr
+    first.write_text("step 1\nstep 2\n")
+    assert place.good("logs", "17", "--tail", "1") == place.good("logs", "17", "--job", "-n1") == "step 2\n"
+    assert place.run("logs", "17", "--rank", "0").returncode == 64
+    known.write_text(f"{known.read_text()}\nJobId=18 ArrayJobId=17\n   StdOut={second}\n")
+    second.write_text("step 3\n")
+    lines = place.good("logs", "17").splitlines()
+    assert lines == ["[out-17_1] step 1", "[out-17_1] step 2", "[out-17_2] step 3"]

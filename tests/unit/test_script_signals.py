@@ -339,6 +339,34 @@ def test_a_signal_for_a_background_step_reaches_it(
     assert not (tmp_path / "after").exists()
 
 
+TRACED = {
+    "an ERR trap": "trap 'echo \"line $LINENO: $BASH_COMMAND: $? $_\"' ERR\n  srun $ARGS 3 'a b'\necho on $?",
+    "one that functions have": "set -E; trap 'echo failed' ERR\nsrun 3; srun 0; srun 4 || :",
+    "set -e": "trap 'echo \"at its end: $BASH_COMMAND: $?\"' EXIT\nset -eu\nIFS=,\nsrun 0\nsrun 3 a\necho",
+    "handled": "set -e; trap 'echo failed' ERR\nsrun 3 || echo $?\nsrun 4 && echo || echo $?\n! srun 5",
+    "set -x": "set -x\nsrun 0 \"a b\"\nsrun 3\nsrun 4 | cat\n(srun 5; echo in $?)\nsrun 6 &\nwait",
+    "another job": "set -x; export SLURM_JOB_ID=8\nsrun 3; echo $?",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_what_a_script_sees_of_its_srun_is_what_it_sees_of_a_program(tmp_path: Path, name: str) -> None:
+    job = RunDirectory(tmp_path / "run")
+    for folder in (tmp_path / "bin", shims.folder(job)):
+        folder.mkdir(parents=True)
+        shims.write_program(folder / "srun", '#!/bin/sh\necho "$@"\nexit $1\n')
+    users = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "ARGS": "3"}
+
+    def told(environment: dict[str, str]) -> tuple[int, list[str]]:
+        done = subprocess.run(
+            ["bash", "-c", TRACED[name]], env=environment, text=True, timeout=120, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return done.returncode, sorted(done.stdout.splitlines())  # of a pipe's ends either may be first
+
+    assert told(shims.with_shims(users, job)) == told(users)
+
+
 PART = """
 import pathlib, signal, sys
 from jurymast.script import hold

@@ -44,40 +44,36 @@ FILES_A_SECOND = 2000.0
 @click.option("-a", "--attempt", type=click.IntRange(1), metavar="A", help="Which attempt.  [the newest]")
 @click.option("-f", "--follow", is_flag=True, help="Continue through later attempts until the run ends.")
 @click.option("-n", "--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines of each rank.")
-@click.option("--job", is_flag=True, help="The log of the job instead: supervisor, agents and Slurm.")
+@click.option(
+    "--job",
+    is_flag=True,
+    help="The log of the job instead: supervisor, agents and Slurm; always of an observed job.",
+)
 @runs_option
 def command(
     run: str, rank: tuple[int, ...], everything: bool, attempt: int | None, follow: bool, tail: int | None,
     job: bool, runs: Path | None,
 ) -> None:  # fmt: skip
-    """Print what the ranks wrote, each line with its rank.
+    """Print what the ranks wrote, each line with its rank; of a job that is only observed, its output.
 
     Lines have no timestamps, so lines of different ranks appear in the order in which they are read.
     """
     directory = the_run(run, runs, only_look=True)
+    job = job or directory.plan().observed  # which has no ranks
     if job and (rank or everything or attempt):
-        raise UsageError("--job shows the log of the whole job: leave out --rank, --all and --attempt")
+        raise UsageError(
+            "--job, as of an observed job, shows the log of the whole: leave out --rank, --all and --attempt"
+        )
     if rank and everything:
         raise UsageError("--rank and --all exclude each other")
     chosen = attempt or directory.newest_attempt()
     find = _Finder(directory, rank, everything=everything, job=job)
     if not find(chosen) and not follow:
-        raise RunNotFoundError(_nothing(directory, chosen, rank, job))
+        raise RunNotFoundError(find.nothing(chosen))
     if follow:
         patience.follow_on()
     with suppress(KeyboardInterrupt):
         _print(find, chosen, tail=tail, follow=follow, fixed=attempt is not None)
-
-
-def _nothing(directory: RunDirectory, attempt: int, ranks: tuple[int, ...], job: bool) -> str:
-    if job:
-        return f"there is no job log yet in {directory.submission}"
-    if not attempt:
-        return f"no attempt of {directory.root.name} has started yet"
-    wanted = f" of rank {', '.join(map(str, ranks))}" if ranks else ""
-    have = sorted(path.name for path in foreign.found(directory.logs, "attempt-*"))
-    others = f"the newest are of {', '.join(have[-5:])}" if have else "no attempt has written one"
-    return f"there is no log{wanted} for attempt {attempt}; {others}"
 
 
 class _Finder:
@@ -91,12 +87,14 @@ class _Finder:
         plan = directory.plan()
         self._count = plan.active * plan.ranks_per_node
         self._apart = plan.stderr_apart
+        self._observed = plan.observed
+        self._outputs: list[Path] = []  # of an observed job
         self._everything = everything or self._count <= RANKS_SHOWN_MAX
         self._chosen: dict[int, tuple[int, ...]] = {}
 
     def __call__(self, attempt: int) -> dict[str, Path]:
         if self.job:
-            return _job_files(self.directory)
+            return self._job_files()
         ranks = self._ranks or self._telling(attempt)
         if ranks:
             logs = [self.directory.rank_log(attempt, rank) for rank in ranks]
@@ -107,6 +105,33 @@ class _Finder:
             pairs = (((name, log), (f"{name[:-2]} err] ", log.with_suffix(".err"))) for name, log in named)
             named = [entry for pair in pairs for entry in pair]
         return {name: path for name, path in named if foreign.exists(path)}
+
+    def nothing(self, attempt: int) -> str:
+        """Why there is nothing to show."""
+        if self._observed:
+            where = ", ".join(map(str, self._outputs)) or "a file that Slurm no longer knows"
+            return f"the job has written nothing yet to {where}"
+        if self.job:
+            return f"there is no job log yet in {self.directory.submission}"
+        if not attempt:
+            return f"no attempt of {self.directory.root.name} has started yet"
+        wanted = f" of rank {', '.join(map(str, self._ranks))}" if self._ranks else ""
+        have = sorted(path.name for path in foreign.found(self.directory.logs, "attempt-*"))
+        others = f"the newest are of {', '.join(have[-5:])}" if have else "no attempt has written one"
+        return f"there is no log{wanted} for attempt {attempt}; {others}"
+
+    def _job_files(self) -> dict[str, Path]:
+        from jurymast.report.text import one_line
+
+        if self._observed:
+            from jurymast.report.observed import output_files
+
+            self._outputs = self._outputs or output_files(self.directory)
+            found = [path for path in self._outputs if foreign.exists(path)]
+        else:
+            found = foreign.found(self.directory.submission, "job-*.log")
+        files = sorted(found, key=_changed_at)
+        return {f"[{one_line(path.stem)}] " if len(files) > 1 else "": path for path in files}
 
     def _telling(self, attempt: int) -> tuple[int, ...]:
         """The ranks that are shown if there are very many; () for all."""
@@ -122,14 +147,6 @@ class _Finder:
             told = ", ".join(map(str, ranks))
             echo(f"-- rank {told} of {self._count} (--rank R, or --all) --", err=True)
         return self._chosen[attempt]
-
-
-def _job_files(directory: RunDirectory) -> dict[str, Path]:
-    from jurymast.report.text import one_line
-
-    found = foreign.found(directory.submission, "job-*.log")
-    files = sorted(found, key=_changed_at)
-    return {f"[{one_line(path.stem)}] " if len(files) > 1 else "": path for path in files}
 
 
 def _changed_at(path: Path) -> float:

@@ -166,10 +166,9 @@ def _number(text: str) -> int:
 _OUTPUT = re.compile(r"^ +StdOut=(.+)$", re.MULTILINE)
 
 
-def output_now(number: str) -> str:
-    """The job's output file, as long as slurmctld knows the job; else ""."""
+def outputs_now(number: str) -> list[str]:
+    """The job's output file, or one for each task of an array, as long as slurmctld knows the job."""
     try:
-        found = _OUTPUT.search(run_command(["scontrol", "show", "job", number]))
+        return _OUTPUT.findall(run_command(["scontrol", "show", "job", number]))
     except ClusterUnavailableError:
-        return ""
-    return found[1] if found else ""
+        return []

@@ -12,7 +12,7 @@ from typing import Any
 
 import jurymast
 from jurymast import foreign
-from jurymast.cluster.accounts import AccountedJob, output_now
+from jurymast.cluster.accounts import AccountedJob, outputs_now
 from jurymast.cluster.sbatch import find_script, merged, read_script, split_command_line
 from jurymast.core.estimate import Estimate, estimate
 from jurymast.core.goodput import Account, ordered
@@ -63,7 +63,7 @@ def estimated(
 def output_of(job: AccountedJob) -> Path | None:
     """The job's standard output, as Slurm still knows it, or as its submission names it; None if that cannot
     be known."""
-    if told := output_now(job.number):
+    for told in outputs_now(job.number):
         return Path(told)
     directory = Path(job.directory or "/")
     array, _, task = job.job.partition("_")

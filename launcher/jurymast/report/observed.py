@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster import accounts
 from jurymast.errors import ClusterUnavailableError, RunCancelledError, RunFailedError, RunNotFoundError
 from jurymast.jobs import ENDED_STATES
-from jurymast.report.liveness import Liveness, look
-from jurymast.report.status import StatusWatcher
+from jurymast.report.liveness import Liveness, look, slurm_jobs
+from jurymast.report.status import StatusWatcher, read_status
 from jurymast.report.text import Block, Line
 from jurymast.rundir import RunDirectory, write_json
 
@@ -38,6 +39,19 @@ def observed_state(directory: RunDirectory, life: Liveness) -> str:
         with contextlib.suppress(OSError):
             write_json(directory.outcome_file, {"state": word, "exit_code": _CODES[word]})
     return word
+
+
+def output_files(directory: RunDirectory) -> list[Path]:
+    """Where an observed job prints, or each task of an array. Slurm's accounts are asked where its controller
+    has forgotten the job. Raises ClusterUnavailableError, RunNotFoundError."""
+    from jurymast.report.estimate import output_of
+
+    jobs = slurm_jobs(directory, read_status(directory).state)
+    if not jobs:
+        raise RunNotFoundError(f"no job is recorded for {directory.root.name}")
+    if now := accounts.outputs_now(jobs[-1][0]):
+        return [Path(told) for told in now]
+    return [path for job in accounts.job(*jobs[-1]) if (path := output_of(job)) is not None]
 
 
 def observed_view(watcher: StatusWatcher) -> dict[str, Any]:

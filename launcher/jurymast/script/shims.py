@@ -27,21 +27,24 @@ JOB_VARIABLE = "JURYMAST_SCRIPT_JOB"
 # The step's folder, for everything that runs below the command of a training step.
 STEP_VARIABLE = "JURYMAST_STEP"
 # A module that the script loads may put the real srun before ours on PATH, but a shell function comes before
-# everything on PATH.
+# everything on PATH. It runs all in subshells that are silent under `set -x`: traps still find the script's
+# srun in $BASH_COMMAND (but with `set -E` in bash 5.2), and one for ERR runs once.
 FUNCTION = "BASH_FUNC_srun%%"
 # In `srun ... &`, $! is a shell that only runs the function: our srun replaces it, and gets the signals for
 # $!. Of all subshells that one alone ignores QUIT and not INT. In others, such as `(srun ...; srun ...) &`, a
-# signal that ends the shell is the step's end.
+# signal that ends the shell is the step's end; our program learns from $$ whether one has called it.
 SHELL_VARIABLE = "JURYMAST_SCRIPT_SHELL"
+SILENT = "{ set +x; } 2> /dev/null"
 FUNCTION_TEXT = """\
-() {{  if [ "${job}" != "$SLURM_JOB_ID" ]; then command srun "$@"
- elif [ "$BASHPID" = "$$" ]; then {srun} "$@"
- else
-  local name ignored=0
-  while read -r name ignored && [ "$name" != SigIgn: ]; do :; done < "/proc/$BASHPID/status" || :
-  if [ "$((0x${{ignored:-0}} & 6))" = 4 ]; then exec {srun} "$@"; fi
-  {background}=$BASHPID {srun} "$@"
- fi
+() {{  if ( {silent}; [ "${job}" != "$SLURM_JOB_ID" ] ); then ( {silent}; exec srun "$@" )
+ elif ( {silent}
+  IFS=$' \\t' caller= ignored=
+  while read -r name caller && [ "$name" != PPid: ]; do :; done < "/proc/$BASHPID/status"
+  while read -r name ignored && [ "$name" != SigIgn: ]; do :; done < "/proc/$caller/status"
+  [ "$caller" != "$$" ] && [ "$((0x${{ignored:-0}} & 6))" = 4 ]
+ ) 2> /dev/null; then {silent}; exec {srun} "$@"
+ else ( {silent}; {main}=$$ exec {srun} "$@" )
+ fi && ( {silent} )
 }}"""
 # Directories that containers see in addition to their own. If both variables are set, apptainer reads only
 # the first, so our directory is added to the user's.
@@ -54,6 +57,7 @@ esac"""
 
 SRUN = """\
 #!/bin/sh
+if [ "${{{main}:-$PPID}}" = "$PPID" ]; then unset {main}; else {main}=$PPID; fi
 exec {ours} "$@"
 """
 # The shell itself removes the folder from PATH, because it takes quoted text literally: a run directory may
@@ -113,7 +117,7 @@ def write(directory: RunDirectory, python: str, submitted: str = "", users: str 
     place = folder(directory)
     make_folder(hook(directory))
     ours = shlex.join(run_module("jurymast.script", "srun", python=python))
-    write_program(place / "srun", SRUN.format(ours=ours))
+    write_program(place / "srun", SRUN.format(ours=ours, main=SHELL_VARIABLE))
     text = TORCHRUN.format(folder=shlex.quote(str(place)), hook=shlex.quote(str(hook(directory))))
     write_program(place / "torchrun", text)
     if submitted and not (place / "scontrol").exists():  # after a requeue only the training is known
@@ -140,7 +144,7 @@ def with_shims(environment: Mapping[str, str], directory: RunDirectory) -> dict[
     values["PATH"] = os.pathsep.join([place, values.get("PATH", os.defpath)])
     values["PYTHONPATH"] = os.pathsep.join([str(hook(directory)), *filter(None, [values.get("PYTHONPATH")])])
     values[FUNCTION] = FUNCTION_TEXT.format(
-        job=JOB_VARIABLE, background=SHELL_VARIABLE, srun=shlex.quote(f"{place}/srun")
+        job=JOB_VARIABLE, main=SHELL_VARIABLE, srun=shlex.quote(f"{place}/srun"), silent=SILENT
     )
     values[RUN_VARIABLE] = str(directory.root)
     values[JOB_VARIABLE] = environment.get("SLURM_JOB_ID", "")
