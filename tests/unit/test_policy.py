@@ -11,7 +11,8 @@ from jurymast.core.judges.forecast import auto_spares
 from jurymast.core.state.settings import Budget, Settings
 from jurymast.errors import PolicyError
 from jurymast.policy import model
-from jurymast.policy.resolve import Resolved, file_layers, pairs_layer, resolve, site_layers
+from jurymast.policy.resolve import Resolved, file_layers, pairs_layer, resolve
+from jurymast.policy.site import Nobody, site_layers
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -151,7 +152,7 @@ def test_layers_merge_key_by_key_and_remember_where_each_value_came_from(tmp_pat
     )
     write(tmp_path, "team.yaml", "detect:\n  hang: off\n")
     path = write(tmp_path, "job.yaml", "extends: team.yaml\nspares: 2\nhealth: {data: []}\n")
-    site = site_layers({"JURYMAST_SITE": str(tmp_path / "site.yaml")})
+    site = site_layers({"JURYMAST_SITE": str(tmp_path / "site.yaml")}, Nobody())
     command = pairs_layer("command line", [("spares", 4)])
     resolved = resolve([*site, *file_layers(path, "job.yaml"), command])
     assert resolved.policy.spares == 4
@@ -279,9 +280,9 @@ def test_an_empty_file_is_no_change(tmp_path: Path) -> None:
 
 
 def test_a_named_site_file_must_exist(tmp_path: Path) -> None:
-    assert site_layers({"JURYMAST_SITE": ""}) == []
+    assert site_layers({"JURYMAST_SITE": ""}, Nobody()) == []
     with pytest.raises(PolicyError, match="cannot be read"):
-        site_layers({"JURYMAST_SITE": str(tmp_path / "none.yaml")})
+        site_layers({"JURYMAST_SITE": str(tmp_path / "none.yaml")}, Nobody())
 
 
 @pytest.mark.parametrize(

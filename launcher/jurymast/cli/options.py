@@ -25,6 +25,7 @@ from jurymast.errors import NotNowError, RunDirectoryError, RunNotFoundError, Us
 from jurymast.rundir import RunDirectory, check_readable, run_names
 
 if TYPE_CHECKING:
+    from jurymast.cluster.submitter import JobsSubmitter
     from jurymast.policy.resolve import Resolved
     from jurymast.report.text import Block
 
@@ -254,13 +255,21 @@ def the_run(run: str, runs: Path | None, *, only_look: bool = False) -> RunDirec
     return found
 
 
-def resolved_policy(file: Path | None, spares: int | str | None = None) -> Resolved:
-    """The policy in force: the site's, the file's, --spares and the defaults. Raises PolicyError."""
-    from jurymast.policy.resolve import file_layers, pairs_layer, resolve, site_layers
+def resolved_policy(
+    file: Path | None, spares: int | str | None = None, submitter: JobsSubmitter | None = None,
+    *, own: bool = True,
+) -> Resolved:  # fmt: skip
+    """The policy in force for this submitter, or else this user: the site's and its teams', with `own` the
+    user's, that of the file or else of $JURYMAST_POLICY, --spares and the defaults. Raises PolicyError."""
+    from jurymast.cluster.submitter import JobsSubmitter
+    from jurymast.policy.resolve import pairs_layer, resolve
+    from jurymast.policy.site import layers_below, layers_of, over
 
-    layers = site_layers(os.environ)
-    if file is not None:
-        layers += file_layers(file, str(file))
+    submitter = submitter or JobsSubmitter({})
+    layers = layers_below(os.environ, submitter, own=own)
+    for what, why in submitter.unknown.items():
+        echo(f"jurymast: note: no team of the site's file is found by the {what}: {why}", err=True)
+    layers = over(layers, layers_of(file, os.environ))
     if spares is not None:
         layers.append(pairs_layer("command line", [("spares", spares)]))
     return resolve(layers)

@@ -33,6 +33,7 @@ from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
     from jurymast.cluster.slurm import Request, Submitted
+    from jurymast.cluster.submitter import JobsSubmitter
     from jurymast.core.state.settings import RunPlan
     from jurymast.policy.resolve import Resolved
 
@@ -127,9 +128,11 @@ def command(context: click.Context, /, **options: Any) -> int:
     line: CommandLine = context.meta["jurymast.line"]
     script: BatchScript | None = context.meta["jurymast.script"]
     runs = options["runs"] or default_runs()
-    policy = resolved_policy(options["policy"], options["spares"])
     # The command line together with the variables and the script.
     told = merged(script, os.environ, line)
+    policy = resolved_policy(options["policy"], options["spares"], _submitter(told, options["cluster"]))
+    for one in policy.contradictions:
+        echo(f"jurymast: note: {one}", err=True)
     request = _request(line, script, policy, options, runs, told)
     _note_unused(line, options["cluster"])
     observed = request.plan.observed
@@ -173,6 +176,13 @@ def command(context: click.Context, /, **options: Any) -> int:
         echo(f"the run goes on; to end it: {ends}", err=True)
         raise
     return 0
+
+
+def _submitter(told: CommandLine, cluster: str) -> JobsSubmitter:
+    from jurymast.cluster.submitter import JobsSubmitter
+
+    given = {what: told.last(what) for what in ("account", "qos", "partition")}
+    return JobsSubmitter(given, clusters=told.last("clusters", "cluster") or "", slurm=cluster == "slurm")
 
 
 def _request(

@@ -1,8 +1,9 @@
 """From policy files to one checked policy and the frozen values with which the core decides. Keeps the origin
 of every value, and reports all errors together.
 
-Layers, where later ones win: site, the files that a file `extends`, the file, the job, the command line.
-Mappings are merged key by key; any other value replaces the one below it.
+Layers, where later ones win: the site's and the user's own (`policy/site.py`), the files that a file
+`extends`, the file, the job, the command line. Mappings are merged key by key; any other value replaces the
+one below it, except where a layer locks it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -24,9 +25,9 @@ from jurymast import foreign
 from jurymast.core.state.settings import Exposure, Receiver, Settings
 from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import PolicyError
-from jurymast.policy.model import Policy
+from jurymast.policy.contradictions import contradictions
+from jurymast.policy.model import Policy, Section
 
-SITE_FILE = Path("/etc/jurymast/site.yaml")
 # Many times what a policy needs, and still read within a second: the file may be a colleague's or a site's.
 BYTES_MAX = 64 << 10
 VALUES_MAX = 1000
@@ -49,12 +50,17 @@ class Origin(NamedTuple):
 
 @dataclass
 class Layer:
-    """Plain values, and where each was written; the key () is the whole."""
+    """Plain values, and where each was written; the key () is the whole. `kind`: whose layer it is, like
+    "site". `path`: the file, under its own name. `locked`: keys that no layer above may change, and where it
+    says so."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Key, Origin] = field(default_factory=dict)
     extends: list[str] = field(default_factory=list)
+    kind: str = "file"
+    path: Path | None = None
+    locked: dict[Key, Origin] = field(default_factory=dict)
 
     def origin(self, key: Key) -> Origin:
         """The origin of `key`, or else of the nearest mapping around it."""
@@ -169,23 +175,16 @@ def _add_layers(path: Path, shown: str, above: tuple[Path, ...], layers: list[La
     if len(above) + len(layers) == FILES_MAX:
         raise PolicyError(f"{shown}: more than {FILES_MAX} files extend each other")
     layer = file_layer(path, shown)
+    layer.path = real
     for name in layer.extends:
         target = path.parent / os.path.expanduser(name)
         _add_layers(target, str(target), (*above, real), layers)
     layers.append(layer)
 
 
-def site_layers(environment: Mapping[str, str]) -> list[Layer]:
-    """The site's layers: $JURYMAST_SITE (must exist if set; empty means none), or /etc/jurymast/site.yaml."""
-    named = environment.get("JURYMAST_SITE")
-    if named is not None:
-        return file_layers(Path(named), named) if named else []
-    return file_layers(SITE_FILE, str(SITE_FILE)) if foreign.exists(SITE_FILE) else []
-
-
 def pairs_layer(name: str, pairs: Sequence[tuple[str, Any]]) -> Layer:
     """A layer from dotted keys and values, as on `#JURYMAST` lines and the command line."""
-    layer = Layer(name)
+    layer = Layer(name, kind="")
     for dotted, value in pairs:
         *parents, last = dotted.split(".")
         target = layer.values
@@ -228,23 +227,36 @@ DEFAULT = Origin("default")
 # Keys that people may have or expect, and why there are none.
 ABSENT: dict[Key, str] = {
     ("nodes",): "is not supported yet; leave it out",
+    ("teams",): "only the site's own file has this",
+    ("locked",): "only the files of a site have this",
     ("checkpoint", "tiers", "peer", "parity"): "is gone: other nodes hold whole replicas; leave it out",
 }
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checked policy, with the values as written and the origin of each."""
+    """A checked policy, with the values as written and the origin of each. `layers`: what they were made of,
+    the lowest first. `contradictions`: values that cannot both be meant, as `file:line: what`."""
 
     policy: Policy
     values: dict[str, Any]
     origins: dict[Key, Origin]
+    layers: tuple[Layer, ...] = ()
+    contradictions: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
         """A hash of the policy for the journal: equal values have equal digests, wherever they were
         written."""
         return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()[:16]
+
+    def whose(self, key: Key) -> str:
+        """The origin of a value, and whose it is: `site.yaml:3 (site, locked)`."""
+        origin = self.origins.get(key, DEFAULT)
+        kind = next((one.kind for one in self.layers if one.name == origin.source), "")
+        locks = [locked for one in self.layers for locked in one.locked if locked == key[: len(locked)]]
+        told = ", ".join(filter(None, (kind, "locked" if locks else "")))
+        return f"{origin} ({told})" if told else str(origin)
 
     def settings(self) -> Settings:
         policy = self.policy
@@ -299,7 +311,7 @@ class Resolved:
 
     def yaml(self, *, origins: bool = False) -> str:
         """The values as a policy file; with `origins`, each is followed by its origin."""
-        return "".join(_lines(self.values, (), self.origins if origins else None))
+        return "".join(_lines(self.values, (), self.whose if origins else None))
 
 
 def resolve(layers: Sequence[Layer]) -> Resolved:
@@ -307,33 +319,76 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
 
     Raises PolicyError with one line per mistake: `file:line: key.path: what is wrong`.
     """
-    problems = [one for layer in layers for one in _problems(layer)]
+    problems = [one for layer in layers for one in problems_of(layer, Policy)]
     merged = merge(layers)
-    problems += [one for one in _problems(merged) if one not in problems]
-    if problems:
-        lines = (f"{place}: {text}" for place, text in sorted(problems, key=lambda one: one[0]))
-        raise PolicyError("\n".join(lines))
+    problems += [one for one in problems_of(merged, Policy) if one not in problems]
+    refuse(problems)
     policy = Policy.model_validate(merged.values)
+    refuse([one for number in range(len(layers)) for one in _unlocked(layers, number, policy, merged)])
     written = _with_defaults(Policy, merged.values)
     origins = {key: merged.origins.get(key, DEFAULT) for key in _leaves(written, ())}
-    return Resolved(policy, written, origins)
+    against = tuple(
+        _told((merged.origin(key), f"{spelled(key)}: {what}"))
+        for key, what in contradictions(policy, merged.origins)
+    )
+    return Resolved(policy, written, origins, tuple(layers), against)
 
 
-def _problems(layer: Layer) -> Iterator[tuple[Origin, str]]:
-    """(where, `key.path: what is wrong`) of each mistake."""
+Problem = tuple[Origin, str]  # where, `key.path: what is wrong`
+
+
+def _told(problem: Problem) -> str:
+    return "{}: {}".format(*problem)
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raise PolicyError if there are any."""
+    if problems:
+        raise PolicyError("\n".join(map(_told, sorted(problems, key=lambda one: one[0]))))
+
+
+def _unlocked(layers: Sequence[Layer], number: int, policy: Policy, merged: Layer) -> Iterator[Problem]:
+    """What layers above this one have changed of what it locks."""
+    if not layers[number].locked:
+        return
+    fixed = Policy.model_validate(merge(layers[: number + 1]).values)
+    for key, where in layers[number].locked.items():
+        for changed in _changed(_at(fixed, key), _at(policy, key), key):
+            yield merged.origin(changed), f"{spelled(changed)}: is locked by {where}; leave it out"
+
+
+def _at(policy: Any, key: Key) -> Any:
+    for part in key:
+        policy = getattr(policy, str(part), None)
+    return policy
+
+
+def _changed(below: Any, above: Any, key: Key) -> Iterator[Key]:
+    """The keys at which two values of the policy differ."""
+    if isinstance(below, BaseModel) and isinstance(above, BaseModel):
+        for name in type(below).model_fields:
+            yield from _changed(getattr(below, name), getattr(above, name), (*key, name))
+    elif below != above:
+        yield key
+
+
+def problems_of(layer: Layer, model: type[Section]) -> Iterator[Problem]:
+    """Each mistake in the layer's values, which are to be those of `model`."""
     try:
-        Policy.model_validate(layer.values)
+        model.model_validate(layer.values)
     except ValidationError as error:
         for one in error.errors(include_url=False):
             key = tuple(part for part in one["loc"] if part != "[key]")  # about a mapping's own names
             if one["type"] == "extra_forbidden":
-                what = ABSENT.get(key) or f"unknown key{did_you_mean(str(key[-1]), _keys(key[:-1]))}"
+                what = (
+                    ABSENT.get(key) or f"unknown key{did_you_mean(str(key[-1]), keys_below(key[:-1], model))}"
+                )
             elif one["type"] == "value_error":
                 what = str(one["ctx"]["error"])
             elif one["type"] == "string_too_short":
                 what = "must not be empty"
             elif one["type"] in ("model_type", "dict_type", "model_attributes_type"):
-                what = f"needs keys below it: {', '.join(_keys(key))}"
+                what = f"needs keys below it: {', '.join(keys_below(key, model))}"
             else:
                 what = one["msg"].removeprefix("Input ")
             yield layer.origin(key), f"{spelled(key)}: {what}"
@@ -346,9 +401,9 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return next((found for part in get_args(annotation) if (found := section_of(part))), None)
 
 
-def _keys(key: Key) -> list[str]:
+def keys_below(key: Key, model: type[BaseModel] = Policy) -> list[str]:
     """The valid names below `key`."""
-    section: type[BaseModel] | None = Policy
+    section: type[BaseModel] | None = model
     for part in key:
         if isinstance(part, str) and section is not None:
             info = section.model_fields.get(part)
@@ -381,13 +436,13 @@ def _leaves(value: Any, key: Key) -> Iterator[Key]:
         yield key
 
 
-def _lines(values: dict[str, Any], key: Key, origins: dict[Key, Origin] | None) -> Iterator[str]:
+def _lines(values: dict[str, Any], key: Key, origin: Callable[[Key], str] | None) -> Iterator[str]:
     for name, value in values.items():
         place = (*key, name)
         indent = "  " * len(key)
         if isinstance(value, dict) and value:
             yield f"{indent}{name}:\n"
-            yield from _lines(value, place, origins)
+            yield from _lines(value, place, origin)
             continue
         # JSON text is also YAML, and distinguishes text from numbers.
         text = (
@@ -395,7 +450,7 @@ def _lines(values: dict[str, Any], key: Key, origins: dict[Key, Origin] | None) 
         )
         text = {True: "on", False: "off"}[value] if isinstance(value, bool) else text
         line = f"{indent}{name}: {text}"
-        yield f"{line:<40} # {origins.get(place, DEFAULT)}\n" if origins is not None else f"{line}\n"
+        yield f"{line:<40} # {origin(place)}\n" if origin is not None else f"{line}\n"
 
 
 def _plain_word(text: str) -> bool:
