@@ -30,8 +30,9 @@ def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
     have a state: with `DataLoaderConfiguration(use_stateful_dataloader=True)`.
 
     It saves only where gradients are synchronised, as gradients that are being accumulated are in no state:
-    other calls of `step` do nothing, and `save` returns False there with a warning. Raises CheckpointError if
-    the accelerator works with DeepSpeed or Megatron, which keep their states themselves.
+    other calls of `step` only count samples (by default those of the loader, if there is one), and `save`
+    returns False there with a warning. Raises CheckpointError if the accelerator works with DeepSpeed or
+    Megatron, which keep their states themselves.
     """
     import jurymast
     from jurymast.checkpoint import RandomState
@@ -44,10 +45,18 @@ def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
             hint="use accelerator.save_state, or FSDP",
         )
 
+    sizes = [one.total_batch_size for one in accelerator._dataloaders if hasattr(one, "total_batch_size")]
+    batch = sizes[0] if len(sizes) == len(accelerator._dataloaders) == 1 else 0
+
     class Synchronised(jurymast.Checkpointer):
-        def step(self, step: int) -> None:
+        _samples = _tokens = 0.0  # since the gradients were last applied
+
+        def step(self, step: int, *, samples: float = 0, tokens: float = 0) -> None:
+            self._samples += samples or batch
+            self._tokens += tokens
             if accelerator.sync_gradients:
-                super().step(step)
+                super().step(step, samples=self._samples, tokens=self._tokens)
+                self._samples = self._tokens = 0.0
 
         def save(self, step: int) -> bool:
             if accelerator.sync_gradients:

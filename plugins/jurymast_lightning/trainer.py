@@ -205,8 +205,16 @@ class _Training:
             if between_epochs:
                 self._checkpoint.save(step)
         elif step != self._last:  # otherwise gradients are still being accumulated
-            self._checkpoint.step(step)
+            self._checkpoint.step(step, samples=self._batch() * max(0, step - self._last))
         self._last = step
+
+    def _batch(self) -> int:
+        """The samples of a step, over all ranks; 0 where a step has no batch size of its own."""
+        trainer = self._trainer
+        sizes = [getattr(one, "batch_size", None) for one in _loaders(trainer.fit_loop)]
+        if len(sizes) != 1 or not isinstance(sizes[0], int) or len(trainer.optimizers) != 1:
+            return 0
+        return sizes[0] * trainer.world_size * trainer.accumulate_grad_batches
 
 
 class _Restoring(_CheckpointConnector):

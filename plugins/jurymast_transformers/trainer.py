@@ -94,6 +94,7 @@ class _Resuming(Trainer):
             self._jurymast_progress.apply()
             _begin_without_draw(self._jurymast_loader)
             self.state.init_training_references(self, max_steps, epochs, trial)
+        self._jurymast_told = restored, self.state.num_input_tokens_seen
         self.add_callback(_Restoring(self))
         if self._jurymast_progress.is_over:
             return epochs, 0  # what follows the last epoch is still to be done
@@ -124,7 +125,15 @@ class _Resuming(Trainer):
         stops = self.control.should_training_stop or self.control.should_epoch_stop
         self._jurymast_progress.epoch_over = of_epoch
         if of_epoch or not (stops or step % self._jurymast_steps_an_epoch == 0):
-            self._jurymast_checkpoint.step(step)
+            self._jurymast_checkpoint.step(step, **self._trained_on())
+
+    def _trained_on(self) -> dict[str, float]:
+        """What all ranks trained on since the last step: tokens only if the Trainer counts them."""
+        step, tokens = self._jurymast_told
+        self._jurymast_told = self.state.global_step, self.state.num_input_tokens_seen
+        batch = self.get_total_train_batch_size(self.args)
+        steps, more = self.state.global_step - step, self.state.num_input_tokens_seen - tokens
+        return {"samples": batch * max(0, steps), "tokens": max(0, more)}
 
     def _finalize_training(self, *arguments: Any) -> Any:
         if not self._jurymast_progress.is_over:  # else the state of its end is the one that was restored

@@ -149,6 +149,7 @@ def test_a_loop_goes_on_from_each_restore_point(accumulate: int, batches: int) -
     kept, updates = Kept(), list[int]()
     expected = train(kept, 1, accumulate=accumulate, batches=batches, updates=updates)
     assert [*kept.states] == updates, "it saves where gradients are synchronised, and only there"
+    assert kept.samples == 2 * updates[-1], "those of batches between count as well"
     for step in updates:
         found = train(kept.at(step), 100 + step, accumulate=accumulate, batches=batches)
         assert not list(differences(expected, found)), f"restored at step {step}"

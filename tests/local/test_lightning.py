@@ -395,6 +395,15 @@ def test_a_training_goes_on_from_each_restore_point(case: Case, tmp_path: Path) 
         assert not wrong, f"restored at step {step}"
 
 
+def test_samples_are_counted_by_the_loader_s_batch_size(tmp_path: Path) -> None:
+    kept = Kept()
+    fit(Case("plain"), kept, tmp_path, 7)
+    assert kept.samples == EPOCHS * BATCHES * stateful().batch_size
+    several = Kept()
+    fit(Case("several", loader=both), several, tmp_path, 7)
+    assert several.samples == 0, "whose they are is not known"
+
+
 class WithBackbone(Model):
     def __init__(self) -> None:
         super().__init__()

@@ -54,6 +54,8 @@ class Stream(IterableDataset[Any]):
 
 
 class Model(torch.nn.Module):
+    main_input_name = "x"
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -154,3 +156,13 @@ def test_a_training_goes_on_from_each_restore_point(case: Case, tmp_path: Path) 
         found = train(case, kept.at(step), tmp_path, 100 + step)
         wrong = list(differences(expected, found))
         assert not wrong, f"restored at step {step}"
+
+
+def test_samples_and_tokens_are_counted_where_the_trainer_knows_them(tmp_path: Path) -> None:
+    counting = {"include_num_input_tokens_seen": "all", "gradient_accumulation_steps": 2}
+    kept = Kept()
+    train(Case("counted", counting), kept, tmp_path, 1)
+    assert (kept.samples, kept.tokens) == (EPOCHS * BATCHES * 2, EPOCHS * BATCHES * 2 * 2)
+    later = kept.at(2)
+    train(Case("goes on", counting), later, tmp_path, 2)
+    assert (later.samples, later.tokens) == (kept.samples / 2, kept.tokens / 2)

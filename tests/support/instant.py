@@ -16,6 +16,7 @@ class Kept:
     def __init__(self) -> None:
         self.states: dict[int, bytes] = {}
         self.newest = 0
+        self.samples = self.tokens = 0.0
 
     def at(self, step: int) -> Kept:
         other = Kept()
@@ -38,7 +39,9 @@ class InstantCheckpointer:
             self._state.trees()
         return step
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, *, samples: float = 0, tokens: float = 0) -> None:
+        self._kept.samples += samples
+        self._kept.tokens += tokens
         self._keep(step)  # not by `save`, which an adapter may override
 
     def save(self, step: int) -> bool:

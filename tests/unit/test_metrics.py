@@ -423,6 +423,7 @@ def test_the_page_lists_all_metrics_and_no_others(tmp_path: Path) -> None:
     story.saved(60, tier="peer")
     watcher = read_status(written(story, tmp_path / "run"))
     assert watcher.state.cadence is None  # so no interval is planned
+    watcher.state.samples_s = watcher.state.tokens_s = 1.0
     told = [family.name for family in RunMetrics(watcher).families(START)]
     assert sorted(named) == sorted([*told, "jurymast_durable_interval_seconds"])
 

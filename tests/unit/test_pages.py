@@ -149,11 +149,10 @@ def test_the_share_that_counted_is_a_range_where_nobody_knows(tmp_path: Path) ->
 
 
 def test_of_many_steps_a_thousand_tell_the_pace() -> None:
-    paces = Paces()
+    paces, state = Paces(), Story().state
     for step in range(100_000):
-        paces.take(
-            ev.Progress(t=0.0, attempt=1, step=step, stepped_at=float(step), absolute=True, step_s=0.1)
-        )
+        told = ev.Progress(t=0.0, attempt=1, step=step, stepped_at=float(step), absolute=True, step_s=0.1)
+        paces.take(told, state)
     gaps = {b.t - a.t for a, b in pairwise(paces.kept)}
     assert 500 <= len(paces.kept) <= Paces.MOST
     assert len(gaps) == 1, "evenly"

@@ -17,6 +17,11 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.messages import beat_of
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import initial_state, replay
+from jurymast.report.curves import curves
+from jurymast.report.goodput import report_blocks, report_view
+from jurymast.report.runs import ps_blocks, run_row
+from jurymast.report.status import _training, read_status
+from jurymast.report.text import Line, Table
 from support.reports import reported
 from support.stories import Story
 
@@ -37,6 +42,7 @@ class Training:
         self.teller = Teller(self.state, self.reports)
         self.done, self.saved = self.state.step, 0
         self.at_first = len(self.story.events)
+        self.samples = 0  # a step, of 1000 tokens each
 
     def feed(self, event: ev.Event) -> None:
         self.story.feed(event)
@@ -52,7 +58,10 @@ class Training:
 
     def look(self, *, forced: bool = False) -> None:
         for node in self.state.placement:
-            rank = reported(step=self.done, beats=self.done, beat_s=0.0)
+            samples = self.samples * self.done
+            rank = reported(
+                step=self.done, beats=self.done, beat_s=0.0, samples=samples, tokens=1000 * samples
+            )
             self.reports.on_heartbeat(node, beat_of(self.state.attempt, [rank]))
         for told in self.teller.on_time(self.story.t, forced=forced):
             self.feed(told)
@@ -81,6 +90,35 @@ def test_the_journal_grows_with_what_happens_and_hardly_with_time() -> None:
     # A line of progress and one of each copy, every ten minutes.
     assert more <= 1.1 * 3 * 10 * DAY_S / PAUSE_MAX_S
     assert before < 3 * more
+
+
+def test_samples_and_tokens_a_second_are_told_however_rarely(tmp_path: Path) -> None:
+    """64 samples of 1000 tokens a step, and a step a second; of the next attempt nothing is said."""
+    training = Training()
+    training.samples = 64
+    training.goes_on(DAY_S)
+    state = training.state
+    assert state.samples_s == pytest.approx(64.0, rel=0.01)
+    assert state.tokens_s == pytest.approx(64_000.0, rel=0.01)
+    watcher = read_status(training.story.write(tmp_path / "run"))
+    view, row = watcher.view(), run_row(watcher, {})
+    assert view["a_second"]["samples"] == row["a_second"]["samples"] == pytest.approx(64.0, rel=0.01)
+    assert "64.2 samples/s, 64,200 tokens/s" in _training(view, training.story.t)
+    table = ps_blocks([row])[0]
+    assert isinstance(table, Table)
+    assert dict(zip(table.headers, table.rows[0], strict=True))["THROUGHPUT"] == "64,200 tokens/s"
+    report = report_view(watcher)
+    assert report["a_second"] == pytest.approx({"samples": 64.0, "tokens": 64_000.0}, rel=0.01)
+    assert any(
+        "64,000 tokens/s while steps were done" in b.text
+        for b in report_blocks(report)
+        if isinstance(b, Line)
+    )
+    labels = [plot.label for plot in curves(watcher.ledger.account())]
+    assert labels[1:] == ["time of a step", "samples a second", "tokens a second"]
+    training.samples = 0
+    training.goes_on(3600.0)
+    assert (state.samples_s, state.tokens_s) == (0.0, 0.0)
 
 
 def test_every_save_of_a_young_run_is_told() -> None:

@@ -307,6 +307,19 @@ def test_steps_are_numbered_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         jurymast.step(1.5)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", [-3.0, 1e300, float("nan"), float("inf")])
+def test_a_script_says_what_it_trained_on(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    page = memoryview(bytearray(4096)).cast("B")
+    monkeypatch.setattr(link, "_current", Link(page, "", 0))
+    jurymast.step(1, samples=512)
+    jurymast.step(2, samples=512, tokens=1_048_576)
+    jurymast.step(3)
+    beat = read_slot(page, 0)
+    assert (beat.step, beat.samples, beat.tokens) == (3, 1024, 1_048_576)
+    jurymast.step(4, samples=1024 * wrong)
+    assert (read_slot(page, 0).step, read_slot(page, 0).samples) == (4, 0), "no number that can be told"
+
+
 def numbers_told(monkeypatch: pytest.MonkeyPatch, given: dict[int, int], steps: int) -> list[int]:
     """The step that a rank tells of after each of its optimizer's `steps`. `given`: what the script says
     after some of them."""
@@ -402,7 +415,7 @@ def test_a_narrow_terminal_shows_rows_whole(tmp_path: Path, width: int | None) -
     assert isinstance(table, Table)
     assert row["run"] in plain_table(table)[1]
     if width is None:
-        assert len(table.headers) == len(COLUMNS)
+        assert len(table.headers) == len(COLUMNS) - 1, "no throughput"
     elif width >= 120:
         assert max(map(len, plain_table(table))) <= width
 

@@ -183,6 +183,8 @@ class RankWatch:
                     settled=beat.settled,
                     idle_s=round(now - watch.idle_since, 3) if watch.idle_since is not None else 0.0,
                     stopped_s=round(now - watch.stopped_since, 3) if watch.stopped_since is not None else 0.0,
+                    samples=beat.samples,
+                    tokens=beat.tokens,
                 )
             )
         return report

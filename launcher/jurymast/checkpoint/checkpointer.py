@@ -154,15 +154,20 @@ class Checkpointer:
             self._ask_for_memory(self._memory, step)
         return step
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, *, samples: float = 0, tokens: float = 0) -> None:
         """Report that `step` steps are done since the beginning of the training, not of the attempt: a
         heartbeat, and a save if one is due.
+
+        `samples`, `tokens`: how many all ranks together trained on since the last call; people are shown how
+        many these are a second.
 
         The first call claims the directory. Raises CheckpointError if another training that has not ended
         saves there, or if the state cannot be captured, so that no save can succeed. If storage fails, this
         logs a warning and training continues without that checkpoint.
         """
         self._claim()
+        if samples or tokens:
+            self._link.trained(float(samples), float(tokens))
         # Not before the first call: a script that only restores and saves shows its progress by its
         # optimizer's steps.
         self._link.number_given(step)

@@ -128,11 +128,14 @@ def cut_out(timeline: Sequence[Interval], start: int, end: int) -> Iterator[Inte
 
 @dataclass(frozen=True)
 class Pace:
-    """A step took `step_s` seconds at `t` (Unix time), in this attempt."""
+    """A step took `step_s` seconds at `t` (Unix time), in this attempt. It trained on `samples_s` and
+    `tokens_s` a second, 0.0 if the script does not say it."""
 
     t: float
     step_s: float
     attempt: int
+    samples_s: float = 0.0
+    tokens_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -276,12 +279,14 @@ class Paces:
         self.kept: list[Pace] = []
         self._each, self._told = 1, 0
 
-    def take(self, event: ev.Progress) -> None:
+    def take(self, event: ev.Progress, state: RunState) -> None:
+        """`state`: after the event."""
         if event.step_s <= 0.0:
             return
         self._told += 1
         if self._told % self._each == 0:
-            self.kept.append(Pace(event.stepped_at, event.step_s, event.attempt))
+            pace = Pace(event.stepped_at, event.step_s, event.attempt, state.samples_s, state.tokens_s)
+            self.kept.append(pace)
         if len(self.kept) > self.MOST:
             self.kept, self._each = self.kept[1::2], 2 * self._each
 
@@ -435,7 +440,7 @@ class Ledger:
                 self._number(self._step - (self._base or 0) + self.state.base)
                 self._base = self.state.base
         elif isinstance(event, ev.Progress):
-            self.paces.take(event)
+            self.paces.take(event, self.state)
             if event.saves:
                 self.saves.take_usual(event)
                 self._stall = max(self._stall, (event.attempt, event.saved_step))

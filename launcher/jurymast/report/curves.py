@@ -1,16 +1,24 @@
-"""The curves of a report's page: how long steps took, and which share of the time counted, over the run."""
+"""The curves of a report's page: over the run: which share of the time counted, how long steps took, and the
+throughput."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 
 from jurymast.core.goodput import Account, Interval, Pace, cut_out
 from jurymast.report.pages import AxisTick, Plot, PlotArea, Shape, share_ticks, ticks
-from jurymast.report.text import duration, percent
+from jurymast.report.text import amount, duration, percent
 
 FRAME = PlotArea(height=180)
 PARTS = 120
+Value, Told = Callable[[Pace], float], Callable[[float], str]
+# By what a curve is called: how its points are found and told, and their unit.
+PACES: dict[str, tuple[Value, Told, str]] = {
+    "time of a step": (lambda pace: pace.step_s, duration, "a step"),
+    "samples a second": (lambda pace: pace.samples_s, amount, "samples/s"),
+    "tokens a second": (lambda pace: pace.tokens_s, amount, "tokens/s"),
+}
 # A run of fewer steps, or of less time, has no curve.
 PACES_LEAST, LEAST_S = 3, 10.0
 
@@ -21,8 +29,10 @@ def curves(account: Account) -> list[Plot]:
     if not booked or booked[-1].end - booked[0].start < LEAST_S * 1e6:
         return []
     found = [_goodput(account, booked)]
-    if len(account.paces) >= PACES_LEAST:
-        found.append(_step_time(account.paces, booked[0].start, booked[-1].end))
+    for label, (value, _, _) in PACES.items():
+        paces = [pace for pace in account.paces if value(pace)]
+        if len(paces) >= PACES_LEAST:
+            found.append(_over_time(label, paces, booked[0].start, booked[-1].end))
     return found
 
 
@@ -52,22 +62,22 @@ def _share(intervals: Sequence[Interval], counted: Sequence[str]) -> float:
     return sum(one.us for one in intervals if one.category in counted) / whole if whole else 0.0
 
 
-def _step_time(paces: Sequence[Pace], start: int, end: int) -> Plot:
+def _over_time(label: str, paces: Sequence[Pace], start: int, end: int) -> Plot:
     """A line for each attempt."""
-    top = 1.1 * max(pace.step_s for pace in paces)
+    value, told, unit = PACES[label]
+    top = 1.1 * max(value(pace) for pace in paces)
     lines = []
     for attempt, group in groupby(paces, key=lambda pace: pace.attempt):
-        told = list(group)
-        points = FRAME.points(((1e6 * one.t - start) / (end - start), one.step_s / top) for one in told)
-        seconds = [one.step_s for one in told]
-        tip = f"attempt {attempt}: {duration(min(seconds))} to {duration(max(seconds))} a step"
-        lines.append(Shape("main", points, tip))
-    return Plot("time of a step", FRAME, _times(start, end), _seconds(top), lines=tuple(lines))
+        found = [(one.t, value(one)) for one in group]
+        points = FRAME.points(((1e6 * t - start) / (end - start), each / top) for t, each in found)
+        low, high = (told(bound(each for _, each in found)) for bound in (min, max))
+        lines.append(Shape("main", points, f"attempt {attempt}: {low} to {high} {unit}"))
+    return Plot(label, FRAME, _times(start, end), _round_ticks(top, told), lines=tuple(lines))
 
 
-def _seconds(top: float) -> tuple[AxisTick, ...]:
-    """Round times from 0 to `top`, six at most."""
+def _round_ticks(top: float, told: Told) -> tuple[AxisTick, ...]:
+    """Round values from 0 to `top`, six at most."""
     each = next(
-        n * 10.0**digits for digits in range(-9, 9) for n in (1, 2, 5) if top / (n * 10.0**digits) <= 5
+        n * 10.0**digits for digits in range(-9, 18) for n in (1, 2, 5) if top / (n * 10.0**digits) <= 5
     )
-    return tuple(AxisTick(FRAME.y(i * each / top), duration(i * each)) for i in range(int(top / each) + 1))
+    return tuple(AxisTick(FRAME.y(i * each / top), told(i * each)) for i in range(int(top / each) + 1))

@@ -31,7 +31,18 @@ from jurymast.report.goodput import (
     node_failures,
 )
 from jurymast.report.instead import instead_view
-from jurymast.report.text import Block, Line, Table, between, count, iso, node_time, one_line, percent
+from jurymast.report.text import (
+    Block,
+    Line,
+    Table,
+    between,
+    count,
+    iso,
+    node_time,
+    one_line,
+    percent,
+    throughput,
+)
 from jurymast.script.output import NO_ARRAY, expanded
 
 LINE_BYTES = 1 << 16
@@ -121,6 +132,7 @@ def _report(job: AccountedJob, found: Estimate, path: Path | None, log: StepLog,
             "in_all_attempts": found.steps.done, "again": found.steps.again,
             "again_at_most": found.steps.again + found.steps.maybe_again,
         },
+        "a_second": throughput(0.0, 0.0),
         "nodes": {"active": nodes, "spares": 0, "seen": len(account.stays)},
         "incidents": incidents_json(account, incidents),
         "mtbf": mtbf_json(

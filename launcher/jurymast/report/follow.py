@@ -24,7 +24,7 @@ from jurymast.report.status import (
     step_known,
     step_told,
 )
-from jurymast.report.text import count, duration, one_line
+from jurymast.report.text import count, duration, one_line, rates, throughput
 from jurymast.report.trouble import after_failure
 from jurymast.rundir import RunDirectory
 
@@ -135,6 +135,7 @@ def progress_line(state: RunState) -> str:
     line = f"{state.public_state}, attempt {state.attempt}, {_step(state)}"
     if state.step_s:
         line += f", {duration(state.step_s)} a step"
+    line = ", ".join([line, *rates(throughput(state.samples_s, state.tokens_s))])
     return line + (f", saved step {state.saved_step}" if state.saved_step is not None else "")
 
 

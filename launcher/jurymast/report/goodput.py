@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from statistics import median
 from typing import Any
 
 import jurymast
@@ -52,7 +53,9 @@ from jurymast.report.text import (
     one_line,
     percent,
     plain_seconds,
+    rates,
     size,
+    throughput,
 )
 
 Report = dict[str, Any]
@@ -98,6 +101,7 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
             "in_all_attempts": counts.done, "again": counts.again,
             "again_at_most": counts.again + counts.maybe_again,
         },
+        "a_second": throughput_json(account),
         "nodes": {"active": state.active, "spares": state.spares, "seen": len(account.stays)},
         "incidents": incidents_json(account, state.incidents),
         "mtbf": mtbf_json(failures, by_charge, expected_s),
@@ -117,6 +121,13 @@ def account_json(account: Account) -> Report:
         "queue_node_seconds": account.queue_us / 1e6,
         "wall_seconds": account.wall_us / 1e6,
     }  # fmt: skip
+
+
+def throughput_json(account: Account) -> Report:
+    """The usual one while steps were done; None for what the script does not say."""
+    samples = [one.samples_s for one in account.paces if one.samples_s]
+    tokens = [one.tokens_s for one in account.paces if one.tokens_s]
+    return throughput(median(samples or [0.0]), median(tokens or [0.0]))
 
 
 def charges(incidents: Sequence[Incident]) -> dict[str, int]:
@@ -226,6 +237,7 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
     blocks += [Line(""), _category_table(report, bar)]
     blocks += [Line(""), *_incident_blocks(report["incidents"]), Line("")]
     about = (
+        *(("throughput", told) for told in throughput_texts(report)),
         ("MTBF", mtbf_text(report)),
         ("cadence", cadence_text(report)),
         ("made from", source_text(report)),
@@ -318,6 +330,12 @@ def mtbf_text(report: Mapping[str, Any]) -> str:
     return f"{_mtbf_span(found)} (90 %: {interval}), {seen}; {predicted}"
 
 
+def throughput_texts(report: Mapping[str, Any]) -> list[str]:
+    """At most one."""
+    told = rates(report["a_second"])
+    return [f"{' and '.join(told)} while steps were done"] if told else []
+
+
 def cadence_text(report: Mapping[str, Any]) -> str:
     found = report["cadence"]
     if found is None:
@@ -363,11 +381,17 @@ def compare_table(both: Mapping[str, Any]) -> Table:
         ["node-time", node_time(first["total_node_seconds"]), node_time(second["total_node_seconds"]), ""],
         ["incidents", str(len(first["incidents"])), str(len(second["incidents"])), ""],
         ["MTBF", *(_mtbf_span(each["mtbf"]) for each in (first, second)), ""],
+        *_throughputs(first, second),
         *_foretold(first, second),
     ]
     headers = ("", *(_heading(each) for each in (first, second)), "CHANGE")
     right = frozenset({1, 2, 3})
     return Table(headers, [*ratios, *facts, *shares], right=right, wrap=False)
+
+
+def _throughputs(*reports: Mapping[str, Any]) -> list[list[str]]:
+    told = [rates(each["a_second"]) for each in reports]
+    return [["throughput", *(", ".join(found) or "-" for found in told), ""]] if any(told) else []
 
 
 def _foretold(*reports: Mapping[str, Any]) -> list[list[str]]:

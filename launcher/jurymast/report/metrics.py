@@ -97,6 +97,8 @@ def _of_the_run(watcher: StatusWatcher, now: float) -> Iterator[Family]:
     )  # fmt: skip
     yield _gauge("step", "newest training step done", shown_step(state))
     yield _gauge("step_seconds", "time that a step takes", state.step_s or None)
+    for name, value in (("samples", state.samples_s), ("tokens", state.tokens_s)):
+        yield _gauge(f"{name}_per_second", f"{name} that training takes a second", value or None)
     yield _count("steps_total", "steps done, those done again as well", ledger.steps.done)
     yield _count(
         "steps_repeated_total", "steps done again, or that may have been",

@@ -49,7 +49,9 @@ from jurymast.report.text import (
     one_line,
     percent,
     plain_table,
+    rates,
     squeue_time,
+    throughput,
 )
 from jurymast.rundir import RunDirectory
 
@@ -64,12 +66,12 @@ _FORMAT = "%i|%P|%u|%t|%M|%D|%T|%r|%R|%j"
 # The columns: squeue's first, then the run's own.
 COLUMNS = {
     "job": "JOBID", "partition": "PARTITION", "name": "NAME", "user": "USER", "st": "ST", "time": "TIME",
-    "nodes": "NODES", "nodelist": "NODELIST(REASON)", "step": "STEP", "restarts": "RESTARTS",
-    "goodput": "GOODPUT", "state": "STATE", "run": "RUN",
+    "nodes": "NODES", "nodelist": "NODELIST(REASON)", "step": "STEP", "a_second": "THROUGHPUT",
+    "restarts": "RESTARTS", "goodput": "GOODPUT", "state": "STATE", "run": "RUN",
 }  # fmt: skip
-_RIGHT = frozenset({"job", "time", "nodes", "step", "restarts", "goodput"})
+_RIGHT = frozenset({"job", "time", "nodes", "step", "a_second", "restarts", "goodput"})
 # What a narrow terminal lacks, first to last; the node list is only cut.
-_LEAST = ("partition", "user", "st", "nodelist", "name")
+_LEAST = ("partition", "user", "a_second", "st", "nodelist", "name")
 NODELIST_CHARACTERS = 18
 
 Row = dict[str, Any]
@@ -124,6 +126,7 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
         job=jobs[-1][0] if jobs else str(life.pid or "") or None, name=state.name or plan.name,
         user=_owner(watcher.directory), st=CODES[word], state=word, step=shown_step(state),
         step_known=step_known(state),
+        a_second=throughput(state.samples_s, state.tokens_s),
         nodes=len(state.nodes) or plan.nodes, nodelist=_nodelist(state.placement or tuple(state.nodes)),
         time=squeue_time((ended_at or time.time()) - (state.submitted_at or plan.submitted_at)),
         goodput=goodput, goodput_at_most=at_most, restarts=restarts(state), warnings=doubts(state),
@@ -166,10 +169,12 @@ def ps_blocks(rows: Sequence[Row], width: int | None = None) -> list[Block]:
     """The table, and the warnings of each run. Where it would be wider than `width`, it lacks the columns
     that say least."""
     keys, most = list(COLUMNS), 1000
+    if not any(rates(row["a_second"] or {}) for row in rows):
+        keys.remove("a_second")
     for less in ("", *_LEAST):
         if less == "nodelist":
             most = NODELIST_CHARACTERS
-        elif less:
+        elif less in keys:
             keys.remove(less)
         cells = [
             [one_line(_cell(key, row), most if key == "nodelist" else None) for key in keys] for row in rows
@@ -186,6 +191,8 @@ def _cell(key: str, row: Row) -> str:
     value = row[key]
     if value is None:
         return "-"
+    if key == "a_second":
+        return (rates(value) or ["-"])[-1]
     if key == "goodput":
         most = row["goodput_at_most"]
         return percent(value) if percent(value) == percent(most) else f"{100 * value:.0f}-{100 * most:.0f} %"

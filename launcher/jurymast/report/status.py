@@ -24,7 +24,19 @@ from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.liveness import JournalTail, Liveness, hear, look, slurm_jobs
 from jurymast.report.sentences import short_reason
-from jurymast.report.text import STYLES, Block, Line, Table, count, duration, iso, one_line, some
+from jurymast.report.text import (
+    STYLES,
+    Block,
+    Line,
+    Table,
+    count,
+    duration,
+    iso,
+    one_line,
+    rates,
+    some,
+    throughput,
+)
 from jurymast.report.trouble import INDENT, traceback_blocks, trouble_blocks
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find
@@ -114,6 +126,7 @@ class StatusWatcher(JournalTail):
             "run": state.run or plan.run, "name": state.name or plan.name, "state": word,
             "attempt": state.attempt, "step": step, "step_known": step_known(state),
             "step_seconds": round(state.step_s, 6) or None,
+            "a_second": throughput(state.samples_s, state.tokens_s),
             "stepped_at": iso(state.stepped_at) if state.first_step_at is not None else None,
             "saved_step": newest_kept(state, nodes_gone=nodes_gone), "next_save_step": next_save(state),
             "tiers": tiers_json(state, nodes_gone=nodes_gone),
@@ -522,6 +535,7 @@ def _training(view: View, now: float) -> str:
     text = text if view["step"] else "no step done yet"
     if view["step_seconds"]:
         text += f", {duration(view['step_seconds'])} a step"
+    text = ", ".join([text, *rates(view["a_second"])])
     saved = view["saved_step"]
     if saved is None:
         return f"{text}, no checkpoint yet"

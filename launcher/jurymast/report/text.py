@@ -68,6 +68,21 @@ def amounts(tiers: Mapping[str, int]) -> str:
     return ", ".join(f"{size(count)} from {tier}" for tier, count in tiers.items() if count)
 
 
+def throughput(samples_s: float, tokens_s: float) -> dict[str, float | None]:
+    """What a training takes a second, for JSON; null for what its script does not say."""
+    return {"samples": round(samples_s, 3) or None, "tokens": round(tokens_s, 3) or None}
+
+
+def rates(found: Mapping[str, float | None]) -> list[str]:
+    """Render what is known of a throughput: 512 samples/s, 1.05 M tokens/s."""
+    return [f"{amount(value)} {name}/s" for name, value in found.items() if value]
+
+
+def amount(value: float) -> str:
+    """Render a large number to three digits: 4.2, 512, 52,400, 1.05 M."""
+    return f"{value / 1e6:,.3g} M" if value >= 1e6 else f"{float(f'{value:.3g}'):,.10g}"
+
+
 def percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{100 * ratio:.1f} %"
 

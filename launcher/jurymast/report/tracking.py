@@ -19,7 +19,8 @@ log = logging.getLogger("jurymast.tracking")
 
 # Of a metric with labels, the value is in the name of what is written.
 WRITTEN = {
-    "jurymast_step_seconds": "", "jurymast_goodput_ratio": "kind", "jurymast_restarts_total": "",
+    "jurymast_step_seconds": "", "jurymast_samples_per_second": "", "jurymast_tokens_per_second": "",
+    "jurymast_goodput_ratio": "kind", "jurymast_restarts_total": "",
     "jurymast_spares_ready": "", "jurymast_checkpoint_step": "tier", "jurymast_save_stall_seconds_total": "",
 }  # fmt: skip
 # What happened so long before this process began was written by an earlier supervisor's.

@@ -206,6 +206,9 @@ SETTLED = struct.Struct("q")
 # `worker.hooks`): forward, backward, update. In native byte order, so that each word is read in one piece.
 TIMED = struct.Struct("qddd")
 TIMED_OFFSET = 64
+# After them: the samples and tokens that the script has given so far.
+TRAINED = struct.Struct("dd")
+TRAINED_OFFSET = TIMED_OFFSET + TIMED.size
 # A rank that has reached the end of its script is ending: only its exit code says whether it is done.
 STARTING, STEPPING, RESTORING, SAVING, ENDING, DONE = range(6)
 PHASES = ("starting", "stepping", "restoring", "saving", "ending", "done")
@@ -242,6 +245,8 @@ class RankBeat:
     phase_at: float
     settled: int = 0
     timed: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
+    samples: int = 0
+    tokens: int = 0
 
 
 # The kernel's own limit (PID_MAX_LIMIT).
@@ -254,10 +259,11 @@ def read_slot(page: Page, local_rank: int) -> RankBeat:
     (settled,) = SETTLED.unpack_from(page, offset + SLOT.size)
     name = PHASES[phase % EXPLICIT] if phase % EXPLICIT < len(PHASES) else "starting"
     timed = TIMED.unpack_from(page, offset + TIMED_OFFSET)
+    samples, tokens = map(_whole, TRAINED.unpack_from(page, offset + TRAINED_OFFSET))
     return RankBeat(
         step, beats, pid if 0 < pid <= PID_MAX else 0, name, bool(phase & EXPLICIT), bool(phase & NUMBERED),
         _seconds(beat_at), _seconds(longest_s), _seconds(phase_at), settled,
-        (timed[0], *map(_seconds, timed[1:])),
+        (timed[0], *map(_seconds, timed[1:])), samples, tokens,
     )  # fmt: skip
 
 
@@ -271,6 +277,11 @@ def ended(page: Page, local_rank: int) -> None:
 def _seconds(value: float) -> float:
     """A rank's word, or 0.0 if it is no number of seconds: its whole process may write into the page."""
     return value if 0.0 <= value < math.inf else 0.0
+
+
+def _whole(value: float) -> int:
+    """A rank's word as a number that every reader can hold; 0 if it is none."""
+    return round(value) if 0.0 <= value < 2.0**53 else 0
 
 
 class Link:
@@ -295,6 +306,7 @@ class Link:
         self._beats = 0
         self._pid = os.getpid()
         self._phase = STARTING
+        self._samples = self._tokens = 0.0
         self._beat_at = 0.0
         self._longest_s = 0.0
         self._scaled = False
@@ -342,6 +354,13 @@ class Link:
         """Record how the time of `steps` optimizer steps is divided over their parts, in seconds."""
         if self._page is not None:
             TIMED.pack_into(self._page, self._offset + TIMED_OFFSET, steps, forward_s, backward_s, update_s)
+
+    def trained(self, samples: float, tokens: float) -> None:
+        """Add to what all ranks together have trained on. Call it before the step's heartbeat."""
+        self._samples += samples
+        self._tokens += tokens
+        if self._page is not None:
+            TRAINED.pack_into(self._page, self._offset + TRAINED_OFFSET, self._samples, self._tokens)
 
     def optimizer_stepped(self) -> None:
         """Count an optimizer step of this process as a heartbeat, unless the script numbers its steps."""
@@ -481,7 +500,7 @@ def current() -> Link:
     return _current
 
 
-def step(done: int, loss: float | None = None) -> None:
+def step(done: int, loss: float | None = None, *, samples: float = 0, tokens: float = 0) -> None:
     """Report that `done` steps are done since the beginning of the training, not of the attempt.
 
     For scripts that save by themselves, after each step, or each tenth, and on every rank: reports can then
@@ -489,10 +508,13 @@ def step(done: int, loss: float | None = None) -> None:
     method `step` instead. Costs about a microsecond, and does nothing outside of a run. Raises TypeError if
     `done` is not a whole number.
 
-    `loss`: the newest loss; people are warned of the first that is not finite. A tensor on a GPU
-    is waited for."""
+    `loss`: the newest loss; people are warned of the first that is not finite. `samples`, `tokens`: how many
+    all ranks together trained on since the last call; people are shown how many these are a second. A tensor
+    on a GPU is waited for."""
     number = index(done)
     link = current()
+    if samples or tokens:
+        link.trained(float(samples), float(tokens))
     if link.is_count(number):
         link.number_given(number)
         link.beat(number)

@@ -33,13 +33,15 @@ ENDS_WITHIN_S = 30.0
 
 @dataclass(frozen=True)
 class Reach:
-    """How far all ranks are: the slowest one's step, and how many seconds ago it ended. `absolute` and
-    `given`: as in `events.Progress`."""
+    """How far all ranks are: the slowest one's step, and how many seconds ago it ended. The rest as in
+    `events.Progress`."""
 
     step: int
     ago_s: float
     absolute: bool
     given: bool = False
+    samples: int = 0
+    tokens: int = 0
 
 
 class Reports:
@@ -77,9 +79,12 @@ class Reports:
             return None
         slowest, at = min(found, key=lambda one: msg.how_far(one[0]))
         ago_s, base = (slowest.beat_s or 0.0) + self.clock.now - at, self._state.base
-        if slowest.explicit or slowest.numbered:
-            return Reach(slowest.step, ago_s, absolute=True, given=slowest.explicit)
-        return Reach(slowest.step + (base or 0), ago_s, absolute=base is not None)
+        counted = slowest.explicit or slowest.numbered
+        return Reach(
+            slowest.step if counted else slowest.step + (base or 0), ago_s,
+            absolute=counted or base is not None, given=slowest.explicit, samples=slowest.samples,
+            tokens=slowest.tokens,
+        )  # fmt: skip
 
     def hang(self) -> HangVerdict | None:
         """Return what the ranks' silence indicates, before any look at their stacks."""

@@ -395,6 +395,11 @@ def _began_at(state: RunState, event: ev.BeganAt) -> None:
 
 
 def _progress(state: RunState, event: ev.Progress) -> None:
+    took_s = event.stepped_at - state.stepped_at - event.stall_s
+    if event.step_s > 0.0 and took_s > 0.0:
+        state.samples_s = max(0, event.samples - state.samples) / took_s
+        state.tokens_s = max(0, event.tokens - state.tokens) / took_s
+    state.samples, state.tokens = event.samples, event.tokens
     state.step, state.stepped_at, state.absolute = event.step, event.stepped_at, event.absolute
     state.given_in = state.attempt if event.given else state.given_in
     if event.saves:

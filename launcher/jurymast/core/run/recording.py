@@ -128,7 +128,7 @@ class Teller:
         step_s = took_s / done if done > 0 and state.first_step_at is not None else 0.0
         return ev.Progress(
             t=now, attempt=state.attempt, step=reach.step, stepped_at=stepped_at, absolute=reach.absolute,
-            given=reach.given, step_s=max(0.0, step_s), **saves,
+            given=reach.given, step_s=max(0.0, step_s), samples=reach.samples, tokens=reach.tokens, **saves,
         )  # fmt: skip
 
     def _take_usual(self, now: float) -> dict[str, Any]:

@@ -475,6 +475,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
     state.kept = {}
     state.unanswered, state.base, state.time_out_s = {}, None, 0.0
     state.step, state.first_step_at, state.stepped_at, state.up_at = 0, None, state.now, state.now
+    state.samples = state.tokens = 0
     state.done = state.done if state.alone else set()
     state.testing.difference_update(placement)
     for rank, name in enumerate(placement):

@@ -191,6 +191,8 @@ class Progress(Event, frozen=True, kw_only=True):
     the script itself says which step it is.
     Later in a run this also reports the regular saves since the previous line: `saves` of them in the tier
     `saved_in`, `saved_step` the newest. Training stood still for `stall_s` for all of them together.
+    `samples` and `tokens`: what all ranks together have trained on in this attempt, 0 if the script does not
+    say it.
     """
 
     attempt: int
@@ -203,6 +205,8 @@ class Progress(Event, frozen=True, kw_only=True):
     saved_step: int = 0
     saved_in: str = ""
     stall_s: float = 0.0
+    samples: int = 0
+    tokens: int = 0
 
 
 class Saved(Event, frozen=True, kw_only=True):

@@ -485,7 +485,8 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     rank last reported anything and `beat_s` since its newest step ended, None before the first; `longest_s`
     the longest step; `idle_s`: without work for a processor, `stopped_s`: in state T (or 0.0). `settled`:
     the schedule of saves that it has settled last. `step` is `explicit` if the script says it, and `numbered`
-    if it counts from what that said, not from the attempt's start."""
+    if it counts from what that said, not from the attempt's start. `samples` and `tokens`: what all ranks
+    have trained on in this attempt, 0 if the script does not say it."""
 
     step: int
     beats: int
@@ -498,6 +499,8 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     idle_s: float
     stopped_s: float
     numbered: bool = False
+    samples: int = 0
+    tokens: int = 0
 
 
 class CadenceReport(msgspec.Struct, frozen=True, gc=False):

@@ -257,6 +257,10 @@ class RunState:
     first_step_at: float | None = None  # of this attempt
     up_at: float = 0.0  # since when all its ranks are up, before that since its launch
     step_s: float = 0.0
+    samples: int = 0  # that this attempt has trained on; 0 if the script does not say it
+    tokens: int = 0
+    samples_s: float = 0.0  # a second, lately
+    tokens_s: float = 0.0
     time_out_s: float = 0.0  # the longest that the script gave a process group in this attempt
     slow_on: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by rank: nodes on which it was slow
     absolute: bool = False  # `step` is the training's own number; else it counts from the attempt's start
