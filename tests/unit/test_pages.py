@@ -17,14 +17,25 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.goodput import CATEGORIES, Account, Interval, Paces
+from jurymast.core.goodput import CATEGORIES, Account, Interval, Sampled
 from jurymast.core.state import events as ev
 from jurymast.core.state.run import TierState
 from jurymast.report import pages
 from jurymast.report.curves import curves
 from jurymast.report.fleet import Fleet, fleet_page, fleet_view, read_fleet
-from jurymast.report.goodput import LEFT_OUT, compare, compare_page, page, report_page, report_view
+from jurymast.report.goodput import (
+    LEFT_OUT,
+    MARKS,
+    compare,
+    compare_page,
+    page,
+    report_page,
+    report_view,
+    reported,
+    stalls_text,
+)
 from jurymast.report.liveness import Liveness
+from jurymast.report.records import PAGE_CHARACTERS, records_of
 from jurymast.report.status import StatusWatcher, read_status
 from support.commands import crash_loop, swapped
 from support.stories import START, Story
@@ -149,13 +160,96 @@ def test_the_share_that_counted_is_a_range_where_nobody_knows(tmp_path: Path) ->
 
 
 def test_of_many_steps_a_thousand_tell_the_pace() -> None:
-    paces, state = Paces(), Story().state
+    paces = Sampled[int]()
     for step in range(100_000):
-        told = ev.Progress(t=0.0, attempt=1, step=step, stepped_at=float(step), absolute=True, step_s=0.1)
-        paces.take(told, state)
-    gaps = {b.t - a.t for a, b in pairwise(paces.kept)}
-    assert 500 <= len(paces.kept) <= Paces.MOST
+        paces.take(step)
+    gaps = {b - a for a, b in pairwise(paces.kept)}
+    assert 500 <= len(paces.kept) <= Sampled.MOST
     assert len(gaps) == 1, "evenly"
+
+
+def test_saves_starts_swaps_and_findings_are_marked_where_and_when_they_were(tmp_path: Path) -> None:
+    story = swapped()
+    found_at = story.t
+    for node, verdict in (("n1", "bad"), ("n2", "ok"), ("n99", "bad")):
+        story.feed(
+            ev.HealthFound(
+                t=story.t, node=node, probe="nvidia", code=EVIL, verdict=verdict, kind="hardware", message=""
+            )
+        )
+    watching = watcher(story, tmp_path)
+    account = watching.account(ALIVE, story.t)
+    drawn = pages.timeline(account, watching.state.incidents)
+    assert drawn is not None
+    of = {kind: [mark for mark in drawn["marks"] if mark.kind == kind] for kind in MARKS}
+    lanes = {lane["whole_label"]: lane["y"] for lane in drawn["lanes"]}
+    start = min(i.start for i in (*account.waits, *account.timeline))
+    (finding,) = of["finding"]
+    assert (finding.y, finding.ms) == (lanes["n1"], (round(found_at * 1e6) - start) // 1000)
+    (swap,), (begun,) = of["swap"], of["start"]
+    assert (swap.y, swap.tip) == (lanes["n1"], "n1, a spare until now, takes a place")
+    assert "attempt 2" in begun.tip
+    saved = [event for event in story.events if isinstance(event, ev.Saved)]
+    assert len(of["save"]) == len(saved) > 0
+    assert {mark.y for mark in (*of["save"], begun)} == {drawn["row"]}
+    assert drawn["row"] < min(lanes.values())
+    written = page(report_view(watching, ALIVE, story.t), account, watching.state)
+    assert "<script>alert" not in written
+    assert "▼ on a node" in written
+
+
+def test_of_thousands_of_saves_few_are_marked_and_their_stalls_are_drawn(tmp_path: Path) -> None:
+    story = Story().running()
+    for done in range(50, 50 * 4000, 50):
+        story.stepped(done, step_s=0.01).saved(done, stall_s=0.1 + (done > 100_000))
+    watching = watcher(story, tmp_path)
+    account = watching.account(ALIVE, story.t)
+    drawn = pages.timeline(account, [])
+    assert drawn is not None
+    assert 100 < len(drawn["marks"]) <= pages.CHART_PX
+    (stalls,) = [plot for plot in curves(account) if "stood still" in plot.label]
+    assert stalls.lines[0].tip == "attempt 1: 100 ms to 1.1 s a save"
+    report = report_view(watching, ALIVE, story.t)
+    assert "Training stood still for" in stalls_text(report)
+    assert "1.1 s at most" in stalls_text(report)
+
+
+def test_an_incident_unfolds_to_the_stacks_and_the_last_lines_of_its_rank(tmp_path: Path) -> None:
+    watching = watcher(crash_loop(), tmp_path)
+    directory, (*_, last) = watching.directory, watching.state.incidents
+    log = directory.rank_log(last.attempt, last.rank or 0)
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"old\n" * 9000 + EVIL.encode() + b"\x1b[31m\xff\n" + b"\0" * 50)
+    stacks = directory.evidence(last.attempt) / "stacks-00000-00003.txt"
+    stacks.parent.mkdir(parents=True)
+    stacks.write_text(f"rank 0, process 7: in all_reduce\n{EVIL}\n" + "x" * 100_000)
+    shown = reported(watching)
+    assert [one.title for one in shown.records[last.id]] == [
+        "stacks 00000 00003",
+        f"last lines of rank {last.rank}",
+    ]
+    written = page(shown.report, shown.account, shown.state, shown.records)
+    assert written.count("in all_reduce") == 1 + (shown.report["state"] == "failed")
+    assert f"{html.escape(EVIL, quote=False)[:20]}" in written
+    assert "\x1b" not in written
+    assert "\0" not in written
+    assert "<script>alert" not in written
+    assert len(written.encode()) < 200_000
+
+
+def test_the_records_of_many_incidents_leave_the_page_small(tmp_path: Path) -> None:
+    watching = watcher(crash_loop(), tmp_path)
+    directory, one = watching.directory, watching.state.incidents[0]
+    many = [replace(one, id=n, attempt=n) for n in range(1, 201)]
+    for incident in many:
+        log = directory.rank_log(incident.attempt, incident.rank or 0)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text('"' * 5000)
+    found = records_of(directory, many, 1)
+    assert 5 < len(found) < 50
+    assert 200 in found, "the newest"
+    written = sum(len(html.escape(record.text)) for records in found.values() for record in records)
+    assert written <= PAGE_CHARACTERS
 
 
 def test_what_failed_in_the_same_way_is_told_once(tmp_path: Path) -> None:
@@ -373,7 +467,7 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     rows, left_out = pages.rows_of(account)
     assert left_out == 0
     assert len(rows) < 40
-    assert any(" x like " in label for label, _ in rows)
+    assert any(" x like " in label for label, *_ in rows)
     written = page(report, account, watching.state)
     assert len(written) < 300_000
     assert written.count("<rect") < 3000

@@ -86,7 +86,7 @@ def command(run: str | None, compare: str | None, as_json: bool, runs: Path | No
             show([compare_table(both)])
         return
     if html is not None:
-        write_page(page(report, one.account, one.state), html)
+        write_page(page(report, one.account, one.state, one.records), html)
     if as_json:
         show_json(report)
     elif html is None:

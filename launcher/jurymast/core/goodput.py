@@ -21,12 +21,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Generic, TypeVar
 
 from jurymast.core.run.machine import step
 from jurymast.core.run.recording import pause_s
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Instruction
+from jurymast.core.state.findings import Verdict
 from jurymast.core.state.run import Phase, Role, RunState
+
+Told = TypeVar("Told")
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,29 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class ToldSaves:
+    """`number` checkpoints, the newest of `step`, were complete in `tier` at `t` (Unix time). For each of
+    them training stood still for `stall_s`: not at all for what agents copied."""
+
+    t: float
+    attempt: int
+    step: int
+    tier: str
+    stall_s: float
+    number: int = 1
+
+
+@dataclass(frozen=True)
+class ToldFinding:
+    """A probe found something on `node` at `t` (Unix time)."""
+
+    t: float
+    node: str
+    code: str
+    verdict: str
+
+
+@dataclass(frozen=True)
 class Account:
     """All intervals up to `end` (microseconds); `final` when nothing can be added. Of the time in `doubtful`
     categories it is not known whether it counted."""
@@ -152,6 +179,8 @@ class Account:
     final: bool
     doubtful: frozenset[str] = frozenset({MAYBE_REWORK})
     paces: tuple[Pace, ...] = ()
+    saved: tuple[ToldSaves, ...] = ()
+    findings: tuple[ToldFinding, ...] = ()
 
     def intervals_of_all(self) -> Iterator[tuple[int, Interval]]:
         """All that was booked: (nodes, what each of them did). Nodes that did the same over the same time
@@ -270,23 +299,19 @@ class SaveCounts:
         self.last = (event.attempt, newest, event.t)
 
 
-class Paces:
-    """How long steps took over time: at most `MOST`, evenly chosen of all that were told."""
+class Sampled(Generic[Told]):
+    """Of all that was told over time at most `MOST`, evenly chosen."""
 
     MOST = 1000
 
     def __init__(self) -> None:
-        self.kept: list[Pace] = []
+        self.kept: list[Told] = []
         self._each, self._told = 1, 0
 
-    def take(self, event: ev.Progress, state: RunState) -> None:
-        """`state`: after the event."""
-        if event.step_s <= 0.0:
-            return
+    def take(self, one: Told) -> None:
         self._told += 1
         if self._told % self._each == 0:
-            pace = Pace(event.stepped_at, event.step_s, event.attempt, state.samples_s, state.tokens_s)
-            self.kept.append(pace)
+            self.kept.append(one)
         if len(self.kept) > self.MOST:
             self.kept, self._each = self.kept[1::2], 2 * self._each
 
@@ -323,7 +348,8 @@ class Ledger:
         self._best = 0  # newest step ever
         self._numbered = False  # this attempt's steps have the training's own numbers
         self._base: int | None = None  # as in the state, once it is booked
-        self.steps, self.paces = StepCounts(), Paces()
+        self.steps, self.paces = StepCounts(), Sampled[Pace]()
+        self.saved, self.findings = Sampled[ToldSaves](), Sampled[ToldFinding]()
         self._maybe = 0  # of the present attempt
         self._stall = (0, 0)  # attempt and step of the newest save
         self._cut: Interval | None = None  # the step that the present incident cut short
@@ -333,6 +359,7 @@ class Ledger:
         state = self.state
         phase, attempt, incidents, over = state.phase, state.attempt, len(state.incidents), state.ended
         instructions = step(state, event)
+        self._note(event)
         if isinstance(event, ev.AllocationEnded):
             self._allocation_ended()
         elif over:
@@ -357,6 +384,19 @@ class Ledger:
         if state.phase is Phase.REQUEUED or state.ended:
             self._release(self._now())
         return instructions
+
+    def _note(self, event: ev.Event) -> None:
+        """Keep what happened at one moment."""
+        match event:
+            case ev.Saved(ok=True):
+                stall_s = 0.0 if event.copied else event.stall_s
+                self.saved.take(ToldSaves(event.t, event.attempt, event.step, event.tier, stall_s))
+            case ev.Progress(saves=number, saved_step=newest, saved_in=tier) if number > 0:
+                stall_s = event.stall_s / number
+                self.saved.take(ToldSaves(event.t, event.attempt, newest, tier, stall_s, number))
+            case ev.HealthFound(verdict=Verdict.BAD.value | Verdict.SUSPECT.value):
+                at = event.at or event.t
+                self.findings.take(ToldFinding(at, event.node, event.code, event.verdict))
 
     def _now(self) -> int:
         return to_us(self.state.now)
@@ -440,7 +480,9 @@ class Ledger:
                 self._number(self._step - (self._base or 0) + self.state.base)
                 self._base = self.state.base
         elif isinstance(event, ev.Progress):
-            self.paces.take(event, self.state)
+            if event.step_s > 0.0:
+                rates = self.state.samples_s, self.state.tokens_s
+                self.paces.take(Pace(event.stepped_at, event.step_s, event.attempt, *rates))
             if event.saves:
                 self.saves.take_usual(event)
                 self._stall = max(self._stall, (event.attempt, event.saved_step))
@@ -610,7 +652,7 @@ class Ledger:
         asked = self.state.active + self.state.spares
         return Account(
             tuple(timeline), tuple(waits), asked, stays, self.first_launch, end, final=self.state.ended,
-            paces=tuple(self.paces.kept),
+            paces=tuple(self.paces.kept), saved=tuple(self.saved.kept), findings=tuple(self.findings.kept),
         )  # fmt: skip
 
     def _guess(self, end: int) -> str:

@@ -1,26 +1,20 @@
-"""The curves of a report's page: over the run: which share of the time counted, how long steps took, and the
-throughput."""
+"""The curves of a report's page, over the run: which share of the time counted, how long steps took, the
+throughput, and how long training stood still for saves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from jurymast.core.goodput import Account, Interval, Pace, cut_out
+from jurymast.core.goodput import Account, Interval, cut_out
 from jurymast.report.pages import AxisTick, Plot, PlotArea, Shape, share_ticks, ticks
 from jurymast.report.text import amount, duration, percent
 
 FRAME = PlotArea(height=180)
 PARTS = 120
-Value, Told = Callable[[Pace], float], Callable[[float], str]
-# By what a curve is called: how its points are found and told, and their unit.
-PACES: dict[str, tuple[Value, Told, str]] = {
-    "time of a step": (lambda pace: pace.step_s, duration, "a step"),
-    "samples a second": (lambda pace: pace.samples_s, amount, "samples/s"),
-    "tokens a second": (lambda pace: pace.tokens_s, amount, "tokens/s"),
-}
-# A run of fewer steps, or of less time, has no curve.
-PACES_LEAST, LEAST_S = 3, 10.0
+# What is told of fewer times, or a run of less time, has no curve.
+POINTS_LEAST, LEAST_S = 3, 10.0
 
 
 def curves(account: Account) -> list[Plot]:
@@ -29,11 +23,31 @@ def curves(account: Account) -> list[Plot]:
     if not booked or booked[-1].end - booked[0].start < LEAST_S * 1e6:
         return []
     found = [_goodput(account, booked)]
-    for label, (value, _, _) in PACES.items():
-        paces = [pace for pace in account.paces if value(pace)]
-        if len(paces) >= PACES_LEAST:
-            found.append(_over_time(label, paces, booked[0].start, booked[-1].end))
+    start, end = booked[0].start, booked[-1].end
+    found += [_over_time(one, start, end) for one in _series(account) if len(one.points) >= POINTS_LEAST]
     return found
+
+
+@dataclass(frozen=True)
+class _Series:
+    """Values over time: (Unix time, attempt, value); with what tells them, and their unit."""
+
+    label: str
+    points: list[tuple[float, int, float]]
+    told: Callable[[float], str]
+    unit: str
+
+
+def _series(account: Account) -> Iterator[_Series]:
+    paces = account.paces
+    steps = [(one.t, one.attempt, one.step_s) for one in paces]
+    yield _Series("time of a step", steps, duration, "a step")
+    samples = [(one.t, one.attempt, one.samples_s) for one in paces if one.samples_s]
+    yield _Series("samples a second", samples, amount, "samples/s")
+    tokens = [(one.t, one.attempt, one.tokens_s) for one in paces if one.tokens_s]
+    yield _Series("tokens a second", tokens, amount, "tokens/s")
+    stalls = [(one.t, one.attempt, one.stall_s) for one in account.saved if one.stall_s]
+    yield _Series("time that training stood still for a save", stalls, duration, "a save")
 
 
 def _times(start: int, end: int) -> tuple[AxisTick, ...]:
@@ -62,20 +76,21 @@ def _share(intervals: Sequence[Interval], counted: Sequence[str]) -> float:
     return sum(one.us for one in intervals if one.category in counted) / whole if whole else 0.0
 
 
-def _over_time(label: str, paces: Sequence[Pace], start: int, end: int) -> Plot:
+def _over_time(series: _Series, start: int, end: int) -> Plot:
     """A line for each attempt."""
-    value, told, unit = PACES[label]
-    top = 1.1 * max(value(pace) for pace in paces)
+    top = 1.1 * max(value for *_, value in series.points)
     lines = []
-    for attempt, group in groupby(paces, key=lambda pace: pace.attempt):
-        found = [(one.t, value(one)) for one in group]
-        points = FRAME.points(((1e6 * t - start) / (end - start), each / top) for t, each in found)
-        low, high = (told(bound(each for _, each in found)) for bound in (min, max))
-        lines.append(Shape("main", points, f"attempt {attempt}: {low} to {high} {unit}"))
-    return Plot(label, FRAME, _times(start, end), _round_ticks(top, told), lines=tuple(lines))
+    for attempt, group in groupby(series.points, key=lambda point: point[1]):
+        found = [(t, value) for t, _, value in group]
+        shares = (((1e6 * t - start) / (end - start), value / top) for t, value in found)
+        points = FRAME.points((min(1.0, max(0.0, x)), y) for x, y in shares)
+        low, high = (series.told(bound(value for _, value in found)) for bound in (min, max))
+        lines.append(Shape("main", points, f"attempt {attempt}: {low} to {high} {series.unit}"))
+    label, y_ticks = series.label, _round_ticks(top, series.told)
+    return Plot(label, FRAME, _times(start, end), y_ticks, lines=tuple(lines))
 
 
-def _round_ticks(top: float, told: Told) -> tuple[AxisTick, ...]:
+def _round_ticks(top: float, told: Callable[[float], str]) -> tuple[AxisTick, ...]:
     """Round values from 0 to `top`, six at most."""
     each = next(
         n * 10.0**digits for digits in range(-9, 18) for n in (1, 2, 5) if top / (n * 10.0**digits) <= 5

@@ -4,6 +4,7 @@ failures cost."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -31,6 +32,7 @@ from jurymast.report.curves import curves
 from jurymast.report.instead import assumed, instead_blocks, instead_sentences
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.pages import Bar, Slice, kind, render, slices, timeline
+from jurymast.report.records import Record, records_of
 from jurymast.report.sentences import decision
 from jurymast.report.status import (
     StatusWatcher,
@@ -57,6 +59,7 @@ from jurymast.report.text import (
     size,
     throughput,
 )
+from jurymast.rundir import RunDirectory
 
 Report = dict[str, Any]
 
@@ -67,17 +70,25 @@ PARTS = ("detect", "diagnose", "decide", "replace", "launch", "restore", "rework
 
 @dataclass(frozen=True)
 class Reported:
-    """A report, and what a page draws besides."""
+    """A report, and what a page shows besides: by incident what the run directory has of it."""
 
     report: Report
     account: Account
     state: RunState
+    directory: RunDirectory | None = None
+
+    @property
+    def records(self) -> dict[int, list[Record]]:
+        if self.directory is None:
+            return {}
+        return records_of(self.directory, self.state.incidents, self.state.ranks_per_node)
 
 
 def reported(watcher: StatusWatcher) -> Reported:
     """The run's report as of now."""
     life, now = look(watcher.directory, watcher.state), time.time()
-    return Reported(report_view(watcher, life, now), watcher.account(life, now), watcher.state)
+    report, account = report_view(watcher, life, now), watcher.account(life, now)
+    return Reported(report, account, watcher.state, watcher.directory)
 
 
 def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float | None = None) -> Report:
@@ -101,7 +112,7 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
             "in_all_attempts": counts.done, "again": counts.again,
             "again_at_most": counts.again + counts.maybe_again,
         },
-        "a_second": throughput_json(account),
+        "a_second": throughput_json(account), "tiers": _tiers_json(state),
         "nodes": {"active": state.active, "spares": state.spares, "seen": len(account.stays)},
         "incidents": incidents_json(account, state.incidents),
         "mtbf": mtbf_json(failures, by_charge, expected_s),
@@ -170,9 +181,19 @@ def _cadence_json(saves: SaveCounts, expected_s: float, state: RunState) -> dict
         "setting": cadence_words(state.settings), "saves": saves.done, "failed": saves.failed,
         "interval_seconds": saves.interval_s / saves.intervals if saves.intervals else None,
         "stall_seconds": stall_s, "stall_max_seconds": saves.stall_max_s if saves.done else None,
+        "stall_total_seconds": saves.stall_s,
         "size_bytes": saves.size_bytes or None, "mtbf_used_seconds": expected_s,
         "optimal_seconds": young_interval_s(stall_s, expected_s) if stall_s is not None else None,
     }  # fmt: skip
+
+
+def _tiers_json(state: RunState) -> dict[str, Any]:
+    """As in the status; with the bytes that restores read from each tier."""
+    read = Counter[str]()
+    for incident in state.incidents:
+        read.update(incident.tiers)
+    tiers = tiers_json(state, nodes_gone=state.ended)
+    return {name: {**tier, "read_bytes": read[name]} for name, tier in tiers.items()}
 
 
 def cadence_words(settings: Settings) -> str:
@@ -353,6 +374,18 @@ def cadence_text(report: Mapping[str, Any]) -> str:
     return f"{text}; best at the expected MTBF: every {duration(found['optimal_seconds'])}"
 
 
+def stalls_text(report: Mapping[str, Any]) -> str:
+    """How long training stood still for saves; "" if it did not save."""
+    found = report["cadence"]
+    if found is None or not found["saves"]:
+        return ""
+    all_s, each_s, most_s = (found[f"stall{name}_seconds"] for name in ("_total", "", "_max"))
+    return (
+        f"Training stood still for {duration(all_s)} in all for {count(found['saves'], 'save')}: "
+        f"{duration(each_s)} each, {duration(most_s)} at most."
+    )
+
+
 def source_text(report: Mapping[str, Any]) -> str:
     found = report["provenance"]
     script = one_line(" ".join([found["script"], *found["arguments"]]), COMMAND_CHARACTERS)
@@ -451,6 +484,11 @@ PART_CATEGORIES = {
     "launch": "relaunch", "restore": "restore", "rework": "rework",
 }  # fmt: skip
 LOSSES_TOLD = 3
+# What the marks on the timeline mean.
+MARKS = {
+    "save": "In the row above the nodes a line marks saves", "start": "▲ the start of another attempt",
+    "swap": "◆ on a node: a spare that takes a place", "finding": "▼ on a node: a finding of a probe",
+}  # fmt: skip
 # What a page has room for: incidents, and characters of their tracebacks.
 INCIDENTS_SHOWN = 150
 TRACES_SHOWN = 100_000
@@ -465,9 +503,12 @@ class Card:
     what: str
 
 
-def page(report: Mapping[str, Any], account: Account, state: RunState) -> str:
+Records = Mapping[int, Sequence[Record]]
+
+
+def page(report: Report, account: Account, state: RunState, records: Records | None = None) -> str:
     """Render the whole page; `report` is `report_view` at the same moment as `account` and `state`."""
-    return render("report.html.j2", _with_room(report), report_page(report, account, state))
+    return render("report.html.j2", _with_room(report), report_page(report, account, state, records or {}))
 
 
 def _with_room(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -487,10 +528,13 @@ def _with_room(report: Mapping[str, Any]) -> dict[str, Any]:
     return {**report, "incidents": shown}
 
 
-def report_page(report: Mapping[str, Any], account: Account, state: RunState) -> dict[str, Any]:
+def report_page(
+    report: Mapping[str, Any], account: Account, state: RunState, records: Records | None = None
+) -> dict[str, Any]:
     """What the page shows beside the report's own values. `failure` is the incident with which the run ended;
     `sums` has the seconds of all incidents by part, also of those that have no place on the page."""
-    incidents = [_incident(each) for each in _with_room(report)["incidents"]]
+    told = records or {}
+    incidents = [_incident(each, told) for each in _with_room(report)["incidents"]]
     numbers, seconds = {each["id"] for each in incidents}, [one["seconds"] for one in report["incidents"]]
     found = slices(report["categories"], report["total_node_seconds"])
     return {
@@ -502,7 +546,9 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
         "reach": reach(report, "%Y-%m-%d %H:%M:%S %z"),
         "extent": _extent(report),
         "summary": _summary(report, found, account.doubtful),
-        "failure": _incident(report["incidents"][-1]) if report["state"] == "failed" and incidents else None,
+        "failure": (
+            _incident(report["incidents"][-1], told) if report["state"] == "failed" and incidents else None
+        ),
         "cards": [
             *ratio_cards(report["ratios"], report["definitions"], report["ratios_at_most"]),
             _incident_card(report["incidents"]),
@@ -514,10 +560,9 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
         "incidents": incidents,
         "sums": [sum(each[part] for each in seconds) for part in PARTS],
         "of_incidents": len(report["incidents"]),
-        "tiers": {
-            name: {**tier, "at": _clock(tier["at"])}
-            for name, tier in tiers_json(state, nodes_gone=state.ended).items()
-        },
+        "tiers": {name: {**tier, "at": _clock(tier["at"])} for name, tier in report["tiers"].items()},
+        "stalls": stalls_text(report),
+        "marks": MARKS,
         "cadence": cadence_text(report),
         "mtbf": mtbf_text(report),
         **_last_part(report),
@@ -583,7 +628,7 @@ def _incident_card(incidents: Sequence[Mapping[str, Any]]) -> Card:
     return Card("Incidents", str(len(incidents)), told)
 
 
-def _incident(incident: Mapping[str, Any]) -> dict[str, Any]:
+def _incident(incident: Mapping[str, Any], records: Records) -> dict[str, Any]:
     """The incident's values with those that only the page shows. `bars` are its parts in a bar of length 1;
     `steps`: from which step the run went back to which."""
     known = CAUSES.get(incident["cause"])
@@ -596,6 +641,7 @@ def _incident(incident: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **incident,
         "at": _clock(incident["at"]),
+        "records": records.get(incident["id"], ()),
         "cause": incident["cause"] or "being diagnosed",
         "meaning": known.meaning[:1].upper() + known.meaning[1:] if known else "",
         "todo": known.todo if known else "",

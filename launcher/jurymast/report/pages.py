@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jurymast.core.goodput import CATEGORIES, MEANINGS, Account, Interval
 from jurymast.core.state.incident import Incident
 from jurymast.report import text
+from jurymast.report.marks import Places, has_row, marks
 from jurymast.report.text import clean, duration
 
 if TYPE_CHECKING:
@@ -96,8 +97,13 @@ def slices(categories: Mapping[str, float], total: float) -> tuple[Slice, ...]:
 # Nodes over time.
 
 
-# A row of the timeline: a label, which names the node or says how many nodes do the same, and what they do.
-Row = tuple[str, Sequence[Interval]]
+class Row(NamedTuple):
+    """A row of the timeline: a label, which names the node or says how many nodes do the same, what they do,
+    and their names."""
+
+    label: str
+    intervals: Sequence[Interval]
+    nodes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -128,8 +134,8 @@ def rows_of(account: Account, most: int = ROWS_MAX) -> tuple[list[Row], int]:
     if len(kept) > most:
         kept.sort(key=lambda names: -len(account.stays[names[0]]))
         kept = sorted(kept[:most], key=lambda names: nodes.index(names[0]))
-    rows: list[Row] = [("queue", account.waits)] if account.waits else []
-    rows += [(_label(names), list(account.intervals(names[0]))) for names in kept]
+    rows = [Row("queue", account.waits)] if account.waits else []
+    rows += [Row(_label(names), list(account.intervals(names[0])), names) for names in kept]
     return rows, len(nodes) - sum(len(names) for names in kept)
 
 
@@ -159,10 +165,10 @@ def coarse(intervals: Iterable[Interval], start: int, end: int, columns: int) ->
 
 def _drawn(rows: Sequence[Row], start: int, end: int) -> list[list[Interval]]:
     """The rectangles of each row: exact if there are few, else by columns."""
-    exact = [list(intervals) for _, intervals in rows]
+    exact = [list(row.intervals) for row in rows]
     columns = CHART_PX
     while sum(map(len, exact)) > RECTANGLES_MAX and columns >= 8:
-        exact = [coarse(intervals, start, end, columns) for _, intervals in rows]
+        exact = [coarse(row.intervals, start, end, columns) for row in rows]
         columns //= 2
     return exact
 
@@ -180,15 +186,16 @@ def timeline(account: Account, incidents: Sequence[Incident]) -> dict[str, Any] 
         return round(LABEL_PX + CHART_PX * (min(max(t, start), end) - start) / (end - start), 2)
 
     lanes = []
-    for number, ((label, _), intervals) in enumerate(zip(rows, _drawn(rows, start, end), strict=True)):
+    top = TOP_PX + ROW_PX * has_row(account)
+    edges = {name: top + ROW_PX * number for number, row in enumerate(rows) for name in row.nodes}
+    for number, (row, intervals) in enumerate(zip(rows, _drawn(rows, start, end), strict=True)):
         bars = [
             Bar(kind(i.category), place(i.start), max(0.3, round(place(i.end) - place(i.start), 2)),
                 f"{i.category.replace('_', ' ')}, {duration(i.us / 1e6)}")
             for i in intervals if i.us > 0
         ]  # fmt: skip
-        short = label if len(label) <= 22 else label[:21] + "…"
-        y = TOP_PX + ROW_PX * number
-        lanes.append({"label": short, "whole_label": label, "y": y, "bars": bars})
+        short = row.label if len(row.label) <= 22 else row.label[:21] + "…"
+        lanes.append({"label": short, "whole_label": row.label, "y": top + ROW_PX * number, "bars": bars})
     flags: list[Flag] = []
     free = 0.0
     for incident in incidents:
@@ -201,7 +208,8 @@ def timeline(account: Account, incidents: Sequence[Incident]) -> dict[str, Any] 
         flags.append(Flag(incident.id, (at - start) // 1000, x, x >= free, tip))
         free = x + FLAG_PX if x >= free else free
     return {
-        "width": LABEL_PX + CHART_PX + 70, "height": TOP_PX + ROW_PX * len(rows) + 4, "top": TOP_PX,
+        "width": LABEL_PX + CHART_PX + 70, "height": top + ROW_PX * len(rows) + 4, "top": TOP_PX,
+        "row": TOP_PX if top > TOP_PX else None, "marks": marks(account, Places(start, place, edges, TOP_PX)),
         "ticks": [AxisTick(place(t), label) for t, label in ticks(start, end)], "lanes": lanes,
         "flags": flags, "left_out": left_out, "exact": _exact(rows, start, end),
     }  # fmt: skip
@@ -211,9 +219,9 @@ def _exact(rows: Sequence[Row], start: int, end: int) -> dict[str, Any]:
     """All intervals of the rows in whole milliseconds, as small as possible. Rows share most of theirs, so
     each different one is there once, as three numbers: how long after the end of the one before it begins,
     its length, and its kind. A row has ranges of these."""
-    columns, lanes = EXACT_MAX, [list(intervals) for _, intervals in rows]
+    columns, lanes = EXACT_MAX, [list(row.intervals) for row in rows]
     while len(found := dict.fromkeys(_key(i) for lane in lanes for i in lane)) > EXACT_MAX:
-        lanes = [coarse(intervals, start, end, columns) for _, intervals in rows]
+        lanes = [coarse(row.intervals, start, end, columns) for row in rows]
         columns //= 2
     kinds = list(dict.fromkeys(kind(category) for _, _, category in found))
     numbers: list[int] = []

@@ -23,7 +23,7 @@ function zoomable(svg) {
   for (let n = 0, t = 0; n < exact.intervals.length; n += 3)
     intervals.push([(t += exact.intervals[n]), (t += exact.intervals[n + 1]), exact.kinds[exact.intervals[n + 2]]]);
   const lanes = [...svg.querySelectorAll(".lane")].map((lane, n) => ({lane, whole: [...lane.childNodes], ranges: exact.lanes[n]}));
-  const flags = [...svg.querySelectorAll(".at")].map((flag) => ({flag, at: +flag.dataset.ms, x: +flag.querySelector("line").getAttribute("x1")}));
+  const flags = [...svg.querySelectorAll(".at")].map((flag) => ({flag, at: +flag.dataset.ms, x: +flag.dataset.x}));
   const allTicks = [...ticks.childNodes];
   let from = 0, to = length;
   const bar = document.createElement("div"), detail = document.createElement("span");
