@@ -41,9 +41,17 @@ from jurymast.core.judges.history import PastRun, Span
 from jurymast.core.state import events as ev
 from jurymast.core.state.failure_rate import DAY_S, Watched
 from jurymast.core.state.incident import Incident
-from jurymast.core.state.settings import Settings
+from jurymast.core.state.settings import Price, Settings
 from jurymast.journal import initial_state
-from jurymast.report.fleet import fleet_csv, fleet_view, kept_file, mtbf_text, read_fleet, read_run
+from jurymast.report.fleet import (
+    fleet_csv,
+    fleet_page,
+    fleet_view,
+    kept_file,
+    mtbf_text,
+    read_fleet,
+    read_run,
+)
 from jurymast.report.goodput import report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.status import read_status
@@ -66,7 +74,9 @@ def day(number: int = DAY, wall_us: int = 0, step_us: int = 0, doubtful_us: int 
     return Day(number=number, spent=spent, wall_us=wall_us, step_us=step_us, doubtful_us=doubtful_us)
 
 
-def told(story: Story, *, account: str = "", partition: str = "", gpus: int = 0) -> Story:
+def told(
+    story: Story, *, account: str = "", partition: str = "", gpus: int = 0, price: Price | None = None
+) -> Story:
     """Slurm had chosen these, and so many GPUs were on each node."""
 
     def say(entry: Any) -> Any:
@@ -74,7 +84,9 @@ def told(story: Story, *, account: str = "", partition: str = "", gpus: int = 0)
             return msgspec.structs.replace(entry, account=account, partition=partition)
         return msgspec.structs.replace(entry, gpus=gpus) if isinstance(entry, ev.NodeJoined) else entry
 
-    story.plan = replace(story.plan, settings=Settings(preflight_s=0.0))  # nodes with GPUs are tested
+    story.plan = replace(
+        story.plan, settings=Settings(preflight_s=0.0, price=price)
+    )  # nodes with GPUs are tested
     story.entries = [say(entry) for entry in story.entries]
     return story
 
@@ -319,6 +331,33 @@ def test_groups_and_what_the_figures_do_not_hold(place: Place) -> None:
     assert found["nodes"][0]["incidents"] == 3
     assert view_of(place.runs, since=START + 2 * DAY_S)["total"]["runs"] == 0
     assert view_of(place.runs, by=("month",))["groups"][0]["month"] == "2026-11"
+
+
+def test_what_gpus_cost_is_told_by_currency_and_of_runs_with_a_price_only(place: Place) -> None:
+    dollars, euros = Price(gpu_hour=2.0, currency="USD"), Price(gpu_hour=3.0, currency="EUR")
+    put(told(swapped(), account="one", gpus=8, price=dollars), place.runs, "a-1")
+    put(told(crash_loop(), account="one", gpus=8, price=euros), place.runs, "a-2")
+    put(told(swapped(), account="two", gpus=8), place.runs, "b-1")
+    put(told(swapped(), account="two", price=dollars), place.runs, "b-2")
+    view = view_of(place.runs)
+    teams = {group["team"]: group for group in view["groups"]}
+    one, two = teams["one"], teams["two"]
+    assert set(one["cost"]) == set(view["total"]["cost"]) == {"EUR", "USD"}
+    assert two["cost"] == {}, "without a price, or without GPUs, nothing is guessed"
+    alone = report_view(read_status(RunDirectory(place.runs / "a-1")), Liveness("ended"))["cost"]
+    found = one["cost"]["USD"]
+    assert (
+        found["total"] == pytest.approx(2.0 * found["gpu_seconds"] / 3600.0) == pytest.approx(alone["total"])
+    )
+    assert found["total"] == pytest.approx(sum(found[part] for part in ("counted", "doubtful", "lost")))
+    for part in ("counted", "lost"):
+        assert 0 < found[part] == pytest.approx(alone[part])
+    text = place.good("fleet")
+    assert f"cost: {found['total']:.2f} USD for" in text
+    assert "in steps that counted" in text
+    header = place.good("fleet", "--csv").splitlines()[0].split(",")
+    assert {"cost.USD.total", "cost.EUR.lost"} <= set(header)
+    assert "USD" in fleet_page(view)
 
 
 def test_a_copy_of_a_run_does_not_count_again(place: Place) -> None:

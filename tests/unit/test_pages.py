@@ -20,6 +20,7 @@ import pytest
 from jurymast.core.goodput import CATEGORIES, Account, Interval, Sampled
 from jurymast.core.state import events as ev
 from jurymast.core.state.run import TierState
+from jurymast.core.state.settings import Price, Settings
 from jurymast.report import pages
 from jurymast.report.curves import curves
 from jurymast.report.fleet import Fleet, fleet_page, fleet_view, read_fleet
@@ -29,6 +30,7 @@ from jurymast.report.goodput import (
     compare,
     compare_page,
     page,
+    report_blocks,
     report_page,
     report_view,
     reported,
@@ -37,6 +39,7 @@ from jurymast.report.goodput import (
 from jurymast.report.liveness import Liveness
 from jurymast.report.records import PAGE_CHARACTERS, records_of
 from jurymast.report.status import StatusWatcher, read_status
+from jurymast.report.text import Line
 from support.commands import crash_loop, swapped
 from support.stories import START, Story
 
@@ -250,6 +253,27 @@ def test_the_records_of_many_incidents_leave_the_page_small(tmp_path: Path) -> N
     assert 200 in found, "the newest"
     written = sum(len(html.escape(record.text)) for records in found.values() for record in records)
     assert written <= PAGE_CHARACTERS
+
+
+def test_a_run_s_cost_is_told_where_price_and_gpus_are_known(tmp_path: Path) -> None:
+    price = Price(gpu_hour=2.5, currency="CHF")
+    story = Story(gpus=8, settings=Settings(price=price, preflight_s=0.0)).running(4000).finished()
+    watching = watcher(story, tmp_path)
+    account, report = watching.account(ENDED, story.t), report_view(watching, ENDED, story.t)
+    cost = report["cost"]
+    hours = 8 * report["allocated_node_seconds"] / 3600.0
+    assert cost["total"] == pytest.approx(2.5 * hours) == pytest.approx(sum(cost["categories"].values()))
+    assert cost["counted"] + cost["doubtful"] + cost["lost"] == pytest.approx(cost["total"])
+    assert "queue_wait" not in cost["categories"]
+    told = f"{cost['total']:.2f} CHF for {hours:.1f} GPU-hours at 2.5 CHF"
+    assert any(told in block.text for block in report_blocks(report) if isinstance(block, Line))
+    assert told in page(report, account, watching.state)
+    assert f"{cost['total']:.2f} CHF" in compare_page(compare(report, report))
+    for unknown in (Story(gpus=8, settings=Settings(preflight_s=0.0)), Story(settings=Settings(price=price))):
+        other = watcher(unknown.running(), tmp_path / str(id(unknown)))
+        shown = report_view(other, ALIVE, unknown.t)
+        assert shown["cost"] is None
+        assert "CHF" not in page(shown, other.account(ALIVE, unknown.t), other.state).split('id="report">')[0]
 
 
 def test_what_failed_in_the_same_way_is_told_once(tmp_path: Path) -> None:

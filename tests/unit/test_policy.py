@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core.judges.forecast import auto_spares
-from jurymast.core.state.settings import Budget, Settings
+from jurymast.core.state.settings import Budget, Price, Settings
 from jurymast.errors import PolicyError
 from jurymast.policy import model
 from jurymast.policy.resolve import Resolved, file_layers, pairs_layer, resolve
@@ -310,6 +310,20 @@ def test_bad_durations(text: object) -> None:
 @pytest.mark.parametrize(("text", "share"), [("2%", 0.02), (0.5, 0.5), ("100%", 1.0), (0, 0.0)])
 def test_fractions(text: object, share: float) -> None:
     assert model.read_fraction(text) == pytest.approx(share)
+
+
+def test_a_price_has_a_currency(tmp_path: Path) -> None:
+    settings = load(write(tmp_path, "p.yaml", "price: 2.10 USD\n")).settings()
+    assert settings.price == Price(gpu_hour=2.1, currency="USD")
+    assert load(write(tmp_path, "q.yaml", "extends: p.yaml\nprice: off\n")).settings().price is None
+
+
+@pytest.mark.parametrize(
+    "value", [2.1, "2.10", "2.10 usd", "USD 2.10", "0 USD", "-1 USD", "1e3 USD", True, None]
+)
+def test_what_is_no_price(value: object) -> None:
+    with pytest.raises(ValueError, match="is not a price"):
+        model.read_price(value)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "3", None])

@@ -172,6 +172,7 @@ def test_ready_policies_fit_the_schema(path: Path) -> None:
         ("checkpoint: {tiers: {local: {}}}", ".checkpoint.tiers.local"),
         ("checkpoint: {tiers: {peer: {copies: 0}}}", ".checkpoint.tiers.peer"),
         ("failures: {rate: 0}", ".failures.rate"),
+        ("price: 2.10", ".price"),
         ("failures: {restarts: {application: 3 an hour}}", ".failures.restarts.application"),
         ("nodes_policy: {max_fraction: 120}", ".nodes_policy.max_fraction"),
         ("extends: 3", ".extends"),

@@ -21,6 +21,7 @@ from jurymast.core.goodput import DOUBTFUL, PLACED, Account, Interval
 from jurymast.core.judges.history import PastRun, watched_in
 from jurymast.core.state.failure_rate import DAY_S, Mtbf, Watched, between_bursts, merged, mtbf
 from jurymast.core.state.incident import Incident
+from jurymast.core.state.settings import Price
 
 DAY_US = 86_400_000_000
 # More days than any run has; a journal that tells of more is damaged, and each day costs memory.
@@ -75,6 +76,7 @@ class RunSummary:
     spares_used: int = 0
     whole: bool = True
     days: tuple[Day, ...] = ()
+    price: Price | None = None
 
     def to_json(self) -> dict[str, Any]:
         made: dict[str, Any] = msgspec.to_builtins(self)
@@ -150,15 +152,34 @@ Key = tuple[str, ...]
 
 
 @dataclass
+class Cost:
+    """What the GPU-time of runs with a price cost, in one currency."""
+
+    total: float = 0.0
+    counted: float = 0.0
+    doubtful: float = 0.0
+    gpu_us: int = 0
+
+    def add(self, price: Price, used: Mapping[str, int]) -> None:
+        """`used`: GPU-microseconds by cause."""
+        gpu_us = sum(used.values())
+        self.gpu_us += gpu_us
+        self.total += price.of(gpu_us / 1e6)
+        self.counted += price.of(used.get(STEP, 0) / 1e6)
+        self.doubtful += price.of(sum(used.get(name, 0) for name in DOUBTFUL) / 1e6)
+
+
+@dataclass
 class RunGroup:
     """The sums of some runs' days, none of which is after `until` (seconds since the epoch). `nodes`, and
-    `gpus` where their number is known, are microseconds by cause; `wall_us`, `step_us` and `doubtful_us` are
-    weighted with the runs' active nodes."""
+    `gpus` where their number is known, are microseconds by cause; `costs` are by currency. `wall_us`,
+    `step_us` and `doubtful_us` are weighted with the runs' active nodes."""
 
     key: Key = ()
     runs: dict[str, RunSummary] = field(default_factory=dict)
     nodes: Spent = field(default_factory=Counter)
     gpus: Spent = field(default_factory=Counter)
+    costs: defaultdict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))
     wall_us: int = 0
     step_us: int = 0
     doubtful_us: int = 0
@@ -167,7 +188,10 @@ class RunGroup:
     def add(self, name: str, run: RunSummary, day: Day) -> None:
         self.runs[name] = run
         self.nodes.update(day.spent)
-        self.gpus.update({cause: run.gpus * us for cause, us in day.spent.items() if cause not in WAITING})
+        used = {cause: run.gpus * us for cause, us in day.spent.items() if cause not in WAITING}
+        self.gpus.update(used)
+        if run.price is not None and run.gpus:
+            self.costs[run.price.currency].add(run.price, used)
         self.wall_us += run.past.active * day.wall_us
         self.step_us += run.past.active * day.step_us
         self.doubtful_us += run.past.active * day.doubtful_us

@@ -181,6 +181,7 @@ class Account:
     paces: tuple[Pace, ...] = ()
     saved: tuple[ToldSaves, ...] = ()
     findings: tuple[ToldFinding, ...] = ()
+    gpus: int = 0  # of a node; 0: none has told of any
 
     def intervals_of_all(self) -> Iterator[tuple[int, Interval]]:
         """All that was booked: (nodes, what each of them did). Nodes that did the same over the same time
@@ -349,6 +350,7 @@ class Ledger:
         self._numbered = False  # this attempt's steps have the training's own numbers
         self._base: int | None = None  # as in the state, once it is booked
         self.steps, self.paces = StepCounts(), Sampled[Pace]()
+        self.gpus = 0
         self.saved, self.findings = Sampled[ToldSaves](), Sampled[ToldFinding]()
         self._maybe = 0  # of the present attempt
         self._stall = (0, 0)  # attempt and step of the newest save
@@ -386,8 +388,10 @@ class Ledger:
         return instructions
 
     def _note(self, event: ev.Event) -> None:
-        """Keep what happened at one moment."""
+        """Keep what was told beside how time was spent."""
         match event:
+            case ev.NodeJoined(gpus=gpus):
+                self.gpus = max(self.gpus, gpus)
             case ev.Saved(ok=True):
                 stall_s = 0.0 if event.copied else event.stall_s
                 self.saved.take(ToldSaves(event.t, event.attempt, event.step, event.tier, stall_s))
@@ -653,6 +657,7 @@ class Ledger:
         return Account(
             tuple(timeline), tuple(waits), asked, stays, self.first_launch, end, final=self.state.ended,
             paces=tuple(self.paces.kept), saved=tuple(self.saved.kept), findings=tuple(self.findings.kept),
+            gpus=self.gpus,
         )  # fmt: skip
 
     def _guess(self, end: int) -> str:

@@ -33,13 +33,14 @@ from pydantic_core import CoreSchema, core_schema
 
 from jurymast import tracker
 from jurymast.core.judges.cadence import Cadence, parse_cadence
-from jurymast.core.state.settings import NOTICES, Budget
+from jurymast.core.state.settings import NOTICES, Budget, Price
 from jurymast.core.state.texts import DURATION, did_you_mean, seconds_in
 from jurymast.reference import thresholds, xids
 
 # Far below what the clocks of Python and of the system can count.
 LONGEST_S = 100 * 365 * 86400.0
 PORT_MAX = 65535
+PRICE = r"(\d{1,9}(?:\.\d{1,9})?) ([A-Z]{3})"
 _NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+")
 
 
@@ -141,6 +142,17 @@ def read_rate(value: object) -> float:
             f"{written(value)} is not a failure rate; write auto, or failures per 1,000 node-days, like 6.5"
         )
     return float(value)
+
+
+def read_price(value: object) -> Price:
+    """What a GPU costs for an hour: "2.10 USD"."""
+    match = re.fullmatch(PRICE, value) if isinstance(value, str) else None
+    if match is None or not 0 < float(match[1]) < math.inf:
+        raise ValueError(
+            f"{written(value)} is not a price; write off, or what a GPU costs for an hour, like 2.10 USD, "
+            "with the currency's three letters"
+        )
+    return Price(gpu_hour=float(match[1]), currency=match[2])
 
 
 def read_xid_code(value: str) -> str:
@@ -452,6 +464,10 @@ class Policy(Section):
     health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
     network: Network = _key({}, "what nodes send each other")
     metrics: Metrics = _key({}, "where the run's metrics are given out")
+    price: Annotated[
+        Price | None,
+        _Written(read_price, {"type": "string", "pattern": f"^{PRICE}$", "examples": ["2.10 USD"]}, off=None),
+    ] = _key(False, "what a GPU costs for an hour, like 2.10 USD: reports show what was spent and lost")
     notify: list[Notified] = _key([], "who is told what happens; each has `when`, and a `command` or a `url`")
 
 

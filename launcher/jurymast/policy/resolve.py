@@ -306,6 +306,7 @@ class Resolved:
                 Receiver(when=tuple(one.when), command=tuple(one.command), url=one.url)
                 for one in policy.notify
             ),
+            price=policy.price,
             metrics=Exposure(**{**policy.metrics.model_dump(), "trackers": tuple(policy.metrics.trackers)}),
         )
 

@@ -35,6 +35,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.failure_rate import DAY_S, FEW_FAILURES, LEVEL, Mtbf
 from jurymast.core.state.incident import CAUSES
 from jurymast.errors import RunDirectoryError
+from jurymast.report.cost import money
 from jurymast.report.goodput import RATIO_NAMES, Card
 from jurymast.report.liveness import JournalTail
 from jurymast.report.pages import render, slices
@@ -42,7 +43,7 @@ from jurymast.report.runs import rows_of_nodes
 from jurymast.report.text import Block, Line, Table, between, count, duration, iso, one_line, percent
 from jurymast.rundir import RunDirectory, run_names
 
-VERSION = 1  # of what is kept
+VERSION = 2  # of what is kept
 OBSERVED = "observed"  # in place of the cluster: jurymast did not launch it, so it is in no figure
 SCHEMA = 1
 # From so many journals on, reading them in several processes is worth starting these.
@@ -178,13 +179,10 @@ class _RunReader(JournalTail):
     def __init__(self, directory: RunDirectory) -> None:
         super().__init__(directory)
         self.nodes = NodeReader(self.state, super()._feed)
-        self.gpus = 0
         self.partition = self.account = ""
 
     def _feed(self, event: ev.Event) -> None:
-        if isinstance(event, ev.NodeJoined):
-            self.gpus = max(self.gpus, event.gpus)
-        elif isinstance(event, ev.AllocationStarted):
+        if isinstance(event, ev.AllocationStarted):
             self.partition, self.account = event.partition, event.account
         self.nodes.take(event)
 
@@ -194,9 +192,10 @@ class _RunReader(JournalTail):
         return RunSummary(
             past=self.nodes.summary(self.plan.run, self.plan.exclude),
             cluster=OBSERVED if self.plan.observed else self.plan.cluster,
-            partition=self.partition, account=self.account, gpus=self.gpus, spares=self.plan.spares,
+            partition=self.partition, account=self.account, gpus=account.gpus, spares=self.plan.spares,
             spares_used=spares_used(account), whole=not self.unread,
             days=spent_by_day(account, self.state.incidents, self.plan.submitted_at),
+            price=self.plan.settings.price,
         )  # fmt: skip
 
 
@@ -257,6 +256,13 @@ def _group_json(group: RunGroup, by: Sequence[str], now: float) -> View:
         "mtbf": {
             f"{WEEK_DAYS}d": _mtbf_json(failures.week), f"{MONTH_DAYS}d": _mtbf_json(failures.month),
             "trend": failures.trend or None, "level": LEVEL,
+        },
+        "cost": {
+            currency: {
+                "total": cost.total, "counted": cost.counted, "doubtful": cost.doubtful,
+                "lost": cost.total - cost.counted - cost.doubtful, "gpu_seconds": cost.gpu_us / 1e6,
+            }
+            for currency, cost in sorted(group.costs.items())
         },
         "spares": {"asked": sum(r.spares for r in runs), "used": sum(r.spares_used for r in runs)},
     }  # fmt: skip
@@ -324,6 +330,7 @@ def fleet_blocks(view: Mapping[str, Any]) -> list[Block]:
     if len(rows) != 1 and by:
         rows.append(["all", *[""] * (len(by) - 1), *cells_of(total)])
     blocks += [Line(""), Table(headers, rows, right)] if rows else [Line("no runs")]
+    blocks += [Line(""), *(Line(text) for text in cost_lines(total))] if total["cost"] else []
     if total["lost"]:
         lost = [
             [cause.replace("_", " "), hours(spent["node_seconds"]), hours(spent["gpu_seconds"]),
@@ -337,6 +344,17 @@ def fleet_blocks(view: Mapping[str, Any]) -> list[Block]:
         headers = tuple(name.replace("_", " ").upper() for name in NODE_KEYS)
         blocks += [Line(""), Table(headers, nodes, frozenset({1, 2, 3, 4}))]
     return blocks
+
+
+def cost_lines(group: Mapping[str, Any]) -> list[str]:
+    """One a currency. Runs whose policy has no price are in none."""
+    return [
+        f"cost: {money(cost['total'], currency)} for {hours(cost['gpu_seconds'])} of "
+        f"{hours(group['gpu_seconds'])} GPU-hours: {money(cost['counted'], currency)} in steps that counted, "
+        f"{money(cost['lost'], currency)} lost"
+        + (f", {money(cost['doubtful'], currency)} unclear" if cost["doubtful"] else "")
+        for currency, cost in group["cost"].items()
+    ]
 
 
 def _node_cell(name: str, value: Any) -> str:
@@ -452,6 +470,9 @@ def fleet_page(view: Mapping[str, Any]) -> str:
     ]
     cards.append(Card("MTBF of a node", mtbf_text(month), _mtbf_told(total["mtbf"])))
     cards.append(Card("Unknown", percent(total["unknown"]["share"]), DEFINITIONS["unknown"]))
+    for told in cost_lines(total):
+        cost = told.removeprefix("cost: ").partition(" for ")
+        cards.append(Card("Cost", cost[0], f"for {cost[2]}"))
     computed = {
         "title": f"Fleet: {count(total['runs'], 'run')}", "cards": cards,
         "slices": slices(spent, sum(spent.values())), "columns": COLUMNS,

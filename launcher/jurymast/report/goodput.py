@@ -28,6 +28,7 @@ from jurymast.core.state.incident import CAUSES, Incident
 from jurymast.core.state.run import RunState, failure_rate
 from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.report.advice import advice_blocks, advice_view, sentences, trust
+from jurymast.report.cost import cost_json, cost_text, money
 from jurymast.report.curves import curves
 from jurymast.report.instead import assumed, instead_blocks, instead_sentences
 from jurymast.report.liveness import Liveness, look, slurm_jobs
@@ -112,7 +113,8 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
             "in_all_attempts": counts.done, "again": counts.again,
             "again_at_most": counts.again + counts.maybe_again,
         },
-        "a_second": throughput_json(account), "tiers": _tiers_json(state),
+        "cost": cost_json(account, plan.settings.price), "a_second": throughput_json(account),
+        "tiers": _tiers_json(state),
         "nodes": {"active": state.active, "spares": state.spares, "seen": len(account.stays)},
         "incidents": incidents_json(account, state.incidents),
         "mtbf": mtbf_json(failures, by_charge, expected_s),
@@ -258,6 +260,7 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
     blocks += [Line(""), _category_table(report, bar)]
     blocks += [Line(""), *_incident_blocks(report["incidents"]), Line("")]
     about = (
+        *([("cost", cost_text(report["cost"]))] if report["cost"] else []),
         *(("throughput", told) for told in throughput_texts(report)),
         ("MTBF", mtbf_text(report)),
         ("cadence", cadence_text(report)),
@@ -414,12 +417,19 @@ def compare_table(both: Mapping[str, Any]) -> Table:
         ["node-time", node_time(first["total_node_seconds"]), node_time(second["total_node_seconds"]), ""],
         ["incidents", str(len(first["incidents"])), str(len(second["incidents"])), ""],
         ["MTBF", *(_mtbf_span(each["mtbf"]) for each in (first, second)), ""],
+        *_costs(first, second),
         *_throughputs(first, second),
         *_foretold(first, second),
     ]
     headers = ("", *(_heading(each) for each in (first, second)), "CHANGE")
     right = frozenset({1, 2, 3})
     return Table(headers, [*ratios, *facts, *shares], right=right, wrap=False)
+
+
+def _costs(*reports: Mapping[str, Any]) -> list[list[str]]:
+    told = [each["cost"] for each in reports]
+    cells = [money(cost["total"], cost["currency"]) if cost else "-" for cost in told]
+    return [["cost", *cells, ""]] if any(told) else []
 
 
 def _throughputs(*reports: Mapping[str, Any]) -> list[list[str]]:
@@ -552,6 +562,7 @@ def report_page(
         "cards": [
             *ratio_cards(report["ratios"], report["definitions"], report["ratios_at_most"]),
             _incident_card(report["incidents"]),
+            *_cost_cards(report["cost"]),
         ],
         "slices": found,
         "timeline": timeline(account, [one for one in state.incidents if one.id in numbers]),
@@ -614,6 +625,10 @@ def ratio_cards(
         Card(RATIO_NAMES.get(name, name), between(ratio, (at_most or ratios)[name]), meanings[name])
         for name, ratio in ratios.items()
     ]
+
+
+def _cost_cards(cost: Mapping[str, Any] | None) -> list[Card]:
+    return [Card("Cost", money(cost["total"], cost["currency"]), cost_text(cost))] if cost else []
 
 
 def _incident_card(incidents: Sequence[Mapping[str, Any]]) -> Card:

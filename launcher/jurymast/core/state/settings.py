@@ -56,6 +56,20 @@ class Exposure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Price:
+    """What a GPU costs for an hour."""
+
+    gpu_hour: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+    currency: Annotated[str, msgspec.Meta(pattern="^[A-Z]{3}$")]  # as in ISO 4217
+
+    def of(self, gpu_seconds: float) -> float:
+        return self.gpu_hour * gpu_seconds / 3600.0
+
+    def __str__(self) -> str:
+        return f"{self.gpu_hour:g} {self.currency}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Values with which the core decides.
 
@@ -77,7 +91,7 @@ class Settings:
     kept for that long, because many may turn out to have the same fault. `spool` is the site's directory for
     verdicts if `bad_nodes` is drain. `warm_start`: ranks are forked from a process that has loaded torch.
     `encrypt`: images are encrypted on the network. `notify`: who is told what happens;
-    `metrics`: where the run's are given out.
+    `metrics`: where the run's are given out; `price`: of a GPU, None if nobody said it.
     """
 
     heartbeat_s: float = 0.5
@@ -122,6 +136,7 @@ class Settings:
     encrypt: bool = False
     notify: tuple[Receiver, ...] = ()
     metrics: Exposure = Exposure()
+    price: Price | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
