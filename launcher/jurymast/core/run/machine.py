@@ -36,6 +36,8 @@ from jurymast.errors import RunCancelledError, RunFailedError
 # A silence that comes back without a new step before it may be no hang: it has twice the time, until there is
 # a new step. Not more, because a hang that comes back each time is to be found each time.
 HANG_PATIENCE = 2.0
+# How many nodes an event may make ready, if it changes nothing else that a start waits for.
+_CAME = {ev.NodeJoined: 1, ev.NodeReady: 1, ev.Tick: 0}
 # Slurm's answer, asked why it ends the job, when it does not.
 NOT_ENDING = "running"
 
@@ -51,7 +53,7 @@ def step(state: RunState, event: ev.Event) -> list[Instruction]:
         handler = _HANDLERS.get(type(event))
         instructions = (handler(state, event) if handler else None) or []
     if not state.ended:
-        instructions += recovery.advance(state, one_came=isinstance(event, ev.NodeJoined | ev.NodeReady))
+        instructions += recovery.advance(state, came=_CAME.get(type(event)))
     if state.phase is not before or isinstance(event, _LETS_TEST) or _of_suspect(state, event):
         instructions += preflight.suspects(state)
     return instructions

@@ -196,13 +196,13 @@ def finish(state: RunState, how: str, exit_code: int, reason: str) -> list[Instr
     return [Finish(state=how, exit_code=exit_code, reason=reason)]
 
 
-def advance(state: RunState, *, one_came: bool = False) -> list[Instruction]:
-    """Continue if the present phase has what it waited for. `one_came`: the only news is that a node joined
-    or became ready."""
+def advance(state: RunState, *, came: int | None = None) -> list[Instruction]:
+    """Continue if the present phase has what it waited for. `came`: the only news is that so many nodes
+    joined or became ready, or that time has passed (0)."""
     if state.phase is Phase.STOPPING and _all_stopped(state) and not explained.awaited(state):
         return _diagnose(state)
     if state.phase is Phase.STARTING:
-        return _start(state, one_came=one_came)
+        return _start(state, came)
     if state.phase is Phase.WAITING:
         return _replace(state)
     return []
@@ -315,14 +315,15 @@ def _requeue(state: RunState, reason: str) -> list[Instruction]:
     return [Requeue(exclude=tuple(sorted(state.excluded)), reason=reason)]
 
 
-def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
+def _start(state: RunState, came: int | None) -> list[Instruction]:
     """Place the first attempt of an allocation, in its order. The node of the batch script, the slowest, and
     those that are likely to fail stay spares."""
     if preflight.going_on(state):
         return []
     in_grace = state.enough_since is None or state.now < state.enough_since + SPARE_GRACE_S
-    if one_came and state.awaited > 1 and in_grace:
-        state.awaited -= 1  # it makes no more than itself ready: nobody need look at thousands of nodes
+    late = state.deadline is not None and state.now >= state.deadline and not state.unfindable
+    if came is not None and state.awaited > 1 and in_grace and (came or not late):
+        state.awaited -= came  # it makes no more than itself ready: nobody need look at thousands of nodes
         return []
     usable = sum(node.usable for node in state.nodes.values())
     state.awaited = (len(state.nodes) if usable >= state.active else state.active) - usable
@@ -338,9 +339,8 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
             return _launch(state, tuple(n.name for n in chosen), reason)
         return []
     state.enough_since = None
-    if one_came:  # nothing is lost by that
+    if came:  # nothing is lost by that
         return []
-    late = state.deadline is not None and state.now >= state.deadline and not state.unfindable
     alive = [n for n in state.nodes.values() if n.role is not Role.FAILED or n.may_return]
     # If one cannot load torch, another shows whose fault that is.
     tell = sum(n.unloadable for n in state.nodes.values()) == 1 and any(n.role is Role.JOINING for n in alive)
