@@ -160,35 +160,48 @@ def check_readable(run: Path) -> None:
     )
 
 
+class _Place:
+    """A path below the run directory. Thousands of directories are looked into for a few of them, so each is
+    made when it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: RunDirectory, kind: type[RunDirectory]) -> Path:
+        return directory.root / self._name
+
+
 class RunDirectory:
     """Paths of one run; nothing is created until `create`."""
 
+    plan_file = _Place("plan.json")
+    policy_file = _Place("policy.yaml")
+    secret_file = _Place("secret")
+    epochs = _Place("epochs")
+    journal = _Place("journal")
+    logs = _Place("logs")
+    checkpoints = _Place("checkpoints")
+    # What the submission and Slurm write: the batch script, the jobs' ids, and Slurm's own output.
+    submission = _Place("slurm")
+    # Number of the newest attempt: keeps ranks of older attempts away from the checkpoints.
+    attempt_file = _Place("attempt")
+    # The nodes that the run has now; see `cluster.allocation`.
+    allocation_file = _Place("allocation.json")
+    # How the newest allocation ended: written by the supervisor for the batch process.
+    outcome_file = _Place("outcome.json")
+    # What a fleet counts of a run that has ended; see `report.fleet`.
+    summary_file = _Place("summary.json")
+    # What people were told of the run, by the policy's `notify`.
+    notices_file = _Place("notices.json")
+    # Where the metrics are scraped: a socket; a port, as Prometheus reads it (file_sd_configs), with a token.
+    metrics_socket = _Place("metrics.sock")
+    metrics_file = _Place("metrics.json")
+    metrics_token_file = _Place("metrics.token")
+    # Occupies the room that the journal's end and the outcome need on a full disk.
+    reserve_file = _Place("reserve")
+
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
-        self.plan_file = self.root / "plan.json"
-        self.policy_file = self.root / "policy.yaml"
-        self.secret_file = self.root / "secret"
-        self.epochs = self.root / "epochs"
-        self.journal = self.root / "journal"
-        self.logs = self.root / "logs"
-        self.checkpoints = self.root / "checkpoints"
-        # What the submission and Slurm write: the batch script, the jobs' ids, and Slurm's own output.
-        self.submission = self.root / "slurm"
-        # Number of the newest attempt: keeps ranks of older attempts away from the checkpoints.
-        self.attempt_file = self.root / "attempt"
-        # The nodes that the run has now; see `cluster.allocation`.
-        self.allocation_file = self.root / "allocation.json"
-        # How the newest allocation ended: written by the supervisor for the batch process.
-        self.outcome_file = self.root / "outcome.json"
-        # What people were told of the run, by the policy's `notify`.
-        self.notices_file = self.root / "notices.json"
-        # Where the metrics are scraped: a socket; a port, as Prometheus reads it (file_sd_configs), with a
-        # token.
-        self.metrics_socket = self.root / "metrics.sock"
-        self.metrics_file = self.root / "metrics.json"
-        self.metrics_token_file = self.root / "metrics.token"
-        # Occupies the room that the journal's end and the outcome need on a full disk.
-        self.reserve_file = self.root / "reserve"
 
     def hold_reserve(self) -> None:
         try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -43,17 +45,20 @@ from jurymast.core.state.failure_rate import DAY_S, Watched
 from jurymast.core.state.incident import Incident
 from jurymast.core.state.settings import Price, Settings
 from jurymast.journal import initial_state
+from jurymast.report import last_words
 from jurymast.report.fleet import (
+    fleet_blocks,
     fleet_csv,
     fleet_page,
     fleet_view,
     kept_file,
+    leave_summary,
     mtbf_text,
     read_fleet,
     read_run,
 )
 from jurymast.report.goodput import report_view
-from jurymast.report.liveness import Liveness
+from jurymast.report.liveness import JournalTail, Liveness
 from jurymast.report.status import read_status
 from jurymast.rundir import RunDirectory
 from support.commands import Place, crash_loop, swapped
@@ -358,6 +363,64 @@ def test_what_gpus_cost_is_told_by_currency_and_of_runs_with_a_price_only(place:
     header = place.good("fleet", "--csv").splitlines()[0].split(",")
     assert {"cost.USD.total", "cost.EUR.lost"} <= set(header)
     assert "USD" in fleet_page(view)
+
+
+def test_a_run_that_has_ended_leaves_its_summary_and_nobody_reads_its_journal(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = put(told(swapped(), account="one", gpus=8), place.runs, "a-1")
+    going_on = put(told(swapped(finished=False)), place.runs, "a-2")
+    whole = {run: read_run(run) for run in (ended, going_on)}
+    for run in whole:
+        last_words.main(str(run.root))
+    assert ended.summary_file.exists()
+    assert not going_on.summary_file.exists()
+    journals: list[Path] = []
+    of = JournalTail.new
+
+    def noted(tail: JournalTail) -> Iterator[dict[str, Any]]:
+        journals.append(tail.directory.root)
+        return of(tail)
+
+    monkeypatch.setattr(JournalTail, "new", noted)
+    assert [read_run(run) for run in whole] == [*whole.values()]
+    assert journals == [going_on.root]
+    (journal,) = ended.journal_files()
+    journal.write_bytes(journal.read_bytes() + b"{}\n")
+    assert read_run(ended).whole is False
+    assert journals[1:] == [ended.root], "it does not fit any more"
+
+
+@pytest.mark.parametrize(
+    "value", [-1, 1 << 70, 10**400, math.nan, math.inf, "<script>", [], None, True, 0.5], ids=str
+)
+def test_whatever_a_summary_says_a_fleet_is_told(tmp_path: Path, value: object) -> None:
+    run = put(told(swapped(), gpus=8, price=Price(gpu_hour=1.0, currency="USD")), tmp_path, "a-1")
+    leave_summary(run)
+    left = json.loads(run.summary_file.read_text())
+    for *above, last in places_in(left):
+        changed = inner = json.loads(json.dumps(left))
+        for name in above:
+            inner = inner[name]
+        inner[last] = value
+        run.summary_file.write_text(json.dumps(changed))
+        kept_file(tmp_path).unlink(missing_ok=True)
+        view = view_of(tmp_path)
+        assert view["total"]["runs"] in (0, 1), (above, last)  # an observed one counts nowhere
+        assert fleet_blocks(view)
+        assert fleet_csv(view)
+        assert fleet_page(view).count("<script>") == 1, "the page's own"
+    for damage in ("", "[", "[]", "7", "null", "{}", '{"version": 1}'):
+        run.summary_file.write_text(damage)
+        assert read_run(run).past.run == "a-1"
+
+
+def places_in(value: Any, *above: Any) -> Iterator[tuple[Any, ...]]:
+    """The way to every value within this one."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield (*above, name)
+        yield from places_in(inner, *above, name)
 
 
 def test_a_copy_of_a_run_does_not_count_again(place: Place) -> None:

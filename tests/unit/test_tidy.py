@@ -497,6 +497,7 @@ PASSING = {
     "launcher/jurymast/cluster/verdicts.py": "what a site's health check reads within minutes",
     "launcher/jurymast/cluster/kept.py": "summaries that are made anew from the journals",
     "launcher/jurymast/report/exporter.py": "metrics, which are written anew within seconds",
+    "launcher/jurymast/report/fleet.py": "a summary that is made anew from the journal",
     "launcher/jurymast/script/notes.py": "what processes of one life of a job tell each other",
 }
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,7 +21,7 @@ from jurymast.core.goodput import DOUBTFUL, PLACED, Account, Interval
 from jurymast.core.judges.history import PastRun, watched_in
 from jurymast.core.state.failure_rate import DAY_S, Mtbf, Watched, between_bursts, merged, mtbf
 from jurymast.core.state.incident import Incident
-from jurymast.core.state.settings import Price
+from jurymast.core.state.settings import Count, Price
 
 DAY_US = 86_400_000_000
 # More days than any run has; a journal that tells of more is damaged, and each day costs memory.
@@ -32,6 +32,9 @@ UNDIAGNOSED = "undiagnosed"  # the cause of an incident that is open
 WEEK_DAYS, MONTH_DAYS = 7, 28
 
 Spent = Counter[str]
+# What a stranger's summary may say at most.
+Us = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Days = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +43,11 @@ class Day:
     `cause_of`). Of `wall_us` since the job could have started, `step_us` were in steps that counted, and
     `doubtful_us` may have been."""
 
-    number: int
-    spent: dict[str, int] = field(default_factory=dict)
-    wall_us: int = 0
-    step_us: int = 0
-    doubtful_us: int = 0
+    number: Days
+    spent: dict[str, Us] = field(default_factory=dict)
+    wall_us: Us = 0
+    step_us: Us = 0
+    doubtful_us: Us = 0
 
     @property
     def month(self) -> str:
@@ -71,11 +74,11 @@ class RunSummary:
     user: str = ""
     partition: str = ""
     account: str = ""
-    gpus: int = 0
-    spares: int = 0
-    spares_used: int = 0
+    gpus: Count = 0
+    spares: Count = 0
+    spares_used: Count = 0
     whole: bool = True
-    days: tuple[Day, ...] = ()
+    days: Annotated[tuple[Day, ...], msgspec.Meta(max_length=DAYS_MAX + 1)] = ()
     price: Price | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -114,13 +117,17 @@ def spent_by_day(account: Account, incidents: Iterable[Incident], submitted_at: 
     )  # fmt: skip
 
 
-def _days_of(interval: Interval) -> Iterator[tuple[int, int]]:
+def _days_of(interval: Interval) -> list[tuple[int, int]]:
     """(day, microseconds in it) of an interval."""
     first, last = interval.start // DAY_US, max(interval.start, interval.end - 1) // DAY_US
+    if first == last:  # nearly all
+        return [(first, interval.end - interval.start)]
     if last - first > DAYS_MAX:
         raise ValueError(f"it tells of {last - first} days")
-    for day in range(first, last + 1):
-        yield day, min(interval.end, (day + 1) * DAY_US) - max(interval.start, day * DAY_US)
+    return [
+        (day, min(interval.end, (day + 1) * DAY_US) - max(interval.start, day * DAY_US))
+        for day in range(first, last + 1)
+    ]
 
 
 def cause_of(interval: Interval, causes: Mapping[int, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import gc
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,10 +42,11 @@ from jurymast.report.liveness import JournalTail
 from jurymast.report.pages import render, slices
 from jurymast.report.runs import rows_of_nodes
 from jurymast.report.text import Block, Line, Table, between, count, duration, iso, one_line, percent
-from jurymast.rundir import RunDirectory, run_names
+from jurymast.rundir import RunDirectory, run_names, write_json
 
 VERSION = 2  # of what is kept
 OBSERVED = "observed"  # in place of the cluster: jurymast did not launch it, so it is in no figure
+SUMMARY_BYTES_MAX = 16 << 20
 SCHEMA = 1
 # From so many journals on, reading them in several processes is worth starting these.
 MANY, CHUNK, PROCESSES_MAX = 200, 25, 16
@@ -107,8 +109,7 @@ def read_fleet(places: Sequence[Path]) -> Fleet:
 
 
 def _runs_in(place: Path, unreadable: list[tuple[str, str]]) -> list[tuple[str, RunSummary]]:
-    version = f"{VERSION}, jurymast {jurymast.__version__}"
-    kept = Kept(kept_file(place), version, RunSummary.from_json, RunSummary.to_json)
+    kept = Kept(kept_file(place), _version(), RunSummary.from_json, RunSummary.to_json)
     found = []
     try:
         names = run_names(place)
@@ -137,7 +138,8 @@ def _readers(names: Sequence[str], new: Sequence[Path]) -> Iterator[Callable[[Ru
         yield from (read_run for _ in names)
         return
     unknown = {path.name for path in new}
-    with ProcessPoolExecutor(min(processes, PROCESSES_MAX)) as pool:
+    # What was imported is no garbage: collections need not look at it.
+    with ProcessPoolExecutor(min(processes, PROCESSES_MAX), initializer=gc.freeze) as pool:
         found = pool.map(_summary, new, chunksize=CHUNK)
         for name in names:
             told = next(found) if name in unknown else None
@@ -200,7 +202,30 @@ class _RunReader(JournalTail):
 
 
 def read_run(directory: RunDirectory) -> RunSummary:
-    """The summary of a run, whoever wrote its journal. Raises RunDirectoryError, OSError."""
+    """The summary of a run, whoever wrote it or its journal. Raises RunDirectoryError, OSError."""
+    try:
+        left = foreign.load(directory.summary_file, SUMMARY_BYTES_MAX)
+        if left["version"] == _version() and left["stamp"] == stamp_of(directory):
+            return RunSummary.from_json(left["run"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass
+    return _replayed(directory)
+
+
+def leave_summary(directory: RunDirectory) -> None:
+    """Keep the summary of a run that has ended beside its journal, so that nobody has to read that again for
+    a fleet. Raises RunDirectoryError, OSError."""
+    stamp, run = stamp_of(directory), _replayed(directory)
+    if run.past.ended:
+        values = {"version": _version(), "stamp": stamp, "run": run.to_json()}
+        write_json(directory.summary_file, values, durable=False)
+
+
+def _version() -> str:
+    return f"{VERSION}, jurymast {jurymast.__version__}"
+
+
+def _replayed(directory: RunDirectory) -> RunSummary:
     reader = _RunReader(directory)
     for _ in reader.new():
         pass

@@ -1,16 +1,19 @@
 """`python -m jurymast.report.last_words RUN_DIRECTORY [JOB]`: sums a run up where people look first after it:
-at the end of the job's log, and in the comment of the Slurm job unless its owner gave it one."""
+at the end of the job's log, and in the comment of the Slurm job unless its owner gave it one. It also leaves
+a summary for `jurymast fleet`."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
+from contextlib import suppress
 
 from jurymast.errors import ClusterUnavailableError, JurymastError
 from jurymast.jobs import run_command
 from jurymast.processes import log_as
 from jurymast.report.advice import sentences
+from jurymast.report.fleet import leave_summary
 from jurymast.report.follow import end_lines
 from jurymast.report.goodput import Report, report_view
 from jurymast.report.liveness import Liveness
@@ -65,6 +68,8 @@ def main(run_directory: str, job: str = "") -> int:
         return error.exit_code
     for line in summary(watcher, report):
         log.info("%s", one_line(line))
+    with suppress(OSError, JurymastError):  # then a fleet reads the journal
+        leave_summary(watcher.directory)
     if job:
         annotate(job, comment(report))
     return 0

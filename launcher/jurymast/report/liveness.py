@@ -55,7 +55,10 @@ class _EpochTail:
 
     def entries(self, *, over: bool) -> Iterator[Entry]:
         """The new entries. `over`: a later epoch has begun, so an unfinished line will not be completed."""
-        while lines := self._tail.lines(partial=over):
+        more = True
+        while more:
+            lines = self._tail.lines(partial=over)
+            more = self._tail.more
             for line in lines:
                 self.line += 1
                 entry = entry_of(line, self._tail.path)

@@ -26,6 +26,7 @@ from jurymast.core.state.failure_rate import (
     Watched,
     node_rate,
 )
+from jurymast.core.state.settings import Clock, Count
 
 WINDOW_S = 28 * DAY_S
 STRIKES_MAX = 3
@@ -40,7 +41,7 @@ class NodeDeparture:
     `by_hand`: a user requested it."""
 
     node: str
-    at: float
+    at: Clock
     cause: str
     evidence: str
     failed: bool = True
@@ -52,8 +53,8 @@ class Span:
     """`nodes` were in one allocation of a run from `start` to `end`; the `spares` among them were not in its
     first attempt."""
 
-    start: float
-    end: float
+    start: Clock
+    end: Clock
     nodes: tuple[str, ...]
     spares: tuple[str, ...] = ()
 
@@ -65,11 +66,11 @@ class PastRun:
     back, by hand or by itself."""
 
     run: str
-    active: int
+    active: Count
     spans: tuple[Span, ...] = ()
-    failures: tuple[float, ...] = ()
+    failures: tuple[Clock, ...] = ()
     departures: tuple[NodeDeparture, ...] = ()
-    xids: tuple[tuple[float, str, str], ...] = ()
+    xids: tuple[tuple[Clock, str, str], ...] = ()
     excluded: tuple[str, ...] = ()
     jobs: tuple[str, ...] = ()
     ended: bool = False
