@@ -38,7 +38,7 @@ CLOSED := ! -type l '(' ! -perm -o+r -o -type d ! -perm -o+x ')'
 # Every run of the tests starts hundreds of interpreters; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-all lint bench mutations styles matrix docs man
+.PHONY: help install demo test test-all lint bench mutations styles matrix docs man package
 .DELETE_ON_ERROR:
 
 help:
@@ -53,6 +53,7 @@ help:
 	@echo 'make matrix    the tests on several Pythons, torches, Debians and Slurms, as a table; hours'
 	@echo 'make docs      the documents as a site, in dist/site'
 	@echo 'make man       manual pages of all commands, in dist/man'
+	@echo 'make package   a wheel and a source distribution with manual pages and completions, in dist'
 
 install: $(STAMP)
 
@@ -137,3 +138,15 @@ docs: install
 
 man: install
 	@$(BIN)/python .ci/manual.py dist/man
+
+# Where shells and man look, below the environment into which the wheel is installed.
+SHARE := dist/share
+COMPLETIONS := bash-completion/completions/jurymast zsh/site-functions/_jurymast fish/vendor_completions.d/jurymast.fish
+
+package: install
+	@rm -rf $(SHARE) && mkdir -p $(addprefix $(SHARE)/,$(dir $(COMPLETIONS)))
+	@$(BIN)/python .ci/manual.py $(SHARE)/man/man1
+	@for file in $(COMPLETIONS); do \
+	  $(BIN)/jurymast completion "$${file%%[-/]*}" >$(SHARE)/$$file || exit; \
+	done
+	@$(BIN)/python -m hatchling build -d dist

@@ -64,11 +64,20 @@ def left_over(temporary: Path) -> list[list[str]]:
     return found
 
 
+SHARED = (
+    "man/man1/jurymast-submit.1", "jurymast/configs/site.yaml", "jurymast/site/healthcheck",
+    "bash-completion/completions/jurymast", "zsh/site-functions/_jurymast",
+    "fish/vendor_completions.d/jurymast.fish",
+)  # fmt: skip
+
+
 @pytest.mark.torch
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_the_demo_loses_a_node_and_nothing_else(temporary: Path, tmp_path: Path) -> None:
-    """Where the package that we publish is installed."""
+    """Where the package that we publish is installed, with all that a site finds beside it."""
     python = str(installed(tmp_path))
+    share = Path(python).parents[1] / "share"
+    assert {*SHARED} <= {str(file.relative_to(share)) for file in share.rglob("*")}
     told = finished(temporary, "--steps", "45", python=python)
     assert (told["state"], told["complete"], told["steps_done"]) == ("succeeded", True, 45)
     assert [incident["action"] for incident in told["incidents"]] == ["swap"]

@@ -12,7 +12,6 @@ import ast
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from queue import SimpleQueue
 
 from mutations.equivalent import EQUIVALENT
 from mutations.mutants import Mutant, chosen
+from support.packages import checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "launcher/jurymast"
@@ -53,12 +53,7 @@ class Checkout:
     """A copy of this one, with everything that git would keep."""
 
     def __init__(self, folder: Path) -> None:
-        self.root = folder
-        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        for name in subprocess.check_output(command, cwd=ROOT, text=True).split("\0"):
-            if name and (ROOT / name).is_file():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+        self.root = checkout(folder)
         subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,14 +12,30 @@ from pathlib import Path
 from support.runs import ROOT
 
 
+def checkout(folder: Path) -> Path:
+    """A copy of this checkout, with everything that git would keep."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.check_output(command, cwd=ROOT, text=True).split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
 def installed(folder: Path) -> Path:
     """The Python of a new environment with the wheel that the source distribution makes. What jurymast needs
     besides comes from this environment; jurymast itself does not."""
-    (source,) = _built("sdist", ROOT, folder / "dist").glob("*.tar.gz")
+    made = checkout(folder / "checkout")
+    tools = f"BIN={Path(sys.executable).parent}"
+    package = ["make", "--assume-old=install", "package", tools]
+    subprocess.run(package, cwd=made, check=True, capture_output=True, timeout=240)
+    (source,) = (made / "dist").glob("*.tar.gz")
     with tarfile.open(source) as archive:
         archive.extractall(folder / "source", filter="data")
     (unpacked,) = (folder / "source").iterdir()
-    (wheel,) = _built("wheel", unpacked, folder / "dist").glob("*.whl")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
+    subprocess.run(command, cwd=unpacked, check=True, capture_output=True, timeout=120)
+    (wheel,) = (folder / "dist").glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
     python = folder / "env" / "bin" / "python"
     pip = [
@@ -36,9 +53,3 @@ def installed(folder: Path) -> Path:
     (site,) = (folder / "env").glob("lib/python*/site-packages")
     (site / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
-
-
-def _built(kind: str, source: Path, into: Path) -> Path:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(into)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
-    return into
