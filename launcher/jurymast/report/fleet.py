@@ -221,6 +221,7 @@ def leave_summary(directory: RunDirectory) -> None:
         write_json(directory.summary_file, values, durable=False)
 
 
+@cache  # it is looked up among the metadata of all packages
 def _version() -> str:
     return f"{VERSION}, jurymast {jurymast.__version__}"
 
