@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from jurymast.cluster.kept import stamp_of
 from support.slurm_runs import TRAIN, submit
 from support.waiting import ASK_POLL_S, wait_until
 from testcluster import Cluster
@@ -25,6 +27,8 @@ def test_a_job_ends_with_the_run_s_summary(cluster: Cluster, tmp_path: Path, own
     assert ended.startswith("the run succeeded: step 40 after ")
     assert ratios.startswith("runtime goodput ")
     assert more == f"jurymast report {run.directory.root.name} shows where the time went"
+    left = json.loads(run.directory.summary_file.read_text())
+    assert left["stamp"] == stamp_of(run.directory), "a fleet need not read the journal"
     asked = ["squeue", "--noheader", "--states=all", f"--jobs={run.job}", "--format=%k"]
     comment = cluster.login(asked).stdout.strip()
     if own:
