@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from jurymast.checkpoint.checkpointer import Checkpointer
     from jurymast.checkpoint.state import RandomState
+    from jurymast.executor import submit
     from jurymast.worker.link import step
 
 if getattr(sys, "argv", [])[:1] == ["-m"]:  # before anything else is imported
@@ -18,12 +19,13 @@ if getattr(sys, "argv", [])[:1] == ["-m"]:  # before anything else is imported
     if interpreter.is_ours():
         interpreter.leave_directory()
 
-__all__ = ["Checkpointer", "RandomState", "__version__", "step"]
+__all__ = ["Checkpointer", "RandomState", "__version__", "step", "submit"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name at its first use: `Checkpointer` and `RandomState`, which import torch, `step`, or
-    `__version__`, "unknown" without an installed package. Raises AttributeError for any other name."""
+    """Load a public name at its first use: `Checkpointer` and `RandomState`, which import torch, `step`,
+    `submit`, or `__version__`, "unknown" without an installed package. Raises AttributeError for any other
+    name."""
     # torch takes seconds to import, and the command line, the agent and the supervisor never need it.
     if name == "Checkpointer":
         from jurymast.checkpoint.checkpointer import Checkpointer
@@ -37,6 +39,10 @@ def __getattr__(name: str) -> Any:
         from jurymast.worker.link import step
 
         return step
+    if name == "submit":
+        from jurymast.executor import submit
+
+        return submit
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

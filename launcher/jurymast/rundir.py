@@ -45,6 +45,11 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True, mode: int
         sync_directory(path.parent)
 
 
+def default_runs() -> Path:
+    """The directory of runs: $JURYMAST_RUNS, or `runs` in the working directory."""
+    return Path(os.environ.get("JURYMAST_RUNS") or "runs").absolute()
+
+
 def write_json(path: Path, values: Any, *, durable: bool = True) -> None:
     """Write JSON in the same way."""
     write_atomically(path, json.dumps(values).encode(), durable=durable)

@@ -54,7 +54,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ("submit --spares some -- train.py", 64, "--spares some: must be a number, or auto", ""),
     ("submit --spares -1 -- train.py", 64, "--spares -1: must be a number, or auto", ""),
     ("submit --cluster slrum -- train.py", 64, "'slrum' is not one of 'slurm', 'local'", ""),
-    ("submit --array=0-3 -- train.py", 64, "sbatch's --array cannot be used here", "one run is one job"),
+    ("submit --gpus=8 -- train.py", 64, "sbatch's --gpus cannot be used here", "--gpus-per-node G"),
     ("submit --nnodes=2 train.py", 64, "unknown option --nnodes", "--nodes N"),
     ("submit -- nowhere.py", 66, "the training script nowhere.py does not exist", "-m MODULE"),
     ("submit --runs train.py/runs -- train.py", 73, "cannot write to the runs directory", "--runs DIR"),

@@ -72,6 +72,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         {},
     ),
     "exclusions-merged": (("-x", "n[1-3,7],n9", "--qos=high", "--exclude=m2"), {}),
+    "array": (("--array=0-3%2",), {}),
     "never-requeued": (("--no-requeue", "--no-kill", "--ntasks-per-node=1"), {}),
 }
 
@@ -130,7 +131,6 @@ def test_an_exclude_file_is_read(script: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--array=0-3",), "--array"),
         (("-n", "8"), "--ntasks"),
         (("--ntasks-per-node=8",), "--ntasks-per-node"),
         (("-G", "8"), "--gpus"),
@@ -148,8 +148,8 @@ def test_options_that_contradict_jurymast_are_refused(
 
 
 def test_variables_that_contradict_jurymast_are_refused(script: Path) -> None:
-    with pytest.raises(UsageError, match="SBATCH_ARRAY_INX"):
-        plan(script, environment={"SBATCH_ARRAY_INX": "0-3"})
+    with pytest.raises(UsageError, match="SBATCH_GPUS"):
+        plan(script, environment={"SBATCH_GPUS": "8"})
 
 
 @pytest.mark.parametrize(

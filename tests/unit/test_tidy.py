@@ -412,7 +412,8 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             # They start nothing, but name the Python, or read a command line.
             "launcher/jurymast/cli/resubmit.py",  # submit's own -m
             "launcher/jurymast/__init__.py",
-            "launcher/jurymast/cli/submit.py",
+            "launcher/jurymast/cluster/request.py",
+            "launcher/jurymast/executor.py",
             "launcher/jurymast/cluster/planning.py",
             "launcher/jurymast/demo/__init__.py",
             "launcher/jurymast/report/doctor.py",

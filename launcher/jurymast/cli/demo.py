@@ -20,10 +20,10 @@ import click
 
 from jurymast import foreign
 from jurymast.cli import patience
-from jurymast.cli.options import default_runs, show_json
+from jurymast.cli.options import show_json
 from jurymast.cli.output import echo
 from jurymast.errors import JurymastError, RunFailedError
-from jurymast.rundir import RunDirectory
+from jurymast.rundir import RunDirectory, default_runs
 
 if TYPE_CHECKING:
     from jurymast.demo import LocalRun, Screen, Wanted

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from jurymast.cli.options import (
-    default_runs,
     json_option,
     resolved_policy,
     run_ids,
@@ -16,6 +15,7 @@ from jurymast.cli.options import (
     show,
     show_json,
 )
+from jurymast.rundir import default_runs
 
 NEWEST = 10  # runs whose directories of checkpoints are looked at
 

@@ -22,7 +22,7 @@ from jurymast import foreign
 from jurymast.cli.output import echo, echo_coloured
 from jurymast.core.state.texts import nearest, some
 from jurymast.errors import NotNowError, RunDirectoryError, RunNotFoundError, UsageError
-from jurymast.rundir import RunDirectory, check_readable, run_names
+from jurymast.rundir import RunDirectory, check_readable, default_runs, run_names
 
 if TYPE_CHECKING:
     from jurymast.cluster.submitter import JobsSubmitter
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 
 LAST = "last"  # the newest run, as RUN
 RUNS_TOLD = 4
-
-
-def default_runs() -> Path:
-    """The directory of runs: $JURYMAST_RUNS, or `runs` in the working directory."""
-    return Path(os.environ.get("JURYMAST_RUNS") or "runs").absolute()
 
 
 def run_ids(runs: Path) -> list[str]:
@@ -259,20 +254,13 @@ def resolved_policy(
     file: Path | None, spares: int | str | None = None, submitter: JobsSubmitter | None = None,
     *, own: bool = True,
 ) -> Resolved:  # fmt: skip
-    """The policy in force for this submitter, or else this user: the site's and its teams', with `own` the
-    user's, that of the file or else of $JURYMAST_POLICY, --spares and the defaults. Raises PolicyError."""
-    from jurymast.cluster.submitter import JobsSubmitter
-    from jurymast.policy.resolve import pairs_layer, resolve
-    from jurymast.policy.site import layers_below, layers_of, over
+    """See `cluster.submitter.policy_for`; prints what could not be known of this submitter, or else user."""
+    from jurymast.cluster.submitter import JobsSubmitter, policy_for
 
-    submitter = submitter or JobsSubmitter({})
-    layers = layers_below(os.environ, submitter, own=own)
-    for what, why in submitter.unknown.items():
-        echo(f"jurymast: note: no team of the site's file is found by the {what}: {why}", err=True)
-    layers = over(layers, layers_of(file, os.environ))
-    if spares is not None:
-        layers.append(pairs_layer("command line", [("spares", spares)]))
-    return resolve(layers)
+    found, notes = policy_for(submitter or JobsSubmitter({}), file, spares, own=own)
+    for note in notes:
+        echo(f"jurymast: note: {note}", err=True)
+    return found
 
 
 def show_json(values: Any) -> None:

@@ -13,6 +13,7 @@ import click
 from jurymast import foreign
 from jurymast.cli.options import examples, run_argument, runs_option, the_run
 from jurymast.cli.output import echo
+from jurymast.cluster.planning import FUNCTION
 from jurymast.errors import RunDirectoryError, UsageError
 from jurymast.rundir import RunDirectory, write_atomically
 
@@ -100,7 +101,11 @@ def _has_checkpoints(directory: RunDirectory) -> bool:
 
 def words_of(directory: RunDirectory, plan: RunPlan, policy: Path, *, keep_spares: bool = True) -> list[str]:
     """The words after `jurymast submit` that submit this plan. Raises RunDirectoryError if the run is a part
-    of a batch script's."""
+    of a batch script's, UsageError if it is a function's."""
+    if plan.script == FUNCTION:
+        raise UsageError(
+            f"{directory.root.name} is a function", hint="submit it again where it was submitted"
+        )
     words = ["--runs", str(directory.root.absolute().parent), "--policy", str(policy)]
     words += ["--cluster", plan.cluster, "--nodes", str(plan.active)]
     words += ["--spares", str(plan.spares)] if keep_spares else []

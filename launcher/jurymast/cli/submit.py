@@ -7,18 +7,16 @@ import os
 import shlex
 import sys
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from jurymast.cli.options import default_runs, examples, file_option, resolved_policy, runs_of, spares_option
+from jurymast.cli.options import examples, file_option, resolved_policy, runs_of, spares_option
 from jurymast.cli.output import echo
 from jurymast.cli.patience import follow_on
 from jurymast.cluster.sbatch import (
-    DONE_HERE,
     STANDARD_INPUT,
     BatchScript,
     CommandLine,
@@ -30,12 +28,11 @@ from jurymast.cluster.sbatch import (
     wrapped,
 )
 from jurymast.errors import UsageError
+from jurymast.rundir import default_runs
 
 if TYPE_CHECKING:
     from jurymast.cluster.slurm import Request, Submitted
-    from jurymast.cluster.submitter import JobsSubmitter
     from jurymast.core.state.settings import RunPlan
-    from jurymast.policy.resolve import Resolved
 
 
 class SubmitCommand(click.Command):
@@ -130,31 +127,34 @@ def command(context: click.Context, /, **options: Any) -> int:
     runs = options["runs"] or default_runs()
     # The command line together with the variables and the script.
     told = merged(script, os.environ, line)
-    policy = resolved_policy(options["policy"], options["spares"], _submitter(told, options["cluster"]))
-    for one in policy.contradictions:
-        echo(f"jurymast: note: {one}", err=True)
-    request = _request(line, script, policy, options, runs, told)
+    from jurymast.cluster.planning import OwnOptions
+    from jurymast.cluster.request import check_request, make_request
+    from jurymast.cluster.submitter import submitter_of
+
+    policy = resolved_policy(options["policy"], options["spares"], submitter_of(told, options["cluster"]))
+    own = {name: options[name] for name in ("nodes", "nproc_per_node", "name", "cluster", "train")}
+    request, notes = make_request(
+        OwnOptions(**own, runs=runs), line, policy, script,
+        observe=options["observe"], shared_runs=options["shared_runs"],
+    )  # fmt: skip
+    for note in [*policy.contradictions, *notes]:
+        echo(f"jurymast: note: {note}", err=True)
     _note_unused(line, options["cluster"])
     observed = request.plan.observed
-    from jurymast.cluster.slurm import submit
-
     if options["dry_run"]:
         lines = [] if observed else _lines(script, told, request.plan)
         values = request.to_json() | ({"lines": lines} if script else {})
         echo(json.dumps(values, indent=1) if options["as_json"] else _shown(request) + _lines_shown(lines))
         return 0
-    if request.plan.cluster == "slurm" and not observed:
-        from jurymast.cluster import slurm
+    check_request(request, told)
+    if told.has("test-only") and request.plan.cluster == "slurm" and not observed:
+        from jurymast.cluster.slurm import test_only
 
-        found = slurm.partitions(told.last("clusters", "cluster") or "")
-        asked = told.last("partition") or ""
-        slurm.check_fits(found, asked, request.plan.active, request.plan.spares)
-        if told.has("test-only"):
-            from jurymast.cluster.slurm import test_only
+        echo(test_only(request))
+        return 0
+    from jurymast.executor import JurymastExecutor
 
-            echo(test_only(request))
-            return 0
-    submitted = submit(request)
+    submitted = JurymastExecutor(runs).send(request).submitted
     follow_on()  # the job is submitted even if storage hangs now
     try:
         if not line.has("quiet"):  # sbatch ignores it in a script
@@ -163,7 +163,7 @@ def command(context: click.Context, /, **options: Any) -> int:
             options["parsable"] = options["parsable"] or told.has("parsable")
             _announce(submitted, options, runs)
         waits = options["wait"] or told.has("wait")
-        if waits and request.plan.batch:
+        if waits and (request.plan.batch or told.has("array")):
             from jurymast.cluster.slurm import wait as wait_for_job
 
             return wait_for_job(submitted.slurm_job, submitted.slurm_cluster)
@@ -176,64 +176,6 @@ def command(context: click.Context, /, **options: Any) -> int:
         echo(f"the run goes on; to end it: {ends}", err=True)
         raise
     return 0
-
-
-def _submitter(told: CommandLine, cluster: str) -> JobsSubmitter:
-    from jurymast.cluster.submitter import JobsSubmitter
-
-    given = {what: told.last(what) for what in ("account", "qos", "partition")}
-    return JobsSubmitter(given, clusters=told.last("clusters", "cluster") or "", slurm=cluster == "slurm")
-
-
-def _request(
-    line: CommandLine, script: BatchScript | None, policy: Resolved, options: dict[str, Any], runs: Path,
-    told: CommandLine,
-) -> Request:  # fmt: skip
-    """Build the request; finds every mistake that can be found without asking Slurm."""
-    from jurymast.cluster.earlier import with_earlier
-    from jurymast.cluster.planning import OwnOptions, make_plan, signal_note, time_limit_s
-    from jurymast.cluster.slurm import build_request, check_runs_directory, observed_request
-    from jurymast.core.judges.forecast import auto_spares
-
-    if options["observe"]:
-        _check_observed(script, options, told)
-    nodes = None if options["observe"] else options["nodes"]
-    asked = OwnOptions(
-        nodes, options["nproc_per_node"], options["name"], options["cluster"], runs, options["train"]
-    )
-    plan = make_plan(
-        asked, line, policy, script=script, environment=os.environ, working_directory=Path.cwd(),
-        python=sys.executable,
-    )  # fmt: skip
-    check_runs_directory(runs, script, shared=options["shared_runs"])
-    if options["observe"] and script is not None:
-        plan = replace(plan, observed=True, sbatch_options=plan.typed_options)
-        return observed_request(plan, policy, script, line)
-    auto = policy.policy.spares is None
-    plan, notes = with_earlier(
-        plan, runs, told.last("partition") or "", plan.submitted_at,
-        partial(auto_spares, plan.active, run_s=time_limit_s(told.last("time"))) if auto else None,
-    )  # fmt: skip
-    for note in filter(None, [signal_note(told, script), *notes]):
-        echo(f"jurymast: note: {note}", err=True)
-    return build_request(plan, policy, script)
-
-
-def _check_observed(script: BatchScript | None, options: dict[str, Any], told: CommandLine) -> None:
-    """Raise UsageError for what cannot be observed: what nobody but jurymast runs, or what returns late."""
-    if script is None or options["cluster"] == "local":
-        raise UsageError(
-            "--observe takes a batch script that sbatch could run by itself",
-            hint="jurymast submit --observe job.sbatch",
-        )
-    if told.has("test-only"):
-        raise UsageError("--test-only submits nothing to observe", hint="run sbatch --test-only")
-    for given in script.sbatch:
-        if given.name in DONE_HERE:
-            raise UsageError(
-                f"{given.where}--{given.name} keeps the job's id from being recorded when it is submitted",
-                hint=f"leave it out there, and give --{given.name} to jurymast submit",
-            )
 
 
 def _note_unused(line: CommandLine, cluster: str) -> None:

@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -77,6 +78,36 @@ def _eligible_at(job: str) -> float:
         return utc_time(job_fields(job, utc=True)["EligibleTime"])
     except (ClusterUnavailableError, KeyError, ValueError):
         return 0.0
+
+
+def own_directory(submitted: RunDirectory, files: Sequence[str] = ()) -> RunDirectory:
+    """The run directory of this job. Each task of an array is a run of its own, next to the submitted one,
+    with copies of these `files` of the submission."""
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if task is None:
+        return submitted
+    own = RunDirectory(task_directory(submitted.root, task))
+    if not own.plan_file.exists():  # exists after a requeue
+        beside(submitted, own, os.environ["SLURM_JOB_ID"])
+        for name in files:
+            data = foreign.read_own(submitted.submission / name, foreign.SCRIPT_BYTES_MAX)
+            write_atomically(own.submission / name, data)
+    return own
+
+
+def task_directory(submitted: Path, task: int | str) -> Path:
+    """The run directory of an array's task, of which `submitted` is the array's."""
+    return submitted.with_name(f"{submitted.name}-task-{task}")
+
+
+def beside(submitted: RunDirectory, run: RunDirectory, job: str) -> None:
+    """Make another run of the same submission, for this Slurm job. Raises RunDirectoryError."""
+    plan = replace(submitted.own_plan(), run=run.root.name, directory=str(run.root))
+    run.create()
+    (run.submission / "jobs").mkdir(mode=0o700)
+    write_atomically(run.submission / "jobs" / job, b"")
+    write_atomically(run.policy_file, foreign.read_own(submitted.policy_file, foreign.NOTE_BYTES_MAX))
+    run.save_plan(plan)
 
 
 LOOPBACK, LOOPBACK_V6 = "127.0.0.1", "::1"

@@ -23,7 +23,14 @@ from typing import Protocol
 import msgspec
 
 from jurymast import foreign, programs
-from jurymast.cluster.allocation import Allocation, announced_hosts, from_slurm_environment, listen, loopback
+from jurymast.cluster.allocation import (
+    Allocation,
+    announced_hosts,
+    from_slurm_environment,
+    listen,
+    loopback,
+    own_directory,
+)
 from jurymast.cluster.control import requeue, signals_tasks_alone, unbound
 from jurymast.cluster.signals import WARNINGS
 from jurymast.core.state.settings import RunPlan
@@ -281,6 +288,8 @@ def main(run_directory: str) -> int:
     directory = RunDirectory(Path(run_directory))
     plan = directory.own_plan()
     if plan.cluster == "slurm":
+        directory = own_directory(directory)
+        run_directory, plan = str(directory.root), directory.own_plan()
         allocation = from_slurm_environment()
         agents = SrunAgents(run_directory, len(allocation.nodes))
         outcome = BatchProcess(directory, plan, allocation, agents).run()

@@ -43,7 +43,6 @@ REFUSED = {
 REFUSED_IN_SCRIPTS = REFUSED | {"nodefile": "use --nodes N"}
 # A run without a batch script refuses also what jurymast decides itself.
 REFUSED_ALONE = REFUSED | {
-    "array": "one run is one job; a batch script may be an array",
     "ntasks": "use --nodes N and --nproc-per-node K",
     "ntasks-per-node": "use --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
     "tasks-per-node": "use --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
@@ -62,6 +61,8 @@ CONSUMED_ALONE = CONSUMED | {"ntasks-per-node", "tasks-per-node"}
 TOTALS = ("ntasks", "gpus")
 # Two minutes before the time limit, to the batch process alone.
 WARN_SIGNAL = "B:USR2@120"
+# The module that ranks run of a function.
+FUNCTION = "jurymast.worker.function"
 # Commands that people write before their script elsewhere.
 _LAUNCHERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun")
 

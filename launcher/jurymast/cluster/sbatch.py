@@ -475,7 +475,7 @@ def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:
     head = [line for _, line in lines[1:]]
     if any(given.name in DONE_HERE for given in sbatch):
         kept = words_of(sbatch, DONE_HERE)
-        first = [f"{SBATCH_LINE} {' '.join(map(_quoted, kept))}"] if kept else []
+        first = [f"{SBATCH_LINE} {' '.join(map(quoted, kept))}"] if kept else []
         head = first + [line for line in head if not _is_sbatch(line)]
     return BatchScript(name, text, "".join(f"{line}\n" for line in head), tuple(sbatch), tuple(ours))
 
@@ -588,7 +588,7 @@ def _words(text: str) -> Iterator[str]:
         yield word
 
 
-def _quoted(word: str) -> str:
+def quoted(word: str) -> str:
     """The word as `_words` reads it."""
     if re.fullmatch(r"[\w@%+=:,./-]+", word, re.ASCII):
         return word

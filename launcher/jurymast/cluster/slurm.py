@@ -1,6 +1,5 @@
 """A submission. Its request is exact: a dry run shows what submit sends unchanged. jurymast asks Slurm
-whether it answers and how large a partition is, submits the job (submitit writes the batch script, sbatch
-gets the user's options), and asks how the job ended."""
+whether it answers and how large a partition is, submits the job, and asks how it ended."""
 
 from __future__ import annotations
 
@@ -27,6 +26,7 @@ from jurymast.cluster.sbatch import (
     WRAP,
     BatchScript,
     CommandLine,
+    quoted,
     version_of,
     words_of,
 )
@@ -92,15 +92,17 @@ def users_script(run: RunDirectory) -> Path:
     return run.submission / "slurm_script"
 
 
-def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = None) -> Request:
-    """Build the request for this plan, with the batch script if there is one. Writes nothing and asks no
-    other program."""
+def build_request(
+    plan: RunPlan, policy: Resolved, script: BatchScript | None = None, setup: Sequence[str] = ()
+) -> Request:
+    """Build the request for this plan, with the batch script if there is one. Without one, the lines of shell
+    `setup` run in the job first. Writes nothing and asks no other program."""
     text = policy.yaml(origins=True)
     if plan.cluster == "local":
         return Request(plan, text, "", batch_process(plan))
     if script is not None:
         return Request(plan, text, script_around(plan, script), command(plan), script.text)
-    return Request(plan, text, render_script(plan), command(plan))
+    return Request(plan, text, render_script(plan, setup), command(plan))
 
 
 def observed_request(plan: RunPlan, policy: Resolved, script: BatchScript, line: CommandLine) -> Request:
@@ -349,37 +351,20 @@ def script_around(plan: RunPlan, script: BatchScript) -> str:
     return f'#!/bin/sh\n{script.head}\nexec {shlex.join(run)} "$@"\n'
 
 
-def render_script(plan: RunPlan) -> str:
-    """The batch script's text."""
-    from submitit.slurm.slurm import _make_sbatch_string  # not needed for a user's batch script
-
+def render_script(plan: RunPlan, setup: Sequence[str] = ()) -> str:
+    """The batch script's text; the lines of shell `setup` run first."""
     folder = RunDirectory(plan.directory).submission
-    extra: dict[str, Any] = {
-        "no-kill": True,
-        "open-mode": "append",
-        "output": str(folder / "job-%j.log"),
-        "signal": WARN_SIGNAL,
-    }
-    extra["requeue" if plan.requeue else "no-requeue"] = True
-    # submitit only formats the options: its executor would submit a pickle with signal handlers that requeue
-    # by themselves, which is the supervisor's decision.
-    text: str = _make_sbatch_string(
-        # With exec, Python becomes the batch process, so that signals for the batch process (B:) reach it.
-        command=f"exec {shlex.join(batch_process(plan))}",
-        folder=folder,
-        job_name=plan.name,
-        nodes=plan.nodes,
-        ntasks_per_node=1,
-        time=None,  # submitit's own default is 5 minutes; without one the partition's limit holds
-        wckey=None,
-        stderr_to_stdout=True,
-        use_srun=False,
-        # Not in the user's directory: Python looks for modules in the directory in which it starts, and a
-        # queue.py there must not replace Python's own. The ranks start in the plan's working directory.
-        setup=[f"cd {shlex.quote(str(folder))} || exit {RunDirectoryError.exit_code}"],
-        additional_parameters=extra,
-    )
-    return text
+    options = {
+        "job-name": plan.name, "nodes": plan.nodes, "ntasks-per-node": 1, "output": folder / "job-%j.log",
+        "open-mode": "append", "signal": WARN_SIGNAL,
+    }  # fmt: skip
+    lines = [f"#SBATCH --{name}={quoted(str(value))}" for name, value in options.items()]
+    lines += ["#SBATCH --no-kill", f"#SBATCH --{'requeue' if plan.requeue else 'no-requeue'}", "", *setup]
+    # Not in the user's directory: Python looks for modules in the directory in which it starts, and a
+    # queue.py there must not replace Python's own. The ranks start in the plan's working directory.
+    lines.append(f"cd {shlex.quote(str(folder))} || exit {RunDirectoryError.exit_code}")
+    # With exec, Python becomes the batch process, so that signals for the batch process (B:) reach it.
+    return "\n".join(["#!/bin/bash", *lines, f"exec {shlex.join(batch_process(plan))}", ""])
 
 
 def command(plan: RunPlan) -> tuple[str, ...]:

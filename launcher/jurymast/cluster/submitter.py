@@ -1,15 +1,19 @@
-"""Who submits a job, and where it goes: as its options say, or else as Slurm takes it."""
+"""Who submits a job, and where it goes, as its options say, or else as Slurm takes it; and its policy."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from pathlib import Path
 
 from jurymast import foreign
+from jurymast.cluster.sbatch import CommandLine
 from jurymast.cluster.slurm import partitions
 from jurymast.errors import ClusterUnavailableError
 from jurymast.jobs import run_command
+from jurymast.policy.resolve import Resolved, pairs_layer, resolve
+from jurymast.policy.site import layers_below, layers_of, over
 
 
 class JobsSubmitter:
@@ -64,3 +68,25 @@ def _only(found: Iterable[str]) -> str:
     """The name on which all of these agree. Clusters may differ, and then it is not known."""
     names = {name for name in found if name}
     return names.pop() if len(names) == 1 else ""
+
+
+def submitter_of(told: CommandLine, cluster: str) -> JobsSubmitter:
+    """The submitter of a job with all these options, to Slurm or to the local cluster."""
+    given = {what: told.last(what) for what in ("account", "qos", "partition")}
+    return JobsSubmitter(given, clusters=told.last("clusters", "cluster") or "", slurm=cluster == "slurm")
+
+
+def policy_for(
+    submitter: JobsSubmitter, file: Path | None, spares: int | str | None = None, *, own: bool = True
+) -> tuple[Resolved, list[str]]:
+    """The policy in force for this submitter: the site's and its teams', with `own` the user's, that of the
+    file or else of $JURYMAST_POLICY, these spares and the defaults. Also notes for people. Raises
+    PolicyError."""
+    layers = layers_below(os.environ, submitter, own=own)
+    notes = [
+        f"no team of the site's file is found by the {what}: {why}" for what, why in submitter.unknown.items()
+    ]
+    layers = over(layers, layers_of(file, os.environ))
+    if spares is not None:
+        layers.append(pairs_layer("command line", [("spares", spares)]))
+    return resolve(layers), notes

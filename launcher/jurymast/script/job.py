@@ -17,19 +17,18 @@ from types import FrameType
 import psutil
 
 from jurymast import foreign
-from jurymast.cluster.allocation import from_slurm_environment
+from jurymast.cluster.allocation import from_slurm_environment, own_directory
 from jurymast.cluster.control import STILL_RUNNING, why_ending
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.signals import WARNINGS
 from jurymast.cluster.slurm import script_file, users_script
 from jurymast.core.judges.slurm_variables import of_active_nodes
 from jurymast.core.state.texts import compressed
-from jurymast.rundir import RunDirectory, write_atomically, write_json
+from jurymast.rundir import RunDirectory, write_json
 from jurymast.script import PASSED_ON, WARNING, hold, release, shims
 from jurymast.script.notes import say
 from jurymast.script.recognise import COMMENT, read_shell_script
 from jurymast.script.step import PROCESS_NAME, REACHES, UNREACHED, true_variables_file
-from jurymast.script.trainings import beside
 
 # sbatch's own warning of the time limit, unless the job asks for another signal.
 SLURMS_WARNING = signal.SIGUSR2
@@ -41,12 +40,13 @@ HERE_DOCUMENT = re.compile(r"<<-?[ \t]*\\?[\"']?(\w+).*?^\t*\1$", re.MULTILINE |
 
 def run(run_directory: str, arguments: list[str]) -> int:
     """Run the script; returns its exit code. Raises ClusterUnavailableError, RunDirectoryError."""
-    directory = _own_directory(RunDirectory(Path(run_directory)))
+    submitted = RunDirectory(Path(run_directory))
+    directory = own_directory(submitted, [users_script(submitted).name])
     plan = directory.own_plan()
     allocation = from_slurm_environment()
     allocation.save(directory)
-    submitted = RunDirectory(Path(run_directory)).submission / script_file(plan).name
-    shims.write(directory, sys.executable, str(submitted), _users_path(plan.script))
+    around = submitted.submission / script_file(plan).name
+    shims.write(directory, sys.executable, str(around), _users_path(plan.script))
     hosts = compressed(allocation.nodes[: plan.active])
     environment = of_active_nodes(os.environ, plan.nodes, plan.active, hosts)
     true = {name: value for name, value in os.environ.items() if environment[name] != value}
@@ -74,20 +74,6 @@ def _users_path(name: str) -> str:
     """The path of the script that was submitted by this name, as Slurm would show it."""
     path = os.path.join(os.environ.get("SLURM_SUBMIT_DIR", ""), name)
     return os.path.normpath(path) if os.path.isfile(path) else "(null)"
-
-
-def _own_directory(submitted: RunDirectory) -> RunDirectory:
-    """The run directory of this job. Each task of an array is a run of its own, next to the submitted one."""
-    task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    if task is None:
-        return submitted
-    own = RunDirectory(submitted.root.with_name(f"{submitted.root.name}-task-{task}"))
-    if not own.plan_file.exists():  # exists after a requeue
-        beside(submitted, own, os.environ["SLURM_JOB_ID"])
-        write_atomically(
-            users_script(own), foreign.read_own(users_script(submitted), foreign.SCRIPT_BYTES_MAX)
-        )
-    return own
 
 
 def interpreter(script: Path) -> list[str]:

@@ -19,10 +19,11 @@ from typing import Any
 import msgspec
 
 from jurymast import foreign
+from jurymast.cluster.allocation import beside
 from jurymast.core.state.settings import RunPlan, TaskShares
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import replay
-from jurymast.rundir import RunDirectory, make_folder, write_atomically, write_json
+from jurymast.rundir import RunDirectory, make_folder, write_json
 from jurymast.script import shims
 from jurymast.script.notes import noted, say
 
@@ -149,13 +150,3 @@ def _entry(file: Path) -> dict[str, Any] | None:
         return None if found is None else msgspec.structs.asdict(found)
     except ValueError:
         return None
-
-
-def beside(submitted: RunDirectory, run: RunDirectory, job: str) -> None:
-    """Make another run of the same submission, for this Slurm job. Raises RunDirectoryError."""
-    plan = replace(submitted.own_plan(), run=run.root.name, directory=str(run.root))
-    run.create()
-    (run.submission / "jobs").mkdir(mode=0o700)
-    write_atomically(run.submission / "jobs" / job, b"")
-    write_atomically(run.policy_file, foreign.read_own(submitted.policy_file, foreign.NOTE_BYTES_MAX))
-    run.save_plan(plan)

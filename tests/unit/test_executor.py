@@ -1,0 +1,148 @@
+"""submitit's executor `jurymast`: what it asks of Slurm, and what a rank learns of its job. Nothing runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import submitit
+from submitit.core import plugins
+
+import jurymast
+from jurymast import executor
+from jurymast.cluster import slurm
+from jurymast.cluster.slurm import Request, Submitted
+from jurymast.errors import SubmissionError
+from jurymast.executor import JurymastExecutor
+from jurymast.worker.function import own_variables
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Request]:
+    """What is submitted, to a Slurm that takes everything."""
+    found: list[Request] = []
+
+    def submitted(request: Request) -> Submitted:
+        found.append(request)
+        return Submitted(request, slurm_job="4711")
+
+    monkeypatch.setattr(slurm, "submit", submitted)
+    monkeypatch.setattr(executor, "check_request", lambda request, line: None)
+    monkeypatch.setenv("JURYMAST_SITE", "")
+    monkeypatch.setenv("JURYMAST_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def test_submitit_finds_the_executor_and_never_chooses_it() -> None:
+    assert plugins.get_executors()["jurymast"] is JurymastExecutor
+    assert "jurymast" in plugins.get_job_environments()
+    assert JurymastExecutor.affinity() == 0
+
+
+def test_a_script_of_the_slurm_executor_needs_one_other_word(requests: list[Request], tmp_path: Path) -> None:
+    auto = submitit.AutoExecutor(tmp_path / "log", cluster="jurymast")
+    auto.update_parameters(
+        nodes=2, tasks_per_node=4, cpus_per_task=3, gpus_per_node=4, mem_gb=1.5, timeout_min=90, name="sum",
+        slurm_partition="train", slurm_gpus_per_task=2, slurm_constraint=None, slurm_exclusive=True,
+        slurm_time=60, slurm_setup=["module load cuda"], slurm_additional_parameters={"switches": 1},
+        slurm_mem="2GB", slurm_signal_delay_s=90, local_setup=["none"], jurymast_spares=1,
+    )  # fmt: skip
+    job = auto.submit(add, 1, 2)
+    (request,) = requests
+    plan = request.plan
+    assert [job.job_id, job.num_tasks] == ["4711", 8]
+    assert (plan.name, plan.active, plan.spares, plan.ranks_per_node) == ("sum", 2, 1, 4)
+    assert (plan.script, plan.module, plan.arguments) == (
+        "jurymast.worker.function", True, (str(tmp_path / "log"),)
+    )  # fmt: skip
+    assert (plan.tasks, plan.guessed, plan.stderr_apart) == (True, True, True)
+    assert {*plan.sbatch_options} == {
+        "--cpus-per-task=12", "--gpus-per-node=8", "--mem=2GB", "--time=60", "--partition=train",
+        "--exclusive", "--switches=1",
+    }  # fmt: skip
+    assert "\nmodule load cuda\ncd " in request.script
+    assert (tmp_path / "log" / "4711_run").readlink() == Path(plan.directory)
+    assert job.submission().args == (1, 2)
+
+
+def test_other_executors_parameters_stay_as_they_are(tmp_path: Path) -> None:
+    auto = submitit.AutoExecutor(tmp_path, cluster="debug")
+    auto.update_parameters(slurm_partition="train", jurymast_spares=1)
+    assert auto.parameters == {}
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_many_functions_are_one_array(requests: list[Request], tmp_path: Path, batch: bool) -> None:
+    ours = JurymastExecutor(tmp_path / "log", array_parallelism=2)
+    if batch:
+        with ours.batch():
+            jobs: list[Any] = [ours.submit(add, n, n) for n in range(3)]
+    else:
+        jobs = ours.map_array(add, range(3), range(3))
+    (request,) = requests
+    assert "--array=0-2%2" in request.argv
+    assert [job.job_id for job in jobs] == ["4711_0", "4711_1", "4711_2"]
+    assert jobs[2].submission().args == (2, 2)
+    assert jobs[2].run.root == Path(f"{request.plan.directory}-task-2")
+
+
+def test_wrong_parameters_are_named(tmp_path: Path) -> None:
+    ours = JurymastExecutor(tmp_path)
+    for wrong in ("partitoin", "teardown", "srun_args"):
+        with pytest.raises(ValueError, match=f"{wrong}; valid are account, "):
+            ours.update_parameters(**{wrong: "x"})
+
+
+def test_a_refused_submission_leaves_no_pickle(
+    requests: list[Request], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(request: Request) -> Submitted:
+        raise SubmissionError("no")
+
+    monkeypatch.setattr(slurm, "submit", refuse)
+    with pytest.raises(SubmissionError):
+        JurymastExecutor(tmp_path / "log").submit(add, 1, 2)
+    assert not [*(tmp_path / "log").iterdir()]
+
+
+def test_the_short_form(requests: list[Request], tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    job = jurymast.submit("train.py", ["--lr", 1], nodes=2, tasks_per_node=8, spares=1, partition="train")
+    plan = requests[0].plan
+    assert (plan.script, plan.arguments, plan.tasks) == ("train.py", ("--lr", "1"), False)
+    assert (plan.active, plan.ranks_per_node, plan.spares) == (2, 8, 1)
+    assert (plan.name, plan.sbatch_options) == ("train", ("--partition=train",))
+    assert (job.job_id, job.run.root) == ("4711", Path(plan.directory))
+    jurymast.submit(add, [1, 2], folder=tmp_path / "log")
+    assert requests[1].plan.name == "add"
+    assert (tmp_path / "log" / "4711_submitted.pkl").exists()
+
+
+def test_a_rank_s_numbers() -> None:
+    torchs = {
+        "RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "2", "WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "3",
+    }  # fmt: skip
+    slurms = {
+        "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_NTASKS": "6",
+        "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]",
+    }  # fmt: skip
+    local, task = own_variables(torchs | {"SLURM_PROCID": "0"}, "local-7"), own_variables(slurms, "7")
+    differ = {name for name in task if task[name] != local[name]}
+    assert differ == {"SUBMITIT_JURYMAST_JOB_ID", "SUBMITIT_JURYMAST_NODES"}
+    assert (local["SUBMITIT_JURYMAST_JOB_ID"], task["SUBMITIT_JURYMAST_JOB_ID"]) == ("local-7", "7")
+    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"}
+    assert own_variables(slurms | array, "7")["SUBMITIT_JURYMAST_JOB_ID"] == "6_1"
+
+
+def test_importing_jurymast_stays_light() -> None:
+    program = "import sys, jurymast; print('submitit' in sys.modules, 'submit' in jurymast.__all__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False True\n"
