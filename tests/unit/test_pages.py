@@ -225,12 +225,18 @@ def test_an_incident_unfolds_to_the_stacks_and_the_last_lines_of_its_rank(tmp_pa
     log.write_bytes(b"old\n" * 9000 + EVIL.encode() + b"\x1b[31m\xff\n" + b"\0" * 50)
     stacks = directory.evidence(last.attempt) / "stacks-00000-00003.txt"
     stacks.parent.mkdir(parents=True)
-    stacks.write_text(f"rank 0, process 7: in all_reduce\n{EVIL}\n" + "x" * 100_000)
+    stacks.write_text(
+        f"rank 0, process 7: in all_reduce\n{EVIL}\n/proc/7/status:\nName: x\n\nrank 1, process 8: y\n"
+        + "x" * 10**5
+    )
+    stacks.with_name("stacks-00008-00008.txt").write_text("rank 8, process 9: in recv\n")
     shown = reported(watching)
-    assert [one.title for one in shown.records[last.id]] == [
-        "stacks 00000 00003",
-        f"last lines of rank {last.rank}",
-    ]
+    ours, others, lines = shown.records[last.id]
+    assert (ours.title, others.title, lines.title) == (
+        "stacks of ranks 0 to 3", "stacks of rank 8", f"last lines of rank {last.rank}"
+    )  # fmt: skip
+    assert "Name: x" not in ours.text
+    assert "rank 1, process 8" in ours.text
     written = page(shown.report, shown.account, shown.state, shown.records)
     assert written.count("in all_reduce") == 1 + (shown.report["state"] == "failed")
     assert f"{html.escape(EVIL, quote=False)[:20]}" in written

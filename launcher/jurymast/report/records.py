@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import html
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jurymast import foreign
 from jurymast.core.state.incident import Incident
-from jurymast.report.text import clean
 from jurymast.rundir import RunDirectory
 
 LOG_BYTES, LOG_LINES = 6000, 25
-STACKS_BYTES, FILES_MAX = 8000, 3
+STACKS_BYTES, FILES_MAX = 20_000, 3
 # What a page of less than a megabyte has room for, as it is written there.
 PAGE_CHARACTERS = 250_000
+
+_STACKS = re.compile(r"stacks-(\d{1,9})-(\d{1,9})\.txt")
+# From a line that names a file of /proc to the next rank.
+_KERNEL = re.compile(r"^/proc/\d+/.*?(?=^rank \d+, |\Z)", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,19 @@ def _log(directory: RunDirectory, incident: Incident, ranks_per_node: int) -> It
 
 
 def _stacks(directory: RunDirectory, incident: Incident) -> Iterator[Record]:
+    """Those of the rank at fault come first. What the kernel said of the processes is left out."""
     folder = directory.evidence(incident.attempt)
     folders = (folder, *foreign.found(folder, "ranks-*"))
-    files = sorted(file for one in folders for file in foreign.found(one, "stacks-*.txt"))
-    for file in files[:FILES_MAX]:
-        if told := _end_of(file, STACKS_BYTES, first=True):
-            yield Record(clean(file.stem.replace("-", " ")), told)
+    files = (file for one in folders for file in foreign.found(one, "stacks-*.txt"))
+    named = [
+        (file, tuple(map(int, match.groups()))) for file in files if (match := _STACKS.fullmatch(file.name))
+    ]
+    at_fault = -1 if incident.rank is None else incident.rank
+    named.sort(key=lambda one: (not one[1][0] <= at_fault <= one[1][1], one[1]))
+    for file, (first, last) in named[:FILES_MAX]:
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        if told := _KERNEL.sub("", _end_of(file, STACKS_BYTES, first=True)).strip():
+            yield Record(f"stacks of {ranks}", told)
 
 
 def _end_of(file: Path, most: int, *, first: bool = False) -> str:
