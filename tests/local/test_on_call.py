@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import RunUnderTest, local_run, wait_gone
+from support.runs import RunUnderTest, hosts, local_run, wait_gone
 from support.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.torch
@@ -136,6 +136,21 @@ def test_a_node_that_is_lost_without_a_spare(tmp_path: Path, script: str) -> Non
     assert f"cause node_crash (node {state.placement[1]})" in screen
     assert "no spare is left" in screen
     assert f"next jurymast resubmit {run.directory.root.name} --set spares=1" in screen
+
+
+def test_a_host_that_crashes(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", "--no-requeue", script=script,
+                   arguments=("train",)) as run:  # fmt: skip
+        state = run.wait_step(5)
+        agent = run.agent_pid(state.placement[1])
+        for host in hosts(agent):
+            host.send_signal(signal.SIGSEGV)
+        run.wait("the end of the host", lambda state: bool(state.incidents))
+        screen = said(first_screen(run))
+    assert f"cause host_died (node {state.placement[1]})" in screen
+    assert f"{state.placement[1]}: TorchrunHostDied" in screen
+    assert "it said last: Fatal Python error: Segmentation fault" in screen, screen
 
 
 def test_an_environment_without_torch(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

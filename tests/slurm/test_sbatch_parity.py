@@ -78,17 +78,20 @@ def told(cluster: Cluster, work: Path, *submit: str, script: str = SCRIPT) -> di
     ended = cluster.wait_job(int(done.stdout), "COMPLETED", "FAILED", deadline_s=LIMIT_S)
     printed = (work / f"parity-{int(done.stdout)}-4294967294.out").read_text()
     assert ended["ExitCode"] == "0:0", printed
-    told = [path.read_text() for path in work.glob("*.err")]
-    assert "lacks support for cpu binding" not in "".join([printed, *told])
     return {path.stem: json.loads(path.read_text()) for path in (work / "sub").glob("*.json")}
 
 
 def said(work: Path) -> dict[str, list[str]]:
-    """What the script, its steps and its ranks have said, by file; those of the job have its number."""
+    """What the script, its steps and its ranks have said, and Slurm of them, by file; those of the job have
+    its number."""
     files = [*work.glob("parity*.*"), *(work / "sub").glob("*.err")]
     lines = {path.name.partition("-4")[0]: path.read_text().splitlines() for path in files}
     return {
-        re.sub(r"\d{3,}", "N", name): sorted(line for line in found if line.startswith("said "))
+        re.sub(r"\d{3,}", "N", name): sorted(
+            re.sub(r"\[\d+\]:", "[N]:", line)
+            for line in found
+            if line.startswith(("said ", "srun: ", "cpu-bind="))
+        )
         for name, found in lines.items()
     }
 
@@ -131,6 +134,9 @@ srun --ntasks=4 python bound.py by Slurm
 srun --ntasks=4 --cpus-per-task=1 --cpu-bind=map_cpu:1,0 --gpu-bind=map_gpu:1,0 python bound.py listed
 SLURM_CPU_BIND=quiet,mask_cpu:0x3,0x2 srun --ntasks=4 --gpus-per-task=1 python bound.py by a variable
 srun --ntasks=4 --cpus-per-task=1 --cpu-bind=none --gpu-bind=single:2 python bound.py not bound
+srun --ntasks=4 --cpus-per-task=1 --cpu-bind=verbose,map_cpu:1,0 python bound.py and says so
+srun --ntasks=4 --cpus-per-task=1 --cpu-bind=v,cores bash -c "python bound.py in a shell"
+srun --ntasks=4 --cpu-bind=v,none python bound.py and says that it is not
 srun --ntasks=4 --gpus=2 python bound.py by a total
 srun --ntasks=4 --gpu-bind=wrong python bound.py refused || echo said refused $?
 """
@@ -153,7 +159,61 @@ def test_tasks_have_the_processors_and_threads_that_slurm_would_give_them(
     told(binding, work, str(binding.python.parent / "jurymast"), "submit", "--spares=1", script=BOUND)
     found = said(work)
     assert found == said(work.with_name(f"{work.name}-sbatch"))
-    assert sum(map(len, found.values())) == 21, found
+    lines = [line for told in found.values() for line in told]
+    assert [sum(line.startswith(word) for line in lines) for word in ("said", "cpu-bind=")] == [33, 12], found
+
+
+TOLD_TO_EXPORT = """#!/bin/bash
+#SBATCH --nodes=2 --mem=100 --job-name=parity --output=%x-%A-%a.out --error=%x.err
+#JURYMAST train: yes
+cd sub
+export OWN=1
+cat > show.py <<END
+import os, sys
+print("said", *sys.argv[1:], os.environ["SLURM_PROCID"], "HOME" in os.environ, os.environ.get("OWN"))
+END
+srun --ntasks=4 --export=NONE python show.py; echo said $?
+srun --ntasks=4 --export=NONE $(which python) show.py by its path; echo said $?
+srun --ntasks=4 --export=OWN python show.py; echo said $?
+srun --ntasks=4 --export=OWN,PATH python show.py with PATH; echo said $?
+SLURM_EXPORT_ENV=NIL srun torchrun --nnodes=2 show.py; echo said $?
+"""
+
+
+def test_tasks_without_path_are_srun_s_to_refuse(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name[:20]
+    told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch", script=TOLD_TO_EXPORT)
+    told(
+        cluster, work, str(cluster.python.parent / "jurymast"), "submit", "--spares=1", script=TOLD_TO_EXPORT
+    )
+    found = said(work)
+    assert found == said(work.with_name(f"{work.name}-sbatch"))
+    assert sum(line == "said 0" for told in found.values() for line in told) == 2, found
+
+
+UNBOUND = """#!/bin/bash
+#SBATCH --nodes=2 --mem=100 --job-name=parity --output=%x-%A-%a.out --error=%x.err
+#JURYMAST train: yes
+cd sub
+cat > bound.py <<END
+import os, sys
+binding = sorted((name, value) for name, value in os.environ.items() if "CPU_BIND" in name)
+print("said", *sys.argv[1:], os.environ["SLURM_PROCID"], binding)
+END
+srun --ntasks=4 python bound.py by Slurm
+srun --ntasks=4 --cpu-bind=cores python bound.py by an option
+srun --ntasks=4 --cpu_bind=v,none bash -c "python bound.py by its other name"
+SLURM_CPU_BIND=verbose,map_cpu:1,0 srun --ntasks=4 python bound.py by a variable
+"""
+
+
+def test_what_srun_says_of_a_binding_where_slurm_binds_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name[:20]
+    told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch", script=UNBOUND)
+    told(cluster, work, str(cluster.python.parent / "jurymast"), "submit", "--spares=1", script=UNBOUND)
+    found = said(work)
+    assert found == said(work.with_name(f"{work.name}-sbatch"))
+    assert [line.partition(":")[0] for line in found["parity.err"]] == ["srun"] * 3, found
 
 
 # The same ranks without a batch script. SBATCH_EXPORT takes the user's variables away, and the job around the

@@ -277,6 +277,9 @@ def test_a_host_that_dies_again_and_again_is_given_up() -> None:
         assert ranks.on_host_ended(1, EVIDENCE, 5.0)[-1] == do.StartHost()
     leaving = msg.Leaving(why=f"the torchrun host died {machine.HOST_RESTARTS_MAX + 1} times")
     assert ranks.on_host_ended(1, EVIDENCE, 6.0) == [do.Send(leaving), do.Leave()]
+    said = {**EVIDENCE, "log": "ImportError: libx.so"}
+    leaving = msg.Leaving(why=f"the torchrun host died {machine.HOST_RESTARTS_MAX + 1} times: {said['log']}")
+    assert ranks.on_host_ended(1, said, 6.0) == [do.Send(leaving), do.Leave()]
 
 
 def test_a_host_that_has_started_ranks_counts_anew() -> None:

@@ -43,6 +43,10 @@ TAIL = "pkill -f torchrun; echo it's done\n"
         ("colossalai run --nproc_per_node 4 train.py", False, "colossalai: starts its ranks by itself (ssh)"),
         ("FOO=1 exec deepspeed --hostfile h train.py", False, "deepspeed: starts its ranks by itself"),
         ("srun mpirun python train.py", False, "MPI starts the ranks"),
+        ("srun --export=NONE python train.py", False, "no PATH by which to find python"),
+        ("srun --export=A=1,B torchrun train.py", False, "no PATH by which to find torchrun"),
+        ("srun --export=NONE /opt/bin/torchrun train.py", True, "under the agents"),
+        ("srun --export=ALL,A=1 torchrun train.py", True, "under the agents"),
         ("srun --nodes=$SLURM_NNODES \\\n  python train.py", True, "`torch.distributed` in it shows"),
         ("srun python shard.py", False, "independent tasks"),
         ("srun python elsewhere.py", None, "2 tasks, and the text shows too little"),
@@ -176,6 +180,28 @@ def test_whether_a_launcher_finds_jurymast_may_be_the_scripts_choice(
     last = foreseen(f"#!/bin/bash\n{chosen}\n{LAUNCH}\n", CommandLine(), 2)[-1]
     assert last.protected is protected, last.why
     assert protected is not None or last.why.startswith("only the running script knows whether PYTHONPATH")
+
+
+@pytest.mark.parametrize(
+    ("line", "site", "differs"),
+    [
+        (
+            "srun --task-prolog=p.sh --ntasks=8 python train.py",
+            "",
+            "--task-prolog: once on each node, spares",
+        ),
+        ("time srun -n8 --task-epilog e python -m x", "TaskProlog", "--task-epilog and TaskProlog: once on"),
+        ("srun --ntasks=8 python train.py", "TaskProlog", "not for each of its 4 tasks"),
+        ("srun --ntasks=8 python train.py", "", ""),
+        ("srun --task-prolog=p.sh -N2 torchrun train.py", "TaskProlog", ""),  # one task a node
+        ("/bin/srun --task-prolog=p.sh --ntasks=8 python train.py", "TaskProlog", ""),  # srun's own
+    ],
+)
+def test_programs_around_tasks_run_once_on_each_node_and_that_is_said(
+    line: str, site: str, differs: str
+) -> None:
+    (found,) = foreseen(f"{HEAD}{line}\n{TAIL}", CommandLine(), 2, around=site.split())
+    assert (bool(found.differs), differs in found.differs) == (bool(differs), True), found.differs
 
 
 @pytest.mark.parametrize(

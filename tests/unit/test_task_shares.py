@@ -3,19 +3,20 @@ machines of two sockets with four cores."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 
 import msgspec
 import pytest
 
 from jurymast.cluster import control
-from jurymast.cluster.control import Binding, binding_of, unbound
+from jurymast.cluster.control import Binding, around_tasks, binding_of, unbound
 from jurymast.core.judges.task_shares import Processor, gpus, processors
 from jurymast.core.state.settings import TaskShares
 from jurymast.script.sharing import each_nodes_gpus, shares_of
 from jurymast.script.srun import parse
 from jurymast.worker.elastic import own_gpus
-from jurymast.worker.shares import places
+from jurymast.worker.shares import line, places
 
 BINDS = Binding(tasks=True)
 
@@ -107,6 +108,23 @@ def test_srun_is_told_to_bind_no_task_only_where_slurm_may_bind_some(
     """Elsewhere it would say that it cannot bind."""
     monkeypatch.setattr(control, "_config", lambda: config)
     assert unbound() == told
+
+
+def test_which_programs_slurm_runs_around_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = "TaskEpilog              = (null)\nTaskPlugin = task/none\nTaskProlog              = /etc/p.sh\n"
+    monkeypatch.setattr(control, "_config", lambda: config)
+    assert around_tasks() == ["TaskProlog"]
+
+
+def test_a_task_says_to_what_it_is_bound_as_under_slurm() -> None:
+    ways = [asked(f"--cpu-bind={way}") for way in ("v,cores", "verbose,map_cpu:1,0", "v,none", "quiet")]
+    assert [one.verbose for one in ways] == [True, True, True, False]
+    assert not asked("--cpu-bind=v", slurm=Binding()).verbose, "Slurm binds none, and says so"
+    told = [line([0, 2], 12, 3, asdict(one)).replace(f"[{os.getpid()}]", "[N]") for one in ways[:3]]
+    begin = f" - {os.uname().nodename.partition('.')[0]}, task 12  3 [N]: mask "
+    assert told == [
+        f"cpu-bind=MASK{begin}0x5 set\n", f"cpu-bind=MAP {begin}0x5 set\n", f"cpu-bind=NONE{begin}0x0\n"
+    ]  # fmt: skip
 
 
 def test_srun_reads_variables_where_it_has_no_options() -> None:

@@ -252,9 +252,9 @@ class Agent:
                     self._sweep()
                 self._driver.act(self.machine.on_host_message(message, now))
 
-    def _host_ended(self, code: int) -> None:
+    def _host_ended(self, code: int, said: str) -> None:
         self._host = None
-        evidence = self._io.ranks.evidence(code)
+        evidence = {**self._io.ranks.evidence(code), "log": said}
         self._sweep()
         if self._host_was_ready:
             self._driver.act(self.machine.on_host_ended(code, evidence, self._driver.now))

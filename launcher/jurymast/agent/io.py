@@ -213,9 +213,9 @@ class AgentIo(Protocol):
     # The torchrun host.
 
     async def start_host(
-        self, said: Callable[[FromHosts], None], ended: Callable[[int], None], failed: background.Failed
+        self, said: Callable[[FromHosts], None], ended: Callable[[int, str], None], failed: background.Failed
     ) -> Host:
-        """Start a host; its messages and its exit code are told."""
+        """Start a host; its messages, its exit code and its last words are told."""
 
     async def unloadable(self) -> str:
         """Return why a host cannot load torch here, or ""."""

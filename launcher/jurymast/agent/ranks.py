@@ -281,9 +281,13 @@ def used_share(path: str) -> float:
 
 
 def end_of(log: Path) -> str:
-    """Return the end of a log, its lines joined with " | ": from the last line that reports an error, or
-    else the last few lines. "" if there are none, or if storage does not answer."""
-    lines = _last_lines(log)
+    """Return the end of a log; "" if there is none, or if storage does not answer."""
+    return telling_end(_last_lines(log))
+
+
+def telling_end(lines: Sequence[str]) -> str:
+    """Return the end of what was said, its lines joined with " | ": from the last line that reports an error,
+    or else the last few lines."""
     telling = [place for place, line in enumerate(lines) if _TELLING.search(line)]
     start = telling[-1] if telling else -LOG_LINES
     return " | ".join(lines[start:][:LOG_LINES])[:LOG_CHARACTERS]
@@ -306,20 +310,24 @@ def _last_lines(log: Path) -> list[str]:
     global _reader
     if _reader is not None and _reader.is_alive():
         return []
-    read: list[str] = []
+    read: list[bytes] = []
 
     def look() -> None:
         try:
             with foreign.reading(log) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
-                read.append(file.read(LOG_BYTES).decode(errors="replace"))
+                read.append(file.read(LOG_BYTES))
         except OSError:
             return
 
     _reader = threading.Thread(target=look, daemon=True)
     _reader.start()
     _reader.join(LOG_LIMIT_S)
-    lines = [line.strip() for line in "".join(read).splitlines()]
+    return _lines_of(b"".join(read))
+
+
+def _lines_of(said: bytes) -> list[str]:
+    lines = [line.strip() for line in said.decode(errors="replace").splitlines()]
     # What a rank left behind, Python's resource tracker tells there after the rank's end.
     return [line for line in lines if line and "resource_tracker" not in line]
 
@@ -386,24 +394,27 @@ LINE_BYTES_MAX = 4 * 1024 * 1024
 
 
 class HostProcess:
-    """One torchrun host. `on_message` gets its messages, `on_end` its exit code once it has ended, `failed`
-    an error in either of these."""
+    """One torchrun host. `on_message` gets its messages, `on_end` its exit code and its last words once it
+    has ended, `failed` an error in either of these."""
 
     def __init__(
         self,
         process: asyncio.subprocess.Process,
         writer: asyncio.StreamWriter,
         on_message: Callable[[FromHosts], None],
-        on_end: Callable[[int], None],
+        on_end: Callable[[int, str], None],
         reader: asyncio.StreamReader,
+        errors: socket.socket,
         failed: background.Failed,
     ) -> None:
         self._process = process
         self._writer = writer
-        self._tasks = [
+        self._said = b""
+        self._heard = [
             background.start(self._read(reader, on_message), failed),
-            background.start(self._wait(on_end), failed),
+            background.start(self._pass_on(errors), failed),
         ]
+        self._waits = background.start(self._wait(on_end), failed)
 
     @classmethod
     async def start(
@@ -411,7 +422,7 @@ class HostProcess:
         plan: dict[str, Any],
         environment: dict[str, str],
         on_message: Callable[[FromHosts], None],
-        on_end: Callable[[int], None],
+        on_end: Callable[[int, str], None],
         failed: background.Failed,
     ) -> HostProcess:
         """Start a host in this `environment`, in which its `plan`, which has no secret, is passed as well.
@@ -419,7 +430,8 @@ class HostProcess:
 
         The command line is that of the ranks, which are forked from this interpreter."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        errors, their_errors = socket.socketpair()
+        with theirs, their_errors:
             values = {**environment, FD_VARIABLE: str(theirs.fileno())}
             # A program's command line is not for Python: `-c ""` is a stand-in that the server never runs.
             module = ["-c", ""] if plan["program"] else ["-m"] if plan["module"] else []
@@ -427,9 +439,11 @@ class HostProcess:
                 sys.executable, "-u", *module, plan["script"], *plan["arguments"],
                 env=worker.variables({"server": plan}, values),
                 pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, cwd=plan["directory"],
+                stderr=their_errors,
             )  # fmt: skip
         reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
-        return cls(process, writer, on_message, on_end, reader, failed)
+        errors.setblocking(False)
+        return cls(process, writer, on_message, on_end, reader, errors, failed)
 
     def tell(self, order: msg.Launch | msg.Stop | Apart) -> None:
         if not self._writer.is_closing():
@@ -442,12 +456,22 @@ class HostProcess:
         except (ConnectionError, ValueError):  # ValueError: a line without an end
             pass
 
-    async def _wait(self, on_end: Callable[[int], None]) -> None:
+    async def _pass_on(self, errors: socket.socket) -> None:
+        """Copy what the host writes to stderr to this process's, and keep the end of it."""
+        loop = asyncio.get_running_loop()
+        with errors, suppress(ConnectionError):
+            while data := await loop.sock_recv(errors, LOG_BYTES):
+                self._said = (self._said + data)[-LOG_BYTES:]
+                with suppress(OSError):
+                    os.write(2, data)
+
+    async def _wait(self, on_end: Callable[[int, str], None]) -> None:
         code = await self._process.wait()
-        # Its messages from before its end are handled first.
-        await asyncio.wait([self._tasks[0]], timeout=1.0)
-        self._tasks[0].cancel()  # no message may follow its end
-        on_end(code)
+        # Its messages and words from before its end are handled first.
+        await asyncio.wait(self._heard, timeout=1.0)
+        for one in self._heard:  # no message may follow its end
+            one.cancel()
+        on_end(code, telling_end(_lines_of(self._said)))
 
     def kill(self) -> None:
         try:
@@ -460,7 +484,7 @@ class HostProcess:
         and it has nothing to save."""
         self.kill()
         await self._process.wait()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._heard, self._waits, return_exceptions=True)
         self._writer.close()
 
 

@@ -370,7 +370,7 @@ class NodeIo:
     # The torchrun host.
 
     async def start_host(
-        self, said: Callable[[FromHosts], None], ended: Callable[[int], None], failed: background.Failed
+        self, said: Callable[[FromHosts], None], ended: Callable[[int, str], None], failed: background.Failed
     ) -> HostProcess:
         plan = host_plan(self.plan, self._directory.root, self._temporary, self._core_bytes)
         return await HostProcess.start(plan, {**self._users, **self._environment()}, said, ended, failed)

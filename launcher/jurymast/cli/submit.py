@@ -160,6 +160,9 @@ def command(context: click.Context, /, **options: Any) -> int:
         if not line.has("quiet"):  # sbatch ignores it in a script
             if submitted.notes:
                 echo(submitted.notes, err=True)
+            for one in [] if observed else _lines(script, told, request.plan):
+                if one["differs"]:
+                    echo(f"jurymast: note: line {one['line']}: {one['differs']}", err=True)
             options["parsable"] = options["parsable"] or told.has("parsable")
             _announce(submitted, options, runs)
         waits = options["wait"] or told.has("wait")
@@ -197,9 +200,13 @@ def _shown(request: Request) -> str:
 
 
 def _lines(script: BatchScript | None, told: CommandLine, plan: RunPlan) -> list[dict[str, Any]]:
+    from jurymast.cluster.control import around_tasks
     from jurymast.script.foreseen import foreseen
 
-    return [asdict(one) for one in foreseen(script.text, told, plan.active, plan.train)] if script else []
+    if script is None:
+        return []
+    around = around_tasks() if plan.cluster == "slurm" else []
+    return [asdict(one) for one in foreseen(script.text, told, plan.active, plan.train, around)]
 
 
 def _lines_shown(lines: list[dict[str, Any]]) -> str:
@@ -210,6 +217,7 @@ def _lines_shown(lines: list[dict[str, Any]]) -> str:
     for one in lines:
         fate = {True: "protected", False: "unprotected", None: "unknown"}[one["protected"]]
         texts += [f"line {one['line']:<5} {fate:<12} {one['command']}", f"{'':24}{one['why']}"]
+        texts += [f"{'':24}{one['differs']}"] if one["differs"] else []
     return "\n".join(texts)
 
 

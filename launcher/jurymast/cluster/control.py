@@ -196,6 +196,11 @@ def unbound() -> list[str]:
     return ["--cpu-bind=none"] if binding().tasks or not _config() else []
 
 
+def around_tasks() -> list[str]:
+    """The names of those of Slurm's settings by which it runs a program before or after each task."""
+    return re.findall(r"^(Task(?:Prolog|Epilog))\s*= (?!\(null\))\S", _config(), re.MULTILINE)
+
+
 def binding_of(config: str) -> Binding:
     """The same from Slurm's configuration."""
     lines = dict(re.findall(r"^(\w+)\s*= (.*)$", config, re.MULTILINE))

@@ -96,7 +96,8 @@ def _worker_failed(e: Entry) -> str:
     told = describe_exit(e["exit_code"])
     if e.get("error"):
         told = f"{e['error']}: {e['message']}" if e.get("message") else e["error"]
-    return f"rank {e['rank']} on {e['node']} failed: {told}"
+    who = f"rank {e['rank']} on {e['node']}" if e["rank"] >= 0 else f"the torchrun host of {e['node']}"
+    return f"{who} failed: {told}"
 
 
 def _ranks_hung(e: Entry) -> str:

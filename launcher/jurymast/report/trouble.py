@@ -84,14 +84,18 @@ def after_failure(run: str, incident: View) -> list[str]:
     return [again]
 
 
+def _names_rank(incident: View) -> bool:
+    """Whether it is one of a rank; -1 is the torchrun host of a node's."""
+    return incident["rank"] is not None and incident["rank"] >= 0
+
+
 def _log(run: str, incident: View) -> str:
-    named = incident["rank"] is not None and incident["rank"] >= 0
-    return f"jurymast logs {run}{' --rank ' + str(incident['rank']) if named else ''}"
+    return f"jurymast logs {run}{' --rank ' + str(incident['rank']) if _names_rank(incident) else ''}"
 
 
 def _cause_blocks(incident: View) -> list[Block]:
     """Why the ranks do not train: cause, node, rank, evidence and decision."""
-    where = [ranks_told([incident["rank"]])] if incident["rank"] is not None else []
+    where = [ranks_told([incident["rank"]])] if _names_rank(incident) else []
     where += [f"node {incident['node']}"] if incident["node"] else []
     told = CAUSES.get(incident["cause"])
     cause = incident["cause"] or "being diagnosed"

@@ -60,17 +60,21 @@ SIZES = ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node")
 @dataclass(frozen=True)
 class Foreseen:
     """What happens to the command on this `line` of the script, and `why`. `protected`: failures are handled;
-    None if only the running script knows that."""
+    None if only the running script knows that. `differs`: what its tasks will meet otherwise than under
+    sbatch."""
 
     line: int
     command: str
     protected: bool | None
     why: str
+    differs: str = ""
 
 
-def foreseen(text: str, told: CommandLine, active: int, train: str = "") -> list[Foreseen]:
+def foreseen(
+    text: str, told: CommandLine, active: int, train: str = "", around: Sequence[str] = ()
+) -> list[Foreseen]:
     """Return the lines of a batch script that start trainings, steps or Python. `told`: sbatch's options;
-    `active`: nodes of the run; `train`: see `RunPlan`."""
+    `active`: nodes of the run; `train`: see `RunPlan`; `around`: what Slurm runs around each task."""
     variables = _of_slurm(told, active)
     gpus = any(told.last(name) for name in GPUS) or any("gpu" in (told.last(name) or "") for name in TRES)
     found = []
@@ -90,7 +94,8 @@ def foreseen(text: str, told: CommandLine, active: int, train: str = "") -> list
             if why := next(filter(None, (_out_of_reach(command.words, other) for other in perhaps)), ""):
                 fate = None, f"only the running script knows whether {why}"
         if fate is not None:
-            found.append(Foreseen(command.line, command.text, *fate))
+            differs = "" if fate[0] is False else _around_tasks(command.words, seen, active, around)
+            found.append(Foreseen(command.line, command.text, *fate, differs))
     return found
 
 
@@ -204,6 +209,8 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
     if step is None:
         return False, "its options are not known here, or it has several parts: runs as under sbatch"
     program = _name(step.command[0]) if step.command else ""
+    if not recognise.finds_program(step, variables):
+        return False, f"its tasks have no PATH by which to find {program}: `--export=ALL` gives them theirs"
     if program.startswith("$"):
         return None, f"what {program} stands for is known only when it runs; a training is recognized then"
     if recognise.starts_launcher(step.command, read, variables):
@@ -233,6 +240,24 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
         f"{tasks * active} tasks, and the text shows too little: independent until one makes a process "
         "group of torch's, ranks of one training from then on; `#JURYMAST train: yes` or `no` says which"
     )
+
+
+def _around_tasks(
+    words: Sequence[str], variables: Mapping[str, str], active: int, around: Sequence[str]
+) -> str:
+    """What programs around the tasks of a step, of its own or the site's, do otherwise than under srun."""
+    names = [_name(word) for word in words]
+    step = srun.parse(list(words[names.index("srun") + 1 :])) if "srun" in names else None
+    tasks = recognise.tasks_a_node(step, variables, active) if step is not None else 0
+    if (
+        step is None
+        or tasks < 2
+        or recognise.starts_launcher(step.command, recognise.read_shell_script, variables)
+    ):
+        return ""
+    programs = [*(f"--{name}" for name in ("task-prolog", "task-epilog") if step.has(name)), *around]
+    told = " and ".join(programs)
+    return f"{told}: once on each node, spares too, not for each of its {tasks} tasks" if told else ""
 
 
 def _no_ranks(step: CommandLine, tasks: int, variables: Mapping[str, str]) -> tuple[bool | None, str]:

@@ -148,6 +148,13 @@ def with_its_path(srun: CommandLine) -> CommandLine:
     return replace(srun, command=[path, *rest]) if path and not in_image(srun) else srun
 
 
+def finds_program(srun: CommandLine, environment: Mapping[str, str]) -> bool:
+    """Whether tasks find the step's program: srun's --export may take PATH from them."""
+    told = srun.last("export") or environment.get("SLURM_EXPORT_ENV", "ALL")
+    names = {entry.partition("=")[0] for entry in told.split(",")}
+    return not {"ALL", "all", "PATH"}.isdisjoint(names) or "/" in "".join(srun.command[:1]) or in_image(srun)
+
+
 def in_image(srun: CommandLine) -> bool:
     """Whether the step runs in a container of pyxis'."""
     return srun.last("container-image", "container-name") is not None

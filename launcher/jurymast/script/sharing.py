@@ -84,6 +84,7 @@ def shares_of(srun: CommandLine, environment: Mapping[str, str], slurm: Binding)
         threads_per_core=said.number("threads-per-core")
         or hinted[1]
         or int("one_thread" in said("cpu-bind")),
+        verbose=slurm.tasks and not {"v", "verbose"}.isdisjoint(said("cpu-bind").lower().split(",")),
     )
 
 

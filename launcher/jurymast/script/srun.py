@@ -120,6 +120,8 @@ def _may_train(srun: CommandLine | None) -> bool:
 
 def _as_training(step: Step, srun: CommandLine) -> int | None:
     """Run a training step; returns its exit code, or None if the step is not a training."""
+    if not recognise.finds_program(srun, os.environ):
+        return None  # srun says so
     tasks = recognise.tasks_a_node(srun, os.environ, step.active)
     read = recognise.read_shell_script
     if recognise.starts_launcher(srun.command, read, os.environ):

@@ -360,17 +360,19 @@ class Step:
         python = own[0] if python_command(own) else sys.executable
         if python == sys.executable and (place or in_image(srun)):
             python = "python3"  # the container's own
-        shares = shares_of(srun, os.environ, binding())
-        # The agent is one task that shares out what it has to its ranks, so it must have the whole node.
-        names = [name for name in (*sharing.VARIABLES.values(), *sharing.DERIVED) if name in os.environ]
-        self._hidden = {name: os.environ.pop(name) for name in names}
+        slurm = binding()
+        shares = shares_of(srun, os.environ, slurm)
+        # The agent is one task that shares out its node to its ranks, so it must have it whole. Where
+        # Slurm binds nothing, all that comes of --cpu-bind is a line of srun's, and variables.
+        ours = sharing.OPTIONS if slurm.tasks else sharing.OPTIONS - {"cpu-bind"}
+        names = (*(sharing.VARIABLES[option] for option in ours), *sharing.DERIVED)
+        self._hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
         if shares.cpus:  # srun tells its tasks
             self._hidden["SLURM_CPUS_PER_TASK"] = str(shares.cpus)
         how = (str(tasks), str(int(guessed)), msgspec.json.encode(shares).decode())
         agent = run_module("jurymast.script", "tasks", *how, *own, python=python)
         command = [*srun.command[:place], *agent]
-        options = [given for given in srun.options if given.name not in sharing.OPTIONS]
-        options = [given for given in options if given.name != "input"]
+        options = [given for given in srun.options if given.name not in {*ours, "input"}]
         options += [Given("cpu-bind", "none", (word,)) for word in unbound()]
         options.append(Given("input", "none", ("--input=none",)))
         return self.run(CommandLine(options=options, command=command), folder, tasks=tasks)

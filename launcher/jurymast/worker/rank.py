@@ -58,15 +58,18 @@ def begin(
     program: str,
     cold: str,
     repeatable: bool,
+    says: str,
 ) -> None:
     """Make a process just forked from the server `parent` a rank, and return to run the script. A `program`
     replaces the process instead. `cold`: why the script's text demands a cold start, or "". `repeatable`: see
-    `worker.before_torch`."""
+    `worker.before_torch`. `says`: what it prints first."""
     _bind_to_host(parent)
     name_process(name)
     variables = {**environment, **order["environment"]}
     _redirect_output(variables)
     _redirect_input(variables)
+    if says:
+        sys.stderr.write(says)
     if program:
         _become(program, order["arguments"], variables)
     os.environ.clear()

@@ -37,7 +37,7 @@ from jurymast.processes import (
 )
 from jurymast.worker import before_torch, preload, rank
 from jurymast.worker.agent_pipe import FD_VARIABLE
-from jurymast.worker.shares import processors
+from jurymast.worker.shares import line, processors
 
 # ---- variables that the script sets
 
@@ -119,13 +119,20 @@ class ForkServer:
             order, parent=self._pid, name=self._ranks_name, environment=self._environment,
             loaded=self._loaded, bundles=self._bundles, presets=self._presets,
             program=self._plan["script"] if self._plan["program"] else "",
-            cold=self._cold, repeatable=self._repeatable,
+            cold=self._cold, repeatable=self._repeatable, says=self._says(order),
         )  # fmt: skip
 
     def _bind(self, local_rank: int) -> None:
         """Give this process the processors of the rank with this number on its node, if it has its own."""
         if self._shares:
             os.sched_setaffinity(0, self._shares[local_rank])
+
+    def _says(self, order: dict[str, Any]) -> str:
+        """Return what a rank prints before all else."""
+        how, own = self._plan["shares"], os.sched_getaffinity(0)
+        if not how["verbose"] or not (self._shares or how["bound_to"] == "none"):
+            return ""
+        return line(own, int(order["environment"]["RANK"]), order["local"], how)
 
     def _load(self, environment: dict[str, str]) -> None:
         """Load torch and the modules that ranks need, with the variables that the script sets first."""

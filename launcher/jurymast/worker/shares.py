@@ -21,6 +21,18 @@ def processors(own: Collection[int], count: int, how: Mapping[str, Any]) -> list
     return task_shares.processors(places(own), own, count, how)
 
 
+# What Slurm calls the ways of binding in such a line; it makes masks of all others.
+WAYS = {"none": "NONE", "map_cpu": "MAP ", "rank": "RANK", "map_ldom": "LDMAP", "mask_ldom": "LDMASK"}
+
+
+def line(own: Collection[int], task: int, local_rank: int, how: Mapping[str, Any]) -> str:
+    """Return what Slurm prints of a task that has its `own` processors and is to say so."""
+    to, mask = how["bound_to"], sum(1 << number for number in own)
+    way, told = WAYS.get(to.partition(":")[0], "MASK"), "0x0" if to == "none" else f"{mask:#x} set"
+    node = os.uname().nodename.partition(".")[0]
+    return f"cpu-bind={way} - {node}, task {task:2} {local_rank:2} [{os.getpid()}]: mask {told}\n"
+
+
 def places(own: Collection[int]) -> dict[int, Processor]:
     """Return where each processor of this machine is; where Linux does not tell, each is a core."""
     numbers = set(own)

@@ -271,7 +271,8 @@ class Ranks:
             effects += self._tell(failed)
         if self.host_starts > (UNLOADABLE_RESTARTS_MAX if unloadable else HOST_RESTARTS_MAX):
             why = f"the torchrun host died {self.host_starts} times"
-            why += f": {unloadable}" if unloadable else ""
+            told = unloadable or evidence.get("log")
+            why += f": {told}" if told else ""
             return [*effects, do.Send(msg.Leaving(why=why, environment=bool(unloadable))), do.Leave()]
         if had_ranks or waited:  # one that waited is as little there as one with ranks
             effects += self._tell_stopped()

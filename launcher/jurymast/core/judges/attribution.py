@@ -423,7 +423,8 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     of_many = kind.startswith("storage_") and first.error != STORAGE_HANGS
     named = len(nodes) == 1 and not of_many and kind != "collective_timeout"
     also = f" (and {count(len(same) - 1, 'more rank')})" if len(same) > 1 else ""
-    evidence = f"rank {first.rank} on {first.node}: {_told(first)}{also}"
+    who = f"rank {first.rank} on {first.node}" if first.rank >= 0 else first.node
+    evidence = f"{who}: {_told(first)}{also}"
     finding = around.against(first.node) if kind in incident.FROM_FINDINGS else None
     evidence += f"; {describe(finding)}" if finding else ""
     evidence += "".join(
@@ -449,7 +450,8 @@ def _told(failure: WorkerFailed) -> str:
         told += f", after {count(failure.oom_kills, 'out-of-memory kill')} in the node's cgroup"
     elif failure.exit_code == -7:
         told += f", {failure.shm_used:.0%} of /dev/shm in use"
-    return f"{told}; its log ends: {failure.log}" if failure.log else told
+    ends = "its log ends" if failure.rank >= 0 else "it said last"
+    return f"{told}; {ends}: {failure.log}" if failure.log else told
 
 
 def _absent(taken: Sequence[StacksTaken]) -> dict[int, str]:

@@ -164,6 +164,7 @@ class TaskShares:
     exactly: bool = False  # the step has no more processors than its tasks need
     distribution: str = "cyclic"  # of tasks over the sockets: block, cyclic, or fcyclic
     threads_per_core: Count = 0  # at most so many are used; 0: all
+    verbose: bool = False  # each says to what it is bound
 
 
 @dataclass(frozen=True, kw_only=True)

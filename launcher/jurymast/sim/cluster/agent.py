@@ -111,7 +111,7 @@ class SimHost:
     `said` gets its messages, `ended` its exit code."""
 
     def __init__(
-        self, agent: SimAgent, said: Callable[[FromHosts], None], ended: Callable[[int], None]
+        self, agent: SimAgent, said: Callable[[FromHosts], None], ended: Callable[[int, str], None]
     ) -> None:
         self.agent, self.site, self.world = agent, agent.site, agent.world
         self._said, self._ended = said, ended
@@ -216,7 +216,7 @@ class SimHost:
     def _over(self) -> None:
         if self.agent.host is self:
             self.agent.host = None
-            self.agent.loop.call(self._ended, -9)
+            self.agent.loop.call(self._ended, -9, "")
 
     async def end(self) -> None:
         self.die(loud=True)
@@ -588,7 +588,7 @@ class SimAgent(SimShell):
     # ---- the host
 
     async def start_host(
-        self, said: Callable[[FromHosts], None], ended: Callable[[int], None], failed: background.Failed
+        self, said: Callable[[FromHosts], None], ended: Callable[[int, str], None], failed: background.Failed
     ) -> SimHost:
         self.host = SimHost(self, said, ended)
         return self.host
