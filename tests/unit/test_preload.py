@@ -24,7 +24,15 @@ PACKAGE = {
         from torch import nn
     """,
     "torch/nn.py": "NAME = 'nn'",
-    "torch/late.py": "import os\nLATE = os.environ.get('TORCHINDUCTOR_X')",
+    "torch/late.py": "import os\nimport vendor\nLATE = os.environ.get('TORCHINDUCTOR_X')",
+    "vendor/__init__.py": "from vendor import extern",
+    "vendor/extern.py": """
+        import sys
+        class Importer:
+            def find_spec(self, name, path=None, target=None):
+                return None
+        sys.meta_path.append(Importer())
+    """,
     "colorsys_other/colorsys.py": "OTHERS = True",
 }
 BEGIN = """
@@ -89,6 +97,22 @@ assert late is bundles[2].modules["torch.late"] and torch.late is late
 assert "colorsys" not in sys.modules
 import colorsys
 assert colorsys is bundles[1].modules["colorsys"]
+""",
+    )
+
+
+def test_a_finder_of_imports_is_there_with_its_package(run: Path) -> None:
+    """As setuptools' VendorImporter."""
+    check(
+        run,
+        """
+finders = lambda: [type(finder).__name__ for finder in sys.meta_path if finder is not hidden]
+before = finders()
+assert before == [type(finder).__name__ for finder in sys.meta_path[1:]] and "Importer" not in before
+import torch.late
+assert finders() == before and "vendor" not in sys.modules
+import vendor
+assert finders() == [*before, "Importer"] and vendor is bundles[2].modules["vendor"]
 """,
     )
 

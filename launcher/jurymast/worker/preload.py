@@ -47,6 +47,7 @@ class Bundle:
     modules: dict[str, ModuleType] = field(default_factory=dict)
     filters: list[Any] = field(default_factory=list)
     path: list[str] = field(default_factory=list)
+    finders: list[Any] = field(default_factory=list)  # of imports: setuptools' for what it brings along
     loggers: list[Any] = field(default_factory=list)
     complains: bool = False  # at the interpreter's end, of what is left of it
 
@@ -72,6 +73,7 @@ def load(names: Sequence[str], *, native: bool = False) -> Bundle:
     bundle = Bundle(native)
     before, modules = dict(os.environ), set(sys.modules)
     filters, path, loggers = list(warnings.filters), list(sys.path), set(_loggers())
+    finders: list[Any] = list(sys.meta_path)
     with _recorded(bundle.read):
         for name in names:
             try:
@@ -86,9 +88,11 @@ def load(names: Sequence[str], *, native: bool = False) -> Bundle:
     bundle.loggers = [logger for name, logger in _loggers().items() if name not in loggers]
     bundle.filters = [entry for entry in warnings.filters if entry not in filters]
     bundle.path = [entry for entry in sys.path if entry not in path]
+    bundle.finders = [finder for finder in sys.meta_path if finder not in finders]
     bundle.written = {name: value for name, value in os.environ.items() if before.get(name) != value}
     _set_filters(filters)
     sys.path[:] = path
+    sys.meta_path[:] = finders
     for name in bundle.written:
         if name in before:
             os.environ[name] = before[name]
@@ -253,6 +257,9 @@ class Hidden:
             sys.modules.setdefault(name, module)
         for holder, child, module in self._detached.pop(group, ()):
             setattr(holder, child, module)
+        top, number = group
+        own = [one for one in self._bundles[number].finders if one.__module__.partition(".")[0] == top]
+        sys.meta_path.extend(finder for finder in own if finder not in sys.meta_path)
         if "torch" in modules:
             self._torch_loaded()
 
