@@ -439,7 +439,7 @@ class HostProcess:
                 sys.executable, "-u", *module, plan["script"], *plan["arguments"],
                 env=worker.variables({"server": plan}, values),
                 pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, cwd=plan["directory"],
-                stderr=their_errors,
+                stderr=their_errors.fileno(),
             )  # fmt: skip
         reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
         errors.setblocking(False)
