@@ -88,7 +88,7 @@ def said(work: Path) -> dict[str, list[str]]:
     lines = {path.name.partition("-4")[0]: path.read_text().splitlines() for path in files}
     return {
         re.sub(r"\d{3,}", "N", name): sorted(
-            re.sub(r"\[\d+\]:", "[N]:", line)
+            re.sub(r"\bn\d+\b|\[\d+\](?=:)", "N", line)
             for line in found
             if line.startswith(("said ", "srun: ", "cpu-bind="))
         )
@@ -164,7 +164,7 @@ def test_tasks_have_the_processors_and_threads_that_slurm_would_give_them(
 
 
 TOLD_TO_EXPORT = """#!/bin/bash
-#SBATCH --nodes=2 --mem=100 --job-name=parity --output=%x-%A-%a.out --error=%x.err
+#SBATCH --nodes=2 --ntasks-per-node=2 --mem=100 --job-name=parity --output=%x-%A-%a.out --error=%x.err
 #JURYMAST train: yes
 cd sub
 export OWN=1
@@ -176,7 +176,7 @@ srun --ntasks=4 --export=NONE python show.py; echo said $?
 srun --ntasks=4 --export=NONE $(which python) show.py by its path; echo said $?
 srun --ntasks=4 --export=OWN python show.py; echo said $?
 srun --ntasks=4 --export=OWN,PATH python show.py with PATH; echo said $?
-SLURM_EXPORT_ENV=NIL srun torchrun --nnodes=2 show.py; echo said $?
+SLURM_EXPORT_ENV=NIL srun --ntasks-per-node=1 torchrun --nnodes=2 show.py; echo said $?
 """
 
 
@@ -192,7 +192,7 @@ def test_tasks_without_path_are_srun_s_to_refuse(cluster: Cluster, tmp_path: Pat
 
 
 UNBOUND = """#!/bin/bash
-#SBATCH --nodes=2 --mem=100 --job-name=parity --output=%x-%A-%a.out --error=%x.err
+#SBATCH --nodes=2 --ntasks-per-node=2 --mem=100 --job-name=parity --output=%x-%A-%a.out --error=%x.err
 #JURYMAST train: yes
 cd sub
 cat > bound.py <<END

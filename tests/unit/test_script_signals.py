@@ -1,7 +1,8 @@
-"""Signals for a batch script: what reaches it, and how it ends."""
+"""Signals for a batch script, and what else reaches it and its steps, and how it ends."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -365,6 +366,25 @@ def test_what_a_script_sees_of_its_srun_is_what_it_sees_of_a_program(tmp_path: P
         return done.returncode, sorted(done.stdout.splitlines())  # of a pipe's ends either may be first
 
     assert told(shims.with_shims(users, job)) == told(users)
+
+
+def test_functions_that_a_script_exports_reach_its_steps(tmp_path: Path) -> None:
+    """dash drops them, and is what many nodes call sh."""
+    job, step, python = RunDirectory(tmp_path / "a run"), tmp_path / "step", tmp_path / "python"
+    step.mkdir()
+    shims.write_program(python, f"#!{sys.executable}\nimport json, os\nprint(json.dumps(dict(os.environ)))\n")
+    shims.write(job, str(python))
+    users = {"PATH": os.environ["PATH"], "BASH_FUNC_f%%": "() {  echo f of $1\n}", "SHLVL": "3"}
+    told = subprocess.run([shims.folder(job) / "srun"], env=users, stdout=subprocess.PIPE, check=True).stdout
+    assert {name: json.loads(told)[name] for name in users} == users
+    for alone in (True, False):
+        shims.write_program(
+            step / "node", node_command(job, step, {}, 1, tmp_path / "spares", {}, tasks_alone=alone)
+        )
+        here = {**users, "SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1"}
+        command = [str(step / "node"), "bash", "-c", "f $SHLVL"]
+        done = subprocess.run(command, env=here, capture_output=True, text=True, check=True)
+        assert done.stdout == "f of 4\n", "as of a shell within the script's"
 
 
 PART = """

@@ -160,9 +160,9 @@ def command(context: click.Context, /, **options: Any) -> int:
         if not line.has("quiet"):  # sbatch ignores it in a script
             if submitted.notes:
                 echo(submitted.notes, err=True)
-            for one in [] if observed else _lines(script, told, request.plan):
-                if one["differs"]:
-                    echo(f"jurymast: note: line {one['line']}: {one['differs']}", err=True)
+            for shown in [] if observed else _lines(script, told, request.plan):
+                if shown["differs"]:
+                    echo(f"jurymast: note: line {shown['line']}: {shown['differs']}", err=True)
             options["parsable"] = options["parsable"] or told.has("parsable")
             _announce(submitted, options, runs)
         waits = options["wait"] or told.has("wait")

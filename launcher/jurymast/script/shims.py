@@ -55,15 +55,18 @@ case "${0}${1}" in
 *) {0}="${{{0}:+${0},${run}}}" {1}="${{{1}:+${1},${run}}}" ;;
 esac"""
 
+# dash drops variables with names that shells cannot have, such as functions that a script exports. With -p,
+# bash reads no file of the user's first (BASH_ENV).
+SHELL = "/bin/bash -p" if os.access("/bin/bash", os.X_OK) else "/bin/sh"
 SRUN = """\
-#!/bin/sh
+#!{runs_in}
 if [ "${{{main}:-$PPID}}" = "$PPID" ]; then unset {main}; else {main}=$PPID; fi
 exec {ours} "$@"
 """
 # The shell itself removes the folder from PATH, because it takes quoted text literally: a run directory may
 # have any name.
 WITHOUT_FOLDER = """\
-#!/bin/sh
+#!{runs_in}
 PATH=:$PATH:
 while case "$PATH" in *:{folder}:*) ;; *) false ;; esac; do
   PATH=${{PATH%%:{folder}:*}}:${{PATH#*:{folder}:}}
@@ -117,13 +120,16 @@ def write(directory: RunDirectory, python: str, submitted: str = "", users: str 
     place = folder(directory)
     make_folder(hook(directory))
     ours = shlex.join(run_module("jurymast.script", "srun", python=python))
-    write_program(place / "srun", SRUN.format(ours=ours, main=SHELL_VARIABLE))
-    text = TORCHRUN.format(folder=shlex.quote(str(place)), hook=shlex.quote(str(hook(directory))))
+    write_program(place / "srun", SRUN.format(runs_in=SHELL, ours=ours, main=SHELL_VARIABLE))
+    text = TORCHRUN.format(
+        runs_in=SHELL, folder=shlex.quote(str(place)), hook=shlex.quote(str(hook(directory)))
+    )
     write_program(place / "torchrun", text)
     if submitted and not (place / "scontrol").exists():  # after a requeue only the training is known
         text = SCONTROL.format(
-            folder=shlex.quote(str(place)), ours=shlex.quote(submitted), theirs=shlex.quote(users)
-        )
+            runs_in=SHELL, folder=shlex.quote(str(place)), ours=shlex.quote(submitted),
+            theirs=shlex.quote(users),
+        )  # fmt: skip
         write_program(place / "scontrol", text)
     name = "sitecustomize.py"
     write_atomically(

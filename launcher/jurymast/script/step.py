@@ -66,12 +66,12 @@ LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
 NODE_COMMAND = """\
-#!/bin/sh
+#!{runs_in}
 # Runs a step's command on a node, and writes its exit code to a file, because srun would also wait for lost
 # nodes. The output of spare nodes goes to a log of its own. A container, or srun's --export, may have changed
 # the variables that lead to jurymast's front ends.
-{begins}
 unset SLURM_NTASKS_PER_NODE
+[ -z "$BASH_VERSION" ] || SHLVL=$((SHLVL - 1))
 {exports}
 {ours}
 {own}
@@ -89,12 +89,10 @@ exit $code
 # ignores them would have the command ignore them too.
 RUNS = """\
 trap : {signals}
-"$@"
+(exec "$@")
 code=$?"""
 # The same where Slurm signals this shell alone: the agent gets them once there is one. Only bash can keep a
 # command in the background from ignoring INT and QUIT.
-BEGINS_AS_BASH = """\
-if [ -z "$BASH_VERSION" ] && [ -x /bin/bash ]; then exec /bin/bash -p "$0" "$@"; fi"""
 RUNS_AND_PASSES_ON = """\
 export {alone}=1
 pass_on() {{
@@ -146,7 +144,7 @@ def node_command(
             alone=TASKS_ALONE_VARIABLE, folder=shlex.quote(str(step)), traps=traps
         )
     return NODE_COMMAND.format(
-        begins=BEGINS_AS_BASH if tasks_alone else "", runs=runs, exports=exports, own=text,
+        runs_in=shims.SHELL, runs=runs, exports=exports, own=text,
         ours=shims.exports(job, step), told=told, active=active,
         log=shlex.quote(str(log)), folder=shlex.quote(str(step)), number=shlex.quote(str(step / NUMBER_FILE)),
         files=_into(files),

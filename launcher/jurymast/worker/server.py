@@ -132,7 +132,7 @@ class ForkServer:
         how, own = self._plan["shares"], os.sched_getaffinity(0)
         if not how["verbose"] or not (self._shares or how["bound_to"] == "none"):
             return ""
-        return line(own, int(order["environment"]["RANK"]), order["local"], how)
+        return line(own, int(order["environment"]["SLURM_PROCID"]), order["local"], how)
 
     def _load(self, environment: dict[str, str]) -> None:
         """Load torch and the modules that ranks need, with the variables that the script sets first."""
