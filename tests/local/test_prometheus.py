@@ -25,7 +25,7 @@ from support.runs import ROOT, local_run
 from support.waiting import wait_until
 
 SITE = ROOT / "slurm" / "site" / "metrics"
-TRAIN = ("--steps", "100000", "--step-time", "0.05", "--save-every", "20 steps")
+TRAIN = ("--steps", "100000", "--step-time", "0.05", "--save-every", "20 steps", "--samples", "64")
 PROGRAMS = ("prometheus", "promtool", "prometheus-node-exporter")
 pytestmark = pytest.mark.skipif(
     not all(map(shutil.which, PROGRAMS)),

@@ -32,6 +32,7 @@ parser.add_argument(
     "--save-every", default=None, help='"10 steps", "2s", "auto", or "never": no Checkpointer'
 )
 parser.add_argument("--step-time", type=float, default=0.0, help="least seconds a step takes")
+parser.add_argument("--samples", type=int, default=0, help="tell of so many a step, with 64 tokens each")
 parser.add_argument("--checkpoints", default=None, help="directory of the checkpoints")
 parser.add_argument("--keep", type=int, default=None)
 parser.add_argument(
@@ -245,7 +246,7 @@ def main() -> None:
         if args.step_time:
             time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
         if checkpoint:
-            checkpoint.step(step + 1)
+            checkpoint.step(step + 1, samples=args.samples, tokens=64 * args.samples)
             if args.tell_saves and checkpoint._saved_step == step + 1:
                 print(f"saved {step + 1}", flush=True)
         if rank == 0 and (step + 1) % 10 == 0:
