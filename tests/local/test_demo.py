@@ -78,6 +78,13 @@ def test_the_demo_loses_a_node_and_nothing_else(temporary: Path, tmp_path: Path)
     python = str(installed(tmp_path))
     share = Path(python).parents[1] / "share"
     assert {*SHARED} <= {str(file.relative_to(share)) for file in share.rglob("*")}
+    asked = [python, "-m", "jurymast", "doctor", "--install", "--json"]
+    done = subprocess.run(asked, capture_output=True, text=True, env={**os.environ, "JURYMAST_SITE": ""})
+    found = {check["check"]: check["answer"] for check in json.loads(done.stdout)["checks"]}
+    assert {name for name, answer in found.items() if answer != "yes"} <= {
+        "site policy",
+        "readable by all",
+    }, done.stdout
     told = finished(temporary, "--steps", "45", python=python)
     assert (told["state"], told["complete"], told["steps_done"]) == ("succeeded", True, 45)
     assert [incident["action"] for incident in told["incidents"]] == ["swap"]

@@ -21,20 +21,25 @@ NEWEST = 10  # runs whose directories of checkpoints are looked at
 
 
 @click.command()
+@click.option("--install", is_flag=True, help="Check instead what a site's other users find installed.")
 @json_option
 @runs_option
-def command(as_json: bool, runs: Path | None) -> int:
+def command(install: bool, as_json: bool, runs: Path | None) -> int:
     """Check whether this site is ready, and say what to do where it is not.
 
     Run it on a login node, then with srun on a compute node. In a batch script, run it after the script's own
     set-up: it then also checks the Python that the script will find. Exit code 1: something has to be done.
     """
     from jurymast.report.doctor import NO, doctor_blocks, examine, examine_script
+    from jurymast.report.install import examine_installation
 
-    settings = resolved_policy(None).settings()
-    runs = runs or default_runs()
-    of_site = examine(runs, Path(settings.spool), run_ids(runs)[:NEWEST])
-    checks = [*of_site, *examine_script(os.environ)]
+    if install:
+        checks = [*examine_installation(os.environ)]
+    else:
+        settings = resolved_policy(None).settings()
+        runs = runs or default_runs()
+        of_site = examine(runs, Path(settings.spool), run_ids(runs)[:NEWEST])
+        checks = [*of_site, *examine_script(os.environ)]
     ready = all(check.answer != NO for check in checks)
     if as_json:
         show_json({"ready": ready, "checks": [check.to_json() for check in checks]})
