@@ -196,8 +196,11 @@ def test_one_looks_closer_with_wheel_and_buttons_and_is_told_what_is_there(
         shown.mouse.wheel(0, -100)
     shown.keyboard.up("Control")
     shown.wait_for_function(f"{width} > 3 * {before}")
+    moved = "[...document.querySelectorAll('g.at')].map((e) => +e.transform.baseVal[0].matrix.e)"
+    assert any(abs(each) > 50 for each in shown.evaluate(moved)), "marks go along"
     shown.get_by_role("button", name="all").click()
     assert shown.evaluate(width) == before
+    assert all(abs(each) < 0.1 for each in shown.evaluate(moved))
 
 
 def test_the_print_has_what_is_folded_and_no_buttons(browser: Any, tmp_path: Path) -> None:
