@@ -359,6 +359,9 @@ def test_what_gpus_cost_is_told_by_currency_and_of_runs_with_a_price_only(place:
         assert 0 < found[part] == pytest.approx(alone[part])
     text = place.good("fleet")
     assert f"cost: {found['total']:.2f} USD for" in text
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "COST" in rows["TEAM"]
+    assert f"{one['cost']['EUR']['total']:.2f} EUR + {found['total']:.2f} USD" in rows["one"]
     assert "in steps that counted" in text
     header = place.good("fleet", "--csv").splitlines()[0].split(",")
     assert {"cost.USD.total", "cost.EUR.lost"} <= set(header)

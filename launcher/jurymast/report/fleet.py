@@ -350,11 +350,12 @@ def fleet_blocks(view: Mapping[str, Any]) -> list[Block]:
         Line(f"  {one_line(each['run'])}: {one_line(each['why'])}", "dim")
         for each in view["unreadable"][:UNREADABLE_TOLD]
     ]
-    headers = (*(name.upper() for name in by), *(name.lstrip(">") for name in COLUMNS))
-    right = frozenset(len(by) + place for place, name in enumerate(COLUMNS) if name.startswith(">"))
-    rows = [[*keys_of(group, by, NAME_CHARACTERS), *cells_of(group)] for group in view["groups"]]
+    columns = columns_of(total)
+    headers = (*(name.upper() for name in by), *(name.lstrip(">") for name in columns))
+    right = frozenset(len(by) + place for place, name in enumerate(columns) if name.startswith(">"))
+    rows = [[*keys_of(group, by, NAME_CHARACTERS), *cells_of(group, columns)] for group in view["groups"]]
     if len(rows) != 1 and by:
-        rows.append(["all", *[""] * (len(by) - 1), *cells_of(total)])
+        rows.append(["all", *[""] * (len(by) - 1), *cells_of(total, columns)])
     blocks += [Line(""), Table(headers, rows, right)] if rows else [Line("no runs")]
     blocks += [Line(""), *(Line(text) for text in cost_lines(total))] if total["cost"] else []
     if total["lost"]:
@@ -387,6 +388,7 @@ def _node_cell(name: str, value: Any) -> str:
     return "-" if value is None else value[:16].replace("T", " ") if name == "last_at" else str(value)
 
 
+COST = ">COST"  # if any run has a price
 # Those that begin with > have numbers.
 COLUMNS = (
     ">RUNS", ">NODE-H", ">GPU-H", ">GOODPUT", ">ETTR", ">UNKNOWN", f">MTBF {WEEK_DAYS}D",
@@ -394,22 +396,28 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def columns_of(total: Mapping[str, Any]) -> tuple[str, ...]:
+    return (*COLUMNS[:-1], COST, COLUMNS[-1]) if total["cost"] else COLUMNS
+
+
 def keys_of(group: Mapping[str, Any], by: Sequence[str], most: int | None = None) -> list[str]:
     """The group's names, cut after `most` characters; - for what the journals do not tell."""
     return [one_line(group[name] or "-", most) for name in by]
 
 
-def cells_of(group: Mapping[str, Any]) -> list[str]:
-    """The group's cells below `COLUMNS`."""
+def cells_of(group: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+    """The group's cells below these columns."""
     asked, used = group["spares"]["asked"], group["spares"]["used"]
     mtbf = group["mtbf"]
+    costs = " + ".join(money(cost["total"], currency) for currency, cost in group["cost"].items())
     return [
         f"{group['runs']}" + ("*" if group["open_runs"] else ""),
         hours(group["allocated_node_seconds"]), hours(group["gpu_seconds"]),
         ratio_text(group["ratios"]["allocation_goodput"]), ratio_text(group["ratios"]["ettr"]),
         percent(group["unknown"]["share"]), mtbf_text(mtbf[f"{WEEK_DAYS}d"]),
         mtbf_text(mtbf[f"{MONTH_DAYS}d"]), mtbf["trend"] or "-",
-        f"{used} of {asked}" if asked or used else "-", most_lost(group),
+        f"{used} of {asked}" if asked or used else "-",
+        *([costs or "-"] if COST in columns else []), most_lost(group),
     ]  # fmt: skip
 
 
@@ -496,14 +504,15 @@ def fleet_page(view: Mapping[str, Any]) -> str:
     ]
     cards.append(Card("MTBF of a node", mtbf_text(month), _mtbf_told(total["mtbf"])))
     cards.append(Card("Unknown", percent(total["unknown"]["share"]), DEFINITIONS["unknown"]))
+    columns = columns_of(total)
     for told in cost_lines(total):
         cost = told.removeprefix("cost: ").partition(" for ")
         cards.append(Card("Cost", cost[0], f"for {cost[2]}"))
     computed = {
         "title": f"Fleet: {count(total['runs'], 'run')}", "cards": cards,
-        "slices": slices(spent, sum(spent.values())), "columns": COLUMNS,
-        "groups": [(keys_of(group, view["by"]), cells_of(group)) for group in view["groups"]],
-        "all": cells_of(total), "hours": hours, "meaning": meaning_of,
+        "slices": slices(spent, sum(spent.values())), "columns": columns,
+        "groups": [(keys_of(group, view["by"]), cells_of(group, columns)) for group in view["groups"]],
+        "all": cells_of(total, columns), "hours": hours, "meaning": meaning_of,
         "longest": max((each["node_seconds"] for each in total["lost"].values()), default=1.0),
     }  # fmt: skip
     return render("fleet.html.j2", view, computed)
