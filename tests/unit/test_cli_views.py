@@ -314,7 +314,7 @@ def test_report_text_json_page_and_comparison(place: Place) -> None:
     assert (done.returncode, done.stdout) == (0, "")
     assert file.read_text().startswith("<!doctype html>")
     both = place.json("report", RUN, "--compare", "20261116-100000-old-aaaa")
-    assert set(both) == {"first", "second", "difference"}
+    assert set(both) == {"schema", "first", "second", "difference"}
     assert "relaunch" in place.good("report", RUN, "--compare", "20261116-100000-old-aaaa")
     assert place.good("report", RUN, "--compare", "20261116-100000-old-aaaa", "--html", str(file)) == ""
     assert f"<h1>{both['first']['run']} and {both['second']['run']}</h1>" in file.read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jurymast.cli import patience
-from jurymast.cli.options import examples, run_argument, runs_option, the_run
+from jurymast.cli.options import examples, json_text, run_argument, runs_option, the_run
 from jurymast.cli.output import echo
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path 
     entries = _entries(watcher, follow)
     lines: Iterable[str]
     if as_json:
-        lines = (json.dumps(_as_json(one)) for one in _singles(entries))
+        lines = (json_text(_as_json(one)) for one in _singles(entries))
     elif everything:
         lines = map(_as_text, _singles(entries))
     else:

@@ -263,8 +263,19 @@ def resolved_policy(
     return found
 
 
+# Of all that --json prints. Within a version, fields are only added.
+SCHEMA = 1
+
+
+def json_text(values: Any, indent: int | None = None) -> str:
+    """The JSON of an object with its version, or of a list of such objects."""
+    several = isinstance(values, list)
+    told = [{"schema": SCHEMA, **one} for one in (values if several else [values])]
+    return json.dumps(told if several else told[0], indent=indent)
+
+
 def show_json(values: Any) -> None:
-    echo(json.dumps(values, indent=1))
+    echo(json_text(values, indent=1))
 
 
 def show(blocks: Sequence[Block]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -13,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from jurymast.cli.options import examples, file_option, resolved_policy, runs_of, spares_option
+from jurymast.cli.options import (
+    examples,
+    file_option,
+    json_text,
+    resolved_policy,
+    runs_of,
+    spares_option,
+)
 from jurymast.cli.output import echo
 from jurymast.cli.patience import follow_on
 from jurymast.cluster.sbatch import (
@@ -144,7 +150,7 @@ def command(context: click.Context, /, **options: Any) -> int:
     if options["dry_run"]:
         lines = [] if observed else _lines(script, told, request.plan)
         values = request.to_json() | ({"lines": lines} if script else {})
-        echo(json.dumps(values, indent=1) if options["as_json"] else _shown(request) + _lines_shown(lines))
+        echo(json_text(values, indent=1) if options["as_json"] else _shown(request) + _lines_shown(lines))
         return 0
     check_request(request, told)
     if told.has("test-only") and request.plan.cluster == "slurm" and not observed:
@@ -232,7 +238,7 @@ def _announce(submitted: Submitted, options: dict[str, Any], runs: Path) -> None
             "pid": submitted.pid,
             "directory": plan.directory,
         }
-        echo(json.dumps(values))
+        echo(json_text(values))
         return
     if options["parsable"]:
         echo(";".join(filter(None, (submitted.job, submitted.slurm_cluster))))

@@ -47,7 +47,6 @@ from jurymast.rundir import RunDirectory, run_names, write_json
 VERSION = 2  # of what is kept
 OBSERVED = "observed"  # in place of the cluster: jurymast did not launch it, so it is in no figure
 SUMMARY_BYTES_MAX = 16 << 20
-SCHEMA = 1
 # From so many journals on, reading them in several processes is worth starting these.
 MANY, CHUNK, PROCESSES_MAX = 200, 25, 16
 NODES_SHOWN = 10
@@ -252,7 +251,7 @@ def fleet_view(fleet: Fleet, by: Sequence[str], since: float | None, now: float)
         if row["incidents"]
     ]
     return {
-        "schema": SCHEMA, "generated_at": iso(now), "since": iso(since), "by": list(by),
+        "generated_at": iso(now), "since": iso(since), "by": list(by),
         "provisional": any(not run.past.ended for run in total.runs.values()),
         "warnings": _warnings(fleet, total),
         "unreadable": [{"run": name, "why": why} for name, why in fleet.unreadable],
