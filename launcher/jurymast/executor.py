@@ -178,8 +178,8 @@ class JurymastExecutor(core.Executor):
         return found if gigabytes is None else {**found, "mem": f"{int(gigabytes * 1024)}M"}
 
     def _internal_update_parameters(self, **given: Any) -> None:
-        slurms = given.pop(SLURMS, {})
-        given |= self._convert_parameters(dict(slurms))
+        given |= given.pop(SLURMS, {})
+        given = self._convert_parameters(given)
         valid = {*SlurmExecutor._valid_parameters(), *self.OWN} - self.REFUSED
         if unknown := sorted({*given} - valid):
             names = ", ".join(sorted(valid))
@@ -314,9 +314,8 @@ def submit(what: Callable[..., Any] | Path | str, arguments: Sequence[Any] = (),
     """Submit a training script with its arguments, or a function; returns its job. `how`: parameters of the
     executor, like `nodes`, `tasks_per_node`, `time`, `spares` and `policy`; `folder`: where the results of
     functions are kept (the runs directory)."""
-    names = JurymastExecutor._equivalence_dict()
     folder = how.pop("folder", None) or how.get("runs") or default_runs()
-    executor = JurymastExecutor(folder, sbatch={name: how.pop(name) for name in names if name in how}, **how)
+    executor = JurymastExecutor(folder, **how)
     if callable(what):
         return executor.submit(what, *arguments)
     return executor.submit_script(what, arguments)

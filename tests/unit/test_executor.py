@@ -96,6 +96,8 @@ def test_many_functions_are_one_array(requests: list[Request], tmp_path: Path, b
 
 def test_wrong_parameters_are_named(tmp_path: Path) -> None:
     ours = JurymastExecutor(tmp_path)
+    ours.update_parameters(tasks_per_node=2, mem_gb=2)
+    assert ours.parameters == {"ntasks_per_node": 2, "mem": "2048M"}
     for wrong in ("partitoin", "teardown", "srun_args"):
         with pytest.raises(ValueError, match=f"{wrong}; valid are account, "):
             ours.update_parameters(**{wrong: "x"})
