@@ -115,7 +115,9 @@ def test_samples_and_tokens_a_second_are_told_however_rarely(tmp_path: Path) -> 
         if isinstance(b, Line)
     )
     labels = [plot.label for plot in curves(watcher.ledger.account())]
-    assert labels[1:] == ["time of a step", "samples a second", "tokens a second"]
+    assert labels[1:] == [
+        "time of a step", "samples a second", "tokens a second", "time that training stood still for a save",
+    ]  # fmt: skip
     training.samples = 0
     training.goes_on(3600.0)
     assert (state.samples_s, state.tokens_s) == (0.0, 0.0)
