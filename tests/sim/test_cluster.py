@@ -158,6 +158,18 @@ MENDED = {
         '"faults":[{"at":18.37,"kind":"storage hangs","node":1,"other":2,"seconds":58.82},'
         '{"at":22.97,"kind":"power","node":1,"other":3}]}'
     ),
+    "a rank is killed while all save for a signal after which they go on": (
+        '{"seed":99705814,"active":3,"spares":1,"ranks":2,"cadence_steps":null,"room":1,"at_term":"goes on",'
+        '"faults":[{"at":16.3,"kind":"half told","node":3,"other":1},'
+        '{"at":19.92,"kind":"caught","node":2,"other":3,"seconds":2.11},'
+        '{"at":20.0,"kind":"rank","node":1,"other":3}]}'
+    ),
+    "a node has ranks although it failed its tests, and a better one is ready at the next failure": (
+        '{"seed":99706965,"active":3,"spares":1,"ranks":2,"cadence_steps":null,"room":8,"tests":true,'
+        '"at_term":"leaves by signal","faults":[{"at":2.35,"kind":"host","node":1,"other":2},'
+        '{"at":7.66,"kind":"fails tests","node":0,"other":1},'
+        '{"at":12.12,"kind":"hang","node":2,"other":0,"seconds":1.19}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

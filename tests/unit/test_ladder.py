@@ -36,6 +36,45 @@ def test_the_same_exception_three_times_is_a_crash_loop() -> None:
     assert "ValueError" in story.incident.traceback
 
 
+def with_a_doubtful_node(*, spare: bool, **settings: str) -> Story:
+    """The last node with ranks failed its tests: n3, beside which n1 is a `spare`, or n2."""
+    story = Story(active=2, spares=int(spare), settings=Settings(**settings)).running()  # type: ignore[arg-type]
+    story.state.nodes[story.state.placement[-1]].tested = "suspect"
+    return story
+
+
+def test_a_node_that_failed_its_tests_leaves_at_the_next_failure_if_a_spare_is_ready() -> None:
+    story = with_a_doubtful_node(spare=True)
+    story.failed(0)
+    story.stopped()
+    assert story.incident.reason.endswith("n3 (failed the tests before use): n3 out, a spare in")
+    assert story.last(Launch).placement == ("n2", "n1")
+    assert story.state.nodes["n3"].role is Role.SUSPECT
+
+
+def test_a_node_that_failed_its_tests_stays_without_a_spare_or_where_nodes_are_only_reported() -> None:
+    for story in (with_a_doubtful_node(spare=False), with_a_doubtful_node(spare=True, bad_nodes="report")):
+        before = story.last(Launch).placement
+        story.failed(0)
+        story.stopped()
+        assert (story.state.attempt, story.last(Launch).placement) == (2, before)
+
+
+def test_a_node_that_failed_its_tests_leaves_if_a_spare_is_ready_when_the_pause_ends() -> None:
+    story = with_a_doubtful_node(spare=True)
+    story.state.nodes["n1"].ready = False
+    for message in ("one", "two"):
+        story.failed(0, message=message)
+        story.stopped()
+        if message == "one":
+            assert story.last(Launch).placement == ("n2", "n3")
+            story.ranks_up()
+    assert phase(story) is Phase.WAITING
+    story.feed(ev.NodeReady(t=story.t, node="n1", store_port=1))
+    story.wait(1.0)
+    assert story.last(Launch).placement == ("n2", "n1")
+
+
 def test_ranks_that_lose_each_other_again_and_again_end_the_run_but_late() -> None:
     story = Story(settings=Settings(application=Budget(count=0, window_s=3600.0))).running()
     for port in range(19):

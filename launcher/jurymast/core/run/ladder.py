@@ -10,8 +10,9 @@ from itertools import takewhile
 from jurymast.core.judges import blame, leaving, loops
 from jurymast.core.judges.attribution import ENDED_EARLY, Cause
 from jurymast.core.state.failure_rate import INFRASTRUCTURE
+from jurymast.core.state.findings import Verdict
 from jurymast.core.state.incident import APPLICATION, CHOSEN, FROM_FINDINGS, NOBODY, ORDERED, PREEMPTION
-from jurymast.core.state.run import Blame, Role, RunState
+from jurymast.core.state.run import Blame, Node, Role, RunState
 from jurymast.core.state.texts import NODES_TOLD, count, some
 from jurymast.errors import RunFailedError
 
@@ -49,6 +50,9 @@ def decide(state: RunState, cause: Cause) -> Decision:
     if aside:
         bad += tuple(b.node for b in aside)
         why += "; also removed: " + ", ".join(f"{b.node} ({b.evidence})" for b in aside)
+    if doubtful := failed_tests(state, bad, spares):
+        bad += doubtful
+        why += f"; also removed: {', '.join(doubtful)} (failed the tests before use)"
     if not bad:
         if cause.kind in loops.PATIENT:
             wait_s = _pause_s(loops.patient_tries(state, cause), PATIENT_FIRST_S, PATIENT_MAX_S)
@@ -190,6 +194,19 @@ def _blames(state: RunState, cause: Cause, bad: tuple[str, ...]) -> tuple[Blame,
                 is_bad = cause.kind.endswith("_bad")
                 found.append(Blame(name, state.now, cause.kind, cause.evidence, is_bad, cause.kind))
     return tuple(found)
+
+
+def failed_tests(state: RunState, bad: Collection[str], spares: Sequence[str]) -> tuple[str, ...]:
+    """Nodes that have ranks although they failed their tests, because no other was ready then. As ranks are
+    stopped now, these leave as far as there are `spares` besides those for `bad`."""
+    trusted = sum(state.nodes[name].role is Role.SPARE for name in spares) - len(bad)
+    if trusted <= 0 or state.settings.bad_nodes == "report":
+        return ()
+    return tuple(n for n in state.placement if n not in bad and is_doubtful(state.nodes[n]))[:trusted]
+
+
+def is_doubtful(node: Node) -> bool:
+    return node.role is Role.ACTIVE and node.tested == Verdict.SUSPECT.value
 
 
 def set_aside(

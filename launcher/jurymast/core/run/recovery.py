@@ -396,7 +396,8 @@ def _replace(state: RunState) -> list[Instruction]:
 
 def _swap_after_all(state: RunState) -> list[Instruction]:
     """Take out who stayed only because no spare was ready, if one is by now: there was a pause."""
-    if not (state.kept or any(state.nodes[name].findings for name in state.placement)):
+    nodes = [state.nodes[name] for name in state.placement]
+    if not (state.kept or any(node.findings or ladder.is_doubtful(node) for node in nodes)):
         return []
     out = [name for name in state.placement if state.nodes[name].role is not Role.ACTIVE]
     spares = [node.name for node in state.spare_nodes() if node.role is Role.SPARE]
@@ -404,6 +405,7 @@ def _swap_after_all(state: RunState) -> list[Instruction]:
     bad = kept[: max(0, len(spares) - len(out))]
     blames = [blamed for name in bad if (blamed := state.kept[name]) is not None]
     blames += ladder.set_aside(state, (), [*out, *bad], spares, [one.node for one in blames])
+    bad += ladder.failed_tests(state, [*out, *bad, *(one.node for one in blames)], spares)
     names = list(dict.fromkeys([*bad, *(one.node for one in blames)]))
     if not names:
         return []

@@ -54,7 +54,7 @@ def catch(group: SimGroup, how: str, seconds: float, *, told: bool = True) -> No
 
 def _go_on(group: SimGroup) -> None:
     group.caught = ""
-    if any(member.gone for member in group.members.values()) and not group.over:
+    if any(member.gone for member in group.members.values()):
         group.fail_all(CLOSED)  # they learn it now
 
 
