@@ -323,6 +323,17 @@ def test_values_that_contradict_each_other_are_named(
     assert f"note: {line}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("change", ["checkpoint: {tiers: {memory: off}}", "checkpoint: {cadence: 1h}"])
+def test_a_file_with_all_keys_contradicts_nothing(place: Path, change: str) -> None:
+    """As that of a run, which is submitted again, and one that extends the defaults that we ship."""
+    (place / "p.yaml").write_text(change + "\n")
+    (place / "of-run.yaml").write_text(resolve(file_layers(place / "p.yaml", "p.yaml")).yaml(origins=True))
+    default = Path(__file__).parents[2] / "configs/default.yaml"
+    (place / "over.yaml").write_text(f"extends: {default}\n{change}\n")
+    for name in ("of-run.yaml", "over.yaml"):
+        assert resolve(file_layers(place / name, name)).contradictions == ()
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -10,17 +10,17 @@ Key = tuple[str | int, ...]
 TIERS = ("checkpoint", "tiers")
 
 
-def contradictions(policy: Policy, written: Collection[Key]) -> Iterator[tuple[Key, str]]:
-    """Yield the key and what is wrong, for each. `written`: the keys that are in a file or on the command
-    line; a default contradicts nothing that somebody wrote."""
+def contradictions(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key, str]]:
+    """Yield the key and what is wrong, for each. `meant`: the keys that somebody wrote; a default
+    contradicts nothing."""
     checkpoint, tiers = policy.checkpoint, policy.checkpoint.tiers
-    both = {("checkpoint", "cadence"), ("checkpoint", "max_loss")} <= {*written}
+    both = {("checkpoint", "cadence"), ("checkpoint", "max_loss")} <= {*meant}
     if both and (checkpoint.cadence.seconds or 0.0) > checkpoint.max_loss:
         yield (
             ("checkpoint", "cadence"),
             "is longer than checkpoint.max_loss allows; write a shorter time, or auto",
         )
-    if tiers.memory is None and tiers.peer is not None and (*TIERS, "peer") in written:
+    if tiers.memory is None and tiers.peer is not None and (*TIERS, "peer") in meant:
         yield (
             (*TIERS, "peer"),
             "has no effect while checkpoint.tiers.memory is off: a peer's copy is made of that in memory",

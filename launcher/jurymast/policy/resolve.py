@@ -328,9 +328,10 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     refuse([one for number in range(len(layers)) for one in _unlocked(layers, number, policy, merged)])
     written = _with_defaults(Policy, merged.values)
     origins = {key: merged.origins.get(key, DEFAULT) for key in _leaves(written, ())}
+    # A file with all keys, like that of a run or `configs/default.yaml`, says of none that it is meant.
+    meant = {key for layer in layers if {*Policy.model_fields} - {*layer.values} for key in layer.origins}
     against = tuple(
-        _told((merged.origin(key), f"{spelled(key)}: {what}"))
-        for key, what in contradictions(policy, merged.origins)
+        _told((merged.origin(key), f"{spelled(key)}: {what}")) for key, what in contradictions(policy, meant)
     )
     return Resolved(policy, written, origins, tuple(layers), against)
 
