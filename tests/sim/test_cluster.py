@@ -170,6 +170,11 @@ MENDED = {
         '{"at":7.66,"kind":"fails tests","node":0,"other":1},'
         '{"at":12.12,"kind":"hang","node":2,"other":0,"seconds":1.19}]}'
     ),
+    "a node is lost, and that whose GPU is broken has its torchrun host replaced meanwhile": (
+        '{"seed":99801932,"active":4,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"last_step":83,'
+        '"at_term":"goes on","tasks":true,"faults":[{"at":10.25,"kind":"freeze","node":3,"other":5,'
+        '"seconds":4.0},{"at":10.42,"kind":"gpu lost","node":4,"other":0}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

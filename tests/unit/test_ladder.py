@@ -43,9 +43,11 @@ def with_a_doubtful_node(*, spare: bool, **settings: str) -> Story:
     return story
 
 
-def test_a_node_that_failed_its_tests_leaves_at_the_next_failure_if_a_spare_is_ready() -> None:
+@pytest.mark.parametrize("role", [Role.ACTIVE, Role.SPARE], ids=["its-host", "a-new-host"])
+def test_a_node_that_failed_its_tests_leaves_at_the_next_failure_if_a_spare_is_ready(role: Role) -> None:
     story = with_a_doubtful_node(spare=True)
     story.failed(0)
+    story.state.nodes["n3"].role = role
     story.stopped()
     assert story.incident.reason.endswith("n3 (failed the tests before use): n3 out, a spare in")
     assert story.last(Launch).placement == ("n2", "n1")

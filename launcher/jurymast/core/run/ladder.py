@@ -16,6 +16,8 @@ from jurymast.core.state.run import Blame, Node, Role, RunState
 from jurymast.core.state.texts import NODES_TOLD, count, some
 from jurymast.errors import RunFailedError
 
+# Of a node in the placement, the second from when its torchrun host has been replaced until the next launch.
+PLACED = Role.ACTIVE, Role.SPARE
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 PATIENT_FIRST_S = 15.0
@@ -199,14 +201,18 @@ def _blames(state: RunState, cause: Cause, bad: tuple[str, ...]) -> tuple[Blame,
 def failed_tests(state: RunState, bad: Collection[str], spares: Sequence[str]) -> tuple[str, ...]:
     """Nodes that have ranks although they failed their tests, because no other was ready then. As ranks are
     stopped now, these leave as far as there are `spares` besides those for `bad`."""
-    trusted = sum(state.nodes[name].role is Role.SPARE for name in spares) - len(bad)
+    trusted = _trusted(state, spares) - len(bad)
     if trusted <= 0 or state.settings.bad_nodes == "report":
         return ()
     return tuple(n for n in state.placement if n not in bad and is_doubtful(state.nodes[n]))[:trusted]
 
 
 def is_doubtful(node: Node) -> bool:
-    return node.role is Role.ACTIVE and node.tested == Verdict.SUSPECT.value
+    return node.role in PLACED and node.tested == Verdict.SUSPECT.value
+
+
+def _trusted(state: RunState, spares: Sequence[str]) -> int:
+    return sum(state.nodes[name].role is Role.SPARE and name not in state.places for name in spares)
 
 
 def set_aside(
@@ -223,12 +229,12 @@ def set_aside(
     aside: list[Blame] = []
     if state.settings.bad_nodes == "report":
         return aside
-    trusted = sum(state.nodes[name].role is Role.SPARE for name in spares)
+    trusted = _trusted(state, spares)
     for name in state.placement:
         node = state.nodes[name]
         if len(bad) + len(aside) >= trusted:
             break
-        if not node.findings or node.role is not Role.ACTIVE or name in bad or name in judged:
+        if not node.findings or node.role not in PLACED or name in bad or name in judged:
             continue
         finding = blame.standing(state, node)
         if finding is None or blame.worked_around(state, finding):
