@@ -269,7 +269,7 @@ def test_a_run_s_cost_is_told_where_price_and_gpus_are_known(tmp_path: Path) -> 
     cost = report["cost"]
     hours = 8 * report["allocated_node_seconds"] / 3600.0
     assert cost["total"] == pytest.approx(2.5 * hours) == pytest.approx(sum(cost["categories"].values()))
-    assert cost["counted"] + cost["doubtful"] + cost["lost"] == pytest.approx(cost["total"])
+    assert cost["counted"] + cost["doubtful"] + cost["else"] == pytest.approx(cost["total"])
     assert "queue_wait" not in cost["categories"]
     told = f"{cost['total']:.2f} CHF for {hours:.1f} GPU-hours at 2.5 CHF"
     assert any(told in block.text for block in report_blocks(report) if isinstance(block, Line))

@@ -467,7 +467,7 @@ class Policy(Section):
     price: Annotated[
         Price | None,
         _Written(read_price, {"type": "string", "pattern": f"^{PRICE}$", "examples": ["2.10 USD"]}, off=None),
-    ] = _key(False, "what a GPU costs for an hour, like 2.10 USD: reports show what was spent and lost")
+    ] = _key(False, "what a GPU costs for an hour, like 2.10 USD: reports show what was spent, and on what")
     notify: list[Notified] = _key([], "who is told what happens; each has `when`, and a `command` or a `url`")
 
 

@@ -24,7 +24,7 @@ def cost_json(account: Account, price: Price | None) -> dict[str, Any] | None:
     return {
         "gpu_hour": price.gpu_hour, "currency": price.currency,
         "gpu_hours": sum(seconds.values()) / 3600.0, "total": total, "counted": counted,
-        "doubtful": doubtful, "lost": total - counted - doubtful, "categories": spent,
+        "doubtful": doubtful, "else": total - counted - doubtful, "categories": spent,
     }  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def cost_text(found: Mapping[str, Any]) -> str:
     told = (
         f"{money(found['total'], currency)} for {found['gpu_hours']:,.1f} GPU-hours at "
         f"{found['gpu_hour']:g} {currency}: {money(found['counted'], currency)} in steps that counted, "
-        f"{money(found['lost'], currency)} lost"
+        f"{money(found['else'], currency)} in all else"
     )
     return told + (f", {money(found['doubtful'], currency)} unclear" if found["doubtful"] else "")
 

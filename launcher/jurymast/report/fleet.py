@@ -285,7 +285,7 @@ def _group_json(group: RunGroup, by: Sequence[str], now: float) -> View:
         "cost": {
             currency: {
                 "total": cost.total, "counted": cost.counted, "doubtful": cost.doubtful,
-                "lost": cost.total - cost.counted - cost.doubtful, "gpu_seconds": cost.gpu_us / 1e6,
+                "else": cost.total - cost.counted - cost.doubtful, "gpu_seconds": cost.gpu_us / 1e6,
             }
             for currency, cost in sorted(group.costs.items())
         },
@@ -377,7 +377,7 @@ def cost_lines(group: Mapping[str, Any]) -> list[str]:
     return [
         f"cost: {money(cost['total'], currency)} for {hours(cost['gpu_seconds'])} of "
         f"{hours(group['gpu_seconds'])} GPU-hours: {money(cost['counted'], currency)} in steps that counted, "
-        f"{money(cost['lost'], currency)} lost"
+        f"{money(cost['else'], currency)} in all else"
         + (f", {money(cost['doubtful'], currency)} unclear" if cost["doubtful"] else "")
         for currency, cost in group["cost"].items()
     ]
