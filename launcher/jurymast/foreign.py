@@ -136,6 +136,17 @@ def owns(place: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and is_ours(found)
 
 
+def made(path: Path) -> bool:
+    """Whether this user owns the file, whoever else may write it. Raises OSError."""
+    return link_status(path).st_uid == os.geteuid()
+
+
+def check_made(path: Path) -> None:
+    """Raise NotOurs if another user owns the file. Raises OSError."""
+    if not made(path):
+        raise NotOurs(path, link_status(path))
+
+
 def behind_own_link(place: Path) -> Path:
     """What a link of this user's leads to; `place` itself if it is anything else."""
     try:

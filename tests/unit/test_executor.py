@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import submitit
 from submitit.core import plugins
 
 import jurymast
-from jurymast import executor
+from jurymast import executor, foreign
 from jurymast.cluster import slurm
 from jurymast.cluster.slurm import Request, Submitted
 from jurymast.errors import SubmissionError
 from jurymast.executor import JurymastExecutor
+from jurymast.rundir import RunDirectory
+from jurymast.worker import function
 from jurymast.worker.function import own_variables
+
+OTHER_UID = 65533
 
 
 @pytest.fixture
@@ -71,6 +79,32 @@ def test_a_script_of_the_slurm_executor_needs_one_other_word(requests: list[Requ
     assert "\nmodule load cuda\ncd " in request.script
     assert (tmp_path / "log" / "4711_run").readlink() == Path(plan.directory)
     assert job.submission().args == (1, 2)
+
+
+def test_nothing_is_read_that_another_user_has_put_in_the_folder(
+    requests: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would run that user's code."""
+    job = submitit.AutoExecutor(tmp_path / "log", cluster="jurymast").submit(add, 1, 2)
+    paths = job.paths
+    assert stat.S_IMODE(paths.submitted_pickle.stat().st_mode) == 0o600
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    monkeypatch.setattr(type(job), "wait", lambda self: None)
+    paths.result_pickle.write_bytes(cloudpickle.dumps(("success", 3)))
+    assert job.result() == 3
+    os.chown(paths.result_pickle, OTHER_UID, -1)
+    with pytest.raises(foreign.NotOurs, match="not private to this user"):
+        job.result()
+    os.chown(paths.submitted_pickle, OTHER_UID, -1)
+    run = RunDirectory(tmp_path / "run")
+    run.root.mkdir()
+    run.allocation_file.write_text(json.dumps({"job": "4711"}))
+    names = "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"
+    variables = {"JURYMAST_RUN_DIR": str(run.root), **dict.fromkeys(names, "0")}
+    monkeypatch.setattr(os, "environ", {**os.environ, **variables})
+    with pytest.raises(foreign.NotOurs, match="submitted.pkl"):
+        function.main(str(tmp_path / "log"))
 
 
 def test_other_executors_parameters_stay_as_they_are(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,6 +27,9 @@ locked:
 """
 VISION = "spares: 3\nlocked: [spares]\n"
 LONG = "checkpoint: {cadence: 10m}\n"
+
+
+OTHER_UID = 65533
 
 
 class Job:
@@ -208,8 +212,15 @@ def test_another_file_does_not_take_the_place_of_one_that_locks(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(site, "SITE_FILE", place / "site.yaml")
-    monkeypatch.setattr("jurymast.foreign.owns", lambda _path: False)
-    for other in ("", str(place / "other.yaml")):
+    others = ("", str(place / "other.yaml"))
+    (place / "other.yaml").write_text("spares: 1\n")
+    assert [len(site.site_layers({"JURYMAST_SITE": other}, Job())) for other in others] == [0, 1], (
+        "its owner's"
+    )
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    os.chown(place / "site.yaml", OTHER_UID, -1)
+    for other in others:
         with pytest.raises(PolicyError, match=r"^JURYMAST_SITE: .*site.yaml locks keys"):
             site.site_layers({"JURYMAST_SITE": other}, Job())
     (place / "site.yaml").write_text("spares: 1\n")

@@ -118,7 +118,7 @@ def site_layers(environment: Mapping[str, str], submitter: Submitter) -> list[La
     installed = foreign.exists(SITE_FILE)
     if named is None:
         return layers_of_site(SITE_FILE, submitter) if installed else []
-    if installed and not foreign.owns(SITE_FILE) and _locks(layers_of_site(SITE_FILE, submitter)):
+    if installed and not foreign.made(SITE_FILE) and _locks(layers_of_site(SITE_FILE, submitter)):
         raise PolicyError(f"JURYMAST_SITE: {SITE_FILE} locks keys, so no other file can take its place")
     return layers_of_site(Path(named), submitter) if named else []
 

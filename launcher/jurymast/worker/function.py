@@ -80,6 +80,7 @@ def main(folder: str) -> None:
         os.environ.pop(name, None)
     os.environ["SUBMITIT_FOLDER"] = folder
     paths = JurymastJobEnvironment().paths
+    foreign.check_made(paths.submitted_pickle)  # to read another user's would run that user's code
     _prepare(paths, os.environ)
     from submitit.core.submission import process_job
 
