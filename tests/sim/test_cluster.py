@@ -175,6 +175,13 @@ MENDED = {
         '"at_term":"goes on","tasks":true,"faults":[{"at":10.25,"kind":"freeze","node":3,"other":5,'
         '"seconds":4.0},{"at":10.42,"kind":"gpu lost","node":4,"other":0}]}'
     ),
+    "a rank leaves early while no supervisor is there, and the other then loses it": (
+        '{"seed":99902180,"active":2,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"last_step":88,'
+        '"copy_s":8.9,"at_term":"loses","faults":[{"at":3.32,"kind":"signal all","node":0,"other":1},'
+        '{"at":3.69,"kind":"supervisor","node":0,"other":1},'
+        '{"at":5.33,"kind":"storage slow","node":1,"other":0,"seconds":11.15},'
+        '{"at":6.0,"kind":"supervisor","node":0,"other":0}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

@@ -265,6 +265,20 @@ def test_who_takes_over_names_the_rank_that_left_and_not_the_one_that_lost_it() 
     assert (story.incident.cause, story.incident.rank, story.incident.action) == ("worker_exit", 0, "stop")
 
 
+def test_who_takes_over_knows_who_had_left_also_when_that_node_stops_first() -> None:
+    """No signal was told of, so that a rank that leaves early is the script's fault, and not the network's."""
+    story = Story(active=2, spares=0).running()
+    left, lost = story.state.placement
+    after = Successor(story)
+    after.joins(left, attempt=1, ranks="finished")
+    after.joins(lost, attempt=1, ranks="running")
+    after.hears(lost, msg.Failed(attempt=1, rank=1, exit_code=1, error="RuntimeError", message=CLOSED))
+    for node in (left, lost):
+        after.hears(node, msg.Stopped(attempt=1, store_port=29001))
+    incident = story.incident
+    assert (incident.cause, incident.charged, incident.rank) == ("worker_exit", "application", 0)
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_a_rank_that_fails_after_a_signal_ends_the_others_if_they_do_not_leave(left: bool) -> None:
     story = Story(active=3).running()

@@ -91,6 +91,7 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
         return []
     open_incident(state, detected_at, fault_at)
     state.phase, state.stopped = Phase.STOPPING, set()
+    state.findings.ended = _ended_before(state)
     state.deadline = deadline(state, detected_at)
     asked = state.findings.asked
     told = f"{request(asked.what, asked.node)} requested by {asked.by}" if asked else ""
@@ -101,6 +102,15 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
         reason = state.findings.straggling.evidence
     hangs = state.findings.hung is not None
     return [StopWorkers(attempt=state.attempt, nodes=not_stopped(state), reason=reason, stacks=hangs)]
+
+
+def _ended_before(state: RunState) -> tuple[int, ...]:
+    """The ranks of nodes that had reached the script's end. Their heartbeats say so as well, but a supervisor
+    that took over since has not heard those."""
+    failed = {failure.node for failure in state.findings.failures.values()}
+    count = state.ranks_per_node
+    places = (place for name, place in state.places.items() if name in state.finished - failed)
+    return tuple(place * count + local for place in places for local in range(count))
 
 
 def reconsider(state: RunState, cause: Cause) -> list[Instruction]:

@@ -167,7 +167,8 @@ class Supervision:
             return []
         failed = {rank for _, rank, _ in state.findings.failures}
         found = self.watch.reports.ended(state.incident.detected_at)
-        ended = tuple(sorted({*found} - failed or state.done - failed))  # an earlier supervisor knew of these
+        # The second were heard of, or an earlier supervisor knew of them.
+        ended = tuple(sorted({*found} - failed or {*state.findings.ended, *state.done} - failed))
         unknown = tuple(rank for rank in ended if not found.get(rank, True))
         told = ev.RanksEnded(t=now, attempt=state.attempt, ranks=ended, unknown=unknown)
         return self.record(told) if ended else []
