@@ -266,7 +266,7 @@ def test_who_takes_over_names_the_rank_that_left_and_not_the_one_that_lost_it() 
 
 
 def test_who_takes_over_knows_who_had_left_also_when_that_node_stops_first() -> None:
-    """No signal was told of, so that a rank that leaves early is the script's fault, and not the network's."""
+    """No signal was told of, so a rank that leaves early is the script's fault, and not the network's."""
     story = Story(active=2, spares=0).running()
     left, lost = story.state.placement
     after = Successor(story)
