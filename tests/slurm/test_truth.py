@@ -117,6 +117,7 @@ def test_the_report_agrees_with_the_log_of_the_faults(
     check_sums(report)
     check_moments(report, log.times)
     assert abs(report["advice"]["error"]) < FORETOLD
+    assert abs(report["advice"]["error_allocation"]) < FORETOLD
     print(json.dumps({"advice": report["advice"], "ratios": report["ratios"], "sum": report["categories"]}))
 
 

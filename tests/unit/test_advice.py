@@ -37,13 +37,14 @@ class Past:
     spares: int = 1
     seconds: float = 2 * DAY_S
     durations: Durations = USUAL
+    kind: type[Simulation] = Simulation
 
     def run(self) -> Simulation:
         setup = Setup(
             nodes=self.nodes, spares=self.spares, seconds=self.seconds, durations=self.durations,
             settings=self.settings, named=self.nodes,
         )  # fmt: skip
-        simulation = Simulation(setup, self.faults, self.cadence)
+        simulation = self.kind(setup, self.faults, self.cadence)
         simulation.run()
         return simulation
 
@@ -56,6 +57,17 @@ class Past:
         found = ran.ledger.account(ran.now).ratios()[name]
         assert found is not None
         return found
+
+
+class Held(Simulation):
+    """One whose nodes are held for as long as those of a real cluster, though no rank runs on them: until all
+    agents have joined, and until Slurm has ended a job."""
+
+    def _join(self, name: str) -> None:
+        self._at(self.now + 250.0, super()._join, name)
+
+    def _allocation_ended(self, why: str) -> None:
+        self._at(self.now + (150.0 if why == "requeue" else 0.0), super()._allocation_ended, why)
 
 
 def often(kind: str, every_s: float, nodes: int = 8) -> tuple[TraceFault, ...]:
@@ -141,7 +153,57 @@ def test_the_forecast_for_a_run_as_it_was_is_within_two_points(seed: int) -> Non
     account = ran.ledger.account(ran.now)
     replay = replay_of(ran.state, account, ran.ledger.steps, ran.ledger.saves)
     assert replay.goodput == pytest.approx(account.ratios()["runtime_goodput"])
-    assert replay.run().goodput == pytest.approx(replay.goodput, abs=0.02)
+    foretold = replay.run()
+    assert foretold.goodput == pytest.approx(replay.goodput, abs=0.02)
+    assert foretold.allocated == pytest.approx(replay.allocated, abs=0.02)
+
+
+KINDS_OF_RUNS = {
+    "nothing fails": Past(nodes=8, spares=2, seconds=4000.0),
+    "restarts alone": Past(often(WORKER_KILL, 3600.0), seconds=DAY_S),
+    "requeues without spares": Past(often(POWER_LOSS, 7200.0), spares=0),
+    "the spares are spent": Past(often(POWER_LOSS, 5000.0), spares=3, nodes=6),
+    "requeues and restarts": Past(
+        tuple(sorted((*often(POWER_LOSS, 9000.0), *often(SCRIPT, 20000.0)), key=lambda fault: fault.t)),
+        Cadence(steps=100),
+        spares=1,
+    ),
+    "hangs": Past(often(HANG, 14400.0), Cadence(seconds=600.0)),
+    "slow storage": Past(often(POWER_LOSS, 7200.0), spares=0, durations=replace(USUAL, write_s=300.0)),
+}
+
+
+@pytest.mark.parametrize("kind", [Simulation, Held])
+@pytest.mark.parametrize("past", KINDS_OF_RUNS)
+def test_both_forecasts_are_within_two_points(past: str, kind: type[Simulation]) -> None:
+    """Also where nodes are held while nothing runs on them."""
+    ran = replace(KINDS_OF_RUNS[past], kind=kind).run()
+    account = ran.ledger.account(ran.now)
+    replay = replay_of(ran.state, account, ran.ledger.steps, ran.ledger.saves)
+    ratios, foretold = account.ratios(), replay.run()
+    assert replay.goodput == pytest.approx(ratios["runtime_goodput"])
+    assert replay.allocated == pytest.approx(ratios["allocation_goodput"])
+    assert foretold.goodput == pytest.approx(replay.goodput, abs=0.02)
+    assert foretold.allocated == pytest.approx(replay.allocated, abs=0.02)
+    assert (replay.outside_s > 200.0) is (kind is Held)
+    requeued = any(one.action == "requeue" for one in ran.state.incidents)
+    assert (replay.held_s > 300.0) is (kind is Held and requeued)
+
+
+def test_what_spares_cost_while_nodes_wait_is_foretold() -> None:
+    """Fewer of them also wait for the others."""
+    past = replace(KINDS_OF_RUNS["the spares are spent"], kind=Held)
+    ran, fewer = past.run(), replace(past, spares=1)
+    replay = replay_of(ran.state, ran.ledger.account(ran.now), ran.ledger.steps, ran.ledger.saves)
+    foretold = replay.with_setup(spares=1).run()
+    assert foretold.allocated == pytest.approx(fewer.ratio("allocation_goodput"), abs=0.02)
+
+
+@pytest.mark.parametrize("asked", [Cadence(steps=40), Cadence(seconds=300.0), Cadence()])
+def test_how_often_the_script_saved_is_found_out(asked: Cadence) -> None:
+    ran = Past(often(WORKER_KILL, 14400.0), asked).run()
+    replay = replay_of(ran.state, ran.ledger.account(ran.now), ran.ledger.steps, ran.ledger.saves)
+    assert replay.cadence == asked
 
 
 def test_a_run_as_jurymast_chooses_it_is_told_to_change_nothing() -> None:

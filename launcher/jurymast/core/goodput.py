@@ -264,7 +264,8 @@ BEFORE_FIRST_STEP = ("launch", "relaunch", RANKS_UP, "warm_up")
 
 @dataclass
 class SaveCounts:
-    """Checkpoints that were written, and those that failed. Times in seconds."""
+    """Checkpoints that were written, and those that failed. Times in seconds. `agreed`: the newest schedule
+    of which the ranks of any attempt agreed."""
 
     done: int = 0
     failed: int = 0
@@ -274,6 +275,7 @@ class SaveCounts:
     intervals: int = 0
     interval_s: float = 0.0
     last: tuple[int, int, float] | None = None  # attempt, step, time
+    agreed: ev.CadenceSet | None = None
 
     def take(self, event: ev.Saved) -> None:
         """Count a save. What agents copy from memory to other tiers is not another save."""
@@ -398,6 +400,8 @@ class Ledger:
             case ev.Progress(saves=number, saved_step=newest, saved_in=tier) if number > 0:
                 stall_s = event.stall_s / number
                 self.saved.take(ToldSaves(event.t, event.attempt, newest, tier, stall_s, number))
+            case ev.CadenceSet() if event.every_steps:
+                self.saves.agreed = event
             case ev.HealthFound(verdict=Verdict.BAD.value | Verdict.SUSPECT.value):
                 at = event.at or event.t
                 self.findings.take(ToldFinding(at, event.node, event.code, event.verdict))

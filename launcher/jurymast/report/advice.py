@@ -28,7 +28,9 @@ MORE_SPARES = (1, 2, 4)
 # A shorter run says nothing of how many spares are too many.
 SPARES_S = 3600.0
 MOST_TOLD = 3
-RUNTIME = "runtime goodput"
+RUNTIME, ALLOCATION = "runtime goodput", "allocation goodput"
+
+NONE_FORETOLD = ("foretold", "error", "foretold_allocation", "error_allocation", "part", "why_none")
 
 
 @dataclass(frozen=True)
@@ -57,20 +59,23 @@ class _Change:
 
 
 def advice_view(ledger: Ledger, account: Account, now: float) -> dict[str, Any]:
-    """The key `advice` of the report: `changes`, the best first; `foretold`, what the simulation says for the
-    run as it was, and `error`, by how much that is wrong; `part`: only the run's end was simulated;
-    `why_none` if there is no forecast."""
-    found: dict[str, Any] = dict.fromkeys(("foretold", "error", "part", "why_none"))
+    """The key `advice` of the report: `changes`, the best first; `foretold`, the runtime goodput that the
+    simulation says for the run as it was, and `error`, by how much that is wrong, with the same of allocation
+    goodput; `part`: only the run's end was simulated; `why_none` if there is no forecast."""
+    found: dict[str, Any] = dict.fromkeys(NONE_FORETOLD)
     state, worth = ledger.state, list[Advice]()
     try:
         replay = replay_of(state, account, ledger.steps, ledger.saves)
         was = replay.run()
-        error = was.goodput - replay.goodput
-        found.update(foretold=was.goodput, error=error, part=replay.part)
-        if abs(error) > MOST_ERROR:
+        errors = {RUNTIME: was.goodput - replay.goodput, ALLOCATION: was.allocated - replay.allocated}
+        found.update(
+            foretold=was.goodput, error=errors[RUNTIME], foretold_allocation=was.allocated,
+            error_allocation=errors[ALLOCATION], part=replay.part,
+        )  # fmt: skip
+        if abs(errors[RUNTIME]) > MOST_ERROR:
             raise NotReplayed("a simulation of the run is too far from what happened")
         advice = [*_changes(replay, was), *_spares(replay, was, state, now)]
-        worth = [one for one in advice if one.gain >= max(LEAST_GAIN, abs(error))]
+        worth = [one for one in advice if one.gain >= max(LEAST_GAIN, abs(errors[one.of]))]
     except (NotReplayed, StandsStill) as problem:
         found["why_none"] = str(problem)
     worth.sort(key=lambda one: -one.gain)
@@ -144,7 +149,7 @@ def _spares(replay: Replay, was: Foretold, state: RunState, now: float) -> Itera
         why = (
             f"{count(state.active, 'node')} need no more, even at the upper end of the failure rate, {queue}"
         )
-        yield Advice("--spares", str(wanted), why, "allocation goodput", was.allocated, less.allocated)
+        yield Advice("--spares", str(wanted), why, ALLOCATION, was.allocated, less.allocated)
 
 
 def _lost(replay: Replay) -> bool:
@@ -175,7 +180,11 @@ def trust(advice: Mapping[str, Any]) -> str:
         return "(advice comes from a simulation of the run's own journal)"
     alone = ", each change alone" if len(advice["changes"]) > 1 else ""
     of = "this run's newest failures" if advice["part"] else "this run's failures"
+    told = [
+        f"{percent(advice[f'foretold{key}'])} {name} goodput, {100 * advice[f'error{key}']:+.1f} points"
+        for name, key in (("runtime", ""), ("allocation", "_allocation"))
+    ]
     return (
-        f"(by a simulation of {of}{alone}; for the run as it was it says {percent(advice['foretold'])}, "
-        f"{100 * advice['error']:+.1f} points from what happened)"
+        f"(by a simulation of {of}{alone}; for the run as it was it says {told[0]} from what happened, and "
+        f"{told[1]})"
     )

@@ -21,6 +21,7 @@ from jurymast.core.state.failure_rate import prior
 from jurymast.core.state.run import Phase, RunState
 from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.errors import JurymastError
+from jurymast.report.advice import NONE_FORETOLD
 from jurymast.report.goodput import (
     Report,
     Reported,
@@ -139,9 +140,7 @@ def _report(job: AccountedJob, found: Estimate, path: Path | None, log: StepLog,
             node_failures(account, incidents), charges(incidents), prior().mtbf_s(max(1, nodes))
         ),
         "cadence": None,
-        "advice": {
-            "changes": [], "foretold": None, "error": None, "part": None, "why_none": WHY_NO_ADVICE,
-        },
+        "advice": {"changes": [], **dict.fromkeys(NONE_FORETOLD), "why_none": WHY_NO_ADVICE},
         "provenance": {
             "script": job.submit_line, "arguments": [], "user": job.user, "account": job.account,
             "partition": job.partition, "slurm_jobs": [job.number], "submitted_at": iso(first.eligible),

@@ -306,6 +306,10 @@ class Names:
             self._lendable.append(name)
         return name
 
+    def number_of(self, name: str) -> int | None:
+        """Return the number of the node with this name; None if it stands for several."""
+        return next((number for number, its in self._names.items() if its == name), None)
+
     def placed(self, placement: Sequence[str]) -> list[tuple[int, int]]:
         """Note the nodes of the newest attempt, whose names may be lent. Returns, for each new node, the pair
         (number of the node that left the placement, number of the node in its place)."""
