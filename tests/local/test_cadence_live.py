@@ -13,6 +13,7 @@ import pytest
 
 from jurymast.core.state import events as ev
 from jurymast.wire.endpoint import find
+from support.outputs import checked
 from support.runs import RunUnderTest, jurymast, local_run
 from support.saves import agreed, all_alike, named, saved_by_rank, saves
 from support.waiting import wait_until
@@ -31,7 +32,8 @@ def policy(folder: Path, text: str = OFTEN) -> tuple[str, str]:
 
 
 def status(run: RunUnderTest) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(jurymast("status", str(run.directory.root), "--json").stdout)
+    told = json.loads(jurymast("status", str(run.directory.root), "--json").stdout)
+    found: dict[str, Any] = checked(told, "status")
     return found
 
 
@@ -44,7 +46,7 @@ def test_a_cadence_is_agreed_on_and_saves_are_made_when_somebody_asks(tmp_path: 
 
         done = jurymast("save", root, "--json")
         assert done.returncode == 0, done.stderr
-        step = json.loads(done.stdout)["step"]
+        step = checked(json.loads(done.stdout), "save")["step"]
         assert [e.step for e in saves(run)] == [step]
         (asked,) = [e for e in agreed(run) if e.by]
         assert asked.first_step == step

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from support.outputs import checked
 from support.runs import command_of, end_all, jurymast, local_run, processes_of, tree, wait_gone
 from support.waiting import wait_until
 
@@ -124,7 +125,8 @@ def test_a_run_that_ends_on_a_full_disk_says_so_and_can_be_let_go(tmp_path: Path
         run.wait("a durable one", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
 
         def status() -> dict[str, Any]:
-            told: dict[str, Any] = json.loads(jurymast("status", str(root), "--json").stdout)
+            found = json.loads(jurymast("status", str(root), "--json").stdout)
+            told: dict[str, Any] = checked(found, "status")
             return told
 
         def status_with(what: str, shown: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.cli.main import main
 from jurymast.rundir import RunDirectory
 from support.checkpoints import flip, same, truncate
+from support.outputs import checked
 from support.stories import Story
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_run")]
@@ -52,7 +53,7 @@ class Shell:
         return said.err if code and not said.out else said.out
 
     def json(self, *words: str, code: int = 0) -> Any:
-        return json.loads(self(*words, "--json", code=code))
+        return checked(json.loads(self(*words, "--json", code=code)), "checkpoints", "last", *words)
 
 
 @pytest.fixture

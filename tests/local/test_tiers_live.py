@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from jurymast.core.state import events as ev
+from support.outputs import checked
 from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
 from support.saves import check_restores
 
@@ -27,7 +28,8 @@ def undisturbed(trained_plainly: Callable[..., str]) -> str:
 
 
 def status(run: RunUnderTest) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(jurymast("status", str(run.directory.root), "--json").stdout)
+    told = json.loads(jurymast("status", str(run.directory.root), "--json").stdout)
+    found: dict[str, Any] = checked(told, "status")
     return found
 
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from jurymast.cli.main import main
 from jurymast.cli.simulate import command
+from support.outputs import checked
 
 SMALL = ["--nodes", "64", "--days", "5", "--seeds", "2"]
 
@@ -18,7 +19,7 @@ SMALL = ["--nodes", "64", "--days", "5", "--seeds", "2"]
 def asked(*words: str) -> dict[str, object]:
     result = CliRunner().invoke(command, [*SMALL, *words, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    found: dict[str, object] = json.loads(result.stdout)
+    found: dict[str, object] = checked(json.loads(result.stdout), "simulate")
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 from jurymast.core.state import events as ev
 from jurymast.core.state.run import RunState, TierState
 from support.fake_gpus import FakeGpus, build
+from support.outputs import checked
 from support.runs import SCRIPTS, result
 from support.slurm_runs import SlurmRun, jurymast
 from support.waiting import wait_until
@@ -80,7 +81,9 @@ def submit(
     command += ["--json", *options, "--", str(SCRIPTS / script), *arguments]
     done = cluster.login(command, env=environment, timeout_s=240, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)  # the run's directory may be where only the nodes see it
+    told = checked(
+        json.loads(done.stdout), "submit"
+    )  # the run's directory may be where only the nodes see it
     return str(told["directory"]), int(told["slurm_job"])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.outputs import checked
 from support.slurm_runs import ACCOUNTS, hurried, jurymast, running_cluster
 from testcluster import Cluster
 from testcluster.processes import wait_until
@@ -79,7 +80,7 @@ class Jobs:
     def report(self, *words: str) -> dict[str, Any]:
         code, told, error = jurymast(self.cluster, "report", "--slurm", *words, "--json")
         assert code == 0, error
-        report: dict[str, Any] = json.loads(told)
+        report: dict[str, Any] = checked(json.loads(told), "report", *words)
         return report
 
     def checked(self, job: int, nodes: int = 2) -> dict[str, Any]:

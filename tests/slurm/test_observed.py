@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jurymast.cli.options import find_run
+from support.outputs import checked
 from support.runs import SCRIPTS
 from support.slurm_runs import ACCOUNTS, hurried, jurymast, running_cluster
 from testcluster import Cluster
@@ -79,7 +80,7 @@ class Job:
         of = str(self.number) if words else str(self.directory)
         code, told, error = jurymast(self.cluster, "report", of, "--json", *words)
         assert code == 0, error
-        found: dict[str, Any] = json.loads(told)
+        found: dict[str, Any] = checked(json.loads(told), "report", of, *words)
         return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from jurymast.core.state.run import RunState
+from support.outputs import checked
 from support.saves import check_restores
 from support.slurm_runs import (
     TRAIN,
@@ -113,7 +114,7 @@ def test_the_report_agrees_with_the_log_of_the_faults(
 
     code, told, error = jurymast(cluster, "report", "--json", str(run.directory.root))
     assert code == 0, error
-    report = json.loads(told)
+    report = checked(json.loads(told), "report")
     check_sums(report)
     check_moments(report, log.times)
     assert abs(report["advice"]["error"]) < FORETOLD

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.rundir import RunDirectory
+from support.outputs import checked
 from support.stories import START, Story
 
 LAUNCHER = Path(__file__).parents[2] / "launcher"
@@ -54,7 +55,8 @@ class Place:
         return done.stdout
 
     def json(self, *words: str) -> Any:
-        return json.loads(self.good(*words, "--json"))
+        """What it prints with --json, which must fit its schema."""
+        return checked(json.loads(self.good(*words, "--json")), *words)
 
     @contextmanager
     def following(self, *words: str) -> Iterator[subprocess.Popen[str]]:

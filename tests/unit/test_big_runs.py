@@ -15,6 +15,7 @@ from jurymast.report.sentences import sentence
 from jurymast.rundir import RANKS_A_FOLDER, RunDirectory
 from support.big_runs import INCIDENTS, RANKS, BigRun
 from support.commands import RUN, Place
+from support.outputs import checked
 
 NODES = 150
 
@@ -122,7 +123,8 @@ def test_events_count_the_nodes_that_say_the_same(place: Place, run: BigRun) -> 
     assert sum("tokenize at data.py:31" in line for line in shown) >= 1, "the one that differs is shown"
     everything = place.good("events", RUN, "--all").splitlines()
     assert sum("joined" in line for line in everything) == run.plan.nodes
-    as_json = [json.loads(line) for line in place.good("events", RUN, "--json").splitlines()]
+    told = place.good("events", RUN, "--json").splitlines()
+    as_json = [checked(json.loads(line), "events") for line in told]
     assert len(as_json) == len(run.entries)
 
 

@@ -21,6 +21,7 @@ from jurymast.core.estimate import AccountedAttempt, Estimate, estimate, without
 from jurymast.core.goodput import CATEGORIES
 from jurymast.core.judges.step_lines import StepLine, StepLog, read_steps, step_line, time_in, times_of
 from jurymast.core.state.texts import compressed, expanded
+from support.outputs import checked
 from support.stories import Story
 
 START = 1_790_000_000.0
@@ -412,7 +413,9 @@ def test_a_report_says_everywhere_that_it_is_an_estimate(sacct: Sacct, tmp_path:
     assert done.stdout.startswith("ESTIMATE of Slurm job 9: completed (final")
     assert "warning    this is an estimate" in done.stdout
     assert "slurm-9.out (30 step lines)" in done.stdout
-    report = json.loads(run.invoke(command, ["--slurm", "9", "--json"], catch_exceptions=False).stdout)
+    words = ["--slurm", "9", "--json"]
+    report = json.loads(run.invoke(command, words, catch_exceptions=False).stdout)
+    assert checked(report, "report")
     assert report["estimate"]["step_lines"] == 30
     assert report["categories"]["step"] == 58.0
     assert sum(report["categories"].values()) == report["total_node_seconds"]
@@ -430,6 +433,7 @@ def test_all_jobs_of_a_user(sacct: Sacct, tmp_path: Path) -> None:
     assert done.stdout.startswith("ESTIMATE of 2 Slurm jobs of ann in the last 3 d 00 h")
     assert "all jobs: goodput 0.0 % to 100.0 % of 2.7 node-min allocated" in done.stdout
     view = json.loads(CliRunner().invoke(command, [*words, "--json"], catch_exceptions=False).stdout)
+    assert checked(view, "report", *words)
     assert (view["allocation_goodput"], view["allocation_goodput_at_most"]) == (0.0, 1.0)
     assert [job["run"] for job in view["jobs"]] == ["8", "9"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.outputs import checked
 from support.runs import jurymast
 from support.stories import Story
 
@@ -25,7 +26,7 @@ def test_what_commands_say_of_one_run_agrees(tmp_path: Path) -> None:
     story.write(run)
     status = json.loads(jurymast("status", str(run), "--json").stdout)
     (row,) = json.loads(jurymast("ps", "--all", "--json", "--runs", str(run.parent)).stdout)
-    report = json.loads(jurymast("report", str(run), "--json").stdout)
+    report = checked(json.loads(jurymast("report", str(run), "--json").stdout), "report")
     assert status["restarts"] == row["restarts"] == len(report["incidents"]) == 2
     assert status["step"] == row["step"] == report["steps"]["done"] == 80
     assert report["mtbf"]["failures"] == report["mtbf"]["by_charge"]["infrastructure"] == 1
@@ -44,7 +45,7 @@ def test_rework_that_the_next_failure_cut_short_is_the_incidents_too(tmp_path: P
     run = tmp_path / "runs" / story.plan.run
     story.write(run)
     status = json.loads(jurymast("status", str(run), "--json").stdout)
-    report = json.loads(jurymast("report", str(run), "--json").stdout)
+    report = checked(json.loads(jurymast("report", str(run), "--json").stdout), "report")
     told = [incident["seconds"]["rework"] for incident in status["incidents"]]
     assert told == [incident["seconds"]["rework"] for incident in report["incidents"]]
     assert told[0] > told[1] > told[2] == 0.0

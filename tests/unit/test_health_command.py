@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from jurymast.health import once
+from support.outputs import checked
 from support.probes import Acme
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def test_the_code_is_nagios_and_the_first_line_says_it(acme: Acme, word: str, co
 def test_a_probe_that_hangs_is_told_of_within_the_limit_and_the_others_look(acme: Acme) -> None:
     acme.tell("acme", "hang")
     done = health(acme, "--probe", "acme", "--probe", "other", "--limit", "3", "--json")
-    view: dict[str, Any] = json.loads(done.stdout)
+    view: dict[str, Any] = checked(json.loads(done.stdout), "health")
     assert done.returncode == view["exit_code"] == 1
     assert view["verdict"] == "suspect"
     assert view["probes"] == [{"name": "acme", "state": "left out"}, {"name": "other", "state": "looked"}]

@@ -17,6 +17,7 @@ from jurymast.cluster.exclusion import banned, fitting
 from jurymast.core.judges.history import NodeRecord
 from jurymast.core.state.settings import Avoided, RunPlan
 from support.commands import Place
+from support.outputs import checked
 from support.stories import START, Story
 
 LAUNCHER = Path(__file__).parents[2] / "launcher"
@@ -39,7 +40,7 @@ class Site(Place):
     def rows(self, *words: str) -> list[dict[str, Any]]:
         done = self.run("nodes", "--json", *words)
         assert done.returncode == 0, done.stderr
-        rows: list[dict[str, Any]] = json.loads(done.stdout)
+        rows: list[dict[str, Any]] = checked(json.loads(done.stdout), "nodes")
         return rows
 
     def fails(self, node: str, name: str, ago_s: float = 3600.0) -> None:

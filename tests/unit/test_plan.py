@@ -21,6 +21,7 @@ from jurymast.core.state.failure_rate import prior
 from jurymast.report.plan import facts, page, plan_blocks, plan_view
 from jurymast.report.text import minutes, render
 from jurymast.sim.checkpoints import TRAINING_START_S, read_measured
+from support.outputs import checked
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def _no_site(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(*words: str) -> dict[str, Any]:
     done = CliRunner().invoke(command, [*words, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    values: dict[str, Any] = json.loads(done.output)
+    values: dict[str, Any] = checked(json.loads(done.output), "plan")
     return values
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -16,6 +17,7 @@ from jurymast.core.state.effects import Launch
 from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.policy.model import schema
 from jurymast.policy.resolve import Resolved, file_layers, resolve
+from jurymast.policy.site import site_schema
 from support.stories import Story
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -87,10 +89,11 @@ def test_init_where_nothing_can_be_written(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_schema_checked_in_is_the_model_s(capsys: pytest.CaptureFixture[str]) -> None:
-    """If not: jurymast policy schema > configs/policy.schema.json"""
-    assert json.loads((CONFIGS / "policy.schema.json").read_text()) == schema()
-    assert main(["policy", "schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == schema()
+    """If not: jurymast schema policy > configs/policy.schema.json, and the same with site-policy."""
+    for name, made in (("policy", schema()), ("site-policy", site_schema())):
+        assert json.loads((CONFIGS / f"{name}.schema.json").read_text()) == made
+        assert main(["schema", name]) == 0
+        assert json.loads(capsys.readouterr().out) == made
 
 
 def test_the_page_of_keys_is_the_model_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,59 +114,21 @@ def leaves(values: dict[str, Any], above: str = "") -> Iterator[str]:
             yield f"{above}{name}"
 
 
-def broken(value: Any, rule: dict[str, Any], where: str = "") -> Iterator[str]:
-    """Places at which `value` breaks `rule`; knows the keywords that our schema uses, and no others."""
-    if "$ref" in rule:
-        yield from broken(value, schema()["$defs"][rule["$ref"].rpartition("/")[2]], where)
-    if "anyOf" in rule and all(list(broken(value, each)) for each in rule["anyOf"]):
-        yield where
-    kinds: dict[str, Any] = {
-        "object": dict,
-        "array": list,
-        "string": str,
-        "integer": int,
-        "number": (int, float),
-    }
-    kind = rule.get("type")
-    if kind == "null":
-        if value is not None:
-            yield where
-    elif kind is not None and (not isinstance(value, kinds[kind]) or isinstance(value, bool)):
-        yield where
-        return
-    if ("const" in rule and value != rule["const"]) or ("enum" in rule and value not in rule["enum"]):
-        yield where
-    if isinstance(value, str) and not re.search(rule.get("pattern", ""), value):
-        yield where
-    if len(value if isinstance(value, str | list) else "x") < rule.get("minLength", rule.get("minItems", 0)):
-        yield where
-    if isinstance(value, int | float) and not (
-        value >= rule.get("minimum", value)
-        and value <= rule.get("maximum", value)
-        and value > rule.get("exclusiveMinimum", value - 1)
-    ):
-        yield where
-    if isinstance(value, dict) and "properties" in rule:
-        for name, item in value.items():
-            if name in rule["properties"]:
-                yield from broken(item, rule["properties"][name], f"{where}.{name}")
-            elif not rule.get("additionalProperties", True):
-                yield f"{where}.{name}"
-        yield from (f"{where}.{name}" for name in rule.get("required", []) if name not in value)
-    if isinstance(value, list) and "items" in rule:
-        for item in value:
-            yield from broken(item, rule["items"], f"{where}[]")
+def broken(value: Any, rules: dict[str, Any]) -> list[str]:
+    """Places at which `value` breaks the rules of a schema."""
+    found = jsonschema.Draft202012Validator(rules).iter_errors(value)
+    return [str(error.json_path).removeprefix("$") for error in found]
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
 def test_ready_policies_fit_the_schema(path: Path) -> None:
-    assert list(broken(yaml.safe_load(path.read_text()), schema())) == []
+    assert broken(yaml.safe_load(path.read_text()), schema()) == []
 
 
 @pytest.mark.parametrize(
     ("text", "where"),
     [
-        ("spars: 1", ".spars"),
+        ("spars: 1", ""),
         ("spares: -1", ".spares"),
         ("spares: many", ".spares"),
         ("detect: {heartbeat: 10}", ".detect.heartbeat"),
@@ -179,11 +144,29 @@ def test_ready_policies_fit_the_schema(path: Path) -> None:
     ],
 )
 def test_the_schema_finds_mistakes(text: str, where: str) -> None:
-    assert list(broken(yaml.safe_load(text), schema())) == [where]
+    assert broken(yaml.safe_load(text), schema()) == [where]
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("{teams: [{account: [a, b], policy: a.yaml}], locked: spares}", []),
+        ("locked: [checkpoint, {keys: [spares, start], unless: {account: ops}}]", []),
+        ("locked: {keys: spares, unless: [{user: ada}, {qos: high, partition: 'l*'}]}", []),
+        ("teams: [{account: a}]", [".teams[0]"]),
+        ("teams: [{account: 3, policy: a.yaml}]", [".teams[0].account"]),
+        ("teams: [{group: a, policy: a.yaml}]", [".teams[0]"]),
+        ("locked: 3", [".locked"]),
+        ("lock: spares", [""]),
+        ("spares: -1", [".spares"]),
+    ],
+)
+def test_the_schema_of_a_site_s_file_has_its_own_keys(text: str, where: list[str]) -> None:
+    assert broken(yaml.safe_load(text), site_schema()) == where
 
 
 def test_every_key_of_the_schema_says_what_it_is() -> None:
-    sections = [schema(), *schema()["$defs"].values()]
+    sections = [site_schema(), *site_schema()["$defs"].values()]
     for section in sections:
         assert section["additionalProperties"] is False
         assert all(key.get("description") for key in section.get("properties", {}).values())

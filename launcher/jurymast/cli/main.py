@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 
 import click
 from click.shell_completion import CompletionItem
@@ -36,6 +37,7 @@ COMMANDS = {
     "simulate": "Simulate a policy against failures.",
     "demo": "Run a demonstration on this machine.",
     "policy": "Create, check or show a policy.",
+    "schema": "Print the JSON Schema of what commands print, and of policies.",
     "completion": "Print the completion script for a shell.",
 }
 
@@ -94,8 +96,6 @@ def main(words: list[str] | None = None) -> int:
     except click.UsageError as error:
         place = error.ctx.command_path if error.ctx else "jurymast"
         return _complain(_lowered(error.format_message()), f"{place} --help", UsageError.exit_code)
-    except click.ClickException as error:
-        return _complain(error.format_message(), "", error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", "", 130)
     except BrokenPipeError:  # the reader (head, less) has ended
@@ -104,6 +104,9 @@ def main(words: list[str] | None = None) -> int:
     except OSError as error:
         _drop_output()
         return _complain(_trouble(error), "", RunDirectoryError.exit_code)
+    except Exception as error:
+        echo(traceback.format_exc(), err=True)
+        return _complain(f"internal error: {error!r}", "please report it", JurymastError.exit_code)
     finally:
         over.set()
 

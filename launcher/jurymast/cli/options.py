@@ -263,7 +263,7 @@ def resolved_policy(
     return found
 
 
-# Of all that --json prints. Within a version, fields are only added.
+# Of all that --json prints (`jurymast schema`). Within a version, fields are only added.
 SCHEMA = 1
 
 

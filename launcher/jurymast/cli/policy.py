@@ -74,14 +74,6 @@ def show(file: Path | None, origin: bool, as_json: bool, **given: str | None) ->
 
 
 @command.command()
-def schema() -> None:
-    """Print the JSON Schema of policy files, for editors."""
-    from jurymast.policy.model import schema_text
-
-    echo(schema_text(), nl=False)
-
-
-@command.command()
 def keys() -> None:
     """Print all keys: what each takes, its default, its meaning."""
     from jurymast.policy.model import keys_text

@@ -487,11 +487,6 @@ def schema() -> dict[str, Any]:
     return {"$schema": DIALECT, **made, "title": "jurymast policy"}
 
 
-def schema_text() -> str:
-    """The text of `configs/policy.schema.json`."""
-    return json.dumps(schema(), indent=2) + "\n"
-
-
 def keys_text() -> str:
     """The text of `docs/policy-keys.md`."""
     whole = schema()

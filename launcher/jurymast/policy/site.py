@@ -23,12 +23,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 from jurymast import foreign
 from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import PolicyError
-from jurymast.policy.model import Section
+from jurymast.policy.model import Section, schema
 from jurymast.policy.resolve import Layer, Problem, file_layers, keys_below, problems_of, refuse
 
 SITE_FILE = Path("/etc/jurymast/site.yaml")
@@ -41,20 +43,39 @@ class Submitter(Protocol):
         """The user, the account, the QOS or the partitions of the job; none if that is not known."""
 
 
-def _listed(value: object) -> object:
-    return value if isinstance(value, list) else [value]
+class _OneOrMore:
+    """Marks a list of which one alone may be written without brackets, and perhaps in a `short` form."""
+
+    def __init__(self, short: str = "") -> None:
+        self._short = short  # the key that a text alone stands for
+
+    def _listed(self, value: object) -> list[Any]:
+        several = value if isinstance(value, list) else [value]
+        return [{self._short: one} if self._short and isinstance(one, str) else one for one in several]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._listed, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        made = handler(core)
+        one = made["items"]
+        one = {"anyOf": [one, {"type": "string", "minLength": 1}]} if self._short else one
+        rest = {name: value for name, value in made.items() if name not in ("items", "type")}
+        return {**rest, "anyOf": [one, {"type": "array", "items": one}]}
 
 
-Names = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)]
+Names = Annotated[list[Annotated[str, Field(min_length=1)]], _OneOrMore()]
 
 
 class Who(Section):
     """Some jobs: those that fit all that is given, each by a name or by a pattern with * and ?."""
 
-    user: Names = []
-    account: Names = []
-    qos: Names = []
-    partition: Names = []
+    user: Names = Field([], description="users, or patterns with * and ?")
+    account: Names = Field([], description="Slurm accounts, or patterns with * and ?")
+    qos: Names = Field([], description="QOS, or patterns with * and ?")
+    partition: Names = Field([], description="partitions, or patterns with * and ?")
 
     @model_validator(mode="after")
     def somebody(self) -> Who:
@@ -76,25 +97,32 @@ class Who(Section):
 
 
 class Team(Who):
-    policy: str = Field(min_length=1)
+    policy: str = Field(min_length=1, description="the team's policy; its path is relative to this file")
 
 
 class Lock(Section):
-    keys: Names
-    unless: Annotated[list[Who], BeforeValidator(_listed)] = []
-
-
-Locks = Annotated[
-    list[Annotated[Lock, BeforeValidator(lambda one: {"keys": one} if isinstance(one, str) else one)]],
-    BeforeValidator(_listed),
-]
+    keys: Names = Field(description="keys of the policy, with dots")
+    unless: Annotated[list[Who], _OneOrMore()] = Field([], description="jobs that may change them")
 
 
 class OwnKeys(Section):
     """What only a site's files have."""
 
-    teams: list[Team] = []
-    locked: Locks = []
+    teams: list[Team] = Field([], description="policies that lie over this one for some jobs")
+    locked: Annotated[list[Lock], _OneOrMore("keys")] = Field(
+        [], description="keys that no policy above this one may change"
+    )
+
+
+def site_schema() -> dict[str, Any]:
+    """The JSON Schema of a site's file: that of a policy, with a site's own keys."""
+    whole, own = schema(), OwnKeys.model_json_schema()
+    return {
+        **whole,
+        "$defs": dict(sorted({**whole["$defs"], **own["$defs"]}.items())),
+        "properties": {**whole["properties"], **own["properties"]},
+        "title": "jurymast policy of a site",
+    }
 
 
 def layers_below(environment: Mapping[str, str], submitter: Submitter, *, own: bool = True) -> list[Layer]:

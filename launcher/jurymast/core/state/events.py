@@ -98,6 +98,8 @@ class NodeLost(Event, frozen=True, kw_only=True):
 
 
 class WorkersStarted(Event, frozen=True, kw_only=True):
+    """The processes of a node's ranks run."""
+
     node: str
     attempt: int
     pids: tuple[int, ...]
