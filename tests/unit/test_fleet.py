@@ -23,6 +23,7 @@ import jurymast
 from jurymast.cli import fleet as command
 from jurymast.cluster.earlier import NodeReader
 from jurymast.core.fleet import (
+    ASKED_FOR,
     BY,
     DAY_US,
     DAYS_MAX,
@@ -38,7 +39,7 @@ from jurymast.core.fleet import (
     spares_used,
     spent_by_day,
 )
-from jurymast.core.goodput import MAYBE_REWORK, PLACED, Account, Interval, Ledger, Stay
+from jurymast.core.goodput import DOUBTFUL, MAYBE_REWORK, PLACED, Account, Interval, Ledger, Stay
 from jurymast.core.judges.history import PastRun, Span
 from jurymast.core.state import events as ev
 from jurymast.core.state.failure_rate import DAY_S, Watched
@@ -175,8 +176,12 @@ def test_sums_over_groups_are_sums_over_runs(runs: dict[str, RunSummary], by: li
     assert [group.key for group in groups] == sorted({group.key for group in groups})
     for group in groups:
         assert group.nodes.total() == group.allocated_us + sum(group.nodes[name] for name in WAITING)
-        lost = sum(group.nodes[cause] for cause in group.lost())
-        assert group.allocated_us == group.nodes[STEP] + group.doubt_us + lost
+        lost, asked = group.lost(), group.asked_for()
+        for place, whole in ((0, group.nodes), (1, group.gpus)):
+            kept_apart = sum(each[place] for found in (lost, asked) for each in found.values())
+            counted = whole[STEP] + sum(whole[name] for name in DOUBTFUL)
+            assert whole.total() - sum(whole[name] for name in WAITING) == counted + kept_apart
+        assert asked.keys() <= ASKED_FOR
         for ratio in group.ratios().values():
             assert ratio is None or ratio[0] <= ratio[1]
 
@@ -199,7 +204,7 @@ def test_what_was_spent_belongs_to_its_month_and_its_cause() -> None:
     assert february.nodes == {STEP: 6_000_000, "requeue_wait": 3_000_000}
     assert march.nodes == {STEP: 2_000_000, UNDIAGNOSED: 4_000_000, "node_lost": 2_000_000}
     assert february.gpus == {STEP: 24_000_000}, "without nodes no GPU was held"
-    assert march.lost() == [UNDIAGNOSED, "node_lost"]
+    assert [*march.lost()] == [UNDIAGNOSED, "node_lost"]
     assert february.ratios() == {"ettr": (0.75, 0.75), "allocation_goodput": (1.0, 1.0)}
 
 
@@ -213,8 +218,20 @@ def test_what_may_have_counted_makes_a_range_and_no_better_number() -> None:
     spent = {"step": 50, "unknown": 20, "maybe_rework": 10, "launch": 20}
     (group,) = grouped({"r": summary(days=(day(DAY, 100, 40, 30, **spent),))}, [])
     assert group.ratios() == {"ettr": (0.4, 0.7), "allocation_goodput": (0.5, 0.8)}
-    assert group.lost() == ["launch"]
+    assert group.lost() == {"launch": (20, 0)}
     assert RunGroup().ratios() == {"ettr": None, "allocation_goodput": None}
+
+
+def test_what_somebody_asked_for_is_not_lost() -> None:
+    """Nodes that stand by are lost where no spare was asked for."""
+    spent = {"step": 50, "spare_idle": 30, "checkpoint_stall": 4, "drain_asked": 2, "node_lost": 5}
+    runs = {
+        name: summary(days=(day(DAY, 1, 1, 0, **spent),), spares=spares, gpus=2)
+        for name, spares in (("with", 1), ("without", 0))
+    }
+    (group,) = grouped(runs, [])
+    assert group.asked_for() == {"spare_idle": (30, 60), "checkpoint_stall": (8, 16), "drain_asked": (4, 8)}
+    assert group.lost() == {"spare_idle": (30, 60), "node_lost": (10, 20)}
 
 
 def test_used_spares_are_those_that_took_a_place() -> None:
@@ -537,12 +554,23 @@ def test_the_table_and_the_csv_have_one_row_a_group(place: Place) -> None:
     rows = [line.split() for line in shown[header + 1 : header + 6]]
     assert [row[0] for row in rows] == ["-", "speech", "vision", "vision", "all"]
     assert rows[1][3] == "1*", "provisional"
-    assert any(line.startswith("node lost ") for line in shown)
+    lost = next(number for number, line in enumerate(shown) if line.startswith("LOST TO"))
+    asked = next(number for number, line in enumerate(shown) if line.startswith("ASKED FOR"))
+    assert any(line.startswith("node lost ") for line in shown[lost:asked])
+    assert not any(line.startswith(("spare idle ", "checkpoint stall ")) for line in shown[lost:asked])
+    assert any(line.startswith("spare idle ") for line in shown[asked:])
+    assert any(line.startswith("checkpoint stall ") for line in shown[asked:])
     assert any(line.startswith("n3 ") for line in shown)
     (first, *others) = csv.DictReader(place.good("fleet", "--csv").splitlines())
     assert len(others) == 2
     assert float(first["ratios.allocation_goodput.low"]) <= float(first["ratios.allocation_goodput.high"])
-    assert {"team", "runs", "lost.node_lost.gpu_seconds", "mtbf.7d.failures"} <= first.keys()
+    assert {
+        "team",
+        "runs",
+        "lost.node_lost.gpu_seconds",
+        "asked_for.spare_idle.node_seconds",
+        "mtbf.7d.failures",
+    } <= first.keys()
 
 
 def test_a_name_is_no_formula_of_a_spreadsheet_and_no_row_of_its_own(tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ DAY_US = 86_400_000_000
 DAYS_MAX = 4000
 STEP = "step"
 WAITING = frozenset({"queue_wait", "requeue_wait"})  # without nodes
+SPARE_IDLE = "spare_idle"
+# What somebody asked for: nothing of it was lost. Without a spare that was asked for, idle nodes are.
+ASKED_FOR = frozenset({SPARE_IDLE, "checkpoint_stall", "restart_asked", "drain_asked", "rollback_asked"})
 UNDIAGNOSED = "undiagnosed"  # the cause of an incident that is open
 WEEK_DAYS, MONTH_DAYS = 7, 28
 
@@ -179,13 +182,16 @@ class Cost:
 @dataclass
 class RunGroup:
     """The sums of some runs' days, none of which is after `until` (seconds since the epoch). `nodes`, and
-    `gpus` where their number is known, are microseconds by cause; `costs` are by currency. `wall_us`,
-    `step_us` and `doubtful_us` are weighted with the runs' active nodes."""
+    `gpus` where their number is known, are microseconds by cause; `asked`, and `asked_gpus`, the part of them
+    that somebody asked for; `costs` are by currency. `wall_us`, `step_us` and `doubtful_us` are weighted with
+    the runs' active nodes."""
 
     key: Key = ()
     runs: dict[str, RunSummary] = field(default_factory=dict)
     nodes: Spent = field(default_factory=Counter)
     gpus: Spent = field(default_factory=Counter)
+    asked: Spent = field(default_factory=Counter)
+    asked_gpus: Spent = field(default_factory=Counter)
     costs: defaultdict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))
     wall_us: int = 0
     step_us: int = 0
@@ -197,6 +203,10 @@ class RunGroup:
         self.nodes.update(day.spent)
         used = {cause: run.gpus * us for cause, us in day.spent.items() if cause not in WAITING}
         self.gpus.update(used)
+        for cause in day.spent.keys() & ASKED_FOR:
+            if cause != SPARE_IDLE or run.spares:
+                self.asked[cause] += day.spent[cause]
+                self.asked_gpus[cause] += used[cause]
         if run.price is not None and run.gpus:
             self.costs[run.price.currency].add(run.price, used)
         self.wall_us += run.past.active * day.wall_us
@@ -212,10 +222,19 @@ class RunGroup:
         """Allocated node-time that may have counted."""
         return sum(self.nodes[name] for name in DOUBTFUL)
 
-    def lost(self) -> list[str]:
-        """The causes of what was lost of allocated node-time, the largest first."""
+    def lost(self) -> dict[str, tuple[int, int]]:
+        """(node-, GPU-microseconds) lost of what was allocated, by cause, the largest first."""
         causes = self.nodes.keys() - DOUBTFUL - WAITING - {STEP}
-        return sorted((cause for cause in causes if self.nodes[cause]), key=lambda c: (-self.nodes[c], c))
+        return _by_size(
+            {
+                cause: (self.nodes[cause] - self.asked[cause], self.gpus[cause] - self.asked_gpus[cause])
+                for cause in causes
+            }
+        )
+
+    def asked_for(self) -> dict[str, tuple[int, int]]:
+        """The same of what somebody asked for."""
+        return _by_size({cause: (us, self.asked_gpus[cause]) for cause, us in self.asked.items()})
 
     def ratios(self) -> dict[str, tuple[float, float] | None]:
         """At least and at most; None while nothing was spent. A run counts by its active nodes, and by its
@@ -224,6 +243,12 @@ class RunGroup:
             "ettr": _range(self.step_us, self.doubtful_us, self.wall_us),
             "allocation_goodput": _range(self.nodes[STEP], self.doubt_us, self.allocated_us),
         }
+
+
+def _by_size(spent: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """What is not nothing, the largest first."""
+    order = sorted(spent, key=lambda cause: (-spent[cause][0], cause))
+    return {cause: spent[cause] for cause in order if spent[cause][0]}
 
 
 def _range(sure: int, doubtful: int, whole: int) -> tuple[float, float] | None:

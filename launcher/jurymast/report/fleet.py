@@ -8,6 +8,7 @@ import csv
 import gc
 import io
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,8 @@ DEFINITIONS = {
     "ettr": "time in steps that counted / time since the runs could have started (queue included), each run "
     "weighted with its active nodes",
     "allocation_goodput": "node-time in steps that counted / node-time allocated (spares included)",
+    "asked for": "spares that stood by as asked, saves, and restarts, drains and rollbacks that somebody "
+    "ordered: nothing of it is lost",
     "unknown": "allocated node-time of which the journals do not tell whether it counted",
     "mtbf": "time of one node between failures of nodes",
     "trend": f"the last {WEEK_DAYS} days against the {MONTH_DAYS - WEEK_DAYS} before them; unclear if the "
@@ -277,7 +280,8 @@ def _group_json(group: RunGroup, by: Sequence[str], now: float) -> View:
             "share": group.doubt_us / group.allocated_us if group.allocated_us else None,
         },
         "waiting": _spent(group, WAITING),
-        "lost": {cause: _spent(group, [cause]) for cause in group.lost()},
+        "lost": _by_cause(group.lost()),
+        "asked_for": _by_cause(group.asked_for()),
         "mtbf": {
             f"{WEEK_DAYS}d": _mtbf_json(failures.week), f"{MONTH_DAYS}d": _mtbf_json(failures.month),
             "trend": failures.trend or None, "level": LEVEL,
@@ -297,6 +301,13 @@ def _spent(group: RunGroup, causes: Sequence[str] | frozenset[str]) -> dict[str,
     return {
         "node_seconds": sum(group.nodes[cause] for cause in causes) / 1e6,
         "gpu_seconds": sum(group.gpus[cause] for cause in causes) / 1e6,
+    }
+
+
+def _by_cause(spent: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, float]]:
+    return {
+        cause: {"node_seconds": node_us / 1e6, "gpu_seconds": gpu_us / 1e6}
+        for cause, (node_us, gpu_us) in spent.items()
     }
 
 
@@ -357,14 +368,14 @@ def fleet_blocks(view: Mapping[str, Any]) -> list[Block]:
         rows.append(["all", *[""] * (len(by) - 1), *cells_of(total, columns)])
     blocks += [Line(""), Table(headers, rows, right)] if rows else [Line("no runs")]
     blocks += [Line(""), *(Line(text) for text in cost_lines(total))] if total["cost"] else []
-    if total["lost"]:
-        lost = [
+    for title, key in (("LOST TO", "lost"), ("ASKED FOR", "asked_for")):
+        causes = [
             [cause.replace("_", " "), hours(spent["node_seconds"]), hours(spent["gpu_seconds"]),
              percent(spent["node_seconds"] / total["allocated_node_seconds"]), meaning_of(cause)]
-            for cause, spent in total["lost"].items()
+            for cause, spent in total[key].items()
         ]  # fmt: skip
-        headers = ("LOST TO", "NODE-H", "GPU-H", "SHARE", "MEANING")
-        blocks += [Line(""), Table(headers, lost, frozenset({1, 2, 3}))]
+        headers = (title, "NODE-H", "GPU-H", "SHARE", "MEANING")
+        blocks += [Line(""), Table(headers, causes, frozenset({1, 2, 3}))] if causes else []
     if view["nodes"]:
         nodes = [[_node_cell(name, node[name]) for name in NODE_KEYS] for node in view["nodes"]]
         headers = tuple(name.replace("_", " ").upper() for name in NODE_KEYS)
@@ -492,6 +503,12 @@ def _cell(text: str) -> str:
 # ---- the page
 
 
+_TABLES = (
+    ("Lost, by cause", "what node-time was lost to", "lost"),
+    ("Asked for", "node-time that was spent as somebody asked", "asked_for"),
+)
+
+
 def fleet_page(view: Mapping[str, Any]) -> str:
     """Render the whole page."""
     total = view["total"]
@@ -512,14 +529,21 @@ def fleet_page(view: Mapping[str, Any]) -> str:
         "slices": slices(spent, sum(spent.values())), "columns": columns,
         "groups": [(keys_of(group, view["by"]), cells_of(group, columns)) for group in view["groups"]],
         "all": cells_of(total, columns), "hours": hours, "meaning": meaning_of,
-        "longest": max((each["node_seconds"] for each in total["lost"].values()), default=1.0),
+        "tables": [
+            (title, about, total[key], max(each["node_seconds"] for each in total[key].values()))
+            for title, about, key in _TABLES
+            if total[key]
+        ],
     }  # fmt: skip
     return render("fleet.html.j2", view, computed)
 
 
 def _by_kind(total: Mapping[str, Any]) -> dict[str, float]:
     """Node-seconds by category; what incidents cost is one."""
-    lost = {cause: each["node_seconds"] for cause, each in total["lost"].items()}
+    lost: defaultdict[str, float] = defaultdict(float)
+    for key in ("lost", "asked_for"):
+        for cause, each in total[key].items():
+            lost[cause] += each["node_seconds"]
     spent = {name: seconds for name, seconds in lost.items() if name in MEANINGS and name not in CAUSES}
     spent["incidents"] = sum(lost.values()) - sum(spent.values())
     for category, name in ((STEP, "productive"), ("unknown", "unknown"), ("queue_wait", "waiting")):
