@@ -2,6 +2,7 @@
    contents (spank.h) only what follows is needed. VERSION: Slurm's, as in SLURM_VERSION_NUMBER. */
 
 #include <stddef.h>
+#include <string.h>
 
 struct spank_option {
 	const char *name, *arginfo, *usage;
@@ -17,13 +18,13 @@ const char plugin_type[] = "spank";
 const unsigned int plugin_version = VERSION;
 const unsigned int spank_plugin_version = 1;
 
-static const char *image;
+static char *image;
 
 static int on_image(int val, const char *value, int remote)
 {
 	(void)val, (void)remote;
-	image = value;
-	return 0;
+	image = strdup(value); /* Slurm 24.11 gives its own back before the batch script begins */
+	return image == NULL;
 }
 
 int slurm_spank_task_init(void *spank, int count, char **words)
