@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,18 +32,45 @@ STEP_VARIABLE = "JURYMAST_STEP"
 # srun in $BASH_COMMAND (but with `set -E` in bash 5.2), and one for ERR runs once.
 FUNCTION = "BASH_FUNC_srun%%"
 # In `srun ... &`, $! is a shell that only runs the function: our srun replaces it, and gets the signals for
-# $!. Of all subshells that one alone ignores QUIT and not INT. In others, such as `(srun ...; srun ...) &`, a
-# signal that ends the shell is the step's end; our program learns from $$ whether one has called it.
+# $!. Of all subshells of bash before 5.3 that one alone ignores QUIT and not INT. In others, such as
+# `(srun ...; srun ...) &`, a signal that ends the shell is the step's end; our program learns from $$ whether
+# one has called it. With bash 5.3, or if the script ignores INT or QUIT, nobody can tell which it is: unless
+# the shell has traps of its own, it passes signals on while the step runs, and ends after it if one of them
+# was to end it.
 SHELL_VARIABLE = "JURYMAST_SCRIPT_SHELL"
 SILENT = "{ set +x; } 2> /dev/null"
+_ENDING = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 FUNCTION_TEXT = """\
 () {{  if ( {silent}; [ "${job}" != "$SLURM_JOB_ID" ] ); then ( {silent}; exec srun "$@" )
  elif ( {silent}
-  IFS=$' \\t' caller= ignored=
+  IFS=$' \\t' caller= ignored= always=
   while read -r name caller && [ "$name" != PPid: ]; do :; done < "/proc/$BASHPID/status"
   while read -r name ignored && [ "$name" != SigIgn: ]; do :; done < "/proc/$caller/status"
-  [ "$caller" != "$$" ] && [ "$((0x${{ignored:-0}} & 6))" = 4 ]
+  while read -r name always && [ "$name" != SigIgn: ]; do :; done < "/proc/$$/status"
+  [ "$caller" != "$$" ] && [ "$((0x${{ignored:-0}} & 6)),$((0x${{always:-0}} & 2)),$({traps})" = 4,0, ]
  ) 2> /dev/null; then {silent}; exec {srun} "$@"
+ elif ( {silent}
+  IFS=$' \\t' caller= ignored= caught= always=
+  while read -r name caller && [ "$name" != PPid: ]; do :; done < "/proc/$BASHPID/status"
+  while read -r name ignored && [ "$name" != SigIgn: ]; do :; done < "/proc/$caller/status"
+  while read -r name caught && [ "$name" != SigCgt: ]; do :; done < "/proc/$caller/status"
+  while read -r name always && [ "$name" != SigIgn: ]; do :; done < "/proc/$$/status"
+  [ "$caller" != "$$" ] && [ "$((0x${{ignored:-0}} & 4)),$((0x${{caught:-0}} & {own}))" = 4,0 ] &&
+   [ "$((0x${{always:-0}} & 2)),$({traps}),$((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] > 502))" != 0,,0 ]
+ ) 2> /dev/null; then
+  {{ local - && set +xe; local {main}_{{step,code,came,ends}}=; }} 2> /dev/null
+  ( {main}=$$ exec {srun} "$@" ) <&0 & {main}_step=$!
+  trap '{main}_came=1; kill -s USR1 "${main}_step"' USR1
+  trap '{main}_came=1; kill -s USR2 "${main}_step"' USR2
+  trap '{main}_came=1; kill -s INT "${main}_step"' INT
+  trap '{main}_came=1 {main}_ends=1; kill -s HUP "${main}_step"' HUP
+  trap '{main}_came=1 {main}_ends=1; kill -s QUIT "${main}_step"' QUIT
+  trap '{main}_came=1 {main}_ends=1; kill -s TERM "${main}_step"' TERM
+  while {main}_came=; wait "${main}_step"; {main}_code=$?
+   [ "${main}_came" ] && [ "${main}_code" -gt 128 ]; do :; done
+  trap - USR1 USR2 INT HUP QUIT TERM
+  [ -z "${main}_ends" ] || exit "${main}_code"
+  ( exit "${main}_code" )
  else ( {silent}; {main}=$$ exec {srun} "$@" )
  fi && ( {silent} )
 }}"""
@@ -150,7 +178,12 @@ def with_shims(environment: Mapping[str, str], directory: RunDirectory) -> dict[
     values["PATH"] = os.pathsep.join([place, values.get("PATH", os.defpath)])
     values["PYTHONPATH"] = os.pathsep.join([str(hook(directory)), *filter(None, [values.get("PYTHONPATH")])])
     values[FUNCTION] = FUNCTION_TEXT.format(
-        job=JOB_VARIABLE, main=SHELL_VARIABLE, srun=shlex.quote(f"{place}/srun"), silent=SILENT
+        job=JOB_VARIABLE,
+        main=SHELL_VARIABLE,
+        srun=shlex.quote(f"{place}/srun"),
+        silent=SILENT,
+        traps="trap -p QUIT",
+        own=sum(1 << number - 1 for number in _ENDING),
     )
     values[RUN_VARIABLE] = str(directory.root)
     values[JOB_VARIABLE] = environment.get("SLURM_JOB_ID", "")
