@@ -185,19 +185,22 @@ def test_whether_a_launcher_finds_jurymast_may_be_the_scripts_choice(
 @pytest.mark.parametrize(
     ("line", "site", "differs"),
     [
+        ("srun --task-prolog=/p.sh --ntasks=8 python train.py", "TaskProlog", ""),  # before each rank
         (
-            "srun --task-prolog=p.sh --ntasks=8 python train.py",
-            "",
-            "--task-prolog: once on each node, spares",
+            "srun --task-prolog=/p.sh --ntasks=8 apptainer exec i.sif python train.py",
+            "TaskProlog",
+            "--task-prolog and TaskProlog: once on each node, spares",
         ),
-        ("time srun -n8 --task-epilog e python -m x", "TaskProlog", "--task-epilog and TaskProlog: once on"),
-        ("srun --ntasks=8 python train.py", "TaskProlog", "not for each of its 4 tasks"),
+        ("srun --container-image=i --task-prolog=/p -n8 python train.py", "", "--task-prolog: once on"),
+        ("time srun -n8 --task-epilog e python -m x", "TaskEpilog", "--task-epilog and TaskEpilog: once on"),
+        ("srun --ntasks=8 python train.py", "TaskProlog TaskEpilog", "TaskEpilog: once on each node"),
+        ("srun --ntasks=8 python train.py", "TaskEpilog", "not for each of its 4 tasks"),
         ("srun --ntasks=8 python train.py", "", ""),
         ("srun --task-prolog=p.sh -N2 torchrun train.py", "TaskProlog", ""),  # one task a node
         ("/bin/srun --task-prolog=p.sh --ntasks=8 python train.py", "TaskProlog", ""),  # srun's own
     ],
 )
-def test_programs_around_tasks_run_once_on_each_node_and_that_is_said(
+def test_programs_around_tasks_that_run_once_on_each_node_are_told(
     line: str, site: str, differs: str
 ) -> None:
     (found,) = foreseen(f"{HEAD}{line}\n{TAIL}", CommandLine(), 2, around=site.split())

@@ -113,7 +113,8 @@ def host_plan(
         "temporary": str(temporary), "grace_s": plan.settings.stop_grace_s,
         "warm": plan.settings.warm_start, "slurm": plan.cluster == "slurm", "tasks": plan.tasks,
         "guessed": plan.guessed, "program": plan.program, "shares": asdict(plan.shares),
-        "stderr_apart": plan.stderr_apart, "inputs": plan.inputs, "core_bytes": core_bytes,
+        "stderr_apart": plan.stderr_apart, "inputs": plan.inputs, "prologs": plan.prologs,
+        "core_bytes": core_bytes,
     }  # fmt: skip
 
 

@@ -201,6 +201,12 @@ def around_tasks() -> list[str]:
     return re.findall(r"^(Task(?:Prolog|Epilog))\s*= (?!\(null\))\S", _config(), re.MULTILINE)
 
 
+def site_prolog() -> str:
+    """The program of slurm.conf that Slurm runs before each task; "" if there is none."""
+    found = re.search(r"^TaskProlog\s*= (?!\(null\))(\S.*)$", _config(), re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
 def binding_of(config: str) -> Binding:
     """The same from Slurm's configuration."""
     lines = dict(re.findall(r"^(\w+)\s*= (.*)$", config, re.MULTILINE))

@@ -33,7 +33,14 @@ import msgspec
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import SURVIVE, Agents, BatchProcess, end_srun, end_with_us
-from jurymast.cluster.control import STILL_RUNNING, binding, signals_tasks_alone, unbound, why_ending
+from jurymast.cluster.control import (
+    STILL_RUNNING,
+    binding,
+    signals_tasks_alone,
+    site_prolog,
+    unbound,
+    why_ending,
+)
 from jurymast.cluster.sbatch import CommandLine, Given, words_of
 from jurymast.core.judges.slurm_variables import kind_of, of_a_task
 from jurymast.core.state.messages import Accepted
@@ -179,6 +186,13 @@ def container_command(job: RunDirectory, step: Path) -> str:
     return CONTAINER_COMMAND.format(ours=shims.exports(job, step))
 
 
+def prologs(srun: CommandLine, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The programs that Slurm would run before each task of a step: first the site's, then the user's."""
+    own = srun.last("task-prolog")
+    own = environment.get(PROLOG_VARIABLE) if own is None else own
+    return tuple(one for one in (site_prolog(), own) if one)
+
+
 # ---- the step
 
 PROCESS_NAME = "jurymast-step"
@@ -194,6 +208,7 @@ OURS = frozenset({
 })  # fmt: skip
 # Options whose values ours does not get as they are.
 CHECKED = OURS | sharing.OPTIONS
+PROLOG_VARIABLE = "SLURM_TASK_PROLOG"  # from which srun reads --task-prolog
 # Options on sharing processors with other steps. They contradict --overlap, which a step needs so as not to
 # wait for lost ones.
 ALONE = frozenset({"exact", "exclusive", "overlap"})
@@ -274,6 +289,7 @@ class Step:
         self._killed = False  # by a signal of the script for its srun
         self._hidden: dict[str, str] = {}  # variables that only the step's command may see, not its srun
         self._inputs: tuple[str, ...] = ()  # what its tasks read: see `standard_input`
+        self._prologs: tuple[str, ...] = ()  # what runs before each of its tasks
         self.active, self.train = self._plan.active, self._plan.train
 
     @property
@@ -364,13 +380,17 @@ class Step:
         # Slurm binds nothing, all that comes of --cpu-bind is a line of srun's, and variables.
         ours = sharing.OPTIONS if slurm.tasks else sharing.OPTIONS - {"cpu-bind"}
         names = (*(sharing.VARIABLES[option] for option in ours), *sharing.DERIVED)
+        not_ours = {*ours, "input"}
+        if not place and not in_image(srun):  # a container may not have these programs
+            self._prologs = prologs(srun, os.environ)
+            names, not_ours = (*names, PROLOG_VARIABLE), {*not_ours, "task-prolog"}
         self._hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
         if shares.cpus:  # srun tells its tasks
             self._hidden["SLURM_CPUS_PER_TASK"] = str(shares.cpus)
         how = (str(tasks), str(int(guessed)), msgspec.json.encode(shares).decode())
         agent = run_module("jurymast.script", "tasks", *how, *own, python=python)
         command = [*srun.command[:place], *agent]
-        options = [given for given in srun.options if given.name not in {*ours, "input"}]
+        options = [given for given in srun.options if given.name not in not_ours]
         options += [Given("cpu-bind", "none", (word,)) for word in unbound()]
         options.append(Given("input", "none", ("--input=none",)))
         return self.run(CommandLine(options=options, command=command), folder, tasks=tasks)
@@ -478,7 +498,10 @@ class Step:
         if ignored := sorted(set(training.ignored)):
             names = ", ".join(f"--{name}" for name in ignored)
             say(f"torchrun's options {names} are not used: jurymast's policy decides about restarts and logs")
-        plan = replace(training.plan(self._plan, run), stderr_apart=output.stderr_apart, inputs=self._inputs)
+        plan = replace(
+            training.plan(self._plan, run),
+            stderr_apart=output.stderr_apart, inputs=self._inputs, prologs=self._prologs,
+        )  # fmt: skip
         run.save_plan(plan)
         # Earlier lives of the job have already printed their attempts.
         after = newest_attempt(run)

@@ -25,7 +25,7 @@ from jurymast.processes import (
     name_process,
     signals_by_default,
 )
-from jurymast.worker import beginning, endings, link, preload, stack_signal
+from jurymast.worker import beginning, endings, link, preload, prolog, stack_signal
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
@@ -59,10 +59,12 @@ def begin(
     cold: str,
     repeatable: bool,
     says: str,
+    prologs: Sequence[str],
 ) -> None:
     """Make a process just forked from the server `parent` a rank, and return to run the script. A `program`
     replaces the process instead. `cold`: why the script's text demands a cold start, or "". `repeatable`: see
-    `worker.before_torch`. `says`: what it prints first."""
+    `worker.before_torch`. `says`: what it prints first. `prologs`: the programs
+    that run before it."""
     _bind_to_host(parent)
     name_process(name)
     variables = {**environment, **order["environment"]}
@@ -70,6 +72,8 @@ def begin(
     _redirect_input(variables)
     if says:
         sys.stderr.write(says)
+    assumed = {**variables, **presets}
+    variables = _after(prologs, variables)
     if program:
         _become(program, order["arguments"], variables)
     os.environ.clear()
@@ -84,7 +88,18 @@ def begin(
     sys.orig_argv[len(sys.orig_argv) - len(order["arguments"]) :] = order["arguments"]
     _renew(bundles)
     this.attach()
-    this.hide(bundles, {**variables, **presets})
+    this.hide(bundles, assumed)
+
+
+def _after(prologs: Sequence[str], variables: dict[str, str]) -> dict[str, str]:
+    """Return this rank's variables as the programs that run before it leave them; end with one that fails."""
+    if not prologs:
+        return variables
+    try:
+        return prolog.run(prologs, {**variables, "SLURM_TASK_PID": str(os.getpid())})
+    except prolog.PrologError as error:
+        sys.stderr.write(f"{error}\n")
+        os._exit(error.code)
 
 
 def _become(program: str, arguments: Sequence[str], variables: dict[str, str]) -> NoReturn:

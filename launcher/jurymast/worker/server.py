@@ -120,6 +120,7 @@ class ForkServer:
             loaded=self._loaded, bundles=self._bundles, presets=self._presets,
             program=self._plan["script"] if self._plan["program"] else "",
             cold=self._cold, repeatable=self._repeatable, says=self._says(order),
+            prologs=self._plan["prologs"],
         )  # fmt: skip
 
     def _bind(self, local_rank: int) -> None:
