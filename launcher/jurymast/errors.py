@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+OTHER_VERSION_HINT = "use the jurymast that the run was submitted with"
+
 
 class JurymastError(Exception):
     """Base class of jurymast's errors. `hint` says what to do next. Message and hint are shown on one line
@@ -62,6 +64,14 @@ class RunDirectoryError(JurymastError):
     exit_code = 73
 
 
+class OtherJournalError(RunDirectoryError):
+    """A run's journal is of another `version` than this jurymast reads."""
+
+    def __init__(self, message: str, version: int) -> None:
+        super().__init__(message, hint=OTHER_VERSION_HINT)
+        self.version = version
+
+
 class NotNowError(JurymastError):
     """The run cannot do this now: it is starting, it has ended, or no supervisor answers."""
 
@@ -78,6 +88,10 @@ class ProtocolError(JurymastError):
     """A peer spoke another protocol version or sent a malformed frame."""
 
     exit_code = 76
+
+
+class OtherProtocolError(ProtocolError):
+    """A peer speaks another version of our protocol."""
 
 
 class AuthenticationError(JurymastError):

@@ -28,7 +28,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Instruction
 from jurymast.core.state.run import RunState
 from jurymast.core.state.settings import RunPlan
-from jurymast.errors import RunDirectoryError
+from jurymast.errors import OtherJournalError
 from jurymast.rundir import RunDirectory, sync_directory
 
 # Version of the events, which `tests/data/golden/journal.txt` lists. A field that is added has a default, and
@@ -283,16 +283,16 @@ def read_file(path: Path) -> Iterator[Entry]:
 def entry_of(line: bytes, path: Path) -> Entry | None:
     """The entry on a line of `path`; None for a line that is damaged or that a crash cut short.
 
-    Raises RunDirectoryError for an entry of another version, which could mean something else.
+    Raises OtherJournalError for an entry of another version, which could mean something else.
     """
     entry = _decode(line)
     if not isinstance(entry, dict):
         return None
     version = entry.get("v")
     if version != VERSION and type(version) is int:
-        raise RunDirectoryError(
+        raise OtherJournalError(
             f"{path} has lines of journal version {version}, but this jurymast reads version {VERSION}",
-            hint="use the jurymast that the run was submitted with",
+            version,
         )
     try:
         _check(entry, path)

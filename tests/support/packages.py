@@ -53,3 +53,13 @@ def installed(folder: Path) -> Path:
     (site,) = (folder / "env").glob("lib/python*/site-packages")
     (site / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
+
+
+def wheel(folder: Path, version: str) -> Path:
+    """The wheel of this checkout, as of this version."""
+    made = checkout(folder / "checkout")
+    (made / "PKG-INFO").write_text(f"Metadata-Version: 2.4\nName: jurymast\nVersion: {version}\n")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
+    subprocess.run(command, cwd=made, check=True, capture_output=True, timeout=240)
+    (found,) = (folder / "dist").glob("*.whl")
+    return found

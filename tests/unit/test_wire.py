@@ -22,7 +22,7 @@ import pytest
 from jurymast.core.state import messages as msg
 from jurymast.core.state.messages import Ask, beat_of, read_said
 from jurymast.core.state.settings import RunPlan
-from jurymast.errors import AuthenticationError, ProtocolError, RunCancelledError
+from jurymast.errors import AuthenticationError, OtherProtocolError, ProtocolError, RunCancelledError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel
 from jurymast.wire.channel import Channel, Connection, ConnectionClosed, ask
@@ -285,6 +285,18 @@ async def test_a_server_of_another_kind_is_refused() -> None:
 
     async with listening(web_server) as port:
         with pytest.raises(ProtocolError):
+            await channel.connect("127.0.0.1", port, SECRET, read_said)
+
+
+@pytest.mark.parametrize("number", [b"1", b"6", b"99", b"123456"])
+async def test_a_server_of_another_version_is_named(number: bytes) -> None:
+    async def other(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"jurymast/" + number + b"\n" + secrets.token_bytes(NONCE_BYTES))
+
+    spoken = MAGIC.decode().strip()
+    told = f"speaks jurymast/{number.decode()}, and this jurymast {spoken}"
+    async with listening(other) as port:
+        with pytest.raises(OtherProtocolError, match=told):
             await channel.connect("127.0.0.1", port, SECRET, read_said)
 
 

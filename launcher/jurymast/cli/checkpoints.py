@@ -28,7 +28,7 @@ from jurymast.cli.options import (
 )
 from jurymast.cli.output import echo
 from jurymast.core.state.texts import did_you_mean
-from jurymast.errors import CheckpointError, UsageError
+from jurymast.errors import CheckpointError, OtherProtocolError, UsageError
 from jurymast.interpreter import run_module
 from jurymast.rundir import RunDirectory
 
@@ -372,7 +372,11 @@ class _Call:
         text += f"set aside: {', '.join(renamed)}" if renamed else "no step was newer"
         text += " (deleted)" if delete and renamed else ""
         # A run that goes on restarts from this step at once, as its nodes hold newer steps in memory.
-        restarted = isinstance(ask(self._run, "rollback", by=user(), step=step), Accepted)
+        restarted = False
+        try:
+            restarted = isinstance(ask(self._run, "rollback", by=user(), step=step), Accepted)
+        except OtherProtocolError as error:
+            echo(f"jurymast: note: the ranks were not told of it: {error}; {error.hint}", err=True)
         text += "; the ranks are being restarted from it" if restarted else ""
         return self._say(text, step=step, set_aside=renamed, deleted=delete, restarted=restarted)
 

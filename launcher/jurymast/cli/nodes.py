@@ -36,6 +36,7 @@ def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | N
     nodes_policy.expire sets, three within 28 days exclude it for good.
     """
     from jurymast.cluster.earlier import forgive as wipe
+    from jurymast.cluster.earlier import passed_over
     from jurymast.report.runs import node_blocks, node_rows
 
     place = runs_place(runs)
@@ -48,7 +49,10 @@ def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | N
             wipe(place, forgive, time.time())
         except OSError as error:
             raise RunDirectoryError(f"cannot write to {place}: {error.strerror}") from error
-    rows = node_rows(place, exclusion_s)
+    others = list[int]()
+    rows = node_rows(place, exclusion_s, others.append)
+    for note in passed_over(others):
+        echo(f"jurymast: note: {note}", err=True)
     if as_json:
         show_json(rows)
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -34,8 +35,9 @@ from jurymast.core.state.failure_rate import AFTER_REPAIR, DAY_S, Watched, learn
 from jurymast.core.state.incident import Incident
 from jurymast.core.state.run import Node, Phase, Role, RunState
 from jurymast.core.state.settings import Avoided, RunPlan
-from jurymast.errors import ClusterUnavailableError, RunDirectoryError
+from jurymast.errors import ClusterUnavailableError, OtherJournalError, RunDirectoryError
 from jurymast.jobs import UNIX_TIMES, run_command
+from jurymast.journal import VERSION as JOURNAL_VERSION
 from jurymast.journal import initial_state, read, take
 from jurymast.reference import counts_against_node
 from jurymast.rundir import RunDirectory, run_names, write_json
@@ -54,8 +56,9 @@ def forgiven_file(runs: Path) -> Path:
     return runs / f".forgiven-nodes-{os.geteuid()}.json"
 
 
-def past_runs(runs: Path) -> list[PastRun]:
-    """All runs of this user below `runs` on Slurm nodes, oldest first. Unreadable ones are left out."""
+def past_runs(runs: Path, other: Callable[[int], object] = lambda version: None) -> list[PastRun]:
+    """All runs of this user below `runs` on Slurm nodes, oldest first. Unreadable ones are left out; of each
+    whose journal is of another version, `other` is told that version."""
     kept: Kept[PastRun | None] = Kept(
         summary_file(runs), VERSION, lambda values: values and PastRun.from_json(values),
         lambda run: run and run.to_json(),
@@ -63,9 +66,23 @@ def past_runs(runs: Path) -> list[PastRun]:
     found, names = [], _names(runs)
     for name in names:
         with contextlib.suppress(RunDirectoryError, OSError, KeyError, TypeError, ValueError):
-            found.append(kept.of(RunDirectory(runs / name), _read))
+            try:
+                found.append(kept.of(RunDirectory(runs / name), _read))
+            except OtherJournalError as error:
+                other(error.version)
     kept.save(names)
     return _each_once([run for run in found if run is not None])
+
+
+def passed_over(versions: Sequence[int]) -> list[str]:
+    """What to say of runs that were not counted because their journals are of these versions."""
+    if not versions:
+        return []
+    told = ", ".join(
+        f"{number} run{'' if number == 1 else 's'} of journal version {version}"
+        for version, number in sorted(Counter(versions).items())
+    )
+    return [f"not counted: {told}; this jurymast reads version {JOURNAL_VERSION}"]
 
 
 def _each_once(runs: list[PastRun]) -> list[PastRun]:
@@ -246,7 +263,8 @@ def with_earlier(
     text and not counted."""
     if plan.cluster != "slurm":
         return plan, []
-    found = past_runs(runs)
+    others_journals = list[int]()
+    found = past_runs(runs, others_journals.append)
     forgiven = forgiven_nodes(runs)
     seen = [one for run in found for one in watched_in(run)]
     more = more_exposure(found, comebacks(found, forgiven))
@@ -268,7 +286,8 @@ def with_earlier(
     wanted = [] if plan.settings.bad_nodes == "report" else avoided(records)
     names, spared = kept_out([node.node for node in wanted], (), partition, plan.nodes)
     kept = [node for node in wanted if node.node in names]
-    notes = [f"{node.node} is excluded {until_text(node.until)}: {node.why}" for node in kept]
+    notes = passed_over(others_journals)
+    notes += [f"{node.node} is excluded {until_text(node.until)}: {node.why}" for node in kept]
     if spared:
         notes.append(f"not excluded, because the run needs {plan.nodes} nodes: {', '.join(spared)}")
     plan = replace(

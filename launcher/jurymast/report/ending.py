@@ -6,12 +6,14 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from jurymast import foreign
-from jurymast.errors import ClusterUnavailableError
+from jurymast.errors import ClusterUnavailableError, OtherProtocolError
 from jurymast.report.status import StatusWatcher, read_status
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
     import psutil
+
+    from jurymast.wire.channel import Answered
 
 END_LIMIT_S = 10.0
 # Slurm waits for the same time after its SIGTERM, in seconds.
@@ -29,12 +31,11 @@ def cancel(directory: RunDirectory, by: str) -> str:
         how = _end_slurm(directory, watcher)
         return f"{name} is cancelled ({how})" if how else f"{name} has ended already"
     from jurymast.core.state.messages import Accepted
-    from jurymast.wire.channel import ask
 
     # Until there is an outcome, a supervisor may still be there, waiting until the last checkpoint can be
     # written.
     over = watcher.state.ended and foreign.exists(directory.outcome_file)
-    answer = None if over else ask(directory, "cancel", by=by)
+    answer = None if over else _answer(directory, "cancel", by)
     if isinstance(answer, Accepted) and answer.gives_up:
         return f"{name} had ended already; it no longer waits for {answer.gives_up}"
     if watcher.state.ended:
@@ -49,6 +50,15 @@ def cancel(directory: RunDirectory, by: str) -> str:
 
         record_cancel(directory, by=by)
     return f"{name} is cancelled" + (f" ({how})" if how else "")
+
+
+def _answer(directory: RunDirectory, what: str, by: str) -> Answered | None:
+    """The supervisor's answer; None also for one of another version: its job can be ended all the same."""
+    from jurymast.wire.channel import ask
+
+    with contextlib.suppress(OtherProtocolError):
+        return ask(directory, what, by=by)
+    return None
 
 
 def _await_end(watcher: StatusWatcher, limit_s: float) -> bool:
@@ -99,9 +109,8 @@ def _kill_all(process: psutil.Process) -> None:
 def _writes_its_last_checkpoint(directory: RunDirectory, by: str) -> bool:
     """Whether the run's supervisor says so; it gives up by itself what makes no progress."""
     from jurymast.core.state.messages import Condition
-    from jurymast.wire.channel import ask
 
-    answer = ask(directory, "how", by=by)
+    answer = _answer(directory, "how", by)
     return isinstance(answer, Condition) and bool(answer.waits)
 
 

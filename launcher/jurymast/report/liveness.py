@@ -20,7 +20,7 @@ from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
 from jurymast.core.state.events import Event
 from jurymast.core.state.run import RunState
-from jurymast.errors import ClusterUnavailableError, RunDirectoryError
+from jurymast.errors import ClusterUnavailableError, OtherProtocolError, RunDirectoryError
 from jurymast.jobs import ENDED_STATES, job_state
 from jurymast.journal import (
     Entry,
@@ -277,7 +277,7 @@ def hear(directory: RunDirectory, state: RunState, silent_s: float) -> Condition
 
     try:
         answer = ask(directory, "how", by="")
-    except RunDirectoryError:
+    except (RunDirectoryError, OtherProtocolError):
         return None
     return answer if isinstance(answer, Condition) else None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import getpass
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -199,10 +199,13 @@ def _cell(key: str, row: Row) -> str:
     return str(value) if key != "step" or row["step_known"] else f"?+{value}"
 
 
-def node_rows(runs: Path, exclusion_s: float) -> list[Row]:
-    """One row per node that served a run below `runs`. The nodes that are most suspect come first."""
+def node_rows(
+    runs: Path, exclusion_s: float, other: Callable[[int], object] = lambda version: None
+) -> list[Row]:
+    """One row per node that served a run below `runs`. The nodes that are most suspect come first. `other`:
+    see `past_runs`."""
     now = time.time()
-    return rows_of_nodes(past_runs(runs), now, exclusion_s, out_of_service(now), forgiven_nodes(runs))
+    return rows_of_nodes(past_runs(runs, other), now, exclusion_s, out_of_service(now), forgiven_nodes(runs))
 
 
 def rows_of_nodes(

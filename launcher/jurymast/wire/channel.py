@@ -26,7 +26,7 @@ import msgspec
 
 from jurymast import background
 from jurymast.core.state.messages import Accepted, Ask, Condition, Declined, Unreadable, encode, read_answer
-from jurymast.errors import AuthenticationError, JurymastError, ProtocolError
+from jurymast.errors import AuthenticationError, JurymastError, OtherProtocolError, ProtocolError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, protocol
 from jurymast.wire.addresses import plain
@@ -340,7 +340,11 @@ async def _connected(
 async def _shake(
     made: Connection, secret: bytes, place: str, read: Callable[[bytes], Hears]
 ) -> Channel[Hears]:  # fmt: skip
-    first = await made.exactly(protocol.HELLO_BYTES)
+    first = await made.exactly(len(protocol.MAGIC))
+    while first.startswith(protocol.NAME) and b"\n" not in first and len(first) < protocol.MAGIC_BYTES_MAX:
+        first += await made.exactly(1)  # of a version with more digits, which may send less after it
+    if first == protocol.MAGIC:
+        first += await made.exactly(protocol.NONCE_BYTES)
     shaking, answer = Handshake.with_server(secret, protocol.SUPERVISOR, first, place)
     made.write(answer)
     shaking.check_server(await made.exactly(protocol.NONCE_BYTES), place)
@@ -367,10 +371,11 @@ async def _plugged(host: str, port: int) -> socket.socket:
 
 
 async def connect_any(
-    targets: Sequence[tuple[str, int]], secret: bytes, read: Callable[[bytes], Hears], limit_s: float
-) -> Channel[Hears] | None:
-    """Try all `targets` (host, port) at once, and return the first connection; None if none answers in
-    time."""
+    targets: Sequence[tuple[str, int]], secret: bytes, read: Callable[[bytes], Hears], limit_s: float,
+    *, other: Callable[[OtherProtocolError], object] = lambda error: None,
+) -> Channel[Hears] | None:  # fmt: skip
+    """Try all `targets` (host, port) at once, and return the first connection; None if none answers in time.
+    `other` is told of those that speak another version of the protocol."""
     tries = [
         background.start(connect(host, port, secret, read, limit_s), background.to_its_awaiter)
         for host, port in targets
@@ -379,8 +384,11 @@ async def connect_any(
     try:
         for done in asyncio.as_completed(tries):
             with suppress(OSError, ValueError, asyncio.TimeoutError, AuthenticationError, ProtocolError):
-                found = await done
-                break
+                try:
+                    found = await done
+                    break
+                except OtherProtocolError as error:
+                    other(error)
     finally:
         # Not awaited: a caller that is cancelled meanwhile would leave the found connection open.
         for task in tries:
@@ -402,7 +410,8 @@ def ask(
     directory: RunDirectory, what: str, *, by: str, node: str = "", step: int | None = None
 ) -> Answered | None:
     """Return the supervisor's answer; None if no supervisor answers, or none that this version understands.
-    Raises RunDirectoryError if the run's secret cannot be read."""
+    Raises OtherProtocolError if the supervisor speaks another version of the protocol, and RunDirectoryError
+    if the run's secret cannot be read."""
     place = find(directory.epochs)
     secret = directory.secret()
     if place is None:
@@ -412,8 +421,11 @@ def ask(
 
 async def _ask(place: Endpoint, secret: bytes, request: Ask) -> Answered | None:
     targets = [(host, place.port) for host in place.hosts]
-    connection = await channel.connect_any(targets, secret, read_answer, ASK_LIMIT_S)
+    refused = list[OtherProtocolError]()
+    connection = await channel.connect_any(targets, secret, read_answer, ASK_LIMIT_S, other=refused.append)
     if connection is None:
+        if refused:
+            raise refused[0]
         return None
     try:
         connection.send(request)

@@ -19,14 +19,17 @@ numbered, so that none can be left out, replayed or moved.
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.errors import OTHER_VERSION_HINT, AuthenticationError, OtherProtocolError, ProtocolError
 
 MAGIC = b"jurymast/7\n"
+NAME, MAGIC_BYTES_MAX = b"jurymast/", 16
+ANY_MAGIC = re.compile(rb"(jurymast/\d{1,6})\n")  # of any version
 NONCE_BYTES = 32
 HELLO_BYTES, ANSWER_BYTES = len(MAGIC) + NONCE_BYTES, 2 * NONCE_BYTES
 SUPERVISOR = "supervisor"
@@ -73,9 +76,14 @@ class Handshake:
     @classmethod
     def with_server(cls, secret: bytes, whom: str, hello: bytes, place: str) -> tuple[Handshake, bytes]:
         """Do the client's part, and return the answer to `hello` of the server at `place`. Raises
-        ProtocolError."""
+        ProtocolError, and OtherProtocolError for a server of another version."""
         if not hello.startswith(MAGIC):
-            raise ProtocolError(f"{place} does not speak {MAGIC.decode().strip()}")
+            spoken = MAGIC.decode().strip()
+            if (other := ANY_MAGIC.match(hello)) is not None:
+                raise OtherProtocolError(
+                    f"{place} speaks {other[1].decode()}, and this jurymast {spoken}", hint=OTHER_VERSION_HINT
+                )
+            raise ProtocolError(f"{place} does not speak {spoken}")
         ours = secrets.token_bytes(NONCE_BYTES)
         shaking = cls(secret, whom, hello[len(MAGIC) :], ours)
         return shaking, ours + shaking.made(b"client")
