@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jurymast.core.estimate import Estimate
+from jurymast.core.goodput import ordered
 from jurymast.core.state.settings import RunPlan
 from jurymast.report.text import Block, Line, Table, between, count, duration, node_time, percent
 from jurymast.sim.bounds import StandsStill
@@ -43,9 +44,10 @@ def instead_view(found: Estimate, plan: RunPlan) -> View:
     }  # fmt: skip
 
 
-def _answer(found: Instead) -> dict[str, float]:
+def _answer(found: Instead) -> View:
     goodput = dict(zip(RATIOS, (found.goodput, found.allocated), strict=True))
-    return {**goodput, "allocated_node_seconds": found.node_s}
+    spent = {name: found.seconds[name] for name in ordered(list(found.seconds)) if found.seconds[name] > 0.0}
+    return {**goodput, "allocated_node_seconds": found.node_s, "seconds": spent}
 
 
 def _incidents(found: Estimate, as_it_is: Instead) -> list[View]:
@@ -54,7 +56,8 @@ def _incidents(found: Estimate, as_it_is: Instead) -> list[View]:
     return [
         {
             "cause": one.cause, "action": one.action, "step": found.origin + one.step_lost_from,
-            "seconds": sum(seconds for part, seconds in one.seconds().items() if part != "rework"),
+            "seconds": as_it_is.start_s
+            + sum(seconds for part, seconds in one.seconds().items() if part != "rework"),
         }
         for one in as_it_is.incidents
     ]  # fmt: skip

@@ -10,7 +10,8 @@ what ended by an order long after its last line hung until then. Neither is a bo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -36,18 +37,23 @@ SAVES = 1000
 ROUNDS = 8
 # Slurm tells the second in which a step began: on average it began so much later.
 WHOLE_SECONDS_S = 0.5
+_Spent = defaultdict[str, float]  # seconds by category
 FIRST = frozenset({"launch", "restore", "warm_up"})
 
 
 @dataclass(frozen=True)
 class Instead:
-    """Runtime goodput, allocation goodput, and the node-seconds allocated; what became of each failure.
-    `stopped`: why jurymast would have ended the job at the last of them, "" if it would not."""
+    """Runtime goodput, allocation goodput, and the node-seconds allocated; what became of each failure. The
+    script took `start_s` from its processes to its first step. `seconds`: where the time since the first
+    launch went, by category. `stopped`: why jurymast would have ended the job at the last of them, "" if it
+    would not."""
 
     goodput: float
     allocated: float
     node_s: float
     incidents: tuple[Incident, ...]
+    start_s: float
+    seconds: Mapping[str, float]
     stopped: str = ""
 
 
@@ -131,6 +137,13 @@ def _seconds(
     return sum(chosen) / 1e6
 
 
+def _by_category(intervals: Iterable[Interval]) -> _Spent:
+    spent: _Spent = defaultdict(float)
+    for one in intervals:
+        spent[one.category] += one.us / 1e6
+    return spent
+
+
 @dataclass(frozen=True)
 class _Trial:
     found: Estimate
@@ -147,17 +160,22 @@ class _Trial:
         faults = self._faults()
         ran, outcome = self._run(faults)
         account, nodes = ran.ledger.account(ran.now), self.setup.nodes
-        first_s = _seconds(account.timeline, FIRST, {0})
-        rework_s = 0.0 if self.ours else _seconds(account.timeline, {"rework"})
-        held_s, waited_s = self._unchanged(faults)
+        simulated = [one for one in account.timeline if one.incident or one.category not in FIRST]
+        gone = [one for one in account.timeline if not one.incident and one.category in FIRST]
+        if not self.ours:  # the script goes back as far as it did
+            gone += [one for one in simulated if one.category == "rework"]
+            simulated = [one for one in simulated if one.category != "rework"]
+        held, waited = self._unchanged(faults)
         productive_s = self.steps * self.found.step_s
-        wall_s = account.wall_us / 1e6 - first_s - rework_s
-        goodput = productive_s / (wall_s + held_s + waited_s)
+        spent = _by_category((*simulated, *account.waits))
+        for category, seconds in (*held.items(), *waited.items()):
+            spent[category] += seconds
+        wall_s = sum(spent.values())
         allocated_s = outcome.categories.get("step", 0) / 1e6 / (outcome.ratios["allocation_goodput"] or 1.0)
-        node_s = allocated_s + (held_s - first_s - rework_s) * (nodes + self.setup.spares)
+        node_s = allocated_s + (sum(held.values()) - _seconds(gone)) * (nodes + self.setup.spares)
         return Instead(
-            goodput, productive_s * nodes / node_s, node_s, outcome.incidents,
-            outcome.reason if ran.state.ended else "",
+            productive_s / wall_s, productive_s * nodes / node_s, node_s, outcome.incidents,
+            self.setup.durations.warm_up_s, spent, outcome.reason if ran.state.ended else "",
         )  # fmt: skip
 
     def _faults(self) -> list[_Fault]:
@@ -176,20 +194,22 @@ class _Trial:
         silent_s = _seconds(self.found.account.timeline, {"hang", "detection"}, {incident})
         return HANG if self.ours and silent_s > SILENCE_S else ""
 
-    def _unchanged(self, faults: Sequence[_Fault]) -> tuple[float, float]:
-        """The seconds, with nodes and without, that the job would have spent under jurymast as well."""
+    def _unchanged(self, faults: Sequence[_Fault]) -> tuple[_Spent, _Spent]:
+        """The seconds by category, with nodes and without, that the job would have spent under jurymast as
+        well."""
         account, gone = self.found.account, {fault.incident for fault in faults}
         kept = {one.id for one in self.found.incidents} - gone
-        rest = [one for one in account.timeline if not one.incident]
-        held_s = _seconds(account.timeline, None, kept)
-        held_s += _seconds(rest, {*FIRST, "rework", "relaunch", "shutdown"})
-        if 0 not in gone:
-            held_s += _seconds(rest, {"hang", "detection"})
-        if not self.ours:
-            held_s += _seconds(account.timeline, {"rework"}, gone - {0})
-        explained_s = self.steps * self.found.step_s
-        held_s += max(0.0, _seconds(account.timeline, {"step", "unknown"}) - explained_s)
-        return held_s, _seconds(account.waits, None, kept)
+        also = {*FIRST, "rework", "relaunch", "shutdown"} | (set() if 0 in gone else {"hang", "detection"})
+        held = _by_category(
+            one
+            for one in account.timeline
+            if one.incident in kept
+            or (not one.incident and one.category in also)
+            or (not self.ours and one.category == "rework" and one.incident in gone - {0})
+        )
+        told_s = _seconds(account.timeline, {"step", "unknown"})
+        held["unknown"] += max(0.0, told_s - self.steps * self.found.step_s)
+        return held, _by_category(one for one in account.waits if one.incident in kept)
 
     def _run(self, faults: Sequence[_Fault]) -> tuple[Simulation, SimOutcome]:
         """Simulate until all steps are done."""
