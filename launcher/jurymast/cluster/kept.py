@@ -37,8 +37,14 @@ class Kept(Generic[Summary]):
         """Whether anything is kept of the run with this name."""
         return name in self._now
 
-    def of(self, directory: RunDirectory, read: Callable[[RunDirectory], Summary]) -> Summary:
-        """The run's summary, by `read` unless the kept one still holds. Raises what `read` raises."""
+    def of(
+        self,
+        directory: RunDirectory,
+        read: Callable[[RunDirectory], Summary],
+        told: tuple[Stamp, Summary] | None = None,
+    ) -> Summary:
+        """The run's summary, by `read` unless the kept one still holds, or what was `told` of it as of a
+        stamp. Raises what `read` raises."""
         name, stamp = directory.root.name, stamp_of(directory)
         entry: Any = self._now.pop(name, None)
         try:
@@ -46,7 +52,7 @@ class Kept(Generic[Summary]):
                 raise ValueError("the run has changed")
             found = self._from_json(entry["run"])
         except (KeyError, TypeError, ValueError):
-            found = read(directory)
+            found = told[1] if told is not None and told[0] == stamp else read(directory)
             entry = {"stamp": stamp, "run": self._to_json(found)}
         self._now[name] = entry
         return found
