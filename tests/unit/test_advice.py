@@ -206,6 +206,13 @@ def test_how_often_the_script_saved_is_found_out(asked: Cadence) -> None:
     assert replay.cadence == asked
 
 
+def test_what_the_script_asks_for_comes_before_the_policy() -> None:
+    ran = Past(often(WORKER_KILL, 14400.0), settings=Settings(cadence_steps=4000)).run()
+    replay = replay_of(ran.state, ran.ledger.account(ran.now), ran.ledger.steps, ran.ledger.saves)
+    assert replay.cadence == Cadence()
+    assert replay.setup.settings.cadence_steps is None
+
+
 def test_a_run_as_jurymast_chooses_it_is_told_to_change_nothing() -> None:
     advice = Past(often(WORKER_KILL, 14400.0), spares=0).advice()
     assert (advice["changes"], advice["why_none"]) == ([], None)

@@ -145,6 +145,9 @@ def replay_of(state: RunState, account: Account, steps: StepCounts, saves: SaveC
     part, settings = start > account.first_launch, state.settings
     if part and (rate := failure_rate(state, state.now)) is not None:  # what the run knew by then
         settings = replace(settings, rate=rate.rate)
+    cadence = _cadence(state, saves, step_s)
+    if cadence == Cadence():
+        settings = replace(settings, cadence_steps=None, cadence_s=None)
     setup = Setup(
         nodes=state.active, spares=state.spares, seconds=seconds, durations=durations, settings=settings,
         requeue=state.requeue_allowed, named=state.active if state.active <= NAMED_MAX else None,
@@ -158,7 +161,7 @@ def replay_of(state: RunState, account: Account, steps: StepCounts, saves: SaveC
     within_us = _held_us(account, to_us(begins), to_us(begins + seconds))
     nodes = state.active + state.spares
     return Replay(
-        setup, faults, _cadence(state, saves, step_s), before_s, after_s,
+        setup, faults, cadence, before_s, after_s,
         outside_s=(held_us - within_us) / nodes / 1e6, held_s=_held_at_requeues_s(state, account) / nodes,
         goodput=productive / (account.end - start), allocated=counted_us / max(1, held_us), part=part,
         unsaved=not saves.done,
@@ -289,17 +292,15 @@ def _fault(incident: Incident, number: int, start: float) -> TraceFault:
 
 
 def _cadence(state: RunState, saves: SaveCounts, step_s: float) -> Cadence:
-    """What the policy or the script asks for, as far as the run shows it; nothing if jurymast chose."""
+    """What the policy or the script asks for, as far as the run shows it; nothing if jurymast chose. What the
+    script asks for comes before the policy."""
+    if saves.agreed is not None:
+        return Cadence(seconds=saves.agreed.interval_s) if saves.agreed.reason == AS_ASKED else Cadence()
     settings = state.settings
     if settings.cadence_steps is not None:
         return Cadence(steps=settings.cadence_steps)
     if settings.cadence_s is not None:
         return Cadence(seconds=settings.cadence_s)
-    if not saves.done:
-        return Cadence(steps=NEVER)
-    if saves.agreed is not None:
-        asked = saves.agreed.reason == AS_ASKED
-        return Cadence(seconds=saves.agreed.interval_s) if asked else Cadence()
     if not saves.intervals:
         return Cadence(steps=NEVER)
     # By its steps: only then is there nothing to agree on.
