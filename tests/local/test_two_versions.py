@@ -172,15 +172,8 @@ def test_a_journal_of_another_version_is_named_by_all(old: Installed, new: Insta
     assert now
     swapped().write(old.runs / RUN)
     both = f"has lines of journal version {now[1]}, but this jurymast reads version 99"
-    for words in (
-        ("status", RUN),
-        ("report", RUN),
-        ("events", RUN),
-        ("logs", RUN),
-        ("checkpoints", RUN),
-        ("cancel", RUN),
-    ):
-        told = later(*words, code=73)
+    for command in ("status", "report", "events", "checkpoints", "cancel"):
+        told = later(command, RUN, code=73)
         assert both in told
         assert f"hint: {HINT}" in told
     (row,) = json.loads(later("ps", "--all", "--json"))
