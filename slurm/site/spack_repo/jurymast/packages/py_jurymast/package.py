@@ -1,0 +1,44 @@
+"""Spack's package of jurymast. `spack install py-jurymast` takes the source distribution of `make package`:
+
+    spack mirror add jurymast DIRECTORY    # with py-jurymast/py-jurymast-VERSION.tar.gz
+    spack install --no-checksum py-jurymast
+
+It needs py-submitit 1.5.2 or newer, which Spack's own packages may not have yet:
+`spack checksum --add-to-package py-submitit` adds it.
+"""
+
+from spack.package import *
+from spack_repo.builtin.build_systems.python import PythonPackage
+
+
+class PyJurymast(PythonPackage):
+    """A resilient job launcher for Slurm clusters that train large models."""
+
+    homepage = "https://pypi.org/project/jurymast"
+    pypi = "jurymast/jurymast-0.1.0.tar.gz"
+
+    license("Apache-2.0")
+
+    version("0.1.0")
+
+    variant("nvidia", default=False, description="The probe of NVIDIA GPUs")
+
+    depends_on("python@3.10:", type=("build", "run"))
+    depends_on("py-hatchling@1.24:", type="build")
+
+    depends_on("py-click@8.1:", type=("build", "run"))
+    depends_on("py-cryptography@42:", type=("build", "run"))
+    depends_on("py-jinja2@3.1:", type=("build", "run"))
+    depends_on("py-msgspec@0.19:", type=("build", "run"))
+    depends_on("py-psutil@5.9:", type=("build", "run"))
+    depends_on("py-pydantic@2.6:", type=("build", "run"))
+    depends_on("py-pyyaml@6.0:", type=("build", "run"))
+    depends_on("py-rich@13.7:", type=("build", "run"))
+    depends_on("py-submitit@1.5.2:", type=("build", "run"))
+    depends_on("py-xxhash@3.4:", type=("build", "run"))
+
+    # What trains: jurymast belongs to the Python that has it.
+    depends_on("py-torch@2.6:", type="run")
+    depends_on("py-nvidia-ml-py@12.560:", type="run", when="+nvidia")
+
+    import_modules = ["jurymast", "jurymast.cli", "jurymast.core"]
