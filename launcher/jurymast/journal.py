@@ -33,7 +33,7 @@ from jurymast.rundir import RunDirectory, sync_directory
 
 # Version of the events, which `tests/data/golden/journal.txt` lists. A field that is added has a default, and
 # keeps the version; any other change raises it.
-VERSION = 8
+VERSION = 9
 # A shared file system that hangs must not stop the recovery: decisions wait this long for the disk.
 FLUSH_LIMIT_S = 0.5
 # What did not fit on the disk is tried again so often, and at the end for so long.
@@ -393,6 +393,7 @@ def initial_state(plan: RunPlan) -> RunState:
         ranks_per_node=plan.ranks_per_node,
         submitted_at=plan.submitted_at,
         requeue_allowed=plan.requeue,
+        may_refill=plan.may_refill,
         signal_s=plan.signal_s,
         earlier=(plan.earlier_incidents, plan.earlier_node_days),
         frail={frail.node: frail for frail in plan.frail},

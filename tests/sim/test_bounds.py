@@ -16,7 +16,8 @@ from jurymast.keeper.keeper import Keeper
 from jurymast.report.simulation import simulate
 from jurymast.sim.bounds import AT_ONCE_MAX, EVENTS_MAX, Bounds, StandsStill
 from jurymast.sim.checkpoints import START, Durations
-from jurymast.sim.cluster.cluster import Cluster, Plan, run
+from jurymast.sim.cluster.cluster import Cluster, run
+from jurymast.sim.cluster.plans import Plan
 from jurymast.sim.cluster.world import Steps, World
 from jurymast.sim.faults import FaultModel, TraceFault
 from jurymast.sim.simulation import Setup, SimOutcome, Simulation

@@ -21,8 +21,9 @@ from jurymast.core.state.effects import Effect, Instruction
 from jurymast.core.state.messages import WritePhase
 from jurymast.core.state.run import RunState
 from jurymast.sim.cluster.__main__ import several
-from jurymast.sim.cluster.cluster import Cluster, Fault, Plan, random_plan, run
+from jurymast.sim.cluster.cluster import Cluster, run
 from jurymast.sim.cluster.oracle import TOLD_S, Oracle
+from jurymast.sim.cluster.plans import Fault, Plan, random_plan, refilled_plan
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.world import Process, World, WritePlace
 from support.planted import (
@@ -182,6 +183,11 @@ MENDED = {
         '{"at":5.33,"kind":"storage slow","node":1,"other":0,"seconds":11.15},'
         '{"at":6.0,"kind":"supervisor","node":0,"other":0}]}'
     ),
+    "a torchrun host dies while ranks leave after a signal": (
+        '{"seed":70002,"active":3,"spares":0,"ranks":1,"cadence_steps":5,"room":1,"faults":['
+        '{"at":4.84,"kind":"gpu doubtful","node":1},{"at":5.54,"kind":"caught","other":1,"seconds":6.16},'
+        '{"at":8.42,"kind":"host","node":2}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'
@@ -228,6 +234,16 @@ def test_a_supervisor_that_dies_in_the_grace_time_of_a_silent_slurm_is_read_righ
         assert (done.broken, done.lives) == ("", 2), done.plan.to_json()
     known, unknown = (True, "preempted", "preemption"), (False, "job_ended", "nobody")
     assert sorted(told) == [unknown] * 3 + [known] * 3
+
+
+def test_no_rule_is_broken_where_small_jobs_bring_other_nodes() -> None:
+    held = 0
+    for seed in range(80):
+        cluster = Cluster(plan := refilled_plan(seed))
+        cluster.run()
+        brought = [*cluster.sites][plan.nodes :]
+        held += cluster.restarts == 0 and bool(brought)
+    assert held > 10, "runs go on with nodes that small jobs bring"
 
 
 def test_no_rule_is_broken() -> None:

@@ -11,8 +11,9 @@ import pytest
 from jurymast.core.state import events as ev
 from jurymast.journal import events
 from jurymast.sim.cluster.__main__ import main
-from jurymast.sim.cluster.cluster import Cluster, Fault, Plan
+from jurymast.sim.cluster.cluster import Cluster
 from jurymast.sim.cluster.field import CALM_S, read_field
+from jurymast.sim.cluster.plans import Fault, Plan
 from support.commands import swapped
 
 # Far enough from each other that each is told for itself.

@@ -40,10 +40,11 @@ from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.machine import Supervision
 from jurymast.sim.cluster import caught
 from jurymast.sim.cluster.agent import SimHost
-from jurymast.sim.cluster.cluster import Fault, Plan, random_plan
+from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.world import RunDisk
 from jurymast.supervisor.supervisor import Hold
+from support.planted_refill import PLANTED_REFILL
 
 # (object, attribute, value)
 Patch = tuple[Any, str, Any]
@@ -631,6 +632,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         of("rollback", "rank", "supervisor"),
         [(Checkpoints, "go_back", _nothing), (restoring.RestoreChoice, "is_void", lambda *_: False)],
     ),
+    **PLANTED_REFILL,
 }
 
 

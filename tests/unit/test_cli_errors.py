@@ -195,6 +195,13 @@ def test_a_local_dry_run_says_what_it_does_not_use(place: Path) -> None:
     assert "jurymast.cluster.batch" in done.stdout
 
 
+def test_a_dry_run_says_that_no_small_job_brings_a_node(place: Path) -> None:
+    (place / "refill.yaml").write_text("nodes_policy: {refill: on}\n")
+    options = ("submit", "--cluster", "local", "--policy", "refill.yaml", "--dry-run")
+    done = jurymast(place, *options, "--", "train.py")
+    assert "nodes_policy.refill has no effect on the local cluster" in done.stderr
+
+
 def test_help_version_and_policy_show(place: Path) -> None:
     assert "submit" in jurymast(place, "--help").stdout
     assert "--spares N|auto" in jurymast(place, "submit", "-h").stdout

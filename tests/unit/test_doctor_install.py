@@ -49,6 +49,14 @@ def test_an_installation_that_everybody_can_use(place: Path) -> None:
     assert found["site policy"][0] == "note"
 
 
+def test_what_python_has_compiled_for_its_owner_alone_is_nobodys_trouble(place: Path) -> None:
+    compiled = place / "jurymast/core/__pycache__"
+    compiled.mkdir(exist_ok=True)
+    (compiled / "goodput.cpython-399.pyc").touch(0o600)
+    compiled.chmod(0o700)
+    assert told(place)["readable by all"][0] == "yes"
+
+
 def test_a_file_that_only_its_owner_can_read(place: Path) -> None:
     (place / "jurymast/errors.py").chmod(0o600)
     (place / "jurymast/core").chmod(0o700)

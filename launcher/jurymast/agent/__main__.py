@@ -20,24 +20,30 @@ def main() -> int:
     parser.add_argument("run_directory")
     parser.add_argument("--node", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     parser.add_argument(
-        "--end-as", choices=("agent", "launcher", "task"), default="agent",
-        help="launcher: exit with 1 if the run fails, as torchrun does; task: with the run's exit code",
+        "--end-as", choices=("agent", "launcher", "task", "refill"), default="agent",
+        help="launcher: exit with 1 if the run fails, as torchrun does; task: with the run's exit code; "
+        "refill: with 0",
     )  # fmt: skip
+    parser.add_argument(
+        "--refill", type=int, default=0, help="number of the small job that brings this node to the run"
+    )
     parser.add_argument(
         "--supervisor", default="", help="HOST:PORT of a supervisor to try until the run directory names one"
     )
     arguments = parser.parse_args()
     log_as(f"agent on {arguments.node}")
     host, _, port = arguments.supervisor.rpartition(":")
+    directory = RunDirectory(arguments.run_directory)
     hint = (host, int(port)) if host and port.isdigit() else None
 
     def agent(oom_kills: int) -> int:
         try:
-            code = asyncio.run(serve(RunDirectory(arguments.run_directory), arguments.node, hint, oom_kills))
+            work = serve(directory, arguments.node, hint, oom_kills, refill=arguments.refill)
+            code = asyncio.run(work)
         except JurymastError as error:
             logging.getLogger("jurymast.agent").error("%s", error)
             return error.exit_code
-        return {"agent": 0, "launcher": min(code, 1), "task": code}[arguments.end_as]
+        return {"agent": 0, "launcher": min(code, 1), "task": code, "refill": 0}[arguments.end_as]
 
     return guard.run(agent)
 

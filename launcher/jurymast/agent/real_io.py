@@ -44,6 +44,7 @@ from jurymast.agent.ranks import (
 from jurymast.agent.stacks import StackTaker
 from jurymast.agent.storage_processes import NodeStorage, local_root, own_domain
 from jurymast.cluster.allocation import Allocation
+from jurymast.cluster.refill import keep_variables
 from jurymast.cluster.sbatch import visible_gpus
 from jurymast.cluster.signals import WARNINGS
 from jurymast.cluster.verdicts import boot_id
@@ -295,7 +296,7 @@ class NodeRanks(RankMemory):
 
 class NodeIo:
     """See `agent.io.AgentIo`. `hint`: a supervisor's address; `oom_kills`: how many kills for want of memory
-    ended the agent before this one, 0 for the first."""
+    ended the agent before this one, 0 for the first; `refill`: see `messages.Hello`."""
 
     def __init__(
         self,
@@ -305,6 +306,7 @@ class NodeIo:
         allocation: Allocation,
         hint: tuple[str, int] | None,
         oom_kills: int,
+        refill: int,
         driver: Driver,
         said: Callable[[within.FromRanks], None],
     ) -> None:
@@ -313,6 +315,7 @@ class NodeIo:
             node=node, allocation=allocation.key, address="", incarnation=secrets.token_hex(8),
             pid=os.getpid(), boot_id=boot_id(), gpus=visible_gpus(os.environ), attempt=0, ranks="warming",
             store_port=0, pids=(), data_port=0, domain=own_domain(), oom_kills=oom_kills,
+            refill=refill,
         )  # fmt: skip
         self.address = ""
         self._secret = directory.secret()
@@ -389,24 +392,38 @@ class NodeIo:
 
 
 def node_agent(
-    directory: RunDirectory, plan: RunPlan, node: str, hint: tuple[str, int] | None, oom_kills: int = 0
+    directory: RunDirectory,
+    plan: RunPlan,
+    node: str,
+    hint: tuple[str, int] | None,
+    oom_kills: int = 0,
+    refill: int = 0,
 ) -> Agent:
     """Return this node's agent: see `NodeIo`. Raises RunDirectoryError."""
     allocation = Allocation.load(directory)
+    if plan.may_refill and node == allocation.nodes[0]:
+        keep_variables(directory, plan, os.environ)
     machine = AgentMachine(
         plan, node, allocation.key, allocation.nodes, hint, random.random(),
         gpus=visible_gpus(os.environ), driver=driver_here(),
     )  # fmt: skip
-    return Agent(machine, partial(NodeIo, directory, plan, node, allocation, hint, oom_kills))
+    return Agent(machine, partial(NodeIo, directory, plan, node, allocation, hint, oom_kills, refill))
 
 
 log = logging.getLogger("jurymast.agent")
 
 
-async def serve(directory: RunDirectory, node: str, hint: tuple[str, int] | None, oom_kills: int = 0) -> int:
+async def serve(
+    directory: RunDirectory,
+    node: str,
+    hint: tuple[str, int] | None,
+    oom_kills: int = 0,
+    *,
+    refill: int = 0,
+) -> int:
     """Run this node's agent, and return the run's exit code: see `NodeIo`. Raises RunDirectoryError."""
     started = time.monotonic()
-    agent = node_agent(directory, directory.own_plan(), node, hint, oom_kills)
+    agent = node_agent(directory, directory.own_plan(), node, hint, oom_kills, refill)
     await agent.run()
     log.info("done after %.1f s", time.monotonic() - started)
     return agent.exit_code

@@ -146,6 +146,8 @@ def command(context: click.Context, /, **options: Any) -> int:
     for note in [*policy.contradictions, *notes]:
         echo(f"jurymast: note: {note}", err=True)
     _note_unused(line, options["cluster"])
+    if policy.policy.nodes_policy.refill and options["cluster"] == "local":
+        echo("jurymast: note: nodes_policy.refill has no effect on the local cluster", err=True)
     observed = request.plan.observed
     if options["dry_run"]:
         lines = [] if observed else _lines(script, told, request.plan)

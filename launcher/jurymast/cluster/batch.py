@@ -23,6 +23,7 @@ from typing import Protocol
 import msgspec
 
 from jurymast import foreign, programs
+from jurymast.cluster import refill
 from jurymast.cluster.allocation import (
     Allocation,
     announced_hosts,
@@ -205,9 +206,11 @@ class BatchProcess:
                     if self._plan.cluster == "slurm":
                         outcome = effect.outcome
                         requeue(self._plan, self._allocation, outcome.lost, outcome.exclude, tell_of_requeue)
+                    refill.end_all(self._plan)
                 case core.Say():
                     log.info("%s", effect.text)
                 case core.EndJob():
+                    refill.end_all(self._plan)
                     self._outcome = effect.outcome
                 case _:
                     never(effect)

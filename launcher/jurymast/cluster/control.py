@@ -131,6 +131,18 @@ def give_back(job: str, node: str) -> bool:
     return True
 
 
+def draining(nodes: Sequence[str]) -> dict[str, str]:
+    """Which of these nodes somebody drains, and why. Raises ClusterUnavailableError."""
+    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--states=draining,drained"]
+    return draining_in(run_command([*command, "--format=%N|%E"]))
+
+
+def draining_in(told: str) -> dict[str, str]:
+    """The same from sinfo's lines, of which a node has one for each of its partitions."""
+    lines = (line.strip().partition("|") for line in told.splitlines())
+    return {node: why.strip() or "no reason given" for node, _, why in lines if node and why}
+
+
 def _lift_command(plan: RunPlan, job: str, sizes: str, banned: str) -> list[str]:
     """The sbatch command line of the helper job."""
     folder = RunDirectory(plan.directory).submission

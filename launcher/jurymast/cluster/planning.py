@@ -339,4 +339,5 @@ def _with_options(plan: RunPlan, script: BatchScript, told: CommandLine) -> RunP
         options.append(f"--job-name={script.job_name}")
     if not told.has("signal"):
         options.append(f"--signal={WARN_SIGNAL}")
-    return replace(plan, sbatch_options=tuple(options), typed_options=plan.sbatch_options)
+    head = tuple(words_of(script.sbatch, ()))
+    return replace(plan, sbatch_options=tuple(options), typed_options=plan.sbatch_options, head_options=head)

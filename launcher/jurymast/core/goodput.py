@@ -383,6 +383,8 @@ class Ledger:
         for incident in state.incidents[incidents:]:
             self._incident_opened(to_us(incident.fault_at), to_us(incident.detected_at), incident.id, event)
         self._follow(phase, attempt)
+        if isinstance(event, ev.RefillEnded):
+            self._given_back()
         everything = isinstance(event, ev.AllocationStarted) or not same
         self._sweep(getattr(event, "node", ""), everything=everything)
         if state.phase is Phase.REQUEUED or state.ended:
@@ -623,6 +625,8 @@ class Ledger:
         state, nodes, places = self.state, self.state.nodes, self.state.places
         starting, before = state.phase is Phase.STARTING, self._doing
         for node_name in nodes if everything else ((name,) if name in nodes else ()):
+            if nodes[node_name].returned:
+                continue
             what = "spare_idle"
             if nodes[node_name].role is Role.FAILED:
                 what = "failed_node"
@@ -630,6 +634,12 @@ class Ledger:
                 what = PLACED
             if before.get(node_name) != what:  # with thousands of nodes, almost none
                 self._begin_stay(node_name, what)
+
+    def _given_back(self) -> None:
+        """End the stays of nodes whose small jobs are over."""
+        for name in [name for name in self._doing if self.state.nodes[name].returned]:
+            self.stays[name][-1].end = self._now()
+            del self._doing[name]
 
     def _begin_stay(self, name: str, what: str) -> None:
         now, stays = self._now(), self.stays.setdefault(name, [])

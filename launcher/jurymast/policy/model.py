@@ -395,6 +395,13 @@ class NodesPolicy(Section):
         "/var/spool/jurymast",
         "with drain: the directory in which the site's health check finds reports of bad nodes",
     )
+    refill: OnOff = _key(
+        False,
+        "on: a small Slurm job brings a node in place of each that the run loses",
+    )
+    hold: Duration = _key(
+        "10m", "with refill: how long a run without a spare holds its nodes for another before it is requeued"
+    )
 
 
 class Network(Section):
@@ -460,7 +467,7 @@ class Policy(Section):
     detect: Detect = _key({}, "when something counts as failed")
     checkpoint: Checkpoint = _key({}, "when and where checkpoints are kept")
     failures: Failures = _key({}, "failure rate and restart budgets")
-    nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes")
+    nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes, and in place of lost ones")
     health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
     network: Network = _key({}, "what nodes send each other")
     metrics: Metrics = _key({}, "where the run's metrics are given out")

@@ -291,6 +291,8 @@ class Resolved:
             probes_off=tuple(policy.health.skip),
             xid=dict(policy.health.xid),
             thresholds=dict(policy.health.thresholds),
+            refill=policy.nodes_policy.refill,
+            hold_s=policy.nodes_policy.hold,
             data_paths=tuple(policy.health.data),
             preflight_s=policy.health.preflight,
             straggler=policy.health.straggler,

@@ -60,8 +60,12 @@ def _version(name: str) -> str:
         return ""
 
 
+COMPILED = "__pycache__"
+
+
 def _readable() -> Found:
-    """Whether every user can read the package's files, and enter the directories above them."""
+    """Whether every user can read the package's files, and enter the directories above them. Of what Python
+    has compiled nobody needs anything: who cannot read it reads the source."""
     package = Path(__file__).resolve().parents[1]
     above = [one for one in (*package.parents, Path(sys.prefix)) if not _has(one, stat.S_IXOTH)]
     if above:
@@ -70,7 +74,7 @@ def _readable() -> Found:
         Path(folder, name)
         for folder, folders, files in os.walk(package)
         for name in (*folders, *files)
-        if not _has(Path(folder, name), READABLE)
+        if COMPILED not in (name, Path(folder).name) and not _has(Path(folder, name), READABLE)
     )
     if closed:
         told = f"only some users can read {closed[0]}"

@@ -219,12 +219,30 @@ def _ranks_ended(e: Entry) -> str:
     return f"ranks that had ended before: {', '.join(map(str, e['ranks']))}" + without * bool(unknown)
 
 
+def _node_draining(e: Entry) -> str:
+    if not e["why"]:
+        return f"node {e['node']} is not drained any more"
+    return f"an administrator drains node {e['node']}: {e['why']}"
+
+
+def _refill_expected(e: Entry) -> str:
+    starts_at = e.get("starts_at")
+    when = f", expected to start in {max(0.0, starts_at - e['t']):.0f} s" if starts_at is not None else ""
+    return f"Slurm has taken small job {e['number']} as job {e['job']}{when}"
+
+
 _EVENTS: dict[str, Callable[[Entry], str]] = {
     "RunStarted": _run_started,
     "AllocationStarted": _allocation_started,
     "AllocationEnded": lambda e: f"job {e['slurm_job']} gave its nodes back: {e['why']}",
+    "RefillAsked": lambda e: f"small job {e['number']} is submitted, to bring another node",
+    "RefillRefused": lambda e: f"small job {e['number']} could not be submitted: {e['why']}",
+    "RefillExpected": _refill_expected,
+    "RefillStarted": lambda e: f"small job {e['number']} has started, and brings {e['node']}",
+    "RefillEnded": lambda e: f"small job {e['number']} is over: {e['why']}",
     "SupervisorStarted": lambda e: f"supervisor {e['epoch']} runs on {e['node']}",
     "NodeJoined": _node_joined,
+    "NodeDraining": _node_draining,
     "NodeReady": lambda e: f"node {e['node']} is ready",
     "NodeLost": _node_lost,
     "WorkersStarted": lambda e: f"attempt {e['attempt']}: {count(len(e['pids']), 'rank')} up on {e['node']}",

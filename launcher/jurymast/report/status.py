@@ -13,6 +13,7 @@ from jurymast.core.checkpoints.writes import durable_every_s
 from jurymast.core.goodput import Account
 from jurymast.core.judges.cadence import cost_if, next_save_step
 from jurymast.core.judges.forecast import IDLE_SHARE, Saving
+from jurymast.core.run import refill
 from jurymast.core.run.recording import pause_s
 from jurymast.core.state.failure_rate import LEVEL, failure_times
 from jurymast.core.state.images import MEMORY, PEER, SHARED
@@ -266,11 +267,24 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
             return "waits until Slurm ends the job"
         if state.not_before > now:
             return f"tries again in {duration(state.not_before - now)}"
+        if state.refills or refill.lacking(state) > state.spares:
+            return _holds(state, now)
         return "waits until every node of the next attempt is ready"
     if state.first_step_at is None:
         return f"first step of attempt {state.attempt}"
     save = next_save(state)
     return f"saves after step {save}" if save else ""
+
+
+def _holds(state: RunState, now: float) -> str:
+    """What a run without spares waits for."""
+    jobs = [f"small job {one.job} is to bring it" for one in refill.coming(state) if one.job]
+    asked = jobs[0] if jobs else "Slurm is asked for it"
+    starting = [one.node for one in state.refills.values() if one.node and one.node not in state.places]
+    if starting:
+        return f"holds its nodes while {some(starting)} gets ready"
+    left_s = max(0.0, refill.hold_until(state) - now)
+    return f"holds its nodes for another ({asked}), for up to {duration(left_s)}, then is requeued"
 
 
 def data_gaps(watcher: StatusWatcher, *, waits: bool = False) -> list[str]:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
+from jurymast.cluster import refill
 from jurymast.cluster.allocation import Allocation, listen
 from jurymast.cluster.batch import tell_of_requeue
 from jurymast.cluster.control import requeue
@@ -67,6 +68,7 @@ def end_job(directory: RunDirectory, allocation: Allocation, state: RunState, *,
         requeue(plan, allocation, lost, sorted(state.excluded), tell_of_requeue)
     else:
         run_command(["scancel", allocation.job])
+    refill.end_all(plan)  # at last, as this process may run in one
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Instruction
 from jurymast.core.state.images import StateId
 from jurymast.core.state.run import RunState
+from jurymast.core.supervision.refilling import SmallJob
 
 T = TypeVar("T")
 
@@ -120,6 +121,19 @@ class Io(Protocol):
 
     async def give_back(self, job: str, node: str) -> bool:
         """Release a node; returns whether it is gone. Raises ClusterUnavailableError."""
+
+    async def ask_for_node(self, number: int, exclude: tuple[str, ...]) -> str:
+        """Submit small job `number`, which brings a node besides `exclude`; returns its id. Raises
+        SubmissionError or ClusterUnavailableError."""
+
+    async def small_jobs(self) -> list[SmallJob]:
+        """Return those of the run that wait or run. Raises ClusterUnavailableError."""
+
+    async def end_small_job(self, job: str) -> None:
+        """Raises ClusterUnavailableError."""
+
+    async def draining(self, nodes: Sequence[str]) -> dict[str, str]:
+        """Return which of these nodes are being drained, and why. Raises ClusterUnavailableError."""
 
     def refuse_more(self) -> None:
         """Accept no more connections."""

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import jurymast
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
-from jurymast.cluster import control
+from jurymast.cluster import control, refill
 from jurymast.cluster.allocation import Allocation, announced_by
 from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import Ending, ended_as, kill_wait_s
@@ -33,6 +33,7 @@ from jurymast.core.state.images import StateId
 from jurymast.core.state.messages import read_said
 from jurymast.core.state.run import RunState
 from jurymast.core.state.settings import RunPlan
+from jurymast.core.supervision.refilling import SmallJob
 from jurymast.journal import JournalWriter, first_events
 from jurymast.rundir import RunDirectory, renew, write_json
 from jurymast.supervisor.io import Accept, Journal
@@ -202,6 +203,18 @@ class RealIo:
 
     async def give_back(self, job: str, node: str) -> bool:
         return await asyncio.to_thread(control.give_back, job, node)
+
+    async def ask_for_node(self, number: int, exclude: tuple[str, ...]) -> str:
+        return await asyncio.to_thread(refill.ask, self._plan, self._allocation, number, exclude)
+
+    async def small_jobs(self) -> list[SmallJob]:
+        return await asyncio.to_thread(refill.look, self._plan)
+
+    async def end_small_job(self, job: str) -> None:
+        await asyncio.to_thread(refill.end, job)
+
+    async def draining(self, nodes: Sequence[str]) -> dict[str, str]:
+        return await asyncio.to_thread(control.draining, nodes)
 
     def refuse_more(self) -> None:
         if self._accepting is not None:

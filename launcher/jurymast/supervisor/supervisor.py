@@ -228,6 +228,14 @@ class Supervisor:
                 self._spawn(self._fence(effect.attempt))
             case do.GiveBack():
                 self._spawn(self._give_back(effect))
+            case do.AskForNode():
+                self._spawn(self._ask_for_node(effect))
+            case do.LookAtSmallJobs():
+                self._spawn(self._look_at_small_jobs())
+            case do.LookAtNodes():
+                self._spawn(self._look_at_nodes(effect))
+            case do.EndSmallJob():
+                self._spawn(self._end_small_job(effect.job))
             case do.WhyEnding():
                 self._spawn(self._ask_why_ending(effect))
             case do.AskTimeLimit():
@@ -296,6 +304,36 @@ class Supervisor:
         except ClusterUnavailableError as error:
             why = str(error)
         self._do(self.machine.on_node_given_back(effect.node, gone, why, self.now()))
+
+    async def _ask_for_node(self, effect: do.AskForNode) -> None:
+        job = why = ""
+        try:
+            job = await self._io.ask_for_node(effect.number, effect.exclude)
+        except (SubmissionError, ClusterUnavailableError) as error:
+            why = str(error)
+        self._do(self.machine.on_node_asked(effect.number, job, why, self.now()))
+
+    async def _look_at_small_jobs(self) -> None:
+        jobs = None
+        try:
+            jobs = await self._io.small_jobs()
+        except ClusterUnavailableError as error:
+            log.warning("small jobs: %s", error)
+        self._do(self.machine.on_small_jobs(jobs, self.now()))
+
+    async def _look_at_nodes(self, effect: do.LookAtNodes) -> None:
+        draining = None
+        try:
+            draining = await self._io.draining(effect.nodes)
+        except ClusterUnavailableError as error:
+            log.warning("nodes: %s", error)
+        self._do(self.machine.on_nodes_seen(draining, self.now()))
+
+    async def _end_small_job(self, job: str) -> None:
+        try:
+            await self._io.end_small_job(job)
+        except ClusterUnavailableError as error:
+            log.warning("small job %s: %s", job, error)
 
     async def _ask_why_ending(self, effect: do.WhyEnding) -> None:
         self._asked_why = effect

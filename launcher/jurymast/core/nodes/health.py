@@ -78,7 +78,7 @@ class Case:
     `back_at` on, the node is given back to Slurm. Seconds of the supervisor's clock."""
 
     job: str
-    finding: Finding
+    finding: Finding | None  # None: it is drained
     answer_by: float
     back_at: float
 
@@ -106,6 +106,12 @@ class SickNodes:
         # The node's own agent leaves the verdict, because its place may be on a disk of the node.
         self._cases[name] = Case(job, finding, now + ANSWER_LIMIT_S, math.inf)
         return [Send(name, msg.LeaveVerdict(job=job, finding=finding))]
+
+    def give_back_later(self, name: str, at: float) -> None:
+        """Give a node back that leaves the run because it is drained, once it has left, from `at` on."""
+        job = self._state.allocation.rpartition(".")[0]
+        if job.isdigit():
+            self._cases[name] = Case(job, None, at, at)
 
     def on_verdict_left(self, node: str, message: msg.VerdictLeft, now: float) -> list[Effect]:
         """The agent has left a verdict, or says why it could not."""
@@ -135,7 +141,7 @@ class SickNodes:
 
     def _site_told(self, name: str, why: str, now: float) -> list[Effect]:
         case = self._cases.get(name)
-        if case is None or case.back_at < math.inf:
+        if case is None or case.finding is None or case.back_at < math.inf:
             return []
         # Many nodes may turn out to have the same finding, and then none was to blame.
         case.back_at = now + self._state.settings.together_s
@@ -154,7 +160,8 @@ class SickNodes:
             return []
         for name in [name for name, case in self._cases.items() if now >= case.back_at]:
             case, node = self._cases.pop(name), self._state.nodes.get(name)
-            if node is not None and node.bad and name != self._state.host and not self._refused:
+            out = node is not None and (node.bad or node.drained)
+            if out and name != self._state.host and not self._refused:
                 self._giving = name
                 return [GiveBack(case.job, name)]
         return []

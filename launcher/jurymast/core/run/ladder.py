@@ -1,5 +1,6 @@
 """The restart ladder chooses the cheapest safe action for a known cause, and gives the reason: 1. restart in
-place, 2. swap a spare in, 4. requeue without the bad nodes; or stop, if another attempt cannot help."""
+place, 2. swap a spare in, or a node for which the run holds its others
+(`core.run.refill`), 4. requeue without the bad nodes; or stop, if another attempt cannot help."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from itertools import takewhile
 
 from jurymast.core.judges import blame, leaving, loops
 from jurymast.core.judges.attribution import ENDED_EARLY, Cause
+from jurymast.core.run import refill
 from jurymast.core.state.failure_rate import INFRASTRUCTURE
 from jurymast.core.state.findings import Verdict
 from jurymast.core.state.incident import APPLICATION, CHOSEN, FROM_FINDINGS, NOBODY, ORDERED, PREEMPTION
@@ -81,10 +83,14 @@ def decide(state: RunState, cause: Cause) -> Decision:
     if len(spares) + len(able) >= len(bad):
         names = some(bad, NODES_TOLD)
         return Decision("swap", f"{why}: {names} out, unless ready again soon", bad, wait_s)
+    if not (why_not := refill.why_not_held(state)):
+        why += f": {some(bad, NODES_TOLD)} out, held for a node in its place"
+        return Decision("swap", why, bad, wait_s, blames=blames)
+    why_not = f"; {why_not}" if state.may_refill else ""
     if state.may_requeue:
-        why = f"{count(len(bad), 'node')} to replace, {count(len(spares), 'spare')} ready"
+        why = f"{count(len(bad), 'node')} to replace, {count(len(spares), 'spare')} ready{why_not}"
         return Decision("requeue", why, bad, blames=blames)
-    return Decision("stop", "no spare is left and requeueing is not allowed", bad)
+    return Decision("stop", f"no spare is left and requeueing is not allowed{why_not}", bad)
 
 
 def _pause_s(in_a_row: int, first_s: float, most_s: float) -> float:

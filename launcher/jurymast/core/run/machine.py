@@ -15,7 +15,7 @@ from jurymast.core.agent.link import IDLE_ALONE_LIMIT_S
 from jurymast.core.judges import blame, explained, leaving, loops, stragglers
 from jurymast.core.judges.silence import rejoin_limit_s
 from jurymast.core.nodes import preflight
-from jurymast.core.run import ends, recovery, restoring, tasks
+from jurymast.core.run import ends, recovery, refill, restoring, tasks
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.state.failure_rate import DAY_S, FailureRate, prior
@@ -124,6 +124,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
         name: Node(name, order, since=event.t) for order, name in enumerate(dict.fromkeys(event.nodes))
     }
     state.host, state.allocated_at = event.host, event.t
+    state.refills, state.refill_failures, state.refill_failed_at = {}, 0, 0.0
     recovery.serve_again(state, event.nodes)
     if state.failures is None:
         state.began_at = event.t
@@ -180,6 +181,7 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     if node is None:
         node = state.nodes[event.node] = Node(event.node, len(state.nodes), since=event.t)
     node.heard = True
+    refill.came(state, node.name)
     returning = node.incarnation == event.incarnation
     if returning and node.role is not Role.FAILED:
         return []
@@ -546,6 +548,11 @@ def _ranks_ended(state: RunState, event: ev.RanksEnded) -> None:
         state.findings.ended, state.findings.without_code = event.ranks, event.unknown
 
 
+def _node_draining(state: RunState, event: ev.NodeDraining) -> None:
+    if (node := state.nodes.get(event.node)) is not None:
+        node.draining = event.why
+
+
 def _noted(state: RunState, event: ev.Noted) -> None:
     where = f"{event.node}: " if event.node else ""
     state.notes.append((event.t, f"{where}{event.message}"))
@@ -591,6 +598,11 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.AllocationStarted: _allocation_started,
     ev.SupervisorStarted: _supervisor_started,
     ev.Unfindable: _unfindable,
+    ev.RefillAsked: refill.asked,
+    ev.RefillRefused: refill.refused,
+    ev.RefillExpected: refill.expected,
+    ev.RefillStarted: refill.started,
+    ev.RefillEnded: refill.ended,
     ev.NodeJoined: _node_joined,
     ev.NodeReady: _node_ready,
     ev.NodeLost: _node_lost,
@@ -622,6 +634,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.Straggling: _straggling,
     ev.StacksTaken: _stacks_taken,
     ev.RanksEnded: _ranks_ended,
+    ev.NodeDraining: _node_draining,
     ev.Noted: _noted,
     ev.Tick: _tick,
 }

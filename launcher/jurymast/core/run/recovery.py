@@ -20,7 +20,7 @@ from jurymast.core.judges.attribution import (
     cause_of_end,
 )
 from jurymast.core.nodes import preflight
-from jurymast.core.run import ladder, tasks
+from jurymast.core.run import ladder, refill, tasks
 from jurymast.core.state.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.state.events import WorkerFailed
 from jurymast.core.state.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, FrailNode
@@ -444,9 +444,11 @@ def _fill_places(state: RunState) -> list[Instruction]:
         if (tests := preflight.before_use(state, doubtful)) is not None:
             return tests
         return _fill(state, open_places, [node.name for node in spares])
+    if not (why_not := refill.why_not_held(state)):
+        return []
     incident = state.incidents[-1]
     incident.action = "requeue"
-    incident.why += "; no spare came in time"
+    incident.why += f"; {why_not}"
     if state.may_requeue:
         return _requeue(state, incident.reason)
     incident.action = "stop"

@@ -81,9 +81,10 @@ class Send(msgspec.Struct, frozen=True):
 
 class Record(msgspec.Struct, frozen=True):
     """Write the event to the journal, and let `core.run.machine` decide what follows. Used within
-    `core.supervision` only."""
+    `core.supervision` only. `flush`: see `Journal`."""
 
     event: Event
+    flush: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -114,6 +115,30 @@ class GiveBack(msgspec.Struct, frozen=True):
 
     job: str
     node: str
+
+
+class AskForNode(msgspec.Struct, frozen=True):
+    """Submit small job `number`, which brings a node to the run, and none of `exclude`. Answered by
+    `on_node_asked`."""
+
+    number: int
+    exclude: tuple[str, ...]
+
+
+class LookAtSmallJobs(msgspec.Struct, frozen=True):
+    """Ask Slurm which small jobs of the run wait or run. Answered by `on_small_jobs`."""
+
+
+class EndSmallJob(msgspec.Struct, frozen=True):
+    """Have Slurm end this small job of the run. May take long, and nobody waits for it."""
+
+    job: str
+
+
+class LookAtNodes(msgspec.Struct, frozen=True):
+    """Ask Slurm which of these nodes are being drained. Answered by `on_nodes_seen`."""
+
+    nodes: tuple[str, ...]
 
 
 class SaveFirst(msgspec.Struct, frozen=True):
@@ -170,6 +195,7 @@ class GiveWay(msgspec.Struct, frozen=True):
 
 
 Effect = (
-    Send | Record | Answer | Disconnect | Pulse | GiveBack | SaveFirst | Journal | Fence | WhyEnding
-    | AskTimeLimit | LookAtStorage | AskSuperseded | End | GiveWay
+    Send | Record | Answer | Disconnect | Pulse | GiveBack | AskForNode | LookAtSmallJobs | EndSmallJob
+    | LookAtNodes | SaveFirst | Journal | Fence | WhyEnding | AskTimeLimit | LookAtStorage | AskSuperseded
+    | End | GiveWay
 )  # fmt: skip

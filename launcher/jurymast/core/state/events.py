@@ -46,6 +46,45 @@ class AllocationStarted(Event, frozen=True, kw_only=True):
     account: str = ""
 
 
+class RefillAsked(Event, frozen=True, kw_only=True):
+    """The run asks Slurm for a node, with small job `number` of this run, counted from 1, and does without
+    these nodes."""
+
+    number: int
+    exclude: tuple[str, ...] = ()
+
+
+class RefillRefused(Event, frozen=True, kw_only=True):
+    """Slurm does not take the small job, or it is not known that it has."""
+
+    number: int
+    why: str
+
+
+class RefillExpected(Event, frozen=True, kw_only=True):
+    """Slurm has taken the small job, as `job`, and expects it to start at this time (Unix time; None: it does
+    not say)."""
+
+    number: int
+    job: str
+    starts_at: float | None = None
+
+
+class RefillStarted(Event, frozen=True, kw_only=True):
+    """The small job runs on `node`."""
+
+    number: int
+    node: str
+
+
+class RefillEnded(Event, frozen=True, kw_only=True):
+    """The small job is over, or was ended. `unneeded`: nobody needed its node any more."""
+
+    number: int
+    why: str
+    unneeded: bool = False
+
+
 class AllocationEnded(Event, frozen=True, kw_only=True):
     """The nodes were released. Written at an orderly end, or else by the next allocation."""
 
@@ -450,6 +489,13 @@ class StacksTaken(Event, frozen=True, kw_only=True):
     recorded: bool = False
     records: tuple[int, ...] = ()
     flights: tuple[Any, ...] = ()
+
+
+class NodeDraining(Event, frozen=True, kw_only=True):
+    """An administrator drains the node, for the reason `why`, or does not any more ("")."""
+
+    node: str
+    why: str
 
 
 class Noted(Event, frozen=True, kw_only=True):

@@ -356,7 +356,8 @@ class Hello(ToSupervisor, frozen=True, kw_only=True):
     """An agent's first message: who it is, its newest `attempt` and what its `ranks` do, `copies` of images,
     `room` for more, findings (`health`). It serves images at `data_port`. `oom_kills`: see `NodeJoined`.
     `ended`: which ranks have failed here, and how tasks ended, in any attempt; `group_made`: one of them made
-    a process group. `clock`: this node's, by which findings have their times, in seconds since the epoch."""
+    a process group. `clock`: this node's, by which findings have their times, in seconds since the epoch.
+    `refill`: the number of the small job that brings the node to the run; 0: the run's own job."""
 
     node: str
     allocation: str
@@ -378,6 +379,7 @@ class Hello(ToSupervisor, frozen=True, kw_only=True):
     oom_kills: int = 0
     ended: tuple[Finished | Failed, ...] = ()
     group_made: bool = False
+    refill: int = 0
 
 
 class RankEvent(ToSupervisor, frozen=True, kw_only=True):

@@ -77,7 +77,9 @@ class Node:
     heard: bool = False
     store_port: int = 0
     drained: bool = False  # by hand: it stays out
+    draining: str = ""  # why an administrator drains it, which waits for the run's job; "": nobody does
     bad: bool = False  # a finding took it out: it stays out while the finding holds
+    returned: bool = False  # Slurm has it again: the small job that brought it is over
     faultless: bool = False  # lost with many others, or as somebody ordered: it is not excluded
     unloadable: bool = False  # the run's Python cannot load torch on it
     cleared: bool = False  # blamed for what was then found to be no fault of its own
@@ -153,6 +155,18 @@ class EndOrder:
     why: str = ""
 
 
+@dataclass
+class Refill:
+    """A node that the run has asked for at `asked_at`. `job`: its small job, "" until Slurm has taken it;
+    `node`: "" until that has started; `starts_at`: when Slurm expects that, None if it does not say."""
+
+    number: int
+    asked_at: float
+    job: str = ""
+    node: str = ""
+    starts_at: float | None = None
+
+
 @dataclass(frozen=True)
 class Blame:
     """A node left the active ones for a finding of the class `cause`. `bad`: it left the run; otherwise it is
@@ -211,6 +225,12 @@ class RunState:
     earlier: tuple[float, float] = (0.0, 0.0)  # incidents and node-days of other runs, as of the submission
     frail: dict[str, FrailNode] = field(default_factory=dict)  # by node, as other runs and this one know them
     requeue_allowed: bool = True
+    may_refill: bool = False  # it may ask for nodes in place of lost ones
+    refills: dict[int, Refill] = field(default_factory=dict)  # of this allocation, by number
+    refills_asked: int = 0  # the newest number
+    refill_failures: int = 0  # in a row
+    refill_trouble: str = ""  # the newest of these
+    refill_failed_at: float = 0.0
     signal_s: float = 0.0
 
     phase: Phase = Phase.QUEUED
@@ -398,15 +418,17 @@ class RunState:
         return self.placement[place] if 0 <= place < len(self.placement) else ""
 
     def spare_nodes(self) -> list[Node]:
-        """Return usable spares, best first. Suspects and nodes with findings come last, before them slow
-        nodes, then those that are likely to fail, then the node of the batch script; otherwise in the order
-        of the allocation. A slow node costs the run speed all the time, a failing one some minutes each
-        time."""
+        """Return usable spares, best first. Suspects, nodes with findings and those that are drained come
+        last, before them slow nodes, then those that are likely to fail, then the node of the batch script;
+        otherwise in the order of the allocation. A slow node costs the run speed all the time, a failing one
+        some minutes each time."""
         usable = [node for node in self.nodes.values() if node.usable]
 
         def rank(n: Node) -> tuple[bool, float, float, bool, int]:
             return (
-                n.role is Role.SUSPECT or (n.marked and self.settings.bad_nodes != "report"),
+                n.role is Role.SUSPECT
+                or bool(n.draining)
+                or (n.marked and self.settings.bad_nodes != "report"),
                 n.slowness if n.slowness > MATTERS else 0.0,
                 self.expected_times(n),
                 n.name == self.host,

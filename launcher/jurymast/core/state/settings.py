@@ -90,8 +90,9 @@ class Settings:
     time; an exclusion ends after `exclusion_s`. Findings within `together_s` have one origin; a bad node is
     kept for that long, because many may turn out to have the same fault. `spool` is the site's directory for
     verdicts if `bad_nodes` is drain. `warm_start`: ranks are forked from a process that has loaded torch.
-    `encrypt`: images are encrypted on the network. `notify`: who is told what happens;
-    `metrics`: where the run's are given out; `price`: of a GPU, None if nobody said it.
+    `refill`: a small Slurm job brings a node in place of each that is lost; without a spare the run holds its
+    nodes for it, for `hold_s`. `encrypt`: images are encrypted on the network. `notify`: who is told what
+    happens; `metrics`: where the run's are given out; `price`: of a GPU, None if nobody said it.
     """
 
     heartbeat_s: float = 0.5
@@ -133,6 +134,8 @@ class Settings:
     together_s: float = 180.0
     spool: str = "/var/spool/jurymast"
     warm_start: bool = True
+    refill: bool = False
+    hold_s: float = 600.0
     encrypt: bool = False
     notify: tuple[Receiver, ...] = ()
     metrics: Exposure = Exposure()
@@ -199,6 +202,7 @@ class RunPlan:
     python: str = "python3"
     sbatch_options: tuple[str, ...] = ()
     typed_options: tuple[str, ...] = ()  # of these, what the user typed beside a batch script
+    head_options: tuple[str, ...] = ()  # of a batch script, in its own lines
     exclude: tuple[str, ...] = ()  # by hand
     avoided: tuple[Avoided, ...] = ()
     # So long before the time limit the job's own --signal may end something of the run.
@@ -215,6 +219,12 @@ class RunPlan:
     @property
     def nodes(self) -> int:
         return self.active + self.spares
+
+    @property
+    def may_refill(self) -> bool:
+        """Whether small jobs bring nodes. Tasks in place of srun's have shares of their step's node, which a
+        small job does not have."""
+        return self.settings.refill and self.cluster == "slurm" and not (self.tasks or self.observed)
 
     def excluded_at(self, now: float) -> tuple[str, ...]:
         """Return nodes, and ranges of nodes, that the run excludes from the start. `now`: seconds since the

@@ -54,6 +54,8 @@ from jurymast.core.supervision import joining
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
 from jurymast.core.supervision.limit import TimeLimit
+from jurymast.core.supervision.refilling import Refilling, SmallJob
+from jurymast.core.supervision.withdrawals import Withdrawals
 from jurymast.errors import never
 
 # Repeated reports of agents are among this many last saves.
@@ -107,6 +109,8 @@ class Supervision:
         self._preflight = Preflight(state)
         self._stragglers = Stragglers(state)
         self._sick = SickNodes(state)
+        self._refilling = Refilling(state)
+        self._withdrawals = Withdrawals(state, self._sick)
         self._after_saves: dict[str, ev.Event] = {}  # what follows them, by what they are requested for
         self._ticks = itertools.count()
         self._asking = False  # Slurm, why the job ends, after a signal
@@ -119,6 +123,7 @@ class Supervision:
         self.state.check()
         for part in (
             self.watch, self.checkpoints, self.launching, self.departure, self._preflight, self._sick,
+            self._refilling,
         ):  # fmt: skip
             part.check()
 
@@ -189,7 +194,7 @@ class Supervision:
                 case Record(event=ev.Saved() as save):
                     out += self._saved(save, now)
                 case Record():
-                    out += self.record(effect.event)
+                    out += self.record(effect.event, flush=effect.flush)
                 case SaveFirst():
                     is_new = effect.why not in self._after_saves
                     self._after_saves[effect.why] = effect.then
@@ -295,6 +300,7 @@ class Supervision:
         if ends or self.watch.cut_off:
             return out
         out += self._do([*self._preflight.on_time(now), *self.launching.on_time(now)], now)
+        out += self._do(self._refilling.on_time(now), now)
         if next(self._ticks) % STEADY_LOOKS and self.steady:
             return out
         out += self._tell_progress(now)
@@ -305,7 +311,15 @@ class Supervision:
             out += self._saved_first(by, in_time, now)
         out += self._do(self._hangs.on_time(now), now)
         out += self._do(self._sick.on_time(now), now)
+        out += self._move_off(now)
         return out + self.record(ev.Tick(t=now))
+
+    def _move_off(self, now: float) -> list[Effect]:
+        """See to nodes that an administrator drains."""
+        if self.state.allocation.startswith(LOCAL_JOB):
+            return []
+        out = self._do(self._withdrawals.on_time(now), now)
+        return out + [effect for ask in self._withdrawals.moves(now) for effect in self._obey(ask, now)]
 
     @property
     def has_work(self) -> bool:
@@ -325,6 +339,8 @@ class Supervision:
         """A node joined over the connection of this number, counted from 1."""
         self.watch.on_agent_joined(node, connection)
         out = self._do(self.checkpoints.on_agent_joined(node, hello, now), now)
+        if hello.refill:
+            out += self._do(self._refilling.on_agent_joins(hello.refill, node, now), now)
         joined = ev.NodeJoined(
             t=now, node=node, address=hello.address, incarnation=hello.incarnation, pid=hello.pid,
             boot_id=hello.boot_id, gpus=hello.gpus, oom_kills=hello.oom_kills,
@@ -486,6 +502,15 @@ class Supervision:
 
     def on_node_given_back(self, node: str, gone: bool, why: str, now: float) -> list[Effect]:
         return self._do(self._sick.on_node_given_back(node, gone, why, now), now)
+
+    def on_node_asked(self, number: int, job: str, why: str, now: float) -> list[Effect]:
+        return self._do(self._refilling.on_node_asked(number, job, why, now), now)
+
+    def on_small_jobs(self, jobs: Sequence[SmallJob] | None, now: float) -> list[Effect]:
+        return self._do(self._refilling.on_small_jobs(jobs, now), now)
+
+    def on_nodes_seen(self, draining: Mapping[str, str] | None, now: float) -> list[Effect]:
+        return self._do(self._withdrawals.on_nodes_seen(draining, now), now)
 
     def on_superseded(self, by_another: bool, now: float) -> list[Effect]:
         return self._do(self.departure.on_superseded(by_another, now), now)

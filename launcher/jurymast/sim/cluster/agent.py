@@ -51,6 +51,7 @@ class SimSite:
         self.processes: list[Process] = []
         self.agent: SimAgent | None = None
         self.agents = self.boots = 0  # how many so far
+        self.refill = 0  # the number of the small job that has it; 0: the run's own
         self.ill = ""  # how: see `sim.cluster.health`
         self.findings: list[Finding] = []
 
@@ -90,7 +91,7 @@ class SimSite:
     def start_agent(self) -> None:
         """Start an agent if there is none, the job has this node, and the job continues."""
         here = self.cluster.allocated and self.cluster.sites.get(self.name) is self
-        if self.up and here and self.agent is None:
+        if self.up and here and self.name not in self.cluster.without and self.agent is None:
             self.agents += 1
             self.agent = SimAgent(self.cluster, self)
 
@@ -469,7 +470,7 @@ class SimAgent(SimShell):
         self.hello = msg.Hello(
             node=site.name, allocation=key, address="", incarnation=f"{site.name}-{cluster.new_port()}",
             pid=1, boot_id=f"boot {site.boots}", gpus=0, attempt=0, ranks="warming", store_port=0, pids=(),
-            data_port=0,
+            data_port=0, refill=site.refill,
         )  # fmt: skip
         hint, share = (cluster.batch_host, cluster.batch_port), self.world.chance.random()
         self.machine = AgentMachine(cluster.plan, site.name, key, nodes, hint, share)

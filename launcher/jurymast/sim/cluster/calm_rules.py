@@ -8,8 +8,8 @@ from jurymast.core.state.run import Phase
 from jurymast.sim.cluster.health import SLOW
 
 if TYPE_CHECKING:
-    from jurymast.sim.cluster.cluster import Fault
     from jurymast.sim.cluster.oracle import Oracle
+    from jurymast.sim.cluster.plans import Fault
     from jurymast.sim.cluster.supervisor import SimSupervisor
 
 TRUE_CAUSE = "16: an incident has a cause that there was, on a node where it was"
@@ -41,7 +41,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "slow node": ("straggler",), "fails tests": ("gpu_bad", "gpu_suspect", "node_lost"),
     "breaks": (*_LEAVE, "hang", "script_fault"), "caught": (*_LEAVE, "hang"),
     "restart": ("restart_asked",), "rollback": ("rollback_asked",),
-    "half told": ("restart_asked", *_OVER), "drained": ("drain_asked",),
+    "half told": ("restart_asked", *_OVER), "drained": ("drain_asked",), "admin drains": ("drain_asked",),
     "supervisor": _OVER, "corrupt": ("restore_failed",),
     "storage hangs": ("hang", "node_lost", "allocation_lost", *_STORAGE),
     "storage hangs here": ("node_lost", *_STORAGE), "stale handles": ("node_lost", *_STORAGE),

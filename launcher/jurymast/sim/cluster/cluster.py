@@ -1,20 +1,14 @@
-"""The simulated cluster: its nodes, its plan of faults (drawn by seed or read from JSON), and the effects of
-these faults."""
+"""The simulated cluster: its nodes, and the effects of the faults of a plan."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import random
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
-
-import msgspec
+from dataclasses import dataclass
 
 from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.state import messages as msg
-from jurymast.core.state.run import LEAVE_S
 from jurymast.core.state.settings import Budget, RunPlan, Settings
 from jurymast.core.supervision import batch
 from jurymast.core.supervision.batch import SUPERSEDED
@@ -23,182 +17,15 @@ from jurymast.sim.cluster import caught, health
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite, SimStandby
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, STANDSTILL_S, Oracle, Violation
+from jurymast.sim.cluster.plans import AFTER_S, Fault, Plan, how_caught, smaller
+from jurymast.sim.cluster.refill import HOLD_S, Pool
 from jurymast.sim.cluster.supervisor import SimSupervisor
-from jurymast.sim.cluster.tasks import ALL_S, SimTasks
+from jurymast.sim.cluster.tasks import SimTasks
 from jurymast.sim.cluster.training import SimGroup
 from jurymast.sim.cluster.world import BEGINNING, RunDisk, SimNetwork, Storage, Token, World
 
-MOST_FAULTS = 5
-FIRST_AT_S, LAST_AT_S = 1.0, 20.0
-AFTER_S = 18.0
-LONGEST_S = 3600.0
-LAST_STEPS = 10, 100
-TASKS_SHARE, TESTS_SHARE = 0.15, 0.15
-TESTS_S = 6.0
-# Of this, twice as much is less than Slurm leaves a job that it ends.
-SLOW_COPY_S = 1.0, 10.0
-
-# kind: how often, and how long it lasts at the most, in seconds (0.0: it does not last).
-KINDS: dict[str, tuple[float, float]] = {
-    "power": (3, 40.0),  # the node vanishes silently; it boots again after this long, or (0) not
-    "agent": (1, 20.0),  # its agent is killed; another is started after this long, or not
-    "freeze": (2, 9.0),
-    "isolate": (1.5, 30.0),  # from all other nodes
-    "cut": (2, 45.0),  # two nodes from each other
-    "snap": (1.5, 0.0),  # its connection breaks
-    "half": (1, 0.0),  # its connection breaks, and one end does not learn it
-    "rank": (2, 0.0),
-    "hang": (1, 40.0),  # until they are stopped; the cluster is simulated at least this long
-    "host": (1, 0.0),  # its torchrun host dies
-    "supervisor": (3, 0.0),  # is killed
-    "half told": (0.7, 0.0),  # after it has told only some agents of a restart: to stop, or to launch
-    "stall": (1.5, 8.0),  # the supervisor's process stands still
-    "storage hangs": (1.5, 70.0),
-    "storage full": (1, 30.0),
-    "storage slow": (1, 30.0),
-    "storage hangs here": (1, 20.0),  # on one node
-    "old view": (1, 40.0),  # a node's view of storage is old
-    "unmounted": (0.5, 40.0),  # a node does not see the checkpoints
-    "corrupt": (1.5, 0.0),  # one image
-    "clock": (1, 0.0),  # jumps
-    "restart": (0.5, 0.0),  # somebody asks for it
-    "warning": (0.5, 0.0),  # Slurm says that a time limit is near
-    "signal": (0.5, 0.0),  # the supervisor gets a SIGTERM, and the job goes on
-    "preempted": (0.5, 0.0),  # Slurm ends the job, all get a SIGTERM; it is requeued
-    "killed": (0.3, 0.0),  # the same, without a signal: all processes die
-    "cancelled": (0.3, 0.0),  # and it is not
-    "timeout": (0.3, 0.0),
-    "rollback": (0.7, 0.0),  # somebody goes back to an older checkpoint
-    "drained": (0.5, 0.0),  # somebody takes the node out
-    "save": (0.3, 0.0),  # somebody asks for a save
-    "given up": (0.2, 0.0),  # somebody has the run cancelled
-    "flaps": (1, 25.0),  # the node's link, up and down again and again
-    "agent stops": (1, 20.0),  # its process stands still while the ranks go on
-    "stale handles": (1, 30.0),  # the node's to the run directory: all it asks there fails at once
-    "long journal": (0.5, 6.0),  # from now on, reading it takes this long
-    "slurm silent": (0.5, 20.0),  # it cannot be asked
-    "grace": (0.5, 40.0),  # as "preempted", but the job has this long before Slurm signals once more
-    "signal all": (0.4, 0.0),  # the supervisor and all agents get a SIGTERM, and the job goes on
-    "raises": (1, 0.0),  # a rank, an exception of the script's
-    "stopped": (0.7, 20.0),  # a rank, by a signal, until it is killed
-    "gpu lost": (0.7, 0.0),  # its probe says so, and the node leaves; but not for what is only like that
-    "gpu doubtful": (0.5, 0.0),
-    "stray finding": (0.7, 0.0),
-    "fails tests": (0.5, 0.0),  # before use, from the beginning; until it boots
-    "slow node": (0.25, 0.0),  # its ranks do more than the others, until others have their places
-    "breaks": (0.2, 60.0),  # no rank gets beyond the step that it is at: killed, hung and failed in turns
-    "caught": (1, 20.0),  # the ranks catch a signal, save, and go on or leave: see `sim.cluster.caught`
-    "uneven": (
-        0.2,
-        0.0,
-    ),  # the first node's ranks, or the last one's, do more than the others in all attempts
-}
-# Some faults wait for one of these phases of the run.
-WHEN = ("stopping", "waiting", "launching", "requeued")
-
-
-@dataclass(frozen=True)
-class Fault:
-    at: float
-    kind: str
-    node: int = 0
-    other: int = 0
-    seconds: float = 0.0
-    when: str = ""  # the phase that it waits for, from `at` on; in some runs it never comes
-
-
-@dataclass(frozen=True)
-class Plan:
-    seed: int
-    active: int
-    spares: int
-    ranks: int
-    cadence_steps: int | None
-    room: int  # images of others that a node's memory takes
-    faults: tuple[Fault, ...]
-    last_step: int = 0  # after it the ranks end; 0: they never do
-    copy_s: float = 0.0  # how long a node writes its share of a checkpoint; 0.0: for a moment
-    at_term: str = ""  # how ranks take a SIGTERM: see `sim.cluster.caught`; "": they go on without a word
-    tasks: bool = False  # its ranks are independent tasks
-    tests: bool = False  # nodes are tested before use
-
-    @property
-    def nodes(self) -> int:
-        return self.active + self.spares
-
-    @property
-    def seconds(self) -> float:
-        last = max((fault.at + fault.seconds for fault in self.faults), default=10.0) + AFTER_S
-        for fault in self.faults:
-            if fault.kind == "caught" and _how(fault) == caught.STAYS:
-                last = max(last, fault.at + LEAVE_S + STANDSTILL_S + AFTER_S)
-            if fault.kind == health.SLOW:
-                last = max(last, fault.at + health.LEAVES_S[health.SLOW] + AFTER_S)
-        return last + ALL_S * self.tasks
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Read a plan. Raises ValueError for anything else, and for one that lasts too long."""
-        plan = msgspec.json.decode(text, type=cls)
-        if not all(
-            0.0 <= fault.at <= LONGEST_S and 0.0 <= fault.seconds <= LONGEST_S for fault in plan.faults
-        ):
-            raise ValueError(f"a fault begins, and lasts, at most {LONGEST_S:.0f} s")
-        return plan
-
-
-def _how(fault: Fault) -> str:
-    return caught.HOW[(fault.node + fault.other) % len(caught.HOW)]
-
-
-def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
-    """Draw a plan. With `only`, faults are of these kinds, and ranks never end."""
-    chance = random.Random(seed)
-    active = chance.choice((2, 2, 3, 4))
-    spares = min(chance.choice((0, 1, 1, 2)), 6 - active)
-    nodes = active + spares
-    faults = []
-    kinds = list(only or KINDS)
-    weights = [KINDS[kind][0] for kind in kinds]
-    for _ in range(chance.randint(1, MOST_FAULTS)):
-        kind = chance.choices(kinds, weights)[0]
-        longest_s = KINDS[kind][1]
-        seconds = round(0.3 + (longest_s - 0.3) * chance.random() ** 3, 2) if longest_s else 0.0
-        if kind in ("power", "agent") and chance.random() < 0.6:
-            seconds = 0.0
-        node = chance.randrange(nodes)
-        other = (node + chance.randrange(1, nodes)) % nodes
-        at = round(chance.uniform(FIRST_AT_S, LAST_AT_S), 2)
-        when = chance.choice(WHEN) if chance.random() < 0.2 else ""
-        faults.append(Fault(at, kind, node, other, seconds, when))
-        if chance.random() < 0.35:  # the next one soon after
-            kind = chance.choice(only or ("power", "supervisor", "rank", "freeze", "snap", "storage hangs"))
-            seconds = 0.0 if kind == "power" or not KINDS[kind][1] else 4.0
-            soon = round(at + chance.expovariate(0.5), 2)
-            faults.append(Fault(soon, kind, chance.randrange(nodes), other, seconds))
-    faults.sort(key=lambda fault: fault.at)
-    fails_tests = any(fault.kind == "fails tests" for fault in faults)
-    return Plan(
-        seed, active, spares, chance.choice((1, 1, 2)), chance.choice((5, 5, None)),
-        chance.choice((1, 8, 8, 8)), tuple(faults[:MOST_FAULTS]),
-        last_step=0 if only else chance.choice((0, 0, chance.randrange(*LAST_STEPS))),
-        copy_s=chance.choice((0.0, 0.0, 0.0, 0.0, 0.0, round(chance.uniform(*SLOW_COPY_S), 1))),
-        at_term=chance.choice(("", "", *caught.HOW)), tasks=not only and chance.random() < TASKS_SHARE,
-        tests=fails_tests or chance.random() < TESTS_SHARE,
-    )  # fmt: skip
-
-
-def smaller(plan: Plan) -> list[Plan]:
-    return [
-        replace(plan, faults=plan.faults[:number] + plan.faults[number + 1 :])
-        for number in range(len(plan.faults))
-    ]
-
-
 BATCH_LOOK_S = 0.5
+TESTS_S = 6.0
 RAISED = 3  # the exit code
 LOOK_S = 1.0
 JUMP_S = 400.0
@@ -244,7 +71,7 @@ class Cluster:
             preflight_s=TESTS_S * wanted.tests, shared_every_s=chance.choice((None, 10.0)),
             application=Budget(count=1 if "raises" in kinds else None),
             infrastructure=Budget(count=2 if "raises" in kinds else None),
-            attempts_without_step=ATTEMPTS_WITHOUT_STEP,
+            attempts_without_step=ATTEMPTS_WITHOUT_STEP, refill=wanted.pool is not None, hold_s=HOLD_S,
         )  # fmt: skip
         self.plan = RunPlan(
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,
@@ -256,6 +83,8 @@ class Cluster:
         self.storage = Storage(self.world)
         self.disk = RunDisk(self.storage, self.plan)
         self.oracle = Oracle(self)
+        self.draining: dict[str, str] = {}  # nodes that an administrator drains, and why
+        self.pool, self.without = Pool(self, wanted.pool or 0), set[str]()  # and nodes that Slurm has again
         self.step_s = chance.uniform(0.1, 0.4)
         self.allocated, self.ending, self.restarts = True, "", 0
         self.accounts = wanted.seed % 2 == 0  # whether Slurm keeps some
@@ -309,6 +138,13 @@ class Cluster:
         self._nodes += 1
         name = f"n{self._nodes}"
         return name, SimSite(self, name, self.world.chance.uniform(-2.0, 2.0), self.wanted.room)
+
+    def add_site(self, refill: int) -> SimSite:
+        """Start small job `refill` on another node."""
+        name, site = self._new_site()
+        self.sites[name], site.refill = site, refill
+        self.world.after(self.world.between(0.1, 1.5), None, site.start_agent)
+        return site
 
     def new_port(self) -> int:
         self._port += 1
@@ -367,6 +203,7 @@ class Cluster:
     def _end_job(self, *, again: bool, without: Collection[str] = ()) -> None:
         """Slurm kills the whole job. `again`: and starts it once more, on other nodes for those that are
         excluded or gone."""
+        self.pool.end_all()
         for site in self.sites.values():
             site.end_job()
         for supervisor in self.ports.values():
@@ -383,7 +220,7 @@ class Cluster:
 
     def _requeued(self, without: Collection[str]) -> None:
         fit = {name for name, site in self.sites.items() if site.usable and name not in without}
-        kept = self.sites.items()
+        kept = [*self.sites.items()][: self.wanted.nodes]
         self.sites = dict((name, site) if name in fit else self._new_site() for name, site in kept)
         self.allocated, self.restarts = True, self.restarts + 1
         self.oracle.allocated()
@@ -470,13 +307,10 @@ class Cluster:
                 told = 1 + fault.other % max(1, self.wanted.active - 1)
                 self._half_told = (msg.Stop if fault.node % 2 else msg.Launch), told
                 self._ask(msg.Ask(what="restart", by="you"))
-            case "drained":
-                touch(site.name, 1e9)
-                self._ask(msg.Ask(what="drain", by="you", node=site.name))
-            case "restart" | "save":
-                self._ask(msg.Ask(what=fault.kind, by="you"))
-            case "given up":
-                self._ask(msg.Ask(what="cancel", by="you"))
+            case "admin drains":
+                self._drain(site, until)
+            case "drained" | "restart" | "save" | "given up":
+                self._request(fault.kind, site)
             case "supervisor" | "stall" | "warning" | "signal" | "rollback":
                 self._strike_supervisor(fault)
             case "preempted" | "cancelled" | "timeout":
@@ -488,7 +322,7 @@ class Cluster:
             case "signal all":
                 self._signal_all()
             case "caught":
-                self._catch(_how(fault), fault.seconds)
+                self._catch(how_caught(fault), fault.seconds)
             case "rank" | "raises" | "hang" | "stopped" | "host" | "corrupt":
                 self._strike_ranks(fault, site)
             case "breaks":
@@ -504,6 +338,19 @@ class Cluster:
             health.tell(site, health.STRAY[fault.other % len(health.STRAY)])
         elif fault.kind not in ("uneven", "fails tests"):
             self.oracle.health.falls_ill(site, fault.kind)
+
+    def _request(self, kind: str, site: SimSite) -> None:
+        """Somebody asks the supervisor for something."""
+        if kind == "drained":
+            self.oracle.touch(site.name, 1e9)
+        what = {"drained": "drain", "given up": "cancel"}.get(kind, kind)
+        self._ask(msg.Ask(what=what, by="you", node=site.name if kind == "drained" else ""))
+
+    def _drain(self, site: SimSite, until: float) -> None:
+        """An administrator drains the node in Slurm, for a while."""
+        self.oracle.touch(site.name, 1e9)
+        self.draining[site.name] = "maintenance"
+        self.world.at(until, None, self.draining.pop, site.name, None)
 
     def _isolate(self, site: SimSite, until: float) -> None:
         self.oracle.touch(site.name, until)

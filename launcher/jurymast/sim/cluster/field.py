@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jurymast.core.state import events as ev
-from jurymast.sim.cluster.cluster import FIRST_AT_S, Fault, Plan
+from jurymast.sim.cluster.plans import FIRST_AT_S, Fault, Plan
 
 NODES_MAX = 16
 # More time between two faults than a simulated run needs to train again says nothing.

@@ -17,7 +17,9 @@ from jurymast.sim.cluster.account_rules import AccountRules
 from jurymast.sim.cluster.calm_rules import CalmRules
 from jurymast.sim.cluster.health_rules import BLAME_S, NO_BLAME, HealthRules
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
+from jurymast.sim.cluster.refill import RefillRules
 from jurymast.sim.cluster.task_rules import TaskRules
+from jurymast.sim.cluster.withdrawal_rules import WithdrawalRules
 from jurymast.sim.cluster.world import KEEP
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ class Oracle:
         self._kept_at = 0.0
         self._leave: dict[int, SimGroup] = {}  # groups whose ranks leave after a signal, by attempt
         self.tasks, self.calm, self.health = TaskRules(self), CalmRules(self), HealthRules(self)
+        self.refill, self.withdrawals = RefillRules(self), WithdrawalRules(self)
         self.codes: set[int] = set()  # that ranks have failed with
         self.steps = 0
 
@@ -170,11 +173,12 @@ class Oracle:
         self.cluster.in_phase(supervisor.state.phase.value)
         self.tasks.recorded(supervisor, event, entry.decided)
         self.health.recorded(supervisor, event, entry.decided)
+        self.refill.recorded(supervisor, event, entry.decided)
         for decided in entry.decided:
             if isinstance(decided, Requeue | Finish):
                 self._gives_up(supervisor, decided)
-            elif isinstance(decided, StopWorkers) and isinstance(event, ev.WorkerFailed):
-                self._cuts_short(supervisor.state.attempt)
+            elif isinstance(decided, StopWorkers) and isinstance(event, ev.WorkerFailed) and event.rank >= 0:
+                self._cuts_short(supervisor.state.attempt)  # and no torchrun host has died
         match event:
             case ev.RestorePlanned():
                 self._choice(supervisor, event)
@@ -461,6 +465,8 @@ class Oracle:
             self._look_at_replicas(supervisor)
             self.calm.look(supervisor, self._supervises_since)
             self.health.look(supervisor)
+            self.refill.look(supervisor, self._supervises_since)
+            self.withdrawals.look(supervisor, self._supervises_since)
 
     def _leaving(self) -> bool:
         """Whether ranks may yet leave that have caught a signal."""

@@ -21,7 +21,8 @@ from jurymast.core.state.images import StateId
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase, RunState
 from jurymast.core.supervision.machine import Supervision
-from jurymast.errors import RunDirectoryError
+from jurymast.core.supervision.refilling import SmallJob
+from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.journal import FLUSH_LIMIT_S, TRY_EVERY_S
 from jurymast.sim.cluster.loop import SimPeer, SimShell
 from jurymast.sim.cluster.world import Item, SimConnection, Steps
@@ -281,6 +282,30 @@ class SimSupervisor(SimShell):
     async def give_back(self, job: str, node: str) -> bool:
         await asyncio.sleep(RELEASE_S)
         return True
+
+    async def ask_for_node(self, number: int, exclude: tuple[str, ...]) -> str:
+        self._ask_slurm()
+        job = self.cluster.pool.submit(number, exclude)  # also if this process does not live to hear it
+        await asyncio.sleep(ANSWER_S)
+        return job
+
+    async def small_jobs(self) -> list[SmallJob]:
+        await asyncio.sleep(ANSWER_S)
+        self._ask_slurm()
+        return self.cluster.pool.look()
+
+    async def end_small_job(self, job: str) -> None:
+        self._ask_slurm()
+        self.cluster.pool.end(job)
+
+    async def draining(self, nodes: Sequence[str]) -> dict[str, str]:
+        await asyncio.sleep(ANSWER_S)
+        self._ask_slurm()
+        return {name: why for name, why in self.cluster.draining.items() if name in nodes}
+
+    def _ask_slurm(self) -> None:
+        if self.world.now < self.cluster.slurm_silent_until:
+            raise ClusterUnavailableError("slurmctld does not answer")
 
     def refuse_more(self) -> None:
         self.listens = False

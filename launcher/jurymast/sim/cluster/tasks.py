@@ -13,7 +13,7 @@ from jurymast.core.state.messages import RankReport, Times
 from jurymast.sim.cluster.training import SimGroup, SimMember
 
 if TYPE_CHECKING:
-    from jurymast.sim.cluster.cluster import Plan
+    from jurymast.sim.cluster.plans import Plan
 
 TASK_S = 2.0, 25.0
 CODES = 0, 0, 0, 0, 3, 7

@@ -1,0 +1,66 @@
+"""Nodes that an administrator drains while the run has them: Slurm gives them no other job, and the
+administrator waits for this one. Their ranks save and move to a spare as soon as one is ready, and Slurm gets
+the node back. Nothing waits for that, and without a spare the ranks stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jurymast.core.nodes.health import SickNodes
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Effect, LookAtNodes, Record
+from jurymast.core.state.run import Node, Phase, Role, RunState
+
+LOOK_EVERY_S = 30.0
+# After the ranks have moved: by then they have saved, and nobody needs what the node holds.
+BACK_AFTER_S = 60.0
+
+
+class Withdrawals:
+    """`now` is the supervisor's clock. `moves` are requests to take nodes out, one at a time."""
+
+    def __init__(self, state: RunState, sick: SickNodes) -> None:
+        self._state, self._sick = state, sick
+        self._look_at = 0.0
+        self._looking = False
+        self._asked: set[str] = set()  # nodes whose ranks were asked to move
+
+    def on_time(self, now: float) -> list[Effect]:
+        state = self._state
+        if self._looking or now < self._look_at or state.phase is not Phase.RUNNING:
+            return []
+        self._look_at, self._looking = now + LOOK_EVERY_S, True
+        return [LookAtNodes(tuple(state.nodes))]
+
+    def on_nodes_seen(self, draining: Mapping[str, str] | None, now: float) -> list[Effect]:
+        """Take in which nodes are being drained, with the reasons; None: Slurm did not say."""
+        self._looking = False
+        out: list[Effect] = []
+        for name, node in self._state.nodes.items() if draining is not None else ():
+            why = draining.get(name, "") if draining is not None else ""
+            if node.draining != why and (node.role is not Role.FAILED or not why):
+                out.append(Record(ev.NodeDraining(t=now, node=name, why=why)))
+        return out
+
+    def moves(self, now: float) -> list[msg.Ask]:
+        """Which node is to be taken out now."""
+        state = self._state
+        steady = state.phase is Phase.RUNNING and state.incident is None and state.end_order is None
+        self._asked = {name for name in self._asked if name in state.nodes}
+        if not steady or state.settings.bad_nodes == "report" or state.alone:
+            return []
+        for node in self._draining():
+            if node.name in state.places and not self._has_spare():
+                continue
+            self._asked.add(node.name)
+            self._sick.give_back_later(node.name, now + BACK_AFTER_S)
+            return [msg.Ask(what="drain", by=f"Slurm's administrator ({node.draining})", node=node.name)]
+        return []
+
+    def _draining(self) -> list[Node]:
+        nodes = self._state.nodes.values()
+        return [n for n in nodes if n.draining and n.role is not Role.FAILED and n.name not in self._asked]
+
+    def _has_spare(self) -> bool:
+        return any(node.role is Role.SPARE and not node.draining for node in self._state.spare_nodes())

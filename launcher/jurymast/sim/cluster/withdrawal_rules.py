@@ -1,0 +1,37 @@
+"""What must hold for nodes that an administrator drains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jurymast.core.state.run import Phase, Role
+from jurymast.core.supervision.machine import SAVE_LIMIT_S
+from jurymast.core.supervision.withdrawals import LOOK_EVERY_S
+
+if TYPE_CHECKING:
+    from jurymast.sim.cluster.oracle import Oracle
+    from jurymast.sim.cluster.supervisor import SimSupervisor
+
+MOVES_OFF = "44: ranks leave a node that is drained once a spare is ready"
+
+# From the time when Slurm shows it and a spare is ready, if nothing else happens, in seconds.
+MOVED_BY_S = LOOK_EVERY_S + SAVE_LIMIT_S + 20.0
+
+
+class WithdrawalRules:
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+        self._could_since: float | None = None
+
+    def look(self, supervisor: SimSupervisor, since: float) -> None:
+        state, cluster = supervisor.state, self._oracle.cluster
+        now, draining = cluster.world.now, cluster.draining
+        stays = [name for name in state.placement if name in draining]
+        spare = any(one.role is Role.SPARE and one.name not in draining for one in state.spare_nodes())
+        steady = state.phase is Phase.RUNNING and state.incident is None and state.end_order is None
+        if not (stays and spare and steady) or cluster.wanted.tasks or now < cluster.slurm_silent_until:
+            self._could_since = None
+        elif self._could_since is None:
+            self._could_since = now
+        elif now > max(self._could_since, since) + MOVED_BY_S and self._oracle.storage_fine(MOVED_BY_S):
+            self._oracle.fail(MOVES_OFF, f"{stays} since {self._could_since:.1f} s")

@@ -1,0 +1,68 @@
+"""Bugs in how lost nodes are replaced by small jobs: see `support.planted`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jurymast.core.run import refill
+from jurymast.core.state.effects import AskForNode, Effect, Record
+from jurymast.core.state.run import RunState
+from jurymast.core.supervision.refilling import Refilling
+from jurymast.sim.cluster.plans import Plan, random_plan
+
+_ask, _lacking = Refilling._ask, refill.lacking
+
+
+def with_pool(seed: int, free: int = 2) -> Plan:
+    """Nodes are lost, and others are free."""
+    return replace(random_plan(seed, ("power", "agent", "supervisor")), pool=free)
+
+
+def _without_free_nodes(seed: int) -> Plan:
+    return with_pool(seed, 0)
+
+
+def _leaves_nobody_out(self: Refilling, now: float) -> list[Effect]:
+    effects = _ask(self, now)
+    return [AskForNode(one.number, ()) if isinstance(one, AskForNode) else one for one in effects]
+
+
+def _asks_beside(state: RunState) -> bool:
+    return state.may_refill and state.end_order is None
+
+
+def _too_many(state: RunState) -> int:
+    return _lacking(state) + 1
+
+
+def _only_told(self: Refilling, now: float) -> list[Effect]:
+    return [one for one in _ask(self, now) if isinstance(one, Record)]
+
+
+def _nothing(*_: Any, **__: Any) -> list[Any]:
+    return []
+
+
+def _never_waits(state: RunState) -> str:
+    return "no spare came in time"
+
+
+def _waits_for_ever(state: RunState) -> str:
+    return "" if state.may_refill else "no spare came in time"
+
+
+PLANTED_REFILL: dict[str, Any] = {
+    "41: a lost node is not replaced": (with_pool, [(Refilling, "_ask", _nothing)]),
+    "41: one more node is asked for": (with_pool, [(refill, "lacking", _too_many)]),
+    "42: nodes of the run are not left out": (with_pool, [(Refilling, "_ask", _leaves_nobody_out)]),
+    "42: a node is asked for while another is expected": (
+        with_pool,
+        [(refill, "may_ask", _asks_beside), (refill, "coming", _nothing)],
+    ),
+    "43: a run is requeued although a node may come": (with_pool, [(refill, "why_not_held", _never_waits)]),
+    "6: a run holds its nodes for ever": (
+        _without_free_nodes,
+        [(refill, "why_not_held", _waits_for_ever)],
+    ),
+}

@@ -1,0 +1,114 @@
+"""Nodes that an administrator drains in mid-run: when their ranks move, and that Slurm gets them back."""
+
+from __future__ import annotations
+
+import pytest
+
+from jurymast.cluster.control import draining_in
+from jurymast.core.nodes.health import SickNodes
+from jurymast.core.run import refill
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import GiveBack, LookAtNodes, Record
+from jurymast.core.state.run import Role
+from jurymast.core.state.settings import Settings
+from jurymast.core.supervision.withdrawals import BACK_AFTER_S, LOOK_EVERY_S, Withdrawals
+from support.stories import Story
+
+WHY = "a new firmware"
+
+
+class Watched:
+    """A run that does steps, and what sees to its nodes."""
+
+    def __init__(self, *, spares: int = 1, settings: Settings | None = None) -> None:
+        self.story = Story(active=2, spares=spares, settings=settings).running()
+        self.sick = SickNodes(self.story.state)
+        self.machine = Withdrawals(self.story.state, self.sick)
+
+    def seen(self, **draining: str) -> list[msg.Ask]:
+        for effect in self.machine.on_nodes_seen(draining, self.story.t):
+            assert isinstance(effect, Record)
+            self.story.feed(effect.event)
+        return self.machine.moves(self.story.t)
+
+    def asked(self, ask: msg.Ask) -> None:
+        self.story.asked(ask.what, ask.node)
+
+
+def test_slurm_is_asked_now_and_then_while_the_run_does_steps() -> None:
+    watched = Watched()
+    t = watched.story.t
+    nodes = tuple(watched.story.state.nodes)
+    assert watched.machine.on_time(t) == [LookAtNodes(nodes)]
+    assert watched.machine.on_time(t + LOOK_EVERY_S) == [], "it has not answered"
+    watched.seen()
+    assert watched.machine.on_time(t + LOOK_EVERY_S - 1.0) == []
+    assert watched.machine.on_time(t + LOOK_EVERY_S) == [LookAtNodes(nodes)]
+
+
+def test_the_ranks_of_a_drained_node_move_to_a_spare_and_slurm_gets_it_back() -> None:
+    watched = Watched()
+    state = watched.story.state
+    victim = next(name for name in state.placement if name != state.host)
+    (ask,) = watched.seen(**{victim: WHY})
+    assert (ask.what, ask.node, ask.by) == ("drain", victim, f"Slurm's administrator ({WHY})")
+    assert watched.machine.moves(watched.story.t) == [], "once"
+    watched.asked(ask)
+    watched.story.stopped()
+    watched.story.recovered(at_step=10, done=20)
+    assert victim not in state.placement
+    assert (watched.story.incident.cause, watched.story.incident.charged) == ("drain_asked", "nobody")
+    watched.story.wait(BACK_AFTER_S)
+    assert watched.sick.on_time(watched.story.t) == [GiveBack("17", victim)]
+
+
+def test_ranks_stay_without_a_spare_until_one_is_ready() -> None:
+    watched = Watched(spares=0, settings=Settings(refill=True))
+    state = watched.story.state
+    victim = state.placement[1]
+    assert watched.seen(**{victim: WHY}) == []
+    assert refill.lacking(state) == 1, "a small job is to bring one"
+    watched.story.feed(ev.RefillAsked(t=watched.story.t, number=1))
+    watched.story.feed(ev.RefillStarted(t=watched.story.t, number=1, node="n9"))
+    watched.story.join("n9")
+    assert [ask.node for ask in watched.machine.moves(watched.story.t)] == [victim]
+
+
+def test_a_spare_that_is_drained_leaves_at_once_and_replaces_nobody() -> None:
+    watched = Watched()
+    state = watched.story.state
+    spare = next(node.name for node in state.nodes.values() if node.role is Role.SPARE)
+    both = {spare: WHY, state.placement[1]: WHY}
+    (ask,) = watched.seen(**both)
+    assert ask.node == spare
+    watched.asked(ask)
+    assert state.nodes[spare].role is Role.FAILED
+    assert watched.machine.moves(watched.story.t) == [], "there is no other one"
+
+
+def test_a_node_that_is_not_drained_any_more_stays() -> None:
+    watched = Watched(spares=0)
+    state = watched.story.state
+    victim = state.placement[1]
+    watched.seen(**{victim: WHY})
+    assert state.nodes[victim].draining == WHY
+    watched.seen()
+    assert state.nodes[victim].draining == ""
+    assert refill.lacking(state) == 0
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_slurm_s_silence_and_a_policy_that_only_reports_move_nothing(silent: bool) -> None:
+    watched = Watched(settings=None if silent else Settings(bad_nodes="report"))
+    victim = watched.story.state.placement[1]
+    if silent:
+        assert watched.machine.on_nodes_seen(None, watched.story.t) == []
+    else:
+        assert watched.seen(**{victim: WHY}) == []
+        assert watched.story.state.nodes[victim].draining == WHY
+
+
+def test_what_sinfo_says_of_drained_nodes() -> None:
+    told = "n1|a new | firmware\nn1|a new | firmware\nn2|none\n\n"
+    assert draining_in(told) == {"n1": "a new | firmware", "n2": "none"}
