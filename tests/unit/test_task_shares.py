@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from jurymast.cluster import control
 from jurymast.cluster.control import Binding, around_tasks, binding_of, unbound
 from jurymast.core.judges.task_shares import Processor, gpus, processors
 from jurymast.core.state.settings import TaskShares
-from jurymast.script.sharing import each_nodes_gpus, shares_of
+from jurymast.script.sharing import DERIVED, VARIABLES, each_nodes_gpus, fits, read_by, shares_of, with_cpus
 from jurymast.script.srun import parse
 from jurymast.worker.elastic import own_gpus
 from jurymast.worker.shares import line, places
@@ -24,7 +25,7 @@ BINDS = Binding(tasks=True)
 def asked(typed: str, slurm: Binding = BINDS, **environment: str) -> TaskShares:
     srun = parse([*typed.split(), "x"])
     assert srun is not None
-    found = shares_of(srun, environment, slurm)
+    found = shares_of(srun, environment, slurm, VARIABLES.values())
     assert msgspec.json.decode(msgspec.json.encode(found), type=TaskShares) == found, "nodes are told by JSON"
     return found
 
@@ -135,7 +136,72 @@ def test_srun_reads_variables_where_it_has_no_options() -> None:
     said = asked("-n4 -c3 --cpu-bind=cores", SLURM_CPU_BIND="threads", SRUN_CPUS_PER_TASK="2")
     assert (said.bound_to, said.cpus) == ("cores", 3)
     assert asked("-n4", SLURM_CPUS_PER_TASK="2").cpus == 0, "which is the job's"
+    assert asked("-n4 --tres-per-task=cpu=2,gres/gpu:1").cpus == 2
     assert asked("-n4", SLURM_DISTRIBUTION="block:block").distribution == "block"
+
+
+@pytest.mark.parametrize(
+    ("typed", "environment", "cpus"),
+    [
+        ("-n4", {"SLURM_CPUS_PER_TASK": "3", "SLURM_TRES_PER_TASK": "cpu=3"}, 3),
+        ("-n4", {"SLURM_TRES_PER_TASK": "gres/gpu:1,cpu:2"}, 2),
+        ("-n4 -c1", {"SLURM_TRES_PER_TASK": "cpu=2"}, 1),
+        ("-n4 --tres-per-task=cpu:2", {"SLURM_CPUS_PER_TASK": "3"}, 2),
+        ("-n4", {"SRUN_CPUS_PER_TASK": "2"}, 0),
+        ("-n4", {"SRUN_CPUS_PER_TASK": "2", "SLURM_CPUS_PER_TASK": "3"}, 3),
+    ],
+)
+def test_a_newer_sruns_tasks_have_the_processors_that_their_job_asked_for(
+    typed: str, environment: dict[str, str], cpus: int
+) -> None:
+    """As with srun 24.11 and 26.05."""
+    srun = parse([*typed.split(), "x"])
+    assert srun is not None
+    found = shares_of(srun, environment, BINDS, {*VARIABLES.values(), *DERIVED} - {"SRUN_CPUS_PER_TASK"})
+    assert (found.cpus, found.exactly) == (cpus, bool(cpus))
+
+
+def test_the_installed_srun_tells_which_variables_it_reads(tmp_path: Path) -> None:
+    every = {*VARIABLES.values(), *DERIVED}
+    older, newer = every - {"SLURM_CPUS_PER_TASK"}, every - {"SRUN_CPUS_PER_TASK"}
+    for name, text, release, told in [
+        ("22.05", b"\x7fELF\0SLURM_HINT\0SRUN_CPUS_PER_TASK\0X_SLURM_EXACT\0", (26, 5, 5),
+         {"SLURM_HINT", "SRUN_CPUS_PER_TASK"}),
+        ("24.11", b"\x7fELF\0SLURM_CPUS_PER_TASK\0SLURM_NTASKS_PER_CORE\0", (22, 5, 8),
+         {"SLURM_CPUS_PER_TASK", "SLURM_NTASKS_PER_CORE"}),
+        ("wrapper", b"#!/bin/sh\nunset SRUN_CPUS_PER_TASK\nexec srun", (24, 11, 5), newer),
+        ("older-wrapper", b"#!/bin/sh\n", (24, 5, 1), older),
+        ("nowhere", None, (), older),
+    ]:  # fmt: skip
+        if text is not None:
+            (tmp_path / name).write_bytes(text)
+        assert read_by(str(tmp_path / name), release) == told, name
+
+
+def test_a_variable_that_srun_does_not_read_binds_no_task() -> None:
+    """srun 22.05 reads neither, and 24.11 only the first, also if the job has them."""
+    srun = parse(["-n4", "x"])
+    assert srun is not None
+    job = {"SLURM_NTASKS_PER_CORE": "1", "SLURM_NTASKS_PER_SOCKET": "2"}
+    assert [shares_of(srun, job, BINDS, read).bound_to for read in ((), {"SLURM_NTASKS_PER_CORE"})] == [
+        "", "cores"
+    ]  # fmt: skip
+
+
+def test_srun_refuses_tasks_for_which_the_job_has_too_few_processors() -> None:
+    def fit(cpus: int, tasks: int, nodes: int, each: str) -> bool:
+        return fits(cpus, tasks, nodes, {"SLURM_JOB_CPUS_PER_NODE": each} if each else {})
+
+    fitting = [(4, 2, 2, "8(x2)"), (4, 3, 2, "8,16"), (100, 2, 2, ""), (0, 9, 2, "1(x2)")]
+    assert [fit(*one) for one in fitting] == [True] * 4
+    assert [fit(5, 2, 2, "8(x2)"), fit(4, 4, 2, "8,16")] == [False] * 2
+
+
+def test_tasks_are_told_of_their_processors_in_both_variables() -> None:
+    """A step that a task starts would be refused if they contradicted each other."""
+    assert with_cpus("", 2) == "cpu=2"
+    assert with_cpus("cpu=3", 2) == "cpu=2"
+    assert with_cpus("gres/gpu:1,cpu:3", 1) == "cpu=1,gres/gpu:1"
 
 
 def test_this_machine_has_its_own_processors() -> None:

@@ -213,6 +213,12 @@ def around_tasks() -> list[str]:
     return re.findall(r"^(Task(?:Prolog|Epilog))\s*= (?!\(null\))\S", _config(), re.MULTILINE)
 
 
+def release() -> tuple[int, ...]:
+    """Slurm's, as (22, 5, 8); () if it does not say."""
+    found = re.search(r"^SLURM_VERSION\s*= (\d+)\.(\d+)\.(\d+)", _config(), re.MULTILINE)
+    return tuple(map(int, found.groups())) if found else ()
+
+
 def site_prolog() -> str:
     """The program of slurm.conf that Slurm runs before each task; "" if there is none."""
     found = re.search(r"^TaskProlog\s*= (?!\(null\))(\S.*)$", _config(), re.MULTILINE)

@@ -4,14 +4,16 @@ the whole node."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from jurymast import foreign
 from jurymast.cluster.control import Binding
 from jurymast.cluster.sbatch import CommandLine
 from jurymast.core.judges.slurm_variables import scaled
 from jurymast.core.state.settings import TaskShares
 
-# The options, which our own srun does not get, and the variables from which srun reads the same.
+# The options, which our own srun does not get, and the variables from which some release of srun reads the
+# same: see `read_by`.
 VARIABLES = {
     "cpu-bind": "SLURM_CPU_BIND", "cpus-per-task": "SRUN_CPUS_PER_TASK", "distribution": "SLURM_DISTRIBUTION",
     "exact": "SLURM_EXACT", "gpu-bind": "SLURM_GPU_BIND", "gpus-per-task": "SLURM_GPUS_PER_TASK",
@@ -21,8 +23,12 @@ VARIABLES = {
     "tres-per-task": "SLURM_TRES_PER_TASK",
 }  # fmt: skip
 OPTIONS = frozenset(VARIABLES)
-# What Slurm derives from the same options for whoever reads it.
-DERIVED = ("SLURM_CPUS_PER_TASK",)
+# What Slurm derives from the same options for whoever reads it. Newer sruns (24.11, 26.05) do, and not the
+# variable above: their steps have as many processors for each task as their job asked for.
+JOBS_CPUS = "SLURM_CPUS_PER_TASK"
+DERIVED = (JOBS_CPUS,)
+INHERITS_SINCE = (24, 11)
+CPUS = re.compile(r"cpu[=:](\d+)$")
 LISTS = r"map_cpu|mask_cpu|map_ldom|mask_ldom"
 UNITS = {
     "threads": "threads", "cores": "cores", "sockets": "sockets", "ldoms": "ldoms", "rank": "rank",
@@ -48,11 +54,47 @@ def each_nodes_gpus(srun: CommandLine, environment: dict[str, str], active: int)
     return [f"--gpus-per-node={scaled(total, 1, active)}"]
 
 
+def read_by(srun: str, release: tuple[int, ...]) -> frozenset[str]:
+    """Return which of our variables this srun reads. The program itself tells, by the names that it has; if
+    it does not, as a site's script, the `release` of Slurm tells some."""
+    names = {*VARIABLES.values(), *DERIVED}
+    try:
+        program = foreign.read(srun, foreign.SCRIPT_BYTES_MAX)
+    except OSError:
+        program = b""
+    cpus = {VARIABLES["cpus-per-task"], JOBS_CPUS}
+    found = frozenset(name for name in names if f"\0{name}\0".encode() in program)
+    if found & cpus:
+        return found
+    return frozenset(names - {VARIABLES["cpus-per-task"] if release >= INHERITS_SINCE else JOBS_CPUS})
+
+
+def fits(cpus: int, tasks: int, nodes: int, environment: Mapping[str, str]) -> bool:
+    """Whether a job has processors for so many `tasks` on each of its `nodes`; True if it does not say how
+    many it has."""
+    each = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    has = sum(int(count) * int(times or 1) for count, times in each)
+    return not has or cpus * tasks * nodes <= has
+
+
+def with_cpus(tres: str, cpus: int) -> str:
+    """The value of --tres-per-task that srun tells tasks which have so many processors each."""
+    others = [entry for entry in tres.split(",") if entry and not CPUS.match(entry)]
+    return ",".join([f"cpu={cpus}", *others])
+
+
 class StepOptions:
     """What a step's options and variables say; an option counts before its variable."""
 
     def __init__(self, srun: CommandLine, environment: Mapping[str, str]) -> None:
         self._srun, self._environment = srun, environment
+
+    def cpus(self) -> int:
+        """Processors of a task; 0 if nothing says it."""
+        said = self._srun.last("cpus-per-task") or _cpus_of(self._srun.last("tres-per-task") or "")
+        said = said or self("cpus-per-task") or self._environment.get(JOBS_CPUS, "")
+        said = said or _cpus_of(self("tres-per-task"))
+        return int(said) if said.isdigit() else 0
 
     def __call__(self, option: str) -> str:
         return self._srun.last(option) or self._environment.get(VARIABLES[option], "")
@@ -65,11 +107,14 @@ class StepOptions:
         return self._srun.has(option) or VARIABLES[option] in self._environment
 
 
-def shares_of(srun: CommandLine, environment: Mapping[str, str], slurm: Binding) -> TaskShares:
-    """How a step's tasks share their node, where Slurm binds tasks as its configuration says."""
-    said = StepOptions(srun, environment)
+def shares_of(
+    srun: CommandLine, environment: Mapping[str, str], slurm: Binding, read: Collection[str]
+) -> TaskShares:
+    """How a step's tasks share their node, where Slurm binds tasks as its configuration says. `read`: see
+    `read_by`."""
+    said = StepOptions(srun, {name: value for name, value in environment.items() if name in read})
     gpus, tasks_per_gpu, gpu_list = _gpus(said)
-    cpus = said.number("cpus-per-task")
+    cpus = said.cpus()
     bound_to = _bound_to(said) if slurm.tasks else "none"
     hinted = HINTS.get(said("hint"), ("", int("one_thread" in said("cpu-bind"))))
     return TaskShares(
@@ -111,6 +156,12 @@ def _over_sockets(text: str, default: str) -> str:
     if nodes.startswith("plane"):
         return "block"
     return {"block": "block", "cyclic": "cyclic", "fcyclic": "fcyclic"}.get(sockets, default)
+
+
+def _cpus_of(tres: str) -> str:
+    """The processors of --tres-per-task; "" if it has none."""
+    found = [match[1] for entry in tres.split(",") if (match := CPUS.match(entry))]
+    return found[-1] if found else ""
 
 
 def _gpus(said: StepOptions) -> tuple[int, int, str]:

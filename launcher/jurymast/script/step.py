@@ -36,6 +36,7 @@ from jurymast.cluster.batch import SURVIVE, Agents, BatchProcess, end_srun, end_
 from jurymast.cluster.control import (
     STILL_RUNNING,
     binding,
+    release,
     signals_tasks_alone,
     site_prolog,
     unbound,
@@ -364,9 +365,15 @@ class Step:
         signals.close()
         return code
 
-    def run_tasks(self, srun: CommandLine, tasks: int, *, guessed: bool) -> int:
+    def run_tasks(self, srun: CommandLine, tasks: int, *, guessed: bool) -> int | None:
         """The same for a command of which srun would start this many tasks per node: Python's, or a
-        shell's. `guessed`: see `RunPlan`."""
+        shell's; None if srun would refuse them. `guessed`: see `RunPlan`."""
+        slurm = binding()
+        read = sharing.read_by(shims.real("srun", os.environ), release())
+        shares = shares_of(srun, os.environ, slurm, read)
+        over = srun.has("overcommit") or "SLURM_OVERCOMMIT" in os.environ
+        if not over and not sharing.fits(shares.cpus, tasks, self.active, os.environ):
+            return None
         folder = self.new_folder()
         self._inputs = standard_input.inputs(srun, os.environ, self.seen(), tasks, folder)
         place = in_container(srun.command, read_shell_script)
@@ -374,8 +381,6 @@ class Step:
         python = own[0] if python_command(own) else sys.executable
         if python == sys.executable and (place or in_image(srun)):
             python = "python3"  # the container's own
-        slurm = binding()
-        shares = shares_of(srun, os.environ, slurm)
         # The agent is one task that shares out its node to its ranks, so it must have it whole. Where
         # Slurm binds nothing, all that comes of --cpu-bind is a line of srun's, and variables.
         ours = sharing.OPTIONS if slurm.tasks else sharing.OPTIONS - {"cpu-bind"}
@@ -386,7 +391,11 @@ class Step:
             names, not_ours = (*names, PROLOG_VARIABLE), {*not_ours, "task-prolog"}
         self._hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
         if shares.cpus:  # srun tells its tasks
-            self._hidden["SLURM_CPUS_PER_TASK"] = str(shares.cpus)
+            self._hidden[sharing.JOBS_CPUS] = str(shares.cpus)
+            if sharing.JOBS_CPUS in read:
+                tres = sharing.VARIABLES["tres-per-task"]
+                said = srun.last("tres-per-task") or self._hidden.get(tres, "")
+                self._hidden[tres] = sharing.with_cpus(said, shares.cpus)
         how = (str(tasks), str(int(guessed)), msgspec.json.encode(shares).decode())
         agent = run_module("jurymast.script", "tasks", *how, *own, python=python)
         command = [*srun.command[:place], *agent]
