@@ -83,3 +83,24 @@ def test_a_run_that_is_requeued_by_hand_goes_on(
     restored = next(e for e in run.events() if isinstance(e, ev.Restored) and e.attempt == state.attempt)
     assert restored.step >= written, run.story()
     assert weights(cluster, tmp_path) == trained_plainly(*train, nodes=2)
+
+
+def test_a_run_goes_on_beyond_the_time_limit_of_its_job(
+    cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
+) -> None:
+    policy = cluster.shared / f"{tmp_path.name}.yaml"
+    policy.write_text("failures: {at_time_limit: requeue, requeues: 0}\n")
+    policy.chmod(0o644)
+    train = (*TRAIN[:1], "1000", *TRAIN[2:])
+    options = ("--nodes", "2", "--spares", "0", "--time", "1", "--policy", str(policy))
+    run = submit(cluster, tmp_path, *options, arguments=train)
+    state = run.wait_end(500.0)
+    assert state.exit_code == 0, run.story()
+    assert state.restarts >= 1, run.story()
+    causes = {(i.cause, i.charged, i.action) for i in state.incidents}
+    assert causes == {("requeue_asked", "nobody", "requeue")}, run.story()
+    restored = {e.attempt: e.step for e in run.events() if isinstance(e, ev.Restored)}
+    for incident in state.incidents:
+        lost = incident.step_lost_from - restored[incident.attempt + 1]
+        assert lost <= 50, "what was saved in memory is written before the job ends"
+    assert weights(cluster, tmp_path) == trained_plainly(*train, nodes=2)

@@ -348,6 +348,10 @@ class Failures(Section):
     requeues: Annotated[int | None, _Written(read_whole_number, _COUNT, unlimited=None)] = _key(
         "unlimited", "how often the Slurm job may be requeued, not counting preemptions"
     )
+    at_time_limit: Literal["stop", "requeue"] = _key(
+        "stop",
+        "at the Slurm job's time limit; requeue: shortly before it, so that the run has all its time again",
+    )
     attempts_without_step: Annotated[int | None, _Written(read_whole_number, _COUNT, unlimited=None)] = _key(
         20,
         "attempts in a row without a new step, whatever ends them, after which the run stops; twice as "

@@ -291,6 +291,7 @@ class Resolved:
             probes_off=tuple(policy.health.skip),
             xid=dict(policy.health.xid),
             thresholds=dict(policy.health.thresholds),
+            renews=policy.failures.at_time_limit == "requeue",
             refill=policy.nodes_policy.refill,
             hold_s=policy.nodes_policy.hold,
             data_paths=tuple(policy.health.data),

@@ -44,6 +44,8 @@ def decide(state: RunState, cause: Cause) -> Decision:
     """Return what to do now that all ranks are stopped and the cause is known."""
     if hopeless := _hopeless(state, cause):
         return Decision("stop", hopeless)
+    if cause.kind == "requeue_asked" and state.requeue_allowed:
+        return Decision("requeue", "it has all its time again then")
     bad, why = _bad_nodes(state, cause)
     wait_s = _pause_s(len(loops.fruitless(state)), BACKOFF_FIRST_S, BACKOFF_MAX_S)
     spares = [node.name for node in state.spare_nodes() if node.name not in bad]

@@ -287,6 +287,7 @@ def _carry_out(state: RunState, cause: Cause, decision: ladder.Decision) -> list
     if decision.action == "stop":
         return instructions + finish(state, "failed", ladder.job_exit_code(cause), incident.reason)
     if decision.action == "requeue":
+        state.ordered_restarts += cause.kind == "requeue_asked"
         return instructions + _requeue(state, incident.reason)
     state.phase, state.deadline = Phase.WAITING, None
     state.not_before = state.now + decision.backoff_s

@@ -382,7 +382,7 @@ class SavesTo(Event, frozen=True, kw_only=True):
     directory: str
 
 
-RELAUNCH = "relaunch"
+RELAUNCH, REQUEUE = "relaunch", "requeue"
 
 
 class Asked(Event, frozen=True, kw_only=True):

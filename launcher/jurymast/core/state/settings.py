@@ -90,9 +90,10 @@ class Settings:
     time; an exclusion ends after `exclusion_s`. Findings within `together_s` have one origin; a bad node is
     kept for that long, because many may turn out to have the same fault. `spool` is the site's directory for
     verdicts if `bad_nodes` is drain. `warm_start`: ranks are forked from a process that has loaded torch.
-    `refill`: a small Slurm job brings a node in place of each that is lost; without a spare the run holds its
-    nodes for it, for `hold_s`. `encrypt`: images are encrypted on the network. `notify`: who is told what
-    happens; `metrics`: where the run's are given out; `price`: of a GPU, None if nobody said it.
+    `renews`: before its time limit the job is requeued. `refill`: a small Slurm job brings a node in place
+    of each that is lost; without a spare the run holds its nodes for it, for `hold_s`. `encrypt`: images
+    are encrypted on the network. `notify`: who is told what happens; `metrics`: where the run's are given
+    out; `price`: of a GPU, None if nobody said it.
     """
 
     heartbeat_s: float = 0.5
@@ -134,6 +135,7 @@ class Settings:
     together_s: float = 180.0
     spool: str = "/var/spool/jurymast"
     warm_start: bool = True
+    renews: bool = False
     refill: bool = False
     hold_s: float = 600.0
     encrypt: bool = False

@@ -9,6 +9,9 @@ ASK_EVERY_S = 60.0
 LEAST_S = 120.0
 # Slurm's signals come up to this much earlier than asked for. A limit that is moved by less was warned of.
 MOVED_S = 60.0
+# A job that is to be requeued at its limit is so this long before it, besides the last checkpoint, or this
+# share of its time.
+RENEW_S, RENEW_SHARE = 45.0, 0.25
 # A write that is under way ends, and then the newest checkpoint is written.
 WRITES = 2
 
@@ -43,6 +46,14 @@ class TimeLimit:
         return self.unwarned and now >= self.ends_at - self._sooner_s - max(
             LEAST_S, WRITES * write_s + save_s
         )
+
+    def is_up(self, began_at: float, write_s: float, now: float) -> bool:
+        """Whether a job that began at `began_at` has to be requeued now, if that is wanted at its limit."""
+        return self.ends_at < math.inf and now >= self.ends_at - self.renew_s(began_at) - WRITES * write_s
+
+    def renew_s(self, began_at: float) -> float:
+        """How long before its limit a job that began at `began_at` is requeued, besides the last write."""
+        return min(RENEW_S, RENEW_SHARE * (self.ends_at - began_at))
 
     def warned(self, now: float) -> None:
         """Slurm itself has warned, of this limit or of something else."""

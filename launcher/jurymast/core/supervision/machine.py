@@ -69,6 +69,7 @@ REQUESTS = {"cancel", "restart", "drain", "rollback", "save"}
 LOCAL_JOB = "local-"  # how the allocation of a run without Slurm begins
 # Who requests the last save before the job's end, which is then written to storage at once.
 WARNING, TIME_LIMIT = "Slurm's warning", "the job's time limit"
+ANEW = "the job's time limit, before it is requeued"
 ON_STORAGE = "a user while no supervisor was reachable"
 # Slurm's answer when a job does not end at all.
 STILL_RUNNING = "running"
@@ -585,9 +586,11 @@ class Supervision:
         if now >= self.limit.ask_at and not self.state.allocation.startswith(LOCAL_JOB):
             self.limit.asked(now)
             out.append(AskTimeLimit())
+        write_s = self.checkpoints.write_s(now)
+        if self._begins_anew(write_s, now):
+            return out + self._begin_anew(now)
         if not self.limit.unwarned:
             return out
-        write_s = self.checkpoints.write_s(now)
         if not self.limit.is_near(write_s, self._save_limit_s, now):
             return out
         self.limit.begun()
@@ -596,6 +599,24 @@ class Supervision:
             f"storage takes {write_s:.0f} s: the newest step is saved and written now"
         )
         return [*out, *self.note("", text, now), *self._save_last(TIME_LIMIT, now)]
+
+    def _begins_anew(self, write_s: float, now: float) -> bool:
+        """Whether the job is requeued now for its time limit: not if this life of it has done no new step,
+        so that no run goes on for ever without getting anywhere."""
+        state = self.state
+        wanted = state.settings.renews and state.requeue_allowed and state.end_order is None
+        got_on = self.steady and state.first_step_at is not None and state.without_progress == 0
+        return wanted and got_on and self.limit.is_up(state.allocated_at, write_s, now)
+
+    def _begin_anew(self, now: float) -> list[Effect]:
+        """Requeue the job after a save, if the ranks are quick to agree on one."""
+        if ANEW in self._after_saves:
+            return []
+        event = ev.Asked(t=now, what=ev.REQUEUE, by=TIME_LIMIT)
+        if not self.agreement.save_first(ANEW, self.limit.renew_s(self.state.allocated_at) / 3.0, now):
+            return self.record(event)
+        self._after_saves[ANEW] = event
+        return self.record(ev.Asked(t=now, what="save", by=ANEW))
 
     def _save_last(self, by: str, now: float) -> list[Effect]:
         if not self.agreement.save_first(by, self._save_limit_s, now):

@@ -119,6 +119,8 @@ class CalmRules:
 
     def _look_at_incidents(self, supervisor: SimSupervisor) -> None:
         causes = {cause for kind in self._kinds for cause in CAUSES.get(kind, ())}
+        if self._oracle.cluster.wanted.renews:
+            causes.add("requeue_asked")
         for one in supervisor.state.incidents[-2:]:
             if one.cause and (one.id, one.cause, one.node) not in self._told:
                 self._told.add((one.id, one.cause, one.node))

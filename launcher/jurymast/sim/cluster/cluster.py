@@ -72,6 +72,7 @@ class Cluster:
             application=Budget(count=1 if "raises" in kinds else None),
             infrastructure=Budget(count=2 if "raises" in kinds else None),
             attempts_without_step=ATTEMPTS_WITHOUT_STEP, refill=wanted.pool is not None, hold_s=HOLD_S,
+            renews=wanted.renews,
         )  # fmt: skip
         self.plan = RunPlan(
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,
@@ -261,6 +262,8 @@ class Cluster:
         """When Slurm ends the job for its time limit, as it says, in seconds from now."""
         if self.world.now < self.slurm_silent_until:
             return None
+        if self.wanted.renews and self.restarts:
+            return math.inf
         limits = [one.at for one in self.wanted.faults if one.kind == "timeout" and not one.when]
         return min((at - self.world.now for at in limits if at >= self.world.now), default=math.inf)
 
@@ -313,6 +316,8 @@ class Cluster:
                 self._request(fault.kind, site)
             case "supervisor" | "stall" | "warning" | "signal" | "rollback":
                 self._strike_supervisor(fault)
+            case "timeout" if self.wanted.renews and self.restarts:
+                pass  # it was the limit of an earlier life of the job
             case "preempted" | "cancelled" | "timeout":
                 self._terminate(fault.kind)
             case "killed":

@@ -3,6 +3,7 @@ nothing in the cluster sees the oracle."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -239,6 +240,10 @@ class Oracle:
                 self.tasks.succeeds()
             elif self._newest is None or not self._newest.has_ended or self._left_as_ordered(self._newest):
                 self.fail(AGREES, f"the run has succeeded in attempt {state.attempt}, which has not ended")
+            return
+        if isinstance(decided, Requeue) and state.incidents[-1].cause == "requeue_asked":
+            if not self.cluster.wanted.renews or math.isinf(self.cluster.ends_in_s or 0.0):
+                self.fail(AGREES, "the run is requeued for a time limit that is not there")
             return
         fine = [
             site.name

@@ -106,6 +106,7 @@ class Plan:
     at_term: str = ""  # how ranks take a SIGTERM: see `sim.cluster.caught`; "": they go on without a word
     tasks: bool = False  # its ranks are independent tasks
     tests: bool = False  # nodes are tested before use
+    renews: bool = False  # the job is requeued shortly before its time limit
     pool: int | None = None  # nodes besides the job's that small jobs may get; None: the policy wants none
 
     @property
