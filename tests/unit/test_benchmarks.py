@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
         "attribution",
         "start",
         "commands",
+        "fleet",
+        "observed",
     ],
 )
 def test_help(name: str) -> None:

@@ -65,6 +65,31 @@ def test_lost_nodes_are_swapped_and_the_script_goes_back_as_far_as_it_did() -> N
     assert 3000 * STEP_S / further.goodput == pytest.approx(expected_s + 100 * STEP_S, abs=5.0)
 
 
+def test_what_was_done_after_the_last_line_is_lost_though_whole_seconds_hide_it() -> None:
+    """As of ranks that were killed: the attempt ends with its last line."""
+    found = job(*(("FAILED", step) for step in (600, 900, 1200)), silent_s=0.0)
+    for one in found.incidents:
+        one.cause = "worker_killed"
+    for answer in instead(found, PLAN, read_measured()):
+        assert answer.seconds["unknown"] == pytest.approx(3 * LINE_S / 2.0, abs=1.0)
+
+
+def test_where_the_time_would_have_gone_adds_up() -> None:
+    """The script starts anew after each failure, and that is told as part of what a failure costs."""
+    found = job(("NODE_FAIL", 900), ("NODE_FAIL", 2100), ("REQUEUED", 2400))
+    for spares in (0, 2):
+        for answer in instead(found, replace(PLAN, spares=spares), read_measured()):
+            assert sum(answer.seconds.values()) * answer.goodput == pytest.approx(3000 * STEP_S)
+            assert answer.seconds["warm_up"] == pytest.approx(4 * START_S, rel=0.1)
+            waited = answer.seconds.get("requeue_wait", 0.0)
+            assert waited == pytest.approx((3 if spares == 0 else 1) * QUEUE_S, abs=2 * (10.0 + 1.0))
+    view = instead_view(found, PLAN)
+    assert all(one["seconds"] >= START_S - 1.0 for one in view["incidents"])
+    assert sum(view["as_it_is"]["seconds"].values()) == pytest.approx(
+        3000 * STEP_S / view["as_it_is"]["runtime_goodput"]
+    )
+
+
 def test_ranks_that_are_killed_on_nobody_knows_which_nodes_are_started_again_in_place() -> None:
     found = job(*(("FAILED", step) for step in (600, 900, 1200, 1500, 1800)))
     for one in found.incidents:

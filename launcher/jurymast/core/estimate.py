@@ -64,8 +64,9 @@ class AccountedAttempt:
 
 @dataclass
 class Estimate:
-    """`step_s`: the usual time of a step, 0 if no lines tell it. The first line tells of steps that followed
-    step `origin`. `numbered`: the steps' numbers are those of the whole training."""
+    """`step_s`: the usual time of a step, `line_s` that between two lines, 0 if no lines tell it. The first
+    line tells of steps that followed step `origin`. `numbered`: the steps' numbers are those of the whole
+    training."""
 
     account: Account
     incidents: list[Incident]
@@ -74,6 +75,7 @@ class Estimate:
     lines_used: int
     went_back: int  # how often the log of one attempt goes back to an earlier step
     step_s: float
+    line_s: float
     origin: int
     numbered: bool
 
@@ -323,7 +325,7 @@ class _Book:
         )  # fmt: skip
         return Estimate(
             account, self.incidents, self.counts, self.best, self.used, self.went_back,
-            self.pace.step_us / 1e6, self.origin or 0, self.log.numbered,
+            self.pace.step_us / 1e6, self.pace.line_us / 1e6, self.origin or 0, self.log.numbered,
         )  # fmt: skip
 
 

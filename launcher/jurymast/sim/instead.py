@@ -208,7 +208,10 @@ class _Trial:
             or (not self.ours and one.category == "rework" and one.incident in gone - {0})
         )
         told_s = _seconds(account.timeline, {"step", "unknown"})
-        held["unknown"] += max(0.0, told_s - self.steps * self.found.step_s)
+        # After its last line an attempt went on, for half the time between two lines on average: that is lost
+        # as well. Whole seconds may hide it.
+        unseen_s = len(gone - {0}) * self.found.line_s / 2.0
+        held["unknown"] += max(unseen_s, told_s - self.steps * self.found.step_s)
         return held, _by_category(one for one in account.waits if one.incident in kept)
 
     def _run(self, faults: Sequence[_Fault]) -> tuple[Simulation, SimOutcome]:
