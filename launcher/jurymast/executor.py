@@ -9,10 +9,12 @@ process group.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,10 +27,10 @@ from jurymast.cluster import slurm
 from jurymast.cluster.allocation import task_directory
 from jurymast.cluster.planning import FUNCTION, OwnOptions
 from jurymast.cluster.request import check_request, make_request
-from jurymast.cluster.sbatch import merged, split_command_line
+from jurymast.cluster.sbatch import find_script, merged, split_command_line
 from jurymast.cluster.slurm import Request, Submitted
 from jurymast.cluster.submitter import policy_for, submitter_of
-from jurymast.errors import JurymastError
+from jurymast.errors import JurymastError, UsageError
 from jurymast.jobs import run_command
 from jurymast.report.ending import cancel
 from jurymast.report.liveness import Liveness, look, slurm_state
@@ -154,7 +156,7 @@ class JurymastExecutor(core.Executor):
     # cluster: slurm or local. policy: a file. spares: a number, or auto. runs: where run directories are.
     OWN = frozenset({"cluster", "policy", "runs", "spares"})
     # What a script of submitit's may say of the batch script, which is ours.
-    REFUSED = frozenset({"srun_args", "teardown"})
+    REFUSED = frozenset({"srun_args"})
 
     def __init__(
         self, folder: Path | str, max_num_timeout: int = 3, python: str | None = None, **parameters: Any
@@ -209,7 +211,10 @@ class JurymastExecutor(core.Executor):
             delayed.dump(pickle)
             pickle.chmod(0o600)
         try:
-            request = self._request(["-m", FUNCTION, str(self.folder)], _name(group[0]), len(group))
+            keeps = all(hasattr(delayed.function, "checkpoint") for delayed in group)
+            timeouts = self.max_num_timeout if keeps else 0
+            words = ["-m", FUNCTION, str(self.folder)]
+            request = self._request(words, _name(group[0]), len(group), timeouts)
             submitted = slurm.submit(request)
         except BaseException:
             for pickle in pickles:
@@ -237,8 +242,9 @@ class JurymastExecutor(core.Executor):
         job.submitted = submitted
         return job
 
-    def _request(self, words: list[str], name: str, tasks: int) -> Request:
-        """The request for a function's runner or a script, with this name unless the parameters give one."""
+    def _request(self, words: list[str], name: str, tasks: int, timeouts: int = 0) -> Request:
+        """The request for a function's runner or a script, with this name unless the parameters give one.
+        `timeouts`: how often it is requeued at its time limit."""
         own = self.parameters
         ranks, function = max(1, own.get("ntasks_per_node") or 1), words[:2] == ["-m", FUNCTION]
         cluster = own.get("cluster", "slurm")
@@ -254,7 +260,9 @@ class JurymastExecutor(core.Executor):
         how: dict[str, Any] = {}
         if function:
             apart = not own.get("stderr_to_stdout")
-            how = {"tasks": cluster == "slurm", "guessed": True, "stderr_apart": apart}
+            how = {
+                "tasks": cluster == "slurm", "guessed": True, "stderr_apart": apart, "timeouts": timeouts,
+            }  # fmt: skip
         file = Path(own["policy"]) if own.get("policy") else None
         told = merged(None, os.environ, line)
         policy, unknown = policy_for(submitter_of(told, cluster), file, own.get("spares"))
@@ -264,14 +272,15 @@ class JurymastExecutor(core.Executor):
         for note in [*unknown, *policy.contradictions, *notes]:
             logger.get_logger().info(note)
         check_request(request, told)
-        return request
+        after = own.get("teardown") or ()
+        return replace(request, teardown="".join(f"{line}\n" for line in after)) if after else request
 
 
 SLURMS = "sbatch"  # a mapping of all parameters of `slurm_*`
 # Not passed on: they are done in another way, or have no meaning here.
 DONE = JurymastExecutor.OWN | {
     "additional_parameters", "array_parallelism", "cpus_per_task", "gpus_per_task", "job_name", "nodes",
-    "ntasks_per_node", "num_gpus", "setup", "signal_delay_s", "stderr_to_stdout", "use_srun",
+    "ntasks_per_node", "num_gpus", "setup", "signal_delay_s", "stderr_to_stdout", "teardown", "use_srun",
 }  # fmt: skip
 
 
@@ -285,6 +294,8 @@ def _sbatch_options(parameters: Mapping[str, Any], ranks: int) -> Iterator[str]:
         values["gpus_per_node"] = int(gpus) * ranks
     if gpus := parameters.get("num_gpus"):
         values["gpus_per_node"] = gpus
+    if delay_s := parameters.get("signal_delay_s"):
+        values["signal"] = f"B:USR2@{int(delay_s)}"
     values |= parameters.get("additional_parameters") or {}
     for name, value in values.items():
         if value is not None and value is not False:
@@ -324,4 +335,7 @@ def submit(what: Callable[..., Any] | Path | str, arguments: Sequence[Any] = (),
     executor = JurymastExecutor(folder, **how)
     if callable(what):
         return executor.submit(what, *arguments)
+    if find_script([str(what)], Path.cwd()) is not None:
+        line = shlex.join(["jurymast", "submit", str(what), *map(str, arguments)])
+        raise UsageError(f"{what} is a batch script; submit it with: {line}", hint=line)
     return executor.submit_script(what, arguments)

@@ -18,6 +18,7 @@ import pytest
 
 from jurymast.demo import ASCII_BLOCKS, LossCurve, blocks
 from jurymast.rundir import RunDirectory
+from support.outputs import checked
 from support.packages import installed
 from support.waiting import wait_until
 
@@ -46,7 +47,7 @@ def finished(temporary: Path, *options: str, python: str) -> dict[str, Any]:
     with demo(temporary, *options, python=python) as process:
         out, story = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, story
-    values: dict[str, Any] = json.loads(out)
+    values: dict[str, Any] = checked(json.loads(out), "demo")
     return values
 
 

@@ -143,3 +143,52 @@ def test_functions_of_an_array(cluster: Cluster, tmp_path: Path) -> None:
     assert "ValueError: three" in found["error"]
     assert "CANCELLED" in found["cancelled"]
     assert found["states"] == ["COMPLETED", "FAILED", "CANCELLED"]
+
+
+LIMITED = """
+class Counts:
+    def __init__(self):
+        self.at, self.began = 0, []
+
+    def __call__(self):
+        self.began.append(self.at)
+        (here / "began").write_text(json.dumps(self.began))
+        while not (here / "go").exists():
+            self.at += 1
+            time.sleep(0.1)
+        return self.began, self.at
+
+    def checkpoint(self):
+        return submitit.helpers.DelayedSubmission(self)
+
+executor.update_parameters(nodes=1, timeout_min=4, jurymast_spares=0, slurm_signal_delay_s=60,
+                           slurm_teardown=[f"echo after $FROM_SETUP >>{here}/last"])
+job = executor.submit(Counts())
+(here / "submitted").write_text(job.job_id)
+began, at = job.result()
+print(json.dumps({"began": began, "at": at, "state": job.state}))
+"""
+
+
+@pytest.mark.long  # Slurm's shortest limits are minutes
+@pytest.mark.timeout(1200)
+def test_a_function_is_requeued_at_its_time_limit(cluster: Cluster, tmp_path: Path) -> None:
+    """As with submitit's own executor, from what checkpoint() kept; and what is to run last runs once."""
+    here = start(cluster, tmp_path, LIMITED)
+    job, began = (here / "submitted").read_text(), here / "began"
+    run = RunUnderTest((here / "log" / f"{job}_run").readlink())
+    # On a busy machine it may reach a limit before it has begun.
+    wait_until("a start", began.exists, 900.0)
+    wait_until("a start after the limit", lambda: len(json.loads(began.read_text() or "[]")) > 1, 900.0)
+    assert not (here / "last").exists(), "the job goes on"
+    (here / "go").touch()
+    found = told(here)
+    state = run.state()
+    assert found["state"] == "COMPLETED"
+    first, second = found["began"]
+    assert first == 0
+    assert 0 < second <= found["at"]
+    assert state.restarts >= 1
+    assert {incident.cause for incident in state.incidents} == {"requeued"}
+    wait_until("what runs last", (here / "last").exists, 60.0)
+    assert (here / "last").read_text() == "after yes\n"

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from submitit.core import plugins
 
 import jurymast
 from jurymast import executor, foreign
-from jurymast.cluster import slurm
+from jurymast.cluster import batch, slurm
 from jurymast.cluster.slurm import Request, Submitted
-from jurymast.errors import SubmissionError
+from jurymast.errors import SubmissionError, UsageError
 from jurymast.executor import JurymastExecutor
 from jurymast.rundir import RunDirectory
 from jurymast.worker import function
@@ -74,7 +75,7 @@ def test_a_script_of_the_slurm_executor_needs_one_other_word(requests: list[Requ
     assert (plan.tasks, plan.guessed, plan.stderr_apart) == (True, True, True)
     assert {*plan.sbatch_options} == {
         "--cpus-per-task=12", "--gpus-per-node=8", "--mem=2GB", "--time=60", "--partition=train",
-        "--exclusive", "--switches=1",
+        "--exclusive", "--switches=1", "--signal=B:USR2@90",
     }  # fmt: skip
     assert "\nmodule load cuda\ncd " in request.script
     assert (tmp_path / "log" / "4711_run").readlink() == Path(plan.directory)
@@ -128,11 +129,52 @@ def test_many_functions_are_one_array(requests: list[Request], tmp_path: Path, b
     assert jobs[2].run.root == Path(f"{request.plan.directory}-task-2")
 
 
+class Keeps:
+    """A function that keeps its own state."""
+
+    def __call__(self) -> int:
+        return 1
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def test_what_keeps_its_state_is_requeued_at_its_limit(requests: list[Request], tmp_path: Path) -> None:
+    """As submitit's max_num_timeout says; functions of an array, if all of them do."""
+    one, two, both = (JurymastExecutor(tmp_path / name, max_num_timeout=5) for name in ("a", "b", "c"))
+    one.submit(Keeps())
+    two.submit(add, 1, 2)
+    with both.batch():
+        both.submit(Keeps())
+        both.submit(add, 1, 2)
+    assert [request.plan.timeouts for request in requests] == [5, 0, 0]
+
+
+def test_lines_that_run_last(requests: list[Request], tmp_path: Path) -> None:
+    ours = JurymastExecutor(tmp_path / "log", teardown=["echo bye", "rm -r /scratch/x"])
+    ours.submit(add, 1, 2)
+    (request,) = requests
+    assert request.teardown == "echo bye\nrm -r /scratch/x\n"
+    assert "bye" not in request.script
+    run = replace(request, teardown=f"echo bye >{tmp_path}/said\n")
+    slurm.write_run_directory(run)
+    batch.tear_down(run.run_directory)
+    assert (tmp_path / "said").read_text() == "bye\n"
+
+
+def test_a_batch_script_is_for_the_command(requests: list[Request], tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text("#!/bin/bash\n#SBATCH -N 2\nsrun python train.py\n")
+    told = "job.sbatch is a batch script; submit it with: jurymast submit job.sbatch --lr 1"
+    with pytest.raises(UsageError, match=told):
+        jurymast.submit("job.sbatch", ["--lr", 1])
+    assert requests == []
+
+
 def test_wrong_parameters_are_named(tmp_path: Path) -> None:
     ours = JurymastExecutor(tmp_path)
     ours.update_parameters(tasks_per_node=2, mem_gb=2)
     assert ours.parameters == {"ntasks_per_node": 2, "mem": "2048M"}
-    for wrong in ("partitoin", "teardown", "srun_args"):
+    for wrong in ("partitoin", "srun_args"):
         with pytest.raises(ValueError, match=f"{wrong}; valid are account, "):
             ours.update_parameters(**{wrong: "x"})
 

@@ -18,6 +18,7 @@ from jurymast.sim.checkpoints import NODE_CRASH, read_measured
 from jurymast.sim.instead import SILENCE_S, instead
 from jurymast.sim.replay import NotReplayed
 from support.commands import Place
+from support.outputs import checked
 
 START = 1_790_000_000.0
 NODES = ("n1", "n2", "n3", "n4")
@@ -193,6 +194,7 @@ def test_sbatch_gets_the_script_and_the_options_as_they_were_typed(place: Place)
     words = ("-N", "2", "--mem=4G", "-J", "mine")
     done = place.run("submit", "--observe", "--json", *words, "job.sbatch", "--lr", "1", SLURM_JOB_ID="3")
     assert done.returncode == 0, done.stderr
+    assert checked(json.loads(done.stdout), "submit")
     assert seen(place, "words").split() == ["--parsable", *words, "job.sbatch", "--lr", "1"]
     variables = dict(each.split("=", 1) for each in seen(place, "variables").split("\0") if each)
     own = {name: variables.pop(name, None) for name in ("PWD", "_", "SHLVL", "OLDPWD")}  # the shell's

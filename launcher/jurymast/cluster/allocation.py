@@ -110,6 +110,8 @@ def beside(submitted: RunDirectory, run: RunDirectory, job: str) -> None:
     run.save_plan(plan)
 
 
+# What a submission wants run last, in its directory of the run.
+TEARDOWN = "teardown.sh"
 LOOPBACK, LOOPBACK_V6 = "127.0.0.1", "::1"
 
 

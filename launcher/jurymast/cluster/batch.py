@@ -25,6 +25,7 @@ import msgspec
 from jurymast import foreign, programs
 from jurymast.cluster import refill
 from jurymast.cluster.allocation import (
+    TEARDOWN,
     Allocation,
     announced_hosts,
     from_slurm_environment,
@@ -163,6 +164,7 @@ class BatchProcess:
         self._log = log
         self._listeners = listen(plan.cluster)
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self._at_limit: subprocess.Popen[bytes] | None = None
         self._machine = core.Batch()
         self._outcome: core.Outcome | None = None
 
@@ -221,6 +223,14 @@ class BatchProcess:
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         self._signalled(warning=number in WARNINGS)
+        if number in WARNINGS and self._plan.timeouts and self._plan.cluster == "slurm":
+            self._requeue_at_limit()
+
+    def _requeue_at_limit(self) -> None:
+        """Have another process see to it: this one is where a signal found it."""
+        if self._at_limit is None or self._at_limit.poll() is not None:
+            command = run_module("jurymast.cluster.at_limit", str(self._directory.root))
+            self._at_limit = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def _signalled(self, *, warning: bool) -> None:
         supervised = self._supervisor is not None and self._supervisor.poll() is None
@@ -279,6 +289,15 @@ def sum_up(run_directory: str, job: str) -> None:
         ends_within(subprocess.Popen(command, stdin=subprocess.DEVNULL), SUM_UP_LIMIT_S)
 
 
+def tear_down(directory: RunDirectory) -> None:
+    """Run the shell lines that the submission wants run after everything else, if it has some."""
+    script = directory.submission / TEARDOWN
+    if foreign.exists(script):
+        foreign.check_made(script)
+        with contextlib.suppress(OSError):
+            programs.run(["bash", str(script)], stdin=subprocess.DEVNULL)
+
+
 def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Allocation:
     """The allocation of a local run, with names for its nodes that were never excluded."""
     names = (name for number in count(1) if (name := f"local-{number}") not in excluded)
@@ -291,12 +310,14 @@ def main(run_directory: str) -> int:
     directory = RunDirectory(Path(run_directory))
     plan = directory.own_plan()
     if plan.cluster == "slurm":
-        directory = own_directory(directory)
+        files = [TEARDOWN] if foreign.exists(directory.submission / TEARDOWN) else []
+        directory = own_directory(directory, files)
         run_directory, plan = str(directory.root), directory.own_plan()
         allocation = from_slurm_environment()
         agents = SrunAgents(run_directory, len(allocation.nodes))
         outcome = BatchProcess(directory, plan, allocation, agents).run()
         if not outcome.requeued:
+            tear_down(directory)
             sum_up(run_directory, allocation.job)
         return outcome.exit_code
     excluded = set[str]()

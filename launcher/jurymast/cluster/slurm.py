@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign, programs
-from jurymast.cluster.allocation import batch_process, submit_local
+from jurymast.cluster.allocation import TEARDOWN, batch_process, submit_local
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.sbatch import (
     DONE_HERE,
@@ -43,13 +43,15 @@ from jurymast.rundir import RunDirectory, write_atomically
 @dataclass(frozen=True)
 class Request:
     """A submission. `argv` runs in the run directory with `script`, Slurm's batch script (empty on the local
-    cluster). `users`: the user's own batch script, if one is submitted."""
+    cluster). `users`: the user's own batch script, if one is submitted. `teardown`: shell that the job runs
+    last."""
 
     plan: RunPlan
     policy: str
     script: str
     argv: tuple[str, ...]
     users: str = ""
+    teardown: str = ""
 
     @property
     def run_directory(self) -> RunDirectory:
@@ -153,6 +155,8 @@ def write_run_directory(request: Request) -> None:
             write_atomically(users_script(run), data)
         if request.script:
             write_atomically(script_file(request.plan), request.script.encode())
+        if request.teardown:
+            write_atomically(run.submission / TEARDOWN, request.teardown.encode())
     except BaseException as error:
         remove_run_directory(request)
         if isinstance(error, OSError):
