@@ -189,6 +189,7 @@ def test_a_function_is_requeued_at_its_time_limit(cluster: Cluster, tmp_path: Pa
     assert first == 0
     assert 0 < second <= found["at"]
     assert state.restarts >= 1
-    assert {incident.cause for incident in state.incidents} == {"requeued"}
+    assert {incident.cause for incident in state.incidents} == {"job_ended"}
+    assert state.incidents[0].evidence.endswith("requeued")
     wait_until("what runs last", (here / "last").exists, 60.0)
     assert (here / "last").read_text() == "after yes\n"
