@@ -255,6 +255,14 @@ def test_a_steps_own_total_of_gpus_is_each_nodes_share(
     assert environment == (before if left is None else left)
 
 
+def test_a_newer_sruns_total_of_gpus_counts_for_more_than_the_jobs_for_each_node() -> None:
+    srun = parse(["--gpus=2", "x"])
+    assert srun is not None
+    job = {"SLURM_GPUS_PER_NODE": "2"}
+    found = [each_nodes_gpus(srun, dict(job), 2, release) for release in ((), (22, 5, 8), (24, 11, 5))]
+    assert found == [[], [], ["--gpus-per-node=1"]]
+
+
 def test_gpus_of_a_task_by_variables() -> None:
     assert asked("x", SLURM_GPUS_PER_TASK="1").gpus == 1
     assert asked("x", SLURM_TRES_PER_TASK="gres/gpu=3").gpus == 3

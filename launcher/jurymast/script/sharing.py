@@ -27,7 +27,8 @@ OPTIONS = frozenset(VARIABLES)
 # variable above: their steps have as many processors for each task as their job asked for.
 JOBS_CPUS = "SLURM_CPUS_PER_TASK"
 DERIVED = (JOBS_CPUS,)
-INHERITS_SINCE = (24, 11)
+# Releases that are known to do so; those between 22.05 and this one were not tried.
+INHERITS_SINCE = TOTALS_COUNT_SINCE = (24, 11)
 CPUS = re.compile(r"cpu[=:](\d+)$")
 LISTS = r"map_cpu|mask_cpu|map_ldom|mask_ldom"
 UNITS = {
@@ -42,13 +43,15 @@ HINTS = {
 }  # fmt: skip
 
 
-def each_nodes_gpus(srun: CommandLine, environment: dict[str, str], active: int) -> list[str]:
+def each_nodes_gpus(
+    srun: CommandLine, environment: dict[str, str], active: int, release: tuple[int, ...] = ()
+) -> list[str]:
     """A step's own total of GPUs (--gpus) on its `active` nodes as an option for our srun, which has spare
-    nodes as well and refuses most totals that are not the job's. A job's --gpus-per-node counts for more:
-    srun gives such a step all GPUs of its nodes. Takes the job's total, which would contradict it, out of the
-    `environment` of our srun."""
+    nodes as well and refuses most totals that are not the job's. In older releases of Slurm, a job's
+    --gpus-per-node counts for more: srun gives such a step all GPUs of its nodes. Takes the job's total,
+    which would contradict it, out of the `environment` of our srun."""
     total = srun.last("gpus")
-    if total is None or "SLURM_GPUS_PER_NODE" in environment:
+    if total is None or ("SLURM_GPUS_PER_NODE" in environment and release < TOTALS_COUNT_SINCE):
         return []
     environment.pop("SLURM_GPUS", None)
     return [f"--gpus-per-node={scaled(total, 1, active)}"]

@@ -470,7 +470,7 @@ class Step:
         ]
         command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
         environment = {**shims.with_shims(os.environ, self._job), **true}
-        command += [*sharing.each_nodes_gpus(srun, environment, self.active), str(program), *words]
+        command += [*sharing.each_nodes_gpus(srun, environment, self.active, release()), str(program), *words]
         environment.pop(VARIABLES["output"], None)
         # What the script has opened, srun has as well: its files may be there (`-o >(sort)`, `-o /dev/fd/3`).
         return subprocess.Popen(
