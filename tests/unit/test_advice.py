@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from jurymast.core.judges.cadence import Cadence
+from jurymast.core.state.events import NodeLost
 from jurymast.core.state.incident import CAUSES, Incident
 from jurymast.core.state.schedule import NEVER
 from jurymast.core.state.settings import Settings
 from jurymast.report.advice import advice_blocks, advice_view, sentences
 from jurymast.report.text import Line
-from jurymast.sim.checkpoints import HANG, POWER_LOSS, SCRIPT, WORKER_KILL, Durations
+from jurymast.sim.checkpoints import HANG, POWER_LOSS, RANK_STOP, SCRIPT, WORKER_KILL, Durations
 from jurymast.sim.faults import FaultModel, TraceFault
 from jurymast.sim.replay import NotReplayed, kind_of, replay_of
 from jurymast.sim.simulation import Setup, Simulation
@@ -294,6 +295,14 @@ def test_only_failures_of_the_script_spend_its_budget_once_more(cause: str, kind
     charged = CAUSES[cause].charged
     incident = Incident(1, 0.0, 0.0, 1, 10, cause=cause, charged=charged, action="restart")
     assert kind_of(incident) == kind
+
+
+def test_nodes_that_were_heard_again_were_not_missing() -> None:
+    silent = NodeLost(t=1.0, node="n1", how="silent", silent_s=2.0, limit_s=1.5)
+    incident = Incident(1, 0.0, 0.0, 1, 10, cause="node_lost", lost=(silent,), action="restart")
+    assert kind_of(incident) == RANK_STOP
+    incident.action = "swap"
+    assert kind_of(incident) == POWER_LOSS
 
 
 def test_advice_leaves_the_account_as_it_is() -> None:

@@ -269,6 +269,8 @@ def _mean_s(incidents: Sequence[Incident], kind: str, *parts: str) -> float:
 
 def kind_of(incident: Incident) -> str:
     """The kind of failure that a simulation has for it."""
+    if incident.lost and incident.action == "restart":
+        return RANK_STOP  # they were heard again: no node was missing, but that was noticed after a while
     if incident.lost:
         return POWER_LOSS if incident.lost[0].how == "silent" else NODE_CRASH
     if incident.cause == "hang":
