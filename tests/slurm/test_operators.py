@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core.state import events as ev
-from support.slurm_runs import TRAIN, hurried, submit, weights
+from support.slurm_runs import TRAIN, hurried, policy_file, submit, weights
 from support.waiting import wait_until
 from testcluster import Cluster
 
@@ -49,7 +49,9 @@ def test_a_run_that_is_suspended_goes_on_as_if_nothing_had_happened(
     cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
 ) -> None:
     train = (*TRAIN[:1], "600", *TRAIN[2:])
-    run = submit(cluster, tmp_path, "--nodes", "2", "--spares", "1", arguments=train)
+    # Slurm lets one node after the other go on.
+    options = ("--policy", policy_file(cluster, tmp_path, "detect: {node_lost_after: 10s}"))
+    run = submit(cluster, tmp_path, "--nodes", "2", "--spares", "1", *options, arguments=train)
     run.wait_safe(20)
     cluster.login(["scontrol", "suspend", str(run.job)], root=True)
     cluster.wait_job(run.job, "SUSPENDED")
@@ -88,11 +90,9 @@ def test_a_run_that_is_requeued_by_hand_goes_on(
 def test_a_run_goes_on_beyond_the_time_limit_of_its_job(
     cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
 ) -> None:
-    policy = cluster.shared / f"{tmp_path.name}.yaml"
-    policy.write_text("failures: {at_time_limit: requeue, requeues: 0}\n")
-    policy.chmod(0o644)
+    policy = policy_file(cluster, tmp_path, "failures: {at_time_limit: requeue, requeues: 0}")
     train = (*TRAIN[:1], "1000", *TRAIN[2:])
-    options = ("--nodes", "2", "--spares", "0", "--time", "1", "--policy", str(policy))
+    options = ("--nodes", "2", "--spares", "0", "--time", "1", "--policy", policy)
     run = submit(cluster, tmp_path, *options, arguments=train)
     state = run.wait_end(500.0)
     assert state.exit_code == 0, run.story()

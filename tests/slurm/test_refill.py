@@ -12,20 +12,17 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.run import RunState
 from support.runs import SCRIPTS, result
 from support.saves import check_restores
-from support.slurm_runs import TRAIN, SlurmRun, power_loss, submit, submit_script, weights
+from support.slurm_runs import TRAIN, SlurmRun, policy_file, power_loss, submit, submit_script, weights
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-REFILL = "nodes_policy: {refill: on, hold: 5m}\n"
+REFILL = "nodes_policy: {refill: on, hold: 5m}"
 
 
 @pytest.fixture
 def policy(cluster: Cluster, tmp_path: Path) -> str:
-    path = cluster.shared / f"{tmp_path.name}.yaml"
-    path.write_text(REFILL)
-    path.chmod(0o644)
-    return str(path)
+    return policy_file(cluster, tmp_path, REFILL)
 
 
 def never_requeued(run: SlurmRun) -> None:
@@ -33,30 +30,28 @@ def never_requeued(run: SlurmRun) -> None:
     assert run.cluster.job(run.job)["Restarts"] == "0"
 
 
-def lose(run: SlurmRun, *nodes: str) -> RunState:
-    """These nodes lose power; the run goes on with steps that it had not done, and with a spare if it had
-    one."""
+def lose(run: SlurmRun, node: str) -> RunState:
+    """The node loses power; the run goes on with steps that it had not done, and has a spare again."""
     before = run.state()
-    for node in nodes:
-        power_loss(run, node)
-    gone = {*nodes}
+    power_loss(run, node)
 
     def again(state: RunState) -> bool:
-        here = {name for name, node in state.nodes.items() if node.ready or name in state.places}
-        whole = len(here - gone) >= len(before.placement) + before.spares
-        return whole and not gone & {*state.placement} and state.incident is None
+        here = {name for name, one in state.nodes.items() if one.ready or name in state.places} - {node}
+        whole = len(here) >= len(before.placement) + before.spares
+        return whole and node not in state.placement and state.incident is None
 
-    return run.wait(f"the recovery from the loss of {nodes}", again, limit_s=240.0)
+    return run.wait(f"the recovery from the loss of {node}", again, limit_s=240.0)
 
 
 def test_three_spares_are_used_one_after_the_other_with_one_in_the_allocation(
     cluster: Cluster, tmp_path: Path, policy: str, trained_plainly: Callable[..., str]
 ) -> None:
-    train = (*TRAIN[:1], "700", *TRAIN[2:])
+    train = (*TRAIN[:1], "1500", *TRAIN[2:])
     options = ("--nodes", "2", "--spares", "1", "--policy", policy)
     run = submit(cluster, tmp_path, *options, arguments=train)
-    for saved in (20, 40, 60):
+    for saved in (20, 40):
         lose(run, run.wait_safe(saved).placement[1])
+    power_loss(run, run.wait_safe(60).placement[1])
     state = run.wait_end()
     assert state.exit_code == 0, run.story()
     assert [i.action for i in state.incidents] == ["swap"] * 3, run.story()
@@ -90,7 +85,7 @@ def test_a_run_holds_its_nodes_while_no_other_is_free(
     cluster: Cluster, tmp_path: Path, policy: str, trained_plainly: Callable[..., str]
 ) -> None:
     """Its ranks see the run's own job wherever they are."""
-    train = (*TRAIN[:1], "400", *TRAIN[2:])
+    train = (*TRAIN[:1], "900", *TRAIN[2:])
     options = ("--nodes", "3", "--spares", "0", "--policy", policy)
     run = submit(cluster, tmp_path, *options, arguments=train)
     run.wait_safe(20)
@@ -157,7 +152,7 @@ def test_a_batch_scripts_training_gets_another_node_and_the_script_goes_on(
 ) -> None:
     work, steps = cluster.shared / tmp_path.name, "400"
     cluster.login(["mkdir", "-p", str(work)])
-    (work / "refill.yaml").write_text(REFILL)
+    (work / "refill.yaml").write_text(f"{REFILL}\n")
     run = submit_script(cluster, work, TRAINS.format(train=SCRIPTS / "train_tiny.py", steps=steps))
     safe = run.wait_safe(20, 240.0)
     victim = next(node for node in safe.placement if node != safe.host)

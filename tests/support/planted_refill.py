@@ -1,4 +1,4 @@
-"""Bugs in how lost nodes are replaced by small jobs: see `support.planted`."""
+"""Bugs in how lost nodes are replaced by small jobs, and drained ones left: see `support.planted`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from jurymast.core.run import refill
 from jurymast.core.state.effects import AskForNode, Effect, Record
 from jurymast.core.state.run import RunState
 from jurymast.core.supervision.refilling import Refilling
-from jurymast.sim.cluster.plans import Plan, random_plan
+from jurymast.core.supervision.withdrawals import Withdrawals
+from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 
 _ask, _lacking = Refilling._ask, refill.lacking
 
@@ -21,6 +22,11 @@ def with_pool(seed: int, free: int = 2) -> Plan:
 
 def _without_free_nodes(seed: int) -> Plan:
     return with_pool(seed, 0)
+
+
+def _drained(seed: int) -> Plan:
+    """An administrator drains a node for minutes, and a spare is there."""
+    return Plan(seed, 2, 1, 1, 5, 8, (Fault(6.0, "admin drains", node=seed % 3, seconds=200.0),))
 
 
 def _leaves_nobody_out(self: Refilling, now: float) -> list[Effect]:
@@ -61,6 +67,7 @@ PLANTED_REFILL: dict[str, Any] = {
         [(refill, "may_ask", _asks_beside), (refill, "coming", _nothing)],
     ),
     "43: a run is requeued although a node may come": (with_pool, [(refill, "why_not_held", _never_waits)]),
+    "44: ranks stay on a node that is drained": (_drained, [(Withdrawals, "moves", _nothing)]),
     "6: a run holds its nodes for ever": (
         _without_free_nodes,
         [(refill, "why_not_held", _waits_for_ever)],

@@ -124,6 +124,14 @@ def submit_again(cluster: Cluster, work: Path, *options: str) -> int:
     return int(done.stdout)
 
 
+def policy_file(cluster: Cluster, folder: Path, text: str) -> str:
+    """A policy that the cluster's user can read."""
+    path = cluster.shared / f"{folder.name}.yaml"
+    path.write_text(f"{text}\n")
+    path.chmod(0o644)
+    return str(path)
+
+
 def weights(cluster: Cluster, folder: Path) -> str:
     return str(result(cluster.shared / f"{folder.name}.json")["sha256"])
 
