@@ -13,6 +13,7 @@ from jurymast.core.state.run import RunState
 from support.runs import SCRIPTS, result
 from support.saves import check_restores
 from support.slurm_runs import TRAIN, SlurmRun, policy_file, power_loss, submit, submit_script, weights
+from support.waiting import wait_until
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -58,7 +59,7 @@ def test_three_spares_are_used_one_after_the_other_with_one_in_the_allocation(
     never_requeued(run)
     check_restores(run, least=20)
     assert weights(cluster, tmp_path) == trained_plainly(*train, nodes=2)
-    assert ours_in_queue(cluster) == []
+    wait_until("the end of the small jobs", lambda: ours_in_queue(cluster) == [], limit_s=120.0)
 
 
 def test_the_batch_host_and_another_node_are_lost_at_once_without_a_spare(
@@ -78,7 +79,7 @@ def test_the_batch_host_and_another_node_are_lost_at_once_without_a_spare(
     never_requeued(run)
     assert weights(cluster, tmp_path) == trained_plainly(*TRAIN, nodes=3)
     cluster.wait_job(run.job, "COMPLETED", "CANCELLED", "NODE_FAIL", "FAILED")
-    assert ours_in_queue(cluster) == []
+    wait_until("the end of the small jobs", lambda: ours_in_queue(cluster) == [], limit_s=120.0)
 
 
 def test_a_run_holds_its_nodes_while_no_other_is_free(
@@ -108,7 +109,7 @@ def test_a_run_holds_its_nodes_while_no_other_is_free(
     never_requeued(run)
     check_restores(run, least=20)
     assert weights(cluster, tmp_path) == trained_plainly(*train, nodes=3)
-    assert ours_in_queue(cluster) == []
+    wait_until("the end of the small jobs", lambda: ours_in_queue(cluster) == [], limit_s=120.0)
 
 
 def same_job(run: SlurmRun, own: str, later: str) -> None:
@@ -171,4 +172,4 @@ def test_a_batch_scripts_training_gets_another_node_and_the_script_goes_on(
     assert result(work / "out.json")["sha256"] == trained_plainly(
         "--steps", steps, "--step-time", "0.04", "--save-every", "10 steps", nodes=2
     )
-    assert ours_in_queue(cluster) == []
+    wait_until("the end of the small jobs", lambda: ours_in_queue(cluster) == [], limit_s=120.0)
