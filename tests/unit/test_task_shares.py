@@ -126,6 +126,8 @@ def test_a_task_says_to_what_it_is_bound_as_under_slurm() -> None:
     assert told == [
         f"cpu-bind=MASK{begin}0x5 set\n", f"cpu-bind=MAP {begin}0x5 set\n", f"cpu-bind=NONE{begin}0x0\n"
     ]  # fmt: skip
+    newer = asdict(ways[2]) | {"unbound_mask": True}
+    assert line([0, 2], 12, 3, newer).endswith(": mask 0x5\n"), "as from Slurm 24.11 on"
 
 
 def test_srun_reads_variables_where_it_has_no_options() -> None:

@@ -132,6 +132,7 @@ def shares_of(
         threads_per_core=said.number("threads-per-core")
         or hinted[1]
         or int("one_thread" in said("cpu-bind")),
+        unbound_mask=JOBS_CPUS in read,  # as sruns that read it do
         verbose=slurm.tasks and not {"v", "verbose"}.isdisjoint(said("cpu-bind").lower().split(",")),
     )
 

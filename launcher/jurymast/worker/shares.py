@@ -28,7 +28,8 @@ WAYS = {"none": "NONE", "map_cpu": "MAP ", "rank": "RANK", "map_ldom": "LDMAP", 
 def line(own: Collection[int], task: int, local_rank: int, how: Mapping[str, Any]) -> str:
     """Return what Slurm prints of a task that has its `own` processors and is to say so."""
     to, mask = how["bound_to"], sum(1 << number for number in own)
-    way, told = WAYS.get(to.partition(":")[0], "MASK"), "0x0" if to == "none" else f"{mask:#x} set"
+    unbound = f"{mask:#x}" if how["unbound_mask"] else "0x0"
+    way, told = WAYS.get(to.partition(":")[0], "MASK"), unbound if to == "none" else f"{mask:#x} set"
     node = os.uname().nodename.partition(".")[0]
     return f"cpu-bind={way} - {node}, task {task:2} {local_rank:2} [{os.getpid()}]: mask {told}\n"
 

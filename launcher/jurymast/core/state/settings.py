@@ -170,6 +170,7 @@ class TaskShares:
     distribution: str = "cyclic"  # of tasks over the sockets: block, cyclic, or fcyclic
     threads_per_core: Count = 0  # at most so many are used; 0: all
     verbose: bool = False  # each says to what it is bound
+    unbound_mask: bool = False  # also one that is not bound says which processors it has
 
 
 @dataclass(frozen=True, kw_only=True)
