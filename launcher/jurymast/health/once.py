@@ -1,8 +1,8 @@
 """One look at this machine through its probes: for `jurymast health`, and as a command for root.
 
 A site's health check runs `python -m jurymast.health.once` as root: it needs only Python, this package and
-what the probes themselves import. It prints what `jurymast health --json` prints; options give the site's own
-limits, since no policy is read.
+what the probes themselves import. It prints what `jurymast health --json` prints, but for `schema`; options
+give the site's own limits, since no policy is read.
 """
 
 from __future__ import annotations
