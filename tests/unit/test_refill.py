@@ -329,7 +329,7 @@ def test_a_small_job_has_the_run_s_options_for_one_node() -> None:
     )  # fmt: skip
     assert words[:2] == ["sbatch", "--parsable"]
     assert {"--account=a", "--gres=gpu:8", "--mem=0", "--constraint=h100"} <= {*words}
-    assert {"--gpus=8", "--partition=gpu", "--time=60", "--exclude=n8,n1", "--nodes=1", "--export=ALL"} <= {
+    assert {"--gpus=8", "--partition=gpu", "--time=60", "--exclude=n[8,1]", "--nodes=1", "--export=ALL"} <= {
         *words
     }
     assert "--job-name=jurymast-refill-r-4" in words

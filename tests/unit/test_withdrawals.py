@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.cluster.control import draining_in
+from jurymast.cluster import control
 from jurymast.core.nodes.health import SickNodes
 from jurymast.core.run import refill
 from jurymast.core.state import events as ev
@@ -111,4 +111,16 @@ def test_slurm_s_silence_and_a_policy_that_only_reports_move_nothing(silent: boo
 
 def test_what_sinfo_says_of_drained_nodes() -> None:
     told = "n1|a new | firmware\nn1|a new | firmware\nn2|none\n\n"
-    assert draining_in(told) == {"n1": "a new | firmware", "n2": "none"}
+    assert control.draining_in(told) == {"n1": "a new | firmware", "n2": "none"}
+
+
+def test_thousands_of_nodes_fit_on_sinfos_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> str:
+        commands.append(command)
+        return ""
+
+    monkeypatch.setattr(control, "run_command", run)
+    control.draining([f"a-long-name-of-a-node-{number:05d}" for number in range(12_500)])
+    assert max(len(word) for word in commands[0]) < 1000

@@ -17,6 +17,7 @@ from jurymast.cluster import exclusion
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.sbatch import seconds_of, split_command_line, where_options
 from jurymast.core.state.settings import RunPlan
+from jurymast.core.state.texts import compressed
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, UsageError
 from jurymast.interpreter import run_module
 from jurymast.jobs import UNIX_TIMES, job_fields, run_command, utc_time
@@ -133,7 +134,7 @@ def give_back(job: str, node: str) -> bool:
 
 def draining(nodes: Sequence[str]) -> dict[str, str]:
     """Which of these nodes somebody drains, and why. Raises ClusterUnavailableError."""
-    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--states=draining,drained"]
+    command = ["sinfo", "--noheader", "--Node", f"--nodes={compressed(nodes)}", "--states=draining,drained"]
     return draining_in(run_command([*command, "--format=%N|%E"]))
 
 

@@ -22,6 +22,7 @@ from jurymast.cluster.sbatch import VISIBLE, split_command_line, words_of
 from jurymast.cluster.slurm import accepted, sbatch
 from jurymast.core.judges import slurm_variables
 from jurymast.core.state.settings import RunPlan
+from jurymast.core.state.texts import compressed
 from jurymast.core.supervision.refilling import SmallJob
 from jurymast.errors import ClusterUnavailableError, JurymastError, SubmissionError
 from jurymast.interpreter import run_module
@@ -94,7 +95,7 @@ def command(
     if left_s is not None:
         words.append(f"--time={'UNLIMITED' if left_s == math.inf else math.ceil(left_s / 60.0)}")
     out = tuple(dict.fromkeys((*plan.excluded_at(time.time()), *exclude)))
-    words += [f"--exclude={','.join(out)}"] if out else []
+    words += [f"--exclude={compressed(out)}"] if out else []
     words += ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--no-requeue", "--export=ALL"]
     words += [f"--chdir={folder}", f"--output={folder}/refill-%j.log", "--open-mode=append"]
     words.append(f"--job-name={job_name(plan, number)}")

@@ -47,11 +47,11 @@ class AllocationStarted(Event, frozen=True, kw_only=True):
 
 
 class RefillAsked(Event, frozen=True, kw_only=True):
-    """The run asks Slurm for a node, with small job `number` of this run, counted from 1, and does without
-    these nodes."""
+    """The run asks Slurm for a node, with small job `number` of this run, counted from 1; or it proves to
+    have asked, as no supervisor could write (`found`)."""
 
     number: int
-    exclude: tuple[str, ...] = ()
+    found: bool = False
 
 
 class RefillRefused(Event, frozen=True, kw_only=True):

@@ -66,8 +66,8 @@ class Refilling:
 
     def _ask(self, now: float) -> list[Effect]:
         number = self._asking = self._state.refills_asked + 1
-        exclude = tuple(sorted({*self._state.nodes, *self._state.excluded}))
-        asked = ev.RefillAsked(t=now, number=number, exclude=exclude)
+        exclude = tuple(dict.fromkeys((*self._state.nodes, *self._state.excluded)))
+        asked = ev.RefillAsked(t=now, number=number)
         return [Record(asked, flush=True), AskForNode(number, exclude)]
 
     def _end_if_lost(self, one: Refill, now: float) -> list[Effect]:
@@ -140,7 +140,7 @@ class Refilling:
         if known is None and told.number <= self._state.refills_asked:
             return [EndSmallJob(told.job)]  # of an earlier allocation, or not needed any more
         if known is None:  # an earlier supervisor could not write that it had asked for it
-            out.append(Record(ev.RefillAsked(t=now, number=told.number)))
+            out.append(Record(ev.RefillAsked(t=now, number=told.number, found=True)))
         before = known.starts_at if known is not None else None
         moved = told.starts_at is not None and abs(told.starts_at - (before or 0.0)) > NEWS_S
         if known is None or not known.job or (moved and not told.node):
@@ -154,7 +154,7 @@ class Refilling:
         """The agent of small job `number` joins from `node`."""
         known, out = self._state.refills.get(number), list[Effect]()
         if known is None and number > self._state.refills_asked:
-            out.append(Record(ev.RefillAsked(t=now, number=number)))
+            out.append(Record(ev.RefillAsked(t=now, number=number, found=True)))
         elif known is None or known.node:
             return out
         return [*out, Record(ev.RefillStarted(t=now, number=number, node=node))]

@@ -24,6 +24,7 @@ class Withdrawals:
         self._state, self._sick = state, sick
         self._look_at = 0.0
         self._looking = False
+        self._any = True  # node may be drained: thousands need not be looked at each time
         self._asked: set[str] = set()  # nodes whose ranks were asked to move
 
     def on_time(self, now: float) -> list[Effect]:
@@ -36,9 +37,11 @@ class Withdrawals:
     def on_nodes_seen(self, draining: Mapping[str, str] | None, now: float) -> list[Effect]:
         """Take in which nodes are being drained, with the reasons; None: Slurm did not say."""
         self._looking = False
-        out: list[Effect] = []
-        for name, node in self._state.nodes.items() if draining is not None else ():
-            why = draining.get(name, "") if draining is not None else ""
+        if draining is None:
+            return []
+        self._any, out = bool(draining), list[Effect]()
+        for name, node in self._state.nodes.items():
+            why = draining.get(name, "")
             if node.draining != why and (node.role is not Role.FAILED or not why):
                 out.append(Record(ev.NodeDraining(t=now, node=name, why=why)))
         return out
@@ -47,8 +50,7 @@ class Withdrawals:
         """Which node is to be taken out now."""
         state = self._state
         steady = state.phase is Phase.RUNNING and state.incident is None and state.end_order is None
-        self._asked = {name for name in self._asked if name in state.nodes}
-        if not steady or state.settings.bad_nodes == "report" or state.alone:
+        if not self._any or not steady or state.settings.bad_nodes == "report" or state.alone:
             return []
         for node in self._draining():
             if node.name in state.places and not self._has_spare():

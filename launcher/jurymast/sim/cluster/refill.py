@@ -108,7 +108,7 @@ class RefillRules:
 
     def recorded(self, supervisor: SimSupervisor, event: Event, decided: Sequence[Instruction]) -> None:
         before, self._phase = self._phase, supervisor.state.phase
-        if isinstance(event, RefillAsked) and event.exclude:  # else it is one that was found
+        if isinstance(event, RefillAsked) and not event.found:
             self._asked(supervisor, event.number)
         if before in (Phase.STOPPING, Phase.WAITING) and any(isinstance(one, Requeue) for one in decided):
             self._requeued(supervisor)
