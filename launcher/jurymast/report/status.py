@@ -267,7 +267,7 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
             return "waits until Slurm ends the job"
         if state.not_before > now:
             return f"tries again in {duration(state.not_before - now)}"
-        if state.refills or refill.lacking(state) > state.spares:
+        if state.may_refill and (state.refills or refill.lacking(state) > state.spares):
             return _holds(state, now)
         return "waits until every node of the next attempt is ready"
     if state.first_step_at is None:

@@ -586,11 +586,11 @@ class Supervision:
         if now >= self.limit.ask_at and not self.state.allocation.startswith(LOCAL_JOB):
             self.limit.asked(now)
             out.append(AskTimeLimit())
+        if not (self.limit.unwarned or self.state.settings.renews):
+            return out
         write_s = self.checkpoints.write_s(now)
         if self._begins_anew(write_s, now):
             return out + self._begin_anew(now)
-        if not self.limit.unwarned:
-            return out
         if not self.limit.is_near(write_s, self._save_limit_s, now):
             return out
         self.limit.begun()
