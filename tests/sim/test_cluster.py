@@ -188,6 +188,17 @@ MENDED = {
         '{"at":4.84,"kind":"gpu doubtful","node":1},{"at":5.54,"kind":"caught","other":1,"seconds":6.16},'
         '{"at":8.42,"kind":"host","node":2}]}'
     ),
+    "a supervisor has told all to leave for a requeue when another has taken over": (
+        '{"seed":100100959,"active":3,"spares":0,"ranks":1,"cadence_steps":5,"room":8,"at_term":"leaves",'
+        '"tests":true,"faults":[{"at":19.75,"kind":"power","node":1,"other":2},'
+        '{"at":21.34,"kind":"freeze","node":0,"other":2,"seconds":4.0}]}'
+    ),
+    "tests are begun anew by the next supervisor, and a node is frozen in the time that is left": (
+        '{"seed":100100961,"active":4,"spares":2,"ranks":1,"cadence_steps":null,"room":8,"tests":true,'
+        '"faults":[{"at":2.78,"kind":"power","node":2,"other":1,"seconds":18.86},'
+        '{"at":5.12,"kind":"supervisor","node":3,"other":1},'
+        '{"at":6.92,"kind":"freeze","node":4,"other":2,"seconds":4.0}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

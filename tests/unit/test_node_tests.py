@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -46,9 +47,9 @@ class Lab:
                 case _:
                     raise AssertionError(effect)
 
-    def begin(self, *partners: str, nodes: tuple[str, ...] = ()) -> Lab:
+    def begin(self, *partners: str, nodes: tuple[str, ...] = (), limit_s: float = LIMIT_S) -> Lab:
         chosen = nodes or tuple(name for name in self.names if name not in partners)
-        order = ins.TestNodes(reason="r", nodes=chosen, partners=partners, limit_s=LIMIT_S)
+        order = ins.TestNodes(reason="r", nodes=chosen, partners=partners, limit_s=limit_s)
         self.does(self.preflight.begin(order, self.now))
         return self
 
@@ -150,6 +151,25 @@ def test_verdicts_come_before_the_time_is_up_when_no_pair_answers() -> None:
     assert lab.now <= began + ALL_SHARE * LIMIT_S + 0.1
     assert set(lab.asked(msg.TestOver)) == set(lab.names)
     assert set(lab.results) == set(lab.names)
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(1.0, "suspect"), (0.3, "unknown")])
+def test_who_is_silent_is_blamed_only_if_the_rounds_had_their_share_of_the_time(
+    share: float, verdict: str
+) -> None:
+    """A supervisor that takes over has tests begun anew in the time that is left."""
+    lab = Lab()
+    lab.state.settings = replace(lab.state.settings, preflight_s=LIMIT_S)
+    lab.begin(limit_s=share * LIMIT_S)
+    for name in lab.names:
+        lab.alone(name)
+    while not lab.results:
+        for node, test in lab.taken():
+            if isinstance(test, msg.TestPair) and "n4" not in test.name:
+                lab.pair(node, test)
+        lab.passes(0.5)
+    assert lab.results["n4"].verdict == verdict
+    assert [lab.results[name].verdict for name in ("n1", "n2")] == ["ok"] * 2
 
 
 @pytest.mark.parametrize("role", [Role.FAILED, Role.ACTIVE])

@@ -47,7 +47,8 @@ def slowest(answers: Iterable[NodeTimes]) -> NodeTimes:
 
 @dataclass(frozen=True)
 class Pairing:
-    """The test of two nodes with each other: seconds by measure, none if it failed."""
+    """The test of two nodes with each other: seconds by measure, none if it failed. Without an `error` either
+    it had too little time, and shows nothing."""
 
     nodes: tuple[str, str]
     times: Mapping[str, float] = field(default_factory=dict)
@@ -101,7 +102,8 @@ def judge(nodes: Sequence[str], alone: Mapping[str, NodeTimes], played: Sequence
     """
     wrong = _if_few({name: found.wrong for name, found in alone.items() if found.wrong}, len(alone))
     errors = {name: found.error for name, found in alone.items() if found.error}
-    errors.update({name: why for name, own in _by_node(played).items() if (why := _failed(name, own))})
+    games = _by_node(played)
+    errors.update({name: why for name, own in games.items() if (why := _failed(name, own))})
     failed = _if_few(errors, len(alone))
     slow = _slowness(nodes, alone, played)
     partners = {name: game.partner(name) for game in played for name in game.nodes}
@@ -117,6 +119,9 @@ def judge(nodes: Sequence[str], alone: Mapping[str, NodeTimes], played: Sequence
             found.append(Judgement(name, Verdict.SUSPECT, failed[name], slowness, partner))
         elif alone[name].wrong or name in errors:
             why = f"most nodes failed this way, so none is blamed: {alone[name].wrong or errors[name]}"
+            found.append(Judgement(name, Verdict.UNKNOWN, why, slowness, partner))
+        elif name in games and not any(game.times or game.error for game in games[name]):
+            why = "passed alone, and there was too little time for tests with others"
             found.append(Judgement(name, Verdict.UNKNOWN, why, slowness, partner))
         elif slowness > SLOW:
             found.append(Judgement(name, Verdict.SUSPECT, worst, slowness, partner))
@@ -140,9 +145,10 @@ def _by_node(played: Sequence[Pairing]) -> dict[str, list[Pairing]]:
 
 def _failed(name: str, games: Sequence[Pairing]) -> str:
     """The reason, if this node failed with two partners."""
-    if len(games) < 2 or any(game.times for game in games):
+    failed = [game for game in games if game.error]
+    if len(failed) < 2 or any(game.times for game in games):
         return ""
-    return f"failed in pairs with {', '.join(game.partner(name) for game in games)}: {games[-1].error}"
+    return f"failed in pairs with {', '.join(game.partner(name) for game in failed)}: {failed[-1].error}"
 
 
 def _slowness(

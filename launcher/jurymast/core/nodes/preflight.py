@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jurymast.core.judges import blame
-from jurymast.core.judges.tests import ROUNDS_MAX, Pairing, judge, limit_s, next_round
+from jurymast.core.judges.tests import ROUNDS_MAX, Pairing, judge, next_round
+from jurymast.core.judges.tests import limit_s as whole_s
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Effect, Instruction, Record, Send, TestNodes
@@ -25,6 +26,9 @@ from jurymast.core.state.run import Node, Phase, Role, RunState
 # Shares of the time allowed: for tests alone, and for all of it, so that the verdicts come before its end.
 ALONE_SHARE = 0.5
 ALL_SHARE = 0.9
+# A round that has less than its share of all the time that nodes may take shows nothing of who does not
+# answer in it: a supervisor that took over has only the rest.
+FAIR_SHARE = 0.99 * (ALL_SHARE - ALONE_SHARE) / ROUNDS_MAX
 # Agents that were not connected receive an order when it is repeated.
 REPEAT_S = 1.0
 
@@ -45,6 +49,7 @@ class Tests:
     answers: dict[tuple[str, str], msg.TestedPair] = field(default_factory=dict)
     played: list[Pairing] = field(default_factory=list)
     rounds: int = 0
+    fair: bool = True  # the present round has its share of the time
 
     @property
     def nodes(self) -> list[str]:
@@ -127,6 +132,8 @@ class Preflight:
         tests.pairs = {f"{tests.rounds}-{first}-{second}": (first, second) for first, second in pairs}
         tests.rounds += 1
         tests.until = now + limit_s
+        gpus = max((node.gpus for name in tests.nodes if (node := self._state.nodes.get(name))), default=0)
+        tests.fair = limit_s >= FAIR_SHARE * whole_s(self._state.settings, gpus)
         tests.waiting = self._awaited(tests)
         return [
             Send(
@@ -163,8 +170,9 @@ def _over(tests: Tests) -> list[Effect]:
 
 def _outcome(tests: Tests, name: str, pair: tuple[str, str]) -> Pairing:
     answers = [tests.answers.get((name, node)) for node in pair]
-    errors = [answer.error if answer else "no answer in time" for answer in answers]
-    if any(errors):
+    silent = "no answer in time" if tests.fair else ""
+    errors = [answer.error if answer else silent for answer in answers]
+    if any(errors) or not all(answers):
         return Pairing(pair, error="; ".join(error for error in errors if error))
     first, second = (answer.times for answer in answers if answer)
     return Pairing(
@@ -271,11 +279,11 @@ def result(state: RunState, event: NodeTested) -> HealthFound | None:
 
 def _is_due(state: RunState, node: Node) -> bool:
     out = node.role is Role.FAILED
-    return not out and not node.tested and limit_s(state.settings, node.gpus) > 0
+    return not out and not node.tested and whole_s(state.settings, node.gpus) > 0
 
 
 def _order(state: RunState, due: Sequence[Node], reason: str, partners: tuple[str, ...] = ()) -> TestNodes:
-    limit = max(limit_s(state.settings, node.gpus) for node in due)
+    limit = max(whole_s(state.settings, node.gpus) for node in due)
     state.testing = {node.name for node in due}
     state.test_until = state.now + limit
     return TestNodes(nodes=tuple(node.name for node in due), partners=partners, limit_s=limit, reason=reason)

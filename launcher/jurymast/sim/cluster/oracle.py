@@ -222,8 +222,9 @@ class Oracle:
 
     def _blamed(self, supervisor: SimSupervisor, event: ev.NodeLost) -> None:
         """Check a lost node. An agent that has ended took its ranks along, however long ago and for whatever
-        reason. Once the run has ended, the loss of a node is no incident and strikes nobody."""
-        if supervisor.state.ended:
+        reason. Once the run has ended, or is to be requeued, the loss of a node is no incident and strikes
+        nobody."""
+        if supervisor.state.ended or supervisor.state.phase is Phase.REQUEUED:
             return
         agent = self.cluster.sites[event.node].agent
         known = supervisor.state.nodes.get(event.node)
