@@ -199,6 +199,13 @@ MENDED = {
         '{"at":5.12,"kind":"supervisor","node":3,"other":1},'
         '{"at":6.92,"kind":"freeze","node":4,"other":2,"seconds":4.0}]}'
     ),
+    "tasks end while no supervisor is there, and then a stray SIGTERM comes": (
+        '{"seed":300364,"active":2,"spares":0,"ranks":1,"cadence_steps":null,"room":8,"last_step":99,'
+        '"tasks":true,"tests":true,"faults":['
+        '{"at":7.08,"kind":"supervisor","node":1,"when":"launching"},'
+        '{"at":7.34,"kind":"signal all","node":1,"when":"launching"},'
+        '{"at":10.49,"kind":"freeze","node":1,"seconds":4.0}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

@@ -327,6 +327,14 @@ def test_ranks_that_exit_with_0_at_a_sigterm_have_not_ended_the_training() -> No
     )
 
 
+def test_ranks_that_had_ended_before_a_sigterm_have_ended_for_the_next_supervisor() -> None:
+    """The one that they told of it may have died before it heard that."""
+    ranks = running()
+    ranks.on_host_message(msg.Finished(attempt=1), 4.0)
+    ranks.on_sigterm()
+    assert (ranks.state, ranks.unexplained) == ("finished", True)
+
+
 def test_a_failure_after_a_sigterm_is_told_once_the_job_is_known_to_go_on() -> None:
     """It was a stray signal: otherwise nobody would ever hear of the end of these ranks."""
     ranks = running()

@@ -76,9 +76,15 @@ class Ranks:
             return "starting"
         if self._alive:
             return "running"
-        if self._finished:  # unless that is not told yet
-            return "finished" if self._held is None else "running"
+        if self._finished:
+            return "running" if self._end_is_held else "finished"
         return "waiting" if self.store_port else "warming"
+
+    @property
+    def _end_is_held(self) -> bool:
+        """Whether the supervisor is not to know yet that all ranks have ended. Those that had before a
+        SIGTERM have not ended by it: no supervisor may have heard of that."""
+        return any(isinstance(one, msg.Finished) and not one.ranks for one in self._held or ())
 
     @property
     def known(self) -> int:
