@@ -27,6 +27,7 @@ def validator(name: str) -> jsonschema.Draft202012Validator:
     schema = output_schema(name)
     if source(name).get("open"):  # the further fields are those of the journal
         journal = journal_schema()
+        del journal["$defs"]["HealthFound"]["properties"]["at"]  # `found_at` here
         schema |= {
             "allOf": journal["allOf"], "$defs": journal["$defs"], "unevaluatedProperties": False,
         }  # fmt: skip

@@ -127,4 +127,5 @@ def _as_json(entry: Entry) -> dict[str, Any]:
     from jurymast.report.sentences import sentence
     from jurymast.report.text import iso
 
-    return {**entry, "at": iso(entry["t"]), "text": sentence(entry)}
+    own = {"found_at": entry["at"]} if "at" in entry else {}  # of a finding
+    return {**entry, **own, "at": iso(entry["t"]), "text": sentence(entry)}
