@@ -20,6 +20,7 @@ from jurymast.core.state import within
 from jurymast.core.state.effects import Effect, Instruction
 from jurymast.core.state.messages import WritePhase
 from jurymast.core.state.run import RunState
+from jurymast.errors import UsageError
 from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import Cluster, run
 from jurymast.sim.cluster.oracle import TOLD_S, Oracle
@@ -252,6 +253,20 @@ def test_a_supervisor_that_dies_in_the_grace_time_of_a_silent_slurm_is_read_righ
         assert (done.broken, done.lives) == ("", 2), done.plan.to_json()
     known, unknown = (True, "preempted", "preemption"), (False, "job_ended", "nobody")
     assert sorted(told) == [unknown] * 3 + [known] * 3
+
+
+def test_options_that_are_wrong_for_a_small_job_end_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is requeued, as without small jobs."""
+
+    async def refuse(self: SimSupervisor, number: int, exclude: tuple[str, ...]) -> str:
+        raise UsageError("unknown option --of-a-plugin")
+
+    monkeypatch.setattr(SimSupervisor, "ask_for_node", refuse)
+    cluster = Cluster(Plan(3, 2, 0, 1, 5, 8, (Fault(8.0, "power", node=1),), pool=1))
+    cluster.run()
+    assert (cluster.restarts, cluster.disk.replay().epoch) == (1, 2), (
+        "one supervisor for each life of the job"
+    )
 
 
 def test_no_rule_is_broken_where_small_jobs_bring_other_nodes() -> None:

@@ -63,6 +63,18 @@ def test_the_ranks_of_a_drained_node_move_to_a_spare_and_slurm_gets_it_back() ->
     assert watched.sick.on_time(watched.story.t) == [GiveBack("17", victim)]
 
 
+def test_a_node_is_given_back_also_if_its_ranks_took_long_to_move() -> None:
+    watched = Watched()
+    victim = next(name for name in watched.story.state.placement if name != watched.story.state.host)
+    (ask,) = watched.seen(**{victim: WHY})
+    watched.story.wait(2 * BACK_AFTER_S)
+    assert watched.sick.on_time(watched.story.t) == [], "they still have it"
+    watched.asked(ask)
+    watched.story.stopped()
+    watched.story.recovered(at_step=10, done=20)
+    assert watched.sick.on_time(watched.story.t) == [GiveBack("17", victim)]
+
+
 def test_ranks_stay_without_a_spare_until_one_is_ready() -> None:
     watched = Watched(spares=0, settings=Settings(refill=True))
     state = watched.story.state

@@ -284,7 +284,8 @@ def _holds(state: RunState, now: float) -> str:
     if starting:
         return f"holds its nodes while {some(starting)} gets ready"
     left_s = max(0.0, refill.hold_until(state) - now)
-    return f"holds its nodes for another ({asked}), for up to {duration(left_s)}, then is requeued"
+    then = "is requeued" if state.may_requeue else "stops"
+    return f"holds its nodes for another ({asked}), for up to {duration(left_s)}, then {then}"
 
 
 def data_gaps(watcher: StatusWatcher, *, waits: bool = False) -> list[str]:

@@ -124,7 +124,7 @@ class Io(Protocol):
 
     async def ask_for_node(self, number: int, exclude: tuple[str, ...]) -> str:
         """Submit small job `number`, which brings a node besides `exclude`; returns its id. Raises
-        SubmissionError or ClusterUnavailableError."""
+        JurymastError."""
 
     async def small_jobs(self) -> list[SmallJob]:
         """Return those of the run that wait or run. Raises ClusterUnavailableError."""

@@ -26,6 +26,7 @@ from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import (
     AuthenticationError,
     ClusterUnavailableError,
+    JurymastError,
     ProtocolError,
     RunDirectoryError,
     SubmissionError,
@@ -309,7 +310,7 @@ class Supervisor:
         job = why = ""
         try:
             job = await self._io.ask_for_node(effect.number, effect.exclude)
-        except (SubmissionError, ClusterUnavailableError) as error:
+        except JurymastError as error:  # whatever is wrong with options or Slurm here, the run goes on
             why = str(error)
         self._do(self.machine.on_node_asked(effect.number, job, why, self.now()))
 

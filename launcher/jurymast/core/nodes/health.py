@@ -159,7 +159,10 @@ class SickNodes:
         if self._giving or self._state.incident is not None or self._state.phase is not Phase.RUNNING:
             return []
         for name in [name for name, case in self._cases.items() if now >= case.back_at]:
-            case, node = self._cases.pop(name), self._state.nodes.get(name)
+            node = self._state.nodes.get(name)
+            if node is not None and self._cases[name].finding is None and not node.drained:
+                continue  # its ranks have yet to save, and to move
+            case = self._cases.pop(name)
             out = node is not None and (node.bad or node.drained)
             if out and name != self._state.host and not self._refused:
                 self._giving = name

@@ -24,7 +24,8 @@ class Withdrawals:
         self._state, self._sick = state, sick
         self._look_at = 0.0
         self._looking = False
-        self._any = True  # node may be drained: thousands need not be looked at each time
+        # Whether some node may be drained: if not, thousands need not be looked at each time.
+        self._any = True
         self._asked: set[str] = set()  # nodes whose ranks were asked to move
 
     def on_time(self, now: float) -> list[Effect]:
