@@ -3,8 +3,9 @@ LOCAL_RANK` tests one device of this node on the agent's request: whether it cal
 fast; and the time of a small and of a larger all-reduce among the test processes of one or two nodes.
 
 JSON lines. In: {"do": "alone"} or {"do": "group", "name", "host", "port", "rank", "world", "limit_s"}. Out:
-{"said": "ready", "port"} once torch is imported, then for each order {"said": "done", "times", "wrong",
-"error"}; `core.state.evidence.NodeTimes` explains the last three. It ends when its standard input ends.
+{"said": "ready", "port"} once torch is imported, then for each order {"said": "done", "name", "times",
+"wrong", "error"}; `core.state.evidence.NodeTimes` explains the last three. It ends when its standard input
+ends.
 """
 
 from __future__ import annotations
@@ -226,6 +227,7 @@ def main() -> int:
     for line in sys.stdin:
         order: dict[str, Any] = json.loads(line)
         answer: dict[str, Any] = {"said": "done", "times": {}, "wrong": "", "error": ""}
+        answer["name"] = order.get("name", "")
         try:
             if order["do"] == "alone":
                 answer["times"], answer["wrong"] = test_device(choose(local_rank))

@@ -35,6 +35,21 @@ if os.environ.get("JURYMAST_NODE") == {node!r} and "jurymast.preflight" in sys.o
 """
 
 
+# In the tests of two nodes, the first all-reduce stops each process's only thread that could answer.
+HANGS_IN_PAIRS = """
+import os
+import signal
+import sys
+
+if "jurymast.preflight" in sys.orig_argv:
+    import torch.distributed
+
+    def all_reduce(*data, **options):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    torch.distributed.all_reduce = all_reduce
+"""
+
 SLOW_START = """
 import sys
 import time
@@ -88,6 +103,22 @@ def test_tests_that_do_not_work_do_not_keep_the_run_from_starting(
         wait_gone(run.directory.root)
     assert (state.exit_code, state.incidents) == (0, []), run.story()
     assert {event.verdict for event in results(run.events()).values()} == {"unknown"}, run.story()
+
+
+@pytest.mark.long
+def test_tests_that_hang_are_answered_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In C code that does not return no limit of torch's helps: its agent says so."""
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("health:\n  preflight: 20s\n")
+    at_python_start(tmp_path, monkeypatch, HANGS_IN_PAIRS)
+    with local_run(tmp_path / "runs", "--nodes", "3", "--spares", "0", "--policy", str(policy),
+                   script="train_tiny.py", arguments=("--steps", "20")) as run:  # fmt: skip
+        state: RunState = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    found = results(run.events())
+    assert len(found) == 3, run.story()
+    assert all("do not answer in time" in one.message for one in found.values()), run.story()
 
 
 @pytest.mark.long

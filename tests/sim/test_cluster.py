@@ -207,6 +207,11 @@ MENDED = {
         '{"at":7.34,"kind":"signal all","node":1,"when":"launching"},'
         '{"at":10.49,"kind":"freeze","node":1,"seconds":4.0}]}'
     ),
+    "both nodes that a third is tested with lose power during the tests": (
+        '{"seed":100206807,"active":4,"spares":1,"ranks":2,"cadence_steps":5,"room":1,"last_step":97,'
+        '"tests":true,"faults":[{"at":1.89,"kind":"power","node":2,"other":1},'
+        '{"at":2.0,"kind":"power","node":1,"other":1}]}'
+    ),
     "a node cannot write its share of the last checkpoint, and no time is left for the others": (
         '{"seed":777004675,"active":3,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"copy_s":8.6,"faults":['
         '{"at":5.25,"kind":"preempted"},{"at":19.22,"kind":"stale handles","node":1,"seconds":3.77}]}'

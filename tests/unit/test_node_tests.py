@@ -165,11 +165,37 @@ def test_who_is_silent_is_blamed_only_if_the_rounds_had_their_share_of_the_time(
         lab.alone(name)
     while not lab.results:
         for node, test in lab.taken():
-            if isinstance(test, msg.TestPair) and "n4" not in test.name:
-                lab.pair(node, test)
+            if isinstance(test, msg.TestPair) and node != "n4":
+                lab.pair(node, test, error="timeout" if "n4" in test.name else "")
         lab.passes(0.5)
     assert lab.results["n4"].verdict == verdict
     assert [lab.results[name].verdict for name in ("n1", "n2")] == ["ok"] * 2
+
+
+def test_who_answers_is_not_blamed_for_partners_that_say_nothing() -> None:
+    """Two partners that lose power during the tests say nothing; the node itself answers with an error."""
+    lab = Lab(3).begin()
+    for name in lab.names:
+        lab.alone(name)
+    played: set[str] = set()
+    while not lab.results:
+        for node, test in lab.taken():
+            if isinstance(test, msg.TestPair) and node == "n1":
+                played.add(test.name)
+                lab.pair(node, test, error="the other does not answer")
+        lab.passes(0.5)
+    assert len(played) == 2
+    assert lab.results["n1"].verdict == "unknown"
+    assert "no answer from them" in lab.results["n1"].message
+
+
+def test_nobody_is_blamed_for_a_pair_of_which_neither_answers() -> None:
+    lab = Lab(3).begin()
+    for name in lab.names:
+        lab.alone(name)
+    while not lab.results:
+        lab.passes(0.5)
+    assert {found.verdict for found in lab.results.values()} == {"unknown"}
 
 
 @pytest.mark.parametrize("role", [Role.FAILED, Role.ACTIVE])

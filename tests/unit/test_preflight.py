@@ -43,7 +43,8 @@ def play(nodes: list[str], slow: set[str], *, fails: bool = False) -> list[Pairi
         for pair in pairs:
             bad = slow & set(pair)
             times = {LATENCY: 0.4 if bad else 0.005, TRANSFER: 2.0 if bad else 0.01}
-            played.append(Pairing(pair, {}, "timeout") if bad and fails else Pairing(pair, times))
+            failed = Pairing(pair, errors=dict.fromkeys(pair, "timeout"))
+            played.append(failed if bad and fails else Pairing(pair, times))
     return played
 
 

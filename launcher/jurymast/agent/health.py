@@ -120,6 +120,8 @@ async def leave_verdict(
 # Slurm may allocate devices that have no driver.
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 GONE_S = 5.0
+# Test processes give up by themselves at their limit; the supervisor waits for a ninth of it longer.
+HANG_SHARE = 1.05
 
 
 def driver_here() -> bool:
@@ -146,7 +148,7 @@ class NodeTestRunner:
                 self._begin(self._ask(number, {"do": "alone"}))
             case do.TestTogether():
                 order = {"do": "group", **asdict(effect), "host": effect.host or self._address}
-                self._begin(self._ask(effect.number, order))
+                self._begin(self._ask(effect.number, order, HANG_SHARE * effect.limit_s))
             case do.EndTests():
                 self._end()
             case _:
@@ -178,11 +180,18 @@ class NodeTestRunner:
             port, why = 0, f"its test processes cannot be started: {error}"
         self._driver.act(self._machine.on_tests_started(effect.number, port, why, self._driver.now))
 
-    async def _ask(self, number: int, order: dict[str, Any]) -> None:
+    async def _ask(self, number: int, order: dict[str, Any], limit_s: float | None = None) -> None:
+        """Have a test done, and say what came of it. What does not end within `limit_s` is answered as well,
+        since whoever is silent counts as lost."""
         for local_rank, child in enumerate(self._children):
             own = {**order, "rank": int(order.get("rank") or 0) + local_rank}
             child.tell(json.dumps(own).encode())
-        answers = await asyncio.gather(*(_answer(child) for child in self._children))
+        name = str(order.get("name", ""))
+        waiting = asyncio.gather(*(_answer(child, name) for child in self._children))
+        try:
+            answers = await asyncio.wait_for(waiting, limit_s)
+        except asyncio.TimeoutError:
+            answers = [NodeTimes(error="its test processes do not answer in time")]
         self._driver.act(self._machine.on_tests_answered(number, answers, self._driver.now))
 
     def _end(self) -> None:
@@ -194,8 +203,11 @@ class NodeTestRunner:
         ending.add_done_callback(self._ending.discard)
 
 
-async def _answer(child: Child) -> NodeTimes:
+async def _answer(child: Child, name: str) -> NodeTimes:
+    """Return what a test process says of the test with this name. It may answer an earlier one late."""
     line = await _line(child)
+    while line.get("name", name) != name:
+        line = await _line(child)
     try:
         times = {str(measure): float(seconds) for measure, seconds in line["times"].items()}
         return NodeTimes(times, str(line["wrong"]), str(line["error"]))

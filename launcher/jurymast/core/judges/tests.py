@@ -47,12 +47,12 @@ def slowest(answers: Iterable[NodeTimes]) -> NodeTimes:
 
 @dataclass(frozen=True)
 class Pairing:
-    """The test of two nodes with each other: seconds by measure, none if it failed. Without an `error` either
-    it had too little time, and shows nothing."""
+    """The test of two nodes with each other: seconds by measure, none if it failed. `errors`: what went
+    wrong, by the node that it may be the fault of. With neither, it shows nothing of its nodes."""
 
     nodes: tuple[str, str]
     times: Mapping[str, float] = field(default_factory=dict)
-    error: str = ""
+    errors: Mapping[str, str] = field(default_factory=dict)
 
     def partner(self, name: str) -> str:
         return self.nodes[1] if self.nodes[0] == name else self.nodes[0]
@@ -120,8 +120,8 @@ def judge(nodes: Sequence[str], alone: Mapping[str, NodeTimes], played: Sequence
         elif alone[name].wrong or name in errors:
             why = f"most nodes failed this way, so none is blamed: {alone[name].wrong or errors[name]}"
             found.append(Judgement(name, Verdict.UNKNOWN, why, slowness, partner))
-        elif name in games and not any(game.times or game.error for game in games[name]):
-            why = "passed alone, and there was too little time for tests with others"
+        elif name in games and not any(game.times or name in game.errors for game in games[name]):
+            why = "passed alone; with others there was too little time, or no answer from them"
             found.append(Judgement(name, Verdict.UNKNOWN, why, slowness, partner))
         elif slowness > SLOW:
             found.append(Judgement(name, Verdict.SUSPECT, worst, slowness, partner))
@@ -145,10 +145,11 @@ def _by_node(played: Sequence[Pairing]) -> dict[str, list[Pairing]]:
 
 def _failed(name: str, games: Sequence[Pairing]) -> str:
     """The reason, if this node failed with two partners."""
-    failed = [game for game in games if game.error]
+    failed = [game for game in games if name in game.errors]
     if len(failed) < 2 or any(game.times for game in games):
         return ""
-    return f"failed in pairs with {', '.join(game.partner(name) for game in failed)}: {failed[-1].error}"
+    partners = ", ".join(game.partner(name) for game in failed)
+    return f"failed in pairs with {partners}: {failed[-1].errors[name]}"
 
 
 def _slowness(

@@ -169,12 +169,17 @@ def _over(tests: Tests) -> list[Effect]:
 
 
 def _outcome(tests: Tests, name: str, pair: tuple[str, str]) -> Pairing:
-    answers = [tests.answers.get((name, node)) for node in pair]
-    silent = "no answer in time" if tests.fair else ""
-    errors = [answer.error if answer else silent for answer in answers]
-    if any(errors) or not all(answers):
-        return Pairing(pair, error="; ".join(error for error in errors if error))
-    first, second = (answer.times for answer in answers if answer)
+    """Return what a test of two nodes shows. A node that works answers within the limit, with an error if
+    the other is silent: so the silent one may be at fault; where both are, a loss may have hit either."""
+    answers = {node: tests.answers.get((name, node)) for node in pair}
+    found = [answer for answer in answers.values() if answer]
+    if not found or (len(found) < len(pair) and not tests.fair):
+        return Pairing(pair)
+    if len(found) < len(pair):
+        return Pairing(pair, errors={node: "no answer in time" for node in pair if not answers[node]})
+    if wrong := "; ".join(answer.error for answer in found if answer.error):
+        return Pairing(pair, errors=dict.fromkeys(pair, wrong))
+    first, second = (answer.times for answer in found)
     return Pairing(
         pair, {measure: max(first[measure], second[measure]) for measure in first if measure in second}
     )
