@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from submitit import AutoExecutor, SlurmExecutor
 from submitit.core import core, logger
-from submitit.core.utils import DelayedSubmission, JobPaths
+from submitit.core.utils import DelayedSubmission, JobPaths, UncompletedJobError
 
 from jurymast import foreign
 from jurymast.cluster import slurm
@@ -32,6 +32,7 @@ from jurymast.cluster.slurm import Request, Submitted
 from jurymast.cluster.submitter import policy_for, submitter_of
 from jurymast.errors import JurymastError, UsageError
 from jurymast.jobs import run_command
+from jurymast.report.asking import ask_supervisor
 from jurymast.report.ending import cancel
 from jurymast.report.liveness import Liveness, look, slurm_state
 from jurymast.report.status import StatusWatcher, public_state
@@ -46,6 +47,8 @@ STATES = {
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
 # Slurm is asked of a job that does not run so often, at first and later.
 LOOK_S, LOOK_MAX_S = 2.0, 60.0
+# A function that keeps its state is told so long before its time limit, unless `signal_delay_s` says it.
+WARNED_S = 120.0
 
 
 class JurymastJob(core.Job[R]):
@@ -100,7 +103,16 @@ class JurymastJob(core.Job[R]):
     def _get_outcome_and_result(self) -> tuple[str, Any]:
         if foreign.exists(self.paths.result_pickle):  # to read another user's would run that user's code
             foreign.check_made(self.paths.result_pickle)
-        return super()._get_outcome_and_result()
+        try:
+            return super()._get_outcome_and_result()
+        except UncompletedJobError as error:
+            word, why = self._seen("force")
+            raise UncompletedJobError(f"{error}\nThe run {word}: {why}") from error
+
+    def _interrupt(self, timeout: bool = False) -> None:
+        """submitit's test of what a function keeps: as if Slurm preempted the job, or if its time were up.
+        Raises JurymastError if the run is not running."""
+        ask_supervisor(self.run, "timeout" if timeout else "requeue")
 
     def cancel(self, check: bool = True) -> None:
         """End the run for good. `check`: raise what goes wrong."""
@@ -211,10 +223,8 @@ class JurymastExecutor(core.Executor):
             delayed.dump(pickle)
             pickle.chmod(0o600)
         try:
-            keeps = all(hasattr(delayed.function, "checkpoint") for delayed in group)
-            timeouts = self.max_num_timeout if keeps else 0
             words = ["-m", FUNCTION, str(self.folder)]
-            request = self._request(words, _name(group[0]), len(group), timeouts)
+            request = self._request(words, _name(group[0]), len(group), self._limits(group))
             submitted = slurm.submit(request)
         except BaseException:
             for pickle in pickles:
@@ -231,6 +241,12 @@ class JurymastExecutor(core.Executor):
             jobs.append(self.job_class(self.folder, job_id, range(plan.active * plan.ranks_per_node)))
         return jobs
 
+    def _limits(self, group: list[DelayedSubmission]) -> dict[str, Any]:
+        """What the plan says of functions' time limit."""
+        keep = all(hasattr(delayed.function, "checkpoint") for delayed in group)
+        delay_s = self.parameters.get("signal_delay_s") or WARNED_S
+        return {"timeouts": self.max_num_timeout, "keeps_s": float(delay_s)} if keep else {}
+
     def submit_script(self, script: Path | str, arguments: Sequence[str] = ()) -> ScriptJob:
         """Submit a training script (or `-m`, and a module and its arguments), as `jurymast submit` does."""
         return self.send(self._request([str(script), *map(str, arguments)], "", 1))
@@ -242,9 +258,11 @@ class JurymastExecutor(core.Executor):
         job.submitted = submitted
         return job
 
-    def _request(self, words: list[str], name: str, tasks: int, timeouts: int = 0) -> Request:
+    def _request(
+        self, words: list[str], name: str, tasks: int, limits: Mapping[str, Any] | None = None
+    ) -> Request:
         """The request for a function's runner or a script, with this name unless the parameters give one.
-        `timeouts`: how often it is requeued at its time limit."""
+        `limits`: more of the plan."""
         own = self.parameters
         ranks, function = max(1, own.get("ntasks_per_node") or 1), words[:2] == ["-m", FUNCTION]
         cluster = own.get("cluster", "slurm")
@@ -260,9 +278,7 @@ class JurymastExecutor(core.Executor):
         how: dict[str, Any] = {}
         if function:
             apart = not own.get("stderr_to_stdout")
-            how = {
-                "tasks": cluster == "slurm", "guessed": True, "stderr_apart": apart, "timeouts": timeouts,
-            }  # fmt: skip
+            how = {"tasks": cluster == "slurm", "guessed": True, "stderr_apart": apart, **(limits or {})}
         file = Path(own["policy"]) if own.get("policy") else None
         told = merged(None, os.environ, line)
         policy, unknown = policy_for(submitter_of(told, cluster), file, own.get("spares"))
@@ -315,16 +331,30 @@ def link_to_run(paths: JobPaths) -> Path:
     return paths.folder / f"{paths.job_id}_run"
 
 
-def update_parameters(self: AutoExecutor, **given: Any) -> None:
+def _init(self: AutoExecutor, folder: Path | str, cluster: str | None = None, **given: Any) -> None:
     """AutoExecutor drops what has another executor's prefix; here `slurm_` means what it means to
     SlurmExecutor, so that a script needs no other change than the name of the cluster."""
+    if cluster == JurymastExecutor.name():
+        if "max_num_timeout" in given:  # submitit's older name
+            given.setdefault("slurm_max_num_timeout", given.pop("max_num_timeout"))
+        slurms = {
+            f"{cluster}_{name[6:]}": value for name, value in given.items() if name.startswith("slurm_")
+        }
+        given = {**slurms, **given}
+    _INIT(self, folder, cluster, **given)
+
+
+def _update_parameters(self: AutoExecutor, **given: Any) -> None:
+    """The same for parameters."""
     if self.cluster == JurymastExecutor.name():
         slurms = {name[6:]: value for name, value in given.items() if name.startswith("slurm_")}
         given[f"{self.cluster}_{SLURMS}"] = slurms
     super(AutoExecutor, self).update_parameters(**given)
 
 
-AutoExecutor.update_parameters = update_parameters  # type: ignore[assignment, method-assign]
+_INIT = AutoExecutor.__init__
+AutoExecutor.__init__ = _init  # type: ignore[method-assign]
+AutoExecutor.update_parameters = _update_parameters  # type: ignore[assignment, method-assign]
 
 
 def submit(what: Callable[..., Any] | Path | str, arguments: Sequence[Any] = (), **how: Any) -> Any:

@@ -395,6 +395,8 @@ def initial_state(plan: RunPlan) -> RunState:
         requeue_allowed=plan.requeue,
         may_refill=plan.may_refill,
         signal_s=plan.signal_s,
+        timeouts_most=plan.timeouts,
+        keeps_s=plan.keeps_s,
         earlier=(plan.earlier_incidents, plan.earlier_node_days),
         frail={frail.node: frail for frail in plan.frail},
     )

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import submitit
 from submitit.core.utils import CommandFunction, FailedJobError, UncompletedJobError
 
 import jurymast
+from jurymast.core.state.run import Phase
 from jurymast.executor import JurymastJob
 from support.runs import RunUnderTest, wait_gone
 from support.waiting import wait_until
@@ -26,10 +28,11 @@ for name in (__name__, "support.waiting"):  # ranks cannot import these
 
 
 @pytest.fixture
-def auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> submitit.AutoExecutor:
+def auto(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("JURYMAST_RUNS", str(tmp_path / "runs"))
-    found = submitit.AutoExecutor(tmp_path / "log", cluster="jurymast", jurymast_cluster="local")
+    given = getattr(request, "param", {})
+    found = submitit.AutoExecutor(tmp_path / "log", cluster="jurymast", jurymast_cluster="local", **given)
     found.update_parameters(jurymast_spares=0, slurm_partition="none", timeout_min=10)
     return found
 
@@ -140,3 +143,59 @@ def test_scripts_by_the_short_form(auto: Any, tmp_path: Path) -> None:
     with pytest.raises(FailedJobError, match="the run failed"):
         bad.result()
     assert jurymast.submit(add, [1, 2], folder=tmp_path / "log", **how).result()[0] == 3
+
+
+class Slow(Counts):
+    """It needs longer for what it keeps than `failures.stop_grace` gives."""
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        threading.Event().wait(4.0)
+        return super().checkpoint()
+
+
+class Ends(Counts):
+    """It does not want to be requeued."""
+
+    def checkpoint(self) -> None:  # type: ignore[override]
+        return None
+
+
+def half_done(auto: Any, function: Counts) -> Any:
+    auto.update_parameters(jurymast_spares=0)
+    job = auto.submit(function)
+    told = function.place / "0"
+    wait_until("half", lambda: told.exists() and told.read_text() == str(function.most // 2))
+    return job
+
+
+@pytest.mark.parametrize("auto", [{"slurm_max_num_timeout": 1}], indirect=True)
+def test_what_submitit_s_users_do_to_test_a_checkpoint(auto: Any, tmp_path: Path) -> None:
+    """As its documentation has it: `job._interrupt`, for a preemption or a time limit."""
+    job = half_done(auto, Slow(tmp_path, 10))
+    run = RunUnderTest(job.run.root)
+    for attempt, timeout in ((2, False), (3, True)):
+        job._interrupt(timeout=timeout)
+        run.wait("the next attempt", lambda state, attempt=attempt: state.attempt == attempt)  # type: ignore[misc]
+        run.wait("its ranks", lambda state: state.phase is Phase.RUNNING)
+    state = run.state()
+    assert (state.restarts, state.timeouts) == (2, 1), run.story()
+    assert {one.cause for one in state.incidents} == {"requeue_asked"}
+    (tmp_path / "go").touch()
+    assert job.result() == (5, 10), "from what checkpoint() kept, however long that took"
+
+
+@pytest.mark.parametrize("auto", [{"slurm_max_num_timeout": 0}], indirect=True)
+def test_one_timeout_too_many(auto: Any, tmp_path: Path) -> None:
+    job = half_done(auto, Counts(tmp_path, 10))
+    job._interrupt(timeout=True)
+    with pytest.raises(UncompletedJobError, match="time limit"):
+        job.result()
+    assert job.state == "FAILED"
+
+
+def test_a_function_that_does_not_want_to_be_requeued(auto: Any, tmp_path: Path) -> None:
+    """Its checkpoint() returns None, as submitit's documentation allows."""
+    job = half_done(auto, Ends(tmp_path, 10))
+    job._interrupt()
+    assert "checkpoint function returned None" in str(job.exception())
+    assert (tmp_path / "0").read_text() == "5", "it was not begun anew"

@@ -409,3 +409,12 @@ def test_a_script_that_cannot_use_what_was_loaded_ahead_starts_cold_from_then_on
     ranks.on_host_message(msg.Ready(store_port=PORT), 5.0)
     ranks.on_launch(launch(2), 6.0)
     assert ranks.on_node_prepared(2, 6.0) == [do.StartRanks(launch(2), cold=True)]
+
+
+def test_ranks_have_the_time_that_an_order_gives_them() -> None:
+    """A function's, say, for what it keeps before its job is requeued; else what the policy gives."""
+    for grace_s, given_s in ((60.0, 60.0), (1.0, GRACE_S), (0.0, GRACE_S)):
+        ranks = running()
+        assert ranks.on_stop(1, 10.0, grace_s=grace_s) == [do.StopRanks(1, grace_s)]
+        assert ranks.on_time(10.0 + given_s) == []
+        assert ranks.on_time(10.0 + given_s + machine.STOP_MARGIN_S) != []

@@ -142,12 +142,14 @@ class Keeps:
 def test_what_keeps_its_state_is_requeued_at_its_limit(requests: list[Request], tmp_path: Path) -> None:
     """As submitit's max_num_timeout says; functions of an array, if all of them do."""
     one, two, both = (JurymastExecutor(tmp_path / name, max_num_timeout=5) for name in ("a", "b", "c"))
+    one.update_parameters(signal_delay_s=300)
     one.submit(Keeps())
     two.submit(add, 1, 2)
     with both.batch():
         both.submit(Keeps())
         both.submit(add, 1, 2)
     assert [request.plan.timeouts for request in requests] == [5, 0, 0]
+    assert requests[0].plan.keeps_s == 300.0
 
 
 def test_lines_that_run_last(requests: list[Request], tmp_path: Path) -> None:
@@ -224,3 +226,12 @@ def test_importing_jurymast_stays_light() -> None:
     program = "import sys, jurymast; print('submitit' in sys.modules, 'submit' in jurymast.__all__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False True\n"
+
+
+@pytest.mark.parametrize("name", ["slurm_max_num_timeout", "jurymast_max_num_timeout", "max_num_timeout"])
+def test_what_a_script_gives_its_executor_at_once(name: str, requests: list[Request], tmp_path: Path) -> None:
+    """Written for the Slurm executor; submitit itself drops what has another executor's prefix."""
+    given: dict[str, Any] = {name: 7, "slurm_python": "/opt/python"}
+    submitit.AutoExecutor(tmp_path / "log", cluster="jurymast", **given).submit(Keeps())
+    (request,) = requests
+    assert (request.plan.timeouts, request.plan.python) == (7, "/opt/python")

@@ -9,13 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from jurymast.cluster import at_limit, control
+from jurymast.cluster import control
 from jurymast.cluster.allocation import Allocation
 from jurymast.core.state.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError
@@ -105,43 +103,6 @@ def test_a_job_that_was_requeued_already_is_left_alone(root: Path) -> None:
     (root / "requeued").touch()
     cluster.requeue()
     assert cluster.requeues() == 0
-
-
-def at_its_limit(cluster: Cluster, left_s: int) -> int:
-    """What the batch process starts when it is warned; Slurm ends the job in `left_s` seconds."""
-    (cluster.root / "requeued").unlink(missing_ok=True)
-    scontrol = cluster.root / "scontrol"
-    ends_at = f"EndTime=$(date -u -d '{left_s} sec' +%FT%T)"
-    plain = SCONTROL.format(root=cluster.root, answer=f"touch {cluster.root}/requeued")
-    scontrol.write_text(plain.replace("JobState=RUNNING", f"JobState=RUNNING {ends_at}"))
-    cluster.allocation.save(cluster.directory)
-    return at_limit.main(str(cluster.directory.root))
-
-
-def test_a_function_is_requeued_at_its_limit_as_often_as_it_may_be(root: Path) -> None:
-    cluster = Cluster(root)
-    (cluster.directory.submission / "jobs").mkdir()
-    cluster.directory.save_plan(replace(cluster.plan, timeouts=2))
-    for requeued in (1, 2, 2):
-        assert at_its_limit(cluster, 150) == 0
-        assert cluster.requeues() == at_limit.times(cluster.directory) == requeued
-
-
-@pytest.mark.parametrize(
-    ("plan", "left_s"),
-    [
-        ({"timeouts": 0}, 100),
-        ({"timeouts": 3, "requeue": False}, 100),
-        ({"timeouts": 3}, 3600),  # Slurm warned of a preemption
-        ({"timeouts": 3, "sbatch_options": ("--signal=B:USR2@60",)}, 150),
-    ],
-)
-def test_a_warning_of_something_else_requeues_nothing(root: Path, plan: dict[str, Any], left_s: int) -> None:
-    cluster = Cluster(root)
-    (cluster.directory.submission / "jobs").mkdir()
-    cluster.directory.save_plan(replace(cluster.plan, **plan))
-    assert at_its_limit(cluster, left_s) == 0
-    assert cluster.requeues() == at_limit.times(cluster.directory) == 0
 
 
 def test_slurms_refusal_is_final(root: Path) -> None:

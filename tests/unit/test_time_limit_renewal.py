@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jurymast.core.state import events as ev
-from jurymast.core.state.effects import Requeue
+from jurymast.core.state import messages as msg
+from jurymast.core.state.effects import Requeue, Send
 from jurymast.core.state.run import Phase
 from jurymast.core.state.settings import Settings
 from jurymast.core.supervision.limit import RENEW_S, TimeLimit
@@ -84,3 +85,72 @@ def test_a_run_is_ended_by_its_limit(settings: Settings, requeue: bool, done: bo
     near_its_limit(story)
     assert story.state.phase is Phase.RUNNING
     assert not requeued(story)
+
+
+def function(*, keeps_s: float = 120.0, timeouts: int = 2) -> Story:
+    """A function that keeps its own state, which does no steps."""
+    story = Story(active=2, spares=0)
+    story.state.timeouts_most, story.state.keeps_s = timeouts, keeps_s
+    return story.allocated().ranks_up()
+
+
+def stop(supervisor: Successor) -> None:
+    """All ranks are stopped."""
+    state = supervisor.story.state
+    for node in state.placement:
+        supervisor.hears(node, msg.Stopped(attempt=state.attempt, store_port=1))
+
+
+def test_a_function_is_requeued_as_often_as_it_may_be_without_a_step() -> None:
+    story = function()
+    for done in range(2):
+        supervisor = near_its_limit(story)
+        assert (story.state.phase, story.state.timeouts) == (Phase.STOPPING, done)
+        stop(supervisor)
+        assert requeued(story)
+        assert (story.incident.cause, story.state.timeouts) == ("requeue_asked", done + 1)
+        story.allocated(restarts=done + 1)
+        story.ranks_up()
+    near_its_limit(story)
+    assert story.state.phase is Phase.RUNNING, "it is ended by the third limit"
+
+
+def test_a_function_has_time_to_keep_its_state() -> None:
+    """Also if another supervisor takes over meanwhile."""
+    story = function(keeps_s=60.0)
+    story.state.allocated_at -= 3600.0
+    supervisor = near_its_limit(story, 60.0)
+    asked = story.state.findings.asked
+    assert asked is not None
+    assert asked.timeout
+    assert asked.grace_s > 10.0 * story.state.settings.stop_grace_s
+    supervisor.waits(asked.grace_s - 1.0)
+    assert story.state.phase is Phase.STOPPING, "nobody is given up before that"
+    again = Successor(story)
+    stops = [one.message for one in again.effects if isinstance(one, Send)]
+    assert [stop.grace_s for stop in stops if isinstance(stop, msg.Stop)] == [asked.grace_s] * 2
+
+
+@pytest.mark.parametrize(("what", "counted"), [("requeue", 0), ("timeout", 1)])
+def test_a_requeue_that_somebody_requests(what: str, counted: int) -> None:
+    story = function()
+    supervisor = near_its_limit(story, 1e6)
+    answer, _ = supervisor.machine.on_request(msg.Ask(what=what, by="ann"), story.t)
+    assert isinstance(answer, msg.Accepted)
+    stop(supervisor)
+    assert requeued(story)
+    assert (story.state.timeouts, story.incident.charged) == (counted, "nobody")
+    assert "requested by ann" in story.incident.reason
+
+
+def test_one_time_limit_too_many_ends_the_run() -> None:
+    story = function(timeouts=0)
+    near_its_limit(story, 1e6).machine.on_request(msg.Ask(what="timeout", by="ann"), story.t)
+    assert (story.state.phase, story.state.ended) == (Phase.FAILED, True)
+
+
+def test_what_cannot_be_requeued_says_so() -> None:
+    story = Story(active=2, spares=0, requeue=False).running()
+    answer, _ = near_its_limit(story, 1e6).machine.on_request(msg.Ask(what="requeue", by="ann"), story.t)
+    assert isinstance(answer, msg.Declined)
+    assert "--no-requeue" in answer.why

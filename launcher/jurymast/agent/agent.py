@@ -122,7 +122,7 @@ class Agent:
                 environment = self._io.ranks.variables(effect.order)
                 self._tell(replace(effect.order, cold=effect.cold, restore=None, environment=environment))
             case do.StopRanks():
-                self._tell(msg.Stop(attempt=effect.attempt))
+                self._tell(msg.Stop(attempt=effect.attempt, grace_s=effect.grace_s))
             case do.PartRanks():
                 self._tell(Apart(attempt=effect.attempt))
             case do.TakeStacks():
@@ -199,7 +199,7 @@ class Agent:
         """End the ranks, and then this agent. Until then it sends heartbeats, and the supervisor waits."""
         ranks = self.machine.ranks
         if ranks.pids:
-            self._tell(msg.Stop(attempt=ranks.attempt, grace_s=grace_s))
+            self._tell(msg.Stop(attempt=ranks.attempt, grace_s=grace_s, job_ends=grace_s > 0.0))
             await self._io.ranks.gone(ranks.pids, max(grace_s, self._grace_s) + STOP_MARGIN_S)
         self._driver.over.set()
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.options import run_argument, runs_option, the_run, user
+from jurymast.cli.options import run_argument, runs_option, the_run
 from jurymast.cli.output import echo
+from jurymast.report.asking import user
 
 
 @click.command()

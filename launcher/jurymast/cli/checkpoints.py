@@ -16,20 +16,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jurymast import foreign, programs
-from jurymast.cli.options import (
-    examples,
-    json_option,
-    run_argument,
-    runs_option,
-    show,
-    show_json,
-    the_run,
-    user,
-)
+from jurymast.cli.options import examples, json_option, run_argument, runs_option, show, show_json, the_run
 from jurymast.cli.output import echo
 from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import CheckpointError, OtherProtocolError, UsageError
 from jurymast.interpreter import run_module
+from jurymast.report.asking import user
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:

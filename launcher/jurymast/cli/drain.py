@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jurymast.cli.options import ask_supervisor, examples, run_argument, runs_option, the_run
+from jurymast.cli.options import examples, run_argument, runs_option, the_run
 from jurymast.cli.output import echo
 from jurymast.core.state.texts import did_you_mean
 from jurymast.errors import UsageError
+from jurymast.report.asking import ask_supervisor
 
 if TYPE_CHECKING:
     from jurymast.core.state.run import RunState

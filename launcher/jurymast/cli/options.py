@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from click.shell_completion import CompletionItem
 from jurymast import foreign
 from jurymast.cli.output import echo, echo_coloured
 from jurymast.core.state.texts import nearest, some
-from jurymast.errors import NotNowError, RunDirectoryError, RunNotFoundError, UsageError
+from jurymast.errors import RunDirectoryError, RunNotFoundError, UsageError
 from jurymast.rundir import RunDirectory, check_readable, default_runs, run_names
 
 if TYPE_CHECKING:
@@ -297,33 +296,3 @@ def write_page(text: str, path: Path) -> None:
     except OSError as error:
         raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
     echo(f"{path} ({len(text) // 1000} kB)", err=True)
-
-
-def user() -> str:
-    """The user who makes the request, for the journal."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid {os.getuid()}"
-
-
-def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> None:
-    """Send a request to the supervisor. Raises NotNowError if it refuses, if none answers, or if the run
-    has ended."""
-    from jurymast.core.state.messages import Declined
-    from jurymast.report.liveness import Liveness
-    from jurymast.report.status import public_state, read_status
-    from jurymast.wire.channel import ask
-
-    watcher = read_status(directory)
-    if watcher.plan.observed:
-        raise NotNowError("the run is only observed: jurymast does nothing to it")
-    state = watcher.state
-    if state.ended:
-        word, why = public_state(state, Liveness("ended"))
-        raise NotNowError(f"the run has ended already ({word}: {why})")
-    answer = ask(directory, what, by=user(), node=node, step=step)
-    if answer is None:
-        raise NotNowError("no supervisor answers for this run", hint=f"see jurymast status {directory.root}")
-    if isinstance(answer, Declined):
-        raise NotNowError(f"the supervisor refused: {answer.why}")

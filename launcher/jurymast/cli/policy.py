@@ -8,9 +8,10 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.options import json_option, resolved_policy, show_json, user
+from jurymast.cli.options import json_option, resolved_policy, show_json
 from jurymast.cli.output import echo
 from jurymast.errors import PolicyError, UsageError
+from jurymast.report.asking import user
 
 
 @click.group(invoke_without_command=True)

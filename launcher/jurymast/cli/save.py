@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.options import ask_supervisor, json_option, run_argument, runs_option, show_json, the_run
+from jurymast.cli.options import json_option, run_argument, runs_option, show_json, the_run
 from jurymast.cli.output import echo
 from jurymast.errors import CheckpointError
+from jurymast.report.asking import ask_supervisor
 
 
 @click.command()

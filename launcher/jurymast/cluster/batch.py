@@ -164,7 +164,6 @@ class BatchProcess:
         self._log = log
         self._listeners = listen(plan.cluster)
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._at_limit: subprocess.Popen[bytes] | None = None
         self._machine = core.Batch()
         self._outcome: core.Outcome | None = None
 
@@ -223,14 +222,6 @@ class BatchProcess:
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         self._signalled(warning=number in WARNINGS)
-        if number in WARNINGS and self._plan.timeouts and self._plan.cluster == "slurm":
-            self._requeue_at_limit()
-
-    def _requeue_at_limit(self) -> None:
-        """Have another process see to it: this one is where a signal found it."""
-        if self._at_limit is None or self._at_limit.poll() is not None:
-            command = run_module("jurymast.cluster.at_limit", str(self._directory.root))
-            self._at_limit = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def _signalled(self, *, warning: bool) -> None:
         supervised = self._supervisor is not None and self._supervisor.poll() is None

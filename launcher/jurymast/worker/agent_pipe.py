@@ -29,6 +29,7 @@ class AgentPipe:
         self._launches: queue.SimpleQueue[msg.Launch] = queue.SimpleQueue()
         self._stop_up_to = 0
         self.grace_s = 0.0  # that of the last order to stop
+        self.job_ends = False  # as the last order to stop said
         self.apart = 0  # the newest attempt in which the end of one rank ends no other
         self.stop_signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable if a stop is requested
         threading.Thread(target=self._read, name="agent-pipe", daemon=True).start()
@@ -53,7 +54,7 @@ class AgentPipe:
                         self._launches.put(order)
                     case msg.Stop():
                         self._stop_up_to = max(self._stop_up_to, order.attempt)
-                        self.grace_s = order.grace_s
+                        self.grace_s, self.job_ends = order.grace_s, order.job_ends
                         os.eventfd_write(self.stop_signal, 1)
                     case host_messages.Apart():
                         self.apart = order.attempt

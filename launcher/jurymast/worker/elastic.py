@@ -350,7 +350,7 @@ class ImpatientAgent(LocalElasticAgent):
         at the first."""
         all_signalled = "SLURM_JOB_ID" in os.environ and TASKS_ALONE_VARIABLE not in os.environ
         end = time.monotonic() + SLURMS_SIGNAL_S
-        while self._rendezvous_handler.pipe.grace_s and all_signalled and not self._job_ends:
+        while self._rendezvous_handler.pipe.job_ends and all_signalled and not self._job_ends:
             if time.monotonic() > end:
                 break
             time.sleep(0.01)

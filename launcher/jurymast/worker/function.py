@@ -4,18 +4,27 @@ function can learn there of its job: `python -m jurymast.worker.function FOLDER`
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from submitit.core.job_environment import JobEnvironment, SignalHandler
-from submitit.core.utils import DelayedSubmission, JobPaths
+from submitit.core.utils import (
+    DelayedSubmission,
+    JobPaths,
+    UncompletedJobError,
+    cloudpickle_dump,
+    temporary_save_path,
+)
 
 from jurymast import foreign
 from jurymast.core.state.texts import expanded
-from jurymast.rundir import RunDirectory
+from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.worker.link import LOCAL_RANK_VARIABLE, WORLD_SIZE_VARIABLE
 from jurymast.worker.rank import ERRORS_VARIABLE, LOG_VARIABLE
 
@@ -28,6 +37,7 @@ NUMBERS = {
     "num_tasks": ("WORLD_SIZE", "SLURM_NTASKS"),
     "num_nodes": ("GROUP_WORLD_SIZE", "SLURM_JOB_NUM_NODES"),
 }
+UNWANTED = "Job not requeued because: checkpoint function returned None."  # submitit's words
 # submitit's helpers set these, and refuse to if they are there.
 TORCHS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -44,10 +54,14 @@ class JurymastJobEnvironment(JobEnvironment):
 
     def _handle_signals(self, paths: JobPaths, submission: DelayedSubmission) -> None:
         handler = SignalHandler(self, paths, submission)
+        keeps = hasattr(submission.function, "checkpoint") and self.global_rank == 0
 
         def keep(number: int, frame: FrameType | None) -> None:
+            before = paths.submitted_pickle.stat()
             with contextlib.suppress(SystemExit):
                 handler.checkpoint_and_exit(number, frame)
+            if keeps and os.path.samestat(before, paths.submitted_pickle.stat()):  # it returned None
+                _end_with_job(paths)
 
         def leave(number: int, frame: FrameType | None) -> None:
             keep(number, frame)
@@ -68,12 +82,37 @@ def own_variables(variables: Mapping[str, str], job: str) -> dict[str, str]:
     return {**found, "SUBMITIT_EXECUTOR": "jurymast"}
 
 
+def _life() -> dict[str, Any]:
+    """The Slurm job, and how often it was requeued."""
+    run = RunDirectory(os.environ["JURYMAST_RUN_DIR"])
+    found: dict[str, Any] = foreign.load(run.allocation_file, foreign.PLAN_BYTES_MAX)
+    return found
+
+
+def _unwanted(paths: JobPaths) -> Path:
+    return paths.folder / f"{paths.job_id}_0_unwanted"
+
+
+def _end_with_job(paths: JobPaths) -> None:
+    """Note that the function does not go on when the job is started again, as submitit would have it.
+    Restarts within the job are none of that: it never hears of them elsewhere."""
+    write_atomically(_unwanted(paths), json.dumps(_life()["restarts"]).encode())
+
+
+def _has_ended(paths: JobPaths, restarts: int) -> bool:
+    """Whether the function wanted to end with an earlier life of the job. If so, that is its result."""
+    note = _unwanted(paths)
+    if not foreign.exists(note) or foreign.load_own(note, foreign.NOTE_BYTES_MAX) >= restarts:
+        return False
+    with temporary_save_path(paths.result_pickle) as temporary:
+        cloudpickle_dump(("error", f"UncompletedJobError: {UNWANTED}"), temporary)
+    return True
+
+
 def main(folder: str) -> None:
     """Run the function, and leave its result in the folder. Raises what the function raises."""
-    allocation = foreign.load(
-        RunDirectory(os.environ["JURYMAST_RUN_DIR"]).allocation_file, foreign.PLAN_BYTES_MAX
-    )
-    os.environ.update(own_variables(os.environ, allocation["job"]))
+    life = _life()
+    os.environ.update(own_variables(os.environ, life["job"]))
     for ours, name in ((LOCAL_RANK_VARIABLE, "LOCAL_RANK"), (WORLD_SIZE_VARIABLE, "WORLD_SIZE")):
         os.environ.setdefault(ours, os.environ.get(name, ""))
     for name in TORCHS:
@@ -82,6 +121,8 @@ def main(folder: str) -> None:
     paths = JurymastJobEnvironment().paths
     foreign.check_made(paths.submitted_pickle)  # to read another user's would run that user's code
     _prepare(paths, os.environ)
+    if _has_ended(paths, life["restarts"]):
+        raise UncompletedJobError(UNWANTED)
     from submitit.core.submission import process_job
 
     process_job(folder)

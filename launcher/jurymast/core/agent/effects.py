@@ -73,9 +73,11 @@ class StartRanks(Struct, frozen=True):
 
 
 class StopRanks(Struct, frozen=True):
-    """Tell the host to stop the ranks of this attempt and of those before it."""
+    """Tell the host to stop the ranks of this attempt and of those before it. They have at least
+    `grace_s`."""
 
     attempt: int
+    grace_s: float = 0.0
 
 
 class PartRanks(Struct, frozen=True):

@@ -272,7 +272,7 @@ class AgentMachine:
             case msg.Launch():
                 return self.ranks.on_launch(order, now)
             case msg.Stop():
-                return self.ranks.on_stop(order.attempt, now, stacks=order.stacks)
+                return self.ranks.on_stop(order.attempt, now, stacks=order.stacks, grace_s=order.grace_s)
             case msg.Dismiss():
                 return self.ranks.on_stop(self.ranks.attempt, now)
             case msg.Look():

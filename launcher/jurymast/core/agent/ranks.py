@@ -57,7 +57,7 @@ class Ranks:
         self.store_port = 0  # the host's, while it waits
         self.pids: tuple[int, ...] = ()
         self.host_starts = 0
-        self._stop_limit_s = stop_grace_s + STOP_MARGIN_S
+        self._policys_grace_s, self._grace_s = stop_grace_s, 0.0  # this one is the order's own
         self._launch: msg.Launch | None = None  # the host has not been told of it yet
         self._preparing = self._prepared = 0  # attempts
         self._told = 0  # the newest attempt that the host was told of
@@ -159,14 +159,20 @@ class Ranks:
         )  # fmt: skip
         return self._tell(failed) + self._tell_stopped()
 
-    def on_stop(self, attempt: int, now: float, *, stacks: bool = False) -> list[Effect]:
-        """Stop the ranks of `attempt`, if requested after recording their `stacks`."""
+    def on_stop(
+        self, attempt: int, now: float, *, stacks: bool = False, grace_s: float = 0.0
+    ) -> list[Effect]:
+        """Stop the ranks of `attempt`, if requested after recording their `stacks`. They have `grace_s`, if
+        that is longer than what the policy gives them."""
         if (self._alive or self._launch is not None) and attempt < self.attempt:
             return []
         self._stopping = max(self._stopping, attempt)
         self._launch = None
         if self._alive:
-            return [] if self._ending else self._begin_stop(stacks and attempt == self._told, now)
+            if self._ending:
+                return []
+            self._grace_s = grace_s
+            return self._begin_stop(stacks and attempt == self._told, now)
         if attempt >= self.attempt or not self.store_port:
             self._finished = False  # without a port the host is on its way to wait: that will be news
         return [do.Send(msg.Stopped(attempt=attempt, store_port=self.store_port))]
@@ -210,8 +216,9 @@ class Ranks:
         return self._stop_host(now) if taken else []
 
     def _stop_host(self, now: float) -> list[Effect]:
-        self._stacks_until, self._force_at = NEVER, now + self._stop_limit_s
-        return [do.StopRanks(self._told)]
+        limit_s = max(self._policys_grace_s, self._grace_s) + STOP_MARGIN_S
+        self._stacks_until, self._force_at = NEVER, now + limit_s
+        return [do.StopRanks(self._told, self._grace_s)]
 
     def on_time(self, now: float) -> list[Effect]:
         if now >= self._stacks_until:

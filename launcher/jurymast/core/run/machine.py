@@ -17,7 +17,7 @@ from jurymast.core.judges.silence import rejoin_limit_s
 from jurymast.core.nodes import preflight
 from jurymast.core.run import ends, recovery, refill, restoring, tasks
 from jurymast.core.state import events as ev
-from jurymast.core.state.effects import Dismiss, Instruction, Requeue, StopWorkers
+from jurymast.core.state.effects import Dismiss, Instruction, Requeue
 from jurymast.core.state.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.state.findings import Verdict
 from jurymast.core.state.images import SHARED
@@ -102,7 +102,7 @@ def resume(state: RunState) -> list[Instruction]:
     """Return what a supervisor that takes over must send again: instructions that may not have arrived."""
     why = "sent again by the supervisor that took over"
     if state.phase is Phase.STOPPING:
-        return [StopWorkers(attempt=state.attempt, nodes=recovery.not_stopped(state), reason=why)]
+        return [recovery.stop_workers(state, why)]
     if state.phase is Phase.REQUEUED:
         return [Requeue(exclude=tuple(state.excluded), reason=why)]
     return preflight.again(state, why)
@@ -334,7 +334,7 @@ def _attempt_found(state: RunState, event: ev.AttemptFound) -> list[Instruction]
         state.stopped = set()  # of the attempt before
         state.unstopped.clear()
         reason = f"attempt {event.attempt} is not in the journal"
-        return [StopWorkers(attempt=state.attempt, nodes=recovery.not_stopped(state), reason=reason)]
+        return [recovery.stop_workers(state, reason)]
     if not state.placement or state.phase is Phase.REQUEUED:
         return []  # the node that runs it is dismissed
     by = f"the supervisor, because the journal ends in attempt {behind}, before attempt {event.attempt}"

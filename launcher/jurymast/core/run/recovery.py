@@ -60,11 +60,25 @@ def deadline(state: RunState, t: float) -> float:
         case Phase.STARTING:
             return t + state.settings.join_limit_s
         case Phase.STOPPING:  # ranks were told at `t`, or when their node was back after a take-over
-            return max(t, state.rejoin_until) + state.settings.stop_grace_s + STOP_LIMIT_S
+            return max(t, state.rejoin_until) + stop_grace_s(state) + STOP_LIMIT_S
         case Phase.LAUNCHING:
             return t + LAUNCH_LIMIT_S
         case _:
             return t
+
+
+def stop_grace_s(state: RunState) -> float:
+    """How long ranks that are stopped now have to keep what they have to."""
+    asked = state.findings.asked
+    return max(state.settings.stop_grace_s, asked.grace_s if asked is not None else 0.0)
+
+
+def stop_workers(state: RunState, reason: str, *, stacks: bool = False) -> StopWorkers:
+    asked = state.findings.asked
+    return StopWorkers(
+        attempt=state.attempt, nodes=not_stopped(state), reason=reason, stacks=stacks,
+        grace_s=asked.grace_s if asked is not None else 0.0,
+    )  # fmt: skip
 
 
 def open_incident(state: RunState, detected_at: float, fault_at: float) -> Incident:
@@ -101,7 +115,7 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
     if state.findings.straggling is not None:
         reason = state.findings.straggling.evidence
     hangs = state.findings.hung is not None
-    return [StopWorkers(attempt=state.attempt, nodes=not_stopped(state), reason=reason, stacks=hangs)]
+    return [stop_workers(state, reason, stacks=hangs)]
 
 
 def _ended_before(state: RunState) -> tuple[int, ...]:
@@ -280,7 +294,8 @@ def _alert_on(state: RunState, cause: Cause) -> list[Instruction]:
 def _carry_out(state: RunState, cause: Cause, decision: ladder.Decision) -> list[Instruction]:
     instructions: list[Instruction] = []
     lost = {loss.node for loss in state.findings.lost}
-    incident, state.findings = state.incidents[-1], tasks.remembered(state, {*decision.bad, *lost})
+    incident, asked = state.incidents[-1], state.findings.asked
+    state.findings = tasks.remembered(state, {*decision.bad, *lost})
     drained = cause.node if cause.kind == "drain_asked" else ""
     instructions += _take_out(state, decision.bad, decision.blames, drained)
     state.kept = dict(decision.kept)
@@ -288,6 +303,7 @@ def _carry_out(state: RunState, cause: Cause, decision: ladder.Decision) -> list
         return instructions + finish(state, "failed", ladder.job_exit_code(cause), incident.reason)
     if decision.action == "requeue":
         state.ordered_restarts += cause.kind == "requeue_asked"
+        state.timeouts += asked is not None and asked.timeout
         return instructions + _requeue(state, incident.reason)
     state.phase, state.deadline = Phase.WAITING, None
     state.not_before = state.now + decision.backoff_s

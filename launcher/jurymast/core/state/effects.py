@@ -28,11 +28,12 @@ class Launch(Instruction, frozen=True, kw_only=True):
 
 class StopWorkers(Instruction, frozen=True, kw_only=True):
     """Stop the ranks of `attempt` on these nodes; each answers with WorkersStopped. `stacks`: with
-    StacksTaken before, because they hang."""
+    StacksTaken before, because they hang. `grace_s`: they have at least so long."""
 
     attempt: int
     nodes: tuple[str, ...]
     stacks: bool = False
+    grace_s: float = 0.0
 
 
 class Dismiss(Instruction, frozen=True, kw_only=True):

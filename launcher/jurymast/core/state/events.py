@@ -387,11 +387,15 @@ RELAUNCH, REQUEUE = "relaunch", "requeue"
 
 class Asked(Event, frozen=True, kw_only=True):
     """A user requested something: cancel, restart, save, rollback, or drain: the replacement of `node`. Or
-    the supervisor itself did: a relaunch, which is a restart that nobody ordered."""
+    the supervisor itself did: a relaunch, which is a restart that nobody ordered, or a requeue. `timeout`:
+    that one is for the time limit. `grace_s`: so long the ranks have to keep what they have to, if that is
+    more than the policy's."""
 
     what: str
     by: str
     node: str = ""
+    timeout: bool = False
+    grace_s: float = 0.0
 
 
 CAUGHT = "caught"

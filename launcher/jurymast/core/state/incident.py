@@ -108,7 +108,7 @@ _CLASSES = (
                "nothing; the evidence says why"),
     CauseClass("restart_asked", NOBODY, "a user requested a restart", ""),
     CauseClass("drain_asked", NOBODY, "a user removed a node", ""),
-    CauseClass("requeue_asked", NOBODY, "the job was about to reach its time limit, and begins anew", ""),
+    CauseClass("requeue_asked", NOBODY, "the job begins anew: before its time limit, or as a user asked", ""),
     CauseClass("rollback_asked", NOBODY, "a user rolled back to an older checkpoint", ""),
 )  # fmt: skip
 CAUSES = {cause.name: cause for cause in _CLASSES}

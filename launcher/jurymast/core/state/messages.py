@@ -273,7 +273,7 @@ class Endpoint:
 
 class Ask(ToSupervisor, frozen=True, kw_only=True):
     """A request `what` by the user `by`: cancel, restart, drain (replacement of `node`), rollback (to
-    `step`), save, or how (the run's condition)."""
+    `step`), save, requeue, timeout (the same, as if the job's time were up), or how (the run's condition)."""
 
     what: str
     by: str
@@ -429,11 +429,13 @@ class Launch(ToAgent, frozen=True, kw_only=True):
 
 
 class Stop(ToAgent, frozen=True, kw_only=True):
-    """Stop the ranks of `attempt` within the policy's or this grace, if requested after their `stacks`."""
+    """Stop the ranks of `attempt` within the policy's grace, or this one if it is longer; if requested after
+    their `stacks`. `job_ends`: Slurm may signal them as well."""
 
     attempt: int
     stacks: bool = False
     grace_s: float = 0.0
+    job_ends: bool = False
 
 
 class Dismiss(ToAgent, frozen=True, kw_only=True):

@@ -232,6 +232,9 @@ class RunState:
     refill_trouble: str = ""  # the newest of these
     refill_failed_at: float = 0.0
     signal_s: float = 0.0
+    timeouts_most: int = 0  # a function that keeps its own state: so often it is requeued at its time limit
+    keeps_s: float = 0.0  # so long before the limit it is told
+    timeouts: int = 0  # so often it was
 
     phase: Phase = Phase.QUEUED
     now: float = 0.0

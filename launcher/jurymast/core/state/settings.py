@@ -211,8 +211,10 @@ class RunPlan:
     # So long before the time limit the job's own --signal may end something of the run.
     signal_s: float = 0.0
     requeue: bool = True  # False: the user said --no-requeue, the Slurm job must never be requeued
-    # A function that keeps its own state: so often the job is requeued when it reaches its time limit.
+    # A function that keeps its own state: so often the job is requeued at its time limit, and so long before
+    # that the function is told, in seconds.
     timeouts: Count = 0
+    keeps_s: float = 0.0
     submitted_at: Clock = 0.0
     policy_hash: str = ""
     earlier_incidents: float = 0.0  # of the infrastructure in other runs, after decay

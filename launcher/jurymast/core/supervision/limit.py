@@ -20,9 +20,11 @@ class TimeLimit:
     """What Slurm said last of the time limit, which may be moved at any time. `now` is the supervisor's
     clock, as are `ends_at` and `ask_at`, from when on Slurm is to be asked again."""
 
-    def __init__(self, signal_s: float) -> None:
+    def __init__(self, signal_s: float, keeps_s: float = 0.0) -> None:
         """`signal_s`: a signal that the job asked for comes so long before the limit, or up to a minute
-        earlier, and may end what it reaches; 0.0: none does."""
+        earlier, and may end what it reaches; 0.0: none does. `keeps_s`: so long before the limit a function
+        is told that keeps its own state, if that is longer than others have."""
+        self.most_s = max(RENEW_S, keeps_s)
         self._sooner_s = signal_s + MOVED_S if signal_s else 0.0
         self.ends_at = math.inf
         self.ask_at = -math.inf
@@ -53,7 +55,7 @@ class TimeLimit:
 
     def renew_s(self, began_at: float) -> float:
         """How long before its limit a job that began at `began_at` is requeued, besides the last write."""
-        return min(RENEW_S, RENEW_SHARE * (self.ends_at - began_at))
+        return min(self.most_s, RENEW_SHARE * (self.ends_at - began_at))
 
     def warned(self, now: float) -> None:
         """Slurm itself has warned, of this limit or of something else."""

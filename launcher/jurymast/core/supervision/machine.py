@@ -50,7 +50,7 @@ from jurymast.core.state.effects import (
 from jurymast.core.state.images import SHARED, StateId
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase, RunState
-from jurymast.core.supervision import joining
+from jurymast.core.supervision import joining, renewal
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
 from jurymast.core.supervision.limit import TimeLimit
@@ -65,7 +65,7 @@ STEADY_LOOKS = 3
 # What follows a save waits for it this long at least, in seconds, and as many steps as ranks may need to
 # agree on one of them.
 SAVE_LIMIT_S, SAVE_LIMIT_STEPS = 60.0, 6
-REQUESTS = {"cancel", "restart", "drain", "rollback", "save"}
+REQUESTS = {"cancel", "restart", "drain", "rollback", "save", *renewal.REQUESTS}
 LOCAL_JOB = "local-"  # how the allocation of a run without Slurm begins
 # Who requests the last save before the job's end, which is then written to storage at once.
 WARNING, TIME_LIMIT = "Slurm's warning", "the job's time limit"
@@ -101,7 +101,8 @@ class Supervision:
         self.agreement = Agreement(state)
         self.launching = Launching(state, self.watch, self.checkpoints, directory)
         self.departure = Departure(state, self.watch, self.checkpoints)
-        self.limit = TimeLimit(state.signal_s)
+        self.limit = TimeLimit(state.signal_s, state.keeps_s)
+        self._renewal = renewal.Renewal(state, self.limit)
         self._directory = directory
         self._teller = Teller(state, self.watch.reports)
         self._hangs = Hangs(state, self.watch.reports)
@@ -231,7 +232,9 @@ class Supervision:
                 return self._do(self.launching.begin(instruction, now), now)
             case StopWorkers():
                 self.watch.reports.attempt_over()
-                stop = msg.Stop(attempt=instruction.attempt, stacks=instruction.stacks)
+                stop = msg.Stop(
+                    attempt=instruction.attempt, stacks=instruction.stacks, grace_s=instruction.grace_s
+                )  # fmt: skip
                 return [Send(node, stop) for node in instruction.nodes]
             case Dismiss():
                 out = self._do(self._sick.on_node_dismissed(instruction.node, now), now)
@@ -556,9 +559,11 @@ class Supervision:
             return f"the run is {self.state.public_state} and does no steps now"
         if what == "save" and not self.agreement.ask(ask.by):
             return "its ranks have no Checkpointer, or have not finished a step with it yet"
-        return ""
+        return self._renewal.refusal() if what in renewal.REQUESTS else ""
 
     def _obey(self, ask: msg.Ask, now: float) -> list[Effect]:
+        if ask.what in renewal.REQUESTS:
+            return self.record(self._renewal.requested(ask.what, ask.by, now))
         event = ev.Asked(t=now, what=ask.what, by=ask.by, node=ask.node)
         if ask.what == "drain" and ask.node in self.state.places:
             why = f"{ask.by}, before {ask.node} is removed"
@@ -586,10 +591,10 @@ class Supervision:
         if now >= self.limit.ask_at and not self.state.allocation.startswith(LOCAL_JOB):
             self.limit.asked(now)
             out.append(AskTimeLimit())
-        if not (self.limit.unwarned or self.state.settings.renews):
+        if not (self.limit.unwarned or self._renewal.is_wanted):
             return out
         write_s = self.checkpoints.write_s(now)
-        if self._begins_anew(write_s, now):
+        if self._renewal.is_due(write_s, now):
             return out + self._begin_anew(now)
         if not self.limit.is_near(write_s, self._save_limit_s, now):
             return out
@@ -600,20 +605,13 @@ class Supervision:
         )
         return [*out, *self.note("", text, now), *self._save_last(TIME_LIMIT, now)]
 
-    def _begins_anew(self, write_s: float, now: float) -> bool:
-        """Whether the job is requeued now for its time limit: not if this life of it has done no new step,
-        so that no run goes on for ever without getting anywhere."""
-        state = self.state
-        wanted = state.settings.renews and state.requeue_allowed and state.end_order is None
-        got_on = self.steady and state.first_step_at is not None and state.without_progress == 0
-        return wanted and got_on and self.limit.is_up(state.allocated_at, write_s, now)
-
     def _begin_anew(self, now: float) -> list[Effect]:
         """Requeue the job after a save, if the ranks are quick to agree on one."""
         if ANEW in self._after_saves:
             return []
-        event = ev.Asked(t=now, what=ev.REQUEUE, by=TIME_LIMIT)
-        if not self.agreement.save_first(ANEW, self.limit.renew_s(self.state.allocated_at) / 3.0, now):
+        left_s = self._renewal.left_s
+        event = self._renewal.order(TIME_LIMIT, left_s, now, timeout=True)
+        if not self.agreement.save_first(ANEW, left_s / 3.0, now):
             return self.record(event)
         self._after_saves[ANEW] = event
         return self.record(ev.Asked(t=now, what="save", by=ANEW))
