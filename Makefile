@@ -144,7 +144,7 @@ SHARE := dist/share
 COMPLETIONS := bash-completion/completions/jurymast zsh/site-functions/_jurymast fish/vendor_completions.d/jurymast.fish
 
 package: install
-	@rm -rf $(SHARE) && mkdir -p $(addprefix $(SHARE)/,$(dir $(COMPLETIONS)))
+	@rm -rf $(SHARE) dist/jurymast-*.whl dist/jurymast-*.tar.gz && mkdir -p $(addprefix $(SHARE)/,$(dir $(COMPLETIONS)))
 	@$(BIN)/python .ci/manual.py $(SHARE)/man/man1
 	@for file in $(COMPLETIONS); do \
 	  $(BIN)/jurymast completion "$${file%%[-/]*}" >$(SHARE)/$$file || exit; \

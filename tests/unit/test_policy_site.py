@@ -320,6 +320,12 @@ def test_without_a_file_what_is_in_force_is_checked(
         ("nodes_policy: {expire: 1m}", "nodes_policy.expire: is shorter than nodes_policy.together"),
         ("checkpoint: {tiers: {peer: off}}\nnetwork: {encrypt: on}", "network.encrypt: has no effect"),
         ("health: {skip: [storage], data: [/data]}", "health.data: is looked at by the probe storage"),
+        ("health: {skip: [nvidia], xid: {79: bad}}", "health.xid: is for the probe nvidia"),
+        ("detect: {heartbeat: 2s, hang: 1s}", "detect.hang: must be longer than detect.heartbeat"),
+        ("checkpoint: {max_loss: 5m, tiers: {memory: off, shared: {every: 1h}}}",
+         "checkpoint.tiers.shared.every: is longer than checkpoint.max_loss"),
+        ("nodes_policy: {refill: off, hold: 5m}", "nodes_policy.hold: has no effect while"),
+        ("nodes_policy: {bad: report, spool: /spool}", "nodes_policy.spool: has no effect while"),
     ],
 )  # fmt: skip
 def test_values_that_contradict_each_other_are_named(
@@ -353,6 +359,9 @@ def test_a_file_with_all_keys_contradicts_nothing(place: Path, change: str) -> N
         "checkpoint: {tiers: {memory: off}}",  # what is not written is not meant either
         'checkpoint: {tiers: {object: {url: "s3://b/p", every: 1h}}}',
         "detect: {heartbeat: 2s}",
+        "detect: {heartbeat: 2s, hang: off}",
+        "nodes_policy: {hold: 5m, spool: /spool}",  # a site prepares what others switch on
+        "checkpoint: {max_loss: 5m, tiers: {shared: {every: 1h}}}",
     ],
 )
 def test_a_default_contradicts_nothing(place: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

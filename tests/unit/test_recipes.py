@@ -51,8 +51,8 @@ def release() -> str:
 class SpackPackage:
     """Spack's package, read without Spack."""
 
-    def __init__(self) -> None:
-        tree = ast.parse((SPACK / "packages" / "py_jurymast" / "package.py").read_text())
+    def __init__(self, name: str = "py_jurymast") -> None:
+        tree = ast.parse((SPACK / "packages" / name / "package.py").read_text())
         (self.made,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
 
     def said(self, directive: str) -> list[tuple[list[Any], dict[str, Any]]]:
@@ -100,6 +100,15 @@ def test_spack_s_package_needs_what_we_need() -> None:
     assert yaml.safe_load((SPACK / "repo.yaml").read_text())["repo"]["namespace"] == SPACK.name
 
 
+@pytest.mark.parametrize("name", ["msgspec", "submitit"])
+def test_what_spack_lacks_is_new_enough(name: str) -> None:
+    package = SpackPackage(f"py_{name}")
+    (((version,), options),) = package.said("version")
+    assert Version(version) >= Version(NEEDED[name])
+    assert re.fullmatch(r"[0-9a-f]{64}", options["sha256"])
+    assert package.value("pypi") == f"{name}/{name}-{version}.tar.gz"
+
+
 def test_conda_s_recipe_needs_what_we_need() -> None:
     recipe = yaml.safe_load((SITE / "recipe.yaml").read_text())
     assert recipe["context"] == {"version": release(), "python_min": PYTHON}
@@ -108,11 +117,14 @@ def test_conda_s_recipe_needs_what_we_need() -> None:
     assert sorted(run[1:]) == sorted(
         f"{IN_CONDA.get(name, name)} >={least}" for name, least in NEEDED.items()
     )
-    assert host == ["python ${{ python_min }}.*", "pip", f"hatchling >={BUILD}"]
+    assert host == ["python ${{ python_min }}.*", "pip"]
     assert recipe["requirements"]["run_constraints"] == [f"pytorch >={TORCH}"]
     scripts = [f"{name} = {where}" for name, where in PROJECT["scripts"].items()]
     assert recipe["build"]["python"]["entry_points"] == scripts
-    assert (SITE / recipe["source"]["path"]).resolve() == ROOT
+    # What `make package` makes: a source of git's own files would lack its manual pages and completions.
+    wheel, license_file = ((SITE / source["path"]).resolve() for source in recipe["source"])
+    assert (wheel, license_file) == (ROOT / "dist", ROOT / recipe["about"]["license_file"])
+    assert recipe["source"][0]["use_gitignore"] is False
     assert recipe["about"]["license"] == PROJECT["license"]
     assert (ROOT / recipe["about"]["license_file"]).is_file()
     assert recipe["about"]["summary"] == PROJECT["description"]

@@ -20,12 +20,19 @@ def contradictions(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key
             ("checkpoint", "cadence"),
             "is longer than checkpoint.max_loss allows; write a shorter time, or auto",
         )
+    shared_every_s = tiers.shared.every or 0.0
+    both = {("checkpoint", "max_loss"), (*TIERS, "shared", "every")} <= {*meant}
+    if both and tiers.memory is None and shared_every_s > checkpoint.max_loss:
+        yield (
+            (*TIERS, "shared", "every"),
+            "is longer than checkpoint.max_loss, and checkpoint.tiers.memory is off: nothing else is saved",
+        )
     if tiers.memory is None and tiers.peer is not None and (*TIERS, "peer") in meant:
         yield (
             (*TIERS, "peer"),
             "has no effect while checkpoint.tiers.memory is off: a peer's copy is made of that in memory",
         )
-    if tiers.object is not None and (tiers.shared.every or 0.0) > tiers.object.every:
+    if tiers.object is not None and shared_every_s > tiers.object.every:
         yield (
             (*TIERS, "object", "every"),
             "is shorter than checkpoint.tiers.shared.every, but copies are made of what is on shared storage",
@@ -35,6 +42,12 @@ def contradictions(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key
         yield (
             ("detect", "node_lost_after"),
             "must be longer than detect.heartbeat: a node would count as lost between two heartbeats",
+        )
+    hang_s = policy.detect.hang
+    if hang_s and hang_s <= policy.detect.heartbeat:
+        yield (
+            ("detect", "hang"),
+            "must be longer than detect.heartbeat: ranks would count as hung between two heartbeats",
         )
     if policy.nodes_policy.together > policy.nodes_policy.expire:
         yield (
@@ -48,3 +61,18 @@ def contradictions(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key
         )
     if policy.health.data and "storage" in policy.health.skip:
         yield ("health", "data"), "is looked at by the probe storage, which health.skip leaves out"
+    if policy.health.xid and "nvidia" in policy.health.skip:
+        yield ("health", "xid"), "is for the probe nvidia, which health.skip leaves out"
+    yield from _switched_off(policy, meant)
+
+
+def _switched_off(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key, str]]:
+    """Keys that do nothing while another one has the value that somebody gave it. A site may well prepare the
+    one and leave the other as it is."""
+    hold, drain = ("nodes_policy", "hold"), policy.nodes_policy.bad == "drain"
+    for key, by, off, effect in (
+        (hold, ("nodes_policy", "refill"), not policy.nodes_policy.refill, "nodes_policy.refill is off"),
+        (("nodes_policy", "spool"), ("nodes_policy", "bad"), not drain, "nodes_policy.bad is not drain"),
+    ):
+        if off and {key, by} <= {*meant}:
+            yield key, f"has no effect while {effect}"

@@ -1,10 +1,11 @@
 """Spack's package of jurymast. `spack install py-jurymast` takes the source distribution of `make package`:
 
+    spack repo add slurm/site/spack_repo/jurymast
     spack mirror add jurymast DIRECTORY    # with py-jurymast/py-jurymast-VERSION.tar.gz
     spack install --no-checksum py-jurymast
 
-It needs py-submitit 1.5.2 or newer, which Spack's own packages may not have yet:
-`spack checksum --add-to-package py-submitit` adds it.
+py-msgspec and py-submitit are beside it, since Spack's own packages lack the one and have only older
+releases of the other.
 """
 
 from spack.package import *
