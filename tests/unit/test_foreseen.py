@@ -192,9 +192,13 @@ def test_whether_a_launcher_finds_jurymast_may_be_the_scripts_choice(
             "--task-prolog and TaskProlog: once on each node, spares",
         ),
         ("srun --container-image=i --task-prolog=/p -n8 python train.py", "", "--task-prolog: once on"),
-        ("time srun -n8 --task-epilog e python -m x", "TaskEpilog", "--task-epilog and TaskEpilog: once on"),
-        ("srun --ntasks=8 python train.py", "TaskProlog TaskEpilog", "TaskEpilog: once on each node"),
-        ("srun --ntasks=8 python train.py", "TaskEpilog", "not for each of its 4 tasks"),
+        (
+            "time srun -n8 --task-epilog e singularity exec i python -m x",
+            "TaskEpilog",
+            "--task-epilog and TaskEpilog: once on",
+        ),
+        ("srun -n8 --container-image=i python train.py", "TaskEpilog", "not for each of its 4 tasks"),
+        ("time srun -n8 --task-epilog e python -m x", "TaskProlog TaskEpilog", ""),
         ("srun --ntasks=8 python train.py", "", ""),
         ("srun --task-prolog=p.sh -N2 torchrun train.py", "TaskProlog", ""),  # one task a node
         ("/bin/srun --task-prolog=p.sh --ntasks=8 python train.py", "TaskProlog", ""),  # srun's own

@@ -1,4 +1,4 @@
-"""What runs before each task of Slurm's runs before each rank that stands for one, and changes its
+"""What runs before and after each task of Slurm's does so for each rank that stands for one, and changes its
 environment as Slurm would have it: compared with srun 22.05, 24.11 and 26.05 by hand."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pytest
 from jurymast.cluster import control
 from jurymast.script import step
 from jurymast.script.srun import parse
+from jurymast.worker import epilog
 from jurymast.worker.prolog import PrologError, applied, run
 
 PROLOG = """#!/bin/sh
@@ -87,3 +88,42 @@ def test_the_sites_prolog_is_before_the_users(
     srun = parse([*typed.split(), "python", "train.py"])
     assert srun is not None
     assert step.prologs(srun, {"SLURM_TASK_PROLOG": variable} if variable else {}) == found
+
+
+@pytest.mark.parametrize(
+    ("typed", "variable", "own"),
+    [("--task-epilog=/own", "/other", "/own"), ("", "/other", "/other"), ("--task-epilog=", "/other", "")],
+)
+def test_the_users_epilog_is_before_the_sites(
+    typed: str, variable: str, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_config", lambda: "TaskEpilog = /e\nTaskProlog   = /p\nTmpFS = /tmp\n")
+    srun = parse([*typed.split(), "python", "train.py"])
+    assert srun is not None
+    assert step.epilogs(srun, {"SLURM_TASK_EPILOG": variable}) == (own, "/e")
+
+
+def test_epilogs_run_in_turn_and_say_how_they_failed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(name: str, text: str) -> str:
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    noted = tmp_path / "noted"
+    note = f'echo "$0 $SLURM_PROCID $SLURM_SCRIPT_CONTEXT" >> {noted}; echo no; echo yes >&2'
+    first, second = program("first", f"{note}; exit 3"), program("second", note)
+    epilog.run(first, second, {"SLURM_PROCID": "2"})
+    assert noted.read_text() == f"{first} 2 epilog_task\n{second} 2 epilog_task\n"
+    assert capfd.readouterr() == ("", f"yes\nthe task epilog {first} failed with 3\nyes\n")
+    epilog.run("here", str(tmp_path / "missing"), {})
+    assert capfd.readouterr().err == (
+        "the task epilog here cannot be run: its path does not begin with /\n"
+        f"the task epilog {tmp_path}/missing cannot be run: No such file or directory\n"
+    )
+    monkeypatch.setattr(epilog, "USERS_LIMIT_S", 0.1)
+    epilog.run(program("hangs", "exec sleep 3600"), second, {"SLURM_PROCID": "3"})
+    assert noted.read_text().endswith(f"{second} 3 epilog_task\n")
+    assert "hangs was killed after 0.1 s\nyes\n" in capfd.readouterr().err

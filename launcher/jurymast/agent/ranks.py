@@ -34,6 +34,7 @@ from jurymast.core.state.message import Unreadable
 from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
 from jurymast.jobs import began_at
 from jurymast.processes import catches, die_with_parent, kill_group, shared_memory
+from jurymast.worker import epilog
 from jurymast.worker.agent_pipe import FD_VARIABLE
 from jurymast.worker.link import (
     EVENT_BYTES_MAX,
@@ -406,8 +407,10 @@ class HostProcess:
         reader: asyncio.StreamReader,
         errors: socket.socket,
         failed: background.Failed,
+        epilogs: bool,
     ) -> None:
         self._process = process
+        self._epilogs = epilogs
         self._writer = writer
         self._said = b""
         self._heard = [
@@ -443,7 +446,7 @@ class HostProcess:
             )  # fmt: skip
         reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
         errors.setblocking(False)
-        return cls(process, writer, on_message, on_end, reader, errors, failed)
+        return cls(process, writer, on_message, on_end, reader, errors, failed, any(plan["epilogs"]))
 
     def tell(self, order: msg.Launch | msg.Stop | Apart) -> None:
         if not self._writer.is_closing():
@@ -481,7 +484,11 @@ class HostProcess:
 
     async def end(self) -> None:
         """Kill the host, because unloading torch would take a second. Its ranks have ended or were signalled,
-        and it has nothing to save."""
+        and it has nothing to save. What runs after them may first come to its end."""
+        if self._epilogs:
+            self._writer.close()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._process.wait(), epilog.LIMIT_S)
         self.kill()
         await self._process.wait()
         await asyncio.gather(*self._heard, self._waits, return_exceptions=True)

@@ -115,7 +115,7 @@ def host_plan(
         "warm": plan.settings.warm_start, "slurm": plan.cluster == "slurm", "tasks": plan.tasks,
         "guessed": plan.guessed, "program": plan.program, "shares": asdict(plan.shares),
         "stderr_apart": plan.stderr_apart, "inputs": plan.inputs, "prologs": plan.prologs,
-        "core_bytes": core_bytes,
+        "epilogs": plan.epilogs, "core_bytes": core_bytes,
     }  # fmt: skip
 
 

@@ -220,9 +220,10 @@ def release() -> tuple[int, ...]:
     return tuple(map(int, found.groups())) if found else ()
 
 
-def site_prolog() -> str:
-    """The program of slurm.conf that Slurm runs before each task; "" if there is none."""
-    found = re.search(r"^TaskProlog\s*= (?!\(null\))(\S.*)$", _config(), re.MULTILINE)
+def site_program(setting: str) -> str:
+    """The program that Slurm runs before each task (TaskProlog of slurm.conf) or after it (TaskEpilog); ""
+    if there is none."""
+    found = re.search(rf"^{setting}\s*= (?!\(null\))(\S.*)$", _config(), re.MULTILINE)
     return found[1].strip() if found else ""
 
 

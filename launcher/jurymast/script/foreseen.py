@@ -245,8 +245,8 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
 def _around_tasks(
     words: Sequence[str], variables: Mapping[str, str], active: int, around: Sequence[str]
 ) -> str:
-    """What programs around the tasks of a step, of its own or the site's, do otherwise than under srun. Those
-    before a task run before each rank, but for one in a container, which may not have them."""
+    """What programs around the tasks of a step, of its own or the site's, do otherwise than under srun: they
+    run around each rank, but for one in a container, which may not have them."""
     names = [_name(word) for word in words]
     step = srun.parse(list(words[names.index("srun") + 1 :])) if "srun" in names else None
     tasks = recognise.tasks_a_node(step, variables, active) if step is not None else 0
@@ -256,9 +256,10 @@ def _around_tasks(
         or recognise.starts_launcher(step.command, recognise.read_shell_script, variables)
     ):
         return ""
-    contained = recognise.in_container(step.command, recognise.read_shell_script) or recognise.in_image(step)
+    if not recognise.in_container(step.command, recognise.read_shell_script) and not recognise.in_image(step):
+        return ""
     own = [f"--{name}" for name in ("task-prolog", "task-epilog") if step.has(name)]
-    told = " and ".join(one for one in [*own, *around] if contained or one.lower().endswith("epilog"))
+    told = " and ".join([*own, *around])
     return f"{told}: once on each node, spares too, not for each of its {tasks} tasks" if told else ""
 
 

@@ -38,7 +38,7 @@ from jurymast.cluster.control import (
     binding,
     release,
     signals_tasks_alone,
-    site_prolog,
+    site_program,
     unbound,
     why_ending,
 )
@@ -191,7 +191,15 @@ def prologs(srun: CommandLine, environment: Mapping[str, str]) -> tuple[str, ...
     """The programs that Slurm would run before each task of a step: first the site's, then the user's."""
     own = srun.last("task-prolog")
     own = environment.get(PROLOG_VARIABLE) if own is None else own
-    return tuple(one for one in (site_prolog(), own) if one)
+    return tuple(one for one in (site_program("TaskProlog"), own) if one)
+
+
+def epilogs(srun: CommandLine, environment: Mapping[str, str]) -> tuple[str, str]:
+    """The programs that Slurm would run after each task of a step: the user's, then the site's; "" for
+    none."""
+    own = srun.last("task-epilog")
+    own = environment.get(EPILOG_VARIABLE) if own is None else own
+    return own or "", site_program("TaskEpilog")
 
 
 # ---- the step
@@ -209,7 +217,8 @@ OURS = frozenset({
 })  # fmt: skip
 # Options whose values ours does not get as they are.
 CHECKED = OURS | sharing.OPTIONS
-PROLOG_VARIABLE = "SLURM_TASK_PROLOG"  # from which srun reads --task-prolog
+# From which srun reads --task-prolog and --task-epilog.
+PROLOG_VARIABLE, EPILOG_VARIABLE = "SLURM_TASK_PROLOG", "SLURM_TASK_EPILOG"
 # Options on sharing processors with other steps. They contradict --overlap, which a step needs so as not to
 # wait for lost ones.
 ALONE = frozenset({"exact", "exclusive", "overlap"})
@@ -291,6 +300,7 @@ class Step:
         self._hidden: dict[str, str] = {}  # variables that only the step's command may see, not its srun
         self._inputs: tuple[str, ...] = ()  # what its tasks read: see `standard_input`
         self._prologs: tuple[str, ...] = ()  # what runs before each of its tasks
+        self._epilogs = ("", "")  # and after it
         self.active, self.train = self._plan.active, self._plan.train
 
     @property
@@ -387,8 +397,9 @@ class Step:
         names = (*(sharing.VARIABLES[option] for option in ours), *sharing.DERIVED)
         not_ours = {*ours, "input"}
         if not place and not in_image(srun):  # a container may not have these programs
-            self._prologs = prologs(srun, os.environ)
-            names, not_ours = (*names, PROLOG_VARIABLE), {*not_ours, "task-prolog"}
+            self._prologs, self._epilogs = prologs(srun, os.environ), epilogs(srun, os.environ)
+            names = (*names, PROLOG_VARIABLE, EPILOG_VARIABLE)
+            not_ours |= {"task-prolog", "task-epilog"}
         self._hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
         if shares.cpus:  # srun tells its tasks
             self._hidden[sharing.JOBS_CPUS] = str(shares.cpus)
@@ -510,6 +521,7 @@ class Step:
         plan = replace(
             training.plan(self._plan, run),
             stderr_apart=output.stderr_apart, inputs=self._inputs, prologs=self._prologs,
+            epilogs=self._epilogs,
         )  # fmt: skip
         run.save_plan(plan)
         # Earlier lives of the job have already printed their attempts.

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
+from jurymast.processes import IGNORED_BY_PYTHON
+
 NOT_RUN = 1  # the exit code of a task whose prolog cannot be run
 
 
@@ -61,7 +63,9 @@ def _told(program: str, variables: dict[str, str]) -> tuple[list[str], int]:
         (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
     ]
     try:
-        pid = os.posix_spawn(program, [program], variables, file_actions=actions, setpgroup=0)
+        pid = os.posix_spawn(
+            program, [program], variables, file_actions=actions, setpgroup=0, setsigdef=IGNORED_BY_PYTHON
+        )
     except OSError as error:
         raise PrologError(f"the task prolog {program} cannot be run: {error.strerror}", NOT_RUN) from error
     finally:

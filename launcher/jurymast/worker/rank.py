@@ -68,7 +68,7 @@ def begin(
     _bind_to_host(parent)
     name_process(name)
     variables = {**environment, **order["environment"]}
-    _redirect_output(variables)
+    redirect_output(variables)
     _redirect_input(variables)
     if says:
         sys.stderr.write(says)
@@ -123,7 +123,7 @@ def begin_below(loaded: frozenset[str]) -> None:
 
 def begin_cold(loaded: frozenset[str], what: dict[str, Any]) -> None:
     """Prepare a new interpreter that has replaced a rank."""
-    _redirect_output(os.environ)
+    redirect_output(os.environ)
     _redirect_input(os.environ)
     this = _Rank(loaded, dict(os.environ), {int(number): size for number, size in what["logs"].items()})
     this.attach()
@@ -155,7 +155,8 @@ class _Log(io.FileIO):
             return len(data)
 
 
-def _redirect_output(variables: Mapping[str, str]) -> None:
+def redirect_output(variables: Mapping[str, str]) -> None:
+    """Send what this process prints to the logs of the rank with these variables."""
     log, errors = variables.get(LOG_VARIABLE, ""), variables.get(ERRORS_VARIABLE, "")
     for path, streams in ((log, (1, 2)), (errors, (2,))):
         if not path:

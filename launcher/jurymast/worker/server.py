@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -35,7 +36,7 @@ from jurymast.processes import (
     kill_group,
     name_process,
 )
-from jurymast.worker import before_torch, preload, rank
+from jurymast.worker import before_torch, epilog, preload, rank
 from jurymast.worker.agent_pipe import FD_VARIABLE
 from jurymast.worker.shares import line, processors
 
@@ -67,6 +68,10 @@ THEN = [
 WITHOUT_COMPILER = ["torch.distributed", "torch.nn.parallel"]
 
 
+# A process that was killed takes longer only while a driver or storage holds it.
+KILL_LIMIT_S = 2.0
+
+
 class ForkServer:
     """Starts the host and the ranks. `plan` is the host's (see the agent's `host_plan`); `loaded` has the
     modules of a new interpreter."""
@@ -95,7 +100,8 @@ class ForkServer:
         pipe = int(os.environ.pop(FD_VARIABLE))
         self._environment = environment
         self._wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._ranks: set[int] = set()
+        self._ranks: dict[int, dict[str, str] | None] = {}  # their variables; None for one that does nothing
+        self._epilogs: dict[int, dict[str, int] | None] = {}  # what the host is told once they have ended
         ours, theirs = socket.socketpair()
         self._host = self._fork()
         if self._host == 0:
@@ -209,10 +215,11 @@ class ForkServer:
             self._reap()
             if self._channel in ready:
                 for order in self._orders():
+                    self._await_epilogs()
                     pid = self._fork()
                     if pid == 0:
                         return order
-                    self._ranks.add(pid)
+                    self._ranks[pid] = None if order["ended"] else order["environment"]
                     self._tell({"started": pid})
 
     def _orders(self) -> list[dict[str, Any]]:
@@ -241,10 +248,60 @@ class ForkServer:
                 kill_group(pid)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if pid == self._host:
-                end_like(code)
+                self._end(code)
             if is_rank:
-                self._ranks.remove(pid)
-                self._tell({"ended": pid, "code": code})
+                self._rank_ended(pid, code)
+            elif told := self._epilogs.pop(pid, None):
+                self._tell(told)
+
+    def _rank_ended(self, pid: int, code: int) -> None:
+        """Run what runs after this rank, and tell the host that it has ended: as Slurm does, after that; but
+        at once of a failure, which others wait for."""
+        environment, told = self._ranks.pop(pid), {"ended": pid, "code": code}
+        if environment is None or not any(self._plan["epilogs"]):
+            self._tell(told)
+            return
+        if code:
+            self._tell(told)
+        process = self._begin_epilog({**environment, "SLURM_TASK_PID": str(pid)})
+        self._epilogs[process] = None if code else told
+
+    def _begin_epilog(self, environment: dict[str, str]) -> int:
+        """Start the programs that run after the rank with this environment; returns their process's id."""
+        pid = self._fork()
+        if pid:
+            return pid
+        try:
+            die_with_parent()
+            if os.getppid() == self._pid:
+                name_process(epilog.NAME)
+                variables = {**self._environment, **environment}
+                rank.redirect_output(variables)
+                users, sites = self._plan["epilogs"]
+                epilog.run(users, sites, variables)
+        finally:
+            os._exit(0)
+
+    def _await_epilogs(self) -> None:
+        """Wait until all that runs after earlier ranks has ended, which takes a limited time."""
+        for pid in [*self._epilogs]:
+            os.waitpid(pid, 0)
+            if told := self._epilogs.pop(pid):
+                self._tell(told)
+
+    def _end(self, code: int) -> NoReturn:
+        """End with the host's exit code, after what runs after ranks, if there is something. Ranks that live
+        end with this process, or before that."""
+        if any(self._plan["epilogs"]):
+            for pid in self._ranks:
+                kill_group(pid)
+            until = time.monotonic() + KILL_LIMIT_S
+            while self._ranks and time.monotonic() < until:
+                for pid in [pid for pid in self._ranks if os.waitpid(pid, os.WNOHANG)[0]]:
+                    self._rank_ended(pid, -signal.SIGKILL)
+                time.sleep(0.01)
+            self._await_epilogs()
+        end_like(code)
 
     def _tell(self, message: dict[str, Any]) -> None:
         try:

@@ -201,6 +201,7 @@ class RunPlan:
     stderr_apart: bool = False  # ranks' stderr has logs of its own, because it goes elsewhere than stdout
     inputs: tuple[str, ...] = ()  # the file that all ranks read as standard input, or one a rank ("": none)
     prologs: tuple[str, ...] = ()  # programs that run before each rank, as Slurm's before a task
+    epilogs: tuple[str, str] = ("", "")  # and after each: the step's own, the site's; "" for none
     working_directory: str = "."
     python: str = "python3"
     sbatch_options: tuple[str, ...] = ()
