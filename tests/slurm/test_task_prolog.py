@@ -12,7 +12,7 @@ from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-LIMIT_S = 240.0
+LIMIT_S = 800.0
 SITE = """#!/bin/sh
 echo "export SITE=$SLURM_PROCID/$SLURM_NTASKS-$SLURM_LOCALID"
 """
@@ -91,6 +91,7 @@ def lines(cluster: Cluster, script: str, *submit: str) -> list[str]:
     return sorted(line.replace(str(work), "") for line in [*said, *after])
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("script", [JOB, FAILS], ids=["runs", "fails"])
 def test_programs_run_around_each_rank_as_around_each_task(site: Cluster, script: str) -> None:
     theirs = lines(site, script, "sbatch")

@@ -95,6 +95,20 @@ TAIL = "pkill -f torchrun; echo it's done\n"
         ("coproc NAME { srun torchrun train.py; }", True, "under the agents"),
         ("srun ./later.sh", None, "./later.sh cannot be read here"),
         ("srun my-wrapper python train.py", False, "my-wrapper is not known to start ranks"),
+        ("bash -e launch.sh a", True, "`exec bash ./inner.sh` in it: `torchrun train.py` in it: a launcher"),
+        ("source ./inner.sh", True, "`torchrun train.py` in it"),
+        ("./launch.sh", True, "as if srun preceded it"),
+        ("bash -eo pipefail later.sh", None, "later.sh cannot be read here"),
+        ("nohup ./later.sh > log &", None, "./later.sh cannot be read here"),
+        # Text for another shell, and what prints words.
+        ("bash -lc 'srun python train.py'", True, "`srun python train.py` in it: each task is a rank"),
+        ("eval $RUN train.py", None, "`$RUN train.py` in it: what $RUN stands for is known only"),
+        ("trap 'srun torchrun train.py' USR1", True, "`srun torchrun train.py` in it: a launcher"),
+        ("if true; then\n{\n:\n}\nelse srun python shard.py\nfi", False, "independent tasks"),
+        ("$RUN python train.py", None, "what $RUN stands for is known only when it runs"),
+        ('"${RUN[@]}" train.py', None, "what ${RUN[@]} stands for"),
+        ("done_at=$(srun torchrun train.py)", True, "under the agents"),
+        ('echo "first `srun python shard.py` last"', False, "independent tasks"),
     ],
 )
 def test_what_happens_to_a_line(
@@ -108,8 +122,10 @@ def test_what_happens_to_a_line(
     Path("jax.py").write_text("import numpy\njax.distributed.initialize()\n")
     Path("launch.sh").write_text("#!/bin/sh\n# not here: srun\nexec bash ./inner.sh\n")
     Path("inner.sh").write_text("#!/bin/sh\ntorchrun train.py\n")
+    Path("launch.sh").chmod(0o755)
     (found,) = foreseen(f"{HEAD}{line}\necho done # python x.py\n{TAIL}", CommandLine(), 2)
-    assert found.line == HEAD.count("\n") + 1
+    before = line.partition("else")[0].count("\n") if "else" in line else 0
+    assert found.line == HEAD.count("\n") + 1 + before
     assert found.protected is protected, found
     assert why in found.why
 

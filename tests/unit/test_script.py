@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +30,6 @@ from jurymast.script.recognise import (
     starts_launcher,
     starts_ranks,
     tasks_a_node,
-    with_its_path,
 )
 from jurymast.script.srun import parse
 from jurymast.script.step import REACHED, container_command, node_command, warn_if_unreached
@@ -674,27 +672,3 @@ def test_a_step_whose_script_is_gone_waits_for_nothing() -> None:
         waiting = psutil.Process(int(shell.stdout.readline()))
         shell.kill()
         waiting.wait(60.0)
-
-
-@pytest.mark.parametrize(
-    ("typed", "path"),
-    [
-        ("./launch.sh x", "{here}/./launch.sh"),
-        ("launch.sh x", "{here}/launch.sh"),
-        ("-D sub ls x", "{here}/sub/ls"),
-        ("ls x", shutil.which("ls")),
-        ("sub/data x", "sub/data"),
-        ("--container-image=i ls x", "ls"),
-    ],
-)
-def test_a_steps_program_has_its_whole_path_as_srun_gives_it(
-    typed: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sub").mkdir()
-    for name, mode in (("launch.sh", 0o755), ("sub/ls", 0o755), ("sub/data", 0o644)):
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(mode)
-    monkeypatch.chdir(tmp_path)
-    srun = parse(typed.split())
-    assert srun is not None
-    assert with_its_path(srun).command == [path.format(here=tmp_path), "x"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jurymast.cluster.sbatch import CommandLine
 from jurymast.script import evidence, recognise, shell, srun
 
 # Words before a command that do not change which one it is.
 BEFORE = frozenset({
-    "!", "command", "coproc", "do", "elif", "else", "eval", "exec", "if", "nohup", "setsid", "then", "time",
+    "!", "command", "coproc", "do", "elif", "else", "exec", "if", "nohup", "setsid", "then", "time",
     "until", "while", "{",
 })  # fmt: skip
 # Programs after whose options another command may stand.
@@ -54,6 +54,8 @@ TOO_LONG = "too long to be read beforehand: what it starts is known only when it
 NOT_ALL = (
     "the script is too long to be read beforehand: what it starts from here on is known only when it runs"
 )
+VARIABLE = re.compile(r"\$(\w+|\{[^{}]*\})")
+OF_THE_SCRIPT = {"PYTHONPATH": OURS}
 SIZES = ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node")
 
 
@@ -75,17 +77,49 @@ def foreseen(
 ) -> list[Foreseen]:
     """Return the lines of a batch script that start trainings, steps or Python. `told`: sbatch's options;
     `active`: nodes of the run; `train`: see `RunPlan`; `around`: what Slurm runs around each task."""
-    variables = _of_slurm(told, active)
     gpus = any(told.last(name) for name in GPUS) or any("gpu" in (told.last(name) or "") for name in TRES)
-    found = []
-    for command in shell.commands(text, {**variables, "PYTHONPATH": OURS}):
-        seen = {**command.exported, **variables}
-        if not command.words or sum(map(len, command.words)) > COMMAND_CHARACTERS_MAX:
-            text = command.text[:SHOWN_CHARACTERS]
-            found.append(Foreseen(command.line, text, None, TOO_LONG if command.words else NOT_ALL))
-            continue
-        fate = _fate(command.words, seen, active, train)
-        if fate is not None and fate[0] and (why := _by_itself(command.words, seen, gpus=gpus)):
+    return _Foresight(_of_slurm(told, active), active, train, around, gpus).of(text)
+
+
+@dataclass
+class _Foresight:
+    """What is known of the run. `variables`: Slurm's; `gpus`: the job asks for some; `scripts`: those that
+    may still be read of all that the script runs."""
+
+    variables: Mapping[str, str]
+    active: int
+    train: str
+    around: Sequence[str]
+    gpus: bool
+    scripts: int = recognise.SCRIPTS_MAX
+
+    def of(self, text: str, inherited: Mapping[str, str] = OF_THE_SCRIPT) -> list[Foreseen]:
+        """The same for the text of a script, or of a part that a further shell reads, with these
+        variables."""
+        found: list[Foreseen] = []
+        for command in shell.commands(text, {**inherited, **self.variables}):
+            if not command.words or sum(map(len, command.words)) > COMMAND_CHARACTERS_MAX:
+                shown = command.text[:SHOWN_CHARACTERS]
+                found.append(Foreseen(command.line, shown, None, TOO_LONG if command.words else NOT_ALL))
+                continue
+            seen = {**command.exported, **self.variables}
+            inner = _for_another_shell(_stripped(command.words))
+            if inner and self.scripts and (within := self._within(command, inner, seen)):
+                found += within
+            elif one := self._of_command(command, seen):
+                found.append(one)
+        return found
+
+    def _within(self, command: shell.Command, text: str, seen: Mapping[str, str]) -> list[Foreseen]:
+        self.scripts -= 1
+        return [
+            replace(one, line=command.line, command=command.text, why=f"`{one.command}` in it: {one.why}")
+            for one in self.of(text, seen)
+        ]
+
+    def _of_command(self, command: shell.Command, seen: Mapping[str, str]) -> Foreseen | None:
+        fate = _fate(command.words, seen, self.active, self.train)
+        if fate is not None and fate[0] and (why := _by_itself(command.words, seen, gpus=self.gpus)):
             fate = False, why
         if fate is not None and fate[0] and (why := _out_of_reach(command.words, seen)):
             fate = False, why
@@ -93,10 +127,29 @@ def foreseen(
             perhaps = ({**seen, "PYTHONPATH": value} for value in command.perhaps.get("PYTHONPATH", ()))
             if why := next(filter(None, (_out_of_reach(command.words, other) for other in perhaps)), ""):
                 fate = None, f"only the running script knows whether {why}"
-        if fate is not None:
-            differs = "" if fate[0] is False else _around_tasks(command.words, seen, active, around)
-            found.append(Foreseen(command.line, command.text, *fate, differs))
-    return found
+        if fate is None:
+            return None
+        differs = "" if fate[0] is False else _around_tasks(command.words, seen, self.active, self.around)
+        return Foreseen(command.line, command.text, *fate, differs)
+
+
+def _for_another_shell(words: Sequence[str]) -> str:
+    """The text that a command has a shell read: `eval`'s words, a trap's, a shell's -c, or a script's text,
+    if it can be read here; "" if there is none."""
+    if not words:
+        return ""
+    program, rest = _name(words[0]), list(words[1:])
+    if program == "eval":
+        return " ".join(rest)
+    if program == "trap":
+        return rest[0] if len(rest) > 1 and rest[0] != "-" else ""
+    if program in recognise.SHELLS or words[:1] in (["source"], ["."]):
+        options, rest = _options(rest)
+        if any(re.fullmatch(r"-\w*c\w*", option) for option in options):
+            return rest[0] if rest else ""
+        return recognise.read_shell_script(rest[0]) if rest else ""
+    text = recognise.read_shell_script(words[0]) if "/" in words[0][:-1] else ""
+    return text if re.match(rf"#!\s*\S*(/|env\s+)({'|'.join(recognise.SHELLS)})\b", text) else ""
 
 
 def _of_slurm(told: CommandLine, active: int) -> dict[str, str]:
@@ -114,11 +167,7 @@ def _of_slurm(told: CommandLine, active: int) -> dict[str, str]:
 def _fate(
     words: Sequence[str], variables: Mapping[str, str], active: int, train: str
 ) -> tuple[bool | None, str] | None:
-    words = list(words)
-    if words[:1] == ["coproc"] and words[2:3] == ["{"]:  # after its name
-        del words[:2]
-    while words and (words[0] in BEFORE or re.match(r"\w+=", words[0])):
-        words.pop(0)
+    words = _stripped(words)
     if words and _name(words[0]) in AROUND:
         step = next((place for place, word in enumerate(words) if _name(word) == "srun"), 0)
         words = words[step:]
@@ -127,18 +176,51 @@ def _fate(
         return _step(words, variables, active, train)
     if program in UNSEEN:
         return False, f"{program}: {UNSEEN[program]}, so nothing is handled; {INSTEAD}"
+    if VARIABLE.fullmatch(words[0] if words else ""):
+        return None, f"what {words[0]} stands for is known only when it runs; a training is recognized then"
     line = shell.spelled_out(" ".join(words), variables)
     if program in ELSEWHERE and (recognise.LAUNCHER.search(line) or recognise.PYTHON.search(line)):
         return False, f"{program}: starts it outside the job's steps, so nothing is handled; {INSTEAD}"
     if not words or not _may_start(words):
-        return None
+        return _unread(words)
     if recognise.starts_launcher(words, recognise.read_shell_script, variables):
         if _on_each_node(words):
             return active == 1, "one training on the first node" + ", without failure handling" * (active > 1)
         return True, "a launcher: runs on all nodes, as if srun preceded it"
     if recognise.names_python(words, variables):
         return False, "runs once, on the first node, as under sbatch; `srun` or `torchrun` before it trains"
-    return None
+    return _unread(words)
+
+
+def _stripped(words: Sequence[str]) -> list[str]:
+    """The words from the one on that names the program."""
+    words = list(words)
+    if words[:1] == ["coproc"] and words[2:3] == ["{"]:  # after its name
+        del words[:2]
+    while words and (words[0] in BEFORE or re.match(r"\w+=", words[0])):
+        words.pop(0)
+    return words
+
+
+def _unread(words: Sequence[str]) -> tuple[None, str] | None:
+    """What is said of a command that has a shell run a script that cannot be read here."""
+    shells = bool(words) and _name(words[0]) in recognise.SHELLS
+    options, rest = _options(words[1:]) if shells else ([], list(words))
+    script = rest[0] if rest and not any(re.fullmatch(r"-\w*c\w*", option) for option in options) else ""
+    read = not script or recognise.read_shell_script(script)
+    if read or not (shells or recognise.SHELL_SCRIPT.fullmatch(script)):
+        return None
+    return None, f"{script} cannot be read here: what it starts is known only when it runs"
+
+
+def _options(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A shell's options, without the names that follow -o, and what comes after them."""
+    rest, options = list(words), list[str]()
+    while rest and re.match(r"[-+]\w|--", rest[0]):
+        options.append(rest.pop(0))
+        if re.fullmatch(r"[-+]\w*[oO]", options[-1]) and rest:
+            rest.pop(0)
+    return options, rest
 
 
 def _by_itself(words: Sequence[str], variables: Mapping[str, str], *, gpus: bool) -> str:

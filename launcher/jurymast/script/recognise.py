@@ -142,10 +142,19 @@ def in_container(command: Sequence[str], read: Callable[[str], str]) -> int:
 def with_its_path(srun: CommandLine) -> CommandLine:
     """The step with its program as srun names it to tasks: by its whole path, which is a script's $0. What a
     container has, only the container knows."""
-    first, *rest = srun.command
+    path = None if in_image(srun) else _path(srun)
+    return replace(srun, command=[path, *srun.command[1:]]) if path else srun
+
+
+def is_missing(srun: CommandLine) -> bool:
+    """Whether the step's program is nowhere to be found, or cannot be run; srun says so."""
+    return bool(srun.command) and not in_image(srun) and _path(srun) is None
+
+
+def _path(srun: CommandLine) -> str | None:
+    first = srun.command[0]
     here = os.path.join(os.getcwd(), srun.last("chdir") or "", first)
-    path = here if os.path.isfile(here) and os.access(here, os.X_OK) else programs.located(first)
-    return replace(srun, command=[path, *rest]) if path and not in_image(srun) else srun
+    return here if os.path.isfile(here) and os.access(here, os.X_OK) else programs.located(first)
 
 
 def finds_program(srun: CommandLine, environment: Mapping[str, str]) -> bool:

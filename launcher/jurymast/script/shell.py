@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # `A=`, `A+=`, and whether the value is a list in parentheses.
 ASSIGNMENT = re.compile(r"(\w+)(?:\[\w*\])?(\+?)=(.*)", re.DOTALL)
@@ -107,12 +107,22 @@ class _WordReader:
         while self.at < len(self.text):
             raw, start = self._raw_words()
             text = " ".join(self.text[max(start, 0) : self.at].replace("\\\n", " ").split())
+            yield from self._that_print(raw, self.text.count("\n", 0, max(start, 0)))
             if raw and (words := self._set(raw)):
                 line = self.text.count("\n", 0, start) + 1
                 self.allowance.take(len(self.exported) + sum(map(len, words)))
                 given = {name: " ".join(self.values[name]) for name in self.exported & self.values.keys()}
                 others = {name: self.perhaps[name] for name in self.exported & self.perhaps.keys()}
                 yield Command(line, text.rstrip("&|;() "), tuple(words), given, others)
+
+    def _that_print(self, raw: Sequence[str], lines: int) -> Iterator[Command]:
+        """The commands in `$(...)`, which print words of a command that begins after so many `lines`."""
+        for found in (found[0] for word in raw if word[:1] != "'" for found in OUTPUT.finditer(word)):
+            if not found.startswith("$(("):
+                inner = self._of_part(found[1:-1] if found[0] == "`" else found[2:-1])
+                inner.exported = self.exported
+                for one in inner.commands():
+                    yield replace(one, line=one.line + lines)
 
     # ---- words as they are written
 

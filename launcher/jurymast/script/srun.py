@@ -120,7 +120,7 @@ def _may_train(srun: CommandLine | None) -> bool:
 
 def _as_training(step: Step, srun: CommandLine) -> int | None:
     """Run a training step; returns its exit code, or None if the step is not a training."""
-    if not recognise.finds_program(srun, os.environ):
+    if not recognise.finds_program(srun, os.environ) or recognise.is_missing(srun):
         return None  # srun says so
     tasks = recognise.tasks_a_node(srun, os.environ, step.active)
     read = recognise.read_shell_script
