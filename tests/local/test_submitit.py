@@ -199,3 +199,14 @@ def test_a_function_that_does_not_want_to_be_requeued(auto: Any, tmp_path: Path)
     job._interrupt()
     assert "checkpoint function returned None" in str(job.exception())
     assert (tmp_path / "0").read_text() == "5", "it was not begun anew"
+
+
+def test_lines_of_shell_run_around_a_local_run(auto: Any, tmp_path: Path) -> None:
+    last = tmp_path / "last"
+    auto.update_parameters(
+        slurm_setup=["export FROM_SETUP='a b'"], slurm_teardown=[f'echo "after $FROM_SETUP" >>{last}']
+    )
+    job = auto.submit(os.getenv, "FROM_SETUP")
+    assert job.result() == "a b"
+    wait_until("what runs last", lambda: last.exists() and last.read_text() != "")
+    assert last.read_text() == "after a b\n"

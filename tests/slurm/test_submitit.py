@@ -193,3 +193,48 @@ def test_a_function_is_requeued_at_its_time_limit(cluster: Cluster, tmp_path: Pa
     assert state.timeouts == len(state.incidents)
     wait_until("what runs last", (here / "last").exists, 60.0)
     assert (here / "last").read_text() == "after yes\n"
+
+
+# As in submitit's documentation: the state goes into a file of one's own, and the next life has a new object.
+DOCUMENTED = """
+class NetworkTraining:
+    def __init__(self):
+        self.model = None
+
+    def __call__(self, path):
+        self.model = json.loads(Path(path).read_text()) if Path(path).exists() else {"step": 0, "lives": 0}
+        self.model["lives"] += 1
+        while self.model["step"] < 5 or not (here / "go").exists():
+            self.model["step"] += 1
+            (here / "lives").write_text(str(self.model["lives"]))
+            time.sleep(0.05)
+        return self.model
+
+    def checkpoint(self, path):
+        time.sleep(3.0)  # longer than failures.stop_grace
+        Path(path).write_text(json.dumps(self.model))
+        return submitit.helpers.DelayedSubmission(NetworkTraining(), path)
+
+executor.update_parameters(nodes=1, jurymast_spares=0)
+job = executor.submit(NetworkTraining(), str(here / "model"))
+(here / "submitted").write_text(job.job_id)
+for life, timeout in ((1, False), (2, True)):
+    while not (here / "lives").exists() or (here / "lives").read_text() != str(life):
+        time.sleep(0.2)
+    job._interrupt(timeout=timeout)
+while (here / "lives").read_text() != "3":
+    time.sleep(0.2)
+(here / "go").touch()
+print(json.dumps({"model": job.result(), "state": job.state}))
+"""
+
+
+def test_the_checkpoint_of_submitit_s_documentation(cluster: Cluster, tmp_path: Path) -> None:
+    here = start(cluster, tmp_path, DOCUMENTED)
+    run = RunUnderTest((here / "log" / f"{(here / 'submitted').read_text()}_run").readlink())
+    found = told(here)
+    state = run.state()
+    assert (found["state"], found["model"]["lives"]) == ("COMPLETED", 3), run.story()
+    assert found["model"]["step"] >= 5
+    assert (state.restarts, state.timeouts) == (2, 1), run.story()
+    assert {incident.cause for incident in state.incidents} == {"requeue_asked"}

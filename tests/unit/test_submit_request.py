@@ -295,7 +295,7 @@ def test_a_local_run_is_a_detached_process_that_cancel_can_tell_from_others(
 ) -> None:
     request = local_request(script, tmp_path)
     write_run_directory(request)
-    pid = submit_local(request.plan.directory)
+    pid = submit_local(request.plan.directory, request.argv)
     run = RunDirectory(request.plan.directory)
     process = local_process(run)
     assert process is not None

@@ -166,18 +166,17 @@ def batch_process(plan: RunPlan) -> tuple[str, ...]:
     return tuple(run_module("jurymast.cluster.batch", plan.directory, python=plan.python))
 
 
-def submit_local(run_directory: str) -> int:
-    """Start the run's batch process, detached from this terminal; returns its process id.
+def submit_local(run_directory: str, argv: Sequence[str]) -> int:
+    """Start the run's batch process by `argv`, detached from this terminal; returns its process id.
 
     `slurm/local.json` keeps the id together with the process's start time, so that cancel never ends a later
     process with the same id. Raises SubmissionError, RunDirectoryError.
     """
     run = RunDirectory(run_directory)
-    plan = run.plan()
     log = foreign.writing(run.submission / "job-local.log")
     try:
         process = subprocess.Popen(
-            batch_process(plan),
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -188,7 +187,7 @@ def submit_local(run_directory: str) -> int:
             close_fds=True,
         )
     except OSError as error:
-        raise SubmissionError(f"cannot start {plan.python}: {error.strerror}") from error
+        raise SubmissionError(f"cannot start {argv[0]}: {error.strerror}") from error
     finally:
         os.close(log)
     try:

@@ -320,6 +320,7 @@ def main(run_directory: str) -> int:
         if not outcome.requeued:
             break
         excluded |= set(outcome.exclude)
+    tear_down(directory)
     return outcome.exit_code
 
 

@@ -100,6 +100,8 @@ def build_request(
     """Build the request for this plan, with the batch script if there is one. Without one, the lines of shell
     `setup` run in the job first. Writes nothing and asks no other program."""
     text = policy.yaml(origins=True)
+    if plan.cluster == "local" and setup:
+        return Request(plan, text, local_script(plan, setup), ("bash", str(script_file(plan))))
     if plan.cluster == "local":
         return Request(plan, text, "", batch_process(plan))
     if script is not None:
@@ -175,7 +177,7 @@ def submit(request: Request) -> Submitted:
     write_run_directory(request)
     try:
         if request.plan.cluster == "local":
-            return Submitted(request, pid=submit_local(request.plan.directory))
+            return Submitted(request, pid=submit_local(request.plan.directory, request.argv))
         return submit_slurm(request)
     except BaseException:
         remove_run_directory(request)
@@ -363,12 +365,23 @@ def render_script(plan: RunPlan, setup: Sequence[str] = ()) -> str:
         "open-mode": "append", "signal": WARN_SIGNAL,
     }  # fmt: skip
     lines = [f"#SBATCH --{name}={quoted(str(value))}" for name, value in options.items()]
-    lines += ["#SBATCH --no-kill", f"#SBATCH --{'requeue' if plan.requeue else 'no-requeue'}", "", *setup]
+    lines += ["#SBATCH --no-kill", f"#SBATCH --{'requeue' if plan.requeue else 'no-requeue'}", ""]
+    return "\n".join(["#!/bin/bash", *lines, *_setup_and_run(plan, setup)])
+
+
+def local_script(plan: RunPlan, setup: Sequence[str]) -> str:
+    """What starts a local run after the lines of shell `setup`, which run where Slurm would run them."""
+    where = f"cd {shlex.quote(plan.working_directory)} || exit {RunDirectoryError.exit_code}"
+    return "\n".join(["#!/bin/bash", where, *_setup_and_run(plan, setup)])
+
+
+def _setup_and_run(plan: RunPlan, setup: Sequence[str]) -> list[str]:
+    folder = RunDirectory(plan.directory).submission
     # Not in the user's directory: Python looks for modules in the directory in which it starts, and a
     # queue.py there must not replace Python's own. The ranks start in the plan's working directory.
-    lines.append(f"cd {shlex.quote(str(folder))} || exit {RunDirectoryError.exit_code}")
+    change = f"cd {shlex.quote(str(folder))} || exit {RunDirectoryError.exit_code}"
     # With exec, Python becomes the batch process, so that signals for the batch process (B:) reach it.
-    return "\n".join(["#!/bin/bash", *lines, f"exec {shlex.join(batch_process(plan))}", ""])
+    return [*setup, change, f"exec {shlex.join(batch_process(plan))}", ""]
 
 
 def command(plan: RunPlan) -> tuple[str, ...]:
