@@ -289,6 +289,20 @@ def test_a_site_s_file_is_checked_with_each_of_its_teams(
     assert [Path(line.split(": ")[0]).name for line in told] == ["vision.yaml:1", "long.yaml:1"]
 
 
+def test_all_mistakes_of_a_site_s_file_are_named_in_one_go(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "team.yaml").write_text("checkpoint: {cadense: 1h}\n")
+    teams = "teams: [{account: a, policy: gone.yaml}, {account: b, policy: team.yaml}]"
+    (place / "site.yaml").write_text(f"locked: [failures.requeuez]\nspares: many\n{teams}\n")
+    assert main(["policy", "check", str(place / "site.yaml")]) == PolicyError.exit_code
+    told = capsys.readouterr().err.removeprefix("jurymast: error: ").splitlines()
+    expected = ("site.yaml:1: locked[0]: unknown key", "site.yaml:2: spares: many", "gone.yaml: ",
+                "team.yaml:1: checkpoint.cadense")  # fmt: skip
+    for line, start in zip(told, expected, strict=True):
+        assert line.startswith(f"{place}/{start}")
+
+
 def test_without_a_file_what_is_in_force_is_checked(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,14 +51,18 @@ def problems_in_force(environment: Mapping[str, str]) -> dict[str, list[str]]:
 def _of_site(file: Path) -> list[str]:
     """The problems of a site's file, alone and with each team's over it; each is told once."""
     lines = [*_of(lambda: layers_of_site(file, Nobody()))]
-    if not lines:
-        for who, path in teams_of(file):
-            lines += _of(partial(_with_team, file, Members(who), path))
+    lines += _of(lambda: layers_of_site(file, Nobody(), lenient=True))
+    try:
+        teams = teams_of(file)
+    except PolicyError:  # it is among those
+        teams = []
+    for who, path in teams:
+        lines += _of(partial(_with_team, file, Members(who), path))
     return [*dict.fromkeys(lines)]
 
 
 def _with_team(file: Path, members: Members, path: Path) -> list[Layer]:
-    return over(layers_of_site(file, members, teams=False), team_layers(path, members))
+    return over(layers_of_site(file, members, teams=False, lenient=True), team_layers(path, members))
 
 
 def _of(layers: Callable[[], Sequence[Layer]]) -> Iterator[str]:

@@ -155,10 +155,14 @@ def _locks(layers: list[Layer]) -> bool:
     return any(layer.locked for layer in layers)
 
 
-def layers_of_site(file: Path, submitter: Submitter, *, teams: bool = True) -> list[Layer]:
-    """The layers of a site's file, and with `teams` those of its teams to which the job belongs."""
+def layers_of_site(
+    file: Path, submitter: Submitter, *, teams: bool = True, lenient: bool = False
+) -> list[Layer]:
+    """The layers of a site's file, and with `teams` those of its teams to which the job belongs. `lenient`:
+    locks on keys that no policy has are left out, to find what else is wrong. Raises PolicyError."""
     layers = file_layers(file, str(file))
-    for team, path in [team for layer in layers for team in _taken(layer, "site", submitter)]:
+    taken = [team for layer in layers for team in _taken(layer, "site", submitter, lenient=lenient)]
+    for team, path in taken:
         if teams and team.fits(submitter):
             layers = over(layers, team_layers(path, submitter))
     return layers
@@ -174,7 +178,7 @@ def team_layers(path: Path, submitter: Submitter) -> list[Layer]:
 def teams_of(file: Path) -> list[tuple[Team, Path]]:
     """All teams of a site's file, and their policies. Raises PolicyError."""
     layers = file_layers(file, str(file))
-    return [team for layer in layers for team in _taken(layer, "site", Nobody())]
+    return [team for layer in layers for team in _taken(layer, "site", Nobody(), lenient=True)]
 
 
 class Nobody:
@@ -194,7 +198,9 @@ class Members:
         return tuple(getattr(self._who, what))
 
 
-def _taken(layer: Layer, kind: str, submitter: Submitter) -> list[tuple[Team, Path]]:
+def _taken(
+    layer: Layer, kind: str, submitter: Submitter, *, lenient: bool = False
+) -> list[tuple[Team, Path]]:
     """Take what only a site's files have out of the layer's values, and return the teams. Locks that the job
     may ignore are left out."""
     layer.kind = kind
@@ -203,7 +209,8 @@ def _taken(layer: Layer, kind: str, submitter: Submitter) -> list[tuple[Team, Pa
     taken = Layer(layer.name, asked, layer.origins)
     refuse([*problems_of(taken, OwnKeys)])
     keys = OwnKeys.model_validate(asked)
-    refuse([*_unknown(keys, taken)])
+    if not lenient:
+        refuse([*_unknown(keys, taken)])
     for number, lock in enumerate(keys.locked):
         if not any(who.fits(submitter) for who in lock.unless):
             where = layer.origin(("locked", number))
