@@ -164,6 +164,12 @@ KINDS_OF_RUNS = {
     "restarts alone": Past(often(WORKER_KILL, 3600.0), seconds=DAY_S),
     "requeues without spares": Past(often(POWER_LOSS, 7200.0), spares=0),
     "the spares are spent": Past(often(POWER_LOSS, 5000.0), spares=3, nodes=6),
+    "lost nodes come back": Past(
+        tuple(replace(fault, down_s=900.0) for fault in often(POWER_LOSS, 5000.0)), spares=1
+    ),
+    "lost nodes come back late": Past(
+        tuple(replace(fault, down_s=14400.0) for fault in often(POWER_LOSS, 5000.0)), spares=2
+    ),
     "requeues and restarts": Past(
         tuple(sorted((*often(POWER_LOSS, 9000.0), *often(SCRIPT, 20000.0)), key=lambda fault: fault.t)),
         Cadence(steps=100),

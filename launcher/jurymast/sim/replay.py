@@ -17,7 +17,7 @@ from statistics import fmean, median
 from typing import Any
 
 from jurymast.core.checkpoints.agreement import AS_ASKED
-from jurymast.core.goodput import Account, SaveCounts, StepCounts, cut_out, to_us
+from jurymast.core.goodput import Account, SaveCounts, Stay, StepCounts, cut_out, to_us
 from jurymast.core.judges.cadence import Cadence
 from jurymast.core.judges.forecast import REPLICATE_GUESS_S, STALL_GUESS_S
 from jurymast.core.judges.silence import steady_limit_s
@@ -51,6 +51,8 @@ LEAST_S = 120.0
 INCIDENTS_MAX = 300
 # Of so many nodes each is simulated by itself: more would take too long.
 NAMED_MAX = 64
+# Longer than any run, in seconds.
+AWAY_S = 1e9
 # Nodes that fail have numbers from here on: each is one of the placement that is healthy then.
 ANY_NODE = 1 << 20
 
@@ -152,7 +154,11 @@ def replay_of(state: RunState, account: Account, steps: StepCounts, saves: SaveC
         nodes=state.active, spares=state.spares, seconds=seconds, durations=durations, settings=settings,
         requeue=state.requeue_allowed, named=state.active if state.active <= NAMED_MAX else None,
     )  # fmt: skip
-    faults = tuple(_fault(one, number, begins) for number, one in enumerate(incidents))
+    faults = tuple(
+        fault
+        for number, one in enumerate(incidents)
+        for fault in _faults(one, account, ANY_NODE * (number + 1), begins)
+    )
     since = start if part else 0
     counted = [(n, one) for n, one in account.intervals_of_all() if one.category == "step"]
     counted_us = sum(nodes * one.us for nodes, one in counted if one.start >= since)
@@ -284,13 +290,30 @@ def kind_of(incident: Incident) -> str:
     return SCRIPT if incident.charged == APPLICATION else WORKER_KILL  # what ends ranks without blame
 
 
-def _fault(incident: Incident, number: int, start: float) -> TraceFault:
-    at, kind, lost = max(0.0, incident.fault_at - start), kind_of(incident), len(incident.lost) or 1
-    first = ANY_NODE * (number + 1)
-    nodes = tuple(range(first, first + lost)) if kind in (POWER_LOSS, NODE_CRASH) else ()
-    if kind in (WORKER_KILL, RANK_STOP) and incident.place >= 0:
-        nodes = (incident.place,)
-    return TraceFault(at, nodes, kind)
+def _faults(incident: Incident, account: Account, first: int, start: float) -> list[TraceFault]:
+    """The incident's faults: one for each node that failed; the first of them has number `first`."""
+    at, kind = max(0.0, incident.fault_at - start), kind_of(incident)
+    if kind in (POWER_LOSS, NODE_CRASH):
+        names = [lost.node for lost in incident.lost] or [incident.node]
+        known_at = incident.decided_at or incident.detected_at
+        downs = [
+            _down_s(account.stays.get(name, ()), to_us(incident.fault_at), to_us(known_at)) for name in names
+        ]
+        return [TraceFault(at, (first + n,), kind, down_s=down) for n, down in enumerate(downs)]
+    placed = kind in (WORKER_KILL, RANK_STOP) and incident.place >= 0
+    return [TraceFault(at, (incident.place,) if placed else (), kind)]
+
+
+def _down_s(stays: Sequence[Stay], since: int, known: int) -> float:
+    """How long a node was away that failed at `since`, which was `known` later. One that did not come back
+    stays away: nobody knows for how long; and the next allocation has another in its place."""
+    away = next((n for n, one in enumerate(stays) if one.what == "failed_node" and one.until > since), None)
+    if away is None or stays[away].start > known:  # only what ran there had ended
+        return 0.0
+    back = stays[away + 1 : away + 2]
+    if back and back[0].start == stays[away].until and back[0].what != "shutdown":
+        return (back[0].start - since) / 1e6
+    return AWAY_S
 
 
 def _cadence(state: RunState, saves: SaveCounts, step_s: float) -> Cadence:
