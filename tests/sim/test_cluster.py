@@ -207,6 +207,10 @@ MENDED = {
         '{"at":7.34,"kind":"signal all","node":1,"when":"launching"},'
         '{"at":10.49,"kind":"freeze","node":1,"seconds":4.0}]}'
     ),
+    "writes take longer than from save to save, and one was held up by storage": (
+        '{"seed":100300698,"active":4,"spares":0,"ranks":2,"cadence_steps":null,"room":1,"copy_s":4.9,"faults":['
+        '{"at":18.9,"kind":"storage hangs","node":2,"other":3,"seconds":4.0}]}'
+    ),
     "both nodes that a third is tested with lose power during the tests": (
         '{"seed":100206807,"active":4,"spares":1,"ranks":2,"cadence_steps":5,"room":1,"last_step":97,'
         '"tests":true,"faults":[{"at":1.89,"kind":"power","node":2,"other":1},'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from jurymast.core.checkpoints.agreement import NextSave
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
@@ -36,7 +37,8 @@ class Site:
         for name, node in self.state.nodes.items():
             node.role = Role.ACTIVE if name in ACTIVE else Role.SPARE
         self.here: set[str] = set()
-        self.checkpoints = Checkpoints(self.state)
+        self.next_save: NextSave | None = None
+        self.checkpoints = Checkpoints(self.state, lambda: self.next_save)
         for name in self.state.nodes:
             self.joined(name)
 

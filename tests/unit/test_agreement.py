@@ -107,6 +107,23 @@ def test_the_first_save_comes_early_and_then_what_it_costs_counts() -> None:
     assert second.from_step > site.told()[0].from_step
 
 
+def test_when_ranks_save_next_is_known_once_they_have_agreed() -> None:
+    site = Site(rate=4000.0)
+    assert site.agreement.next_save() is None
+    site.go_on(3 * SAMPLE_S)
+    (agreed,) = site.told()
+    site.go_on((agreed.first_step - site.done - 3) * STEP_S)
+    before = site.agreement.next_save()
+    assert before is not None
+    assert before.in_s == pytest.approx(3 * STEP_S)
+    assert before.every_s == pytest.approx(agreed.every_steps * STEP_S)
+    site.go_on(5 * STEP_S)
+    after = site.agreement.next_save()
+    assert after is not None
+    assert after.latest == agreed.first_step
+    assert after.in_s == pytest.approx((agreed.every_steps - 2) * STEP_S)
+
+
 def test_what_saves_cost_outlives_the_supervisor_and_the_allocation() -> None:
     site = Site(rate=4000.0)
     site.go_on(3 * SAMPLE_S)

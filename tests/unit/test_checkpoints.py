@@ -7,6 +7,7 @@ from msgspec import structs
 
 from jurymast.agent.storage_processes import failure_domain
 from jurymast.core.checkpoints import replicas
+from jurymast.core.checkpoints.agreement import NextSave
 from jurymast.core.checkpoints.copies import RETRY_MAX_S, RETRY_S
 from jurymast.core.checkpoints.replicas import REST_SHARE
 from jurymast.core.checkpoints.writes import WRITE_LIMIT_S
@@ -394,6 +395,45 @@ def test_one_node_copies_what_is_on_shared_storage_to_the_object_store() -> None
     site.look()
     site.answer(site.ordered(msg.Write))
     assert site.saved("object") == [(5, False), (5, True)]
+
+
+def with_slow_writes() -> Site:
+    """A write takes 5 s, and the next one is due; ranks save every 4 s, and have saved step 20."""
+    site = Site(replicas=0, shared_every_s=10.0)
+    site.save()
+    writes = site.ordered(msg.Write)
+    site.time += 5.0
+    site.answer(writes)
+    site.save(20)
+    assert site.ordered(msg.Write) == []
+    site.time += 5.1
+    return site
+
+
+def test_a_write_that_takes_longer_than_from_save_to_save_begins_just_after_one() -> None:
+    """Otherwise it would still have a slot when the save after the next one needs that."""
+    site = with_slow_writes()
+    site.next_save = NextSave(latest=20, in_s=0.5, every_s=4.0)
+    site.look()
+    assert site.ordered(msg.Write) == []
+    site.next_save = NextSave(latest=30, in_s=3.9, every_s=4.0)  # which is not whole yet
+    site.look()
+    assert site.ordered(msg.Write) == []
+    site.save(30)
+    assert {order.step for _, order in site.ordered(msg.Write)} == {30}
+
+
+@pytest.mark.parametrize(
+    ("in_s", "every_s", "waited_s"),
+    [(0.5, 4.0, 4.1), (1.1, 4.0, 0.0), (0.1, 6.0, 0.0), (3.5, 2.0, 0.0)],
+    ids=["it waits no longer", "there is time enough", "writes are fast enough", "no time is right"],
+)
+def test_a_write_that_is_due_waits_for_nothing_else(in_s: float, every_s: float, waited_s: float) -> None:
+    site = with_slow_writes()
+    site.time += waited_s
+    site.next_save = NextSave(latest=20, in_s=in_s, every_s=every_s)
+    site.look()
+    assert {order.step for _, order in site.ordered(msg.Write)} == {20}
 
 
 def test_before_the_nodes_go_the_newest_step_gets_to_storage_put_together_where_needed() -> None:

@@ -67,6 +67,16 @@ class _Wait:
     until: float
 
 
+@dataclass(frozen=True)
+class NextSave:
+    """Ranks saved at step `latest`, unless they could not; they save next in `in_s`, and then every
+    `every_s`, in seconds."""
+
+    latest: int
+    in_s: float
+    every_s: float
+
+
 class Agreement:
     """Proposes and settles schedules of saves. Times are the supervisor's clock. A request is proposed at the
     next `look`."""
@@ -269,6 +279,17 @@ class Agreement:
     def step_s(self) -> float:
         """Return the seconds per step, saves included. There must be samples."""
         return median([took_s for took_s, _ in self.samples][-RECENT:] if self.samples else [1.0])
+
+    def next_save(self) -> NextSave | None:
+        """Return when ranks save next, as far as heartbeats show it; None if that is not known."""
+        agreed = self.state.cadence
+        if agreed is None or not agreed.every_steps or not self._heard or not self.samples:
+            return None
+        ranks, _ = next(iter(self._heard.values()))
+        done = min(rank.step for rank in ranks) - agreed.first_step
+        left = agreed.every_steps - done % agreed.every_steps if done >= 0 else -done
+        latest = agreed.first_step + done // agreed.every_steps * agreed.every_steps
+        return NextSave(latest, left * self.step_s, agreed.every_steps * self.step_s)
 
     @property
     def slowdown(self) -> float:

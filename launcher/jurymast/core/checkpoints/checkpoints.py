@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from msgspec.structs import asdict
 
 from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints.agreement import NextSave
 from jurymast.core.checkpoints.commit import Commit, Rollback
 from jurymast.core.checkpoints.copies import RATES, RETRY_S, Copies, Holder, RestorePlan
 from jurymast.core.checkpoints.replicas import Replicas
@@ -316,13 +317,13 @@ class Checkpoints:
     and again, with other work in between, and reports with `replicas.took` how long each call took.
     """
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, next_save: Callable[[], NextSave | None] = lambda: None) -> None:
         self._state = state
         self.copies = Copies()
         self._holders = self.copies.holders
         self._commit = Commit(state, self.copies)
         self.replicas = Replicas(state, self.copies, self._commit)
-        self.writes = Writes(state, self.copies)
+        self.writes = Writes(state, self.copies, next_save)
         self.restore = RestoreChoice(state, self.copies)
         self._shortages = Shortages()
         self._held_at = -math.inf  # the last report of an image

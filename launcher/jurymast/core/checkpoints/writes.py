@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from jurymast.core.checkpoints.agreement import NextSave
 from jurymast.core.checkpoints.copies import RATES, Copies, Reachability, Retries
 from jurymast.core.judges.cadence import durable_interval_s, durable_share
 from jurymast.core.judges.forecast import IDLE_SHARE, Saving
@@ -121,8 +122,11 @@ class Writes:
     """Decides about writes, and when one that failed is tried again (`retries`, by tier). `shared` maps the
     states that are complete in the shared tier to their size in bytes. Times are Unix times in seconds."""
 
-    def __init__(self, state: RunState, copies: Copies) -> None:
+    def __init__(
+        self, state: RunState, copies: Copies, next_save: Callable[[], NextSave | None] = lambda: None
+    ) -> None:
         self._state, self._copies, self._holders = state, copies, copies.holders
+        self._next_save = next_save
         self.shared: dict[StateId, int] = {}
         self._under_way: dict[str, OpenWrite] = {}  # by tier
         self._next_at: dict[str, float] = {}
@@ -202,7 +206,22 @@ class Writes:
     def _due(self, tier: str, key: StateId, now: float) -> bool:
         hurry = tier == im.SHARED and (self._hastened is not None or now < self._hasty_until)
         idle = self.ready(key, now) if hurry else self.free(tier, now) and now >= self.due_at(tier)
-        return idle and self._tried.get(tier) != key and self._copies.in_memory(key)
+        due = idle and self._tried.get(tier) != key and self._copies.in_memory(key)
+        return due and (hurry or tier != im.SHARED or not self._costs_a_save(key, now))
+
+    def _costs_a_save(self, key: StateId, now: float) -> bool:
+        """Whether this state's slots would not be free for the save after the next one, if a write took as
+        long as the last one. What takes longer than ranks take from save to save begins just after one; but
+        a write that is due waits no longer than that."""
+        last = self._state.saved.get(im.SHARED)
+        if last is None or not self._state.settings.memory:
+            return False
+        saves = self._next_save()
+        if saves is None or last.seconds <= saves.every_s or now > self.due_at(im.SHARED) + saves.every_s:
+            return False
+        # The newest save may have the other slot already, though it is not whole everywhere.
+        until_s = saves.in_s + (0.0 if key.step < saves.latest else saves.every_s)
+        return until_s < min(last.seconds, 1.9 * saves.every_s)
 
     def write(self, tier: str, key: StateId, now: float) -> list[Effect]:
         """Have the agents copy a state to a tier; does nothing if an image is whole on no node."""

@@ -97,8 +97,8 @@ class Supervision:
     def __init__(self, state: RunState, directory: str, now: float) -> None:
         self.state = state
         self.watch = Watch(state, now)
-        self.checkpoints = Checkpoints(state)
         self.agreement = Agreement(state)
+        self.checkpoints = Checkpoints(state, self.agreement.next_save)
         self.launching = Launching(state, self.watch, self.checkpoints, directory)
         self.departure = Departure(state, self.watch, self.checkpoints)
         self.limit = TimeLimit(state.signal_s, state.keeps_s)
