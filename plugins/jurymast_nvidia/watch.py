@@ -45,6 +45,7 @@ class NvidiaProbe:
         self._context = context
         self._since: dict[tuple[str, str], float] = {}
         self._standing: list[Finding] = []
+        self._joules: dict[str, float] = {}  # by PCI address
         self._due = 0.0
         self._events: Any = None
         self._waiting_failed = False
@@ -90,8 +91,20 @@ class NvidiaProbe:
         if now >= self._due or now < self._due - BATCH_S:  # or the clock was set back
             self._due = now + BATCH_S
             self._standing = self.batch(now)
+            self._joules.update(self._read_joules())
         found = [*(event for event in events if event.verdict is not Verdict.OK), *self._standing]
         return found if self._sure else [doubtful(one, UNSURE) if one.device else one for one in found]
+
+    def energy(self) -> Mapping[str, float]:
+        """What each GPU that is the job's alone has used since its driver was loaded, in joules."""
+        return self._joules
+
+    def _read_joules(self) -> Iterator[tuple[str, float]]:
+        for watched in self.gpus:
+            gpu = watched.gpu
+            if gpu.handle is not None and not watched.shared:
+                with suppress(NvmlError):
+                    yield gpu.bus or gpu.name, gpu.ask("nvmlDeviceGetTotalEnergyConsumption") / 1000.0
 
     def close(self) -> None:
         with suppress(NvmlError):

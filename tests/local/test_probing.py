@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -22,7 +23,7 @@ from jurymast.health.watcher import ProbeWatcher
 from jurymast.jobs import await_ended, began_at
 from jurymast.rundir import RunDirectory
 from support.probes import Acme
-from support.runs import local_run, wait_gone
+from support.runs import jurymast, local_run, wait_gone
 from support.waiting import LIMIT_S, wait_until
 
 # Long enough for a busy machine, short enough to wait for it twice.
@@ -522,6 +523,40 @@ def test_a_finding_of_a_run_reaches_its_journal_and_is_over_again(
         ("acme-high", "acme0", "unknown", "host"), ("acme-high", "acme0", "ok", "host"),
     ]  # fmt: skip
     assert await_ended([child.pid], LIMIT_S)
+
+
+@pytest.mark.torch
+def test_what_devices_use_in_a_run_is_in_its_report(acme: Callable[..., Acme], tmp_path: Path) -> None:
+    """Of two nodes; only what was used after their first look counts."""
+    package = acme("acme")
+    package.tell("acme", "used 5000000")
+    over = tmp_path / "over"
+    train = ("--steps", "100000", "--step-time", "0.05", "--save-every", "2s", "--until", str(over))
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
+                   arguments=train) as run:  # fmt: skip
+        looked: set[int] = set()
+
+        def used() -> float:
+            return run.state().joules
+
+        def both_looked() -> bool:
+            if package.looks("acme"):
+                looked.add(package.pid("acme"))
+            return len(looked) == 2
+
+        wait_until("look of both nodes", both_looked)
+        run.wait("the first steps", lambda state: state.best_step > 0)
+        assert used() == 0.0
+        package.tell("acme", "used 5360000")
+        wait_until("joules in the journal", lambda: used() == pytest.approx(720_000.0))
+        package.tell("acme", "used 100")  # the driver was loaded anew
+        over.touch()
+        assert run.wait_end().exit_code == 0
+        wait_gone(run.directory.root)
+    done = jurymast("report", "--json", str(run.directory.root))
+    energy = json.loads(done.stdout)["energy"]
+    assert energy["kwh"] == pytest.approx(0.2, rel=0.01)
+    assert "energy     at least 0.200 kWh" in jurymast("report", str(run.directory.root)).stdout
 
 
 def found_node(events: list[ev.Event]) -> str:

@@ -1,4 +1,4 @@
-"""Looks through the nvidia probe as told, a JSON line each way: open, look, close.
+"""Looks through the nvidia probe as told, a JSON line each way: open, look, energy, close.
 
 A process of its own, because the library that pynvml loads cannot be changed once it is loaded.
 """
@@ -25,6 +25,8 @@ def main() -> None:
             answer: object = probe is not None
         elif order["do"] == "look" and probe is not None:
             answer = [finding.to_json() for finding in probe.look(order["now"])]
+        elif order["do"] == "energy":
+            answer = dict(getattr(probe, "energy", dict)())
         else:
             if probe is not None:
                 probe.close()

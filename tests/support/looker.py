@@ -42,6 +42,11 @@ class Looker:
     def found(self, after_s: float = BATCH_S) -> list[Found]:
         return [(f["code"], f["device"], f["verdict"]) for f in self.look(after_s)]
 
+    def energy(self) -> dict[str, float]:
+        """Joules by PCI address, as of the last look."""
+        used: dict[str, float] = self._ask({"do": "energy"})
+        return used
+
     def close(self) -> None:
         self._ask({"do": "close"})
 

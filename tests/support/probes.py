@@ -19,6 +19,9 @@ class Acme:
         self.first = memory
         self.folder = HERE / name
         self.last = ""
+        self.joules = {}
+    def energy(self):
+        return self.joules
     def look(self, now):
         pid = self.folder / "pid"
         partial = pid.with_suffix(".partial")
@@ -30,6 +33,8 @@ class Acme:
         if word == "hang":
             while True:
                 signal.pause()
+        if word == "used":
+            self.joules = {"acme0": float(rest)}
         if word == "spin":
             end = time.monotonic() + float(rest)
             while time.monotonic() < end:
@@ -133,7 +138,7 @@ class Acme:
 
     def tell(self, name: str, word: str) -> None:
         """At a look: ok, `find VERDICT`, `count VALUE` (bad if more than at first), `blind DEVICE`,
-        `event TIME`, now, raise, hang, `spin SECONDS`, `stat PATH`, abort,
+        `event TIME`, now, `used JOULES`, raise, hang, `spin SECONDS`, `stat PATH`, abort,
         `hostile HOW`; when it is opened: nothing, refuse."""
         partial = self._folder / name / "partial"
         partial.write_text(word)

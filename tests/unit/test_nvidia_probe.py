@@ -75,6 +75,27 @@ def test_healthy_gpus_are_no_finding(looker: Looker) -> None:
     assert [looker.look() for _ in range(3)] == [[], [], []]
 
 
+def test_what_each_gpu_has_used_is_read_with_the_checks(gpus: FakeGpus, looker: Looker) -> None:
+    gpus.set(energy=5_000_000)  # in millijoules
+    opened(looker, gpus=4)
+    looker.look()
+    first = looker.energy()
+    assert list(first.values()) == [5000.0] * 4
+    gpus.set(2, energy=6_500_000)
+    gpus.fail("nvmlDeviceGetTotalEnergyConsumption", NOT_SUPPORTED, 3)
+    looker.look(after_s=1.0)  # only events
+    assert looker.energy() == first
+    looker.look()
+    assert sorted(looker.energy().values()) == [5000.0, 5000.0, 5000.0, 6500.0]
+
+
+def test_a_gpu_that_tells_no_energy_has_used_none(gpus: FakeGpus, looker: Looker) -> None:
+    gpus.fail("nvmlDeviceGetTotalEnergyConsumption", NOT_SUPPORTED)
+    opened(looker, gpus=4)
+    assert looker.look() == []
+    assert looker.energy() == {}
+
+
 STATES: list[tuple[dict[str, int], str, str]] = [
     ({"recovery_action": 1}, "gpu-recovery-action", "bad"),
     ({"recovery_action": 2}, "gpu-recovery-action", "bad"),

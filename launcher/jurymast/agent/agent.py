@@ -178,7 +178,8 @@ class Agent:
         """Send a heartbeat now, and set the timer for the next one."""
         self._io.keeper.look()
         ranks, cadence, times = self._io.ranks.report(beat.pids)
-        self._connecting.send(msg.beat_of(beat.attempt, ranks, cadence, times))
+        joules = self._io.probing.joules
+        self._connecting.send(msg.beat_of(beat.attempt, ranks, cadence, times, joules))
         if self._beat_timer is not None:
             self._beat_timer.cancel()
         plan = self._io.plan

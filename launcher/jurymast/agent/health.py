@@ -65,6 +65,10 @@ class Probing:
         """Return all findings that hold now, and the newest events."""
         return [*self._watcher.findings(), *self._own.holding()]
 
+    @property
+    def joules(self) -> float | None:
+        return self._watcher.joules
+
     def wall(self) -> float:
         return time.time()
 

@@ -105,6 +105,10 @@ class NodeTestAccess(Protocol):
 class ProbeAccess(Protocol):
     """The node's health. Findings go to the supervisor."""
 
+    @property
+    def joules(self) -> float | None:
+        """What this node's GPUs have used since the agent first saw them; None: nobody can say."""
+
     def start(self) -> None: ...
 
     def known(self) -> tuple[Finding, ...]:

@@ -4,10 +4,11 @@ stdin: one line, {"context": {...}, "name", "point": "package:function", "memory
 Answers, one JSON object per line:
     {"say": "runs", "pid"}    the process in which the probe looks: see `__main__`
     {"say": "look", "limit_s"}    before a call into the probe
-    {"say": "looked", "state", "findings", "memory", "next_s"}    all that holds now, and events since then;
-        `state` is looked, nothing (not for this machine) or failed; `memory`: what the next process of this
-        probe is to be given, null if it has not changed or the probe keeps none, with "remembers" true if it
-        keeps one; `next_s`: seconds until the next look
+    {"say": "looked", "state", "findings", "memory", "energy", "next_s"}    all that holds now, and events
+        since then; `state` is looked, nothing (not for this machine) or failed; `memory`: what the next
+        process of this probe is to be given, null if it has not changed or the probe keeps none, with
+        "remembers" true if it keeps one; `energy`: joules by device, {} if nothing new was read; `next_s`:
+        seconds until the next look
 With `once` it ends after one look. A probe that is not for this machine ends its process, too.
 """
 
@@ -18,7 +19,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -30,6 +31,7 @@ from jurymast.health.probe import Context, Probe, failed, open_probe, threshold
 OPEN_LOOKS = 3
 INTERVALS = 3
 FINDINGS_MAX = 100
+DEVICES_MAX = 64
 # The machine's clock was set if it is off by this much from where the probes' clock is; less is drift.
 CLOCK_SET_S = 1.0
 # A line to the agent must fit into child.LINE_BYTES_MAX, with up to FINDINGS_MAX findings.
@@ -48,6 +50,7 @@ class ProbeChild:
         self._probe: Probe | None = None
         self._due = time.monotonic()
         self._remembered = ""  # what was last sent, as JSON
+        self._energy: dict[str, float] = {}  # what was last sent
         self._forgot = False  # this process could not take what an earlier one remembered
 
     def run(self) -> None:
@@ -93,9 +96,20 @@ class ProbeChild:
         if next(wrong, None) is not None:  # the first are told, and that there are more
             error = ValueError(f"more than {FINDINGS_MAX} findings")
             found[-1] = failed(self._name, error, "tell all that it found").to_json()
-        memory = self._changed_memory(probe)
+        memory, energy = self._changed_memory(probe), self._new_energy(probe)
         self._due = time.monotonic() + interval_s
-        self._looked("looked", found, memory)
+        self._looked("looked", found, memory, energy)
+
+    def _new_energy(self, probe: Probe) -> dict[str, float]:
+        """The joules of the devices that have used any since they were last sent. Raises whatever the plugin
+        raises."""
+        energy = getattr(probe, "energy", None)
+        if energy is None:
+            return {}
+        found = {str(device): float(joules) for device, joules in islice(energy().items(), DEVICES_MAX)}
+        new = {device: joules for device, joules in found.items() if self._energy.get(device) != joules}
+        self._energy = found
+        return new
 
     def _changed_memory(self, probe: Probe) -> Any:
         """What the probe wants its next process to know, if that has changed; None otherwise. Raises whatever
@@ -112,10 +126,13 @@ class ProbeChild:
         self._remembered = text
         return memory
 
-    def _looked(self, state: str, found: Sequence[dict[str, Any]], memory: Any = None) -> None:
+    def _looked(
+        self, state: str, found: Sequence[dict[str, Any]], memory: Any = None,
+        energy: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
         self._say(
             {
-                "say": "looked", "state": state, "findings": found, "memory": memory,
+                "say": "looked", "state": state, "findings": found, "memory": memory, "energy": energy or {},
                 "remembers": bool(self._remembered), "next_s": self._next_s(),
             }
         )  # fmt: skip

@@ -94,6 +94,9 @@ class Probe(Protocol):
     in this way. What an earlier process found is over only when a process looks that continued from its
     memory; without `remember` it holds until the job ends. A probe that keeps nothing between looks returns
     {}.
+
+    A probe may have a method `energy() -> Mapping[str, float]`, called after each look: by device, the joules
+    that it has used since any moment, as its counter says. Only devices that are the job's alone count.
     """
 
     name: str

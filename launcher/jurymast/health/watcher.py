@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from jurymast.child import Child
+from jurymast.core.judges.energy import Growth
 from jurymast.core.judges.own_health import ChildEnd, ProbeLooked, ProbeLooks
 from jurymast.core.state.findings import Finding
 from jurymast.health.child import FINDINGS_MAX
@@ -28,6 +29,7 @@ GONE_S = 5.0
 # Signals that other processes send to a child; they do not point at the probe that was looking.
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 SECONDS_MAX = 1e7  # longer than any run
+JOULES_MAX = 1e13  # more than a GPU uses in its life
 # What reading a message may raise that is none of the child module's.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 UNREADABLE_TEXT = "its process said what cannot be read"
@@ -53,6 +55,7 @@ class ProbeWatcher:
         self._found = found
         self._once = once
         self._children: dict[str, Child] = {}
+        self._energy = Growth()
         self._closing = asyncio.Event()
         # The probes' clock. All their processes share it, and setting the machine's clock does not change it.
         self._epoch = time.time() - time.monotonic()
@@ -60,6 +63,11 @@ class ProbeWatcher:
     @property
     def probes(self) -> dict[str, ProbeLooked]:
         return self._looks.probes
+
+    @property
+    def joules(self) -> float | None:
+        """What the devices of this node have used since they were first looked at; None: nobody can say."""
+        return self._energy.total if self._energy else None
 
     def findings(self) -> list[Finding]:
         """All findings that hold now, and the newest events."""
@@ -153,6 +161,8 @@ class ProbeWatcher:
             memory = self._looks.memory(name)  # it has not changed
         if (state := message["state"]) not in ("looked", "nothing", "failed"):
             raise ValueError(f"{state!r} is no state")
+        for device, joules in message["energy"].items():
+            self._energy.take(f"{name} {device}", _joules(joules))
         for finding in self._looks.looked(name, state, found, time.time(), memory):
             self._found(finding)
 
@@ -188,6 +198,14 @@ def _read(name: str, values: dict[str, Any]) -> Finding:
     found = Finding.from_json(values).bounded()
     shared = found.probe == "nvidia" and found.code.startswith("xid-")
     return found if shared else replace(found, probe=name)
+
+
+def _joules(value: Any) -> float:
+    """Raises one of UNREADABLE, also for what no counter says."""
+    joules = float(value)
+    if not 0.0 <= joules <= JOULES_MAX:
+        raise ValueError(f"{joules} J is no counter's value")
+    return joules
 
 
 def _seconds(value: Any) -> float:

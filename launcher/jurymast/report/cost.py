@@ -1,5 +1,5 @@
-"""What a run's GPU-hours cost, where the policy has a price and the nodes told of GPUs. Waiting in the queue
-costs nothing."""
+"""What a run's GPU-hours cost, where the policy has a price and the nodes told of GPUs, and the energy that
+the GPUs used, where their counters can be read. Waiting in the queue costs nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jurymast.core.state.settings import Price
 
 WAITING = ("queue_wait", "requeue_wait")  # without nodes
 STEP = "step"
+JOULES_A_KWH = 3.6e6
 
 
 def cost_json(account: Account, price: Price | None) -> dict[str, Any] | None:
@@ -26,6 +27,24 @@ def cost_json(account: Account, price: Price | None) -> dict[str, Any] | None:
         "gpu_hours": sum(seconds.values()) / 3600.0, "total": total, "counted": counted,
         "doubtful": doubtful, "else": total - counted - doubtful, "categories": spent,
     }  # fmt: skip
+
+
+def gpu_seconds(account: Account) -> float:
+    """While nodes were allocated; 0.0 if no node has told of GPUs."""
+    return account.gpus * sum(us for name, us in account.totals.items() if name not in WAITING) / 1e6
+
+
+def energy_json(joules: float, gpu_seconds: float) -> dict[str, float] | None:
+    """None if no counter was read. The power is that of a GPU while it was allocated, on average."""
+    if not joules:
+        return None
+    return {"kwh": joules / JOULES_A_KWH, "gpu_watts": joules / gpu_seconds if gpu_seconds else 0.0}
+
+
+def energy_text(found: Mapping[str, float]) -> str:
+    """Counters are read every 15 s: what was used after the last reading is missing."""
+    power = f", {found['gpu_watts']:,.0f} W a GPU on average" if found["gpu_watts"] else ""
+    return f"at least {found['kwh']:,.{3 if found['kwh'] < 10 else 1}f} kWh{power} (by the GPUs' counters)"
 
 
 def cost_text(found: Mapping[str, Any]) -> str:

@@ -133,7 +133,7 @@ def _report(job: AccountedJob, found: Estimate, path: Path | None, log: StepLog,
             "in_all_attempts": found.steps.done, "again": found.steps.again,
             "again_at_most": found.steps.again + found.steps.maybe_again,
         },
-        "a_second": throughput(0.0, 0.0), "tiers": {}, "cost": None,
+        "a_second": throughput(0.0, 0.0), "tiers": {}, "cost": None, "energy": None,
         "nodes": {"active": nodes, "spares": 0, "seen": len(account.stays)},
         "incidents": incidents_json(account, incidents),
         "mtbf": mtbf_json(

@@ -28,7 +28,7 @@ from jurymast.core.state.incident import CAUSES, Incident
 from jurymast.core.state.run import RunState, failure_rate
 from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.report.advice import advice_blocks, advice_view, sentences, trust
-from jurymast.report.cost import cost_json, cost_text, money
+from jurymast.report.cost import cost_json, cost_text, energy_json, energy_text, gpu_seconds, money
 from jurymast.report.curves import curves
 from jurymast.report.instead import assumed, instead_blocks, instead_sentences
 from jurymast.report.liveness import Liveness, look, slurm_jobs
@@ -114,6 +114,7 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
             "again_at_most": counts.again + counts.maybe_again,
         },
         "cost": cost_json(account, plan.settings.price), "a_second": throughput_json(account),
+        "energy": energy_json(state.joules, gpu_seconds(account)),
         "tiers": _tiers_json(state),
         "nodes": {"active": state.active, "spares": state.spares, "seen": len(account.stays)},
         "incidents": incidents_json(account, state.incidents),
@@ -261,6 +262,7 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
     blocks += [Line(""), *_incident_blocks(report["incidents"]), Line("")]
     about = (
         *([("cost", cost_text(report["cost"]))] if report["cost"] else []),
+        *([("energy", energy_text(report["energy"]))] if report["energy"] else []),
         *(("throughput", told) for told in throughput_texts(report)),
         ("MTBF", mtbf_text(report)),
         ("cadence", cadence_text(report)),
@@ -562,7 +564,7 @@ def report_page(
         "cards": [
             *ratio_cards(report["ratios"], report["definitions"], report["ratios_at_most"]),
             _incident_card(report["incidents"]),
-            *_cost_cards(report["cost"]),
+            *_cost_cards(report["cost"], report["energy"]),
         ],
         "slices": found,
         "timeline": timeline(account, [one for one in state.incidents if one.id in numbers]),
@@ -627,8 +629,9 @@ def ratio_cards(
     ]
 
 
-def _cost_cards(cost: Mapping[str, Any] | None) -> list[Card]:
-    return [Card("Cost", money(cost["total"], cost["currency"]), cost_text(cost))] if cost else []
+def _cost_cards(cost: Mapping[str, Any] | None, energy: Mapping[str, float] | None) -> list[Card]:
+    cards = [Card("Cost", money(cost["total"], cost["currency"]), cost_text(cost))] if cost else []
+    return cards + ([Card("Energy", f"{energy['kwh']:,.1f} kWh", energy_text(energy))] if energy else [])
 
 
 def _incident_card(incidents: Sequence[Mapping[str, Any]]) -> Card:

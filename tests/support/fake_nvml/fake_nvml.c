@@ -189,6 +189,11 @@ nvmlReturn_t nvmlDeviceGetMarginTemperature(nvmlDevice_t device, nvmlMarginTempe
     temperature->margin = (int)get(device->index, "temperature_margin", 40);
     return SUCCESS;
 }
+nvmlReturn_t nvmlDeviceGetTotalEnergyConsumption(nvmlDevice_t device, unsigned long long *millijoules) {
+    ENTER_DEVICE();
+    *millijoules = get(device->index, "energy", 1000000);
+    return SUCCESS;
+}
 typedef struct { unsigned gpu, memory; } nvmlUtilization_t;
 nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *rates) {
     ENTER_DEVICE();

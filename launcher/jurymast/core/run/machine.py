@@ -404,6 +404,7 @@ def _progress(state: RunState, event: ev.Progress) -> None:
         state.samples_s = max(0, event.samples - state.samples) / took_s
         state.tokens_s = max(0, event.tokens - state.tokens) / took_s
     state.samples, state.tokens = event.samples, event.tokens
+    state.joules = max(state.joules, event.joules)
     state.step, state.stepped_at, state.absolute = event.step, event.stepped_at, event.absolute
     state.given_in = state.attempt if event.given else state.given_in
     if event.saves:

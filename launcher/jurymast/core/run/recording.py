@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
+from jurymast.core.judges.energy import Growth
 from jurymast.core.nodes.hangs import Reach, Reports
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Record
@@ -65,6 +66,7 @@ class Teller:
     def __init__(self, state: RunState, reports: Reports) -> None:
         self._state, self._reports = state, reports
         self._progress_at = 0.0
+        self._energy = Growth(state.joules)
         # By the tier that agents copied to; "" for what the ranks saved.
         self._last: dict[str, ev.Saved] = {}
         self._told_at: dict[str, float] = {}
@@ -79,6 +81,10 @@ class Teller:
         reach = self._reports.reach() if state.phase is Phase.RUNNING else None
         told = state.step if state.first_step_at is not None else state.best_step
         return told if reach is None else max(told, reach.step)
+
+    def on_energy(self, node: str, joules: float) -> None:
+        """A node's heartbeat says what its GPUs have used since its agent first saw them."""
+        self._energy.take(node, joules)
 
     def on_saved(self, save: ev.Saved, now: float) -> bool:
         """Return whether this save is to be journalled now."""
@@ -128,7 +134,8 @@ class Teller:
         step_s = took_s / done if done > 0 and state.first_step_at is not None else 0.0
         return ev.Progress(
             t=now, attempt=state.attempt, step=reach.step, stepped_at=stepped_at, absolute=reach.absolute,
-            given=reach.given, step_s=max(0.0, step_s), samples=reach.samples, tokens=reach.tokens, **saves,
+            given=reach.given, step_s=max(0.0, step_s), samples=reach.samples, tokens=reach.tokens,
+            joules=round(self._energy.total, 1), **saves,
         )  # fmt: skip
 
     def _take_usual(self, now: float) -> dict[str, Any]:

@@ -233,7 +233,8 @@ class Progress(Event, frozen=True, kw_only=True):
     Later in a run this also reports the regular saves since the previous line: `saves` of them in the tier
     `saved_in`, `saved_step` the newest. Training stood still for `stall_s` for all of them together.
     `samples` and `tokens`: what all ranks together have trained on in this attempt, 0 if the script does not
-    say it.
+    say it. `joules`: what all nodes' GPUs have used in this run, at least, as their counters say; 0.0: they
+    were not read.
     """
 
     attempt: int
@@ -248,6 +249,7 @@ class Progress(Event, frozen=True, kw_only=True):
     stall_s: float = 0.0
     samples: int = 0
     tokens: int = 0
+    joules: float = 0.0
 
 
 class Saved(Event, frozen=True, kw_only=True):

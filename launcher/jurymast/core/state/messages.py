@@ -533,7 +533,8 @@ class Times(NamedTuple):
 class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
     """An agent's heartbeat. `ranks` by local rank, [] while none runs; `cadence` None: no Checkpointer; now
     and then all `times`. The rest spares a supervisor of thousands of nodes work: of ranks that have not
-    ended the shortest `quiet_s`; whether one is `stopped`, the longest step, who has the least progress."""
+    ended the shortest `quiet_s`; whether one is `stopped`, the longest step, who has the least progress.
+    `joules`: what the node's GPUs have used since its agent first saw them; None: nobody can say."""
 
     attempt: int
     ranks: list[RankReport]
@@ -543,6 +544,7 @@ class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
     stopped: bool = False
     longest_s: float = 0.0
     slowest: int = 0
+    joules: float | None = None
 
 
 def how_far(report: RankReport) -> tuple[bool, int, float]:
@@ -555,12 +557,14 @@ def beat_of(
     ranks: list[RankReport],
     cadence: CadenceReport | None = None,
     times: list[Times] | None = None,
+    joules: float | None = None,
 ) -> Beat:
     quiet_s = [one.quiet_s for one in ranks if one.phase not in within.OVER and one.quiet_s is not None]
     stopped = any(one.stopped_s for one in ranks)
     longest_s = max((one.longest_s for one in ranks), default=0.0)
     slowest = min(range(len(ranks)), key=lambda local: how_far(ranks[local]), default=0)
-    return Beat(attempt, ranks, cadence, times, min(quiet_s, default=None), stopped, longest_s, slowest)
+    least_s = min(quiet_s, default=None)
+    return Beat(attempt, ranks, cadence, times, least_s, stopped, longest_s, slowest, joules)
 
 
 class Look(ToAgent, frozen=True, kw_only=True):

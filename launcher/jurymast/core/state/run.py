@@ -282,6 +282,7 @@ class RunState:
     step_s: float = 0.0
     samples: int = 0  # that this attempt has trained on; 0 if the script does not say it
     tokens: int = 0
+    joules: float = 0.0  # that GPUs have used in this run, at least; 0.0: their counters were not read
     samples_s: float = 0.0  # a second, lately
     tokens_s: float = 0.0
     time_out_s: float = 0.0  # the longest that the script gave a process group in this attempt

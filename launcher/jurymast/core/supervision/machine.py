@@ -433,6 +433,8 @@ class Supervision:
         effects = self.watch.on_heartbeat(node, beat, now)
         effects += self._stragglers.beat(node, beat, now)
         effects += self.agreement.on_heartbeat(node, beat, now)
+        if beat.joules is not None:
+            self._teller.on_energy(node, beat.joules)
         if self.state.may_leave(now) and not self.state.alone:
             effects += self._ranks_left(node, beat, now)
         return self._do(effects, now) if effects else effects

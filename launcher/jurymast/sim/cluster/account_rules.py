@@ -5,6 +5,7 @@ from __future__ import annotations
 from jurymast.core.goodput import Ledger
 from jurymast.core.state import events as ev
 from jurymast.journal import initial_state, take
+from jurymast.sim.cluster.health import WATTS
 from jurymast.sim.cluster.world import RunDisk
 
 
@@ -20,6 +21,7 @@ class AccountRules:
         self._first: dict[int, int] = {}  # by attempt: what its ranks restored, and how far they came
         self._last: dict[int, int] = {}
         self.done = self.again = 0
+        self._began = 0.0
         for entry in disk.entries():
             take(self.ledger.state, entry, self._feed)
         best = 0
@@ -31,6 +33,7 @@ class AccountRules:
 
     def _feed(self, event: ev.Event) -> None:
         self.ledger.feed(event)
+        self._began = self._began or event.t
         # Ranks may go on while the last checkpoint of a run that has ended is written.
         if getattr(event, "attempt", 0) != self.ledger.state.attempt or self.ledger.state.ended:
             return
@@ -49,4 +52,7 @@ class AccountRules:
         if not self._late and (steps.done, steps.again) != (self.done, self.again):
             told = f"{steps.done} steps, {steps.again} of them again"
             return f"{told}; the journal tells of {self.done} and {self.again}"
+        state = self.ledger.state
+        if state.joules > (most := WATTS * len(state.nodes) * (state.now - self._began)):
+            return f"{state.joules:.0f} J were used, and nodes can have used {most:.0f} J"
         return ""

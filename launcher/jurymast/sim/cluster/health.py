@@ -62,8 +62,13 @@ class SimNodeHealth:
 
     def __init__(self, agent: SimAgent) -> None:
         self._agent, self._site, self._world = agent, agent.site, agent.world
+        self._began = agent.world.now
 
     # ---- probes
+
+    @property
+    def joules(self) -> float | None:
+        return WATTS * (self._world.now - self._began)
 
     def start(self) -> None: ...
 
@@ -141,4 +146,5 @@ class SimNodeHealth:
         self._world.after(after_s, self._agent.process, self._agent.happens, event, *said)
 
 
+WATTS = 100.0  # of a node
 LATE = NodeTimes(error="no answer in time")

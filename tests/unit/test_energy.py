@@ -1,0 +1,60 @@
+"""What GPUs used in a run: never more than they did, whoever takes over and whatever starts anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jurymast.core.judges.energy import Growth
+from jurymast.report.cost import energy_json, energy_text
+
+
+@dataclass
+class Counted:
+    """Counters of two nodes, and all that they ever counted."""
+
+    shown: dict[str, float] = field(default_factory=lambda: {"a": 100.0, "b": 0.0})
+    used: float = 0.0
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["use", "look", "anew", "take over"]), st.sampled_from("ab"))),
+    st.integers(0, 1000),
+)
+def test_no_more_is_counted_than_was_used(happens: list[tuple[str, str]], joules: int) -> None:
+    counters, growth = Counted(), Growth()
+    for what, node in happens:
+        if what == "use":
+            counters.shown[node] += joules
+            counters.used += joules
+        elif what == "look":
+            growth.take(node, counters.shown[node])
+        elif what == "anew":
+            counters.shown[node] = 0.0
+        else:  # the next one knows the sum from the journal
+            growth = Growth(growth.total)
+        assert growth.total <= counters.used
+
+
+def test_all_is_counted_while_nothing_starts_anew() -> None:
+    growth = Growth(7.0)
+    for node, shows in (("a", 100.0), ("b", 0.0), ("a", 150.0), ("b", 20.0), ("a", 150.0)):
+        growth.take(node, shows)
+    assert growth.total == 77.0
+
+
+def test_energy_has_the_power_of_a_gpu_while_it_was_allocated() -> None:
+    found = energy_json(joules=32 * 600.0 * 3600.0, gpu_seconds=32 * 3600.0)
+    assert found is not None
+    assert found == {"kwh": pytest.approx(19.2), "gpu_watts": pytest.approx(600.0)}
+    assert energy_text(found) == "at least 19.2 kWh, 600 W a GPU on average (by the GPUs' counters)"
+
+
+def test_without_a_counter_nothing_is_told() -> None:
+    assert energy_json(joules=0.0, gpu_seconds=32 * 3600.0) is None
+    found = energy_json(joules=36_000.0, gpu_seconds=0.0)
+    assert found is not None
+    assert energy_text(found) == "at least 0.010 kWh (by the GPUs' counters)"
