@@ -207,6 +207,10 @@ MENDED = {
         '{"at":7.34,"kind":"signal all","node":1,"when":"launching"},'
         '{"at":10.49,"kind":"freeze","node":1,"seconds":4.0}]}'
     ),
+    "a supervisor was cut off when all tasks have ended, and another has just taken over": (
+        '{"seed":100401597,"active":2,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"at_term":"loses",'
+        '"tasks":true,"faults":[{"at":14.02,"kind":"isolate","node":0,"other":1,"seconds":2.01}]}'
+    ),
     "writes take longer than from save to save, and one was held up by storage": (
         '{"seed":100300698,"active":4,"spares":0,"ranks":2,"cadence_steps":null,"room":1,"copy_s":4.9,"faults":['
         '{"at":18.9,"kind":"storage hangs","node":2,"other":3,"seconds":4.0}]}'

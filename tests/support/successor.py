@@ -7,7 +7,7 @@ from typing import Any
 
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S
 from jurymast.core.state import messages as msg
-from jurymast.core.state.effects import Effect, Send
+from jurymast.core.state.effects import AskSuperseded, Effect, Send
 from jurymast.core.supervision.machine import Heard, Supervision
 from support.reports import hello
 from support.stories import Story
@@ -20,7 +20,10 @@ def launches(effects: Sequence[Effect]) -> dict[str, msg.Launch]:
 
 
 class Successor:
-    """A supervisor that takes over, and agents that answer it as they should."""
+    """A supervisor that takes over, and agents that answer it as they should. `superseded`: what the run
+    directory says when it is asked; None: it does not answer."""
+
+    superseded: bool | None = False
 
     def __init__(self, story: Story) -> None:
         self.story, self.nodes = story, list[str]()
@@ -56,7 +59,10 @@ class Successor:
             for node in self.nodes if beating is None else beating:
                 effects += self.hears(node, msg.Beat(1, []))
             waits_s = number * WATCH_INTERVAL_S if hangs else 0.0
-            effects += self.machine.on_time(self.story.t, storage_waits_s=waits_s, unwritten=unwritten)
+            due = self.machine.on_time(self.story.t, storage_waits_s=waits_s, unwritten=unwritten)
+            effects += due
+            if AskSuperseded() in due and self.superseded is not None:
+                effects += self.machine.on_superseded(self.superseded, self.story.t)
         return effects
 
     def fenced(self, attempt: int) -> dict[str, msg.Launch]:

@@ -103,6 +103,35 @@ def test_agents_do_not_leave_before_the_journal_is_written() -> None:
     assert sent_home(after.waits(0.1))
 
 
+def has_finished() -> Successor:
+    story = Story(active=2, spares=0).running()
+    after = Successor(story)
+    for node in story.state.placement:
+        after.joins(node, ranks="running", attempt=1)
+        after.hears(node, msg.Finished(attempt=1))
+    return after
+
+
+def test_agents_that_another_supervisor_has_by_now_are_not_sent_away() -> None:
+    """It was cut off from some of them, and they would be gone for the one that has taken over."""
+    after = has_finished()
+    after.superseded = True
+    effects = after.waits(1.0)
+    assert GiveWay() in effects
+    assert not sent_home(effects)
+
+
+def test_agents_leave_without_an_answer_when_slurm_ends_the_job() -> None:
+    after = has_finished()
+    after.superseded = None
+    assert AskSuperseded() in (effects := after.waits(1.0))
+    assert not sent_home(effects)
+    effects = [*after.machine.on_sigterm(after.story.t), *after.waits(0.1)]
+    assert sent_home(effects)
+    assert after.machine.on_superseded(False, after.story.t) == []
+    assert after.machine.on_superseded(True, after.story.t) == [GiveWay()]
+
+
 def test_the_reserve_is_not_for_the_journal_while_a_checkpoint_is_waited_for_as_well() -> None:
     """Others would take what is given up, and the outcome needs some of it."""
     story, one, other = requeued()

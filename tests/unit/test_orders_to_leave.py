@@ -12,7 +12,7 @@ from msgspec import structs
 from jurymast.core.judges import explained
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
-from jurymast.core.state.effects import AskSuperseded, Effect, End, Journal, Send, WhyEnding
+from jurymast.core.state.effects import Effect, End, Journal, Send, WhyEnding
 from jurymast.core.state.run import Phase
 from jurymast.core.supervision.departure import (
     KEPT_STILL_S,
@@ -73,8 +73,6 @@ class Leaving:
             if End() in self.effects:
                 return
             self.did(self.after.waits(1.0))
-            if AskSuperseded() in self.effects:
-                self.did(self.machine.on_superseded(False, self.story.t))
 
     def says(self, why: str, kill_in_s: float | None = KILL_WAIT_S) -> None:
         by = "scancel" if why == "cancelled" else ""

@@ -43,8 +43,9 @@ class Stage(IntEnum):
 
     STAYS = 0
     SECURES = 1  # the newest checkpoint is being written
-    LEAVES = 2  # agents were told to leave
-    CHECKS = 3  # it is being checked whether there is a newer supervisor
+    ASKS = 2  # it is being checked whether there is a newer supervisor, whose agents these are
+    LEAVES = 3  # agents were told to leave
+    CHECKS = 4  # it is being checked again
 
 
 @dataclass
@@ -178,6 +179,8 @@ class Departure:
         match self._stage:
             case Stage.SECURES:
                 return self._secure(now, unwritten)
+            case Stage.ASKS if self._must_go:
+                return self._leave(now)
             case Stage.LEAVES if not self._waits_for(now) or now >= self._leave_until:
                 self._stage = Stage.CHECKS
                 return [AskSuperseded()]
@@ -200,10 +203,22 @@ class Departure:
             if lost := self._checkpoints.unsaved():
                 by = f": {self.given_up_by} ended the wait for it" if self.given_up_by else ""
                 effects.append(Record(ev.Noted(t=now, message=f"{lost} was lost with the nodes{by}")))
+            return effects + self._leave(now)  # storage may not say who is the newest, either
+        if self._must_go:
+            return effects + self._leave(now)
+        self._stage = Stage.ASKS
+        return [*effects, AskSuperseded()]
+
+    @property
+    def _must_go(self) -> bool:
+        """Whether the job ends, whoever supervises it."""
+        return self._order is not None and self._order.kill_at < math.inf
+
+    def _leave(self, now: float) -> list[Effect]:
         self._stage, self._watch.ending = Stage.LEAVES, True
         self._waits_for_ranks(now + self._grace_s(now))
         leave = self._order_to_leave(now)
-        return [*effects, *(Send(node, leave) for node in sorted(self._watch.here))]
+        return [Send(node, leave) for node in sorted(self._watch.here)]
 
     def _order_to_leave(self, now: float) -> msg.Leave:
         over, grace_s = self._state.ended, max(0.0, self._grace_until - now)
@@ -217,7 +232,7 @@ class Departure:
         """How long ranks have for what they do at a SIGTERM, as without us: until the SIGKILL of Slurm that
         is to come, or of one that would come if a cancelled run were a cancelled job."""
         order = self._order
-        if order is not None and order.kill_at < math.inf:
+        if order is not None and self._must_go:
             return max(0.0, order.kill_at - order.reserve_s - now)
         return KILL_WAIT_S if order is not None or self._state.public_state == "cancelled" else 0.0
 
@@ -249,9 +264,14 @@ class Departure:
         return [Record(ev.Noted(t=now, message=text))]
 
     def on_superseded(self, by_another: bool, now: float) -> list[Effect]:
-        """Take the answer to AskSuperseded: only the newest supervisor may end the job."""
+        """Take the answer to AskSuperseded: only the newest supervisor may send agents away, and end the job.
+        One that takes over later finds in the journal what was decided."""
         if by_another:
             return [GiveWay()]
+        if self._stage is Stage.ASKS:
+            return self._leave(now)
+        if self._stage is not Stage.CHECKS:  # the job was about to end before this answer came
+            return []
         why = self._state.end_reason or self.why or "requeued"
         job = self._state.allocation.rpartition(".")[0]
         return [Record(ev.AllocationEnded(t=now, slurm_job=job, why=why)), End()]
