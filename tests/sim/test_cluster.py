@@ -207,6 +207,12 @@ MENDED = {
         '{"at":7.34,"kind":"signal all","node":1,"when":"launching"},'
         '{"at":10.49,"kind":"freeze","node":1,"seconds":4.0}]}'
     ),
+    "a GPU fails in a job whose supervisor waits for storage before it can begin": (
+        '{"seed":100403418,"active":2,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"copy_s":7.4,"tasks":true,'
+        '"at_term":"leaves by signal","faults":[{"at":8.35,"kind":"killed","node":1,"other":2},'
+        '{"at":8.47,"kind":"storage hangs","node":0,"other":2,"seconds":36.92},'
+        '{"at":13.59,"kind":"gpu doubtful","node":2,"other":1}]}'
+    ),
     "a supervisor was cut off when all tasks have ended, and another has just taken over": (
         '{"seed":100401597,"active":2,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"at_term":"loses",'
         '"tasks":true,"faults":[{"at":14.02,"kind":"isolate","node":0,"other":1,"seconds":2.01}]}'

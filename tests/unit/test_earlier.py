@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cluster.allocation import _eligible_at, from_slurm_environment
+from jurymast.cluster.allocation import _times, from_slurm_environment
 from jurymast.cluster.earlier import parse_accounting, past_runs, with_earlier
 from jurymast.cluster.exclusion import out_of_service
 from jurymast.core.judges.history import PastRun, Span, watched_in
@@ -127,12 +127,13 @@ def test_times_of_slurm_are_right_in_the_hour_that_comes_twice(
     """2026-10-25 02:30 in Berlin is 00:30 and 01:30 in UTC. These commands print a time by their zone."""
     monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
     at = 1792888200 + 3600 * number
-    say = f"$(date -d @{at} +%Y-%m-%dT%H:%M:%S)"
-    for program, text in (("scontrol", f"JobId=5 EligibleTime={say}"), ("sinfo", f"n1|down|{say}|bad disk")):
+    say, later = (f"$(date -d @{when} +%Y-%m-%dT%H:%M:%S)" for when in (at, at + 61))
+    job = f"JobId=5 EligibleTime={say} StartTime={later}"
+    for program, text in (("scontrol", job), ("sinfo", f"n1|down|{say}|bad disk")):
         (tmp_path / program).write_text(f'#!/bin/sh\necho "{text}"\n')
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert _eligible_at("5") == at
+    assert _times("5") == (at, at + 61)
     assert out_of_service(at + 60.0) == {"n1": (60.0, "bad disk")}
 
 

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from jurymast.core.nodes.health import NodeHealth
+from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Effect, Record
 from jurymast.core.state.findings import KINDS, Finding, Verdict
+from jurymast.core.state.run import RunState
+from jurymast.core.state.settings import Settings
 from jurymast.errors import PolicyError
 from jurymast.health.once import proven
 from jurymast.health.probe import READINGS, Context, reading, threshold, xid_finding
@@ -279,6 +282,24 @@ def test_a_finding_is_dated_by_the_supervisor_s_clock(wrong_s: float) -> None:
     heard.hear("n1", words("bad", 7200.0 + wrong_s + 98.0))
     heard.joined("n2", [words("bad", 7200.0 + wrong_s + 97.0), words("bad", 0.0, device="/tmp")])
     assert heard.found() == [("n1", "bad", 98.0), ("n2", "bad", 97.0), ("n2", "bad", 0.0)]
+
+
+@pytest.mark.parametrize(("ago_s", "counts"), [(20.0, True), (60.0, False)])
+def test_what_was_found_while_the_supervisor_could_not_begin_is_of_this_job(
+    ago_s: float, counts: bool
+) -> None:
+    """Storage hung for 40 s after Slurm had started the job; what was found before that is not its."""
+    state = RunState(Settings(), active=2)
+    begun = ev.AllocationStarted(
+        t=1000.0, slurm_job="7", restarts=0, nodes=("n1", "n2"), host="n1", eligible_at=0.0, began_at=960.0
+    )
+    step(state, begun)
+    found = ev.HealthFound(
+        t=1000.5, node="n1", probe="nvidia", code="gpu-lost", verdict="bad", kind="hardware", message="m",
+        at=1000.0 - ago_s,
+    )  # fmt: skip
+    step(state, found)
+    assert bool(state.nodes["n1"].findings) is counts
 
 
 def test_an_event_after_the_clock_was_set_back_is_a_new_one() -> None:

@@ -27,7 +27,8 @@ from jurymast.wire.addresses import is_up, listen_at_each, listens_at_all, plain
 class Allocation:
     """The nodes of a run. `job`: the Slurm job id, or local-PID. `host`: the node that runs the batch script.
     `eligible_at`: when the job could have started, in seconds since the epoch. `partition` and `account`:
-    those that Slurm chose, whatever was asked for; "" without Slurm."""
+    those that Slurm chose, whatever was asked for; "" without Slurm. `began_at`: since when the job has these
+    nodes; 0.0: unknown."""
 
     job: str
     restarts: int
@@ -36,6 +37,7 @@ class Allocation:
     eligible_at: float
     partition: str = ""
     account: str = ""
+    began_at: float = 0.0
 
     @property
     def key(self) -> str:
@@ -61,22 +63,33 @@ def from_slurm_environment() -> Allocation:
     if not job or not node_list:
         raise ClusterUnavailableError("not inside a Slurm job: SLURM_JOB_ID or SLURM_JOB_NODELIST is missing")
     nodes = run_command(["scontrol", "show", "hostnames", node_list]).split()
+    eligible_at, began_at = _times(job)
     return Allocation(
         job=job,
         restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         nodes=tuple(nodes),
         host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        eligible_at=_eligible_at(job),
+        eligible_at=eligible_at,
         partition=os.environ.get("SLURM_JOB_PARTITION", ""),
         account=os.environ.get("SLURM_JOB_ACCOUNT", ""),
+        began_at=began_at,
     )
 
 
-def _eligible_at(job: str) -> float:
-    """When Slurm could have started the job, in seconds since the epoch; 0.0 if Slurm does not say."""
+def _times(job: str) -> tuple[float, float]:
+    """When Slurm could have started the job, and when it did, in seconds since the epoch; 0.0 if Slurm does
+    not say."""
     try:
-        return utc_time(job_fields(job, utc=True)["EligibleTime"])
-    except (ClusterUnavailableError, KeyError, ValueError):
+        fields = job_fields(job, utc=True)
+    except ClusterUnavailableError:
+        return 0.0, 0.0
+    return _time(fields.get("EligibleTime", "")), _time(fields.get("StartTime", ""))
+
+
+def _time(told: str) -> float:
+    try:
+        return utc_time(told)
+    except ValueError:
         return 0.0
 
 

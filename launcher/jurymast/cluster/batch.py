@@ -293,7 +293,7 @@ def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Alloca
     """The allocation of a local run, with names for its nodes that were never excluded."""
     names = (name for number in count(1) if (name := f"local-{number}") not in excluded)
     nodes = tuple(islice(names, plan.nodes))
-    return Allocation(f"local-{os.getpid()}", restarts, nodes, nodes[0], time.time())
+    return Allocation(f"local-{os.getpid()}", restarts, nodes, nodes[0], time.time(), began_at=time.time())
 
 
 def main(run_directory: str) -> int:

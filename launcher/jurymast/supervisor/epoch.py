@@ -49,7 +49,14 @@ def known_allocation(directory: RunDirectory) -> Allocation:
             raise
         log.warning("%s: taken from the journal", error)
     found = Allocation(
-        last.slurm_job, last.restarts, last.nodes, last.host, last.eligible_at, last.partition, last.account
+        last.slurm_job,
+        last.restarts,
+        last.nodes,
+        last.host,
+        last.eligible_at,
+        last.partition,
+        last.account,
+        last.began_at,
     )
     with suppress(OSError):
         found.save(directory)

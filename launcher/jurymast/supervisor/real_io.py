@@ -238,5 +238,5 @@ def allocation_begun(
         t=t, slurm_job=allocation.job, restarts=allocation.restarts, nodes=allocation.nodes,
         host=allocation.host, eligible_at=allocation.eligible_at,
         before=ended_as(before, begun_at) if asks else "", partition=allocation.partition,
-        account=allocation.account,
+        account=allocation.account, began_at=allocation.began_at,
     )  # fmt: skip

@@ -123,7 +123,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
     state.nodes = {
         name: Node(name, order, since=event.t) for order, name in enumerate(dict.fromkeys(event.nodes))
     }
-    state.host, state.allocated_at = event.host, event.t
+    state.host, state.allocated_at = event.host, min(event.t, event.began_at or event.t)
     state.refills, state.refill_failures, state.refill_failed_at = {}, 0, 0.0
     recovery.serve_again(state, event.nodes)
     if state.failures is None:

@@ -34,7 +34,8 @@ class RunStarted(Event, frozen=True, kw_only=True):
 class AllocationStarted(Event, frozen=True, kw_only=True):
     """Slurm (or the local cluster) granted nodes to the run; `restarts` counts requeues of this Slurm job.
     `before`: how the allocation before ended, if nobody has recorded why: in the words of `Signalled`, by
-    Slurm's accounting; "" if that says nothing. `partition` and `account` are Slurm's, "" if it has none."""
+    Slurm's accounting; "" if that says nothing. `partition` and `account` are Slurm's, "" if it has none.
+    `began_at`: since when the run has the nodes, which is long before `t` if storage hung; 0.0: unknown."""
 
     slurm_job: str
     restarts: int
@@ -44,6 +45,7 @@ class AllocationStarted(Event, frozen=True, kw_only=True):
     before: str = ""
     partition: str = ""
     account: str = ""
+    began_at: float = 0.0
 
 
 class RefillAsked(Event, frozen=True, kw_only=True):

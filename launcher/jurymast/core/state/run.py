@@ -251,7 +251,7 @@ class RunState:
     end_order: EndOrder | None = None  # of the present allocation
     host: str = ""  # the batch host: active only when nothing else is left
     nodes: dict[str, Node] = field(default_factory=dict)
-    allocated_at: float = 0.0  # when the present allocation was first heard of
+    allocated_at: float = 0.0  # since when the run has its present nodes, as far as is known
     excluded: dict[str, Exclusion] = field(default_factory=dict)
     # Nodes whose failures within this time proved to be the script's.
     acquitted: dict[str, tuple[float, float]] = field(default_factory=dict)

@@ -158,6 +158,7 @@ class Cluster:
     # ---- what happens in it
 
     def _start_job(self) -> None:
+        self.began_at = BEGINNING + self.world.now
         self.batch_host, self.batch_port = next(iter(self.sites)), self.new_port()
         self.batch_place = self.batch_host, self.batch_port
         self.batch, self.batch_process = batch.Batch(), self.sites[self.batch_host].process()

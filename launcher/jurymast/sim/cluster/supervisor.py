@@ -249,7 +249,7 @@ class SimSupervisor(SimShell):
             self.loop.call_soon(cluster.oracle.started_again, self)
         return ev.AllocationStarted(
             t=t, slurm_job="7", restarts=cluster.restarts, nodes=tuple(cluster.sites),
-            host=cluster.batch_host, eligible_at=0.0, before=before,
+            host=cluster.batch_host, eligible_at=0.0, before=before, began_at=cluster.began_at,
         )  # fmt: skip
 
     async def serve(self, epoch: int, state: RunState, accept: Accept) -> None:
