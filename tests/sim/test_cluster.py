@@ -207,6 +207,11 @@ MENDED = {
         '{"at":7.34,"kind":"signal all","node":1,"when":"launching"},'
         '{"at":10.49,"kind":"freeze","node":1,"seconds":4.0}]}'
     ),
+    "the same rank loses two nodes within seconds, by chance": (
+        '{"seed":100404858,"active":4,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"at_term":"goes on",'
+        '"faults":[{"at":7.32,"kind":"isolate","node":1,"seconds":10.28},{"at":9.96,"kind":"power","node":5},'
+        '{"at":13.48,"kind":"agent","node":3,"other":1}]}'
+    ),
     "a GPU fails in a job whose supervisor waits for storage before it can begin": (
         '{"seed":100403418,"active":2,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"copy_s":7.4,"tasks":true,'
         '"at_term":"leaves by signal","faults":[{"at":8.35,"kind":"killed","node":1,"other":2},'

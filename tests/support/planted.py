@@ -24,7 +24,7 @@ from jurymast.core.goodput import StepCounts
 from jurymast.core.judges import attribution, blame, leaving, loops, silence
 from jurymast.core.judges import tests as node_tests
 from jurymast.core.judges.attribution import cause_of_end
-from jurymast.core.judges.energy import Growth
+from jurymast.core.judges.energy import EnergyUsed
 from jurymast.core.judges.stragglers import Windows
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.watch import Watch
@@ -418,10 +418,10 @@ def uneven_by_design(chance: Random) -> tuple[Fault, ...]:
     return Fault(0.0, "uneven", node=chance.randrange(2)), Fault(45.0, "slurm silent")
 
 
-_take = Growth.take
+_take = EnergyUsed.take
 
 
-def _all_that_it_shows(self: Growth, counter: str, shows: float) -> None:
+def _all_that_it_shows(self: EnergyUsed, counter: str, shows: float) -> None:
     self._shown.setdefault(counter, 0.0)
     _take(self, counter, shows)
 
@@ -639,7 +639,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "21: what GPUs used until a supervisor took over counts again": (
         of("supervisor", "stall"),
-        [(Growth, "take", _all_that_it_shows)],
+        [(EnergyUsed, "take", _all_that_it_shows)],
     ),
     "10: a rollback is forgotten": (
         of("rollback", "rank", "supervisor"),

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.core.judges.energy import Growth
+from jurymast.core.judges.energy import EnergyUsed
 from jurymast.report.cost import energy_json, energy_text
 
 
 @dataclass
 class Counted:
-    """Counters of two nodes, and all that they ever counted."""
+    """EnergyUsed of two nodes, and all that they ever counted."""
 
     shown: dict[str, float] = field(default_factory=lambda: {"a": 100.0, "b": 0.0})
     used: float = 0.0
@@ -25,25 +25,25 @@ class Counted:
     st.integers(0, 1000),
 )
 def test_no_more_is_counted_than_was_used(happens: list[tuple[str, str]], joules: int) -> None:
-    counters, growth = Counted(), Growth()
+    nodes, energy = Counted(), EnergyUsed()
     for what, node in happens:
         if what == "use":
-            counters.shown[node] += joules
-            counters.used += joules
+            nodes.shown[node] += joules
+            nodes.used += joules
         elif what == "look":
-            growth.take(node, counters.shown[node])
+            energy.take(node, nodes.shown[node])
         elif what == "anew":
-            counters.shown[node] = 0.0
+            nodes.shown[node] = 0.0
         else:  # the next one knows the sum from the journal
-            growth = Growth(growth.total)
-        assert growth.total <= counters.used
+            energy = EnergyUsed(energy.total)
+        assert energy.total <= nodes.used
 
 
 def test_all_is_counted_while_nothing_starts_anew() -> None:
-    growth = Growth(7.0)
+    energy = EnergyUsed(7.0)
     for node, shows in (("a", 100.0), ("b", 0.0), ("a", 150.0), ("b", 20.0), ("a", 150.0)):
-        growth.take(node, shows)
-    assert growth.total == 77.0
+        energy.take(node, shows)
+    assert energy.total == 77.0
 
 
 def test_energy_has_the_power_of_a_gpu_while_it_was_allocated() -> None:

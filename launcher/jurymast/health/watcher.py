@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from jurymast.child import Child
-from jurymast.core.judges.energy import Growth
+from jurymast.core.judges.energy import EnergyUsed
 from jurymast.core.judges.own_health import ChildEnd, ProbeLooked, ProbeLooks
 from jurymast.core.state.findings import Finding
 from jurymast.health.child import FINDINGS_MAX
@@ -55,7 +55,7 @@ class ProbeWatcher:
         self._found = found
         self._once = once
         self._children: dict[str, Child] = {}
-        self._energy = Growth()
+        self._energy = EnergyUsed()
         self._closing = asyncio.Event()
         # The probes' clock. All their processes share it, and setting the machine's clock does not change it.
         self._epoch = time.time() - time.monotonic()

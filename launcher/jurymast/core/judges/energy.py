@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Growth:
+class EnergyUsed:
     """The sum of what counters grew by since each was first read. One that shows less than before has begun
     anew, at 0: then at least what it shows now has been added since. What it counted after it was last read,
     before it began anew, is lost: the sum is a lower bound."""

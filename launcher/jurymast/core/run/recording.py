@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from jurymast.core.judges.energy import Growth
+from jurymast.core.judges.energy import EnergyUsed
 from jurymast.core.nodes.hangs import Reach, Reports
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Record
@@ -66,7 +66,7 @@ class Teller:
     def __init__(self, state: RunState, reports: Reports) -> None:
         self._state, self._reports = state, reports
         self._progress_at = 0.0
-        self._energy = Growth(state.joules)
+        self._energy = EnergyUsed(state.joules)
         # By the tier that agents copied to; "" for what the ranks saved.
         self._last: dict[str, ev.Saved] = {}
         self._told_at: dict[str, float] = {}

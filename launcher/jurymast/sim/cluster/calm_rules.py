@@ -78,12 +78,14 @@ class CalmRules:
         self._kinds: set[str] = set()  # of the faults that have struck, on these nodes
         self._nodes: set[str] = set()
         self._struck: set[str] = set()  # without the others that some of these are about
+        self._losses = 0  # faults by which a node may be lost
         self.over_at = 0.0  # all of them
         self._told: set[tuple[object, ...]] = set()
         self._up_at = self._down_at = 0.0  # the ranks, when last looked at
 
     def struck(self, fault: Fault, *nodes: str) -> None:
         self._kinds.add(fault.kind)
+        self._losses += "node_lost" in CAUSES.get(fault.kind, ())
         self._struck.add(nodes[0])
         self._nodes.update(nodes)
         lasts_s = fault.seconds if fault.kind != SLOW else 0.0
@@ -121,6 +123,8 @@ class CalmRules:
         causes = {cause for kind in self._kinds for cause in CAUSES.get(kind, ())}
         if self._oracle.cluster.wanted.renews:
             causes.add("requeue_asked")
+        if self._losses > 1:
+            causes.add("script_fault")  # chance may strike the same rank's nodes one after the other
         for one in supervisor.state.incidents[-2:]:
             if one.cause and (one.id, one.cause, one.node) not in self._told:
                 self._told.add((one.id, one.cause, one.node))
