@@ -376,7 +376,7 @@ def take(state: RunState, entry: Entry, feed: Callable[[ev.Event], object]) -> N
 def _taken_quietly(state: RunState, entry: Entry) -> bool:
     """Apply all but the last of the entry's events if they have no consequences; returns whether it did."""
     kind = QUIET.get(entry.get("event", ""))
-    if kind is None or "each" not in entry:
+    if kind is None or "each" not in entry or entry.get("spared"):
         return False
     each = entry["each"]
     return step_quietly(state, kind, entry["attempt"], each["node"][:-1], each.get("store_port", ())[:-1])

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -142,12 +142,16 @@ def kill_strays() -> None:
     _kill(_strays)
 
 
-def end_strays(limit_s: float = STRAYS_LIMIT_S, *, probes: bool = False) -> bool:
+def end_strays(
+    limit_s: float = STRAYS_LIMIT_S, *, probes: bool = False, spared: Collection[int] = ()
+) -> bool:
     """Kill all that ranks have left behind, as `kill_strays` does, and wait for it. False if something is
-    left after `limit_s` seconds. `probes`: none runs either, and what they left behind is killed too."""
+    left after `limit_s` seconds. `probes`: none runs either, and what they left behind is killed too.
+    `spared`: the ids of ranks that live, which keep what they have started."""
 
     def strays() -> set[int]:
-        return _strays(probes=probes)
+        kept = {*spared, *(one.pid for pid in spared for one in _below(pid, _processes()))}
+        return _strays(probes=probes) - kept
 
     end = time.monotonic() + limit_s
     _kill(strays)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from jurymast.cluster.allocation import Allocation
@@ -204,8 +205,9 @@ class BigRun(Story):
     def _asked(self) -> None:
         self.asked("restart")
 
-    def stopped(self, *, explained_yet: bool = True) -> Story:
+    def stopped(self, *, explained_yet: bool = True, spared: Mapping[int, int] | None = None) -> Story:
         """Over half a second; nodes that were lost do not answer."""
+        assert spared is None
         self.t += 0.3
         nodes = self.last(StopWorkers).nodes
         for name in nodes:

@@ -7,7 +7,7 @@ event, and can write the journal that a real supervisor would have written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from jurymast.core.judges import explained
 from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.state.evidence import SparedRank
 from jurymast.core.state.incident import Incident
 from jurymast.core.state.run import Phase, RunState
 from jurymast.core.state.settings import RunPlan, Settings
@@ -204,14 +205,21 @@ class Story:
         self.t += 0.1
         return self.feed(ev.Asked(t=self.t, what=what, by="ada", node=node))
 
-    def stopped(self, *, explained_yet: bool = True) -> Story:
+    def stopped(self, *, explained_yet: bool = True, spared: Mapping[int, int] | None = None) -> Story:
         """Every node that was told to stop its ranks answers. `explained_yet`: if a node was lost, no next
-        agent on it tells in time that only its agent was killed."""
+        agent on it tells in time that only its agent was killed. `spared`: these ranks live on, with the
+        state after these steps."""
         self.t += 0.3
+        count = self.plan.ranks_per_node
         for name in self.last(StopWorkers).nodes:
             if self.state.phase is Phase.STOPPING:
+                first = self.state.places[name] * count
+                kept = (SparedRank(rank - first, 1, step) for rank, step in (spared or {}).items()
+                        if first <= rank < first + count)  # fmt: skip
                 self.feed(
-                    ev.WorkersStopped(t=self.t, node=name, attempt=self.state.attempt, store_port=29001)
+                    ev.WorkersStopped(
+                        t=self.t, node=name, attempt=self.state.attempt, store_port=29001, spared=tuple(kept)
+                    )
                 )
         self.explain(explained_yet)
         return self

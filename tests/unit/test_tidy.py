@@ -291,6 +291,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "tests/scripts/checkpoint_ranks.py",  # trainings whose steps take time
             "tests/scripts/sum_ranks.py",
             "tests/scripts/train_by_itself.py",
+            "tests/scripts/train_in_process.py",
             "tests/scripts/train_plain.py",
             "tests/scripts/train_styles.py",
             "tests/scripts/train_tiny.py",
@@ -340,12 +341,16 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         Source("launcher/a.py", "def f():\n    from pickle import loads\n"),
         {
             "launcher/jurymast/checkpoint/tree.py",  # to hash what torch pickles as well
+            "launcher/jurymast/checkpoint/live.py",  # to and from memory of this user's own processes
             "launcher/jurymast/agent/stacks.py",  # torch's own format; refuses all but plain values
         },
     ),
     unpickles: (
         Source("launcher/a.py", "import pickle\npickle.loads(b'')\n"),
-        {"launcher/jurymast/checkpoint/image.py"},  # of an image that the run's key vouches for
+        {
+            "launcher/jurymast/checkpoint/image.py",  # of an image that the run's key vouches for
+            "launcher/jurymast/checkpoint/live.py",  # from memory of this user's own processes
+        },
     ),
     opens: (
         Source("launcher/a.py", "def f(path):\n    return path.read_bytes()\n"),
@@ -364,6 +369,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/checkpoint/memory_tier.py",
             "launcher/jurymast/storage/local.py",
             "launcher/jurymast/worker/link.py",
+            "launcher/jurymast/worker/sparing.py",
             # What the user names for output and input, as srun opens it.
             "launcher/jurymast/script/output.py",
             "launcher/jurymast/script/standard_input.py",

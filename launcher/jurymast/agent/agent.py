@@ -122,7 +122,8 @@ class Agent:
                 environment = self._io.ranks.variables(effect.order)
                 self._tell(replace(effect.order, cold=effect.cold, restore=None, environment=environment))
             case do.StopRanks():
-                self._tell(msg.Stop(attempt=effect.attempt, grace_s=effect.grace_s))
+                stop = msg.Stop(attempt=effect.attempt, grace_s=effect.grace_s, spare=effect.spare)
+                self._tell(stop)
             case do.PartRanks():
                 self._tell(Apart(attempt=effect.attempt))
             case do.TakeStacks():
@@ -200,7 +201,8 @@ class Agent:
         """End the ranks, and then this agent. Until then it sends heartbeats, and the supervisor waits."""
         ranks = self.machine.ranks
         if ranks.pids:
-            self._tell(msg.Stop(attempt=ranks.attempt, grace_s=grace_s, job_ends=grace_s > 0.0))
+            stop = msg.Stop(attempt=ranks.attempt, grace_s=grace_s, job_ends=grace_s > 0.0, spare=False)
+            self._tell(stop)
             await self._io.ranks.gone(ranks.pids, max(grace_s, self._grace_s) + STOP_MARGIN_S)
         self._driver.over.set()
 
@@ -221,14 +223,17 @@ class Agent:
             await asyncio.wait([self._sweeping])
         self._driver.act(self.machine.on_node_prepared(attempt, self._driver.now))
 
-    def _sweep(self) -> None:
-        """End what ranks have left behind. None runs now, and none starts before that is done."""
-        self._sweeping = self._driver.spawn(self._end_strays(self._sweeping), vital=False)
+    def _sweep(self, spared: tuple[int, ...] = ()) -> None:
+        """End what ranks have left behind. None runs now but those that are `spared`, and none starts before
+        that is done."""
+        self._sweeping = self._driver.spawn(self._end_strays(self._sweeping, spared), vital=False)
 
-    async def _end_strays(self, before: asyncio.Task[None] | None = None) -> None:
+    async def _end_strays(
+        self, before: asyncio.Task[None] | None = None, spared: tuple[int, ...] = ()
+    ) -> None:
         if before is not None:
             await asyncio.wait([before])
-        if not await self._io.ranks.end_strays():
+        if not await self._io.ranks.end_strays(spared):
             log.warning("a process that a rank left behind does not end, although it was killed")
 
     def _tell(self, order: msg.Launch | msg.Stop | Apart) -> None:
@@ -250,7 +255,7 @@ class Agent:
             case _:
                 if isinstance(message, msg.Ready):
                     self._host_was_ready = True
-                    self._sweep()
+                    self._sweep(tuple(rank.pid for rank in message.spared))
                 self._driver.act(self.machine.on_host_message(message, now))
 
     def _host_ended(self, code: int, said: str) -> None:

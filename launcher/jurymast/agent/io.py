@@ -160,8 +160,9 @@ class RankAccess(Protocol):
     async def end(self, pids: tuple[int, ...], grace_s: float) -> None:
         """Terminate the ranks, and kill those that are still there after `grace_s`."""
 
-    async def end_strays(self) -> bool:
-        """End what ranks have left behind; returns whether all of that is gone."""
+    async def end_strays(self, spared: tuple[int, ...]) -> bool:
+        """End what ranks have left behind, but for what these `spared` ones use; returns whether all of that
+        is gone."""
 
 
 class AgentIo(Protocol):

@@ -290,8 +290,8 @@ class NodeRanks(RankMemory):
     async def end(self, pids: tuple[int, ...], grace_s: float) -> None:
         await end_ranks(pids, grace_s)
 
-    async def end_strays(self) -> bool:
-        return await asyncio.to_thread(end_strays)
+    async def end_strays(self, spared: tuple[int, ...]) -> bool:
+        return await asyncio.to_thread(end_strays, spared=spared)
 
 
 class NodeIo:

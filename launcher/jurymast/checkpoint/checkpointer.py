@@ -7,10 +7,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jurymast import foreign
 from jurymast.checkpoint.directory import one_line
@@ -27,7 +27,12 @@ from jurymast.rundir import RunDirectory
 from jurymast.worker import link
 from jurymast.worker.link import Link, ScheduleFollower
 
+if TYPE_CHECKING:
+    from jurymast.checkpoint.inprocess import Member
+
 log = logging.getLogger("jurymast.checkpoint")
+
+T = TypeVar("T")
 
 LOOK_EVERY_S = 0.5
 # An event must fit into a pipe's atomic write.
@@ -108,9 +113,14 @@ class Checkpointer:
         self._directory = _directory(directory)
         self._cadence = _cadence(every)
         self._keep = _keep(keep)
+        self._link = link.current()
+        self.member: Member | None = None  # while `run` runs
+        self.attempt_begins()
+
+    def attempt_begins(self) -> None:
+        """Begin an attempt, perhaps not the first of this process."""
         self._save_times = SaveTimes(self._cadence, _mtbf_s())
         self._attempt = int(os.environ.get("JURYMAST_ATTEMPT", "0"))
-        self._link = link.current()
         # Opened at the first use, because the process group may not exist yet.
         self._group: Group | None = None
         self._shared: SharedTier
@@ -124,6 +134,7 @@ class Checkpointer:
         self._stall_s: float | None = None
         # Under agents, they say when to save.
         self._follower: ScheduleFollower | None = None
+        self.restored_something = False
 
     # ---- what scripts call
 
@@ -146,13 +157,27 @@ class Checkpointer:
             self._check_nothing_was_saved()
         step = restored.step
         self._saved_step = step if tier_name else -1
-        self._link.resume_at(step)
+        self.restored_something = bool(tier_name)
         if group.rank == 0:
             self._report_restored(restored, tier_name, skipped, time.monotonic() - started)
-        self._begin_cadence(step)
-        if self._memory is not None:
-            self._ask_for_memory(self._memory, step)
+        self.went_on_from(step)
         return step
+
+    def run(self, train: Callable[[int], T]) -> T:
+        """Restore, call `train(step)` with the number of steps done, and return what it returns.
+
+        Once another rank fails, this process goes on: `train` is left by an exception, and called again with
+        the step from which all go on, with the process group made anew and `state` as after that step. Ranks
+        whose process is gone are started anew. So `train` makes what uses the process group, such as
+        DistributedDataParallel, by itself, and what it changes is in `state` or made by it. It calls `step`
+        after each step, and lets exceptions pass that are no `Exception`.
+
+        Where that is not possible, as without agents, this is `train(self.restore())`; then failures restart
+        all ranks. Raises what `restore` and `train` raise.
+        """
+        from jurymast.checkpoint import inprocess
+
+        return inprocess.run(self, train)
 
     def step(self, step: int, *, samples: float = 0, tokens: float = 0) -> None:
         """Report that `step` steps are done since the beginning of the training, not of the attempt: a
@@ -165,6 +190,8 @@ class Checkpointer:
         saves there, or if the state cannot be captured, so that no save can succeed. If storage fails, this
         logs a warning and training continues without that checkpoint.
         """
+        if self.member is not None:
+            self.member.step_begins(step)
         self._claim()
         if samples or tokens:
             self._link.trained(float(samples), float(tokens))
@@ -179,6 +206,8 @@ class Checkpointer:
             self._do(due, step)
             if due is Due.SAVE:
                 break
+        if self.member is not None:
+            self.member.step_ends()
 
     def save(self, step: int) -> bool:
         """Save `step` (as for the method `step`) now, unless it is saved already.
@@ -394,6 +423,24 @@ class Checkpointer:
             memory.request(self._state.trees())
         except Exception as error:
             raise CheckpointError(f"cannot capture the state: {type(error).__name__}: {error}") from error
+
+    # ---- for `run`
+
+    @property
+    def objects(self) -> MutableMapping[str, Any]:
+        return self._state.objects
+
+    def group(self) -> Group:
+        """The group of all ranks. Collective at the first call of an attempt."""
+        return self._open()
+
+    def went_on_from(self, step: int) -> None:
+        """Note that all ranks go on from `step`. Collective."""
+        self._link.resume_at(step)
+        self._open()
+        self._begin_cadence(step)
+        if self._memory is not None:
+            self._ask_for_memory(self._memory, step)
 
     # ---- when to save
 

@@ -342,8 +342,9 @@ def copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) ->
 # ---- loading
 
 
-def load(image: memoryview, manifest: Manifest, state: ScriptState) -> None:
-    """Load `image`, saved by the same rank of a world of the same size, into `state`.
+def load(image: memoryview, manifest: Manifest, state: ScriptState, *, foreign: bool = False) -> None:
+    """Load `image`, saved by the same rank of a world of the same size, into `state`. `foreign`: it came over
+    a connection that is not authenticated, so only plain values are accepted.
 
     Everything is copied: `state` does not refer to `image` afterwards. Raises CheckpointError naming what
     does not fit, and whatever the user's own `load_state_dict` raises.
@@ -362,13 +363,13 @@ def load(image: memoryview, manifest: Manifest, state: ScriptState) -> None:
         elif by_name[name].is_tensor:
             raise CheckpointError(f"{name!r} was a tensor when it was saved")
         else:
-            set_element(template, paths[name], _loaded(image, by_name[name]))
+            set_element(template, paths[name], _loaded(image, by_name[name], foreign=foreign))
     source = torch.frombuffer(image, dtype=torch.uint8) if len(image) else torch.empty(0, dtype=torch.uint8)
     copies: deque[_Copy] = deque()
     leaves = list(tensors.values())
     for piece in _pieces(list(tensors), paths, leaves):
         saved = _fitting(piece.item, by_chunk.get((piece.item.name, piece.item.offsets)))
-        copies.append((_local(leaves[piece.leaf], piece.index), _payload(image, source, saved)))
+        copies.append((_local(leaves[piece.leaf], piece.index), _payload(image, source, saved, foreign)))
     _copy_all(copies)
     state.apply(template, contents.entries)
 
@@ -415,18 +416,18 @@ def _fitting(wanted: Item, saved: Item | None) -> Item:
     return saved
 
 
-def _payload(image: memoryview, source: torch.Tensor, item: Item) -> torch.Tensor:
+def _payload(image: memoryview, source: torch.Tensor, item: Item, foreign: bool) -> torch.Tensor:
     if item.raw < 0:
-        tensor: torch.Tensor = _loaded(image, item)
+        tensor: torch.Tensor = _loaded(image, item, foreign=foreign)
         return tensor
     dtype = getattr(torch, item.dtype)
     size = math.prod(item.sizes) * dtype.itemsize
     return source[item.raw : item.raw + size].view(dtype).view(item.sizes)
 
 
-def _loaded(image: memoryview, item: Item) -> Any:
-    # unpickling is safe here: only the user's own processes can write this memory
-    return torch.load(io.BytesIO(image[item.at : item.at + item.length]), weights_only=False)
+def _loaded(image: memoryview, item: Item, *, foreign: bool) -> Any:
+    # otherwise unpickling is safe here: only the user's own processes can write this memory
+    return torch.load(io.BytesIO(image[item.at : item.at + item.length]), weights_only=foreign)
 
 
 def _metadata(contents: Contents) -> Metadata:

@@ -10,6 +10,7 @@ import threading
 
 from jurymast.core.state import host_messages
 from jurymast.core.state import messages as msg
+from jurymast.core.state.evidence import SparedRank
 from jurymast.core.state.message import Strangers, Unreadable, encode
 from jurymast.errors import never
 
@@ -30,6 +31,7 @@ class AgentPipe:
         self._stop_up_to = 0
         self.grace_s = 0.0  # that of the last order to stop
         self.job_ends = False  # as the last order to stop said
+        self.spares = True  # unless the last order to stop said otherwise
         self.apart = 0  # the newest attempt in which the end of one rank ends no other
         self.stop_signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable if a stop is requested
         threading.Thread(target=self._read, name="agent-pipe", daemon=True).start()
@@ -51,10 +53,12 @@ class AgentPipe:
                 order = host_messages.read_host_order(line)
                 match order:
                     case msg.Launch():
+                        self.spares = True
                         self._launches.put(order)
                     case msg.Stop():
                         self._stop_up_to = max(self._stop_up_to, order.attempt)
                         self.grace_s, self.job_ends = order.grace_s, order.job_ends
+                        self.spares = order.spare
                         os.eventfd_write(self.stop_signal, 1)
                     case host_messages.Apart():
                         self.apart = order.attempt
@@ -77,10 +81,11 @@ class AgentPipe:
             pass
         return self._stop_up_to >= attempt
 
-    def next_launch(self, store_port: int) -> msg.Launch:
-        """Tell the agent that the next store listens on this port, and wait for the next launch."""
+    def next_launch(self, store_port: int, spared: tuple[SparedRank, ...] = ()) -> msg.Launch:
+        """Tell the agent that the next store listens on this port, and which ranks are spared, and wait for
+        the next launch."""
         while True:
-            self.tell(msg.Ready(store_port=store_port))
+            self.tell(msg.Ready(store_port=store_port, spared=spared))
             launch = self._launches.get()
             if launch.attempt > self._stop_up_to:
                 return launch

@@ -37,12 +37,14 @@ from torch.distributed.launcher.api import LaunchConfig
 from jurymast.core.judges import task_shares
 from jurymast.core.judges.slurm_variables import of_a_task
 from jurymast.core.state import messages as msg
+from jurymast.core.state.evidence import SparedRank
 from jurymast.processes import TASKS_ALONE_VARIABLE, catches, kill_group
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import link, stack_signal
 from jurymast.worker import rank as rank_start
 from jurymast.worker.endings import ERROR_FILE_VARIABLE, read_error, read_exit
 from jurymast.worker.rendezvous import AgentRendezvous
+from jurymast.worker.sparing import JOINS_VARIABLE, LEAVE_LIMIT_S, Sparing
 
 # Variables whose value is a list with an entry for each GPU.
 GPUS = (
@@ -121,12 +123,24 @@ class RankServer:
         return self._channel.fileno()
 
     def start(
-        self, envs: dict[int, dict[str, str]], args: dict[int, Any], *, cold: bool, ended: Collection[int]
+        self,
+        envs: dict[int, dict[str, str]],
+        args: dict[int, Any],
+        *,
+        cold: bool,
+        ended: Collection[int],
+        sparing: Sparing,
     ) -> None:
         """Start ranks with these environments and arguments, by local rank; of those that have `ended`, a
-        process that does nothing."""
+        process that does nothing. Those that were spared go on."""
         self._pids = []
         for local_rank in range(len(envs)):  # `stop` ends those that were started if another cannot be
+            if (pid := sparing.spared(local_rank)) and sparing.join(local_rank, envs[local_rank]):
+                self._pids.append(pid)
+                continue
+            if pid:
+                self._signal(pid, signal.SIGKILL)
+            sparing.starts(local_rank)
             what = {"cold": cold, "ended": local_rank in ended}
             self._pids.append(self._start(local_rank, envs[local_rank], args[local_rank], what))
 
@@ -147,6 +161,9 @@ class RankServer:
         """Return the ranks' exit codes, negative for a signal, or None while they run."""
         return [self._code(pid) for pid in self._pids]
 
+    def lives(self, pid: int) -> bool:
+        return self._code(pid) is None
+
     def _code(self, pid: int) -> int | None:
         while pid not in self._ended and select.select([self._channel], [], [], 0)[0]:
             self._receive()
@@ -164,10 +181,11 @@ class RankServer:
                 self._ended[int(message["ended"])] = int(message["code"])
         return messages
 
-    def stop(self, grace_s: float, *, told: bool = False) -> None:
+    def stop(self, grace_s: float, *, told: bool = False, spared: Collection[int] = ()) -> None:
         """Send SIGTERM to the ranks and their children, such as loader workers, as torchrun does, and SIGKILL
         to those that still run after `grace_s`; forget them. `told`: Slurm has sent SIGTERM to all processes
-        here, and a handler must not run twice."""
+        here, and a handler must not run twice. Those with the `spared` ids live on."""
+        self._pids = [pid for pid in self._pids if pid not in spared]
         for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_LIMIT_S)):
             for pid in self._pids:
                 if not (told and number == signal.SIGTERM and catches(pid, number)):
@@ -176,6 +194,12 @@ class RankServer:
             if self._wait(limit_s):
                 break
         self._pids = []
+
+    def end(self, pids: list[int], grace_s: float) -> None:
+        """End ranks that were spared after all."""
+        kept, self._pids = self._pids, pids
+        self.stop(grace_s)
+        self._pids = kept
 
     def _signal(self, pid: int, number: signal.Signals) -> None:
         if self._code(pid) is None:
@@ -202,10 +226,11 @@ class ImpatientAgent(LocalElasticAgent):
         rendezvous: AgentRendezvous,
         server: RankServer,
         page: link.Page | None,
+        sparing: Sparing,
     ) -> None:
         super().__init__(spec, logs_specs=plan)  # only for torch's start_processes, which is not called
         self._plan, self._rendezvous_handler, self._server = plan, rendezvous, server
-        self._page = page
+        self._page, self._sparing = page, sparing
         self._reported: set[int] = set()
         self._job_ends = False  # as far as a SIGTERM tells
 
@@ -228,8 +253,12 @@ class ImpatientAgent(LocalElasticAgent):
         """Start the ranks. Unlike torch's function, this installs no signal handlers and redirects no output:
         torch would open one file twice and truncate it."""
         self._complete(envs)
-        launch = self._rendezvous_handler.launch
-        self._server.start(envs, args, cold=launch.cold, ended=launch.ended)
+        launch, spared = self._rendezvous_handler.launch, self._rendezvous_handler.spared
+        self._rendezvous_handler.spared = ()
+        if not launch.spare:
+            self._server.end([one.pid for one in spared], self._plan["grace_s"])
+            self._sparing.forget()
+        self._server.start(envs, args, cold=launch.cold, ended=launch.ended, sparing=self._sparing)
         return self._server
 
     def _complete(self, envs: dict[int, dict[str, str]]) -> None:
@@ -261,6 +290,10 @@ class ImpatientAgent(LocalElasticAgent):
             if launch.mtbf_s:
                 environment["JURYMAST_MTBF_S"] = str(launch.mtbf_s)
             environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)
+            if not plan["tasks"]:
+                environment.update(self._sparing.environment(local_rank))
+            if launch.spare:
+                environment[JOINS_VARIABLE] = "1"
             signals = getattr(LaunchConfig, "signals_to_handle", "")
             if signals:
                 environment[SIGNALS_VARIABLE] = signals
@@ -335,8 +368,21 @@ class ImpatientAgent(LocalElasticAgent):
         self._report_failures(ending=True)
         self._await_slurms_signal()
         grace_s = max(self._plan["grace_s"], self._rendezvous_handler.pipe.grace_s)
-        self._server.stop(grace_s, told=self._job_ends)
+        spared, took_s = self._spare(grace_s)
+        left_s = max(0.0, grace_s - took_s)
+        self._server.stop(left_s, told=self._job_ends, spared=[one.pid for one in spared])
+        self._rendezvous_handler.spared = spared
         self._pcontext = None
+
+    def _spare(self, grace_s: float) -> tuple[tuple[SparedRank, ...], float]:
+        """Have the ranks that can leave their step, unless the job ends. Return them, and the seconds that it
+        took."""
+        pipe, began = self._rendezvous_handler.pipe, time.monotonic()
+        attempt = self._rendezvous_handler.launch.attempt
+        if self._job_ends or not pipe.spares:
+            return (), 0.0
+        spared = self._sparing.leave(self._server.pids(), attempt, min(LEAVE_LIMIT_S, grace_s))
+        return spared, time.monotonic() - began
 
     def _await_endings(self) -> None:
         """Wait a moment for the ranks that have reached the end of their scripts."""
@@ -383,13 +429,14 @@ def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
     assert isinstance(rendezvous, AgentRendezvous)
     server = RankServer(channel)
     page = link.open_page(os.environ.get(link.PAGE_VARIABLE, ""))
+    sparing = Sparing(plan["ranks"], server.lives)
     while True:
         spec = WorkerSpec(
             role="default", local_world_size=plan["ranks"], entrypoint=sys.executable,
             args=tuple(plan["arguments"]), rdzv_handler=rendezvous, max_restarts=UNLIMITED,
             monitor_interval=MONITOR_INTERVAL_S,
         )  # fmt: skip
-        agent = ImpatientAgent(spec, plan, rendezvous, server, page)
+        agent = ImpatientAgent(spec, plan, rendezvous, server, page, sparing)
         signal.signal(signal.SIGTERM, agent.on_sigterm)
         agent.run()
         # All ranks of this node are done. After another node's failure they may have to run again.

@@ -291,13 +291,17 @@ class Link:
     No file stays open: a script gets the same file descriptors as under torchrun."""
 
     def __init__(self, page: Page | None, events: str, local_rank: int) -> None:
+        self._page = page
+        self._events = events
+        self._offset = local_rank * SLOT_BYTES
+        self.attempt_begins()
+
+    def attempt_begins(self) -> None:
+        """Begin an attempt, perhaps not the first of this process."""
         # Added to the phase. EXPLICIT once the script reports its own step numbers (`jurymast.step`,
         # Checkpointer): they are absolute, whereas the optimizer hook can only count, from the start of this
         # process or from `resume_at`, which sets NUMBERED.
         self.numbering = 0
-        self._page = page
-        self._events = events
-        self._offset = local_rank * SLOT_BYTES
         self._step = 0
         # The number that the script gave last, the optimizer's steps since, and how many of them it did for
         # as many numbers between the last two: they number the steps of a script that says only each tenth.

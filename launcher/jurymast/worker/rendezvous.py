@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from jurymast.core.state import messages as msg
+from jurymast.core.state.evidence import SparedRank
 from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at
 from jurymast.worker.agent_pipe import AgentPipe
 from jurymast.worker.store import store_at
@@ -33,6 +34,7 @@ class AgentRendezvous(RendezvousHandler):
         self._run_id = run_id
         self._closed = False
         self._store: Store | None = None
+        self.spared: tuple[SparedRank, ...] = ()  # of the last attempt; they wait for the next
 
     def get_backend(self) -> str:
         return "jurymast"
@@ -48,7 +50,7 @@ class AgentRendezvous(RendezvousHandler):
         """
         self._store = None  # closes the last attempt's server
         with listen_at(os.environ.get(ADDRESS_VARIABLE, "")) as listener:
-            order = self.launch = self.pipe.next_launch(listener.getsockname()[1])
+            order = self.launch = self.pipe.next_launch(listener.getsockname()[1], self.spared)
             served = listener.detach() if order.rank == 0 else None
         address, port = order.master_address, order.master_port
         self._store = store_at(address, port, STORE_CONNECT_S, served)

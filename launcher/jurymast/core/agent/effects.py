@@ -73,11 +73,12 @@ class StartRanks(Struct, frozen=True):
 
 
 class StopRanks(Struct, frozen=True):
-    """Tell the host to stop the ranks of this attempt and of those before it. They have at least
-    `grace_s`."""
+    """Tell the host to stop the ranks of this attempt and of those before it. They have at least `grace_s`.
+    If `spare`, those that can leave their step wait in their processes."""
 
     attempt: int
     grace_s: float = 0.0
+    spare: bool = True
 
 
 class PartRanks(Struct, frozen=True):

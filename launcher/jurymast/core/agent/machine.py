@@ -274,7 +274,7 @@ class AgentMachine:
             case msg.Stop():
                 return self.ranks.on_stop(order.attempt, now, stacks=order.stacks, grace_s=order.grace_s)
             case msg.Dismiss():
-                return self.ranks.on_stop(self.ranks.attempt, now)
+                return self.ranks.on_dismissed(now)
             case msg.Look():
                 return self.ranks.on_look(order, now)
             case msg.JobGoesOn():

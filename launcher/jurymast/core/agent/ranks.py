@@ -16,7 +16,7 @@ from jurymast.core.agent.effects import NEVER, Effect
 from jurymast.core.judges.tests import LOCAL, limit_s, slowest
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
-from jurymast.core.state.evidence import NodeTimes
+from jurymast.core.state.evidence import NodeTimes, SparedRank
 from jurymast.core.state.settings import RunPlan
 
 # ---- ranks
@@ -56,6 +56,7 @@ class Ranks:
         self.attempt = 0  # the newest ordered here
         self.store_port = 0  # the host's, while it waits
         self.pids: tuple[int, ...] = ()
+        self.spared: tuple[SparedRank, ...] = ()  # while the host waits
         self.host_starts = 0
         self._policys_grace_s, self._grace_s = stop_grace_s, 0.0  # this one is the order's own
         self._launch: msg.Launch | None = None  # the host has not been told of it yet
@@ -65,6 +66,7 @@ class Ranks:
         self._finished = False  # they have ended, all with exit code 0
         self._stopping = 0  # the newest attempt that was ordered to stop
         self._ending = False  # the ranks are being stopped
+        self._spares = True  # in that those may be spared that can
         self._stacks_until = NEVER
         self._force_at = NEVER
         self._cold = False  # the script cannot use what was loaded ahead of it
@@ -105,6 +107,7 @@ class Ranks:
         assert not (self._alive and self.store_port), "a host with ranks does not wait"
         assert not (self._alive and self._finished), "ranks that have ended live"
         assert self._alive or not self.pids, "processes without ranks"
+        assert self.store_port or not self.spared, "ranks are spared, and no host waits with them"
         assert self._alive or not self._ending, "nothing is there to be stopped"
         assert self._launch is None or self._launch.attempt == self.attempt, (
             "an attempt waits that was replaced"
@@ -149,6 +152,7 @@ class Ranks:
         if order.rank == 0 and order.master_port != self.store_port:
             return self._cannot_lead(order)
         self._told, self._alive, self.store_port = order.attempt, True, 0
+        self.spared, self._spares = (), True
         return [do.StartRanks(order, self._cold)]
 
     def _cannot_lead(self, order: msg.Launch) -> list[Effect]:
@@ -160,14 +164,16 @@ class Ranks:
         return self._tell(failed) + self._tell_stopped()
 
     def on_stop(
-        self, attempt: int, now: float, *, stacks: bool = False, grace_s: float = 0.0
+        self, attempt: int, now: float, *, stacks: bool = False, grace_s: float = 0.0, spare: bool = True
     ) -> list[Effect]:
         """Stop the ranks of `attempt`, if requested after recording their `stacks`. They have `grace_s`, if
-        that is longer than what the policy gives them."""
+        that is longer than what the policy gives them, for what they do at a signal; then, and unless
+        `spare`, none of them is spared."""
         if (self._alive or self._launch is not None) and attempt < self.attempt:
             return []
         self._stopping = max(self._stopping, attempt)
         self._launch = None
+        self._spares = self._spares and spare and not grace_s
         if self._alive:
             if self._ending:
                 return []
@@ -175,7 +181,15 @@ class Ranks:
             return self._begin_stop(stacks and attempt == self._told, now)
         if attempt >= self.attempt or not self.store_port:
             self._finished = False  # without a port the host is on its way to wait: that will be news
-        return [do.Send(msg.Stopped(attempt=attempt, store_port=self.store_port))]
+        return [do.Send(self._stopped(attempt))]
+
+    def on_dismissed(self, now: float) -> list[Effect]:
+        """The node is out: its ranks end, also those that were spared."""
+        spared, self.spared = tuple(rank.pid for rank in self.spared), ()
+        return [*([do.KillRanks(spared)] if spared else []), *self.on_stop(self.attempt, now, spare=False)]
+
+    def _stopped(self, attempt: int) -> msg.Stopped:
+        return msg.Stopped(attempt=attempt, store_port=self.store_port, spared=self.spared)
 
     def on_newest_attempt(self, attempt: int | None, now: float) -> list[Effect]:
         """Stop ranks that were replaced without this agent: `attempt` has begun, as the run directory says
@@ -218,7 +232,7 @@ class Ranks:
     def _stop_host(self, now: float) -> list[Effect]:
         limit_s = max(self._policys_grace_s, self._grace_s) + STOP_MARGIN_S
         self._stacks_until, self._force_at = NEVER, now + limit_s
-        return [do.StopRanks(self._told, self._grace_s)]
+        return [do.StopRanks(self._told, self._grace_s, self._spares)]
 
     def on_time(self, now: float) -> list[Effect]:
         if now >= self._stacks_until:
@@ -259,12 +273,12 @@ class Ranks:
         lived = self._alive
         last: list[Effect] = [self.beat()] if self.pids else []  # how far they came, exactly
         self._gone()
-        self.store_port = ready.store_port
+        self.store_port, self.spared = ready.store_port, ready.spared
         if self._launch is not None:
             return last + self._go_on()
         if lived:
             return last + self._tell_stopped()
-        return [] if self._finished else [do.Send(ready)]
+        return [] if self._finished else [do.Send(msg.Ready(store_port=ready.store_port))]
 
     def on_host_ended(
         self, code: int, evidence: Mapping[str, Any], now: float, unloadable: str = ""
@@ -275,7 +289,7 @@ class Ranks:
         waited = self.state == "waiting"
         effects: list[Effect] = [do.KillRanks(self.pids)] if self.pids else []
         self._gone()
-        self._launch, self.store_port = None, 0
+        self._launch, self.store_port, self.spared = None, 0, ()
         if had_ranks and self._stopping < self.attempt:
             failed = msg.Failed(
                 attempt=self.attempt, rank=-1, exit_code=code or 1, error="TorchrunHostDied",
@@ -303,7 +317,7 @@ class Ranks:
     def _tell_stopped(self) -> list[Effect]:
         """Answer whoever waits for the newest attempt to end."""
         attempt = max(self.attempt, self._stopping)
-        return self._tell(msg.Stopped(attempt=attempt, store_port=self.store_port))
+        return self._tell(self._stopped(attempt))
 
     def _tell(self, message: Ended) -> list[Effect]:
         """Tell the supervisor, unless the end of the job may explain it."""

@@ -515,7 +515,7 @@ class Checkpoints:
 
     def on_restored(self, attempt: int, step: int, tier: str) -> None:
         """Note that the ranks continue from this state."""
-        if tier != im.MEMORY:
+        if tier not in (im.MEMORY, im.LIVE):
             self.writes.on_restored(attempt, step)
 
     # ---- now and then

@@ -1,16 +1,16 @@
-"""The restart ladder chooses the cheapest safe action for a known cause, and gives the reason: 1. restart in
-place, 2. swap a spare in, or a node for which the run holds its others
-(`core.run.refill`), 4. requeue without the bad nodes; or stop, if another attempt cannot help."""
+"""The restart ladder chooses the cheapest safe action for a known cause, and gives the reason: 0. recovery in
+process (`core.run.sparing`), 1. restart in place, 2. swap a spare in, or a node for which the run holds its
+others (`core.run.refill`), 4. requeue without the bad nodes; or stop, if another attempt cannot help."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 from jurymast.core.judges import blame, leaving, loops
 from jurymast.core.judges.attribution import ENDED_EARLY, Cause
-from jurymast.core.run import refill
+from jurymast.core.run import refill, sparing
+from jurymast.core.run.decision import Decision
 from jurymast.core.state.failure_rate import INFRASTRUCTURE
 from jurymast.core.state.findings import Verdict
 from jurymast.core.state.incident import APPLICATION, CHOSEN, FROM_FINDINGS, NOBODY, ORDERED, PREEMPTION
@@ -26,22 +26,12 @@ PATIENT_FIRST_S = 15.0
 PATIENT_MAX_S = 300.0
 
 
-@dataclass(frozen=True)
-class Decision:
-    """`action`: restart, swap, requeue or stop; `why`: the reason, without the cause's evidence; `bad`: nodes
-    that leave the placement, those of `blames` for a finding; `kept`: nodes that stay only because no spare
-    is ready, with the finding's blame, if it is for one."""
-
-    action: str
-    why: str
-    bad: tuple[str, ...] = ()
-    backoff_s: float = 0.0
-    blames: tuple[Blame, ...] = ()
-    kept: Mapping[str, Blame | None] = field(default_factory=dict)
-
-
 def decide(state: RunState, cause: Cause) -> Decision:
     """Return what to do now that all ranks are stopped and the cause is known."""
+    return sparing.considered(state, _decide(state, cause))
+
+
+def _decide(state: RunState, cause: Cause) -> Decision:
     if hopeless := _hopeless(state, cause):
         return Decision("stop", hopeless)
     if cause.kind == "requeue_asked" and state.requeue_allowed:

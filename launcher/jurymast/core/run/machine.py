@@ -15,7 +15,7 @@ from jurymast.core.agent.link import IDLE_ALONE_LIMIT_S
 from jurymast.core.judges import blame, explained, leaving, loops, stragglers
 from jurymast.core.judges.silence import rejoin_limit_s
 from jurymast.core.nodes import preflight
-from jurymast.core.run import ends, recovery, refill, restoring, tasks
+from jurymast.core.run import ends, recovery, refill, restoring, sparing, tasks
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Dismiss, Instruction, Requeue
 from jurymast.core.state.failure_rate import DAY_S, FailureRate, prior
@@ -228,6 +228,7 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
     if node is None:
         return []
     node.ready = node.awaited = False
+    state.spared.pop(node.name, None)
     if node.role is Role.FAILED:
         return []
     how = {
@@ -287,6 +288,8 @@ def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
             node.become(Role.FAILED, f"removed by {event.by}", event.t)
             return [Dismiss(node=node.name, reason=node.reason)]
         return []
+    if event.what in sparing.ANEW:
+        state.spare = False  # where it is decided already
     if event.what == "restart" and state.phase is Phase.WAITING:
         state.not_before = event.t  # no back-off: somebody wants it now
     if state.phase not in WITH_RANKS:
@@ -300,6 +303,8 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
     if node is None:
         return []
     node.ready, node.store_port = event.store_port != 0, event.store_port
+    if event.attempt == state.attempt and (event.spared or not node.ready):
+        state.spared[node.name] = event.spared
     if not node.ready and node.role in (Role.ACTIVE, Role.SPARE):
         node.become(Role.JOINING, "its torchrun host died, another is warming up", event.t)
     elif node.ready and node.role is Role.JOINING:  # it was ready before, as the journal does not know

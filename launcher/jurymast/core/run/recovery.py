@@ -21,6 +21,7 @@ from jurymast.core.judges.attribution import (
 )
 from jurymast.core.nodes import preflight
 from jurymast.core.run import ladder, refill, tasks
+from jurymast.core.run.decision import Decision
 from jurymast.core.state.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.state.events import WorkerFailed
 from jurymast.core.state.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, FrailNode
@@ -104,7 +105,7 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
     if state.phase is Phase.STOPPING:
         return []
     open_incident(state, detected_at, fault_at)
-    state.phase, state.stopped = Phase.STOPPING, set()
+    state.phase, state.stopped, state.spared = Phase.STOPPING, set(), {}
     state.findings.ended = _ended_before(state)
     state.deadline = deadline(state, detected_at)
     asked = state.findings.asked
@@ -291,14 +292,14 @@ def _alert_on(state: RunState, cause: Cause) -> list[Instruction]:
     return blame.raise_alert(state, "nodes lost at once", message, cause.nodes)
 
 
-def _carry_out(state: RunState, cause: Cause, decision: ladder.Decision) -> list[Instruction]:
+def _carry_out(state: RunState, cause: Cause, decision: Decision) -> list[Instruction]:
     instructions: list[Instruction] = []
     lost = {loss.node for loss in state.findings.lost}
     incident, asked = state.incidents[-1], state.findings.asked
     state.findings = tasks.remembered(state, {*decision.bad, *lost})
     drained = cause.node if cause.kind == "drain_asked" else ""
     instructions += _take_out(state, decision.bad, decision.blames, drained)
-    state.kept = dict(decision.kept)
+    state.kept, state.spare = dict(decision.kept), decision.spare
     if decision.action == "stop":
         return instructions + finish(state, "failed", ladder.job_exit_code(cause), incident.reason)
     if decision.action == "requeue":
@@ -503,7 +504,8 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
     state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, None
     state.started, state.finished, state.stopped = set(), set(), set()
     state.restore = state.cadence = None
-    state.kept = {}
+    spare = state.spare and any(state.spared.get(name) for name in placement)
+    state.kept, state.spared, state.spare = {}, {}, False
     state.unanswered, state.base, state.time_out_s = {}, None, 0.0
     state.step, state.first_step_at, state.stepped_at, state.up_at = 0, None, state.now, state.now
     state.samples = state.tokens = 0
@@ -518,7 +520,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
     launch = Launch(
         attempt=state.attempt, placement=placement, master_address=master.address,
         master_port=master.store_port, mtbf_s=expected_mtbf_s(state, state.now),
-        reason=reason + tasks.told(state), ended=tasks.ended(state),
+        reason=reason + tasks.told(state), ended=tasks.ended(state), spare=spare,
     )  # fmt: skip
     return [launch]
 

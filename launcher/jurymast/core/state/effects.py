@@ -24,6 +24,7 @@ class Launch(Instruction, frozen=True, kw_only=True):
     master_port: int
     mtbf_s: float = 0.0  # the present estimate, for the ranks' cadence; 0: unknown
     ended: tuple[int, ...] = ()  # ranks that are tasks, each for itself, and are not started again
+    spare: bool = False  # ranks that are spared go on in their processes
 
 
 class StopWorkers(Instruction, frozen=True, kw_only=True):

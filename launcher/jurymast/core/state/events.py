@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from jurymast.core.state.evidence import SparedRank
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     t: float
@@ -187,7 +189,8 @@ class RanksHung(Event, frozen=True, kw_only=True):
 
 
 class WorkersStopped(Event, frozen=True, kw_only=True):
-    """All ranks of this node are gone; its host waits for the next launch with a new store.
+    """All ranks of this node have left the attempt, and are gone but for those that are `spared`; its host
+    waits for the next launch with a new store.
 
     `store_port` 0: the host is gone, too, and NodeReady will report the next one.
     """
@@ -195,6 +198,7 @@ class WorkersStopped(Event, frozen=True, kw_only=True):
     node: str
     attempt: int
     store_port: int
+    spared: tuple[SparedRank, ...] = ()
 
 
 class AttemptFound(Event, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,6 +18,15 @@ class Entered(msgspec.Struct, frozen=True, array_like=True):
     number: int
     collective: str
     waits: bool
+
+
+class SparedRank(NamedTuple):
+    """A rank that has left its step and waits in its process for the next attempt. `local`: its number on its
+    node; its state is that after `step`, or of no step (-1)."""
+
+    local: int
+    pid: int
+    step: int
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 MEMORY, PEER, LOCAL, SHARED, OBJECT = "memory", "peer", "local", "shared", "object"
+# No tier: ranks that live gave their state to the others.
+LIVE = "live"
 
 ALL, COMMON, OWN = "all", "common", "own"
 

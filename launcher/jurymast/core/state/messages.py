@@ -18,7 +18,7 @@ import msgspec
 
 from jurymast.core.state import images as im
 from jurymast.core.state import within
-from jurymast.core.state.evidence import Entered, NodeTimes, RankPlace
+from jurymast.core.state.evidence import Entered, NodeTimes, RankPlace, SparedRank
 from jurymast.core.state.findings import Finding
 from jurymast.core.state.images import Part
 from jurymast.core.state.images import Source as Source
@@ -308,9 +308,10 @@ class Condition(ToAsker, frozen=True, kw_only=True):
 
 
 class Ready(ToSupervisor, frozen=True, kw_only=True):
-    """The node's torchrun host is warm; its next store listens on `store_port`."""
+    """The node's torchrun host is warm; its next store listens on `store_port`. These ranks are `spared`."""
 
     store_port: int
+    spared: tuple[SparedRank, ...] = ()
 
 
 class Started(ToSupervisor, frozen=True, kw_only=True):
@@ -335,10 +336,12 @@ class Failed(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Stopped(ToSupervisor, frozen=True, kw_only=True):
-    """All ranks of the node are gone; `store_port` 0: its host, too."""
+    """All ranks of the node have left the attempt, and are gone but for those that are `spared`;
+    `store_port` 0: its host is gone, too."""
 
     attempt: int
     store_port: int
+    spared: tuple[SparedRank, ...] = ()
 
 
 class Finished(ToSupervisor, frozen=True, kw_only=True):
@@ -411,7 +414,8 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     in the order of ranks, in Slurm's notation. `mtbf_s`: expected seconds between failures, 0.0 if unknown;
     `cold`: preload nothing for the script; `restore` None: the ranks look in the shared tier, where `saved`
     is the newest step known (0: none), or an older one than those in `unreadable`, which failed repeatedly.
-    `ended`: local ranks, tasks, that are not started again. The agent adds the ranks' `environment`."""
+    `ended`: local ranks, tasks, that are not started again; `spare`: ranks that are spared go on in their
+    processes, otherwise they end first. The agent adds the ranks' `environment`."""
 
     attempt: int
     rank: int
@@ -425,17 +429,20 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     restore: Restore | None = None
     nodes: str = ""
     ended: tuple[int, ...] = ()
+    spare: bool = False
     environment: dict[str, str] = {}
 
 
 class Stop(ToAgent, frozen=True, kw_only=True):
     """Stop the ranks of `attempt` within the policy's grace, or this one if it is longer; if requested after
-    their `stacks`. `job_ends`: Slurm may signal them as well."""
+    their `stacks`. `job_ends`: Slurm may signal them as well; `spare`: those that can leave their step wait
+    in their processes."""
 
     attempt: int
     stacks: bool = False
     grace_s: float = 0.0
     job_ends: bool = False
+    spare: bool = True
 
 
 class Dismiss(ToAgent, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jurymast.core.state import events as ev
-from jurymast.core.state.evidence import MATTERS
+from jurymast.core.state.evidence import MATTERS, SparedRank
 from jurymast.core.state.failure_rate import (
     INFRASTRUCTURE,
     FailureRate,
@@ -266,6 +266,8 @@ class RunState:
     started: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)
+    spared: dict[str, tuple[SparedRank, ...]] = field(default_factory=dict)  # by node, since it has stopped
+    spare: bool = False  # these ranks go on in the next attempt
     # Nodes with ranks that stay only because no spare was ready, with the blame if it is for a finding.
     kept: dict[str, Blame | None] = field(default_factory=dict)
     deadline: float | None = None  # end of the present phase

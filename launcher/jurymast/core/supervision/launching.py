@@ -104,7 +104,7 @@ class Launching:
         return {
             "attempt": launch.attempt, "world": len(launch.placement), "nodes": self._nodes,
             "master_address": launch.master_address, "master_port": launch.master_port,
-            "mtbf_s": launch.mtbf_s, "cold": bool(self._state.cold),
+            "mtbf_s": launch.mtbf_s, "cold": bool(self._state.cold), "spare": launch.spare,
             "saved": self._checkpoints.saved_on_shared,
             "unreadable": self._checkpoints.restore.unreadable(),
         }  # fmt: skip

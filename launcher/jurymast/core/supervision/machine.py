@@ -391,7 +391,7 @@ class Supervision:
             self.watch.on_message(node, connection)
         match message:
             case msg.Ready():
-                return self.record(ev.NodeReady(t=now, node=node, **asdict(message)))
+                return self.record(ev.NodeReady(t=now, node=node, store_port=message.store_port))
             case msg.Started():
                 return self.record(ev.WorkersStarted(t=now, node=node, **asdict(message)))
             case msg.Failed():

@@ -17,7 +17,7 @@ from jurymast.core.checkpoints.writes import GIVEN_UP_S
 from jurymast.core.judges.stacks import COLLECTIVE
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
-from jurymast.core.state.evidence import Entered, RankPlace
+from jurymast.core.state.evidence import Entered, RankPlace, SparedRank
 from jurymast.core.state.findings import Finding
 from jurymast.core.state.host_messages import Apart, FromHosts
 from jurymast.core.state.images import StateId
@@ -27,13 +27,14 @@ from jurymast.sim.cluster.health import SimNodeHealth
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.loop import SimLoop, SimPeer, SimShell
 from jurymast.sim.cluster.training import Page, SimGroup, SimMember, follower
-from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection, Steps, WritePlace
+from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection, Steps, Token, WritePlace
 from jurymast.storage.orders import Answer, DamagedImage, Done, StorageFailed
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.cluster import Cluster
 
 WARM_S, START_S, STOP_S = (0.3, 2.0), (0.02, 0.3), (0.02, 0.3)
+TORN_SHARE = 0.1  # of ranks, those whose update is cut short, or that die before they record what is theirs
 SUPERVISOR_START_S = (0.2, 0.7)
 STRAYS_S, STACKS_S, LOOK_S, GONE_LOOK_S, IMPORT_S = (0.0, 0.05), 0.3, 0.05, 0.05, 0.5
 # Between two tries to connect; what a refusal takes.
@@ -122,11 +123,16 @@ class SimHost:
         self.stop_up_to = 0
         self.member: SimMember | None = None
         self.group: SimGroup | None = None
+        self.pids: tuple[int, ...] = ()
+        self.spared: tuple[SparedRank, ...] = ()  # while it waits
+        self._spares = True
+        self.live: Token | None = None  # the state of the ranks that are spared, if it is that after a step
+        self.own: Token | None = None  # of what state it has all that is the ranks' own
         self.world.after(self.world.between(*WARM_S), self.process, self._wait)
 
     def _wait(self) -> None:
         self.attempt, self.port = 0, self.agent.cluster.new_port()
-        self.say(msg.Ready(store_port=self.port))
+        self.say(msg.Ready(store_port=self.port, spared=self.spared))
 
     def say(self, message: FromHosts) -> None:
         self.world.after(0.0005, self.agent.process, self._tell, message)
@@ -140,18 +146,27 @@ class SimHost:
             case msg.Launch():
                 self.world.go(self.process, self.start(order))
             case msg.Stop():
+                self._spares = order.spare
                 self.stop(order.attempt, order.grace_s)
 
     def start(self, order: msg.Launch) -> Steps[None]:
         cluster, world = self.agent.cluster, self.world
         yield world.now + world.between(*START_S)
         if order.attempt <= self.stop_up_to:
-            self.say(msg.Ready(store_port=self.port))
+            self.say(msg.Ready(store_port=self.port, spared=self.spared))
             return
-        self.attempt = order.attempt
-        pids = tuple(cluster.new_port() for _ in range(cluster.ranks_per_node))
+        self.attempt, self._spares = order.attempt, True
+        cluster.oracle.sparing.starts(self, order)
+        if not order.spare:
+            self.forget()
+        lives = {rank.local: rank.pid for rank in self.spared}
+        self.pids = pids = tuple(
+            lives.get(local) or cluster.new_port() for local in range(cluster.ranks_per_node)
+        )
+        self.spared = ()
         page = self.agent.ranks.page
         member = SimMember(self.agent, self, order, page, follower(cluster, page), world.now)
+        member.lives = bool(lives)
         group = cluster.group(order)
         self.member, self.group = member, group
         self.say(msg.Started(attempt=order.attempt, pids=pids))
@@ -169,8 +184,32 @@ class SimHost:
 
     def _stopped(self, attempt: int) -> None:
         if self.attempt == attempt:
+            self._spare()
             self._leave(loud=False)
             self._wait()
+
+    def forget(self) -> None:
+        """None of its ranks is spared."""
+        self.spared, self.live, self.own = (), None, None
+
+    def _spare(self, dead: int = -1) -> None:
+        """The ranks leave their step and wait, if they can; the one with this number is `dead`."""
+        group, member, chance = self.group, self.member, self.world.chance
+        trains = group is not None and group.phase == "training"
+        able = self.agent.cluster.wanted.lives and self._spares and member is not None and not member.hung
+        if group is None or member is None or not able or not (trains and group.beats or member.lives):
+            self.forget()
+            return
+        if trains:
+            self.live = self.own = Token(group.step, group.history)
+            if chance.random() < TORN_SHARE:
+                self.live = None
+            if dead >= 0 and chance.random() < TORN_SHARE:
+                self.own = None
+        step = self.live.step if self.live is not None else -1
+        self.spared = tuple(
+            SparedRank(local, pid, step) for local, pid in enumerate(self.pids) if local != dead
+        )
 
     def _leave(self, *, loud: bool) -> None:
         if self.group is not None and self.member is not None:
@@ -183,6 +222,7 @@ class SimHost:
             return
         attempt, place = self.attempt, self.member.order.rank
         self.agent.cluster.oracle.codes.add(code)
+        self._spare(dead=0)
         self._leave(loud=True)
         error = "RuntimeError" if why else ""
         rank = place * self.agent.cluster.ranks_per_node
@@ -196,6 +236,7 @@ class SimHost:
             return
         attempt, self.attempt, self.member.gone = self.attempt, 0, True
         self.member.left = True
+        self.forget()
         self.say(msg.Finished(attempt=attempt))
         self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
 
@@ -203,6 +244,7 @@ class SimHost:
         """All tasks of the node have ended, each for itself, some of them with an error."""
         if self.group is group and self.attempt and self.member is not None:
             self.attempt, self.member.gone = 0, True
+            self.forget()
             self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
 
     def die(self, *, loud: bool) -> None:
@@ -284,7 +326,10 @@ class SimNodeRanks:
         return {}
 
     def kill(self, pids: tuple[int, ...]) -> None:
-        pass  # they end with their host
+        """Those of an attempt end with their host."""
+        host = self._agent.host
+        if host is not None and any(rank.pid in pids for rank in host.spared):
+            host.forget()
 
     async def gone(self, pids: tuple[int, ...], limit_s: float) -> None:
         until = self._world.now + limit_s
@@ -298,7 +343,7 @@ class SimNodeRanks:
         if self._run():
             await asyncio.sleep(self._world.between(*STOP_S))
 
-    async def end_strays(self) -> bool:
+    async def end_strays(self, spared: tuple[int, ...]) -> bool:
         await asyncio.sleep(self._world.between(*STRAYS_S))
         return True
 

@@ -19,6 +19,7 @@ from jurymast.sim.cluster.calm_rules import CalmRules
 from jurymast.sim.cluster.health_rules import BLAME_S, NO_BLAME, HealthRules
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
 from jurymast.sim.cluster.refill import RefillRules
+from jurymast.sim.cluster.sparing_rules import SparingRules
 from jurymast.sim.cluster.task_rules import TaskRules
 from jurymast.sim.cluster.withdrawal_rules import WithdrawalRules
 from jurymast.sim.cluster.world import KEEP
@@ -100,6 +101,7 @@ class Oracle:
         self._leave: dict[int, SimGroup] = {}  # groups whose ranks leave after a signal, by attempt
         self.tasks, self.calm, self.health = TaskRules(self), CalmRules(self), HealthRules(self)
         self.refill, self.withdrawals = RefillRules(self), WithdrawalRules(self)
+        self.sparing = SparingRules(self)
         self.codes: set[int] = set()  # that ranks have failed with
         self.steps = 0
 
@@ -359,6 +361,20 @@ class Oracle:
     def restores(self, group: SimGroup, found: list[tuple[StateId, Token]]) -> None:
         if len({key for key, _ in found}) > 1 or len({token.history for _, token in found}) > 1:
             self.fail(ONE_STATE, f"attempt {group.attempt} restores {found}")
+
+    @property
+    def fruitless(self) -> int:
+        """Attempts after the one that did the newest step first."""
+        newest = self._newest.attempt if self._newest is not None else 0
+        return max(0, newest - self._stepped_in)
+
+    def went_on(self, group: SimGroup, key: StateId) -> None:
+        """Its ranks go on from a state that nobody saved."""
+        planned = self._planned.get(group.attempt, 0)
+        if key.step < planned:
+            self.fail(NOTHING_LOST, f"attempt {group.attempt} goes on from {key.step}, {planned} was chosen")
+        if any(back.voids(*key) for back in self._rollbacks if back.attempt < group.attempt):
+            self.fail(NOT_BACK, f"attempt {group.attempt} goes on from {key}: {self._rollbacks}")
 
     def restored(self, group: SimGroup, key: StateId | None) -> None:
         step, planned = key.step if key is not None else 0, self._planned.get(group.attempt, 0)

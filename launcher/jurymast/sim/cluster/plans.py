@@ -18,7 +18,7 @@ FIRST_AT_S, LAST_AT_S = 1.0, 20.0
 AFTER_S = 18.0
 LONGEST_S = 3600.0
 LAST_STEPS = 10, 100
-TASKS_SHARE, TESTS_SHARE = 0.15, 0.15
+TASKS_SHARE, TESTS_SHARE, LIVES_SHARE = 0.15, 0.15, 0.4
 # Of this, twice as much is less than Slurm leaves a job that it ends.
 SLOW_COPY_S = 1.0, 10.0
 
@@ -107,6 +107,7 @@ class Plan:
     tasks: bool = False  # its ranks are independent tasks
     tests: bool = False  # nodes are tested before use
     renews: bool = False  # the job is requeued shortly before its time limit
+    lives: bool = False  # ranks go on in their processes: `Checkpointer.run`
     pool: int | None = None  # nodes besides the job's that small jobs may get; None: the policy wants none
 
     @property
@@ -175,6 +176,7 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
         copy_s=chance.choice((0.0, 0.0, 0.0, 0.0, 0.0, round(chance.uniform(*SLOW_COPY_S), 1))),
         at_term=chance.choice(("", "", *caught.HOW)), tasks=not only and chance.random() < TASKS_SHARE,
         tests=fails_tests or chance.random() < TESTS_SHARE,
+        lives=random.Random(-seed).random() < LIVES_SHARE,
     )  # fmt: skip
 
 

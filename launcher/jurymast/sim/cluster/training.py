@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
-from jurymast.core.state.images import MEMORY, SHARED, StateId
+from jurymast.core.state.images import LIVE, MEMORY, SHARED, StateId
 from jurymast.core.state.messages import RankReport, Times
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.sim.cluster.health import NOISE, SLOW
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from jurymast.sim.cluster.cluster import Cluster
 
 RETRY_S = 0.1
-STALL_S = (0.001, 0.02)
+# Ranks that may go on in their processes wait so long to hear that the attempt has ended.
+HOLD_LIMIT_S = 10.0
+STALL_S, GO_ON_S = (0.001, 0.02), (0.01, 0.2)
 # Of a step, what ranks do by themselves, and wait for others: most ranks, and the slow ones.
 OWN_SHARES = (0.3, 0.7), (0.8, 0.2)
 _serial = itertools.count(1)
@@ -53,6 +55,7 @@ class SimMember:
     follower: ScheduleFollower
     joined_at: float
     hung: bool = False
+    lives: bool = False  # some of its ranks go on in their processes
     stopped_at: float = 0.0  # its processes, by a signal; 0.0: they are not
     own_s: float = 0.0  # of its steps, what it did by itself, and waited for others
     waits_s: float = 0.0
@@ -135,7 +138,9 @@ class SimGroup:
             if not other.gone and other.saves_until <= self.cluster.world.now:
                 world = self.cluster.world
                 why = "Connection closed by peer"
-                world.after(world.between(0.02, 0.5), other.host.process, other.host.fail, self, 1, why)
+                hold_s = HOLD_LIMIT_S if self.cluster.wanted.lives else 0.0
+                after_s = hold_s + world.between(0.02, 0.5)
+                world.after(after_s, other.host.process, other.host.fail, self, 1, why)
 
     def fail_all(self, why: str) -> None:
         self.over = True
@@ -149,8 +154,20 @@ class SimGroup:
 
     # ---- restoring
 
+    def _newest_live(self) -> Token | None:
+        """The newest state that ranks have that live, if all that is the ranks' own is there as well."""
+        hosts = [member.host for member in self.members.values()]
+        found = [host.live for host in hosts if host.live is not None]
+        newest = max(found, key=lambda token: token.step, default=None)
+        return newest if all(host.own == newest for host in hosts) else None
+
     def _restore(self) -> Steps[None]:
         cluster, world = self.cluster, self.cluster.world
+        if self.order.spare and (live := self._newest_live()) is not None:
+            yield world.now + world.between(*GO_ON_S)
+            if not self.over:
+                self._go_on(live, LIVE)
+            return
         count = range(cluster.ranks_per_node)
         keepers = [member.agent.keeper for member in self.members.values()]
         while not self.over:
@@ -205,9 +222,14 @@ class SimGroup:
             self._begin(None, None, "")
 
     def _begin(self, key: StateId | None, token: Token | None, tier: str) -> None:
-        self.step = key.step if key is not None else 0
-        self.history = (*((token.history[-1], token.step) if token is not None else ()), self.number)
         self.cluster.oracle.restored(self, key)
+        self._go_on(token, tier)
+
+    def _go_on(self, token: Token | None, tier: str) -> None:
+        self.step = token.step if token is not None else 0
+        self.history = (*((token.history[-1], token.step) if token is not None else ()), self.number)
+        if tier == LIVE and token is not None:
+            self.cluster.oracle.sparing.goes_on(self, token)
         lead = self.members[0].agent
         said = within.Restored(step=self.step, tier=tier, seconds=0.1, size_bytes=SIZE_BYTES)
         lead.rank_said(said)

@@ -1,0 +1,408 @@
+"""A rank that outlives the failure of another one: `Checkpointer.run`.
+
+When the attempt ends, the agent's torchrun host tells the ranks to leave their step. A thread cuts the
+connections of the process group, so that a collective ends, and signals the main thread, whose handler raises
+LeaveStep in Python code or in a sleep. An update by an optimizer is never cut short by that: the rank leaves
+at the end of its step. Then it waits for the next attempt, makes its process group anew, agrees with the
+others on the newest step that is whole, and calls the script's function again.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo
+from torch.distributed import distributed_c10d
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from jurymast.checkpoint.live import LiveState
+from jurymast.core.judges.rejoining import GoOn, Rejoiner, newest_whole
+from jurymast.core.state import within
+from jurymast.core.state.images import LIVE
+from jurymast.errors import CheckpointError
+from jurymast.worker import link, sockets, stack_signal
+from jurymast.worker import rank as rank_start
+from jurymast.worker.sparing import JOINS_VARIABLE, OWN_BYTES_MAX, Pipes, RankSide
+
+if TYPE_CHECKING:
+    from jurymast.checkpoint.checkpointer import Checkpointer
+    from jurymast.checkpoint.group import Group
+
+log = logging.getLogger("jurymast.checkpoint")
+
+# A real-time signal in the middle of the range: C libraries use the lower end, programs use both ends.
+NUMBER = signal.SIGRTMIN + 18
+AGAIN_S = 0.1  # between two tries to reach the main thread
+RAISED_S = 1.0  # before the script, which may have stopped the exception, gets another
+# A rank whose collective failed waits so long to hear that the attempt has ended, before it fails as well.
+HOLD_LIMIT_S = 10.0
+# What is a rank's own is recorded at each step if that takes this long, or this share of the step, at most.
+OWN_FREE_S, OWN_SHARE, OWN_LOOKS = 0.0005, 0.01, 20
+
+# Variables that not every attempt has.
+OF_ONE_ATTEMPT = (JOINS_VARIABLE, "JURYMAST_SAVED_STEP", "JURYMAST_UNREADABLE", "JURYMAST_MTBF_S")
+
+T = TypeVar("T")
+
+
+class LeaveStep(BaseException):
+    """The attempt has ended for all ranks. Scripts let it pass, as they do KeyboardInterrupt."""
+
+
+def run(checkpointer: Checkpointer, train: Callable[[int], T]) -> T:
+    """See `Checkpointer.run`."""
+    pipes = Pipes.of(os.environ)
+    if pipes is None or link.world_size() == 1:
+        return train(checkpointer.restore())
+    if why_not := _why_not():  # the same on all ranks
+        _say_that_all_restart(why_not)
+        return train(checkpointer.restore())
+    side, why_not = None, ""
+    try:
+        side = RankSide(pipes, link.local_rank())
+    except OSError as error:
+        why_not = str(error)
+    ports, found = _meet(checkpointer, why_not)
+    if side is None or found:
+        _say_that_all_restart(found)
+        return train(checkpointer.restore())
+    return Member(checkpointer, side, ports).run(train)
+
+
+def _say_that_all_restart(why: str) -> None:
+    if os.environ.get("RANK") == "0":
+        log.warning("a failure will restart all ranks, and not only those that fail, because %s", why)
+
+
+def _meet(checkpointer: Checkpointer, why_not: str = "") -> tuple[tuple[int, ...], str]:
+    """Return the ports of all ranks, and why one of them cannot be spared, which this one says in `why_not`;
+    "" if all can. Collective, and the first thing that ranks of an attempt say to each other."""
+    told = checkpointer.group().gather((why_not, list(sockets.listening())))
+    failed = [f"rank {rank} cannot reach its host: {why}" for rank, (why, _) in enumerate(told) if why]
+    return tuple({port for _, ports in told for port in ports}), "".join(failed[:1])
+
+
+def _why_not() -> str:
+    """Why this rank cannot go on in its process once others fail, "" if it can."""
+    if threading.current_thread() is not threading.main_thread():
+        return "`run` was not called in the main thread"
+    if not dist.is_initialized():
+        return "the process group is not made before `run`"
+    kinds = {part.partition(":")[2] for part in dist.get_backend_config().split(",")}
+    if kinds != {"gloo"}:
+        return f"it is made for gloo so far, and the process group is {dist.get_backend_config()}"
+    if distributed_c10d._default_pg_init_method not in (None, "env://"):
+        return "the process group's `init_method` is not env://"
+    if len(distributed_c10d._world.pg_map) > 1:
+        return "the script makes process groups before `run`; make them in the function that it calls"
+    if distributed_c10d._get_default_group()._get_sequence_number_for_group():
+        return (
+            "ranks talk to each other before `run` (DistributedDataParallel does, when it is made); do that "
+            "in the function that it calls"
+        )
+    return ""
+
+
+class Member:
+    """This rank, from `run` until that returns."""
+
+    def __init__(self, checkpointer: Checkpointer, side: RankSide, ports: tuple[int, ...]) -> None:
+        """`ports`: see `_meet`."""
+        self._checkpointer, self._side = checkpointer, side
+        self._live = LiveState(checkpointer.objects)
+        self._main = threading.main_thread().ident
+        self._joins: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
+        self._leaving = threading.Event()
+        self._out = threading.Event()  # the main thread has left what it did
+        self._inside = False  # the script's function, or what may be left at any point
+        self._updating = False  # an optimizer has begun to, in a step that is not done
+        self._guarded = False  # what follows a step is not to be cut short
+        self._attempt = int(os.environ.get("JURYMAST_ATTEMPT", "0"))
+        self._ports = ports
+        self._step = -1  # the state is that after this step, unless it changed since
+        self._versions: list[int] = []
+        self._alike: bool | None = None  # None: not looked at in this attempt
+        self._offered = False
+        self._raised_at = -RAISED_S  # the last LeaveStep, which may take a while to come through
+        self._keeps_own = True
+        self._own_s, self._own_count, self._own_since = 0.0, 0, 0.0
+        made = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        self._timeout = made.options._timeout
+
+    # ---- the script's function
+
+    def run(self, train: Callable[[int], T]) -> T:
+        signal.signal(NUMBER, self._signalled)
+
+        def update_begins(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            self._updating = True
+
+        hook = register_optimizer_step_pre_hook(_disable_dynamo(update_begins, recursive=False))
+        threading.Thread(
+            target=self._side.listen, args=(self._told,), name="jurymast-sparing", daemon=True
+        ).start()
+        self._checkpointer.member = self
+        try:
+            start = self._recovering(self._begin)
+            while True:
+                left, result = self._trained(train, start)
+                if not left:
+                    return result  # type: ignore[return-value]  # what `train` returned
+                start = self._recovering(self._rejoin)
+        finally:
+            self._checkpointer.member = None
+            self._side.say("withdraws")
+            hook.remove()
+            self._out.set()
+            signal.signal(NUMBER, signal.SIG_IGN)  # one may be on its way
+
+    def _trained(self, train: Callable[[int], T], start: int) -> tuple[bool, T | None]:
+        """Call the script's function; return whether the attempt has ended, and otherwise its result."""
+        try:
+            self._enter()
+            result = train(start)
+            self._inside = False
+            return False, result
+        except (Exception, LeaveStep) as error:
+            self._leave(error)
+            return True, None
+
+    def _recovering(self, recover: Callable[[], int]) -> int:
+        """Return the step from which to go on; a failure during that begins the recovery anew."""
+        while True:
+            try:
+                return recover()
+            except (Exception, LeaveStep) as error:
+                self._leave(error)
+                recover = self._rejoin
+
+    def _enter(self) -> None:
+        self._inside = True
+        if self._leaving.is_set():
+            raise LeaveStep
+
+    def _leave(self, error: BaseException) -> None:
+        """Handle what has ended this step: raise it, unless the attempt has ended."""
+        self._inside = False
+        lost = _is_communication(error)
+        if not self._leaving.is_set() and not (lost and self._offered and self._leaving.wait(HOLD_LIMIT_S)):
+            raise error
+        self._out.set()
+        # Frames of the function that was left hold the group, the DDP wrapper and iterators of loaders.
+        error.__traceback__ = None
+        error.__context__ = error.__cause__ = None
+
+    def _signalled(self, _number: int, frame: FrameType | None) -> None:
+        protected = self._guarded or self._updating or time.monotonic() < self._raised_at + RAISED_S
+        if not (self._inside and self._leaving.is_set()) or protected:
+            return
+        while frame is not None:  # what a destructor raises is lost, and it would be cut short
+            if frame.f_code.co_name == "__del__":
+                return
+            frame = frame.f_back
+        self._raised_at = time.monotonic()
+        raise LeaveStep
+
+    def _told(self, order: Mapping[str, Any]) -> None:
+        """In a thread of its own: take an order of the host."""
+        if "join" in order:
+            self._leaving.clear()
+            self._attempt = int(order["join"]["JURYMAST_ATTEMPT"])
+            self._joins.put(order["join"])
+            return
+        if order["leave"] != self._attempt:
+            return
+        self._out.clear()
+        self._leaving.set()
+        while not self._out.is_set() and self._main is not None:
+            ports = {*self._ports, int(os.environ.get("MASTER_PORT") or 0)} - {0}
+            sockets.cut(ports)
+            signal.pthread_kill(self._main, NUMBER)
+            self._out.wait(AGAIN_S)
+
+    # ---- steps
+
+    def step_begins(self, step: int) -> None:
+        """All of `step` is done, and what follows is not to be cut short."""
+        self._guarded, self._updating = True, False
+        self._step = step
+        if self._alike is None:
+            self._live.first_step_done()
+        self._mark()
+        self._record_own(step)
+        if self._alike is None:
+            self._look_whether_alike()
+
+    def step_ends(self) -> None:
+        self._guarded = False
+        if self._leaving.is_set() and self._inside:
+            raise LeaveStep
+
+    def _mark(self) -> None:
+        self._versions = [one._version for one in self._live.parameters()]
+
+    def _look_whether_alike(self) -> None:
+        """Look once in an attempt, after its first step, whether the ranks are data-parallel. If they are,
+        this rank can be spared from then on. Collective."""
+        group = self._checkpointer.group()
+        digests = group.gather(self._live.digest())
+        self._alike = bool(digests[0]) and len(set(digests)) == 1
+        if not self._alike and JOINS_VARIABLE in os.environ:
+            raise CheckpointError("after a recovery in process the ranks' weights differ")
+        if not self._alike:
+            _say_that_all_restart("their weights differ")
+        if self._alike and not self._offered:
+            self._offered = True
+            self._side.say("offers")
+
+    def _record_own(self, step: int, *, begins: bool = False) -> None:
+        """Record what is this rank's own, if that is cheap. `begins`: which buffers change is not known."""
+        if not self._keeps_own or not self._live.has_own:
+            return
+        began = time.thread_time()
+        why_not = ""
+        try:
+            data = self._live.own()
+            if len(data) > OWN_BYTES_MAX:
+                why_not = f"it has {len(data)} bytes"
+            else:
+                self._side.own.write(step, data)
+        except Exception as error:
+            why_not = f"{type(error).__name__}: {error}"
+        now = time.monotonic()
+        self._own_s, self._own_count = self._own_s + time.thread_time() - began, self._own_count + 1
+        if self._own_count == 1:
+            self._own_since, self._own_s = now, 0.0
+        elif self._own_count > OWN_LOOKS and self._own_s > max(
+            self._own_count * OWN_FREE_S, OWN_SHARE * (now - self._own_since)
+        ):
+            why_not = f"that takes {1000 * self._own_s / self._own_count:.1f} ms a step"
+        if why_not and not begins:
+            self._keeps_own = False
+            self._side.own.clear()
+            log.warning(
+                "after the failure of another rank this one will go back to the last save: what is its own "
+                "is not kept at each step, because %s", why_not,
+            )  # fmt: skip
+
+    def _is_whole(self) -> bool:
+        """Whether the state is still that after the last step."""
+        versions = [one._version for one in self._live.parameters()]
+        return versions == self._versions and not self._updating and self._live.constants_hold()
+
+    # ---- from attempt to attempt
+
+    def _begin(self) -> int:
+        """Begin as a new process."""
+        self._enter()
+        if JOINS_VARIABLE in os.environ:
+            return self._begun(self._go_on())
+        return self._begun(self._checkpointer.restore())
+
+    def _begun(self, step: int) -> int:
+        """Note that the state is that after `step`, from which the script's function is about to go on."""
+        self._inside = self._guarded = self._updating = False
+        self._alike, self._step = None, step
+        self._live.begin()
+        self._mark()
+        self._side.own.clear()
+        self._record_own(step, begins=True)
+        return step
+
+    def _rejoin(self) -> int:
+        """Wait for the next attempt, and go on in it."""
+        step = self._step if self._step >= 0 and self._is_whole() else -1
+        self._step = step
+        self._live.clear_gradients()
+        gc.collect()  # an old DDP wrapper would reduce gradients still
+        self._side.say("left", step)
+        self._attempt_begins(self._joins.get())
+        self._enter()
+        dist.init_process_group("gloo", timeout=self._timeout)
+        self._ports, why_not = _meet(self._checkpointer)
+        if why_not:
+            raise CheckpointError(why_not)
+        return self._begun(self._go_on())
+
+    def _attempt_begins(self, environment: Mapping[str, str]) -> None:
+        for name in OF_ONE_ATTEMPT:
+            os.environ.pop(name, None)
+        os.environ.update(environment)
+        rank_start.redirect_output(os.environ)
+        stack_signal.listen()
+        link.current().attempt_begins()
+        self._guarded = self._updating = False
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # Where making the group failed, its number stays taken, and a new rank begins with the first.
+        distributed_c10d._world.group_count = 0
+        self._checkpointer.attempt_begins()
+
+    def _go_on(self) -> int:
+        """Agree with the others on the newest whole step, and bring this rank to it."""
+        began = time.monotonic()
+        group = self._checkpointer.group()
+        own = tuple(self._side.own.steps())
+        mine = Rejoiner(live=self._step, own=own, needs_own=self._offered and self._live.has_own)
+        told = group.gather((mine.live, list(mine.own), mine.needs_own))
+        ranks = [Rejoiner(live, tuple(own), needs) for live, own, needs in told]
+        found = newest_whole(ranks)
+        if found is None:
+            return self._go_back(any(rank.live >= 0 for rank in ranks))
+        size_bytes = self._bring_to(found, group)
+        self._checkpointer.went_on_from(found.step)
+        if group.rank == 0:
+            link.current().emit(
+                within.Restored(
+                    step=found.step,
+                    tier=LIVE,
+                    seconds=round(time.monotonic() - began, 6),
+                    size_bytes=size_bytes,
+                )
+            )
+        return found.step
+
+    def _go_back(self, lived: bool) -> int:
+        """Go back to what was saved."""
+        survives, self._step = self._offered, -1
+        step = self._checkpointer.restore()
+        if survives and not self._checkpointer.restored_something:
+            raise CheckpointError("no step is whole on all ranks, and none was saved")
+        if lived and os.environ.get("RANK") == "0":
+            log.warning("what is each rank's own is not there on all ranks: going back to step %d", step)
+        return step
+
+    def _bring_to(self, found: GoOn, group: Group) -> int:
+        """Return the size in bytes of what this rank gave or took."""
+        size_bytes = 0
+        own = self._side.own.read(found.step)
+        if takers := found.takers.get(group.rank, ()):
+            size_bytes = self._live.give(takers, found.step, group.process_group)
+        for giver, takers in found.takers.items():
+            if group.rank in takers:
+                self._step = -1  # until all of it is there
+                size_bytes = self._live.take(giver, found.step, group.process_group)
+        if own is not None:
+            self._live.set_own(own)
+        return size_bytes
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether the exception, or one that it follows from, says that ranks have lost each other."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and "gloo" in str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

@@ -1,0 +1,164 @@
+"""Recovery in process: real ranks, some of which fail, while the others go on in their processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import RunState
+from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
+
+pytestmark = pytest.mark.torch
+
+SCRIPT = "train_in_process.py"
+STEPS = ("--steps", "80")
+SAVES = ("--save-every", "20 steps")
+FAULT_AT = 33
+PROCESSES = 2  # on each node
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trained_plainly: Callable[..., str]) -> str:
+    return trained_plainly(*STEPS, nodes=2 * PROCESSES, each=PROCESSES, script=SCRIPT)
+
+
+@contextmanager
+def training(tmp_path: Path, *options: str, spares: int = 0) -> Iterator[RunUnderTest]:
+    with local_run(
+        tmp_path / "runs", "--nodes", "2", "--spares", str(spares), "--nproc-per-node", str(PROCESSES),
+        script=SCRIPT,
+        arguments=(*STEPS, *SAVES, "--out", str(tmp_path / "out.json"),
+                   "--trace", str(tmp_path / "trace"), *options),
+    ) as run:  # fmt: skip
+        yield run
+
+
+def ended_well(run: RunUnderTest, tmp_path: Path, weights: str) -> RunState:
+    state = run.wait_end()
+    wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    assert result(tmp_path / "out.json")["sha256"] == weights, run.story()
+    assert_ranks_are_alike(tmp_path)
+    return state
+
+
+def traced(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in tmp_path.glob("trace.*") for line in file.read_text().splitlines()]
+
+
+def assert_ranks_are_alike(tmp_path: Path) -> None:
+    """After each step that was looked at, in whichever attempt, all ranks had the same weights."""
+    weights: dict[int, set[str]] = {}
+    for told in traced(tmp_path):
+        if told["sha256"]:
+            weights.setdefault(told["step"], set()).add(told["sha256"])
+    assert len(weights) > 10
+    assert all(len(found) == 1 for found in weights.values()), weights
+
+
+def processes(run: RunUnderTest, attempt: int) -> dict[int, int]:
+    """The process id of each rank."""
+    started = [e for e in run.events() if isinstance(e, ev.WorkersStarted) and e.attempt == attempt]
+    placement = run.state().placement
+    return {
+        placement.index(e.node) * PROCESSES + local: pid for e in started for local, pid in enumerate(e.pids)
+        if e.node in placement
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "cause"),
+    [
+        ("SIGKILL", (), "worker_killed"),
+        pytest.param("SIGSTOP", ("--workers", "2"), "rank_frozen", id="SIGSTOP-with-loader-workers"),
+    ],
+)
+def test_a_rank_fails_and_the_others_go_on_without_a_lost_step(
+    tmp_path: Path, undisturbed: str, name: str, more: tuple[str, ...], cause: str
+) -> None:
+    with training(tmp_path, "--fault", f"{name}:{FAULT_AT}:2:begin", *more) as run:
+        state = ended_well(run, tmp_path, undisturbed)
+    incident = state.incidents[0]
+    assert (incident.cause, incident.rank, incident.action) == (cause, 2, "in process"), run.story()
+    assert (incident.step_lost_from, incident.step_restored) == (FAULT_AT, FAULT_AT), "a step was lost"
+    before, after = processes(run, 1), processes(run, 2)
+    assert {rank for rank in before if before[rank] == after[rank]} == {0, 1, 3}
+    assert {told["pid"] for told in traced(tmp_path) if told["rank"] == 0} == {before[0]}
+    assert len(state.incidents) == 1, run.story()
+
+
+def test_a_spare_takes_a_nodes_place_and_the_ranks_of_the_others_go_on(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    with training(tmp_path, "--step-time", "0.05", spares=1) as run:
+        node = run.wait_safe(20).placement[1]
+        os.killpg(run.agent_pid(node), signal.SIGKILL)
+        state = ended_well(run, tmp_path, undisturbed)
+    incident = state.incidents[0]
+    assert (incident.action, incident.node) == ("swap", node), run.story()
+    assert "2 of 4 ranks go on in their processes" in incident.why
+    assert (incident.step_restored or 0) >= 20, "what was each rank's own was lost with the node"
+    after = processes(run, 2)
+    stayed = next(e for e in run.events() if isinstance(e, ev.WorkersStarted) and e.node != node)
+    assert {after[0], after[1]} == {*stayed.pids}, "the ranks of the other node are other processes"
+
+
+def test_a_rank_that_dies_in_its_update_costs_the_steps_since_the_last_save(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    with training(tmp_path, "--fault", f"SIGKILL:{FAULT_AT}:2:update") as run:
+        state = ended_well(run, tmp_path, undisturbed)
+    incident = state.incidents[0]
+    assert (incident.action, incident.step_restored) == ("in process", 20), run.story()
+    before, after = processes(run, 1), processes(run, 2)
+    assert {rank for rank in before if before[rank] == after[rank]} == {0, 1, 3}
+
+
+def test_a_fault_during_the_recovery_is_recovered_from_in_process(tmp_path: Path, undisturbed: str) -> None:
+    with training(tmp_path, "--fault", f"SIGKILL:{FAULT_AT}:2:begin", "--again", "2") as run:
+        state = ended_well(run, tmp_path, undisturbed)
+    assert [one.action for one in state.incidents] == ["in process", "in process"], run.story()
+    assert state.incidents[1].step_restored == FAULT_AT, run.story()
+    assert processes(run, 1)[0] == processes(run, 3)[0]
+
+
+@pytest.mark.long
+def test_ranks_with_much_of_their_own_go_back_to_the_last_save(tmp_path: Path, undisturbed: str) -> None:
+    more = "--own-bytes", str(300_000)
+    with training(tmp_path, "--fault", f"SIGKILL:{FAULT_AT}:2:begin", *more) as run:
+        state = ended_well(run, tmp_path, undisturbed)
+        log = run.directory.rank_log(1, 0).read_text()
+    incident = state.incidents[0]
+    assert (incident.action, incident.step_restored) == ("in process", 20), run.story()
+    assert "will go back to the last save" in log
+
+
+@pytest.mark.long
+def test_where_ranks_talk_before_run_all_restart(tmp_path: Path, undisturbed: str) -> None:
+    with training(tmp_path, "--fault", f"SIGKILL:{FAULT_AT}:2:begin", "--before") as run:
+        state = ended_well(run, tmp_path, undisturbed)
+        log = run.directory.rank_log(1, 0).read_text()
+    assert [one.action for one in state.incidents] == ["restart"], run.story()
+    assert not {*processes(run, 1).values()} & {*processes(run, 2).values()}
+    assert "ranks talk to each other before `run`" in log
+
+
+@pytest.mark.long
+def test_who_asks_for_a_restart_gets_new_processes(tmp_path: Path, undisturbed: str) -> None:
+    with training(tmp_path, "--step-time", "0.05") as run:
+        run.wait_safe(20)
+        asked = jurymast("restart", "--runs", str(run.directory.root.parent), run.directory.root.name)
+        assert asked.returncode == 0, asked.stderr
+        state = ended_well(run, tmp_path, undisturbed)
+    assert state.incidents[0].why.endswith("not in process, because new processes were asked for"), (
+        run.story()
+    )
+    assert not {*processes(run, 1).values()} & {*processes(run, 2).values()}

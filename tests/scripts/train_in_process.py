@@ -1,0 +1,148 @@
+"""A small training within `Checkpointer.run`: an MLP with dropout and a batch norm under DDP (gloo), with its
+own random generators and a loader's position on each rank. It does the same bits every time.
+
+`--trace`: each rank writes there after each step: attempt, its process id, step, a hash of the parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from train_tiny import sha256_of  # type: ignore[import-not-found]
+
+import jurymast
+from jurymast.checkpoint import RandomState
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--width", type=int, default=32)
+parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a step takes besides")
+parser.add_argument("--save-every", default=None)
+parser.add_argument("--checkpoints", default=None)
+parser.add_argument("--workers", type=int, default=0, help="of each rank's loader")
+parser.add_argument("--before", action="store_true", help="make DDP before `run`, which rules recovery out")
+parser.add_argument("--own-bytes", type=int, default=0, help="of state of each rank's own")
+parser.add_argument(
+    "--fault", default="", metavar="SIGNAL:STEP:RANK:WHERE", help="the rank's process gets the signal in "
+    "attempt 1, at the beginning of the step after STEP, or after the update of STEP",
+)  # fmt: skip
+parser.add_argument("--again", type=int, default=-1, help="this rank is killed at the start of attempt 2")
+parser.add_argument("--trace", type=Path, default=None)
+parser.add_argument("--out", type=Path, default=None, help="JSON with the final weights' sha256")
+
+
+def strike(fault: str, step: int, rank: int, where: str) -> None:
+    if fault.endswith(f":{step}:{rank}:{where}") and os.environ.get("JURYMAST_ATTEMPT") == "1":
+        os.kill(os.getpid(), getattr(signal, fault.partition(":")[0]))
+
+
+class Numbers(Dataset):  # type: ignore[misc]
+    """Inputs that depend on their index only."""
+
+    def __init__(self, rank: int, width: int, count: int) -> None:
+        self.rank, self.width, self.count = rank, width, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index * 1000 + self.rank)
+        return torch.randn(8, self.width, generator=generator)
+
+
+def parameters_of(model: nn.Module) -> str:
+    """A hash of what is alike on all ranks, as the statistics of a batch norm are not."""
+    data = (one.detach().numpy().tobytes() for one in model.parameters())
+    return hashlib.sha256(b"".join(data)).hexdigest()
+
+
+class Position:
+    """How far the loader is; different on each rank."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.drawn, self.ballast = rank, 0, os.urandom(size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank, "drawn": self.drawn, "ballast": self.ballast}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["rank"] != self.rank:
+            raise ValueError(f"rank {self.rank} was given the state of rank {state['rank']}")
+        self.drawn = state["drawn"]
+
+
+def main() -> None:
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_deterministic_debug_mode("error")
+    if os.environ.get("RANK") == str(args.again) and os.environ.get("JURYMAST_ATTEMPT") == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(1)
+    width = args.width
+    model = nn.Sequential(
+        nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.2), nn.Linear(width, width)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[10, 30])
+    position = Position(rank, args.own_bytes)
+    torch.manual_seed(7 + rank)  # dropout differs on each rank
+    state = {
+        "model": model, "optimizer": optimizer, "schedule": schedule, "position": position,
+        "random": RandomState(),
+    }  # fmt: skip
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if args.before else None
+    checkpoint = jurymast.Checkpointer(state, directory=args.checkpoints, every=args.save_every)
+
+    def train(start: int) -> None:
+        # Looking for unused parameters keeps DDP from rebuilding its buckets after its first step.
+        ddp = wrapped or nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        numbers = Numbers(rank, width, args.steps)
+        order = list(range(start, args.steps))
+        # A generator of its own: by default each new iterator draws a number from torch's.
+        loader = DataLoader(
+            numbers, batch_size=None, sampler=order, num_workers=args.workers, generator=torch.Generator()
+        )
+        for step, inputs in zip(order, loader, strict=True):
+            time.sleep(args.step_time)
+            strike(args.fault, step, rank, "begin")
+            assert position.drawn == step, f"rank {rank} has drawn {position.drawn}, not {step}"
+            loss = nn.functional.mse_loss(ddp(inputs), inputs.roll(1, dims=1).tanh())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            strike(args.fault, step, rank, "update")
+            schedule.step()
+            position.drawn += 1
+            checkpoint.step(step + 1)
+            if args.trace:
+                told = {
+                    "attempt": int(os.environ.get("JURYMAST_ATTEMPT", "0")), "rank": rank, "pid": os.getpid(),
+                    "step": step + 1, "sha256": parameters_of(model) if step % 5 == 0 else "",
+                    "t": time.time(),
+                }  # fmt: skip
+                with args.trace.with_name(f"{args.trace.name}.{rank}").open("a") as file:
+                    file.write(json.dumps(told) + "\n")
+
+    checkpoint.run(train)
+    if rank == 0 and args.out:
+        args.out.write_text(json.dumps({"sha256": sha256_of(model)}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
