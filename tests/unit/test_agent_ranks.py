@@ -415,6 +415,6 @@ def test_ranks_have_the_time_that_an_order_gives_them() -> None:
     """A function's, say, for what it keeps before its job is requeued; else what the policy gives."""
     for grace_s, given_s in ((60.0, 60.0), (1.0, GRACE_S), (0.0, GRACE_S)):
         ranks = running()
-        assert ranks.on_stop(1, 10.0, grace_s=grace_s) == [do.StopRanks(1, grace_s)]
+        assert ranks.on_stop(1, 10.0, grace_s=grace_s) == [do.StopRanks(1, grace_s, spare=not grace_s)]
         assert ranks.on_time(10.0 + given_s) == []
         assert ranks.on_time(10.0 + given_s + machine.STOP_MARGIN_S) != []
