@@ -207,6 +207,11 @@ MENDED = {
         '{"at":7.34,"kind":"signal all","node":1,"when":"launching"},'
         '{"at":10.49,"kind":"freeze","node":1,"seconds":4.0}]}'
     ),
+    "a torchrun host dies, and the supervisor before it has heard of that": (
+        '{"seed":100406209,"active":2,"spares":1,"ranks":1,"cadence_steps":null,"room":8,'
+        '"at_term":"leaves by signal","faults":[{"at":1.48,"kind":"storage slow","node":2,"seconds":28.52},'
+        '{"at":8.81,"kind":"host","node":1},{"at":9.56,"kind":"supervisor"}]}'
+    ),
     "the same rank loses two nodes within seconds, by chance": (
         '{"seed":100404858,"active":4,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"at_term":"goes on",'
         '"faults":[{"at":7.32,"kind":"isolate","node":1,"seconds":10.28},{"at":9.96,"kind":"power","node":5},'
