@@ -73,6 +73,8 @@ def slurm_conf(layout: Layout, options: Options) -> str:
         "FirstJobId=101",  # told apart from numbers of ranks and nodes
         "ReturnToService=2",
         "KillWait=2",
+        # A test on a busy machine may ask late how a job ended.
+        "MinJobAge=7200",
         f"SlurmdTimeout={options.slurmd_timeout_s}",
         # slurmctld's round of pings lasts until the deadest node has failed, and it books the others' answers
         # up to 2 s later: where that takes two thirds of SlurmdTimeout, healthy nodes go DOWN as well.

@@ -16,9 +16,9 @@ from support.slurm_runs import running_cluster
 from testcluster import Cluster
 from testcluster.settings import SLURM_SYSTEM
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.timeout(2400)]
 
-LIMIT_S = 400.0
+LIMIT_S = 1200.0
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2 --cpus-per-task=2 --gpus-per-node=2 --mem=100
 #SBATCH --job-name=parity --output=%x-%A-%a.out --error=%x.err --comment=none
