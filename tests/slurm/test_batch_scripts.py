@@ -17,7 +17,7 @@ from testcluster.settings import SLURM_SYSTEM
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-LIMIT_S = 240.0
+LIMIT_S = 800.0
 GROUP_LIMIT_S = 1200.0
 SCRIPTS = Path(__file__).parent / "scripts"
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "batch-scripts.json"
