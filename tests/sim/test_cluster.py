@@ -207,6 +207,11 @@ MENDED = {
         '{"at":7.34,"kind":"signal all","node":1,"when":"launching"},'
         '{"at":10.49,"kind":"freeze","node":1,"seconds":4.0}]}'
     ),
+    "ranks that live have an older step than a node that comes back": (
+        '{"seed":100500981,"active":2,"spares":1,"ranks":2,"cadence_steps":5,"room":8,"last_step":96,"copy_s":3.4,'
+        '"at_term":"loses","tests":true,"lives":true,"faults":[{"at":7.54,"kind":"agent stops","node":2,'
+        '"other":1,"seconds":2.61},{"at":9.86,"kind":"rank","node":0,"other":1}]}'
+    ),
     "a torchrun host dies, and the supervisor before it has heard of that": (
         '{"seed":100406209,"active":2,"spares":1,"ranks":1,"cadence_steps":null,"room":8,'
         '"at_term":"leaves by signal","faults":[{"at":1.48,"kind":"storage slow","node":2,"seconds":28.52},'

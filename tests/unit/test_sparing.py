@@ -186,11 +186,19 @@ def test_a_launch_takes_them_and_a_host_that_ends_loses_them() -> None:
 def test_the_newest_step_that_a_rank_has_and_of_which_all_have_their_own() -> None:
     own = (9, 10)
     ranks = [Rejoiner(10, own, True), Rejoiner(9, own, True), Rejoiner(-1, own), Rejoiner(-1, (9,))]
-    assert newest_whole(ranks) == GoOn(9, {1: (0, 2, 3)})
-    assert newest_whole([*ranks[:3]]) == GoOn(10, {0: (1, 2)})
-    assert newest_whole([Rejoiner(10), Rejoiner(10), Rejoiner(), Rejoiner()]) == GoOn(10, {0: (2,), 1: (3,)})
-    assert newest_whole([Rejoiner(10, own, True), Rejoiner()]) is None, "a new node has nothing of its own"
-    assert newest_whole([Rejoiner(-1, own, True), Rejoiner(-1, own)]) is None, "updates were cut short"
+    assert newest_whole(ranks, 0) == GoOn(9, {1: (0, 2, 3)})
+    assert newest_whole([*ranks[:3]], 0) == GoOn(10, {0: (1, 2)})
+    new = Rejoiner()
+    assert newest_whole([Rejoiner(10), Rejoiner(10), new, new], 0) == GoOn(10, {0: (2,), 1: (3,)})
+    assert newest_whole([Rejoiner(10, own, True), Rejoiner()], 0) is None, "a new node has nothing of its own"
+    assert newest_whole([Rejoiner(-1, own, True), Rejoiner(-1, own)], 0) is None, "updates were cut short"
+
+
+def test_all_go_back_to_what_was_saved_if_that_is_newer_than_what_they_have() -> None:
+    """Ranks went on from an older step, and a node that has a newer one has come back since."""
+    ranks = [Rejoiner(7), Rejoiner(7), Rejoiner()]
+    assert newest_whole(ranks, 7) == GoOn(7, {0: (2,), 1: ()})
+    assert newest_whole(ranks, 8) is None
 
 
 @given(
@@ -200,7 +208,7 @@ def test_the_newest_step_that_a_rank_has_and_of_which_all_have_their_own() -> No
     )
 )
 def test_everybody_has_it_or_is_given_it_once(ranks: list[Rejoiner]) -> None:
-    found = newest_whole(ranks)
+    found = newest_whole(ranks, 0)
     if found is None:
         return
     takers = [taker for each in found.takers.values() for taker in each]

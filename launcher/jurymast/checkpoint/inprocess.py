@@ -357,7 +357,7 @@ class Member:
         mine = Rejoiner(live=self._step, own=own, needs_own=self._offered and self._live.has_own)
         told = group.gather((mine.live, list(mine.own), mine.needs_own))
         ranks = [Rejoiner(live, tuple(own), needs) for live, own, needs in told]
-        found = newest_whole(ranks)
+        found = newest_whole(ranks, int(os.environ[JOINS_VARIABLE]))
         if found is None:
             return self._go_back(any(rank.live >= 0 for rank in ranks))
         size_bytes = self._bring_to(found, group)

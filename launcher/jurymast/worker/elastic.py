@@ -293,7 +293,7 @@ class ImpatientAgent(LocalElasticAgent):
             if not plan["tasks"]:
                 environment.update(self._sparing.environment(local_rank))
             if launch.spare:
-                environment[JOINS_VARIABLE] = "1"
+                environment[JOINS_VARIABLE] = str(launch.chosen)
             signals = getattr(LaunchConfig, "signals_to_handle", "")
             if signals:
                 environment[SIGNALS_VARIABLE] = signals

@@ -26,11 +26,13 @@ class GoOn:
     takers: dict[int, tuple[int, ...]]
 
 
-def newest_whole(ranks: Sequence[Rejoiner]) -> GoOn | None:
+def newest_whole(ranks: Sequence[Rejoiner], saved: int) -> GoOn | None:
     """Return the newest step that a rank has live, and of which each rank has what is its own; None if there
-    is none: all go back to what was saved. Ranks are given by number."""
+    is none, or an older one than was `saved`, to which all go back then. Ranks are given by number."""
     needs_own = any(rank.needs_own for rank in ranks)
     for step in sorted({rank.live for rank in ranks} - {-1}, reverse=True):
+        if step < saved:
+            return None
         if not needs_own or all(step in rank.own for rank in ranks):
             givers = [number for number, rank in enumerate(ranks) if rank.live == step]
             needy = [number for number, rank in enumerate(ranks) if rank.live != step]

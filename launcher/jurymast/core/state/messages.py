@@ -415,7 +415,8 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     `cold`: preload nothing for the script; `restore` None: the ranks look in the shared tier, where `saved`
     is the newest step known (0: none), or an older one than those in `unreadable`, which failed repeatedly.
     `ended`: local ranks, tasks, that are not started again; `spare`: ranks that are spared go on in their
-    processes, otherwise they end first. The agent adds the ranks' `environment`."""
+    processes, otherwise they end first; they go back to step `chosen` if that is newer than what they have.
+    The agent adds the ranks' `environment`."""
 
     attempt: int
     rank: int
@@ -430,6 +431,7 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     nodes: str = ""
     ended: tuple[int, ...] = ()
     spare: bool = False
+    chosen: int = 0
     environment: dict[str, str] = {}
 
 

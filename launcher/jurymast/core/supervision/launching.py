@@ -101,10 +101,12 @@ class Launching:
 
     def _common(self, launch: Launch) -> dict[str, Any]:
         """What the launch says to each node, after the choice of what is restored."""
+        chosen = self._checkpoints.restore.chosen
         return {
             "attempt": launch.attempt, "world": len(launch.placement), "nodes": self._nodes,
             "master_address": launch.master_address, "master_port": launch.master_port,
             "mtbf_s": launch.mtbf_s, "cold": bool(self._state.cold), "spare": launch.spare,
+            "chosen": chosen.step if chosen is not None else 0,
             "saved": self._checkpoints.saved_on_shared,
             "unreadable": self._checkpoints.restore.unreadable(),
         }  # fmt: skip

@@ -159,7 +159,8 @@ class SimGroup:
         hosts = [member.host for member in self.members.values()]
         found = [host.live for host in hosts if host.live is not None]
         newest = max(found, key=lambda token: token.step, default=None)
-        return newest if all(host.own == newest for host in hosts) else None
+        fits = newest is not None and newest.step >= self.order.chosen
+        return newest if fits and all(host.own == newest for host in hosts) else None
 
     def _restore(self) -> Steps[None]:
         cluster, world = self.cluster, self.cluster.world
