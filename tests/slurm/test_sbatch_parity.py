@@ -51,7 +51,7 @@ RANKS = NODES | {
     "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT",
     *(f"JURYMAST_{name}" for name in (
         "ADDRESS", "ATTEMPT", "EVENTS", "KEEP", "KEEPER", "LOG", "MTBF_S", "NODE", "PAGE", "RUN", "RUN_DIR",
-        "STACKS", "STDERR")),
+        "SPARING", "STACKS", "STDERR")),
 }  # fmt: skip
 MAY_DIFFER = {
     "batch": FRONT_ENDS,
