@@ -15,6 +15,7 @@ import pytest
 
 from jurymast.agent.real_io import local_address
 from jurymast.cluster.allocation import announced_by, listen, loopback
+from jurymast.core.state.evidence import SparedRank
 from jurymast.core.state.messages import Launch
 from jurymast.wire import addresses
 from jurymast.wire.addresses import ADDRESS_VARIABLE, is_up, listen_at, listen_at_each, listens_at_all
@@ -127,7 +128,7 @@ class Pipe:
         self._rank, self._master = rank, master
         self.port = 0
 
-    def next_launch(self, port: int) -> Launch:
+    def next_launch(self, port: int, spared: tuple[SparedRank, ...]) -> Launch:
         self.port = port
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((ANOTHER, port), 5.0)
