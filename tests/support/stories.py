@@ -87,11 +87,15 @@ class Story:
         return self
 
     def allocated(
-        self, *nodes: str, job: str = "17", restarts: int = 0, queue_s: float = 10.0, before: str = ""
-    ) -> Story:
-        """The queue lets the job start; its nodes join and are ready, all within 3 s."""
+        self, *nodes: str, job: str = "17", restarts: int = 0, queue_s: float = 10.0, before: str = "",
+        late_s: float = 0.0,
+    ) -> Story:  # fmt: skip
+        """The queue lets the job start, whose supervisor begins after `late_s`; its nodes join and are ready,
+        all within 3 s."""
         eligible_at = self.t
         self.t += queue_s
+        began_at = self.t if late_s else 0.0
+        self.t += late_s
         if not self.events:
             self.submitted()
         names = nodes or tuple(f"n{i + 1}" for i in range(self.plan.nodes))
@@ -99,7 +103,7 @@ class Story:
         self.feed(
             ev.AllocationStarted(
                 t=self.t, slurm_job=job, restarts=restarts, nodes=names, host=names[0],
-                eligible_at=eligible_at, before=before,
+                eligible_at=eligible_at, before=before, began_at=began_at,
             )
         )  # fmt: skip
         self.join(*names)

@@ -73,6 +73,24 @@ def test_an_undisturbed_run() -> None:
     assert ratios["allocation_goodput"] == pytest.approx(2 * 40.1 / (3 * (wall - 10.0)))
 
 
+def test_nodes_are_held_while_a_supervisor_waits_for_storage_before_it_can_begin() -> None:
+    """Slurm has started the job: that is no time in the queue. At a requeue neither."""
+    story = Story(active=2, spares=1).allocated(queue_s=10.0, late_s=40.0).ranks_up().restored(0)
+    story.stepped(1, step_s=2.0).lost("n1")
+    story.lost("n2")
+    story.stopped()
+    assert story.state.phase is Phase.REQUEUED
+    story.feed(ev.AllocationEnded(t=story.t, slurm_job="17", why="requeued"))
+    story.allocated("n3", "n4", "n5", restarts=1, queue_s=20.0, late_s=30.0)
+    story.ranks_up().restored(1).stepped(2).stepped(30).finished()
+    found = account(story)
+    assert seconds(found, "queue_wait") == pytest.approx(3 * 10.0)
+    assert seconds(found, "launch") == pytest.approx(3 * 43.0 + 2 * 0.7)
+    assert seconds(found, "requeue_wait") == pytest.approx(3 * 20.0)
+    assert seconds(found, "replacement") == pytest.approx(3 * 33.0)
+    assert sum(found.totals.values()) == found.allocated_us + found.queue_us
+
+
 def test_a_swap_and_its_rework() -> None:
     story = Story(active=2, spares=1).running(41).saved(41).stepped(61, step_s=0.5)
     story.lost("n3", silent_s=1.6)

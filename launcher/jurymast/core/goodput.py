@@ -363,6 +363,7 @@ class Ledger:
         state = self.state
         phase, attempt, incidents, over = state.phase, state.attempt, len(state.incidents), state.ended
         instructions = step(state, event)
+        since = self._now()
         self._note(event)
         if isinstance(event, ev.AllocationEnded):
             self._allocation_ended()
@@ -371,7 +372,7 @@ class Ledger:
         elif isinstance(event, ev.RunStarted):
             self._frontier = min(self._frontier or self._now(), self._now())
         elif isinstance(event, ev.AllocationStarted):
-            self._allocation_started(event)
+            since = self._allocation_started(event)
         if not self._open:
             if state.ended and not over:
                 self._wait_until(self._now())
@@ -386,7 +387,7 @@ class Ledger:
         if isinstance(event, ev.RefillEnded):
             self._given_back()
         everything = isinstance(event, ev.AllocationStarted) or not same
-        self._sweep(getattr(event, "node", ""), everything=everything)
+        self._sweep(getattr(event, "node", ""), since, everything=everything)
         if state.phase is Phase.REQUEUED or state.ended:
             self._release(self._now())
         return instructions
@@ -413,18 +414,20 @@ class Ledger:
 
     # Allocations.
 
-    def _allocation_started(self, event: ev.AllocationStarted) -> None:
-        now = self._now()
+    def _allocation_started(self, event: ev.AllocationStarted) -> int:
+        """Return since when its nodes are held."""
+        began = min(self._now(), to_us(event.began_at) or self._now())
         if self._open:  # its end was not reported: the last event is the best guess
             self._book(self._heard_at, self._activity)
             self._release(self._heard_at)
         if self._never:
-            self._frontier = min(now, max(self._frontier, to_us(event.eligible_at)))
-        self._wait_until(now)
+            self._frontier = min(began, max(self._frontier, to_us(event.eligible_at)))
+        self._wait_until(began)
         self._never = False
         self._open, self._activity, self._held = True, "launch", []
         if self.state.incident is not None:
             self._activity = "replacement"
+        return self._frontier
 
     def _allocation_ended(self) -> None:
         """Close an allocation: its nodes were held until now, after the decision to end."""
@@ -620,8 +623,8 @@ class Ledger:
 
     # Nodes.
 
-    def _sweep(self, name: str, *, everything: bool) -> None:
-        """Note what nodes do now; only `name` can have changed unless `everything` may have."""
+    def _sweep(self, name: str, since: int, *, everything: bool) -> None:
+        """Note what nodes do, `since` then; only `name` can have changed unless `everything` may have."""
         state, nodes, places = self.state, self.state.nodes, self.state.places
         starting, before = state.phase is Phase.STARTING, self._doing
         for node_name in nodes if everything else ((name,) if name in nodes else ()):
@@ -633,7 +636,7 @@ class Ledger:
             elif starting or node_name in places:
                 what = PLACED
             if before.get(node_name) != what:  # with thousands of nodes, almost none
-                self._begin_stay(node_name, what)
+                self._begin_stay(node_name, what, since)
 
     def _given_back(self) -> None:
         """End the stays of nodes whose small jobs are over."""
@@ -641,11 +644,11 @@ class Ledger:
             self.stays[name][-1].end = self._now()
             del self._doing[name]
 
-    def _begin_stay(self, name: str, what: str) -> None:
-        now, stays = self._now(), self.stays.setdefault(name, [])
+    def _begin_stay(self, name: str, what: str, since: int) -> None:
+        stays = self.stays.setdefault(name, [])
         if stays and stays[-1].end is None:
-            stays[-1].end = now
-        stays.append(Stay(now, None, what))
+            stays[-1].end = since
+        stays.append(Stay(since, None, what))
         self._doing[name] = what
 
     # Results.
