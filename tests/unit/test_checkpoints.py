@@ -436,6 +436,23 @@ def test_a_write_that_is_due_waits_for_nothing_else(in_s: float, every_s: float,
     assert {order.step for _, order in site.ordered(msg.Write)} == {20}
 
 
+def test_a_copy_to_local_disks_waits_for_the_next_save_as_well() -> None:
+    """It has no pause after the last one: it waits at most for a save from then on."""
+    site = Site(replicas=0, shared_every_s=3600.0, local_path="/scratch")
+    site.save()
+    writes = site.ordered(msg.Write)
+    site.time += 5.0
+    site.next_save = NextSave(latest=10, in_s=0.5, every_s=4.0)
+    site.save(20)
+    site.answer([(node, order) for node, order in writes if order.tier == "shared"])
+    site.answer([(node, order) for node, order in writes if order.tier == "local"])
+    site.look()
+    assert site.ordered(msg.Write) == []
+    site.time += 4.1
+    site.look()
+    assert {(order.tier, order.step) for _, order in site.ordered(msg.Write)} == {("local", 20)}
+
+
 def test_before_the_nodes_go_the_newest_step_gets_to_storage_put_together_where_needed() -> None:
     site = Site(shared_every_s=3600.0)
     site.save()

@@ -68,6 +68,8 @@ def late_after_s(state: RunState, tier: str, size_bytes: int, nodes: int) -> flo
 
 
 SHARED_PAUSE_MIN_S = 1.0
+# Of two intervals between saves, so much is left just after a save.
+JUST_AFTER = 1.9
 # After a warning that the job ends soon (Slurm's comes 2 to 3 minutes before), storage is not left idle for
 # this long.
 HASTE_S = 300.0
@@ -130,6 +132,7 @@ class Writes:
         self.shared: dict[StateId, int] = {}
         self._under_way: dict[str, OpenWrite] = {}  # by tier
         self._next_at: dict[str, float] = {}
+        self._ended_at: dict[str, float] = {}
         self._tried: dict[str, StateId] = {}
         self.retries = Retries()
         self._reach = Reachability(tries=1)
@@ -207,21 +210,22 @@ class Writes:
         hurry = tier == im.SHARED and (self._hastened is not None or now < self._hasty_until)
         idle = self.ready(key, now) if hurry else self.free(tier, now) and now >= self.due_at(tier)
         due = idle and self._tried.get(tier) != key and self._copies.in_memory(key)
-        return due and (hurry or tier != im.SHARED or not self._costs_a_save(key, now))
+        return due and (hurry or not self._costs_a_save(tier, key, now))
 
-    def _costs_a_save(self, key: StateId, now: float) -> bool:
+    def _costs_a_save(self, tier: str, key: StateId, now: float) -> bool:
         """Whether this state's slots would not be free for the save after the next one, if a write took as
         long as the last one. What takes longer than ranks take from save to save begins just after one; but
         a write that is due waits no longer than that."""
-        last = self._state.saved.get(im.SHARED)
+        last = self._state.saved.get(tier)
         if last is None or not self._state.settings.memory:
             return False
         saves = self._next_save()
-        if saves is None or last.seconds <= saves.every_s or now > self.due_at(im.SHARED) + saves.every_s:
+        due_at = max(self.due_at(tier), self._ended_at.get(tier, -math.inf))
+        if saves is None or last.seconds <= saves.every_s or now > due_at + saves.every_s:
             return False
         # The newest save may have the other slot already, though it is not whole everywhere.
         until_s = saves.in_s + (0.0 if key.step < saves.latest else saves.every_s)
-        return until_s < min(last.seconds, 1.9 * saves.every_s)
+        return until_s < min(last.seconds, JUST_AFTER * saves.every_s)
 
     def write(self, tier: str, key: StateId, now: float) -> list[Effect]:
         """Have the agents copy a state to a tier; does nothing if an image is whole on no node."""
@@ -381,6 +385,7 @@ class Writes:
         """End a write: it is complete, or (`why`) will not be, and then no node continues. `lost`: because a
         node was lost."""
         del self._under_way[write.tier]
+        self._ended_at[write.tier] = now
         cancel = msg.CancelWrite(id=write.id)
         effects: list[Effect] = [Send(node, cancel) for node in sorted(write.waiting)]
         took_s = now - write.started_at
