@@ -34,6 +34,7 @@ TASKS_ALONE_VARIABLE = "JURYMAST_TASKS_ALONE"
 # The kernel's largest, and so the only one that always counts for more than all memory that a process has or
 # maps: an agent maps every image, and may be the largest process of its node. See proc_pid_oom_score_adj(5).
 OOM_SCORE_FIRST = 1000
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -94,6 +95,16 @@ def _processes() -> Iterator[_Process]:
             continue
         state, *numbers = fields.rpartition(")")[2].split()[:4]
         yield _Process(int(name), state, *map(int, numbers))
+
+
+def process_state(pid: int) -> tuple[str, float]:
+    """Return (state letter, CPU seconds used so far) of a process; ("", 0.0) if it is gone. See proc(5)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return "", 0.0
+    return fields[0].decode(), (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 def kill_group(group: int) -> None:

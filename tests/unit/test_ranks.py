@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from jurymast.agent import ranks
-from jurymast.agent.ranks import RankMemory, RankWatch, process_state
+from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.core.state import within
 from jurymast.core.state.messages import CadenceReport, RankReport, Unreadable, beat_of, encode, read_said
 from jurymast.jobs import await_ended
+from jurymast.processes import process_state
 from jurymast.worker import link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
 from support.waiting import wait_until

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from msgspec.structs import asdict
 
-from jurymast.agent.ranks import process_state
 from jurymast.agent.stacks import StackTaker, loader_workers
 from jurymast.core.judges import stacks
 from jurymast.core.judges.stacks import (
@@ -41,6 +40,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.evidence import RankPlace
 from jurymast.core.state.settings import RunPlan
+from jurymast.processes import process_state
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder
 from jurymast.worker import stack_signal
 from support.stories import Story

@@ -33,7 +33,7 @@ from jurymast.core.state.host_messages import Apart, FromHosts, read_host
 from jurymast.core.state.message import Unreadable
 from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
 from jurymast.jobs import began_at
-from jurymast.processes import catches, die_with_parent, kill_group, shared_memory
+from jurymast.processes import catches, die_with_parent, kill_group, process_state, shared_memory
 from jurymast.worker import epilog
 from jurymast.worker.agent_pipe import FD_VARIABLE
 from jurymast.worker.link import (
@@ -53,7 +53,6 @@ TIMED_INTERVAL_S = 2.0
 OVERSLEPT = 4.0
 # The kernel counts processor time in ticks of 10 ms, which would be a large part of a shorter window.
 BUSY_WINDOW_S = 0.4
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 # What a rank's process writes into the pipe by itself, or a part of it.
@@ -210,16 +209,6 @@ def _update(watch: ProcessWatch, pid: int, now: float) -> None:
         busy = (cpu_s - watch.cpu_s) / passed > IDLE_SHARE
         watch.idle_since = None if busy else (watch.idle_since or watch.seen_at)
         watch.cpu_s, watch.seen_at = cpu_s, now
-
-
-def process_state(pid: int) -> tuple[str, float]:
-    """Return (state letter, CPU seconds used so far) of a process; ("", 0.0) if it is gone. See proc(5)."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return "", 0.0
-    return fields[0].decode(), (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 # ---- the evidence of a failure

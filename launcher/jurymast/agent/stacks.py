@@ -28,13 +28,13 @@ from typing import Any, NoReturn
 import psutil
 
 from jurymast import foreign, programs
-from jurymast.agent.ranks import process_state
 from jurymast.core.judges import stacks
 from jurymast.core.judges.silence import works
 from jurymast.core.judges.stacks import entered
 from jurymast.core.state import messages as msg
 from jurymast.core.state.evidence import Entered, RankPlace
 from jurymast.core.state.settings import RunPlan
+from jurymast.processes import process_state
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder, write_atomically
 from jurymast.worker import stack_signal
 

@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jurymast.core.state.evidence import SparedRank
-from jurymast.processes import shared_memory
+from jurymast.processes import process_state, shared_memory
 from jurymast.worker.link import EVENT_BYTES_MAX, fence
 
 PIPES_VARIABLE = "JURYMAST_SPARING"
-# In ranks of an attempt for which others were spared: what those did is the newest state.
+# In ranks of an attempt for which others were spared: the step that was saved, to which all go back if that
+# is newer than what those have.
 JOINS_VARIABLE = "JURYMAST_JOINS"
 # A rank that was told to leave its step has this long, and no longer than the policy's `stop_grace`.
 LEAVE_LIMIT_S = 2.0
@@ -97,11 +98,9 @@ def open_record(path: str) -> OwnRecord:
         os.close(descriptor)
 
 
-def stopped(pid: int) -> bool:
+def _stopped(pid: int) -> bool:
     """Whether somebody has stopped the process by a signal."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    return False
+    return process_state(pid)[0] in ("T", "t")
 
 
 class Sparing:
@@ -141,7 +140,7 @@ class Sparing:
         `limit_s` seconds. The others are to be ended."""
         self._hear()
         offer = {local for local, pid in self._offers.items() if pids.get(local) == pid}
-        asked = {local for local in offer if self._lives(pids[local]) and not stopped(pids[local])}
+        asked = {local for local in offer if self._lives(pids[local]) and not _stopped(pids[local])}
         self._left = {}
         for local in asked:
             self._tell(local, {"leave": attempt})
