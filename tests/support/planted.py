@@ -32,12 +32,12 @@ from jurymast.core.run import ends, ladder, machine, recovery, tasks
 from jurymast.core.state import events as ev
 from jurymast.core.state import images as im
 from jurymast.core.state import messages as msg
-from jurymast.core.state.effects import Send
+from jurymast.core.state.effects import Effect, Send
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Node, Phase, RunState
 from jurymast.core.supervision import joining
 from jurymast.core.supervision import machine as supervision
-from jurymast.core.supervision.departure import Departure
+from jurymast.core.supervision.departure import Departure, Stage
 from jurymast.core.supervision.machine import Supervision
 from jurymast.sim.cluster import caught
 from jurymast.sim.cluster.agent import SimHost
@@ -427,6 +427,12 @@ def _all_that_it_shows(self: EnergyUsed, counter: str, shows: float) -> None:
     _take(self, counter, shows)
 
 
+def _unwritten_and_unasked(self: Departure, now: float, *, unwritten: bool) -> list[Effect]:
+    """Storage that hangs would not answer who is the newest supervisor, either."""
+    effects = _tick(self, now, unwritten=False)
+    return effects + self._leave(now) if self._stage is Stage.ASKS else effects
+
+
 # name: (plans that may show it, and what is replaced)
 PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "B1: an older checkpoint on storage is preferred": (of(), [(cp, "plan_restore", _shared_first)]),
@@ -592,11 +598,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "13: agents leave before the journal is written": (
         _exactly_of_tasks(_taken_over_while_storage_hangs),
-        [
-            (Departure, "on_time", lambda self, now, unwritten: _tick(self, now, unwritten=False)),
-            # Otherwise storage that hangs does not answer who is the newest supervisor, either.
-            (Departure, "_must_go", property(lambda _: True)),
-        ],
+        [(Departure, "on_time", _unwritten_and_unasked)],
     ),
     "7: tasks that were stopped have ended with those that failed beside them": (
         of_tasks("half told"),

@@ -179,7 +179,7 @@ class Departure:
         match self._stage:
             case Stage.SECURES:
                 return self._secure(now, unwritten)
-            case Stage.ASKS if self._must_go:
+            case Stage.ASKS if self._kill:
                 return self._leave(now)
             case Stage.LEAVES if not self._waits_for(now) or now >= self._leave_until:
                 self._stage = Stage.CHECKS
@@ -204,15 +204,15 @@ class Departure:
                 by = f": {self.given_up_by} ended the wait for it" if self.given_up_by else ""
                 effects.append(Record(ev.Noted(t=now, message=f"{lost} was lost with the nodes{by}")))
             return effects + self._leave(now)  # storage may not say who is the newest, either
-        if self._must_go:
+        if self._kill:
             return effects + self._leave(now)
         self._stage = Stage.ASKS
         return [*effects, AskSuperseded()]
 
     @property
-    def _must_go(self) -> bool:
-        """Whether the job ends, whoever supervises it."""
-        return self._order is not None and self._order.kill_at < math.inf
+    def _kill(self) -> SlurmsOrder | None:
+        """Slurm's order, if it is to kill the job: then that ends, whoever supervises it."""
+        return self._order if self._order is not None and self._order.kill_at < math.inf else None
 
     def _leave(self, now: float) -> list[Effect]:
         self._stage, self._watch.ending = Stage.LEAVES, True
@@ -231,10 +231,9 @@ class Departure:
     def _grace_s(self, now: float) -> float:
         """How long ranks have for what they do at a SIGTERM, as without us: until the SIGKILL of Slurm that
         is to come, or of one that would come if a cancelled run were a cancelled job."""
-        order = self._order
-        if order is not None and self._must_go:
-            return max(0.0, order.kill_at - order.reserve_s - now)
-        return KILL_WAIT_S if order is not None or self._state.public_state == "cancelled" else 0.0
+        if kill := self._kill:
+            return max(0.0, kill.kill_at - kill.reserve_s - now)
+        return KILL_WAIT_S if self._order is not None or self._state.public_state == "cancelled" else 0.0
 
     @property
     def _still_limit_s(self) -> float:
@@ -245,8 +244,8 @@ class Departure:
         or, without one, a lack of progress."""
         if self.given_up_by:
             return True
-        if self._order is not None and self._order.kill_at < math.inf:
-            return now >= self._order.kill_at - self._order.reserve_s
+        if kill := self._kill:
+            return now >= kill.kill_at - kill.reserve_s
         return now > max(self._since, self._checkpoints.moved_at) + self._still_limit_s
 
     def _tell(self, missing: str, now: float) -> list[Effect]:
@@ -256,8 +255,8 @@ class Departure:
         shared = self._state.saved.get(im.SHARED)
         what = self._checkpoints.unsaved() or missing
         why = f" ({shared.error})" if shared is not None and shared.error else ""
-        if self._order is not None and self._order.kill_at < math.inf:
-            until = f"for up to {self._order.kill_at - self._order.reserve_s - now:.0f} s more"
+        if kill := self._kill:
+            until = f"for up to {kill.kill_at - kill.reserve_s - now:.0f} s more"
         else:
             until = f"until {self._still_limit_s:.0f} s pass without progress"
         text = f"the nodes are kept {until}: {what} is not on shared storage{why}"
