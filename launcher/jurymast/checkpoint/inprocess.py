@@ -357,9 +357,10 @@ class Member:
         mine = Rejoiner(live=self._step, own=own, needs_own=self._offered and self._live.has_own)
         told = group.gather((mine.live, list(mine.own), mine.needs_own))
         ranks = [Rejoiner(live, tuple(own), needs) for live, own, needs in told]
-        found = newest_whole(ranks, int(os.environ[JOINS_VARIABLE]))
+        saved, newest = int(os.environ[JOINS_VARIABLE]), max(rank.live for rank in ranks)
+        found = newest_whole(ranks, saved)
         if found is None:
-            return self._go_back(any(rank.live >= 0 for rank in ranks))
+            return self._go_back(lacks_own=newest >= saved)
         size_bytes = self._bring_to(found, group)
         self._checkpointer.went_on_from(found.step)
         if group.rank == 0:
@@ -373,13 +374,13 @@ class Member:
             )
         return found.step
 
-    def _go_back(self, lived: bool) -> int:
-        """Go back to what was saved."""
+    def _go_back(self, *, lacks_own: bool) -> int:
+        """Go on from what was saved. `lacks_own`: ranks have a newer step, but not all that is their own."""
         survives, self._step = self._offered, -1
         step = self._checkpointer.restore()
         if survives and not self._checkpointer.restored_something:
             raise CheckpointError("no step is whole on all ranks, and none was saved")
-        if lived and os.environ.get("RANK") == "0":
+        if lacks_own and os.environ.get("RANK") == "0":
             log.warning("what is each rank's own is not there on all ranks: going back to step %d", step)
         return step
 
