@@ -207,6 +207,10 @@ MENDED = {
         '{"at":7.34,"kind":"signal all","node":1,"when":"launching"},'
         '{"at":10.49,"kind":"freeze","node":1,"seconds":4.0}]}'
     ),
+    "a GPU fails on a node whose task has ended, while others go on": (
+        '{"seed":100700672,"active":4,"spares":1,"ranks":1,"cadence_steps":5,"room":1,"at_term":"loses",'
+        '"tasks":true,"faults":[{"at":12.69,"kind":"gpu doubtful","node":2,"other":1}]}'
+    ),
     "ranks that live have an older step than a node that comes back": (
         '{"seed":100500981,"active":2,"spares":1,"ranks":2,"cadence_steps":5,"room":8,"last_step":96,"copy_s":3.4,'
         '"at_term":"loses","tests":true,"lives":true,"faults":[{"at":7.54,"kind":"agent stops","node":2,'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from jurymast.core.run import tasks
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.state.findings import HARDWARE, Verdict
@@ -139,6 +140,7 @@ class HealthRules:
             site = self._cluster.sites.get(name)
             kind = site.ill if site is not None else ""
             here = kind in health.LEAVES_S and name in state.places and supervisor.connected(name)
+            here = here and not tasks.none_left(state, name)
             if kind == health.SLOW:
                 here = here and self._is_slow(state, name)
             if not here or not running or not self._free(supervisor) or not self._calm(supervisor, since):
