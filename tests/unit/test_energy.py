@@ -57,4 +57,5 @@ def test_without_a_counter_nothing_is_told() -> None:
     assert energy_json(joules=0.0, gpu_seconds=32 * 3600.0) is None
     found = energy_json(joules=36_000.0, gpu_seconds=0.0)
     assert found is not None
+    assert found["gpu_watts"] is None
     assert energy_text(found) == "at least 0.010 kWh (by the GPUs' counters)"

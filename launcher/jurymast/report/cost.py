@@ -34,15 +34,15 @@ def gpu_seconds(account: Account) -> float:
     return account.gpus * sum(us for name, us in account.totals.items() if name not in WAITING) / 1e6
 
 
-def energy_json(joules: float, gpu_seconds: float) -> dict[str, float] | None:
-    """None if no counter was read. The power is that of a GPU while it was allocated, on average."""
+def energy_json(joules: float, gpu_seconds: float) -> dict[str, float | None] | None:
+    """None if no counter was read. The power is that of a GPU while it was allocated, on average; None if
+    nobody said how many there are. What was used after the last reading of a counter is in neither."""
     if not joules:
         return None
-    return {"kwh": joules / JOULES_A_KWH, "gpu_watts": joules / gpu_seconds if gpu_seconds else 0.0}
+    return {"kwh": joules / JOULES_A_KWH, "gpu_watts": joules / gpu_seconds if gpu_seconds else None}
 
 
-def energy_text(found: Mapping[str, float]) -> str:
-    """Counters are read every 15 s: what was used after the last reading is missing."""
+def energy_text(found: Mapping[str, Any]) -> str:
     power = f", {found['gpu_watts']:,.0f} W a GPU on average" if found["gpu_watts"] else ""
     return f"at least {found['kwh']:,.{3 if found['kwh'] < 10 else 1}f} kWh{power} (by the GPUs' counters)"
 

@@ -629,7 +629,7 @@ def ratio_cards(
     ]
 
 
-def _cost_cards(cost: Mapping[str, Any] | None, energy: Mapping[str, float] | None) -> list[Card]:
+def _cost_cards(cost: Mapping[str, Any] | None, energy: Mapping[str, Any] | None) -> list[Card]:
     cards = [Card("Cost", money(cost["total"], cost["currency"]), cost_text(cost))] if cost else []
     return cards + ([Card("Energy", f"{energy['kwh']:,.1f} kWh", energy_text(energy))] if energy else [])
 
