@@ -63,6 +63,7 @@ class Cluster:
         self._stamp: int | None = None
         self._faults = Faults(self)
         self._inspector = Inspector(self)
+        self._shares: list[Path] = []
 
     # --- life ---
 
@@ -220,31 +221,28 @@ class Cluster:
     def small_share(self, path: Path, size_mib: int, *, image: Path | None = None) -> Iterator[Path]:
         """Make an empty directory on shared storage a small file system of its own, the same on the login
         host and all nodes: in memory, or ext4 in a file `image` that is made for it, which `fsfreeze` can
-        have hang. Gives the path at which the host reaches it. A machine repaired meanwhile does not have
-        it."""
+        have hang. Gives the path at which the host reaches it."""
         if image is not None:
             with image.open("wb") as file:
                 file.truncate(size_mib << 20)
             subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
         names = [LOGIN, *self.nodes]
-        inits = [str(self.machine(name).init) for name in names]
-        script = [
-            sys.executable,
-            "-I",
-            "-S",
-            str(_HERE / "small_share.py"),
-            str(path),
-            str(image or size_mib),
-        ]
-        done = subprocess.run([*script, *inits], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise ClusterError(f"{path}: {done.stderr.strip().splitlines()[-1]}")
+        self._share(path, str(image or size_mib), names)
+        self._shares.append(path)
         try:
             yield self.machine(LOGIN).path(str(path))
         finally:
+            self._shares.remove(path)
             for name in names:
                 if self.machine(name).alive:
                     self.exec(name, ["umount", "--lazy", str(path)], cwd="/", root=True, check=False)
+
+    def _share(self, path: Path, what: str, names: Sequence[str]) -> None:
+        inits = [str(self.machine(name).init) for name in names]
+        script = [sys.executable, "-I", "-S", str(_HERE / "small_share.py"), str(path), what]
+        done = subprocess.run([*script, *inits], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ClusterError(f"{path}: {done.stderr.strip().splitlines()[-1]}")
 
     # --- running commands ---
 
@@ -436,6 +434,8 @@ class Cluster:
         saved = self.saved
         self._saved = state.Saved(saved.options, saved.base, {**saved.machines, **started})
         state.save(self.layout, self._saved)
+        for path in self._shares:
+            self._share(path, "again", [LOGIN, *names])
         self._wait_nodes(names, control.usable, _REPAIR_DEADLINE_S, resume=True)
 
     def repair_all(self) -> list[str]:

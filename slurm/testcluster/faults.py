@@ -137,11 +137,13 @@ class Faults:
         self._cluster.network.set_link(machine.name, up=False)
         return ()
 
-    def _part(self, machine: Machine, *, other: str) -> tuple[int, ...]:
-        """Lose all that the machine and another one send to each other; all else goes on."""
+    def _part(self, machine: Machine, *, other: str, one_way: bool = False) -> tuple[int, ...]:
+        """Lose all that the machine and another one send to each other, or (``one_way``) what the machine
+        sends; all else goes on."""
         far = self._cluster.machine(other)
         self._cluster.network.part(machine.name, far.address)
-        self._cluster.network.part(far.name, machine.address)
+        if not one_way:
+            self._cluster.network.part(far.name, machine.address)
         return ()
 
     def _heal(self, machine: Machine) -> tuple[int, ...]:

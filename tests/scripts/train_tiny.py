@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ parser.add_argument(
     "first WHO takes all memory, and so on: rank, the rank itself; loader, its loader; child, a child of "
     "the rank in a session of its own",
 )  # fmt: skip
+parser.add_argument("--loader", action="store_true", help="data comes from a worker process")
+parser.add_argument(
+    "--orders", type=Path, metavar="DIRECTORY", help="a rank does once what the file rank-N there says"
+)
 parser.add_argument(
     "--slow", default="", metavar="STEP:NODE:SECONDS", help="that node loads its data so slowly from STEP on"
 )
@@ -122,11 +127,37 @@ def misbehave(args: argparse.Namespace, step: int, rank: int) -> None:
     if due_once(args.cuda_once, step, rank):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if due_once(args.hang_once, step, rank):
-        print(f"hangs at {time.time()}", flush=True)
-        dist.recv(torch.zeros(1), src=(rank + 1) % dist.get_world_size())
+        hang(rank)
     place, _, seconds = args.rest_once.rpartition(":")
     if due_once(place, step, rank):
         threading.Event().wait(float(seconds))
+
+
+def hang(rank: int) -> None:
+    print(f"hangs at {time.time()}", flush=True)
+    dist.recv(torch.zeros(1), src=(rank + 1) % dist.get_world_size())
+
+
+def obey(orders: Path, step: int, rank: int) -> None:
+    order = orders / f"rank-{rank}"
+    if not order.exists():
+        return
+    what = order.read_text()
+    order.unlink()
+    if what == "hang":
+        hang(rank)
+    raise ValueError(f"told to fail at step {step}")
+
+
+class Batches(torch.utils.data.IterableDataset):  # type: ignore[misc]
+    def __init__(self, start: int, rank: int, rows: int, width: int) -> None:
+        self.of = start, rank, rows, width
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        step, rank, rows, width = self.of
+        while True:
+            yield batch_of(step, rank, rows, width)
+            step += 1
 
 
 LEAK_BYTES_MAX = 4 << 30  # where nothing limits it
@@ -226,6 +257,10 @@ def main() -> None:
         if rank == 0:
             print(f"restored {start}", flush=True)
     done = start
+    loaded = None
+    if args.loader:
+        batches = Batches(start, rank, args.batch, args.width)
+        loaded = iter(torch.utils.data.DataLoader(batches, batch_size=None, num_workers=1))
     for step in range(start, args.steps):
         if told_to_end(args.until, step):
             break
@@ -235,7 +270,9 @@ def main() -> None:
             leak_if_told(args.leak_once, rank)
         if args.slow:
             load_slowly(args.slow, step)
-        inputs, targets = batch_of(step, rank, args.batch, args.width)
+        if args.orders:
+            obey(args.orders, step, rank)
+        inputs, targets = next(loaded) if loaded else batch_of(step, rank, args.batch, args.width)
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()

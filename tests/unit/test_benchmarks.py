@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
         "commands",
         "fleet",
         "observed",
+        "chaos",
     ],
 )
 def test_help(name: str) -> None:

@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Random faults on real runs, on a real Slurm cluster on this machine: plans drawn by seed, each played on a
+run of its own, and everything that is left of it held against the log of what struck it.
+
+Each run's evidence is kept in `--keep`: the plan, the log of the faults, the journal, the logs, the report,
+Slurm's words and the verdict. `--check FOLDER` reads one again; `--replay PLAN.json` plays a plan again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "slurm"))
+
+from benchmarks import common
+from benchmarks.chaotic.checker import Evidence, load, may_be, wrong
+from benchmarks.chaotic.plans import KINDS, NODES, Plan, random_plan, seeds
+from benchmarks.chaotic.trial import conf, play, stage
+from benchmarks.common import JURYMAST, Row, Target
+from support.ranks import stop_server
+from testcluster import Cluster, ClusterError
+
+DIRECTORY = Path("/var/lib/jurymast-chaos")
+PLANS, QUICK_PLANS = 100, 2
+WANTED_KINDS = 21
+
+
+@dataclass
+class Campaign:
+    """What was played so far: (plan's folder, what is wrong)."""
+
+    keep: Path
+    release: str = ""
+    played: list[tuple[Path, list[str]]] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def evidence(self) -> Iterator[Evidence]:
+        for folder, _ in self.played:
+            yield load(folder)
+
+
+def run(campaign: Campaign, cluster: Cluster, plans: list[Plan], until: float) -> None:
+    with stage(cluster, campaign.keep / ".work") as at:
+        campaign.release = at.release
+        for number, plan in enumerate(plans, 1):
+            if time.monotonic() > until:
+                break
+            folder = campaign.keep / f"{time.strftime('%H%M%S')}-{plan.seed}"
+            kinds = ", ".join(f"{fault.kind} at {fault.at}" for fault in plan.faults)
+            try:
+                found = play(at, plan, folder)
+            except Exception as error:  # the trial itself: a machine that is too busy, or a fault of ours
+                traceback.print_exc()
+                campaign.broken.append(f"{folder}: {type(error).__name__}: {error}")
+                cluster.repair_all()
+                continue
+            campaign.played.append((folder, found))
+            verdict = "; ".join(found) if found else "ok"
+            common.progress(f"{number}/{len(plans)} seed {plan.seed} ({kinds}): {verdict}")
+
+
+def rows_of(campaign: Campaign) -> list[Row]:
+    """By kind of fault: how often it struck, until when its incident was over, and what was done again."""
+    struck: Counter[str] = Counter()
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    again: defaultdict[str, list[float]] = defaultdict(list)
+    restored: defaultdict[str, list[float]] = defaultdict(list)
+    for evidence in campaign.evidence():
+        struck.update(one.kind for one in evidence.struck)
+        for incident in evidence.state.incidents:
+            led = {one.kind for one in evidence.struck if may_be(one, incident)}
+            if len(led) == 1 and incident.recovered_at is not None:
+                kind = led.pop()
+                seconds[kind].append(incident.recovered_at - incident.fault_at)
+                if incident.step_restored is not None:
+                    restored[kind].append(incident.step_restored)
+                    again[kind].append(max(0, incident.step_lost_from - incident.step_restored))
+    rows = []
+    for kind in (kind for kind in KINDS if struck[kind]):
+        rows.append(
+            Row(kind, JURYMAST, "struck", "times", struck[kind], struck[kind], struck[kind], struck[kind])
+        )
+        for metric, unit, values in (
+            ("fault to recovery", "s", seconds[kind]),
+            ("done again", "steps", again[kind]),
+            ("restored", "step", restored[kind]),
+        ):
+            if values:
+                spread = common.spread(values)
+                told: list[Any] = [round(value, 2) for value in values]
+                rows.append(Row(kind, JURYMAST, metric, unit, spread.median, spread.low, spread.high,
+                                spread.n, samples=told))  # fmt: skip
+    return rows
+
+
+def targets_of(campaign: Campaign, rows: list[Row]) -> list[Target]:
+    bad = [folder.name for folder, found in campaign.played if found]
+    kinds = len({row.case for row in rows})
+    return [
+        Target("runs with something wrong", float(len(bad)), 0.0, "lower", ", ".join(bad)),
+        Target("trials that broke", float(len(campaign.broken)), 0.0, "lower", "; ".join(campaign.broken)),
+        Target("kinds of faults that struck", float(kinds), WANTED_KINDS, "higher"),
+    ]
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_PLANS} plans")
+    parser.add_argument("--plans", type=int, default=PLANS, help=f"how many [{PLANS}]")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no plan after so long")
+    parser.add_argument("--seed", type=int, help="of the campaign [drawn, and printed]")
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=[], metavar="KIND",
+                        help=f"faults of these kinds: {', '.join(KINDS)}")  # fmt: skip
+    parser.add_argument("--slurm", help="release of Slurm: 24.11, 26.05 [the system's]")
+    parser.add_argument("--replay", type=Path, nargs="+", metavar="PLAN.json", help="play these plans")
+    parser.add_argument("--check", type=Path, nargs="+", metavar="FOLDER", help="check what was kept")
+    parser.add_argument("--keep", type=Path, default=Path("chaos"), help="folder of the evidence [chaos]")
+    parser.add_argument("--dir", type=Path, default=DIRECTORY, help=f"the cluster's directory [{DIRECTORY}]")
+    return parser
+
+
+def check_again(folders: list[Path]) -> int:
+    bad = 0
+    for folder in folders:
+        found = wrong(load(folder))
+        bad += bool(found)
+        print(f"{folder}: {'; '.join(found) or 'ok'}")
+    return int(bad > 0)
+
+
+def _plans(arguments: argparse.Namespace) -> tuple[int | None, list[Plan]]:
+    if arguments.replay:
+        return None, [Plan.from_json(path.read_text()) for path in arguments.replay]
+    seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4), "big")
+    count = QUICK_PLANS if arguments.quick else arguments.plans
+    return seed, [random_plan(one, tuple(arguments.only)) for one in seeds(seed, count)]
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def main() -> int:
+    parser = options()
+    arguments = parser.parse_args()
+    if arguments.check:
+        return check_again(arguments.check)
+    if os.geteuid() != 0:
+        parser.error("a Slurm cluster on one machine needs root")
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        seed, plans = _plans(arguments)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    common.progress(f"seed {seed}, {len(plans)} plans")
+    until = time.monotonic() + 60.0 * arguments.minutes
+    campaign = Campaign(arguments.keep.resolve())
+    about = {**common.machine(), "seed": seed, "plans": len(plans), "evidence": str(campaign.keep)}
+    try:
+        cluster = Cluster.up(NODES, directory=arguments.dir, slurm=arguments.slurm, conf=conf(NODES))
+    except ClusterError as error:
+        parser.error(f"no Slurm cluster on this machine: {error}")
+    try:
+        run(campaign, cluster, plans, until)
+    finally:
+        stop_server()
+        cluster.down()
+    rows = rows_of(campaign)
+    about.update(slurm=campaign.release, played=len(campaign.played))
+    targets = targets_of(campaign, rows)
+    common.print_report("chaos", rows, targets, about, arguments.json)
+    return int(any(found for _, found in campaign.played) or bool(campaign.broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

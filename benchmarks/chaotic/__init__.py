@@ -1,0 +1,1 @@
+"""Parts of chaos.py: plans, what strikes, and what is held against it."""

@@ -1,0 +1,390 @@
+"""Strikes a run on the test cluster as a plan says, undoes what lasts, mends what a requeued job waits for,
+and keeps a log of all of it: whom, when, and what the journal said just then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.chaotic.faultlog import Struck
+from benchmarks.chaotic.plans import KINDS, NODE, RANK, SPARE, SUPERVISOR, Fault, Plan
+from jurymast.checkpoint.directory import CheckpointDirectory
+from jurymast.core.state.run import RunState
+from support.slurm_runs import SlurmRun, hurried, jurymast
+from testcluster import Cluster, ClusterError
+from testcluster.processes import Process
+
+POLL_S = 0.05
+ASK_EVERY_S = 1.0
+COMMAND_S = 60.0
+FLAP_S = 0.7
+SLOW_MS = 60
+
+
+class NotPossibleError(Exception):
+    """What a fault is to strike is not there just now."""
+
+
+@dataclass
+class Places:
+    """Where a run keeps what, as the host reaches it: the file systems of its checkpoints and its directory,
+    which can be made to hang, its `checkpoints`, and `orders` for its script. `inside`: its directory as
+    the cluster's machines know it."""
+
+    share: Path
+    runs: Path
+    checkpoints: Path
+    orders: Path
+    inside: Path
+
+
+@dataclass
+class Nemesis:
+    cluster: Cluster
+    run: SlurmRun
+    plan: Plan
+    places: Places
+    log: list[Struck] = field(default_factory=list)
+    _undo: list[tuple[float, Struck, Callable[[], None]]] = field(default_factory=list)
+    _waiting: list[tuple[float, Fault]] = field(default_factory=list)
+    _asked_at: float = 0.0
+    _urgent: int = 0
+    _reached: int = 0  # the newest step that the run ever did
+
+    def play(self, limit_s: float) -> RunState:
+        """Until the run has ended, or the time is over; then nothing is left in force."""
+        end = time.monotonic() + limit_s
+        self._waiting = [(-1.0, fault) for fault in self.plan.faults]
+        try:
+            while True:
+                state = self.run.state()
+                self._reached = max(self._reached, state.best_step, state.step)
+                if state.ended or time.monotonic() > end:
+                    return state
+                self._undo_due(time.monotonic())
+                self._strike_due(state)
+                self._look_at_job(state)
+                time.sleep(POLL_S)
+        finally:
+            self._undo_due(float("inf"))
+            self.log += [Struck(fault.kind, why_not="the run was over") for _, fault in self._waiting]
+
+    # --- when ---
+
+    def _strike_due(self, state: RunState) -> None:
+        now = time.monotonic()
+        waiting, self._waiting = self._waiting, []
+        for due, fault in waiting:
+            if due < 0.0 and self._reached >= fault.at:
+                due = now + fault.wait_s
+            if due < 0.0 or now < due:
+                self._waiting.append((due, fault))
+            else:
+                self._strike(fault, state)
+
+    def _strike(self, fault: Fault, state: RunState) -> None:
+        struck = Struck(
+            fault.kind, phase=state.phase.value, attempt=state.attempt, step=state.step, at=time.time()
+        )
+        self.log.append(struck)
+        try:
+            struck.node, struck.rank = self._whom(fault, state)
+            struck.placed = struck.node in state.placement
+            undo = self._do(fault, struck, state)
+        except (NotPossibleError, ClusterError, OSError, subprocess.SubprocessError) as error:
+            struck.why_not, undo = f"{type(error).__name__}: {error}"[:300], None
+        struck.done_at = struck.until = time.time()
+        if undo is not None:
+            self._undo.append((time.monotonic() + fault.seconds, struck, undo))
+
+    def _undo_due(self, now: float) -> None:
+        for due in [one for one in self._undo if one[0] <= now]:
+            self._undo.remove(due)
+            with suppress(ClusterError, subprocess.SubprocessError):  # the machine has died meanwhile
+                due[2]()
+            due[1].until = time.time()
+
+    def _look_at_job(self, state: RunState) -> None:
+        """A job that was requeued starts soon; nodes that it waits for come back as from a repair."""
+        if time.monotonic() < self._asked_at + ASK_EVERY_S:
+            return
+        self._asked_at = time.monotonic()
+        try:
+            record = hurried(self.cluster, self.run.job)
+        except (AssertionError, ClusterError):
+            return  # it has ended, or slurmctld is away
+        if record["JobState"] != "PENDING" or self._undo:
+            return
+        broken = [name for name in self.cluster.nodes if not self.cluster.machine(name).alive]
+        fit = len(self.cluster.nodes) - len(broken)
+        if broken and (fit < self.plan.active + self.plan.spares or record.get("Reason") == "Resources"):
+            repaired = Struck("repaired", ",".join(broken), at=time.time(), phase=state.phase.value)
+            with suppress(ClusterError):
+                self.cluster.repair(*broken)
+            repaired.done_at = repaired.until = time.time()
+            self.log.append(repaired)
+
+    # --- whom ---
+
+    def _whom(self, fault: Fault, state: RunState) -> tuple[str, int | None]:
+        strikes = KINDS[fault.kind].strikes
+        if strikes == SUPERVISOR:
+            return state.supervised_on or state.host, None
+        spares = [node.name for node in state.spare_nodes()]
+        if strikes == SPARE:
+            return _one_of(spares, fault.place, "spare"), None
+        if strikes == RANK:
+            node = _one_of(list(state.placement), fault.place, "placed node")
+            return node, state.placement.index(node)
+        if strikes == NODE:
+            return _one_of([*state.placement, *spares], fault.place, "node"), None
+        return "", None
+
+    def _processes(self, node: str, words: str) -> list[Process]:
+        found = [one for one in self.cluster.processes(node) if words in one.command and one.uid != 0]
+        if not found:
+            raise NotPossibleError(f"no process of {words} on {node}")
+        return found
+
+    def _signal(self, node: str, pids: list[int], signal: str) -> None:
+        for pid in pids:
+            self.cluster.fault("kill", node, pid=pid, signal=signal)
+
+    def _agent(self, node: str) -> list[int]:
+        """The agent, whose parent is its guard."""
+        found = self._processes(node, " jurymast.agent ")
+        pids = {one.pid for one in found}
+        return [one.node_pid for one in found if one.parent in pids]
+
+    def _guard(self, node: str) -> list[int]:
+        found = self._processes(node, " jurymast.agent ")
+        pids = {one.pid for one in found}
+        return [one.node_pid for one in found if one.parent not in pids]
+
+    def _named(self, node: str, name: str) -> list[int]:
+        """Processes that have given themselves a name."""
+        found = [one.node_pid for one in self.cluster.processes(node) if _comm(one.pid) == name]
+        if not found:
+            raise NotPossibleError(f"no {name} on {node}")
+        return found
+
+    def _rank_pid(self, node: str) -> int:
+        pids = self.run.pids(node)
+        if not any(one.node_pid == pids[0] for one in self.cluster.processes(node)):
+            raise NotPossibleError(f"the rank of {node} is not there")
+        return pids[0]
+
+    # --- what ---
+
+    def _do(self, fault: Fault, struck: Struck, state: RunState) -> Callable[[], None] | None:
+        """Strike, and return what undoes it."""
+        kind, node, cluster = fault.kind, struck.node, self.cluster
+        if kind in ("power", "crash"):
+            cluster.fault("power-loss" if kind == "power" else "crash", node)
+            return None
+        if kind == "freeze":
+            cluster.fault("freeze", node)
+            return lambda: _ignored(cluster.fault("thaw", node))
+        if kind == "isolate":
+            cluster.fault("partition", node)
+            return lambda: self._heal(node)
+        if kind in ("cut", "one way"):
+            others = [name for name in state.nodes if name != node and cluster.machine(name).alive]
+            struck.other = other = _one_of(others, fault.other, "other node")
+            cluster.fault("part", node, other=other, one_way=kind == "one way")
+            return lambda: self._heal(node, other)
+        if kind == "flaps":
+            return self._flap(node, fault.seconds)
+        if kind == "slow link":
+            cluster.fault("slow", node, delay_ms=SLOW_MS)
+            return lambda: _ignored(cluster.fault("slow", node, off=True))
+        if kind == "disk full":
+            cluster.fault("disk-full", node)
+            return lambda: _ignored(cluster.fault("disk-full", node, off=True))
+        return self._do_to_process(fault, struck, state)
+
+    def _do_to_process(self, fault: Fault, struck: Struck, state: RunState) -> Callable[[], None] | None:
+        kind, node = fault.kind, struck.node
+        found: dict[str, Callable[[], list[int]]] = {
+            "agent": lambda: self._agent(node),
+            "guard": lambda: self._guard(node),
+            "agent stops": lambda: self._agent(node),
+            "host": lambda: self._named(node, "jurymast-host"),
+            "server": lambda: self._named(node, "jurymast-server"),
+            "storage child": lambda: _pids(self._processes(node, "jurymast.storage")),
+            "probes": lambda: _pids(self._processes(node, "jurymast.health")),
+            "supervisor": lambda: _pids(self._processes(node, " jurymast.supervisor ")),
+            "stall": lambda: _pids(self._processes(node, " jurymast.supervisor ")),
+            "standby": lambda: _pids(self._processes(node, " jurymast.supervisor.standby ")),
+            "loader": lambda: self._loaders(node),
+            **dict.fromkeys(("rank", "stopped", "terminated", "segfault"), lambda: [self._rank_pid(node)]),
+        }
+        if kind not in found:
+            return self._do_to_run(fault, struck)
+        pids = found[kind]()
+        signals = {"stall": "STOP", "agent stops": "STOP", "stopped": "STOP", "terminated": "TERM"}
+        self._signal(node, pids, {**signals, "segfault": "SEGV"}.get(kind, "KILL"))
+        return (lambda: self._signal(node, pids, "CONT")) if kind in ("stall", "agent stops") else None
+
+    def _do_to_run(self, fault: Fault, struck: Struck) -> Callable[[], None] | None:
+        kind, cluster, job = fault.kind, self.cluster, str(self.run.job)
+        if kind in ("hang", "raises"):
+            order = self.places.orders / f"rank-{struck.rank}"
+            order.with_suffix(".new").write_text(kind)
+            order.with_suffix(".new").rename(order)
+            order.chmod(0o666)
+        elif kind in ("storage hangs", "run directory hangs"):
+            place = self.places.share if kind == "storage hangs" else self.places.runs
+            _fsfreeze("--freeze", place)
+            return lambda: _fsfreeze("--unfreeze", place)
+        elif kind == "storage refuses":
+            place = self.places.checkpoints
+            mode = place.stat().st_mode & 0o777
+            place.chmod(0o500)
+            return lambda: place.chmod(mode)
+        elif kind == "corrupt":
+            struck.damaged = (self._damage_newest(),)
+        elif kind == "corrupt memory":
+            self._damage_memory(struck.node)
+        elif kind in ("slurmctld restart", "slurmctld crash"):
+            cluster.fault("slurmctld-restart", crash=kind == "slurmctld crash")
+        elif kind == "slurm silent":
+            cluster.fault("kill", "ctl", match=r"slurmctld -D", signal="STOP")
+            return lambda: _ignored(cluster.fault("kill", "ctl", match=r"slurmctld -D", signal="CONT"))
+        else:
+            return self._order(kind, struck.node, job)
+        return None
+
+    def _order(self, kind: str, node: str, job: str) -> Callable[[], None] | None:
+        """What somebody tells Slurm or the run."""
+        slurm: dict[str, list[str]] = {
+            "requeued": ["scontrol", "requeue", job],
+            "suspended": ["scontrol", "suspend", job],
+            "signal": ["scancel", "--signal=TERM", "--batch", job],
+            "signal all": ["scancel", "--signal=TERM", job],
+            "cancelled": ["scancel", job],
+            "admin drains": ["scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=new disk, Ada"],
+        }
+        if kind in slurm:
+            self._told_slurm(slurm[kind])
+            return (lambda: self._told_slurm(["scontrol", "resume", job])) if kind == "suspended" else None
+        if kind == "preempted":
+            where = node or self.run.state().placement[0]
+            words = ("--partition=high", f"--nodelist={where}", "--nodes=1", "--exclusive")
+            urgent = self.cluster.sbatch("#!/bin/sh\nsleep 600\n", *words)
+            return lambda: self._told_slurm(["scancel", str(urgent)])
+        asked = {"restart": ("restart",), "drained": ("drain",), "save": ("save",)}[kind]
+        after = (node,) if kind == "drained" else ()
+        code, _, error = jurymast(self.cluster, *asked, str(self.places.inside), *after)
+        if code != 0:
+            raise NotPossibleError(error.strip())
+        return None
+
+    def _told_slurm(self, words: list[str]) -> None:
+        self.cluster.login(words, root=True, cwd="/", timeout_s=COMMAND_S)
+
+    def _heal(self, *nodes: str) -> None:
+        for node in nodes:
+            self.cluster.fault("heal", node)
+
+    def _flap(self, node: str, seconds: float) -> Callable[[], None]:
+        """The link is down and up in turns; what is down at the end comes up."""
+        end = time.monotonic() + seconds
+        self.cluster.fault("partition", node)
+
+        def turn(up: bool) -> Callable[[], None]:
+            def act() -> None:
+                self.cluster.fault("heal" if up else "partition", node)
+                if not up or time.monotonic() < end:
+                    self._undo.append((time.monotonic() + FLAP_S, self.log[-1], turn(not up)))
+
+            return act
+
+        self._undo.append((time.monotonic() + FLAP_S, self.log[-1], turn(True)))
+        return lambda: None
+
+    def _loaders(self, node: str) -> list[int]:
+        rank = self._rank_pid(node)
+        pid = next(one.pid for one in self.cluster.processes(node) if one.node_pid == rank)
+        children = {child.pid for child in psutil.Process(pid).children()}
+        found = [one.node_pid for one in self.cluster.processes(node) if one.pid in children]
+        workers = [one for one in found if one != rank]
+        if not workers:
+            raise NotPossibleError(f"the rank of {node} has no loader")
+        return workers[-1:]
+
+    # --- damage ---
+
+    def _damage_newest(self) -> int:
+        """A bit of the newest checkpoint on shared storage."""
+        directory = self.places.checkpoints
+        steps = CheckpointDirectory(directory).complete()
+        if not steps:
+            raise NotPossibleError("no checkpoint is on shared storage")
+        folder = CheckpointDirectory(directory).path(steps[0])
+        largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+        _flip(largest)
+        return steps[0]
+
+    def _damage_memory(self, node: str) -> None:
+        """A bit of every replica that a spare holds."""
+        (agent,) = [one for one in self.cluster.processes(node) if one.node_pid in self._agent(node)]
+        struck = 0
+        for link in Path(f"/proc/{agent.pid}/fd").iterdir():
+            with suppress(OSError):
+                if "jurymast-image" in os.readlink(link):
+                    struck += _flip_memory(link)
+        if not struck:
+            raise NotPossibleError(f"{node} holds no replica")
+
+
+def _one_of(names: list[str], place: int, what: str) -> str:
+    if not names:
+        raise NotPossibleError(f"there is no {what}")
+    return names[place % len(names)]
+
+
+def _pids(found: list[Process]) -> list[int]:
+    return [one.node_pid for one in found]
+
+
+def _comm(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def _ignored(_: object) -> None:
+    return None
+
+
+def _fsfreeze(what: str, place: Path) -> None:
+    subprocess.run(["fsfreeze", what, str(place)], check=True, timeout=COMMAND_S, capture_output=True)
+
+
+def _flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        middle = path.stat().st_size // 2
+        file.seek(middle)
+        byte = file.read(1)
+        file.seek(middle)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _flip_memory(link: Path) -> int:
+    """Bytes that are not 0 are an image's: where its tensors lie, which come first."""
+    with link.open("r+b", buffering=0) as file:
+        head = file.read(1 << 16)
+        place = next((at for at, byte in enumerate(head) if byte), None)
+        if place is None:
+            return 0
+        file.seek(place)
+        file.write(bytes([head[place] ^ 1]))
+    return 1
