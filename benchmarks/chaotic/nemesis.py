@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +22,7 @@ from support.slurm_runs import SlurmRun, hurried, jurymast
 from testcluster import Cluster, ClusterError
 from testcluster.processes import Process
 
-POLL_S = 0.05
+POLL_S = 0.1
 ASK_EVERY_S = 1.0
 COMMAND_S = 60.0
 FLAP_S = 0.7
@@ -30,6 +31,10 @@ SLOW_MS = 60
 
 class NotPossibleError(Exception):
     """What a fault is to strike is not there just now."""
+
+
+# What is struck, or helped up, is gone, or the run has not got there yet.
+_NOT_NOW = NotPossibleError, ClusterError, OSError, subprocess.SubprocessError, AssertionError, IndexError
 
 
 @dataclass
@@ -45,6 +50,29 @@ class Places:
     inside: Path
 
 
+class Undo:
+    """Ends what lasts after so many seconds, or before; by a thread of its own, since commands may hang for
+    as long as it is in force."""
+
+    def __init__(self, struck: Struck, seconds: float, act: Callable[[], None]) -> None:
+        self._struck, self._act = struck, act
+        self._lock = threading.Lock()
+        self.over = False
+        self._timer = threading.Timer(seconds, self.now)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def now(self) -> None:
+        self._timer.cancel()
+        with self._lock:
+            if self.over:
+                return
+            with suppress(*_NOT_NOW):  # the machine has died meanwhile
+                self._act()
+            self._struck.until = time.time()
+            self.over = True
+
+
 @dataclass
 class Nemesis:
     cluster: Cluster
@@ -52,10 +80,9 @@ class Nemesis:
     plan: Plan
     places: Places
     log: list[Struck] = field(default_factory=list)
-    _undo: list[tuple[float, Struck, Callable[[], None]]] = field(default_factory=list)
+    _undo: list[Undo] = field(default_factory=list)
     _waiting: list[tuple[float, Fault]] = field(default_factory=list)
     _asked_at: float = 0.0
-    _urgent: int = 0
     _reached: int = 0  # the newest step that the run ever did
 
     def play(self, limit_s: float) -> RunState:
@@ -68,12 +95,12 @@ class Nemesis:
                 self._reached = max(self._reached, state.best_step, state.step)
                 if state.ended or time.monotonic() > end:
                     return state
-                self._undo_due(time.monotonic())
                 self._strike_due(state)
                 self._look_at_job(state)
                 time.sleep(POLL_S)
         finally:
-            self._undo_due(float("inf"))
+            for undo in self._undo:
+                undo.now()
             self.log += [Struck(fault.kind, why_not="the run was over") for _, fault in self._waiting]
 
     # --- when ---
@@ -98,29 +125,22 @@ class Nemesis:
             struck.node, struck.rank = self._whom(fault, state)
             struck.placed = struck.node in state.placement
             undo = self._do(fault, struck, state)
-        except (NotPossibleError, ClusterError, OSError, subprocess.SubprocessError) as error:
+        except _NOT_NOW as error:
             struck.why_not, undo = f"{type(error).__name__}: {error}"[:300], None
         struck.done_at = struck.until = time.time()
         if undo is not None:
-            self._undo.append((time.monotonic() + fault.seconds, struck, undo))
-
-    def _undo_due(self, now: float) -> None:
-        for due in [one for one in self._undo if one[0] <= now]:
-            self._undo.remove(due)
-            with suppress(ClusterError, subprocess.SubprocessError):  # the machine has died meanwhile
-                due[2]()
-            due[1].until = time.time()
+            self._undo.append(Undo(struck, fault.seconds, undo))
 
     def _look_at_job(self, state: RunState) -> None:
         """A job that was requeued starts soon; nodes that it waits for come back as from a repair."""
-        if time.monotonic() < self._asked_at + ASK_EVERY_S:
+        if time.monotonic() < self._asked_at + ASK_EVERY_S or not all(undo.over for undo in self._undo):
             return
         self._asked_at = time.monotonic()
         try:
             record = hurried(self.cluster, self.run.job)
         except (AssertionError, ClusterError):
             return  # it has ended, or slurmctld is away
-        if record["JobState"] != "PENDING" or self._undo:
+        if record["JobState"] != "PENDING":
             return
         broken = [name for name in self.cluster.nodes if not self.cluster.machine(name).alive]
         fit = len(self.cluster.nodes) - len(broken)
@@ -201,7 +221,7 @@ class Nemesis:
             cluster.fault("part", node, other=other, one_way=kind == "one way")
             return lambda: self._heal(node, other)
         if kind == "flaps":
-            return self._flap(node, fault.seconds)
+            return self._flap(node)
         if kind == "slow link":
             cluster.fault("slow", node, delay_ms=SLOW_MS)
             return lambda: _ignored(cluster.fault("slow", node, off=True))
@@ -294,21 +314,26 @@ class Nemesis:
         for node in nodes:
             self.cluster.fault("heal", node)
 
-    def _flap(self, node: str, seconds: float) -> Callable[[], None]:
-        """The link is down and up in turns; what is down at the end comes up."""
-        end = time.monotonic() + seconds
-        self.cluster.fault("partition", node)
+    def _flap(self, node: str) -> Callable[[], None]:
+        """The link is down and up in turns, until somebody makes it stay up."""
+        over = threading.Event()
 
-        def turn(up: bool) -> Callable[[], None]:
-            def act() -> None:
+        def turn() -> None:
+            up = False
+            while not over.wait(FLAP_S):
+                up = not up
                 self.cluster.fault("heal" if up else "partition", node)
-                if not up or time.monotonic() < end:
-                    self._undo.append((time.monotonic() + FLAP_S, self.log[-1], turn(not up)))
 
-            return act
+        self.cluster.fault("partition", node)
+        turning = threading.Thread(target=turn, daemon=True)
+        turning.start()
 
-        self._undo.append((time.monotonic() + FLAP_S, self.log[-1], turn(True)))
-        return lambda: None
+        def stay() -> None:
+            over.set()
+            turning.join()
+            self._heal(node)
+
+        return stay
 
     def _loaders(self, node: str) -> list[int]:
         rank = self._rank_pid(node)
