@@ -263,6 +263,17 @@ class TestCleaning:
         assert "n1: /dev/shm/left" in found
         assert cluster.leftovers() == []
 
+    def test_a_repaired_machine_has_the_small_shares_that_all_have(
+        self, cluster: Cluster, tmp_path: Path
+    ) -> None:
+        place = cluster.shared / tmp_path.name
+        place.mkdir(exist_ok=True)
+        with cluster.small_share(place, 16):
+            cluster.exec("n1", ["touch", str(place / "here")])
+            cluster.repair("n2")
+            assert cluster.exec("n2", ["ls", str(place)]).stdout == "here\n"
+        assert cluster.exec("n2", ["ls", str(place)]).stdout == ""
+
     def test_down_leaves_nothing_and_can_be_repeated(self, cluster: Cluster, tmp_path: Path) -> None:
         """A second cluster, side by side with the first, in a directory that is closed to other users."""
         before = _host_state(tmp_path)
