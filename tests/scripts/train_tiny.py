@@ -131,6 +131,12 @@ def misbehave(args: argparse.Namespace, step: int, rank: int) -> None:
     place, _, seconds = args.rest_once.rpartition(":")
     if due_once(place, step, rank):
         threading.Event().wait(float(seconds))
+    if args.leak_once:
+        leak_if_told(args.leak_once, rank)
+    if args.slow:
+        load_slowly(args.slow, step)
+    if args.orders:
+        obey(args.orders, step, rank)
 
 
 def hang(rank: int) -> None:
@@ -257,22 +263,15 @@ def main() -> None:
         if rank == 0:
             print(f"restored {start}", flush=True)
     done = start
-    loaded = None
-    if args.loader:
-        batches = Batches(start, rank, args.batch, args.width)
-        loaded = iter(torch.utils.data.DataLoader(batches, batch_size=None, num_workers=1))
+    data_set = Batches(start, rank, args.batch, args.width)
+    loader = torch.utils.data.DataLoader(data_set, batch_size=None, num_workers=1) if args.loader else None
+    batches = iter(data_set if loader is None else loader)
     for step in range(start, args.steps):
         if told_to_end(args.until, step):
             break
         began = time.monotonic()
         misbehave(args, step, rank)
-        if args.leak_once:
-            leak_if_told(args.leak_once, rank)
-        if args.slow:
-            load_slowly(args.slow, step)
-        if args.orders:
-            obey(args.orders, step, rank)
-        inputs, targets = next(loaded) if loaded else batch_of(step, rank, args.batch, args.width)
+        inputs, targets = next(batches)
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
