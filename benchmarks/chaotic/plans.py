@@ -11,10 +11,10 @@ from itertools import pairwise
 import msgspec
 
 NODES = 6  # of the cluster
-STEPS = 300
+STEPS = 180
 STEP_S = 0.05
 SAVE_EVERY = 10
-FIRST_STEP, LAST_STEP = 25, 240
+FIRST_STEP, LAST_STEP = 15, 140
 MOST_FAULTS = 5
 SOON_SHARE = 0.4  # of the faults: those that strike soon after another, or at the same moment
 SOON_S = 1.5

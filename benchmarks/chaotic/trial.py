@@ -95,10 +95,10 @@ def play(at: Stage, plan: Plan, folder: Path) -> list[str]:
     began = time.monotonic()
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(f"{plan.to_json()}\n")
-    run, orders, out = _submitted(at, plan, folder.name)
-    host = at.hosts_runs / run.directory.root.relative_to(at.runs)
-    places = Places(at.hosts_share, at.hosts_runs, at.hosts_share / folder.name, orders, run.directory.root)
-    nemesis = Nemesis(at.cluster, SlurmRun(at.cluster, host, run.job), plan, places)
+    inside, job, orders, out = _submitted(at, plan, folder.name)
+    run = SlurmRun(at.cluster, at.hosts_runs / inside.relative_to(at.runs), job)
+    places = Places(at.hosts_share, at.hosts_runs, at.hosts_share / folder.name, orders, inside)
+    nemesis = Nemesis(at.cluster, run, plan, places)
     state = nemesis.play(LIMIT_S)
     left = _left(at, run) if state.ended else []
     facts = Facts(
@@ -106,7 +106,7 @@ def play(at: Stage, plan: Plan, folder: Path) -> list[str]:
         ended=state.phase in ENDED, left=left, slurm=at.release, seconds=round(time.monotonic() - began, 1),
         load=round(os.getloadavg()[0], 1),
     )  # fmt: skip
-    _keep(at, run, host, folder)
+    _keep(at, run, inside, folder)
     write_log(folder / "faults.jsonl", nemesis.log)
     (folder / "facts.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts)))
     _clear(at)
@@ -115,7 +115,7 @@ def play(at: Stage, plan: Plan, folder: Path) -> list[str]:
     return found
 
 
-def _submitted(at: Stage, plan: Plan, name: str) -> tuple[SlurmRun, Path, Path]:
+def _submitted(at: Stage, plan: Plan, name: str) -> tuple[Path, int, Path, Path]:
     cluster = at.cluster
     orders = cluster.shared / f"{name}.orders"
     shutil.rmtree(orders, ignore_errors=True)
@@ -138,18 +138,19 @@ def _submitted(at: Stage, plan: Plan, name: str) -> tuple[SlurmRun, Path, Path]:
     ]  # fmt: skip
     train += ["--loader"] if plan.loader else []
     options = ("--nodes", str(plan.active), "--spares", str(plan.spares), "--partition", "low")
-    run = submit_into(at, at.runs / name, *options, "--policy", str(policy), train=train)
-    return run, orders, out
+    inside, job = _submit(at, at.runs / name, *options, "--policy", str(policy), train=train)
+    return inside, job, orders, out
 
 
-def submit_into(at: Stage, runs: Path, *options: str, train: list[str]) -> SlurmRun:
+def _submit(at: Stage, runs: Path, *options: str, train: list[str]) -> tuple[Path, int]:
+    """Return the run's directory, as the cluster knows it, and its job."""
     code, told, error = jurymast(
         at.cluster, "submit", "--runs", str(runs), "--parsable", *options, "--", str(_SCRIPT), *train
     )
     if code != 0:
         raise ClusterError(f"submit: {error}")
     seen = at.hosts_runs / runs.relative_to(at.runs)
-    return SlurmRun(at.cluster, runs / find_run(told.strip(), seen).root.name, int(told))
+    return runs / find_run(told.strip(), seen).root.name, int(told)
 
 
 def _left(at: Stage, run: SlurmRun) -> list[str]:
@@ -187,12 +188,11 @@ def _files(cluster: Cluster, name: str) -> list[str]:
     return found
 
 
-def _keep(at: Stage, run: SlurmRun, host: Path, folder: Path) -> None:
-    shutil.copytree(
-        host, folder / "run", ignore=shutil.ignore_patterns("checkpoints", "reserve"), symlinks=True
-    )
+def _keep(at: Stage, run: SlurmRun, inside: Path, folder: Path) -> None:
+    unwanted = shutil.ignore_patterns("checkpoints", "reserve")
+    shutil.copytree(run.directory.root, folder / "run", ignore=unwanted, symlinks=True)
     (folder / "run").chmod(0o700)
-    code, told, error = jurymast(at.cluster, "report", "--json", str(run.directory.root))
+    code, told, error = jurymast(at.cluster, "report", "--json", str(inside))
     (folder / "report.json").write_text(told) if code == 0 else (folder / "report.error").write_text(error)
     with suppress(ClusterError):
         (folder / "job.json").write_text(json.dumps(at.cluster.job(run.job), indent=1))
