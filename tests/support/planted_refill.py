@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 from jurymast.core.run import refill
@@ -11,6 +12,7 @@ from jurymast.core.state.run import RunState
 from jurymast.core.supervision.refilling import Refilling
 from jurymast.core.supervision.withdrawals import Withdrawals
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
+from jurymast.supervisor.supervisor import Hold
 
 _ask, _lacking = Refilling._ask, refill.lacking
 
@@ -27,6 +29,18 @@ def _without_free_nodes(seed: int) -> Plan:
 def _drained(seed: int) -> Plan:
     """An administrator drains a node for minutes, and a spare is there."""
     return Plan(seed, 2, 1, 1, 5, 8, (Fault(6.0, "admin drains", node=seed % 3, seconds=200.0),))
+
+
+def _isolated(seed: int) -> Plan:
+    """The supervisor's node is cut off from the others, and its storage hangs: another takes over, and for
+    the first one all other nodes are lost."""
+    chance = Random(seed)
+    at = chance.uniform(5.0, 9.0)
+    faults = (
+        Fault(at, "isolate", node=0, seconds=chance.uniform(15.0, 30.0)),
+        Fault(at + chance.random(), "storage hangs here", node=0, seconds=chance.uniform(10.0, 20.0)),
+    )
+    return Plan(seed, 2, 1, 1, 5, 8, faults, pool=2)
 
 
 def _leaves_nobody_out(self: Refilling, now: float) -> list[Effect]:
@@ -50,6 +64,10 @@ def _nothing(*_: Any, **__: Any) -> list[Any]:
     return []
 
 
+async def _never_asks(self: Hold) -> bool:
+    return False
+
+
 def _never_waits(state: RunState) -> str:
     return "no spare came in time"
 
@@ -65,6 +83,10 @@ PLANTED_REFILL: dict[str, Any] = {
     "42: a node is asked for while another is expected": (
         with_pool,
         [(refill, "may_ask", _asks_beside), (refill, "coming", _nothing)],
+    ),
+    "47: a supervisor asks for nodes although another has taken over": (
+        _isolated,
+        [(Hold, "is_superseded_now", _never_asks)],
     ),
     "43: a run is requeued although a node may come": (with_pool, [(refill, "why_not_held", _never_waits)]),
     "44: ranks stay on a node that is drained": (_drained, [(Withdrawals, "moves", _nothing)]),

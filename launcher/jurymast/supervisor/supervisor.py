@@ -91,15 +91,20 @@ class Hold:
             self._asked_at = None
             await asyncio.sleep(PULSE_INTERVAL_S)
 
+    async def is_superseded_now(self) -> bool:
+        """Return whether a newer supervisor exists: one that was stopped for a while may have a successor.
+        Asked before what nobody can take back, which only the newest may do. Raises OSError if the file
+        system does not say."""
+        return await self._newest() > self.epoch
+
     async def is_superseded(self) -> bool:
-        """Return whether a newer supervisor exists. Asked before the job is ended, which only the newest may
-        do: one that was stopped for a while may have a successor. Waits for the file system, to which the
-        outcome is written as well. Raises OSError if it does not answer: then this supervisor ends without
-        ending the job, which is left to the process that started it."""
+        """As `is_superseded_now`, before the job is ended. Waits for the file system, to which the outcome is
+        written as well. Raises OSError if it does not answer: then this supervisor ends without ending the
+        job, which is left to the process that started it."""
         end = _monotonic() + ANSWER_LIMIT_S
         while True:
             try:
-                return await self._newest() > self.epoch
+                return await self.is_superseded_now()
             except OSError as error:
                 log.warning("epoch %d: cannot find out whether it is the newest: %s", self.epoch, error)
                 if _monotonic() > end:
@@ -281,26 +286,45 @@ class Supervisor:
             await asyncio.sleep(0)  # gives others their turn
         self._working = False
 
+    async def _be_the_newest(self) -> None:
+        """Before what nobody can take back. Gives way to a supervisor that has taken over. Raises
+        ClusterUnavailableError then, and where nobody knows."""
+        try:
+            superseded = await self._hold.is_superseded_now()
+        except OSError as error:
+            why = f"cannot find out whether another supervisor has taken over: {error}"
+            raise ClusterUnavailableError(why) from error
+        if superseded:
+            self._give_way()
+            raise ClusterUnavailableError("another supervisor has taken over")
+
     async def _fence(self, attempt: int) -> None:
         """Write the attempt's number in a thread, because storage may hang."""
         why = ""
         try:
-            await self._io.on_disk(partial(self.write_attempt, attempt))
+            if await self._io.on_disk(partial(self.write_attempt, attempt)):
+                self._give_way()
+                return
         except OSError as error:
             why = f"cannot write {self._io.files.attempt_file}: {error}"
         self._do(self.machine.on_fenced(attempt, why, self.now()))
 
-    def write_attempt(self, attempt: int) -> None:
-        """Write the attempt's number, unless a newer one was written while this write was hanging. Raises
-        OSError."""
+    def write_attempt(self, attempt: int) -> bool:
+        """Write the attempt's number, unless a newer one was written while this write was hanging. Return
+        True instead if another supervisor has taken over: the number is its to write. Raises OSError."""
         with self._fencing:
-            if attempt > self._fenced:
-                self._io.files.save_attempt(attempt)
-                self._fenced = attempt
+            if attempt <= self._fenced:
+                return False
+            if self._io.files.newest_epoch() > self._hold.epoch:
+                return True
+            self._io.files.save_attempt(attempt)
+            self._fenced = attempt
+            return False
 
     async def _give_back(self, effect: do.GiveBack) -> None:
         gone, why = False, ""
         try:
+            await self._be_the_newest()
             gone = await self._io.give_back(effect.job, effect.node)
         except ClusterUnavailableError as error:
             why = str(error)
@@ -309,6 +333,7 @@ class Supervisor:
     async def _ask_for_node(self, effect: do.AskForNode) -> None:
         job = why = ""
         try:
+            await self._be_the_newest()
             job = await self._io.ask_for_node(effect.number, effect.exclude)
         except JurymastError as error:  # whatever is wrong with options or Slurm here, the run goes on
             why = str(error)
@@ -332,6 +357,7 @@ class Supervisor:
 
     async def _end_small_job(self, job: str) -> None:
         try:
+            await self._be_the_newest()
             await self._io.end_small_job(job)
         except ClusterUnavailableError as error:
             log.warning("small job %s: %s", job, error)

@@ -44,6 +44,7 @@ NOT_BACK = "10: what was rolled back is neither restored nor gone on with"
 BOUNDED = "11: attempts without a new step are bounded"
 COUNTED = "21: the account of a run counts all time once, and all steps"
 KEPT_TWICE = "12: no node alone has what was saved"
+BY_THE_NEWEST = "47: what nobody can take back only the newest supervisor does"
 MAY_SAVE = "15: ranks that leave after a signal are not ended by those that left before"
 
 # A fault this long ago no longer affects a node.
@@ -55,6 +56,7 @@ REPLACED_S = 4.0
 STANDSTILL_S = 40.0
 OUTCOME_S = 6.0  # a supervisor writes an outcome in this time
 SLOTS_LIMIT_S = 25.0
+SEEN_S = 0.5  # between a look at who is the newest supervisor and what is done after it
 AGREE_LIMIT_S = 12.0
 BACK_LIMIT_S = 15.0
 # A write that fails on one node begins again after this long, without that node.
@@ -295,6 +297,15 @@ class Oracle:
             self.fail(NOTHING_LOST, f"{how}, and {best} is on none of {[*disk.shared]}")
 
     # ---- the job's end, and its next life
+
+    def acts_for_good(self, supervisor: SimSupervisor) -> None:
+        """A supervisor asks Slurm for what nobody can take back, or writes the attempt's number."""
+        cluster, epoch = self.cluster, supervisor.epoch
+        awake = cluster.world.now - max(supervisor.site.stopped_until, cluster.stalled_until)
+        newer = [t for t, _ in (cluster.disk.claims[one] for one in cluster.disk.claims if one > epoch)]
+        known_s = min(cluster.world.now - max(newer, default=math.inf), awake)
+        if known_s > SEEN_S:
+            self.fail(BY_THE_NEWEST, f"epoch {epoch} does, {known_s:.1f} s after a newer one began")
 
     def ends(self, supervisor: SimSupervisor) -> None:
         """A supervisor says that the job ends. Only Slurm knows what follows."""

@@ -138,6 +138,7 @@ class SimFiles:
 
     def save_attempt(self, attempt: int) -> None:
         self._disk.storage.check_room()
+        self._supervisor.acts_for_good()
         self._disk.attempt = attempt
 
     def checkpoints(self, state: RunState) -> tuple[dict[StateId, int], Sequence[Rollback]]:
@@ -280,11 +281,13 @@ class SimSupervisor(SimShell):
         return self.cluster.ends_in_s
 
     async def give_back(self, job: str, node: str) -> bool:
+        self.acts_for_good()
         await asyncio.sleep(RELEASE_S)
         return True
 
     async def ask_for_node(self, number: int, exclude: tuple[str, ...]) -> str:
         self._ask_slurm()
+        self.acts_for_good()
         job = self.cluster.pool.submit(number, exclude)  # also if this process does not live to hear it
         await asyncio.sleep(ANSWER_S)
         return job
@@ -296,7 +299,12 @@ class SimSupervisor(SimShell):
 
     async def end_small_job(self, job: str) -> None:
         self._ask_slurm()
+        self.acts_for_good()
         self.cluster.pool.end(job)
+
+    def acts_for_good(self) -> None:
+        """It does what nobody can take back."""
+        self.cluster.oracle.acts_for_good(self)
 
     async def draining(self, nodes: Sequence[str]) -> dict[str, str]:
         await asyncio.sleep(ANSWER_S)
