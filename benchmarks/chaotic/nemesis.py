@@ -17,13 +17,14 @@ import psutil
 from benchmarks.chaotic.faultlog import Struck
 from benchmarks.chaotic.plans import KINDS, NODE, RANK, SPARE, SUPERVISOR, Fault, Plan
 from jurymast.checkpoint.directory import CheckpointDirectory
-from jurymast.core.state.run import RunState
+from jurymast.core.state.run import Phase, RunState
 from support.slurm_runs import SlurmRun, hurried, jurymast
 from testcluster import Cluster, ClusterError
 from testcluster.processes import Process
 
 POLL_S = 0.1
-ASK_EVERY_S = 1.0
+# Each question takes two processes: not while the run does steps.
+ASK_EVERY_S, SILENT_S = 2.0, 5.0
 COMMAND_S = 60.0
 FLAP_S = 0.7
 SLOW_MS = 60
@@ -91,7 +92,7 @@ class Nemesis:
         self._waiting = [(-1.0, fault) for fault in self.plan.faults]
         try:
             while True:
-                state = self.run.state()
+                state = self.run.look()
                 self._reached = max(self._reached, state.best_step, state.step)
                 if state.ended or time.monotonic() > end:
                     return state
@@ -133,7 +134,9 @@ class Nemesis:
 
     def _look_at_job(self, state: RunState) -> None:
         """A job that was requeued starts soon; nodes that it waits for come back as from a repair."""
-        if time.monotonic() < self._asked_at + ASK_EVERY_S or not all(undo.over for undo in self._undo):
+        waits = state.phase is not Phase.RUNNING or time.time() > state.stepped_at + SILENT_S
+        lasts = not all(undo.over for undo in self._undo)
+        if not waits or lasts or time.monotonic() < self._asked_at + ASK_EVERY_S:
             return
         self._asked_at = time.monotonic()
         try:
@@ -296,7 +299,7 @@ class Nemesis:
             self._told_slurm(slurm[kind])
             return (lambda: self._told_slurm(["scontrol", "resume", job])) if kind == "suspended" else None
         if kind == "preempted":
-            where = node or self.run.state().placement[0]
+            where = node or self.run.look().placement[0]
             words = ("--partition=high", f"--nodelist={where}", "--nodes=1", "--exclusive")
             urgent = self.cluster.sbatch("#!/bin/sh\nsleep 600\n", *words)
             return lambda: self._told_slurm(["scancel", str(urgent)])

@@ -36,6 +36,7 @@ GRACE_S = 8
 _SCRIPT = SCRIPTS / "train_tiny.py"
 # Only what the cluster's user owns is a run's.
 _DISKS = ("/tmp", "/scratch", "/dev/shm")
+_OF_KILLED = "pymp-", "torch_", "jurymast-agent-"
 _LOG_BYTES = 400_000
 
 
@@ -161,7 +162,7 @@ def _left(at: Stage, run: SlurmRun) -> list[str]:
         return not [job for job in cluster.squeue() if job.id == run.job] and not cluster.leftovers()
 
     with suppress(DeadlineError):
-        wait_until(over, LEFT_S, "the end of the job", 0.5)
+        wait_until(over, LEFT_S, "the end of the job", 1.0)
     found = cluster.leftovers()
     for name in cluster.nodes:
         if cluster.machine(name).alive:
@@ -180,11 +181,14 @@ def _ports(cluster: Cluster, name: str) -> list[int]:
 
 
 def _files(cluster: Cluster, name: str) -> list[str]:
+    """But for what a rank of Python's that was killed leaves itself, and an agent, which the next one on the
+    node removes."""
     found = []
     for disk in _DISKS:
         place = cluster.machine(name).path(disk)
         with suppress(OSError):
-            found += [f"{name}: {disk}/{path.name}" for path in place.iterdir() if path.lstat().st_uid != 0]
+            of_users = [path.name for path in place.iterdir() if path.lstat().st_uid != 0]
+            found += [f"{name}: {disk}/{file}" for file in of_users if not file.startswith(_OF_KILLED)]
     return found
 
 

@@ -49,6 +49,10 @@ class RunUnderTest:
         """As the journal says it now; what comes later does not change it."""
         return deepcopy(self._journal.catch_up())
 
+    def look(self) -> RunState:
+        """As the journal says it now; it follows the journal, at the next look."""
+        return self._journal.catch_up()
+
     def wait(self, what: str, condition: Callable[[RunState], bool], limit_s: float = LIMIT_S) -> RunState:
         end = time.monotonic() + limit_s
         while True:
