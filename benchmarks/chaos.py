@@ -161,6 +161,8 @@ def main() -> int:
     if os.geteuid() != 0:
         parser.error("a Slurm cluster on one machine needs root")
     signal.signal(signal.SIGTERM, _end)
+    printed = os.dup(1)
+    os.dup2(2, 1)  # what trainings print is no part of the report
     try:
         seed, plans = _plans(arguments)
     except (OSError, ValueError) as error:
@@ -181,6 +183,7 @@ def main() -> int:
     rows = rows_of(campaign)
     about.update(slurm=campaign.release, played=len(campaign.played))
     targets = targets_of(campaign, rows)
+    os.dup2(printed, 1)
     common.print_report("chaos", rows, targets, about, arguments.json)
     return int(any(found for _, found in campaign.played) or bool(campaign.broken))
 
