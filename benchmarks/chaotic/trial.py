@@ -29,8 +29,8 @@ from testcluster.errors import DeadlineError
 from testcluster.processes import wait_until
 from testcluster.settings import USER
 
-LIMIT_S = 240.0
-LEFT_S = 60.0
+LIMIT_S = 600.0
+LEFT_S = 120.0
 SHARE_MIB = 1024
 GRACE_S = 8
 _SCRIPT = SCRIPTS / "train_tiny.py"

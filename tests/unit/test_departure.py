@@ -10,7 +10,7 @@ from jurymast.core.judges.silence import LIMIT_MAX_S
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import AskSuperseded, GiveWay, Send, WhyEnding
 from jurymast.core.state.messages import Endpoint
-from jurymast.core.state.run import Phase
+from jurymast.core.state.run import Phase, TierState
 from jurymast.core.supervision.departure import KILL_WAIT_S, RESERVE_S, SPARED_S, TELL_EVERY_S
 from support.site import Site
 from support.stories import Story
@@ -204,6 +204,17 @@ def test_people_are_told_now_and_then_why_the_nodes_are_still_kept() -> None:
     assert [text.partition(" without progress: ")[2][:45] for text in told] == [
         "the checkpoint of step 8 is not on shared sto" for _ in range(2)
     ]
+
+
+def test_what_failed_is_told_with_its_step_which_may_be_an_older_one() -> None:
+    story, one, other = requeued()
+    after = Successor(story)
+    story.state.saved["shared"] = TierState(failures=1, error="node n2 was lost", failed_step=4)
+    for rank, node in enumerate((one, other)):
+        after.joins(node, copies=(image(rank),))
+    after.waits(1.5 * TELL_EVERY_S)
+    told = [text for _, text in story.state.notes if "the nodes are kept" in text]
+    assert told[0].endswith("step 8 is not on shared storage (step 4: node n2 was lost)"), told
 
 
 def test_of_a_run_that_has_ended_nobody_is_waited_for_when_slurm_starts_its_job_again() -> None:

@@ -254,7 +254,8 @@ class Departure:
         self._tell_at = now + TELL_EVERY_S
         shared = self._state.saved.get(im.SHARED)
         what = self._checkpoints.unsaved() or missing
-        why = f" ({shared.error})" if shared is not None and shared.error else ""
+        # The newest write that failed may have been of an older step, and in an earlier allocation.
+        why = f" (step {shared.failed_step}: {shared.error})" if shared is not None and shared.error else ""
         if kill := self._kill:
             until = f"for up to {kill.kill_at - kill.reserve_s - now:.0f} s more"
         else:
