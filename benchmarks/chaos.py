@@ -29,6 +29,7 @@ from benchmarks.chaotic.checker import Evidence, load, may_be, wrong
 from benchmarks.chaotic.plans import KINDS, NODES, Plan, random_plan, seeds
 from benchmarks.chaotic.trial import conf, play, stage
 from benchmarks.common import JURYMAST, Row, Target
+from jurymast.errors import JurymastError
 from support.ranks import stop_server
 from testcluster import Cluster, ClusterError
 
@@ -135,7 +136,10 @@ def options() -> argparse.ArgumentParser:
 def check_again(folders: list[Path]) -> int:
     bad = 0
     for folder in folders:
-        found = wrong(load(folder))
+        try:
+            found = wrong(load(folder))
+        except (OSError, JurymastError) as error:  # a trial that was cut off
+            found = [str(error)]
         bad += bool(found)
         print(f"{folder}: {'; '.join(found) or 'ok'}")
     return int(bad > 0)
