@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,6 +125,11 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="of the campaign [drawn, and printed]")
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=[], metavar="KIND",
                         help=f"faults of these kinds: {', '.join(KINDS)}")  # fmt: skip
+    parser.add_argument(
+        "--silence", type=float, default=0.0, metavar="SECONDS",
+        help="after so much of it a node counts as lost; for a machine that is busy with other things, on which\n"
+        "nodes that are well are silent for longer than the 1.5 s that jurymast waits",
+    )  # fmt: skip
     parser.add_argument("--slurm", help="release of Slurm: 24.11, 26.05 [the system's]")
     parser.add_argument("--replay", type=Path, nargs="+", metavar="PLAN.json", help="play these plans")
     parser.add_argument("--check", type=Path, nargs="+", metavar="FOLDER", help="check what was kept")
@@ -150,7 +155,8 @@ def _plans(arguments: argparse.Namespace) -> tuple[int | None, list[Plan]]:
         return None, [Plan.from_json(path.read_text()) for path in arguments.replay]
     seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4), "big")
     count = QUICK_PLANS if arguments.quick else arguments.plans
-    return seed, [random_plan(one, tuple(arguments.only)) for one in seeds(seed, count)]
+    drawn = (random_plan(one, tuple(arguments.only)) for one in seeds(seed, count))
+    return seed, [replace(plan, silent_s=arguments.silence) for plan in drawn]
 
 
 def _end(number: int, _frame: object) -> NoReturn:

@@ -131,6 +131,7 @@ class Plan:
     local: bool = False  # checkpoints are also written to the nodes' own disks
     peer: bool = True  # and replicated to other nodes
     shared_s: float = 0.0  # from one checkpoint on shared storage to the next; 0.0: as jurymast likes
+    silent_s: float = 0.0  # after so much silence a node counts as lost; 0.0: as jurymast likes
     steps: int = STEPS
 
     def to_json(self) -> str:

@@ -129,6 +129,8 @@ def _submitted(at: Stage, plan: Plan, name: str) -> tuple[Path, int, Path, Path]
         tiers["shared"] = {"every": f"{plan.shared_s:g}s"}
     policy = cluster.shared / f"{name}.yaml"
     values: dict[str, object] = {"health": {"straggler": "off"}}
+    if plan.silent_s:
+        values["detect"] = {"node_lost_after": f"{plan.silent_s:g}s"}
     policy.write_text(json.dumps({**values, **({"checkpoint": {"tiers": tiers}} if tiers else {})}))
     policy.chmod(0o644)
     out = cluster.shared / f"{name}.json"
