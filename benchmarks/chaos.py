@@ -127,7 +127,7 @@ def options() -> argparse.ArgumentParser:
                         help=f"faults of these kinds: {', '.join(KINDS)}")  # fmt: skip
     parser.add_argument(
         "--silence", type=float, default=0.0, metavar="SECONDS",
-        help="after so much of it a node counts as lost; for a machine that is busy with other things, where\n"
+        help="after so much of it a node counts as lost; for a machine that is busy otherwise, where\n"
         "nodes that are well are silent for longer than the 1.5 s that jurymast waits",
     )  # fmt: skip
     parser.add_argument("--slurm", help="release of Slurm: 24.11, 26.05 [the system's]")
