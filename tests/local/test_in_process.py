@@ -30,6 +30,17 @@ def undisturbed(trained_plainly: Callable[..., str]) -> str:
     return trained_plainly(*STEPS, nodes=2 * PROCESSES, each=PROCESSES, script=SCRIPT)
 
 
+@pytest.fixture(scope="module", params=["all", "node"])
+def shards(request: pytest.FixtureRequest) -> str:
+    """Over what ranks a model is sharded: FSDP2 over all, HSDP over those of a node."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_shards(trained_plainly: Callable[..., str], shards: str) -> str:
+    return trained_plainly(*STEPS, "--shards", shards, nodes=2 * PROCESSES, each=PROCESSES, script=SCRIPT)
+
+
 @contextmanager
 def training(tmp_path: Path, *options: str, spares: int = 0) -> Iterator[RunUnderTest]:
     with local_run(
@@ -128,6 +139,23 @@ def test_a_fault_during_the_recovery_is_recovered_from_in_process(tmp_path: Path
     assert [one.action for one in state.incidents] == ["in process", "in process"], run.story()
     assert state.incidents[1].step_restored == FAULT_AT, run.story()
     assert processes(run, 1)[0] == processes(run, 3)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("SIGKILL", "backward"), pytest.param("SIGSTOP", "begin", marks=pytest.mark.long)]
+)
+def test_shards_outlive_a_rank_with_their_twins_or_come_from_the_last_save(
+    tmp_path: Path, undisturbed_shards: str, shards: str, name: str, where: str
+) -> None:
+    with training(tmp_path, "--fault", f"{name}:{FAULT_AT}:2:{where}", "--shards", shards) as run:
+        state = ended_well(run, tmp_path, undisturbed_shards)
+    incident = state.incidents[0]
+    assert (incident.rank, incident.action) == (2, "in process"), run.story()
+    goes_on = {"all": 20, "node": FAULT_AT}[shards]
+    assert incident.step_restored == goes_on, run.story()
+    before, after = processes(run, 1), processes(run, 2)
+    assert {rank for rank in before if before[rank] == after[rank]} == {0, 1, 3}
+    assert len(state.incidents) == 1, run.story()
 
 
 @pytest.mark.long

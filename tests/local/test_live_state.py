@@ -104,5 +104,5 @@ def test_weights_and_moments_make_ranks_alike_or_not() -> None:
 def test_gradients_of_a_step_that_was_left_are_forgotten() -> None:
     state = state_of()
     state["model"](torch.randn(8, 4)).sum().backward()
-    LiveState(state).clear_gradients()
+    LiveState(state).settle()
     assert all(one.grad is None for one in state["model"].parameters())

@@ -1,5 +1,5 @@
-"""A small training within `Checkpointer.run`: an MLP with dropout and a batch norm under DDP (gloo), with its
-own random generators and a loader's position on each rank. It does the same bits every time.
+"""A small training within `Checkpointer.run`: an MLP with dropout and a batch norm under DDP, FSDP2 or HSDP
+(gloo), with its own random generators and a loader's position on each rank. It does the same bits every time.
 
 `--trace`: each rank writes there after each step: attempt, its process id, step, a hash of the parameters.
 """
@@ -18,6 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 from train_tiny import sha256_of  # type: ignore[import-not-found]
 
@@ -32,10 +35,14 @@ parser.add_argument("--save-every", default=None)
 parser.add_argument("--checkpoints", default=None)
 parser.add_argument("--workers", type=int, default=0, help="of each rank's loader")
 parser.add_argument("--before", action="store_true", help="make DDP before `run`, which rules recovery out")
+parser.add_argument(
+    "--shards", choices=("", "all", "node"), default="", help="FSDP2 over all ranks, or HSDP: over the ranks "
+    "of a node",
+)  # fmt: skip
 parser.add_argument("--own-bytes", type=int, default=0, help="of state of each rank's own")
 parser.add_argument(
     "--fault", default="", metavar="SIGNAL:STEP:RANK:WHERE", help="the rank's process gets the signal in "
-    "attempt 1, at the beginning of the step after STEP, or after the update of STEP",
+    "attempt 1, at the beginning of the step after STEP, amid its backward pass, or after the update of STEP",
 )  # fmt: skip
 parser.add_argument("--again", type=int, default=-1, help="this rank is killed at the start of attempt 2")
 parser.add_argument("--trace", type=Path, default=None)
@@ -61,9 +68,13 @@ class Numbers(Dataset):  # type: ignore[misc]
         return torch.randn(8, self.width, generator=generator)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def parameters_of(model: nn.Module) -> str:
     """A hash of what is alike on all ranks, as the statistics of a batch norm are not."""
-    data = (one.detach().numpy().tobytes() for one in model.parameters())
+    data = (whole(one).detach().numpy().tobytes() for one in model.parameters())
     return hashlib.sha256(b"".join(data)).hexdigest()
 
 
@@ -82,6 +93,18 @@ class Position:
         self.drawn = state["drawn"]
 
 
+def sharded(model: nn.Sequential, over: str) -> None:
+    """The last layer is the root's: its gradients are there first, and reduced last."""
+    each = int(os.environ["LOCAL_WORLD_SIZE"])
+    size = dist.get_world_size()
+    if over == "all":
+        mesh = init_device_mesh("cpu", (size,))
+    else:
+        mesh = init_device_mesh("cpu", (size // each, each), mesh_dim_names=("copy", "shard"))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -96,9 +119,16 @@ def main() -> None:
     model = nn.Sequential(
         nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.2), nn.Linear(width, width)
     )
+    if args.shards:
+        sharded(model, args.shards)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[10, 30])
     position = Position(rank, args.own_bytes)
+
+    def amid_backward(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: strike(args.fault, position.drawn, rank, "backward"))
+
+    model[2].register_forward_hook(amid_backward)
     torch.manual_seed(7 + rank)  # dropout differs on each rank
     state = {
         "model": model, "optimizer": optimizer, "schedule": schedule, "position": position,
@@ -109,7 +139,9 @@ def main() -> None:
 
     def train(start: int) -> None:
         # Looking for unused parameters keeps DDP from rebuilding its buckets after its first step.
-        ddp = wrapped or nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        ddp = wrapped or (
+            model if args.shards else nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        )
         numbers = Numbers(rank, width, args.steps)
         order = list(range(start, args.steps))
         # A generator of its own: by default each new iterator draws a number from torch's.
@@ -138,8 +170,11 @@ def main() -> None:
                     file.write(json.dumps(told) + "\n")
 
     checkpoint.run(train)
-    if rank == 0 and args.out:
-        args.out.write_text(json.dumps({"sha256": sha256_of(model)}))
+    if args.out:
+        # A batch norm's statistics are each rank's own, and rank 0's count.
+        found = sha256_of({name: whole(one) for name, one in model.state_dict().items()})
+        if rank == 0:
+            args.out.write_text(json.dumps({"sha256": found}))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,9 @@ def batch_of(step: int, rank: int, rows: int, width: int) -> tuple[torch.Tensor,
     return inputs, inputs.roll(1, dims=1).tanh()
 
 
-def sha256_of(model: nn.Module) -> str:
+def sha256_of(state: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(state.items()):
         digest.update(name.removeprefix("module.").encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
@@ -290,7 +290,7 @@ def main() -> None:
     if data.drawn != done * args.batch:
         raise SystemExit(f"rank {rank} drew {data.drawn} samples of {done * args.batch}")
     if rank == 0 and args.out:
-        result = {"steps": done, "restored": start, "sha256": sha256_of(model)}
+        result = {"steps": done, "restored": start, "sha256": sha256_of(model.state_dict())}
         partial = args.out.with_name(f".{args.out.name}.partial")
         partial.write_text(json.dumps(result))
         partial.rename(args.out)

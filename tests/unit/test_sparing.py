@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.ranks import Ranks
-from jurymast.core.judges.rejoining import GoOn, Rejoiner, newest_whole
+from jurymast.core.judges.rejoining import GoBack, GoOn, Rejoiner, are_alike, has_no_twin, newest_whole
 from jurymast.core.run.sparing import IN_A_ROW_MAX
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
@@ -119,7 +119,7 @@ def test_an_update_that_was_cut_short_everywhere_needs_a_save() -> None:
     story.failed(2, -9)
     story.stopped(spared={0: -1, 1: -1, 3: -1})
     assert not story.last(Launch).spare
-    assert "their update was cut short, and no step was saved" in story.incident.why
+    assert "no step of theirs is whole, and none was saved" in story.incident.why
     story = two_ranks_each()
     story.feed(
         ev.Saved(t=story.t, attempt=1, step=8, tier="memory", ok=True, stall_s=0.0, size_bytes=1, seconds=0.1)
@@ -190,28 +190,58 @@ def test_the_newest_step_that_a_rank_has_and_of_which_all_have_their_own() -> No
     assert newest_whole([*ranks[:3]], 0) == GoOn(10, {0: (1, 2)})
     new = Rejoiner()
     assert newest_whole([Rejoiner(10), Rejoiner(10), new, new], 0) == GoOn(10, {0: (2,), 1: (3,)})
-    assert newest_whole([Rejoiner(10, own, True), Rejoiner()], 0) is None, "a new node has nothing of its own"
-    assert newest_whole([Rejoiner(-1, own, True), Rejoiner(-1, own)], 0) is None, "updates were cut short"
+    new_node = newest_whole([Rejoiner(10, own, True), Rejoiner()], 0)
+    assert new_node == GoBack("what is the own of rank 1 after step 10 is not there")
+    cut_short = newest_whole([Rejoiner(-1, own, True), Rejoiner(-1, own)], 0)
+    assert cut_short == GoBack("no rank has the state after a step")
 
 
 def test_all_go_back_to_what_was_saved_if_that_is_newer_than_what_they_have() -> None:
     """Ranks went on from an older step, and a node that has a newer one has come back since."""
     ranks = [Rejoiner(7), Rejoiner(7), Rejoiner()]
     assert newest_whole(ranks, 7) == GoOn(7, {0: (2,), 1: ()})
-    assert newest_whole(ranks, 8) is None
+    assert newest_whole(ranks, 8) == GoBack("step 8 was saved, which is newer than the ranks' step 7")
+
+
+def test_a_shard_comes_from_its_twin_and_from_nobody_else() -> None:
+    """Ranks 0 and 2 have one shard, 1 and 3 the other."""
+    kept = [Rejoiner(10, part="a"), Rejoiner(9, part="b"), Rejoiner(part="a"), Rejoiner(10, part="b")]
+    assert newest_whole(kept, 0) == GoOn(10, {0: (2,), 3: (1,)})
+    behind = [*kept[:3], Rejoiner(9, part="b")]
+    assert newest_whole(behind, 0) == GoBack(
+        "no rank that lives has the shards of 2 ranks, 1 first after step 10"
+    )
+    lost = [Rejoiner(10, part="a"), Rejoiner(part="b"), Rejoiner(10, part="a"), Rejoiner(part="b")]
+    assert isinstance(newest_whole(lost, 0), GoBack)
+    alone = [Rejoiner(10, part="a"), Rejoiner(part="b")]
+    assert newest_whole(alone, 0) == GoBack("no rank that lives has the shards of rank 1 after step 10")
+
+
+def test_only_ranks_with_the_same_part_have_to_be_alike() -> None:
+    assert are_alike([("a", "1"), ("b", "2"), ("a", "1"), ("b", "2")])
+    assert not are_alike([("a", "1"), ("b", "2"), ("a", "3"), ("b", "2")])
+    assert not are_alike([("", ""), ("", "")]), "there is nothing to compare"
+    assert has_no_twin(["a", "b", "a"])
+    assert not has_no_twin(["a", "a"])
+    assert not has_no_twin(["a"])
 
 
 @given(
     st.lists(
-        st.builds(Rejoiner, st.integers(-1, 3), st.lists(st.integers(0, 3)).map(tuple), st.booleans()),
+        st.builds(
+            Rejoiner, st.integers(-1, 3), st.lists(st.integers(0, 3)).map(tuple), st.booleans(),
+            st.sampled_from("ab"),
+        ),
         min_size=1,
     )
-)
+)  # fmt: skip
 def test_everybody_has_it_or_is_given_it_once(ranks: list[Rejoiner]) -> None:
     found = newest_whole(ranks, 0)
-    if found is None:
+    if isinstance(found, GoBack):
         return
     takers = [taker for each in found.takers.values() for taker in each]
+    for giver, needy in found.takers.items():
+        assert {ranks[taker].part for taker in needy} <= {ranks[giver].part}
     assert all(ranks[giver].live == found.step for giver in found.takers)
     assert sorted(takers) == [number for number, rank in enumerate(ranks) if rank.live != found.step]
     if any(rank.needs_own for rank in ranks):

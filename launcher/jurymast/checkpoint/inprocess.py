@@ -20,14 +20,14 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from jurymast.checkpoint import regroup
 from jurymast.checkpoint.live import LiveState
-from jurymast.core.judges.rejoining import GoOn, Rejoiner, newest_whole
+from jurymast.core.judges.rejoining import GoBack, GoOn, Rejoiner, are_alike, has_no_twin, newest_whole
 from jurymast.core.state import within
 from jurymast.core.state.images import LIVE
 from jurymast.errors import CheckpointError
@@ -65,7 +65,8 @@ def run(checkpointer: Checkpointer, train: Callable[[int], T]) -> T:
     pipes = Pipes.of(os.environ)
     if pipes is None or link.world_size() == 1:
         return train(checkpointer.restore())
-    if why_not := _why_not():  # the same on all ranks
+    live = LiveState(checkpointer.objects)
+    if why_not := _why_not() or live.why_not():  # the same on all ranks
         _say_that_all_restart(why_not)
         return train(checkpointer.restore())
     side, why_not = None, ""
@@ -77,7 +78,7 @@ def run(checkpointer: Checkpointer, train: Callable[[int], T]) -> T:
     if side is None or found:
         _say_that_all_restart(found)
         return train(checkpointer.restore())
-    return Member(checkpointer, side, ports).run(train)
+    return Member(checkpointer, live, side, ports).run(train)
 
 
 def _say_that_all_restart(why: str) -> None:
@@ -104,23 +105,18 @@ def _why_not() -> str:
         return f"it is made for gloo so far, and the process group is {dist.get_backend_config()}"
     if distributed_c10d._default_pg_init_method not in (None, "env://"):
         return "the process group's `init_method` is not env://"
-    if len(distributed_c10d._world.pg_map) > 1:
-        return "the script makes process groups before `run`; make them in the function that it calls"
-    if distributed_c10d._get_default_group()._get_sequence_number_for_group():
-        return (
-            "ranks talk to each other before `run` (DistributedDataParallel does, when it is made); do that "
-            "in the function that it calls"
-        )
-    return ""
+    return regroup.why_not()
 
 
 class Member:
     """This rank, from `run` until that returns."""
 
-    def __init__(self, checkpointer: Checkpointer, side: RankSide, ports: tuple[int, ...]) -> None:
+    def __init__(
+        self, checkpointer: Checkpointer, live: LiveState, side: RankSide, ports: tuple[int, ...]
+    ) -> None:
         """`ports`: see `_meet`."""
-        self._checkpointer, self._side = checkpointer, side
-        self._live = LiveState(checkpointer.objects)
+        self._checkpointer, self._live, self._side = checkpointer, live, side
+        self._groups = regroup.GroupsBefore()
         self._main = threading.main_thread().ident
         self._joins: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
         self._leaving = threading.Event()
@@ -137,8 +133,7 @@ class Member:
         self._raised_at = -RAISED_S  # the last LeaveStep, which may take a while to come through
         self._keeps_own = True
         self._own_s, self._own_count, self._own_since = 0.0, 0, 0.0
-        made = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-        self._timeout = made.options._timeout
+        self._no_twin = False  # a rank has shards that no other rank has
 
     # ---- the script's function
 
@@ -250,14 +245,17 @@ class Member:
             raise LeaveStep
 
     def _mark(self) -> None:
-        self._versions = [one._version for one in self._live.parameters()]
+        self._versions = self._live.versions()
 
     def _look_whether_alike(self) -> None:
-        """Look once in an attempt, after its first step, whether the ranks are data-parallel. If they are,
-        this rank can be spared from then on. Collective."""
-        group = self._checkpointer.group()
-        digests = group.gather(self._live.digest())
-        self._alike = bool(digests[0]) and len(set(digests)) == 1
+        """Look once in an attempt, after its first step, whether ranks with the same part of the model have
+        the same bits. If they have, this rank can be spared from then on. Collective."""
+        told = self._checkpointer.group().gather(
+            (self._live.part(), self._live.digest(), list(sockets.listening()))
+        )
+        self._ports = tuple({port for *_, ports in told for port in ports})  # also of groups made by `train`
+        self._alike = are_alike([(part, digest) for part, digest, _ in told])
+        self._no_twin = has_no_twin([part for part, *_ in told])
         if not self._alike and JOINS_VARIABLE in os.environ:
             raise CheckpointError("after a recovery in process the ranks' weights differ")
         if not self._alike:
@@ -298,8 +296,8 @@ class Member:
 
     def _is_whole(self) -> bool:
         """Whether the state is still that after the last step."""
-        versions = [one._version for one in self._live.parameters()]
-        return versions == self._versions and not self._updating and self._live.constants_hold()
+        held = self._live.versions() == self._versions
+        return held and not self._updating and self._live.constants_hold()
 
     # ---- from attempt to attempt
 
@@ -322,14 +320,15 @@ class Member:
 
     def _rejoin(self) -> int:
         """Wait for the next attempt, and go on in it."""
-        step = self._step if self._step >= 0 and self._is_whole() else -1
-        self._step = step
-        self._live.clear_gradients()
+        self._live.settle()
+        step = self._step = self._step if self._step >= 0 and self._is_whole() else -1
         gc.collect()  # an old DDP wrapper would reduce gradients still
-        self._side.say("left", step)
+        self._groups.leave()
+        # Where each rank has shards of its own, those that are gone take their step with them.
+        self._side.say("left", -1 if self._no_twin else step)
         self._attempt_begins(self._joins.get())
         self._enter()
-        dist.init_process_group("gloo", timeout=self._timeout)
+        self._groups.make()
         self._ports, why_not = _meet(self._checkpointer)
         if why_not:
             raise CheckpointError(why_not)
@@ -343,10 +342,6 @@ class Member:
         stack_signal.listen()
         link.current().attempt_begins()
         self._guarded = self._updating = False
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # Where making the group failed, its number stays taken, and a new rank begins with the first.
-        distributed_c10d._world.group_count = 0
         self._checkpointer.attempt_begins()
 
     def _go_on(self) -> int:
@@ -354,13 +349,12 @@ class Member:
         began = time.monotonic()
         group = self._checkpointer.group()
         own = tuple(self._side.own.steps())
-        mine = Rejoiner(live=self._step, own=own, needs_own=self._offered and self._live.has_own)
-        told = group.gather((mine.live, list(mine.own), mine.needs_own))
-        ranks = [Rejoiner(live, tuple(own), needs) for live, own, needs in told]
-        saved, newest = int(os.environ[JOINS_VARIABLE]), max(rank.live for rank in ranks)
-        found = newest_whole(ranks, saved)
-        if found is None:
-            return self._go_back(lacks_own=newest >= saved)
+        mine = Rejoiner(self._step, own, self._offered and self._live.has_own, self._live.part())
+        told = group.gather((mine.live, list(mine.own), mine.needs_own, mine.part))
+        ranks = [Rejoiner(live, tuple(own), needs, part) for live, own, needs, part in told]
+        found = newest_whole(ranks, int(os.environ[JOINS_VARIABLE]))
+        if isinstance(found, GoBack):
+            return self._go_back(found.why)
         size_bytes = self._bring_to(found, group)
         self._checkpointer.went_on_from(found.step)
         if group.rank == 0:
@@ -374,14 +368,14 @@ class Member:
             )
         return found.step
 
-    def _go_back(self, *, lacks_own: bool) -> int:
-        """Go on from what was saved. `lacks_own`: ranks have a newer step, but not all that is their own."""
+    def _go_back(self, why: str) -> int:
+        """Go on from what was saved, because no newer step is whole: `why`."""
         survives, self._step = self._offered, -1
+        if os.environ.get("RANK") == "0":
+            log.warning("going back to the last save: %s", why)
         step = self._checkpointer.restore()
         if survives and not self._checkpointer.restored_something:
             raise CheckpointError("no step is whole on all ranks, and none was saved")
-        if lacks_own and os.environ.get("RANK") == "0":
-            log.warning("what is each rank's own is not there on all ranks: going back to step %d", step)
         return step
 
     def _bring_to(self, found: GoOn, group: Group) -> int:

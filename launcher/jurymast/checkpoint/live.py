@@ -1,9 +1,10 @@
-"""The state of ranks that live, without a save: whether data-parallel ranks are alike, what is a rank's own,
+"""The state of ranks that live, without a save: whether ranks that should be are alike, what is a rank's own,
 and how one rank gives to another what is alike.
 
-Alike are modules and optimizers. A rank's own is all else, such as random generators and the position of a
-loader, and those buffers of modules that change, such as the statistics of a batch norm, which are kept only
-on the rank that made them.
+Alike are modules and optimizers, on ranks that have the same part of the model: on all if they are
+data-parallel, on those with the same shard in HSDP. A rank's own is all else, such as random generators and
+the position of a loader, and those buffers of modules that change, such as the statistics of a batch norm,
+which are kept only on the rank that made them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
-from jurymast.checkpoint import image
+from jurymast.checkpoint import image, shards
 from jurymast.checkpoint.state import ScriptState, replaced
 from jurymast.checkpoint.tree import is_plain
 from jurymast.errors import CheckpointError
@@ -63,33 +63,47 @@ class LiveState:
     def _modules(self) -> dict[str, torch.nn.Module]:
         return {key: one for key, one in self._objects.items() if isinstance(one, torch.nn.Module)}
 
-    def parameters(self) -> list[torch.Tensor]:
+    def _parameters(self) -> list[torch.Tensor]:
         return [parameter for module in self._modules().values() for parameter in module.parameters()]
 
-    @torch.no_grad()
-    def digest(self) -> str:
-        """A hash of all parameters and the optimizers' state, equal on data-parallel ranks; "" for a state
-        that is sharded. A sum for each tensor, taken on its device, makes it up: a state differs in all."""
-        hashed = xxhash.xxh3_64()
-        held = [*self.parameters()]
-        for value in self._objects.values():
-            if isinstance(value, torch.optim.Optimizer):
-                state = (value.state.get(one, {}) for group in value.param_groups for one in group["params"])
-                held += [one for each in state for one in each.values() if isinstance(one, torch.Tensor)]
-        for tensor in held:
-            if isinstance(tensor, DTensor) or not is_plain(tensor):
-                return ""
-            words = tensor.detach().contiguous().view(-1).view(_WORDS.get(tensor.element_size(), torch.uint8))
-            hashed.update(f"{tuple(tensor.shape)} {int(words.sum(dtype=torch.int64))} ".encode())
-        return hashed.hexdigest()
+    def versions(self) -> list[int]:
+        """Two numbers for each parameter, one of which changes when it is changed in place."""
+        held = self._parameters()
+        return [one._version for one in held] + [shards.local(one)._version for one in held]
 
-    def clear_gradients(self) -> None:
-        """Forget those of a step that was not finished."""
-        for parameter in self.parameters():
+    def part(self) -> str:
+        """Return what is the same on ranks that should be alike."""
+        return shards.part_of(self._modules())
+
+    def why_not(self) -> str:
+        """Why this state may not outlive a step that is cut short; "" if it may."""
+        return shards.why_not(self._modules().values())
+
+    def settle(self) -> None:
+        """Forget what a step that was cut short has left."""
+        shards.settle(self._modules().values())
+        for parameter in self._parameters():
             parameter.grad = None
         for value in self._objects.values():
             if isinstance(value, torch.optim.Optimizer):
                 value.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def digest(self) -> str:
+        """A hash of all parameters and the optimizers' state as this rank has them; "" for tensors of other
+        kinds. A sum for each tensor, taken on its device, makes it up: a state differs in all."""
+        hashed = xxhash.xxh3_64()
+        held = self._parameters()
+        for value in self._objects.values():
+            if isinstance(value, torch.optim.Optimizer):
+                state = (value.state.get(one, {}) for group in value.param_groups for one in group["params"])
+                held += [one for each in state for one in each.values() if isinstance(one, torch.Tensor)]
+        for tensor in map(shards.local, held):
+            if not is_plain(tensor):
+                return ""
+            words = tensor.detach().contiguous().view(-1).view(_WORDS.get(tensor.element_size(), torch.uint8))
+            hashed.update(f"{tuple(tensor.shape)} {int(words.sum(dtype=torch.int64))} ".encode())
+        return hashed.hexdigest()
 
     # ---- what is a rank's own
 
@@ -193,6 +207,6 @@ class LiveState:
 def _hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     found = {}
     for name, one in tensors.items():
-        plain = one.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        plain = shards.local(one).detach().cpu().contiguous().view(-1).view(torch.uint8)
         found[name] = xxhash.xxh3_64_hexdigest(plain.numpy())
     return found

@@ -5,38 +5,88 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jurymast.core.state.texts import count
+
 
 @dataclass(frozen=True)
 class Rejoiner:
     """What one rank has. `live`: its model and optimizer are those after this step (-1: after none, or it is
     new); `own`: the steps of which it has what is its own; `needs_own`: it knows that ranks have such a
-    thing, as a new one does not."""
+    thing, as a new one does not; `part`: which part of the model it has, the same on ranks that are alike."""
 
     live: int = -1
     own: tuple[int, ...] = ()
     needs_own: bool = False
+    part: str = ""
 
 
 @dataclass(frozen=True)
 class GoOn:
-    """All go on after `step`. Ranks in `givers` have it, and each gives it to those that `takers` names, by
-    giver."""
+    """All go on after `step`. Ranks in `takers` (its keys) have it, and each gives it to those that it
+    names, which have the same part of the model."""
 
     step: int
     takers: dict[int, tuple[int, ...]]
 
 
-def newest_whole(ranks: Sequence[Rejoiner], saved: int) -> GoOn | None:
-    """Return the newest step that a rank has live, and of which each rank has what is its own; None if there
+@dataclass(frozen=True)
+class GoBack:
+    """All go back to what was saved."""
+
+    why: str
+
+
+def are_alike(told: Sequence[tuple[str, str]]) -> bool:
+    """Whether ranks with the same part of the model have the same bits of it. `told`: of each rank its part,
+    and a digest of the bits, "" where there is none."""
+    digests: dict[str, set[str]] = {}
+    for part, digest in told:
+        digests.setdefault(part, set()).add(digest)
+    return all(len(found) == 1 and "" not in found for found in digests.values())
+
+
+def has_no_twin(parts: Sequence[str]) -> bool:
+    """Whether some rank has a part of the model that no other one has. `parts` are those of all ranks."""
+    return len(parts) > 1 and any(parts.count(part) == 1 for part in set(parts))
+
+
+def newest_whole(ranks: Sequence[Rejoiner], saved: int) -> GoOn | GoBack:
+    """Return the newest step of which ranks have each part live, and each rank what is its own; or why there
     is none, or an older one than was `saved`, to which all go back then. Ranks are given by number."""
-    needs_own = any(rank.needs_own for rank in ranks)
-    for step in sorted({rank.live for rank in ranks} - {-1}, reverse=True):
+    steps = sorted({rank.live for rank in ranks} - {-1}, reverse=True)
+    if not steps:
+        return GoBack("no rank has the state after a step")
+    why = ""
+    for step in steps:
         if step < saved:
-            return None
-        if not needs_own or all(step in rank.own for rank in ranks):
-            givers = [number for number, rank in enumerate(ranks) if rank.live == step]
-            needy = [number for number, rank in enumerate(ranks) if rank.live != step]
-            return GoOn(
-                step, {giver: tuple(needy[place :: len(givers)]) for place, giver in enumerate(givers)}
-            )
-    return None
+            return GoBack(why or f"step {saved} was saved, which is newer than the ranks' step {step}")
+        if not (why_not := _missing(ranks, step)):
+            return GoOn(step, _takers(ranks, step))
+        why = why or why_not
+    return GoBack(why)
+
+
+def _missing(ranks: Sequence[Rejoiner], step: int) -> str:
+    """What of the state after `step` is on no rank; "" if all is there."""
+    there = {rank.part for rank in ranks if rank.live == step}
+    lost = [number for number, rank in enumerate(ranks) if rank.part not in there]
+    if lost:
+        return f"no rank that lives has the shards of {_named(lost)} after step {step}"
+    without = [number for number, rank in enumerate(ranks) if step not in rank.own]
+    if without and any(rank.needs_own for rank in ranks):
+        return f"what is the own of {_named(without)} after step {step} is not there"
+    return ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{count(len(ranks), 'rank')}, {ranks[0]} first"
+
+
+def _takers(ranks: Sequence[Rejoiner], step: int) -> dict[int, tuple[int, ...]]:
+    takers: dict[int, tuple[int, ...]] = {}
+    for part in dict.fromkeys(rank.part for rank in ranks):
+        alike = [number for number, rank in enumerate(ranks) if rank.part == part]
+        givers = [number for number in alike if ranks[number].live == step]
+        needy = [number for number in alike if ranks[number].live != step]
+        takers |= {giver: tuple(needy[place :: len(givers)]) for place, giver in enumerate(givers)}
+    return takers

@@ -44,5 +44,5 @@ def _refusal(state: RunState) -> str:
         return f"that has failed {IN_A_ROW_MAX} times without a new step"
     steps = [rank.step for ranks in state.spared.values() for rank in ranks]
     if max(steps) < 0 and state.saved_step is None:
-        return "their update was cut short, and no step was saved"
+        return "no step of theirs is whole, and none was saved"
     return ""
