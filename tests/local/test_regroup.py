@@ -143,4 +143,6 @@ def test_groups_that_cannot_be_made_anew_are_named(make: Callable[[], Any], why:
 
 
 def test_fsdp1_is_refused() -> None:
-    assert LiveState({"model": FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))}).why_not()
+    assert LiveState(
+        {"model": FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))}
+    ).why_not()

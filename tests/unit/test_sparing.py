@@ -129,6 +129,15 @@ def test_an_update_that_was_cut_short_everywhere_needs_a_save() -> None:
     assert story.last(Launch).spare, "they go back to it"
 
 
+def test_the_incident_says_why_ranks_that_live_went_back_to_a_save() -> None:
+    story = two_ranks_each()
+    story.failed(2, -9)
+    story.stopped(spared={0: 10, 1: 10, 3: 10})
+    why = "no rank that lives has the shards of rank 2 after step 10"
+    story.feed(ev.Restored(t=story.t, attempt=2, step=8, tier="memory", seconds=0.1, why=why))
+    assert story.incident.why.endswith(f"; back to the save of step 8, because {why}")
+
+
 # ---- the agent
 
 SPARED = (SparedRank(1, 12, 7),)

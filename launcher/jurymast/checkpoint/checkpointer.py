@@ -148,20 +148,7 @@ class Checkpointer:
         attempt of the run saved some that no longer exist: only a person can decide to start from the
         beginning. While storage does not answer, this waits for it.
         """
-        self._link.enter(link.RESTORING)
-        started = time.monotonic()
-        group = self._open()
-        with telling_of_waits(self._link):
-            restored, tier_name, skipped = self._restore_newest()
-        if not tier_name:
-            self._check_nothing_was_saved()
-        step = restored.step
-        self._saved_step = step if tier_name else -1
-        self.restored_something = bool(tier_name)
-        if group.rank == 0:
-            self._report_restored(restored, tier_name, skipped, time.monotonic() - started)
-        self.went_on_from(step)
-        return step
+        return self.go_back("")
 
     def run(self, train: Callable[[int], T]) -> T:
         """Restore, call `train(step)` with the number of steps done, and return what it returns.
@@ -169,8 +156,9 @@ class Checkpointer:
         Once another rank fails, this process goes on: `train` is left by an exception, and called again with
         the step from which all go on, with the process group made anew and `state` as after that step. Ranks
         whose process is gone are started anew. So `train` makes what uses the process group, such as
-        DistributedDataParallel, by itself, and what it changes is in `state` or made by it. It calls `step`
-        after each step, and lets exceptions pass that are no `Exception`.
+        DistributedDataParallel, by itself, and what it changes is in `state` or made by it; device meshes and
+        `fully_shard` come before. It calls `step` after each step, and lets exceptions pass that are no
+        `Exception`.
 
         Where that is not possible, as without agents, this is `train(self.restore())`; then failures restart
         all ranks. Raises what `restore` and `train` raise.
@@ -393,7 +381,7 @@ class Checkpointer:
             )
 
     def _report_restored(
-        self, restored: Candidate, tier: str, skipped: dict[int, str], seconds: float
+        self, restored: Candidate, tier: str, skipped: dict[int, str], seconds: float, why: str
     ) -> None:
         passed_over = [_short(f"step {step}: {why}") for step, why in sorted(skipped.items())]
         if passed_over:
@@ -401,7 +389,7 @@ class Checkpointer:
         self._link.emit(
             within.Restored(
                 step=restored.step, tier=tier, seconds=round(seconds, 6), size_bytes=restored.size_bytes,
-                skipped=tuple(passed_over[-4:]),
+                skipped=tuple(passed_over[-4:]), why=_short(why),
             )
         )  # fmt: skip
 
@@ -441,6 +429,23 @@ class Checkpointer:
         self._begin_cadence(step)
         if self._memory is not None:
             self._ask_for_memory(self._memory, step)
+
+    def go_back(self, why: str) -> int:
+        """See `restore`. `why` ranks that live do not go on from what they have; "" if none lives."""
+        self._link.enter(link.RESTORING)
+        started = time.monotonic()
+        group = self._open()
+        with telling_of_waits(self._link):
+            restored, tier_name, skipped = self._restore_newest()
+        if not tier_name:
+            self._check_nothing_was_saved()
+        step = restored.step
+        self._saved_step = step if tier_name else -1
+        self.restored_something = bool(tier_name)
+        if group.rank == 0:
+            self._report_restored(restored, tier_name, skipped, time.monotonic() - started, why)
+        self.went_on_from(step)
+        return step
 
     # ---- when to save
 

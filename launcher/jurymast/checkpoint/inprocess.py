@@ -373,7 +373,7 @@ class Member:
         survives, self._step = self._offered, -1
         if os.environ.get("RANK") == "0":
             log.warning("going back to the last save: %s", why)
-        step = self._checkpointer.restore()
+        step = self._checkpointer.go_back(why)
         if survives and not self._checkpointer.restored_something:
             raise CheckpointError("no step is whole on all ranks, and none was saved")
         return step

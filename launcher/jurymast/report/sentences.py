@@ -135,6 +135,8 @@ def _fetched(e: Entry) -> str:
 
 def _restored(e: Entry) -> str:
     skipped = f"; skipped {'; '.join(e['skipped'])}" if e.get("skipped") else ""
+    if e.get("why"):
+        skipped += f"; {e['why']}"
     if not e["step"]:
         return f"no checkpoint: training starts from the beginning{skipped}"
     if e["tier"] == MEMORY:  # from any tier: the plan says how much from which

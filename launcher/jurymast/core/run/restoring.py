@@ -83,6 +83,8 @@ def restored(state: RunState, event: ev.Restored) -> list[Instruction]:
     if incident is None:
         return alert
     incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
+    if event.why:
+        incident.why += f"; back to the save of step {event.step}, because {event.why}"
     if plan is not None and plan.tier == MEMORY and (event.tier, event.step) == (MEMORY, plan.step):
         incident.tiers = {tier: size for tier, size in plan.tiers.items() if size}
     elif event.size_bytes:

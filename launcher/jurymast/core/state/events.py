@@ -324,7 +324,7 @@ class Fetched(Event, frozen=True, kw_only=True):
 
 
 class Restored(Event, frozen=True, kw_only=True):
-    """All ranks restored `step` (0: a fresh start) from `tier` in `seconds`."""
+    """All ranks restored `step` (0: a fresh start) from `tier` in `seconds`. `why`: see `within.Restored`."""
 
     attempt: int
     step: int
@@ -332,6 +332,7 @@ class Restored(Event, frozen=True, kw_only=True):
     seconds: float
     size_bytes: int = 0
     skipped: tuple[str, ...] = ()
+    why: str = ""
 
 
 class BeganAt(Event, frozen=True, kw_only=True):

@@ -48,13 +48,15 @@ class Saved(FromRank, frozen=True, kw_only=True):
 
 class Restored(FromRank, frozen=True, kw_only=True):
     """All ranks continue from `step` (0: a fresh start), read from `tier` in this many seconds. `skipped`:
-    newer states, and why they could not be used."""
+    newer states, and why they could not be used. `why`: why ranks that live have no newer step that is whole,
+    "" if none lives, or they have."""
 
     step: int
     tier: str
     seconds: float
     size_bytes: int = 0
     skipped: tuple[str, ...] = ()
+    why: str = ""
 
 
 class BeganAt(FromRank, frozen=True, kw_only=True):
