@@ -30,6 +30,7 @@ from benchmarks.common import Row, Target
 from benchmarks.side_by_side import nvrx
 from benchmarks.side_by_side.systems import (
     ACTIVE,
+    IN_PROCESS,
     JURYMAST,
     NVRX,
     SAVE_EVERY,
@@ -46,11 +47,14 @@ CACHE = Path("/var/cache/jurymast-bench")
 NODES = 6
 SETTLE_S = 5.0
 PEER_RATIO = 5.0
+NOTICED_TARGET_S = 0.15  # in process
 QUICK_CASES = ("worker_kill", "power_loss")
 QUICK_SYSTEMS = (JURYMAST, TORCHRUN_OWN_STORE)
 QUICK_BUDGET_S = 50.0
 QUICK_TRIAL_S = 20.0  # what a trial needs at least: the start of the training, the repair of the cluster
 QUICK_SETTLE_S = 2.0
+
+WHOLE, NOTICED = "last step before the fault to first new step", "fault noticed to first new step"
 
 Sample = dict[str, Any]
 
@@ -163,10 +167,24 @@ def rows(bench: Bench) -> list[Row]:
             spread = common.spread([sample["seconds"] for sample in samples])
             note = _note(samples) if samples else bench.why_not(case, system, 1)
             found.append(
-                Row(case.name, system.label, "last step before the fault to first new step", "s",
+                Row(case.name, system.label, WHOLE, "s",
                     spread.median, spread.low, spread.high, spread.n, note, list(samples))
             )  # fmt: skip
+            noticed = [_after_detection_s(sample) for sample in samples if sample.get("story")]
+            if noticed:
+                spread = common.spread(noticed)
+                found.append(
+                    Row(case.name, system.label, NOTICED, "s",
+                        spread.median, spread.low, spread.high, spread.n, "by jurymast's own report", [])
+                )  # fmt: skip
     return found
+
+
+def _after_detection_s(sample: Sample) -> float | None:
+    seconds: dict[str, float] = sample["story"]["seconds"]
+    if sample["seconds"] is None or not sample["story"]["recovered"]:
+        return None
+    return sum(seconds.values()) - seconds["detect"]
 
 
 def _note(samples: list[Sample]) -> str:
@@ -182,11 +200,17 @@ def targets(bench: Bench, found: Sequence[Row]) -> list[Target]:
     """jurymast's own time, and how many times longer the best peer takes."""
     wanted = []
     for case in bench.cases:
-        of_case = [row for row in found if row.case == case.name]
+        of_case = [row for row in found if row.case == case.name and row.metric == WHOLE]
         own = next((row.median for row in of_case if row.system == common.JURYMAST), None)
         if case.target_s is not None:
             wanted.append(Target(case.name, own, case.target_s, "lower"))
-        peers = [row for row in of_case if row.system != common.JURYMAST and row.n]
+        if (system := bench.system(IN_PROCESS)) is not None and case.spares:
+            noticed = (row.median for row in found if (row.case, row.metric) == (case.name, NOTICED)
+                       and row.system == system.label)  # fmt: skip
+            wanted.append(
+                Target(f"{case.name}_in_process", next(noticed, None), NOTICED_TARGET_S, "lower", NOTICED)
+            )
+        peers = [row for row in of_case if not row.system.startswith(common.JURYMAST) and row.n]
         wanted.append(_against_best(f"{case.name}_vs_best_peer", own, peers))
     return wanted
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "slurm"))
 from benchmarks import common
 from benchmarks.common import Row, Target
 from benchmarks.side_by_side.steps import Stamp, StepFiles, done_by_all, measure
-from benchmarks.side_by_side.systems import ACTIVE, STEP_S, Place, Started, submit_jurymast
+from benchmarks.side_by_side.systems import ACTIVE, STEP_S, TRAIN, Place, Started, submit_jurymast
 from benchmarks.side_by_side.trial import clear
 from jurymast.core.state import events as ev
 from jurymast.core.state.run import RunState
@@ -119,7 +119,7 @@ def trial(cluster: Cluster, case: Case, repeat: int) -> Sample:
 def _measured(cluster: Cluster, case: Case, place: Place) -> Sample:
     files = StepFiles(place.record, ACTIVE)
     # The batch host is the last to be placed: it trains only if another node comes late.
-    run = Run(submit_jurymast(cluster, place))
+    run = Run(submit_jurymast(TRAIN)(cluster, place))
     with _late(cluster, cluster.nodes[1] if case.trains else ""):
         _wait("the first step", lambda: done_by_all(files.poll(), ACTIVE) is not None, START_LIMIT_S)
     run.wait("the spare", lambda state: len(state.spare_nodes()) == NODES - ACTIVE)

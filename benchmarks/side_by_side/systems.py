@@ -15,6 +15,7 @@ from testcluster import Cluster
 
 ACTIVE = 3
 TRAIN = Path(__file__).resolve().with_name("train.py")
+TRAIN_IN_PROCESS = TRAIN.with_name("train_in_process.py")
 STEP_S = 0.05
 SAVE_EVERY = 3
 TRAIN_ARGUMENTS = ("--step-time", str(STEP_S), "--save-every", str(SAVE_EVERY))
@@ -32,8 +33,8 @@ NVRX_VERSION = "0.4.1"
 # Of a failed job's output: the exception that ended a launcher or a rank, not what Slurm says about it.
 TELLING = re.compile(r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception|Timeout)\b|\w+ timeout")
 SLURMS_OWN = ("srun: ", "slurmstepd: ")
-JURYMAST, TORCHRUN, TORCHRUN_OWN_STORE, REQUEUE, NVRX = (
-    "jurymast", "torchrun", "torchrun-own-store", "requeue", "nvrx",
+JURYMAST, IN_PROCESS, TORCHRUN, TORCHRUN_OWN_STORE, REQUEUE, NVRX = (
+    "jurymast", "in-process", "torchrun", "torchrun-own-store", "requeue", "nvrx",
 )  # fmt: skip
 
 
@@ -52,10 +53,10 @@ class Place:
     def output(self) -> Path:
         return self.folder / "job.out"
 
-    def command(self) -> list[str]:
+    def command(self, script: Path = TRAIN) -> list[str]:
         """The training script with its arguments: the same for every launcher."""
         checkpoint = self.folder / "checkpoint.pt"
-        return [str(TRAIN), *TRAIN_ARGUMENTS, "--record", str(self.record), "--checkpoint", str(checkpoint)]
+        return [str(script), *TRAIN_ARGUMENTS, "--record", str(self.record), "--checkpoint", str(checkpoint)]
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def systems(cache: Path) -> list[System]:
         f" see sbatch --requeue + {torchrun}"
     )
     return [
-        System(JURYMAST, common.JURYMAST, submit_jurymast),
+        System(JURYMAST, common.JURYMAST, submit_jurymast(TRAIN)),
+        System(IN_PROCESS, f"{common.JURYMAST} in process", submit_jurymast(TRAIN_IN_PROCESS)),
         System(TORCHRUN, torchrun, submit_torchrun({}), without_spare=lost),
         System(
             TORCHRUN_OWN_STORE, f"{torchrun} {OWN_STORE}=1", submit_torchrun({OWN_STORE: "1"}),
@@ -106,15 +108,19 @@ def nvrx_python(cache: Path) -> Path:
     return cache / f"nvrx-{NVRX_VERSION}" / "bin" / "python"
 
 
-def submit_jurymast(cluster: Cluster, place: Place) -> Started:
-    """`jurymast submit` with its defaults."""
-    runs = place.folder / "runs"
-    command = [str(cluster.python.parent / "jurymast"), "submit", "--runs", str(runs), "--parsable"]
-    command += ["--nodes", str(ACTIVE), "--spares", str(place.spares), "--", *place.command()]
-    told = cluster.login(command, env=ENVIRONMENT, cwd=place.folder).stdout
-    job = told.strip()
-    run = find_run(job, runs).root
-    return Started(int(job), tuple((run / part) for part in ("slurm", "logs")), run)
+def submit_jurymast(script: Path) -> Callable[[Cluster, Place], Started]:
+    """`jurymast submit` with its defaults, of this training."""
+
+    def submit(cluster: Cluster, place: Place) -> Started:
+        runs = place.folder / "runs"
+        command = [str(cluster.python.parent / "jurymast"), "submit", "--runs", str(runs), "--parsable"]
+        command += ["--nodes", str(ACTIVE), "--spares", str(place.spares), "--", *place.command(script)]
+        told = cluster.login(command, env=ENVIRONMENT, cwd=place.folder).stdout
+        job = told.strip()
+        run = find_run(job, runs).root
+        return Started(int(job), tuple((run / part) for part in ("slurm", "logs")), run)
+
+    return submit
 
 
 # srun's options keep one node's end from ending the other nodes' tasks.

@@ -52,31 +52,54 @@ def agreed(start: int) -> int:
     return start
 
 
+def model_of(args: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(args.width, args.width), nn.GELU(), nn.Linear(args.width, args.width)
+    )  # fmt: skip
+
+
+def train_step(
+    args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> None:
+    began = time.monotonic()
+    generator = torch.Generator().manual_seed(step * 1000 + dist.get_rank())
+    inputs = torch.randn(args.batch, args.width, generator=generator)
+    loss = nn.functional.mse_loss(model(inputs), inputs.roll(1, dims=1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if args.step_time:
+        time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
+
+
+class StepFile:
+    """This rank's lines, of the attempt in which it is made."""
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / f"rank-{dist.get_rank()}.txt"
+        self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        attempt = f"{os.environ.get('SLURM_RESTART_COUNT', 0)}.{restarts}"
+        self._name = f"{attempt} {socket.gethostname()} {os.getpid()}"
+
+    def done(self, step: int) -> None:
+        line = f"{time.time():.6f} {step} {self._name} {time.process_time():.6f}\n"
+        os.write(self._descriptor, line.encode())
+
+
 def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    torch.manual_seed(1)
-    layers = [nn.Linear(args.width, args.width), nn.GELU(), nn.Linear(args.width, args.width)]
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+    model = nn.parallel.DistributedDataParallel(model_of(args))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     start = agreed(load(args.checkpoint, model, optimizer) if args.checkpoint else 0)
-    attempt = f"{os.environ.get('SLURM_RESTART_COUNT', 0)}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    name = f"{attempt} {socket.gethostname()} {os.getpid()}"
-    record = os.open(args.record / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = StepFile(args.record)
     for step in range(start + 1, args.steps + 1):
-        began = time.monotonic()
-        generator = torch.Generator().manual_seed(step * 1000 + rank)
-        inputs = torch.randn(args.batch, args.width, generator=generator)
-        loss = nn.functional.mse_loss(model(inputs), inputs.roll(1, dims=1))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if args.step_time:
-            time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
-        os.write(record, f"{time.time():.6f} {step} {name} {time.process_time():.6f}\n".encode())
-        if rank == 0 and args.checkpoint and step % args.save_every == 0:
+        train_step(args, model, optimizer, step)
+        file.done(step)
+        if dist.get_rank() == 0 and args.checkpoint and step % args.save_every == 0:
             save(args.checkpoint, step, model, optimizer)
     dist.barrier()
     dist.destroy_process_group()
