@@ -226,6 +226,15 @@ def test_a_shard_comes_from_its_twin_and_from_nobody_else() -> None:
     assert newest_whole(alone, 0) == GoBack("no rank that lives has the shards of rank 1 after step 10")
 
 
+def test_what_was_lost_with_a_node_is_with_the_rank_that_kept_it() -> None:
+    ranks = [Rejoiner(10, (9, 10), True, ward=1, kept=(9, 10)), Rejoiner(), Rejoiner(10, (10,), True)]
+    assert newest_whole(ranks, 0) == GoOn(10, {0: (1,), 2: ()}, {1: 0})
+    late = [Rejoiner(10, (9, 10), True, ward=1, kept=(8, 9)), *ranks[1:]]
+    assert newest_whole(late, 0) == GoBack("what is the own of rank 1 after step 10 is not there")
+    both = [*ranks[:1], Rejoiner(own=(10,)), ranks[2]]
+    assert newest_whole(both, 0) == GoOn(10, {0: (1,), 2: ()}), "it has it itself"
+
+
 def test_only_ranks_with_the_same_part_have_to_be_alike() -> None:
     assert are_alike([("a", "1"), ("b", "2"), ("a", "1"), ("b", "2")])
     assert not are_alike([("a", "1"), ("b", "2"), ("a", "3"), ("b", "2")])
@@ -239,7 +248,7 @@ def test_only_ranks_with_the_same_part_have_to_be_alike() -> None:
     st.lists(
         st.builds(
             Rejoiner, st.integers(-1, 3), st.lists(st.integers(0, 3)).map(tuple), st.booleans(),
-            st.sampled_from("ab"),
+            st.sampled_from("ab"), st.integers(-1, 4), st.lists(st.integers(0, 3)).map(tuple),
         ),
         min_size=1,
     )
@@ -253,8 +262,10 @@ def test_everybody_has_it_or_is_given_it_once(ranks: list[Rejoiner]) -> None:
         assert {ranks[taker].part for taker in needy} <= {ranks[giver].part}
     assert all(ranks[giver].live == found.step for giver in found.takers)
     assert sorted(takers) == [number for number, rank in enumerate(ranks) if rank.live != found.step]
+    assert all(ranks[keeper].ward == owner for owner, keeper in found.records.items())
+    assert all(found.step in ranks[keeper].kept for keeper in found.records.values())
     if any(rank.needs_own for rank in ranks):
-        assert all(found.step in rank.own for rank in ranks)
+        assert all(found.step in rank.own or n in found.records for n, rank in enumerate(ranks))
 
 
 # ---- what is a rank's own

@@ -16,7 +16,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +25,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from jurymast.checkpoint import regroup
+from jurymast.checkpoint import regroup, ward
 from jurymast.checkpoint.live import LiveState
 from jurymast.core.judges.rejoining import GoBack, GoOn, Rejoiner, are_alike, has_no_twin, newest_whole
 from jurymast.core.state import within
@@ -133,6 +133,7 @@ class Member:
         self._raised_at = -RAISED_S  # the last LeaveStep, which may take a while to come through
         self._keeps_own = True
         self._own_s, self._own_count, self._own_since = 0.0, 0, 0.0
+        self._ward = ward.Ward()
         self._no_twin = False  # a rank has shards that no other rank has
 
     # ---- the script's function
@@ -235,9 +236,10 @@ class Member:
         if self._alike is None:
             self._live.first_step_done()
         self._mark()
-        self._record_own(step)
+        own = self._record_own(step)
         if self._alike is None:
-            self._look_whether_alike()
+            self._look_whether_alike(own)
+        self._ward.pass_on(step, own)
 
     def step_ends(self) -> None:
         self._guarded = False
@@ -247,15 +249,16 @@ class Member:
     def _mark(self) -> None:
         self._versions = self._live.versions()
 
-    def _look_whether_alike(self) -> None:
+    def _look_whether_alike(self, own: bytes) -> None:
         """Look once in an attempt, after its first step, whether ranks with the same part of the model have
         the same bits. If they have, this rank can be spared from then on. Collective."""
-        told = self._checkpointer.group().gather(
-            (self._live.part(), self._live.digest(), list(sockets.listening()))
-        )
-        self._ports = tuple({port for *_, ports in told for port in ports})  # also of groups made by `train`
-        self._alike = are_alike([(part, digest) for part, digest, _ in told])
+        mine = self._live.part(), self._live.digest(), list(sockets.listening()), len(own)
+        group = self._checkpointer.group()
+        told = group.gather((*mine, ward.why_not_passed(own)))
+        self._ports = tuple({port for one in told for port in one[2]})  # also of groups made by `train`
+        self._alike = are_alike([(part, digest) for part, digest, *_ in told])
         self._no_twin = has_no_twin([part for part, *_ in told])
+        self._begin_passing(group.rank, [one[3] for one in told], [one[4] for one in told])
         if not self._alike and JOINS_VARIABLE in os.environ:
             raise CheckpointError("after a recovery in process the ranks' weights differ")
         if not self._alike:
@@ -264,12 +267,25 @@ class Member:
             self._offered = True
             self._side.say("offers")
 
-    def _record_own(self, step: int, *, begins: bool = False) -> None:
-        """Record what is this rank's own, if that is cheap. `begins`: which buffers change is not known."""
+    def _begin_passing(self, rank: int, sizes: Sequence[int], why_not: Sequence[str]) -> None:
+        """Begin to pass what is each rank's own on to a rank of another node, if that may be. `sizes` in
+        bytes, by rank; `why_not`: why some may not."""
+        each = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if any(why_not) and rank == 0:
+            log.warning(
+                "after the loss of a node all ranks will go back to the last save: what is each rank's own "
+                "is not kept on another node, because %s", next(filter(None, why_not)),
+            )  # fmt: skip
+        if len(sizes) > each and any(sizes) and not any(why_not):
+            self._ward.begin(rank, each, sizes)
+
+    def _record_own(self, step: int, *, begins: bool = False) -> bytes:
+        """Record what is this rank's own, if that is cheap; return it, or b"". `begins`: which buffers change
+        is not known."""
         if not self._keeps_own or not self._live.has_own:
-            return
+            return b""
         began = time.thread_time()
-        why_not = ""
+        why_not, data = "", b""
         try:
             data = self._live.own()
             if len(data) > OWN_BYTES_MAX:
@@ -293,6 +309,7 @@ class Member:
                 "after the failure of another rank this one will go back to the last save: what is its own "
                 "is not kept at each step, because %s", why_not,
             )  # fmt: skip
+        return b"" if why_not else data
 
     def _is_whole(self) -> bool:
         """Whether the state is still that after the last step."""
@@ -323,6 +340,7 @@ class Member:
         self._live.settle()
         step = self._step = self._step if self._step >= 0 and self._is_whole() else -1
         gc.collect()  # an old DDP wrapper would reduce gradients still
+        self._ward.end()
         self._groups.leave()
         # Where each rank has shards of its own, those that are gone take their step with them.
         self._side.say("left", -1 if self._no_twin else step)
@@ -349,13 +367,14 @@ class Member:
         began = time.monotonic()
         group = self._checkpointer.group()
         own = tuple(self._side.own.steps())
-        mine = Rejoiner(self._step, own, self._offered and self._live.has_own, self._live.part())
-        told = group.gather((mine.live, list(mine.own), mine.needs_own, mine.part))
-        ranks = [Rejoiner(live, tuple(own), needs, part) for live, own, needs, part in told]
+        needs_own, kept = self._offered and self._live.has_own, self._ward.steps
+        mine = self._step, own, needs_own, self._live.part(), self._ward.rank, kept
+        ranks = [Rejoiner(*told) for told in group.gather(mine)]
         found = newest_whole(ranks, int(os.environ[JOINS_VARIABLE]))
         if isinstance(found, GoBack):
             return self._go_back(found.why)
         size_bytes = self._bring_to(found, group)
+        self._ward.keep_only(found.step)
         self._checkpointer.went_on_from(found.step)
         if group.rank == 0:
             link.current().emit(
@@ -371,6 +390,7 @@ class Member:
     def _go_back(self, why: str) -> int:
         """Go on from what was saved, because no newer step is whole: `why`."""
         survives, self._step = self._offered, -1
+        self._ward.keep_only(-1)
         if os.environ.get("RANK") == "0":
             log.warning("going back to the last save: %s", why)
         step = self._checkpointer.go_back(why)
@@ -388,6 +408,11 @@ class Member:
             if group.rank in takers:
                 self._step = -1  # until all of it is there
                 size_bytes = self._live.take(giver, found.step, group.process_group)
+        for owner, keeper in sorted(found.records.items()):
+            if group.rank == keeper:
+                ward.give(self._ward.read(found.step), owner)
+            elif group.rank == owner:
+                self._live.set_own(ward.take(keeper), foreign=True)
         if own is not None:
             self._live.set_own(own)
         return size_bytes

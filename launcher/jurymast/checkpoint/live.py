@@ -9,7 +9,6 @@ which are kept only on the rank that made them.
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -19,7 +18,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.stateful import Stateful
 
-from jurymast.checkpoint import image, shards
+from jurymast.checkpoint import image, shards, ward
 from jurymast.checkpoint.state import ScriptState, replaced
 from jurymast.checkpoint.tree import is_plain
 from jurymast.errors import CheckpointError
@@ -27,21 +26,6 @@ from jurymast.keeper.manifest import Manifest
 
 BUFFERS = "buffers of modules"
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return flat.view(dtype).view(shape)
-
-
-class _Pickler(pickle.Pickler):
-    """torch's own way to pickle a tensor takes a hundred microseconds."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and is_plain(value):
-            flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            return _tensor, (flat.numpy().tobytes(), value.dtype, tuple(value.shape))
-        return NotImplemented
 
 
 class LiveState:
@@ -151,14 +135,13 @@ class LiveState:
                 else:
                     own[key] = value.state_dict() if isinstance(value, Stateful) else value
         own[BUFFERS] = self._changing()
-        file = io.BytesIO()
-        _Pickler(file, protocol=5).dump(own)
-        return file.getvalue()
+        return ward.dumps(own)
 
     @torch.no_grad()
-    def set_own(self, data: bytes) -> None:
-        """Make what `own` returned this rank's own again. Only this user's processes can have written it."""
-        own: Mapping[str, Any] = pickle.loads(data)
+    def set_own(self, data: bytes, *, foreign: bool = False) -> None:
+        """Make what `own` returned this rank's own again. Unless it is `foreign`, and came over the network,
+        only this user's processes can have written it."""
+        own: Mapping[str, Any] = ward.plain_loads(data) if foreign else pickle.loads(data)
         live = self._buffers()
         for name, saved in own[BUFFERS].items():
             live[name].copy_(saved)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jurymast.core.state.texts import count
 
@@ -12,21 +12,26 @@ from jurymast.core.state.texts import count
 class Rejoiner:
     """What one rank has. `live`: its model and optimizer are those after this step (-1: after none, or it is
     new); `own`: the steps of which it has what is its own; `needs_own`: it knows that ranks have such a
-    thing, as a new one does not; `part`: which part of the model it has, the same on ranks that are alike."""
+    thing, as a new one does not; `part`: which part of the model it has, the same on ranks that are alike;
+    `kept`: the steps of which it has what is the own of the rank `ward`."""
 
     live: int = -1
     own: tuple[int, ...] = ()
     needs_own: bool = False
     part: str = ""
+    ward: int = -1
+    kept: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class GoOn:
     """All go on after `step`. Ranks in `takers` (its keys) have it, and each gives it to those that it
-    names, which have the same part of the model."""
+    names, which have the same part of the model. Of ranks in `records`, what is their own is with the rank
+    named there, and nowhere else."""
 
     step: int
     takers: dict[int, tuple[int, ...]]
+    records: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ def newest_whole(ranks: Sequence[Rejoiner], saved: int) -> GoOn | GoBack:
         if step < saved:
             return GoBack(why or f"step {saved} was saved, which is newer than the ranks' step {step}")
         if not (why_not := _missing(ranks, step)):
-            return GoOn(step, _takers(ranks, step))
+            return GoOn(step, _takers(ranks, step), _records(ranks, step))
         why = why or why_not
     return GoBack(why)
 
@@ -72,10 +77,18 @@ def _missing(ranks: Sequence[Rejoiner], step: int) -> str:
     lost = [number for number, rank in enumerate(ranks) if rank.part not in there]
     if lost:
         return f"no rank that lives has the shards of {_named(lost)} after step {step}"
-    without = [number for number, rank in enumerate(ranks) if step not in rank.own]
+    elsewhere = _records(ranks, step)
+    without = [n for n, rank in enumerate(ranks) if step not in rank.own and n not in elsewhere]
     if without and any(rank.needs_own for rank in ranks):
         return f"what is the own of {_named(without)} after step {step} is not there"
     return ""
+
+
+def _records(ranks: Sequence[Rejoiner], step: int) -> dict[int, int]:
+    """Who has what is the own of ranks that lack it."""
+    kept = {rank.ward: number for number, rank in enumerate(ranks) if step in rank.kept}
+    return {number: kept[number] for number, rank in enumerate(ranks)
+            if step not in rank.own and number in kept}  # fmt: skip
 
 
 def _named(ranks: Sequence[int]) -> str:
