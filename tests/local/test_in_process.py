@@ -106,17 +106,21 @@ def test_a_rank_fails_and_the_others_go_on_without_a_lost_step(
     assert len(state.incidents) == 1, run.story()
 
 
-def test_a_spare_takes_a_nodes_place_and_the_ranks_of_the_others_go_on(
-    tmp_path: Path, undisturbed: str
+@pytest.mark.parametrize("over", ["", "node"])
+def test_a_spare_takes_a_nodes_place_and_no_step_is_lost(
+    tmp_path: Path, trained_plainly: Callable[..., str], over: str
 ) -> None:
-    with training(tmp_path, "--step-time", "0.05", spares=1) as run:
+    sharded = ("--shards", over) if over else ()
+    weights = trained_plainly(*STEPS, *sharded, nodes=2 * PROCESSES, each=PROCESSES, script=SCRIPT)
+    with training(tmp_path, "--step-time", "0.05", *sharded, spares=1) as run:
         node = run.wait_safe(20).placement[1]
         os.killpg(run.agent_pid(node), signal.SIGKILL)
-        state = ended_well(run, tmp_path, undisturbed)
+        state = ended_well(run, tmp_path, weights)
     incident = state.incidents[0]
     assert (incident.action, incident.node) == ("swap", node), run.story()
     assert "2 of 4 ranks go on in their processes" in incident.why
-    assert (incident.step_restored or 0) >= 20, "what was each rank's own was lost with the node"
+    stepped = max(told["step"] for told in traced(tmp_path) if told["attempt"] == 1)
+    assert incident.step_restored == stepped, "what was each rank's own was lost with the node"
     after = processes(run, 2)
     stayed = next(e for e in run.events() if isinstance(e, ev.WorkersStarted) and e.node != node)
     assert {after[0], after[1]} == {*stayed.pids}, "the ranks of the other node are other processes"
@@ -139,6 +143,18 @@ def test_a_fault_during_the_recovery_is_recovered_from_in_process(tmp_path: Path
     assert [one.action for one in state.incidents] == ["in process", "in process"], run.story()
     assert state.incidents[1].step_restored == FAULT_AT, run.story()
     assert processes(run, 1)[0] == processes(run, 3)[0]
+
+
+def test_ranks_that_live_compile_nothing_again(tmp_path: Path, trained_plainly: Callable[..., str]) -> None:
+    weights = trained_plainly(*STEPS, "--compile", nodes=2 * PROCESSES, each=PROCESSES, script=SCRIPT)
+    more = ("--compile", "--workers", "2", "--fault", f"SIGKILL:{FAULT_AT}:2:begin")
+    with training(tmp_path, *more) as run:
+        state = ended_well(run, tmp_path, weights)
+    assert (state.incidents[0].action, state.incidents[0].step_restored) == ("in process", FAULT_AT)
+    compiled = {
+        rank: {told["compiled"] for told in traced(tmp_path) if told["rank"] == rank} for rank in (0, 1, 3)
+    }
+    assert all(len(counts) == 1 and min(counts) > 0 for counts in compiled.values()), compiled
 
 
 @pytest.mark.parametrize(

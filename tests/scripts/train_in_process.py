@@ -1,7 +1,8 @@
 """A small training within `Checkpointer.run`: an MLP with dropout and a batch norm under DDP, FSDP2 or HSDP
 (gloo), with its own random generators and a loader's position on each rank. It does the same bits every time.
 
-`--trace`: each rank writes there after each step: attempt, its process id, step, a hash of the parameters.
+`--trace`: each rank writes there after each step: attempt, its process id, step, a hash of the parameters,
+how many graphs it has compiled so far.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a
 parser.add_argument("--save-every", default=None)
 parser.add_argument("--checkpoints", default=None)
 parser.add_argument("--workers", type=int, default=0, help="of each rank's loader")
+parser.add_argument("--compile", action="store_true", help="the model, before `run`")
 parser.add_argument("--before", action="store_true", help="make DDP before `run`, which rules recovery out")
 parser.add_argument(
     "--shards", choices=("", "all", "node"), default="", help="FSDP2 over all ranks, or HSDP: over the ranks "
@@ -76,6 +79,11 @@ def parameters_of(model: nn.Module) -> str:
     """A hash of what is alike on all ranks, as the statistics of a batch norm are not."""
     data = (whole(one).detach().numpy().tobytes() for one in model.parameters())
     return hashlib.sha256(b"".join(data)).hexdigest()
+
+
+def compiled_graphs() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
 class Position:
@@ -134,13 +142,14 @@ def main() -> None:
         "model": model, "optimizer": optimizer, "schedule": schedule, "position": position,
         "random": RandomState(),
     }  # fmt: skip
+    fast = torch.compile(model) if args.compile else model
     wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if args.before else None
     checkpoint = jurymast.Checkpointer(state, directory=args.checkpoints, every=args.save_every)
 
     def train(start: int) -> None:
         # Looking for unused parameters keeps DDP from rebuilding its buckets after its first step.
         ddp = wrapped or (
-            model if args.shards else nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+            fast if args.shards else nn.parallel.DistributedDataParallel(fast, find_unused_parameters=True)
         )
         numbers = Numbers(rank, width, args.steps)
         order = list(range(start, args.steps))
@@ -164,7 +173,7 @@ def main() -> None:
                 told = {
                     "attempt": int(os.environ.get("JURYMAST_ATTEMPT", "0")), "rank": rank, "pid": os.getpid(),
                     "step": step + 1, "sha256": parameters_of(model) if step % 5 == 0 else "",
-                    "t": time.time(),
+                    "t": time.time(), "compiled": compiled_graphs(),
                 }  # fmt: skip
                 with args.trace.with_name(f"{args.trace.name}.{rank}").open("a") as file:
                     file.write(json.dumps(told) + "\n")
