@@ -35,11 +35,11 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 @click.option("-N", "--nodes", type=click.IntRange(1, 32), default=4, metavar="N", help="Active nodes.  [4]")
 @click.option("--spares", type=click.IntRange(0, 8), default=1, metavar="N", help="Spare nodes.  [1]")
 @click.option("--steps", type=click.IntRange(30), default=240, metavar="N", help="Steps to train.  [240]")
-@click.option("--no-fault", is_flag=True, help="Run without a fault.")
+@click.option("--no-fault", is_flag=True, help="Run without faults.")
 @click.option("--keep", is_flag=True, help="Keep the run directory, in $JURYMAST_RUNS or ./runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
 def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_json: bool) -> int:
-    """Train a small GPT on this machine, kill a node on the way, and recover.
+    """Train a small GPT on this machine, kill a rank and a node on the way, and recover.
 
     The nodes are groups of processes; everything else works as on a cluster. Takes one to two minutes.
     """
@@ -67,7 +67,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
             show_json(values)
         _point_to(screen, directory, page, kept=keep or folder.worth_keeping)
         if show.state.exit_code == 0 and not no_fault and not show.shown:
-            raise RunFailedError("the run succeeded, but no node was lost and replaced")
+            raise RunFailedError("the run succeeded, but it did not lose and replace a rank and a node")
         return show.state.exit_code
 
 
@@ -143,7 +143,7 @@ def _introduce(screen: Screen, wanted: Wanted, *, with_fault: bool) -> None:
         f"on {count(wanted.nodes, 'node')}{spare} simulated on this machine."
     )
     if with_fault:
-        screen.write("Halfway, one of the nodes is killed.")
+        screen.write("On the way, a rank is killed, and then a node with all that runs on it.")
     screen.write(f"$ {shlex.join(words)}\n")
 
 

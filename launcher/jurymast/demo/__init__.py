@@ -1,4 +1,4 @@
-"""The demo: starts a run, breaks a node in the middle, and follows the journal and the losses. It says what
+"""The demo: starts a run, kills a rank and then a node, and follows the journal and the losses. It says what
 happened, when, why, and how long it took. At the end it ends all of its processes, each by its id.
 
 The output is lines with the time since the start, and on a terminal one line that is overwritten.
@@ -25,6 +25,7 @@ from jurymast.cluster.allocation import local_process
 from jurymast.cluster.planning import OwnOptions, make_plan
 from jurymast.cluster.sbatch import CommandLine
 from jurymast.cluster.slurm import Request, build_request, submit
+from jurymast.core.state.incident import Incident
 from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.errors import RunFailedError
 from jurymast.jobs import await_ended
@@ -95,6 +96,16 @@ class LocalRun:
         if len(str(self._temporary)) <= TEMPORARY_CHARACTERS:
             os.environ["TMPDIR"] = str(self._temporary)
         submit(self._request)
+
+    def kill_rank(self, pid: int) -> None:
+        """Kill a rank. Raises ProcessLookupError if it has ended or is no process of this run."""
+        try:
+            ours = psutil.Process(pid).environ().get("JURYMAST_RUN_DIR") == str(self.directory.root)
+        except psutil.Error as error:
+            raise ProcessLookupError(f"process {pid} has ended") from error
+        if not ours:
+            raise ProcessLookupError(f"process {pid} is not a rank of this run")
+        os.kill(pid, signal.SIGKILL)
 
     def break_node(self, agent_pid: int) -> int:
         """Kill all processes of a node at once, and return their number.
@@ -231,7 +242,8 @@ def blocks(values: Sequence[float], width: int, ramp: str = BLOCKS) -> str:
 
 
 POLL_S = 0.1
-FAULT_SHARE = 0.45  # of the run's steps
+RANK_SHARE, NODE_SHARE = 0.25, 0.55  # of the run's steps, when a rank and a node are killed
+FAULTS = 2
 CURVE_WIDTH = 60
 MARKS = {Role.ACTIVE: "●", Role.SPARE: "○", Role.JOINING: "◌", Role.SUSPECT: "◐", Role.FAILED: "✗"}
 ASCII_MARKS = {Role.ACTIVE: "*", Role.SPARE: "o", Role.JOINING: ".", Role.SUSPECT: "?", Role.FAILED: "x"}
@@ -242,8 +254,8 @@ TOLD = frozenset({"Noted", "WorkerFailed", "RanksHung", "Asked", "Signalled", "R
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """The fault that was injected: on which node, `at` which time (seconds since the epoch), and at which
-    step."""
+    """A fault that was injected: on which node, `at` which time (seconds since the epoch), and at which
+    step; whether all of the node was killed, or a rank only."""
 
     node: str
     at: float
@@ -251,6 +263,15 @@ class InjectedFault:
     step: int
     loss: str
     saved_step: int
+
+    @property
+    def victim(self) -> str:
+        return self.node if self.processes > 1 else f"a rank on {self.node}"
+
+
+def _repeated(incident: Incident) -> str:
+    steps = incident.step_lost_from - (incident.step_restored or 0)
+    return f"{count(steps, 'step')} done again" if steps > 0 else "no step done again"
 
 
 class Show:
@@ -264,8 +285,9 @@ class Show:
         self._decided = 0  # incidents whose decision was told
         self._recovered = 0  # incidents whose end was told
         self._stepped = False
+        self._pids: dict[str, tuple[int, ...]] = {}  # of the ranks of each node
         self.curve = LossCurve(local.directory)
-        self.fault: InjectedFault | None = None
+        self.faults: list[InjectedFault] = []  # a rank, then a node
 
     @property
     def state(self) -> RunState:
@@ -273,9 +295,9 @@ class Show:
 
     @property
     def shown(self) -> bool:
-        """Whether a node was lost, the run recovered from it, and every step was done."""
-        recovered = any(incident.recovered_at is not None for incident in self.state.incidents)
-        return self.fault is not None and recovered and self.complete
+        """Whether a rank and a node were lost, the run recovered from both, and every step was done."""
+        recovered = [incident for incident in self.state.incidents if incident.recovered_at is not None]
+        return len(self.faults) == FAULTS <= len(recovered) and self.complete
 
     def run(self) -> None:
         """Start the run, follow it to its end, and say how it went. Raises RunFailedError if its processes
@@ -291,7 +313,7 @@ class Show:
             time.sleep(POLL_S)
             self._poll()
             if self._fault_is_due():
-                self._break_a_node()
+                self._strike()
             self._screen.show(self._progress())
             if self.watcher.gone():
                 self._poll()
@@ -324,8 +346,10 @@ class Show:
         elif kind == "Progress" and not self._stepped:
             self._stepped = True
             self._say(entry, "the first step is done", style="green")
+        elif kind == "WorkersStarted":
+            self._pids[entry["node"]] = tuple(entry["pids"])
         elif kind == "NodeLost":
-            after = f", {duration(entry['t'] - self.fault.at)} later" if self.fault else ""
+            after = f", {duration(entry['t'] - self.faults[-1].at)} later" if self.faults else ""
             self._say(entry, f"detected{after}: {sentence(entry)}", style="yellow")
         elif kind in TOLD or (kind in RESTORES and entry["step"]) or (kind == "Saved" and not entry["ok"]):
             self._say(entry, sentence(entry))
@@ -359,7 +383,7 @@ class Show:
             parts = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items() if s >= 0.001)
             self._screen.say(
                 f"training is beyond step {incident.step_lost_from} again, "
-                f"{duration(sum(seconds.values()))} after the fault ({parts})",
+                f"{duration(sum(seconds.values()))} after the fault ({parts}); {_repeated(incident)}",
                 t=incident.recovered_at, style="green",
             )  # fmt: skip
 
@@ -375,36 +399,43 @@ class Show:
         done = f"step {step}/{self._wanted.steps}  loss {loss}"
         return f"{state.public_state}  {done}{pace}{saved}  {nodes}"
 
-    # The fault.
+    # The faults.
 
     def _fault_is_due(self) -> bool:
-        """Whether to inject the fault: in the middle of the run, and some steps after a checkpoint, so that
-        steps have to be repeated."""
+        """Whether to inject the next fault: some steps after a checkpoint, so that steps would have to be
+        repeated if the ranks restarted."""
         state, last = self.state, self.curve.last
-        if not self._with_fault or self.fault is not None or last is None or state.saved_step is None:
+        if not self._with_fault or len(self.faults) == FAULTS or last is None or state.saved_step is None:
             return False
         if state.phase is not Phase.RUNNING or state.incident is not None:
             return False
-        middle, every = FAULT_SHARE * self._wanted.steps, self._wanted.save_every
+        share = NODE_SHARE if self.faults else RANK_SHARE
+        due, every = share * self._wanted.steps, self._wanted.save_every
         step, _ = last
         after_save = step - state.saved_step >= max(1, every // 2)
-        return step >= middle and (after_save or step >= middle + every)
+        return step >= due and (after_save or step >= due + every)
 
-    def _break_a_node(self) -> None:
+    def _strike(self) -> None:
         state, last = self.state, self.curve.last
         assert last is not None
         assert state.saved_step is not None
         step, loss = last
-        node = state.placement[1 if len(state.placement) > 1 else 0]
-        at = time.time()
+        whole = bool(self.faults)
+        node = state.placement[min(1, len(state.placement) - 1) if whole else -1]
+        at, processes = time.time(), 1
         try:
-            processes = self._local.break_node(state.nodes[node].pid)
+            if whole:
+                processes = self._local.break_node(state.nodes[node].pid)
+            else:
+                self._local.kill_rank(self._pids[node][-1])
         except ProcessLookupError as error:
             raise RunFailedError(f"{node} cannot be broken: {error}") from error
-        self.fault = InjectedFault(node, at, processes, step, loss, state.saved_step)
+        self.faults.append(InjectedFault(node, at, processes, step, loss, state.saved_step))
+        text = f"a rank on {node} is killed, with kill -9,"
+        if whole:
+            text = f"{node} dies, as in a power cut: kill -9 to all {processes} of its processes,"
         self._screen.say(
-            f"FAULT: {node} dies, as in a power cut: kill -9 to all {processes} of its processes, at step "
-            f"{step}, loss {loss}; the newest checkpoint is of step {state.saved_step}",
+            f"FAULT: {text} at step {step}, loss {loss}; the newest checkpoint is of step {state.saved_step}",
             t=at, style="red",
         )  # fmt: skip
 
@@ -431,7 +462,7 @@ class Show:
             write(f"sha256 of the weights: {self.curve.weights}")
 
     def _drawing(self) -> list[str]:
-        """The losses by step, with a mark under the step of the fault."""
+        """The losses by step, with a mark under the step of each fault."""
         final = self.curve.final()
         if len(final) < 2:
             return []
@@ -439,27 +470,25 @@ class Show:
         drawn = blocks(values, CURVE_WIDTH, BLOCKS if self._screen.unicode else ASCII_BLOCKS)
         lead = f"loss {values[0]:.2f} "
         lines = [f"{lead}{drawn} {values[-1]:.2f}"]
-        if self.fault is not None:
-            place = sum(1 for step in steps if step <= self.fault.step) * len(drawn) // (len(steps) + 1)
-            lines.append(
-                f"{' ' * (len(lead) + place)}^ {self.fault.node} died here, at step {self.fault.step}"
-            )
+        for fault in self.faults:
+            place = sum(1 for step in steps if step <= fault.step) * len(drawn) // (len(steps) + 1)
+            lines.append(f"{' ' * (len(lead) + place)}^ {fault.victim} died here, at step {fault.step}")
         return lines
 
     def findings(self) -> list[str]:
-        """Return sentences on what the losses show about the fault."""
-        if self.fault is None:
+        """Return sentences on what each fault cost, and what the losses show."""
+        if not self.faults:
             return []
         lines = []
-        incident = self.state.incidents[-1] if self.state.incidents else None
-        restored = incident.step_restored if incident is not None else None
-        step = self.fault.step + 1
-        after = self.curve.final().get(step)
-        if restored is not None and after is not None:
-            lines.append(
-                f"loss {self.fault.loss} at step {self.fault.step}, just before the fault; "
-                f"resumed from step {restored}; loss {after} at step {step}, the first new one"
-            )
+        for fault, incident in zip(self.faults, self.state.incidents, strict=False):
+            step = fault.step + 1
+            after = self.curve.final().get(step)
+            if incident.step_restored is not None and after is not None:
+                lines.append(
+                    f"{fault.victim}: {incident.action}, {duration(sum(incident.seconds().values()))}, "
+                    f"{_repeated(incident)}; loss {fault.loss} at step {fault.step}, just before; resumed "
+                    f"from step {incident.step_restored}; loss {after} at step {step}"
+                )
         pairs = self.curve.repeated()
         if pairs:
             equal = sum(before == again for _, before, again in pairs)
@@ -482,7 +511,8 @@ class Show:
             "nodes": self._wanted.nodes, "spares": self._wanted.spares,
             "steps": self._wanted.steps, "steps_done": len(final), "complete": self.complete,
             "seconds": round(time.time() - self._screen.began, 3),
-            "fault": asdict(self.fault) if self.fault else None,
+            "fault": asdict(self.faults[1]) if len(self.faults) > 1 else None,
+            "rank_fault": asdict(self.faults[0]) if self.faults else None,
             "incidents": [incident_json(incident) for incident in state.incidents],
             "losses": [[step, float(loss)] for step, loss in final.items()],
             "steps_repeated": len(pairs),

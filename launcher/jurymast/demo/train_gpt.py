@@ -1,8 +1,8 @@
 """A small GPT that learns the Python standard library's sources, byte by byte, on CPUs.
 
-This is an ordinary data-parallel training. The three lines with `checkpoint` make it survive failures. It
-ends with the same weights, bit for bit, however often it was interrupted, and prints their hash. Run it with
-`jurymast submit`, with torchrun, or with python alone.
+This is an ordinary data-parallel training. The three lines with `checkpoint` make it survive failures, and
+have the ranks that live go on in their processes. It ends with the same weights, bit for bit, however often
+it was interrupted, and prints their hash. Run it with `jurymast submit`, with torchrun, or with python alone.
 """
 
 from __future__ import annotations
@@ -126,41 +126,42 @@ def main() -> None:
 
     torch.manual_seed(SEED)
     gpt = GPT(args.context, args.width, args.layers)
-    model: nn.Module = gpt
-    if distributed:
-        # DDP would rebuild its buckets after its first step, and then sum the gradients of more than two
-        # ranks in another order; a restart would show in the last bits. Looking for unused parameters
-        # prevents that.
-        model = nn.parallel.DistributedDataParallel(gpt, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
     corpus = read_corpus()
-
     checkpoint = jurymast.Checkpointer(
-        {"model": model, "optimizer": optimizer, "schedule": schedule}, every=args.save_every
+        {"model": gpt, "optimizer": optimizer, "schedule": schedule}, every=args.save_every
     )
-    start = checkpoint.restore()
-    if rank == 0:
-        size = sum(parameter.numel() for parameter in gpt.parameters())
-        print(f"{size / 1e6:.2f} million parameters, {world_size} ranks, from step {start}", flush=True)
-    printed_at, printed_step = time.monotonic(), start
-    for step in range(start, args.steps):
-        began = time.monotonic()
-        tokens, targets = batch_at(corpus, step, rank, args.batch, args.context)
-        loss = model(tokens, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
-        checkpoint.step(step + 1)
-        if rank == 0 and ((step + 1) % args.print_every == 0 or step + 1 == args.steps):
-            now = time.monotonic()
-            count = (step + 1 - printed_step) * args.batch * args.context * world_size
-            rate = count / max(now - printed_at, 1e-9)
-            print(f"step {step + 1} loss {loss.item():.4f} {rate:.0f} tokens/s", flush=True)
-            printed_at, printed_step = now, step + 1
 
+    def train(start: int) -> None:
+        model: nn.Module = gpt
+        if distributed:
+            # DDP would rebuild its buckets after its first step, and then sum the gradients of more than two
+            # ranks in another order; a restart would show in the last bits. Looking for unused parameters
+            # prevents that.
+            model = nn.parallel.DistributedDataParallel(gpt, find_unused_parameters=True)
+        if rank == 0:
+            size = sum(parameter.numel() for parameter in gpt.parameters())
+            print(f"{size / 1e6:.2f} million parameters, {world_size} ranks, from step {start}", flush=True)
+        printed_at, printed_step = time.monotonic(), start
+        for step in range(start, args.steps):
+            began = time.monotonic()
+            tokens, targets = batch_at(corpus, step, rank, args.batch, args.context)
+            loss = model(tokens, targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
+            if rank == 0 and ((step + 1) % args.print_every == 0 or step + 1 == args.steps):
+                now = time.monotonic()
+                count = (step + 1 - printed_step) * args.batch * args.context * world_size
+                rate = count / max(now - printed_at, 1e-9)
+                print(f"step {step + 1} loss {loss.item():.4f} {rate:.0f} tokens/s", flush=True)
+                printed_at, printed_step = now, step + 1
+            checkpoint.step(step + 1)
+
+    checkpoint.run(train)
     if rank == 0:
         print(f"weights sha256 {sha256_of(gpt.state_dict())}", flush=True)
     if distributed:
