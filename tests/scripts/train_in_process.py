@@ -101,6 +101,16 @@ class Position:
         self.drawn = state["drawn"]
 
 
+def trace(path: Path, rank: int, step: int, model: nn.Module) -> None:
+    told = {
+        "attempt": int(os.environ.get("JURYMAST_ATTEMPT", "0")), "rank": rank, "pid": os.getpid(),
+        "step": step + 1, "sha256": parameters_of(model) if step % 5 == 0 else "",
+        "t": time.time(), "compiled": compiled_graphs(),
+    }  # fmt: skip
+    with path.open("a") as file:
+        file.write(json.dumps(told) + "\n")
+
+
 def sharded(model: nn.Sequential, over: str) -> None:
     """The last layer is the root's: its gradients are there first, and reduced last."""
     each = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -170,13 +180,7 @@ def main() -> None:
             position.drawn += 1
             checkpoint.step(step + 1)
             if args.trace:
-                told = {
-                    "attempt": int(os.environ.get("JURYMAST_ATTEMPT", "0")), "rank": rank, "pid": os.getpid(),
-                    "step": step + 1, "sha256": parameters_of(model) if step % 5 == 0 else "",
-                    "t": time.time(), "compiled": compiled_graphs(),
-                }  # fmt: skip
-                with args.trace.with_name(f"{args.trace.name}.{rank}").open("a") as file:
-                    file.write(json.dumps(told) + "\n")
+                trace(args.trace.with_name(f"{args.trace.name}.{rank}"), rank, step, model)
 
     checkpoint.run(train)
     if args.out:

@@ -342,6 +342,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         {
             "launcher/jurymast/checkpoint/tree.py",  # to hash what torch pickles as well
             "launcher/jurymast/checkpoint/live.py",  # to and from memory of this user's own processes
+            "launcher/jurymast/checkpoint/ward.py",  # from ranks of this run; refuses all but plain values
             "launcher/jurymast/agent/stacks.py",  # torch's own format; refuses all but plain values
         },
     ),
