@@ -26,6 +26,7 @@ from jurymast.keeper.keeper import Loan
 from jurymast.sim.cluster.health import SimNodeHealth
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.loop import SimLoop, SimPeer, SimShell
+from jurymast.sim.cluster.rejoining import has_twin
 from jurymast.sim.cluster.training import Page, SimGroup, SimMember, follower
 from jurymast.sim.cluster.world import BEGINNING, Process, SimConnection, Steps, Token, WritePlace
 from jurymast.storage.orders import Answer, DamagedImage, Done, StorageFailed
@@ -127,7 +128,9 @@ class SimHost:
         self.spared: tuple[SparedRank, ...] = ()  # while it waits
         self._spares = True
         self.live: Token | None = None  # the state of the ranks that are spared, if it is that after a step
+        self.alive: frozenset[int] = frozenset()  # the local numbers of these ranks
         self.own: Token | None = None  # of what state it has all that is the ranks' own
+        self.kept: Token | None = None  # of what state these have what is the own of those a node before
         self.world.after(self.world.between(*WARM_S), self.process, self._wait)
 
     def _wait(self) -> None:
@@ -190,7 +193,8 @@ class SimHost:
 
     def forget(self) -> None:
         """None of its ranks is spared."""
-        self.spared, self.live, self.own = (), None, None
+        self.spared, self.alive = (), frozenset()
+        self.live = self.own = self.kept = None
 
     def _spare(self, dead: int = -1) -> None:
         """The ranks leave their step and wait, if they can; the one with this number is `dead`."""
@@ -200,13 +204,18 @@ class SimHost:
         if group is None or member is None or not able or not (trains and group.beats or member.lives):
             self.forget()
             return
+        # Those that were started anew have nothing before they train.
+        self.alive = (frozenset(range(len(self.pids))) if trains else self.alive) - {dead}
         if trains:
-            self.live = self.own = Token(group.step, group.history)
+            self.live = self.own = self.kept = Token(group.step, group.history)
             if chance.random() < TORN_SHARE:
                 self.live = None
             if dead >= 0 and chance.random() < TORN_SHARE:
                 self.own = None
-        step = self.live.step if self.live is not None else -1
+            if chance.random() < TORN_SHARE:
+                self.kept = None
+        whole = self.live is not None and has_twin(self.agent.cluster.wanted.spread, group.world)
+        step = self.live.step if whole and self.live is not None else -1
         self.spared = tuple(
             SparedRank(local, pid, step) for local, pid in enumerate(self.pids) if local != dead
         )

@@ -11,6 +11,7 @@ import msgspec
 from jurymast.core.state.run import LEAVE_S
 from jurymast.sim.cluster import caught, health
 from jurymast.sim.cluster.oracle import STANDSTILL_S
+from jurymast.sim.cluster.rejoining import SPREADS
 from jurymast.sim.cluster.tasks import ALL_S
 
 MOST_FAULTS = 5
@@ -108,6 +109,7 @@ class Plan:
     tests: bool = False  # nodes are tested before use
     renews: bool = False  # the job is requeued shortly before its time limit
     lives: bool = False  # ranks go on in their processes: `Checkpointer.run`
+    spread: str = ""  # how the model is spread over ranks: see `sim.cluster.rejoining`
     pool: int | None = None  # nodes besides the job's that small jobs may get; None: the policy wants none
 
     @property
@@ -176,7 +178,7 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
         copy_s=chance.choice((0.0, 0.0, 0.0, 0.0, 0.0, round(chance.uniform(*SLOW_COPY_S), 1))),
         at_term=chance.choice(("", "", *caught.HOW)), tasks=not only and chance.random() < TASKS_SHARE,
         tests=fails_tests or chance.random() < TESTS_SHARE,
-        lives=random.Random(-seed).random() < LIVES_SHARE,
+        lives=(of_lives := random.Random(-seed)).random() < LIVES_SHARE, spread=of_lives.choice(SPREADS),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from jurymast.core.state.messages import RankReport, Times
 from jurymast.keeper.manifest import RestoreStatus
 from jurymast.sim.cluster.health import NOISE, SLOW
 from jurymast.sim.cluster.keeper import COMMON_BYTES, SIZE_BYTES
+from jurymast.sim.cluster.rejoining import newest_live
 from jurymast.sim.cluster.world import KEEP, Steps, Token
 from jurymast.worker.link import DOUBT_LIMIT_S, SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
 
@@ -154,17 +155,9 @@ class SimGroup:
 
     # ---- restoring
 
-    def _newest_live(self) -> Token | None:
-        """The newest state that ranks have that live, if all that is the ranks' own is there as well."""
-        hosts = [member.host for member in self.members.values()]
-        found = [host.live for host in hosts if host.live is not None]
-        newest = max(found, key=lambda token: token.step, default=None)
-        fits = newest is not None and newest.step >= self.order.chosen
-        return newest if fits and all(host.own == newest for host in hosts) else None
-
     def _restore(self) -> Steps[None]:
         cluster, world = self.cluster, self.cluster.world
-        if self.order.spare and (live := self._newest_live()) is not None:
+        if self.order.spare and (live := newest_live(self)) is not None:
             yield world.now + world.between(*GO_ON_S)
             if not self.over:
                 self._go_on(live, LIVE)
