@@ -23,6 +23,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Launch
 from jurymast.core.state.evidence import SparedRank
+from jurymast.core.state.images import LIVE
 from jurymast.worker import sparing
 from jurymast.worker.sparing import OWN_BYTES_MAX, OwnRecord, Pipes, RankSide, Sparing
 from support.node_model import launch
@@ -127,6 +128,19 @@ def test_an_update_that_was_cut_short_everywhere_needs_a_save() -> None:
     story.failed(2, -9)
     story.stopped(spared={0: -1, 1: -1, 3: -1})
     assert story.last(Launch).spare, "they go back to it"
+
+
+def test_the_incident_says_how_many_steps_were_not_lost() -> None:
+    story = two_ranks_each()
+    story.failed(2, -9)
+    story.stopped(spared={0: 10, 1: 10, 3: 10})
+    story.feed(
+        ev.RestorePlanned(
+            t=story.t, attempt=2, step=7, tier="memory", expected_s=0.1, tiers={"memory": 1}, reason=""
+        )
+    )
+    story.feed(ev.Restored(t=story.t, attempt=2, step=10, tier=LIVE, seconds=0.1))
+    assert story.incident.why.endswith("go on in their processes, after step 10, 3 steps newer than the save")
 
 
 def test_the_incident_says_why_ranks_that_live_went_back_to_a_save() -> None:

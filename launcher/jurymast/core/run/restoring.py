@@ -8,8 +8,9 @@ from jurymast.core.judges.attribution import RESTORE_FAILED, STORAGE_HANGS
 from jurymast.core.run import recovery
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Instruction
-from jurymast.core.state.images import LOCAL, MEMORY, PEER, SHARED, StateId
+from jurymast.core.state.images import LIVE, LOCAL, MEMORY, PEER, SHARED, StateId
 from jurymast.core.state.run import RESTORE_TRIES, WITH_RANKS, Phase, RunState, TierState
+from jurymast.core.state.texts import count
 
 # How long storage may leave a restoring rank without an answer: longer than the replacement of a file server
 # takes, but shorter than the time-out of the other ranks' collectives (NCCL: 600 s).
@@ -83,6 +84,9 @@ def restored(state: RunState, event: ev.Restored) -> list[Instruction]:
     if incident is None:
         return alert
     incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
+    if event.tier == LIVE and plan is not None and event.step > plan.step:
+        newer = count(event.step - plan.step, "step")
+        incident.why += f", after step {event.step}, {newer} newer than the save"
     if event.why:
         incident.why += f"; back to the save of step {event.step}, because {event.why}"
     if plan is not None and plan.tier == MEMORY and (event.tier, event.step) == (MEMORY, plan.step):
