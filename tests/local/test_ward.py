@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ def test_plain_records_come_back_as_they_were() -> None:
     value = {
         "random": RandomState().state_dict(), "weights": torch.arange(6.0).view(2, 3), "none": None,
         "half": torch.ones(2, dtype=torch.bfloat16), "nothing": torch.empty(0, 3), "kind": torch.float16,
-        "ordered": OrderedDict(a=1, b=(2.5, "x")), "counts": numpy.arange(3, dtype=numpy.int16),
+        "ordered": OrderedDict(a=1, b=(2.5, "x")), "milestones": Counter([10, 30]), "last": deque([1], 4),
+        "counts": numpy.arange(3, dtype=numpy.int16),
     }  # fmt: skip
     back = ward.plain_loads(ward.dumps(value))
     assert back["random"]["python"] == value["random"]["python"]
@@ -29,6 +30,7 @@ def test_plain_records_come_back_as_they_were() -> None:
     assert back["random"]["numpy"][0] == value["random"]["numpy"][0]
     assert (back["random"]["numpy"][1] == value["random"]["numpy"][1]).all()
     assert torch.equal(back["weights"], value["weights"])
+    assert (back["milestones"], back["last"]) == (value["milestones"], value["last"])
     assert back["half"].dtype == torch.bfloat16
     assert back["nothing"].shape == (0, 3)
     assert (back["kind"], back["ordered"], back["counts"].tolist()) == (

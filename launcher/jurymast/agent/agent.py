@@ -171,7 +171,7 @@ class Agent:
             io.hello, address=io.address, attempt=ranks.known, ranks=ranks.state, store_port=ranks.store_port,
             pids=ranks.pids, data_port=io.keeper.port, copies=io.keeper.inventory(), room=io.keeper.room(),
             health=io.probing.known(), clock=io.probing.wall(),
-            ended=tuple(ranks.ended.values()), group_made=ranks.group_made,
+            ended=tuple(ranks.ended.values()), group_made=ranks.group_made, spared=ranks.spared,
         )  # fmt: skip
         self._connecting.send(hello)
 

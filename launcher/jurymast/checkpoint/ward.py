@@ -12,7 +12,7 @@ import io
 import pickle
 import struct
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -60,12 +60,15 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
+_CONTAINERS = {"Counter": Counter, "OrderedDict": OrderedDict, "deque": deque}
+
+
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ((__name__, "_tensor"), (__name__, "_array")):
             return globals()[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
+        if module == "collections" and name in _CONTAINERS:
+            return _CONTAINERS[name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it has a {module}.{name}")

@@ -360,7 +360,8 @@ class Hello(ToSupervisor, frozen=True, kw_only=True):
     `room` for more, findings (`health`). It serves images at `data_port`. `oom_kills`: see `NodeJoined`.
     `ended`: which ranks have failed here, and how tasks ended, in any attempt; `group_made`: one of them made
     a process group. `clock`: this node's, by which findings have their times, in seconds since the epoch.
-    `refill`: the number of the small job that brings the node to the run; 0: the run's own job."""
+    `refill`: the number of the small job that brings the node to the run; 0: the run's own job. `spared`:
+    ranks of `attempt` that wait for the next."""
 
     node: str
     allocation: str
@@ -383,6 +384,7 @@ class Hello(ToSupervisor, frozen=True, kw_only=True):
     ended: tuple[Finished | Failed, ...] = ()
     group_made: bool = False
     refill: int = 0
+    spared: tuple[SparedRank, ...] = ()
 
 
 class RankEvent(ToSupervisor, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ def missed(state: RunState, node: str, hello: msg.Hello, now: float, *, ours: bo
         return ev.NodeFinished(t=now, node=node, attempt=attempt)
     if ranks in ("waiting", "finished"):
         if ours and state.phase in (Phase.RUNNING, Phase.STOPPING):
-            return ev.WorkersStopped(t=now, node=node, attempt=attempt, store_port=port)
+            return ev.WorkersStopped(t=now, node=node, attempt=attempt, store_port=port, spared=hello.spared)
         return ev.NodeReady(t=now, node=node, store_port=port)
     if ranks == "warming" and ours:  # its host died, and with it the ranks
         return ev.WorkersStopped(t=now, node=node, attempt=attempt, store_port=0)
