@@ -46,6 +46,7 @@ from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.world import RunDisk
 from jurymast.supervisor.supervisor import Hold
 from support.planted_refill import PLANTED_REFILL
+from support.planted_size import PLANTED_SIZE
 from support.planted_sparing import PLANTED_SPARING
 
 # (object, attribute, value)
@@ -653,6 +654,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         [(Checkpoints, "go_back", _nothing), (restoring.RestoreChoice, "is_void", lambda *_: False)],
     ),
     **PLANTED_REFILL,
+    **PLANTED_SIZE,
     **PLANTED_SPARING,
 }
 

@@ -208,7 +208,7 @@ health: {data: [/bin/page, "on", "a: b", "1"]}
         ("nodes_policy: {max_fraction: 120%}\n", "must be between 0% and 100%"),
         ("checkpoint: {tiers: {local: {}}}\n", "checkpoint.tiers.local.path: "),
         ("checkpoint: {tiers: {shared: off}}\n", "checkpoint.tiers.shared: "),
-        ("nodes:\n  min: 12\n", "p.yaml:1: nodes: is not supported yet; leave it out"),
+        ("nodes:\n  min: -1\n", "p.yaml:2: nodes.min: must be at least 1"),
         ("notify: [{when: stop, command: [a]}]\n", "p.yaml:1: notify[0].when[0]: should be 'incident', "),
         ("checkpoint: &all\n  tiers: *all\n", "p.yaml: is nested too deeply"),
         ("checkpoint:\n  ? {max_loss: 1}\n  : 3\n", "p.yaml:2: checkpoint: a key must be a word"),

@@ -147,6 +147,17 @@ def test_options_that_contradict_jurymast_are_refused(
     assert caught.value.hint or "contradict" in says or "file" in says
 
 
+def test_a_policy_whose_least_number_of_nodes_the_run_does_not_have_is_refused(script: Path) -> None:
+    line = split_command_line(["--", script.name], {})
+    policy = resolve([pairs_layer("command line", [("nodes.min", 5)])])
+    with pytest.raises(UsageError, match="nodes.min is 5, and the run has 4 nodes") as caught:
+        make_plan(
+            OwnOptions(nodes=4, runs=RUNS, cluster="slurm", name=""), line, policy, environment={},
+            working_directory=script.parent, python="python3",
+        )  # fmt: skip
+    assert caught.value.hint
+
+
 def test_variables_that_contradict_jurymast_are_refused(script: Path) -> None:
     with pytest.raises(UsageError, match="SBATCH_GPUS"):
         plan(script, environment={"SBATCH_GPUS": "8"})

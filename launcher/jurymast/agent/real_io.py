@@ -43,6 +43,7 @@ from jurymast.agent.ranks import (
 )
 from jurymast.agent.stacks import StackTaker
 from jurymast.agent.storage_processes import NodeStorage, local_root, own_domain
+from jurymast.checkpoint.batch import BATCH_VARIABLE, RANKS_VARIABLE
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.refill import keep_variables
 from jurymast.cluster.sbatch import visible_gpus
@@ -122,8 +123,8 @@ def host_plan(
 # What processes of one run tell each other. From another run, in variables that somebody has saved or passed
 # on, it would lead ranks to that run's logs and memory, or away from checkpoints of their own.
 OF_RANKS = re.compile(
-    r"JURYMAST_(ATTEMPT|EVENTS|HOST_FD|KEEPER|LOCAL_RANK|LOG|PAGE|SAVED_STEP|STACKS|STARTUP|STDERR|STDIN|"
-    r"UNREADABLE|USER_TMPDIR|WORLD_SIZE)$"
+    r"JURYMAST_(ATTEMPT|BATCH|EVENTS|HOST_FD|KEEPER|LOCAL_RANK|LOG|PAGE|RANKS|SAVED_STEP|STACKS|STARTUP|"
+    r"STDERR|STDIN|UNREADABLE|USER_TMPDIR|WORLD_SIZE)$"
 )
 
 
@@ -153,6 +154,9 @@ def rank_environment(
         "JURYMAST_USER_TMPDIR": os.environ.get("TMPDIR", ""),
         "TMPDIR": str(temporary),
     }
+    if plan.nodes_min:
+        values[BATCH_VARIABLE] = settings.batch
+        values[RANKS_VARIABLE] = str(plan.active * plan.ranks_per_node)
     # The Checkpointer's cadence, if the policy gives one; otherwise it follows from the attempt's MTBF.
     if settings.cadence_steps is not None:
         values["JURYMAST_CADENCE_STEPS"] = str(settings.cadence_steps)

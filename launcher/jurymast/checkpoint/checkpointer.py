@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jurymast import foreign
+from jurymast.checkpoint.batch import RankBatch, batch
 from jurymast.checkpoint.directory import one_line
 from jurymast.checkpoint.group import Candidate, Group, RankUnable, SaveResult
 from jurymast.checkpoint.image import foreseen_bytes
@@ -196,6 +197,21 @@ class Checkpointer:
                 break
         if self.member is not None:
             self.member.step_ends()
+
+    def batch(
+        self, samples: int, *, micro: int | None = None, rank: int | None = None, ranks: int | None = None
+    ) -> RankBatch:
+        """Return this rank's part of a step's batch of `samples`, of which all ranks together have as many
+        also while the run goes on with fewer nodes, unless the policy's `nodes.batch` is local.
+
+        `micro`: how many samples a rank takes at once, one more where shares differ; by default its share
+        when all nodes are there. A rank with more takes several micro-batches before an update. `rank` and
+        `ranks` are those of the group over which the batch is shared out, by default all. Raises
+        CheckpointError if `samples` are too few.
+        """
+        group = self._open()
+        own = group.rank if rank is None else rank
+        return batch(samples, own, group.size if ranks is None else ranks, micro=micro)
 
     def save(self, step: int) -> bool:
         """Save `step` (as for the method `step`) now, unless it is saved already.

@@ -31,6 +31,7 @@ from jurymast.cluster.signals import JobSignal
 from jurymast.core.judges.forecast import auto_spares
 from jurymast.core.judges.slurm_variables import scaled
 from jurymast.core.state.settings import RunPlan
+from jurymast.core.state.texts import count
 from jurymast.errors import ScriptError, UsageError
 from jurymast.interpreter import relative_parts
 from jurymast.policy.resolve import Resolved
@@ -134,6 +135,11 @@ def make_plan(
         policy_hash=policy.digest,
         settings=policy.settings(),
     )
+    if plan.settings.nodes_min > plan.active:
+        raise UsageError(
+            f"nodes.min is {plan.settings.nodes_min}, and the run has {count(plan.active, 'node')}",
+            hint="give the run more nodes, or set nodes.min lower, or off",
+        )
     return plan if script is None else _with_options(plan, script, told)
 
 

@@ -72,6 +72,7 @@ def _switched_off(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key,
     hold, drain = ("nodes_policy", "hold"), policy.nodes_policy.bad == "drain"
     for key, by, off, effect in (
         (hold, ("nodes_policy", "refill"), not policy.nodes_policy.refill, "nodes_policy.refill is off"),
+        (("nodes", "batch"), ("nodes", "min"), not policy.nodes.min, "nodes.min is off"),
         (("nodes_policy", "spool"), ("nodes_policy", "bad"), not drain, "nodes_policy.bad is not drain"),
     ):
         if off and {key, by} <= {*meant}:

@@ -408,6 +408,16 @@ class NodesPolicy(Section):
     )
 
 
+class Nodes(Section):
+    min: Annotated[int, _Written(read_one_or_more, _ONE_OR_MORE, off=0)] = _key(
+        False,
+        "with so many nodes the run goes on if others are lacking; it takes in what comes later",
+    )
+    batch: Literal["global", "local"] = _key(
+        "global", "with min: which batch `Checkpointer.batch` keeps, that of all ranks or that of each one"
+    )
+
+
 class Network(Section):
     encrypt: OnOff = _key(False, "on: images are encrypted between nodes")
 
@@ -471,6 +481,7 @@ class Policy(Section):
     detect: Detect = _key({}, "when something counts as failed")
     checkpoint: Checkpoint = _key({}, "when and where checkpoints are kept")
     failures: Failures = _key({}, "failure rate and restart budgets")
+    nodes: Nodes = _key({}, "with how many nodes a run goes on")
     nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes, and in place of lost ones")
     health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
     network: Network = _key({}, "what nodes send each other")

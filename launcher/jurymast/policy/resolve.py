@@ -226,7 +226,6 @@ def _places(value: Any, key: Key) -> Iterator[Key]:
 DEFAULT = Origin("default")
 # Keys that people may have or expect, and why there are none.
 ABSENT: dict[Key, str] = {
-    ("nodes",): "is not supported yet; leave it out",
     ("teams",): "only the site's own file has this",
     ("locked",): "only the files of a site have this",
     ("checkpoint", "tiers", "peer", "parity"): "is gone: other nodes hold whole replicas; leave it out",
@@ -294,6 +293,8 @@ class Resolved:
             renews=policy.failures.at_time_limit == "requeue",
             refill=policy.nodes_policy.refill,
             hold_s=policy.nodes_policy.hold,
+            nodes_min=policy.nodes.min,
+            batch=policy.nodes.batch,
             data_paths=tuple(policy.health.data),
             preflight_s=policy.health.preflight,
             straggler=policy.health.straggler,

@@ -116,7 +116,10 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
         "cost": cost_json(account, plan.settings.price), "a_second": throughput_json(account),
         "energy": energy_json(state.joules, gpu_seconds(account)),
         "tiers": _tiers_json(state),
-        "nodes": {"active": state.active, "spares": state.spares, "seen": len(account.stays)},
+        "nodes": {
+            "active": state.active, "spares": state.spares, "seen": len(account.stays),
+            "fewer": fewer_json(state, now),
+        },
         "incidents": incidents_json(account, state.incidents),
         "mtbf": mtbf_json(failures, by_charge, expected_s),
         "cadence": _cadence_json(watcher.ledger.saves, expected_s, state),
@@ -135,6 +138,22 @@ def account_json(account: Account) -> Report:
         "queue_node_seconds": account.queue_us / 1e6,
         "wall_seconds": account.wall_us / 1e6,
     }  # fmt: skip
+
+
+def fewer_json(state: RunState, now: float) -> dict[str, float]:
+    """For how many seconds the run went on with fewer nodes than it wants, by their number."""
+    spans: dict[str, float] = {}
+    end = state.now if state.ended else max(now, state.now)
+    for one in state.fewer:
+        seconds = (one.until if one.until is not None else end) - one.since
+        spans[str(one.nodes)] = round(spans.get(str(one.nodes), 0.0) + seconds, 6)
+    return spans
+
+
+def fewer_text(nodes: Mapping[str, Any]) -> str:
+    """Like "ran on 3 of 4 nodes for 12 min"; "" if it never did."""
+    told = [f"{number} of {nodes['active']} nodes for {duration(s)}" for number, s in nodes["fewer"].items()]
+    return f"ran on {', on '.join(told)}" if told else ""
 
 
 def throughput_json(account: Account) -> Report:
@@ -263,6 +282,7 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
     about = (
         *([("cost", cost_text(report["cost"]))] if report["cost"] else []),
         *([("energy", energy_text(report["energy"]))] if report["energy"] else []),
+        *([("nodes", told)] if (told := fewer_text(report["nodes"])) else []),
         *(("throughput", told) for told in throughput_texts(report)),
         ("MTBF", mtbf_text(report)),
         ("cadence", cadence_text(report)),
@@ -599,6 +619,7 @@ def _extent(report: Mapping[str, Any]) -> str:
     """The run's size and progress."""
     nodes, spares = report["nodes"]["active"], report["nodes"]["spares"]
     size = count(nodes, "active node") + (f" and {count(spares, 'spare')}" if spares else "")
+    size += f" ({fewer})" if (fewer := fewer_text(report["nodes"])) else ""
     steps = (
         f"{count(report['steps']['done'], 'step')} done" if report["steps"]["done"] else "no step done yet"
     )

@@ -13,7 +13,7 @@ from jurymast.core.checkpoints.writes import durable_every_s
 from jurymast.core.goodput import Account
 from jurymast.core.judges.cadence import cost_if, next_save_step
 from jurymast.core.judges.forecast import IDLE_SHARE, Saving
-from jurymast.core.run import refill
+from jurymast.core.run import refill, size
 from jurymast.core.run.recording import pause_s
 from jurymast.core.state.failure_rate import LEVEL, failure_times
 from jurymast.core.state.images import MEMORY, PEER, SHARED
@@ -273,7 +273,11 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
     if state.first_step_at is None:
         return f"first step of attempt {state.attempt}"
     save = next_save(state)
-    return f"saves after step {save}" if save else ""
+    saves = f"saves after step {save}" if save else ""
+    if not size.missing(state):
+        return saves
+    fewer = f"goes on with {len(state.placement)} of {count(state.active, 'node')}"
+    return f"{fewer}, {saves}" if saves else fewer
 
 
 def _holds(state: RunState, now: float) -> str:

@@ -555,6 +555,8 @@ class Checkpoints:
     def choose(self, launch: Launch, now: float) -> list[Effect]:
         """Decide what this attempt restores; `restore.message` tells the nodes."""
         self._told.clear()
+        for holder in self._holders.values():
+            holder.slotless = False
         effects = self.restore.choose(launch, self.writes.shared, now)
         chosen = self.restore.chosen
         assert chosen is not None
@@ -602,6 +604,18 @@ class Checkpoints:
         `final_write.secured`: it is written, or none can be. Not `for_good`: training may go on."""
         write = self.final_write.secure if for_good else self.final_write.write_newest
         return self.writes.look_for_late(now) + write(now)
+
+    def reshard(self, world: int, now: float) -> tuple[list[Effect], str]:
+        """Have the newest state brought to shared storage, if it is of another number of ranks than `world`:
+        from there ranks of any number restore it. Return also what is waited for; "" for nothing. To be
+        called repeatedly, and after all that is left has been reported."""
+        newest = next(iter(self.writes.unsaved()), None)
+        if newest is None or self.copies.world(newest) == world:
+            return [], ""
+        effects = self.secure(now)
+        if self.final_write.secured:
+            return effects, ""
+        return effects, f"{self.unsaved()}, which is written for {world} ranks"
 
     @property
     def moved_at(self) -> float:

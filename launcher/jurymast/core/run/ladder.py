@@ -1,6 +1,7 @@
 """The restart ladder chooses the cheapest safe action for a known cause, and gives the reason: 0. recovery in
 process (`core.run.sparing`), 1. restart in place, 2. swap a spare in, or a node for which the run holds its
-others (`core.run.refill`), 4. requeue without the bad nodes; or stop, if another attempt cannot help."""
+others (`core.run.refill`), 3. go on with fewer nodes (`core.run.size`), 4. requeue without the bad nodes; or
+stop, if another attempt cannot help."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from itertools import takewhile
 
 from jurymast.core.judges import blame, leaving, loops
 from jurymast.core.judges.attribution import ENDED_EARLY, Cause
-from jurymast.core.run import refill, sparing
+from jurymast.core.run import refill, size, sparing
 from jurymast.core.run.decision import Decision
 from jurymast.core.state.failure_rate import INFRASTRUCTURE
 from jurymast.core.state.findings import Verdict
@@ -79,6 +80,10 @@ def _decide(state: RunState, cause: Cause) -> Decision:
         why += f": {some(bad, NODES_TOLD)} out, held for a node in its place"
         return Decision("swap", why, bad, wait_s, blames=blames)
     why_not = f"; {why_not}" if state.may_refill else ""
+    left = len(state.placement) - len(bad) + len(spares) + len(able)
+    if size.may_shrink_to(state, left):
+        why += f": {some(bad, NODES_TOLD)} out{why_not}, {size.told(state, left)}"
+        return Decision(size.SHRINK, why, bad, wait_s, blames=blames)
     if state.may_requeue:
         why = f"{count(len(bad), 'node')} to replace, {count(len(spares), 'spare')} ready{why_not}"
         return Decision("requeue", why, bad, blames=blames)
@@ -144,6 +149,8 @@ def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
         return gone, "replaced"
     if cause.kind == "drain_asked":
         return tuple(n for n in state.placement if n == cause.node), "removed by hand"
+    if cause.kind == "grow_asked":
+        return (), "the state of this step is brought to all ranks"
     if cause.kind == "straggler":
         return cause.nodes, "a swap pays off"
     if cause.charged != "infrastructure" or not cause.node:

@@ -15,7 +15,7 @@ from jurymast.core.agent.link import IDLE_ALONE_LIMIT_S
 from jurymast.core.judges import blame, explained, leaving, loops, stragglers
 from jurymast.core.judges.silence import rejoin_limit_s
 from jurymast.core.nodes import preflight
-from jurymast.core.run import ends, recovery, refill, restoring, sparing, tasks
+from jurymast.core.run import ends, recovery, refill, restoring, size, sparing, tasks
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Dismiss, Instruction, Requeue
 from jurymast.core.state.failure_rate import DAY_S, FailureRate, prior
@@ -56,6 +56,8 @@ def step(state: RunState, event: ev.Event) -> list[Instruction]:
         instructions += recovery.advance(state, came=_CAME.get(type(event)))
     if state.phase is not before or isinstance(event, _LETS_TEST) or _of_suspect(state, event):
         instructions += preflight.suspects(state)
+    if state.nodes_min:
+        size.note(state)
     return instructions
 
 

@@ -4,7 +4,7 @@ ranks, name the cause, choose an action (`core.run.ladder`), launch. `core.run.m
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from jurymast.core.judges import blame, explained, leaving, loops
@@ -20,7 +20,7 @@ from jurymast.core.judges.attribution import (
     cause_of_end,
 )
 from jurymast.core.nodes import preflight
-from jurymast.core.run import ladder, refill, tasks
+from jurymast.core.run import ladder, refill, size, tasks
 from jurymast.core.run.decision import Decision
 from jurymast.core.state.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.state.events import WorkerFailed
@@ -456,15 +456,19 @@ def _fill_places(state: RunState) -> list[Instruction]:
         if state.now < state.deadline or state.unfindable:
             return []
     spares = spares if missing <= 0 else usable
+    missing_now = len(open_places) - len(spares)
     if len(spares) >= len(open_places):
         likely = [n for i, n in enumerate(spares) if i < len(open_places) or n.name in state.places]
         doubtful = [node for node in likely if node.role is Role.SUSPECT]
         if (tests := preflight.before_use(state, doubtful)) is not None:
             return tests
-        return _fill(state, open_places, [node.name for node in spares])
+        more = size.growers(state, spares, len(open_places)) if not state.spare else []
+        return _fill(state, open_places, [node.name for node in spares], [node.name for node in more])
     if not (why_not := refill.why_not_held(state)):
         return []
     incident = state.incidents[-1]
+    if size.may_shrink_to(state, len(state.placement) - missing_now):
+        return _shrink(state, open_places, [node.name for node in spares], why_not)
     incident.action = "requeue"
     incident.why += f"; {why_not}"
     if state.may_requeue:
@@ -480,8 +484,11 @@ def _patience_s(state: RunState, coming: list[Node]) -> float:
     return max(SPARE_WAIT_S, state.settings.join_limit_s) if own else SPARE_WAIT_S
 
 
-def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[Instruction]:
-    """Put spares into the open places and a returned node into its own, and launch once all are ready."""
+def _fill(
+    state: RunState, open_places: list[int], spares: list[str], more: Sequence[str] = ()
+) -> list[Instruction]:
+    """Put spares into the open places and a returned node into its own, and launch once all are ready. The
+    placement grows by `more`."""
     placement = list(state.placement)
     own = [place for place in open_places if placement[place] in spares]
     for place in [*own, *(place for place in open_places if place not in own)]:
@@ -494,7 +501,28 @@ def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[In
     if swapped:
         state.incidents[-1].action = "swap"
     reason = some(swapped, NODES_TOLD) or "same nodes"
-    return _launch(state, tuple(placement), reason)
+    added = [name for name in more if name not in placement]
+    if added:
+        if not swapped:
+            state.incidents[-1].action = size.GROW
+        reason += f", and {some(added, NODES_TOLD)} more"
+    return _launch(state, (*placement, *added), reason)
+
+
+def _shrink(state: RunState, open_places: list[int], spares: list[str], why_not: str) -> list[Instruction]:
+    """Go on without the nodes for whose places there are no spares, once all others are ready."""
+    filled = dict(zip(open_places, spares, strict=False))
+    out = [i for i in open_places if i not in filled]
+    left = [filled.get(i, name) for i, name in enumerate(state.placement) if i not in out]
+    if not all(state.nodes[name].ready for name in left):
+        return []
+    incident = state.incidents[-1]
+    if incident.action != size.SHRINK:  # it was not decided at once
+        incident.action = size.SHRINK
+        incident.why += f"; {why_not}, {size.told(state, len(left))}"
+    state.spare = False  # ranks of another number begin anew
+    without = [state.placement[i] for i in out]
+    return _launch(state, tuple(left), f"without {some(without, NODES_TOLD)}")
 
 
 def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[Instruction]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jurymast.core.run.decision import Decision
-from jurymast.core.state.events import RELAUNCH
+from jurymast.core.state.events import GROW, RELAUNCH
 from jurymast.core.state.run import RunState
 from jurymast.core.state.texts import count
 
@@ -18,7 +18,7 @@ IN_PROCESS = "in process"  # the action
 # The first failure, and two during the recovery from it.
 IN_A_ROW_MAX = 3
 # Who asks for these wants new processes, or a state that is older than theirs.
-ANEW = frozenset({"restart", "rollback", RELAUNCH})
+ANEW = frozenset({"restart", "rollback", RELAUNCH, GROW})
 
 
 def considered(state: RunState, decision: Decision) -> Decision:

@@ -106,6 +106,7 @@ _CLASSES = (
                "nothing; the node is tested before it is used again"),
     CauseClass("relaunch_asked", NOBODY, "a supervisor had all ranks started anew, for want of another way",
                "nothing; the evidence says why"),
+    CauseClass("grow_asked", NOBODY, "nodes were there again for a run that went on with fewer", "nothing"),
     CauseClass("restart_asked", NOBODY, "a user requested a restart", ""),
     CauseClass("drain_asked", NOBODY, "a user removed a node", ""),
     CauseClass("requeue_asked", NOBODY, "the job begins anew: before its time limit, or as a user asked", ""),
@@ -128,7 +129,7 @@ def of_finding(finding: findings.Finding) -> str:
 
 
 # What the run chose by itself.
-CHOSEN = frozenset({"straggler", "relaunch_asked"})
+CHOSEN = frozenset({"straggler", "relaunch_asked", "grow_asked"})
 # Ends that somebody or Slurm ordered: no failures, neither of a node nor of the script.
 ORDERED = frozenset(cause.name for cause in _CLASSES if cause.charged in (PREEMPTION, NOBODY)) - {
     *CHOSEN, "collective_timeout",

@@ -155,6 +155,16 @@ class EndOrder:
     why: str = ""
 
 
+@dataclass(frozen=True)
+class Fewer:
+    """The run went on with so many nodes, fewer than it wanted, since then (Unix time); `until` None: it
+    still does."""
+
+    nodes: int
+    since: float
+    until: float | None = None
+
+
 @dataclass
 class Refill:
     """A node that the run has asked for at `asked_at`. `job`: its small job, "" until Slurm has taken it;
@@ -225,6 +235,8 @@ class RunState:
     earlier: tuple[float, float] = (0.0, 0.0)  # incidents and node-days of other runs, as of the submission
     frail: dict[str, FrailNode] = field(default_factory=dict)  # by node, as other runs and this one know them
     requeue_allowed: bool = True
+    nodes_min: int = 0  # with so many it goes on if others are lacking; 0: with all that it wants
+    fewer: list[Fewer] = field(default_factory=list)  # when it did
     may_refill: bool = False  # it may ask for nodes in place of lost ones
     refills: dict[int, Refill] = field(default_factory=dict)  # of this allocation, by number
     refills_asked: int = 0  # the newest number
@@ -448,7 +460,9 @@ class RunState:
         assert len(set(self.placement)) == len(self.placement), "a node holds two group ranks"
         assert self.started <= set(self.placement), "ranks run on a node outside the placement"
         if self.phase is Phase.RUNNING:
-            assert len(self.placement) == self.active, "running with another number of nodes than asked for"
+            assert (self.nodes_min or self.active) <= len(self.placement) <= self.active, (
+                "running with another number of nodes than asked for"
+            )
         for earlier in self.incidents[:-1]:
             assert not earlier.open, "two open incidents"
 

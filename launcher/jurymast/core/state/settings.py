@@ -91,9 +91,10 @@ class Settings:
     kept for that long, because many may turn out to have the same fault. `spool` is the site's directory for
     verdicts if `bad_nodes` is drain. `warm_start`: ranks are forked from a process that has loaded torch.
     `renews`: before its time limit the job is requeued. `refill`: a small Slurm job brings a node in place
-    of each that is lost; without a spare the run holds its nodes for it, for `hold_s`. `encrypt`: images
-    are encrypted on the network. `notify`: who is told what happens; `metrics`: where the run's are given
-    out; `price`: of a GPU, None if nobody said it.
+    of each that is lost; without a spare the run holds its nodes for it, for `hold_s`. `nodes_min`: with so
+    many nodes the run goes on if others are lacking, 0 for off; `batch` is constant then: global, or local.
+    `encrypt`: images are encrypted on the network. `notify`: who is told what happens; `metrics`: where the
+    run's are given out; `price`: of a GPU, None if nobody said it.
     """
 
     heartbeat_s: float = 0.5
@@ -138,6 +139,8 @@ class Settings:
     renews: bool = False
     refill: bool = False
     hold_s: float = 600.0
+    nodes_min: int = 0
+    batch: str = "global"
     encrypt: bool = False
     notify: tuple[Receiver, ...] = ()
     metrics: Exposure = Exposure()
@@ -233,6 +236,13 @@ class RunPlan:
         """Whether small jobs bring nodes. Tasks in place of srun's have shares of their step's node, which a
         small job does not have."""
         return self.settings.refill and self.cluster == "slurm" and not (self.tasks or self.observed)
+
+    @property
+    def nodes_min(self) -> int:
+        """With how many nodes the run may go on; 0: only with all that it wants. Tasks in place of srun's are
+        told Slurm's numbers, on which a script relies."""
+        may = not (self.tasks or self.observed) and self.settings.nodes_min < self.active
+        return self.settings.nodes_min if may else 0
 
     def excluded_at(self, now: float) -> tuple[str, ...]:
         """Return nodes, and ranges of nodes, that the run excludes from the start. `now`: seconds since the

@@ -1,5 +1,6 @@
 """Carries out a decided launch: its nodes are told to start, but only after earlier attempts are fenced off,
-and after all nodes that may hold a part of what it restores have reported. Unknown is not no."""
+and after all nodes that may hold a part of what it restores have reported. Unknown is not no. What another
+number of ranks saved is brought to shared storage before."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from jurymast.core.state.texts import compressed, some
 # A launch that has waited this long is reported, and again each time this much more has passed.
 WAIT_TOLD_S = 15.0
 NAMED_MAX = 5
+# For so long no progress of the newest checkpoint towards shared storage, in seconds, is waited for.
+RESHARD_STILL_S = 300.0
 # This many nodes share one look per second at whether all of them are there.
 LOOKS_A_SECOND = 10_000.0
 
@@ -66,14 +69,24 @@ class Launching:
         if launch is None or self._told or not self._is_due(launch):
             return []
         self._look_at = now + len(self._state.nodes) / LOOKS_A_SECOND
-        what = self.waits_for(launch)
+        what, effects = self.waits_for(launch), list[Effect]()
         if not what:
-            return self._tell(launch, now)
+            effects, what = self._reshard(launch, now)
+        if not what:
+            return effects + self._tell(launch, now)
         if now <= self._told_at + WAIT_TOLD_S:
-            return []
+            return effects
         self._told_at = now
         waited_s = round(now - self._since, 3)
-        return [Record(ev.LaunchWaits(t=now, attempt=launch.attempt, what=what, seconds=waited_s))]
+        return [*effects, Record(ev.LaunchWaits(t=now, attempt=launch.attempt, what=what, seconds=waited_s))]
+
+    def _reshard(self, launch: Launch, now: float) -> tuple[list[Effect], str]:
+        """See that what another number of ranks saved can be restored, unless that makes no progress."""
+        effects, what = self._checkpoints.reshard(len(launch.placement) * self._state.ranks_per_node, now)
+        if what and now > max(self._since, self._checkpoints.moved_at) + RESHARD_STILL_S:
+            text = f"{what}, made no progress for {RESHARD_STILL_S:.0f} s: an older checkpoint is restored"
+            return [*effects, Record(ev.Noted(t=now, message=text))], ""
+        return effects, what
 
     def waits_for(self, launch: Launch) -> str:
         """Return what the launch has to wait for; "" for nothing."""

@@ -52,6 +52,7 @@ from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase, RunState
 from jurymast.core.supervision import joining, renewal
 from jurymast.core.supervision.departure import Departure
+from jurymast.core.supervision.growing import Growing
 from jurymast.core.supervision.launching import Launching
 from jurymast.core.supervision.limit import TimeLimit
 from jurymast.core.supervision.refilling import Refilling, SmallJob
@@ -113,6 +114,7 @@ class Supervision:
         self._sick = SickNodes(state)
         self._refilling = Refilling(state)
         self._withdrawals = Withdrawals(state, self._sick)
+        self._growing = Growing(state)
         self._after_saves: dict[str, ev.Event] = {}  # what follows them, by what they are requested for
         self._ticks = itertools.count()
         self._asking = False  # Slurm, why the job ends, after a signal
@@ -222,6 +224,8 @@ class Supervision:
         if why in (WARNING, TIME_LIMIT):
             return self._hasten(now)
         event, out = self._after_saves.pop(why), list[Effect]()
+        if isinstance(event, ev.Asked) and event.what == ev.GROW and not in_time:
+            return out  # steps would be lost; it is tried again
         if isinstance(event, ev.Asked) and not in_time and self.state.phase is Phase.RUNNING:
             out = self.note("", f"the save requested by {why}, did not finish in time", now)
         return out + self.record(structs.replace(event, t=now))
@@ -314,7 +318,7 @@ class Supervision:
         for by, in_time in self.agreement.saved_first(now):
             out += self._saved_first(by, in_time, now)
         out += self._do(self._hangs.on_time(now), now)
-        out += self._do(self._sick.on_time(now), now)
+        out += self._do([*self._sick.on_time(now), *self._growing.on_time(now)], now)
         out += self._move_off(now)
         return out + self.record(ev.Tick(t=now))
 

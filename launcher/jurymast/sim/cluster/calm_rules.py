@@ -123,6 +123,8 @@ class CalmRules:
         causes = {cause for kind in self._kinds for cause in CAUSES.get(kind, ())}
         if self._oracle.cluster.wanted.renews:
             causes.add("requeue_asked")
+        if self._oracle.cluster.wanted.least:
+            causes.add("grow_asked")
         if self._kinds >= {"host", "supervisor"}:
             causes.add("communication")  # nobody saw it end, and only ranks that it left are heard of
         if self._losses > 1:

@@ -72,7 +72,7 @@ class Cluster:
             application=Budget(count=1 if "raises" in kinds else None),
             infrastructure=Budget(count=2 if "raises" in kinds else None),
             attempts_without_step=ATTEMPTS_WITHOUT_STEP, refill=wanted.pool is not None, hold_s=HOLD_S,
-            renews=wanted.renews,
+            renews=wanted.renews, nodes_min=wanted.least,
         )  # fmt: skip
         self.plan = RunPlan(
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,

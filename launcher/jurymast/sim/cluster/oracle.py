@@ -19,6 +19,7 @@ from jurymast.sim.cluster.calm_rules import CalmRules
 from jurymast.sim.cluster.health_rules import BLAME_S, NO_BLAME, HealthRules
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
 from jurymast.sim.cluster.refill import RefillRules
+from jurymast.sim.cluster.size_rules import SizeRules
 from jurymast.sim.cluster.sparing_rules import SparingRules
 from jurymast.sim.cluster.task_rules import TaskRules
 from jurymast.sim.cluster.withdrawal_rules import WithdrawalRules
@@ -87,7 +88,7 @@ class Oracle:
         self.restores_from: list[str] = []
         self.given_up = False  # somebody had the run cancelled
         self._shadow: dict[SimKeeper, list[SimImage]] = {}  # images that no order may rightly remove
-        self._complete: set[StateId] = set()
+        self._complete: dict[StateId, int] = {}  # of how many ranks
         self._planned: dict[int, int] = {}
         self._newest: SimGroup | None = None
         self._newest_since = 0.0
@@ -103,7 +104,7 @@ class Oracle:
         self._leave: dict[int, SimGroup] = {}  # groups whose ranks leave after a signal, by attempt
         self.tasks, self.calm, self.health = TaskRules(self), CalmRules(self), HealthRules(self)
         self.refill, self.withdrawals = RefillRules(self), WithdrawalRules(self)
-        self.sparing = SparingRules(self)
+        self.sparing, self.size = SparingRules(self), SizeRules(self)
         self.codes: set[int] = set()  # that ranks have failed with
         self.steps = 0
 
@@ -137,7 +138,7 @@ class Oracle:
             held = (one for other in self.cluster.keepers.values() for one in other.held)
             mine = [one for one in held if one.key == image.key and one.tier == MEMORY and one.part == "all"]
             if len({one.rank for one in mine}) == image.world:
-                self._complete.add(image.key)
+                self._complete[image.key] = image.world
 
     def lost(self, keeper: SimKeeper) -> None:
         self._shadow.pop(keeper, None)
@@ -158,9 +159,9 @@ class Oracle:
             for image in mine
             if image.held_at < told_by
         ]
-        world = self.cluster.plan.active * self.cluster.ranks_per_node
         known = {key for key in self._complete if not self.cluster.disk.is_void(key)}
-        return max((key for key in known - set(failed) if whole(images, key, world)), default=None)
+        there = (key for key in known - set(failed) if whole(images, key, self._complete[key]))
+        return max(there, default=None)
 
     # ---- what a supervisor does
 
@@ -179,6 +180,7 @@ class Oracle:
         self.tasks.recorded(supervisor, event, entry.decided)
         self.health.recorded(supervisor, event, entry.decided)
         self.refill.recorded(supervisor, event, entry.decided)
+        self.size.recorded(supervisor, entry.decided)
         for decided in entry.decided:
             if isinstance(decided, Requeue | Finish):
                 self._gives_up(supervisor, decided)
@@ -499,6 +501,7 @@ class Oracle:
             self.calm.look(supervisor, self._supervises_since)
             self.health.look(supervisor)
             self.refill.look(supervisor, self._supervises_since)
+            self.size.look(supervisor, self._supervises_since)
             self.withdrawals.look(supervisor, self._supervises_since)
 
     def _leaving(self) -> bool:
@@ -534,7 +537,6 @@ class Oracle:
         keepers = [*self.cluster.keepers.values()]
         if any(image.corrupt for keeper in keepers for image in keeper.held):
             return True  # nobody knows until it is read
-        world = self.cluster.plan.active * self.cluster.ranks_per_node
         return any(
             all(
                 whole(
@@ -542,7 +544,7 @@ class Oracle:
                 )
                 for gone in keepers
             )
-            for key in sorted(self._complete)[-4:]
+            for key, world in sorted(self._complete.items())[-4:]
         )
 
     def _compare(self, supervisor: SimSupervisor) -> None:

@@ -17,6 +17,7 @@ from jurymast.sim.cluster.tasks import ALL_S
 MOST_FAULTS = 5
 FIRST_AT_S, LAST_AT_S = 1.0, 20.0
 AFTER_S = 18.0
+GROWS_S = 60.0  # by then a run has taken in nodes that it lacked
 LONGEST_S = 3600.0
 LAST_STEPS = 10, 100
 TASKS_SHARE, TESTS_SHARE, LIVES_SHARE = 0.15, 0.15, 0.4
@@ -79,6 +80,10 @@ KINDS: dict[str, tuple[float, float]] = {
         0.0,
     ),  # the first node's ranks, or the last one's, do more than the others in all attempts
 }
+# Kinds by which nodes are lost, some of which come back, and what may happen at the same time.
+LOSING = (
+    "power", "agent", "isolate", "flaps", "supervisor", "rank", "restart", "storage hangs", "storage full",
+)  # fmt: skip
 # Some faults wait for one of these phases of the run.
 WHEN = ("stopping", "waiting", "launching", "requeued")
 
@@ -110,6 +115,7 @@ class Plan:
     renews: bool = False  # the job is requeued shortly before its time limit
     lives: bool = False  # ranks go on in their processes: `Checkpointer.run`
     spread: str = ""  # how the model is spread over ranks: see `sim.cluster.rejoining`
+    least: int = 0  # with so many nodes it goes on; 0: with all that it wants
     pool: int | None = None  # nodes besides the job's that small jobs may get; None: the policy wants none
 
     @property
@@ -124,7 +130,7 @@ class Plan:
                 last = max(last, fault.at + LEAVE_S + STANDSTILL_S + AFTER_S)
             if fault.kind == health.SLOW:
                 last = max(last, fault.at + health.LEAVES_S[health.SLOW] + AFTER_S)
-        return last + ALL_S * self.tasks
+        return last + ALL_S * self.tasks + GROWS_S * bool(self.least)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -185,6 +191,18 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
 def refilled_plan(seed: int) -> Plan:
     """Draw a plan of a run whose small jobs may get other nodes, or find none free."""
     return replace(random_plan(seed), pool=random.Random(seed).choice((0, 1, 1, 2, 3)), tasks=False)
+
+
+def shrinking_plan(seed: int) -> Plan:
+    """Draw a plan of a run that may go on with fewer nodes, and that may get other ones now and then."""
+    chance = random.Random(seed)
+    plan = random_plan(seed, LOSING if chance.random() < 0.8 else ())
+    spares = min(plan.spares, chance.choice((0, 0, 1)))
+    active = plan.nodes - spares
+    return replace(
+        plan, active=active, spares=spares, least=chance.randint(1, active - 1),
+        pool=chance.choice((None, None, 0, 1, 2)), tasks=False,
+    )  # fmt: skip
 
 
 def smaller(plan: Plan) -> list[Plan]:

@@ -34,7 +34,8 @@ class SparingRules:
         # Otherwise a new supervisor may know of fewer attempts.
         if kinds <= {*PLAIN, "breaks"} and order.spare and fruitless > IN_A_ROW_MAX:
             self._oracle.fail(NOT_FOR_EVER, f"attempt {order.attempt}, the {fruitless}th without a new step")
-        plain = kinds <= PLAIN and not wanted.at_term
+        # Ranks of another number begin anew.
+        plain = kinds <= PLAIN and not (wanted.at_term or wanted.least)
         whole = any(rank.step >= 0 for rank in host.spared)
         if plain and whole and not order.spare and fruitless <= 1:
             self._oracle.fail(GO_ON, f"{host.site.name} starts attempt {order.attempt} without {host.spared}")

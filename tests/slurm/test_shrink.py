@@ -1,0 +1,103 @@
+"""A run that loses a node, and has no other, goes on with fewer and takes in another one later, on a real
+cluster: each step's loss is that of an undisturbed training, and growing goes on from the newest save."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.runs import SCRIPTS
+from support.saves import check_restores
+from support.slurm_runs import SlurmRun, jurymast, policy_file, power_loss, submit
+from support.waiting import wait_until
+from testcluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+SCRIPT = SCRIPTS / "train_batch.py"
+# Long enough that the run has all its nodes again well before its end, also on a busy machine.
+STEPS = 1200
+POLICY = """nodes: {min: 3}
+nodes_policy: {refill: on, hold: 1s}
+health: {straggler: off}
+"""
+# The order in which floats are added is all that differs: a few of float32's last bits, after many steps.
+ORDER = 1e-5
+
+
+def losses(out: Path) -> dict[int, tuple[float, int]]:
+    """By step, what it was when it was done last, and on how many ranks that was."""
+    lines = (line.split() for line in out.with_suffix(".losses").read_text().splitlines())
+    return {int(step): (float(loss), int(ranks)) for step, loss, ranks in lines}
+
+
+def undisturbed(folder: Path) -> dict[int, tuple[float, int]]:
+    """One process that trains on the whole batch of each step."""
+    out = folder / "undisturbed.json"
+    variables = {name: text for name, text in os.environ.items() if not name.startswith("JURYMAST")}
+    subprocess.run(
+        [
+            sys.executable, str(SCRIPT), "--steps", str(STEPS), "--save-every", f"{STEPS} steps",
+            "--out", str(out),
+        ],
+        env={**variables, "JURYMAST_CHECKPOINTS": str(folder / "checkpoints"), "OMP_NUM_THREADS": "1"},
+        check=True, timeout=240, cwd=folder,
+    )  # fmt: skip
+    return losses(out)
+
+
+def block(cluster: Cluster, run: SlurmRun) -> int:
+    """A job that takes all nodes that are free."""
+    free = cluster.login(["sinfo", "--noheader", "--states=idle", "--format=%D"]).stdout.split()
+    told = cluster.login(["sbatch", "--parsable", f"--nodes={free[0]}", "--wrap", "sleep 1000"]).stdout
+    cluster.wait_job(int(told), "RUNNING")
+    return int(told)
+
+
+@pytest.mark.parametrize("how", [(), ("--sharded",)], ids=["DDP", "FSDP2"])
+def test_from_four_nodes_to_three_and_back(cluster: Cluster, tmp_path: Path, how: tuple[str, ...]) -> None:
+    policy = policy_file(cluster, tmp_path, POLICY)
+    train = ("--steps", str(STEPS), "--step-time", "0.04", *how)
+    options = ("--nodes", "4", "--spares", "0", "--policy", policy)
+    run = submit(cluster, tmp_path, *options, arguments=train, script=SCRIPT)
+    run.wait_safe(20)
+    blocker = block(cluster, run)
+    safe = run.wait_safe(40)
+    victim = next(node for node in safe.placement if node != safe.host)
+    power_loss(run, victim)
+    fewer = run.wait("three nodes", lambda s: len(s.placement) == 3 and s.incident is None, limit_s=240.0)
+    assert fewer.placement == tuple(node for node in safe.placement if node != victim)
+    run.wait_step(fewer.step + 50)
+    code, told, error = jurymast(cluster, "status", str(run.job), "--runs", str(run.directory.root.parent))
+    assert code == 0, error
+    assert "goes on with 3 of 4 nodes" in told
+    cluster.login(["scancel", str(blocker)])
+    run.wait("four nodes", lambda s: len(s.placement) == 4 and s.incident is None, limit_s=240.0)
+    state = run.wait_end(400.0)
+    assert state.exit_code == 0, run.story()
+    assert [one.action for one in state.incidents] == ["shrink", "grow"], run.story()
+    assert run.cluster.job(run.job)["Restarts"] == "0"
+    check_restores(run, least=40)
+    grown = state.incidents[1]
+    assert grown.step_restored == run.newest_saved("memory", "shared", attempt=2), run.story()
+    compare(losses(cluster.shared / f"{tmp_path.name}.json"), undisturbed(tmp_path))
+    code, told, error = jurymast(cluster, "report", str(run.job), "--runs", str(run.directory.root.parent))
+    assert code == 0, error
+    assert "ran on 3 of 4 nodes for" in told
+    wait_until("the end of the small jobs", lambda: "refill" not in queue(cluster), limit_s=120.0)
+
+
+def compare(found: dict[int, tuple[float, int]], expected: dict[int, tuple[float, int]]) -> None:
+    assert found.keys() == expected.keys()
+    assert {ranks for _, ranks in found.values()} == {3, 4}
+    for step, (loss, _) in found.items():
+        assert loss == pytest.approx(expected[step][0], rel=ORDER), step
+
+
+def queue(cluster: Cluster) -> str:
+    told = cluster.login(["squeue", "--noheader", "--format=%j|%T"]).stdout
+    return "\n".join(line for line in told.splitlines() if "COMPLETING" not in line)
