@@ -58,7 +58,7 @@ def _nothing(*_: Any) -> list[Any]:
 
 
 PLANTED_SIZE: dict[str, Any] = {
-    "47: a run goes below its least number of nodes": (_too_many_lost, [(size, "may_shrink_to", _to_any)]),
+    "51: a run goes below its least number of nodes": (_too_many_lost, [(size, "may_shrink_to", _to_any)]),
     "49: spares are left while a run shrinks": (_two_lost, [(recovery, "_shrink", _without_spares)]),
     "50: a run never grows": (_back_again, [(Growing, "on_time", _nothing)]),
     "1: what more ranks saved is not brought to storage": (_one_lost, [(Checkpoints, "reshard", _as_it_is)]),

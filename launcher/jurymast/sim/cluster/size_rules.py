@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jurymast.sim.cluster.oracle import Oracle
     from jurymast.sim.cluster.supervisor import SimSupervisor
 
-NEVER_BELOW = "47: no attempt has fewer nodes than the policy allows"
+NEVER_BELOW = "51: no attempt has fewer nodes than the policy allows"
 SPARES_FIRST = "49: no node is done without while a spare is ready"
 GROWS = "50: a run takes in nodes that it lacks"
 
