@@ -189,9 +189,15 @@ def _files(cluster: Cluster, name: str) -> list[str]:
     for disk in _DISKS:
         place = cluster.machine(name).path(disk)
         with suppress(OSError):
-            of_users = [path.name for path in place.iterdir() if path.lstat().st_uid != 0]
+            of_users = [path.name for path in place.iterdir() if _is_users(path)]
             found += [f"{name}: {disk}/{file}" for file in of_users if not file.startswith(_OF_KILLED)]
     return found
+
+
+def _is_users(path: Path) -> bool:
+    """Whether it is a file of the cluster's user, or a directory in which there are some."""
+    files = any(below.is_file() for below in path.rglob("*")) if path.is_dir() else True
+    return path.lstat().st_uid != 0 and files
 
 
 def _keep(at: Stage, run: SlurmRun, inside: Path, folder: Path) -> None:

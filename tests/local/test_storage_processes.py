@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.messages import WritePhase
 from jurymast.keeper.copies import local_copies, remove_local_copies
 from jurymast.keeper.manifest import Manifest
+from jurymast.storage import __main__ as storage_process
 from jurymast.storage import shared
 from jurymast.storage.local import LocalDirectory
 from jurymast.storage.orders import (
@@ -89,6 +91,19 @@ def test_torch_is_loaded_as_fast_as_ranks_run_and_only_writes_stand_back(tmp_pat
         assert niceness(process) == {here}
         process.done(to_local(tmp_path / "run", simple_images(tmp_path / "images")))
         assert niceness(process) == {here, min(here + 10, 19)}
+
+
+def test_a_node_that_has_to_lead_loads_torch_as_fast_as_ranks_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the node that had it loaded was lost; or on a busy node a job waits for minutes for its last
+    write."""
+    loaded: queue.SimpleQueue[int] = queue.SimpleQueue()
+    monkeypatch.setattr(shared, "preload", lambda: loaded.put(os.getpriority(os.PRIO_PROCESS, 0)))
+    for lead in (False, True):
+        storage_process.load_ahead(to_shared(tmp_path / "run", (), world=2, lead=lead))
+    assert loaded.get(timeout=60.0) == os.getpriority(os.PRIO_PROCESS, 0)
+    assert loaded.empty(), "a node that does not lead needs no torch"
 
 
 def shared_orders(root: Path, images: Sequence[ImageAt], **more: Any) -> list[WriteShared]:

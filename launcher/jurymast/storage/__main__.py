@@ -97,6 +97,14 @@ def _carry_out(order: AnyOrder, job: Job) -> Done:
     return done
 
 
+def load_ahead(order: AnyOrder) -> None:
+    """Have torch loaded for an order that needs it, by a thread that is as fast as ranks: that of the orders
+    stands back for good once it has written. A node may have to lead only because the one that had torch
+    loaded was lost, and then the whole job waits for this write before it leaves its nodes."""
+    if isinstance(order, orders.WriteShared) and order.lead:
+        threading.Thread(target=shared.preload, daemon=True).start()
+
+
 def main() -> None:
     output = become_helper(nice=0)
     psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
@@ -109,6 +117,7 @@ def main() -> None:
             sys.stderr.write(f"no order: {told}\n")
         elif not isinstance(told, orders.Cancel | orders.Continue):
             jobs[told.id] = _job(told, output)
+            load_ahead(told)
             waiting.put(told)
         elif job := jobs.get(told.id):
             job.cancel() if isinstance(told, orders.Cancel) else job.go_on(told)
