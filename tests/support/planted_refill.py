@@ -13,6 +13,7 @@ from jurymast.core.supervision.refilling import Refilling
 from jurymast.core.supervision.withdrawals import Withdrawals
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 from jurymast.supervisor.supervisor import Hold
+from jurymast.worker.link import ScheduleFollower
 
 _ask, _lacking = Refilling._ask, refill.lacking
 
@@ -24,6 +25,14 @@ def with_pool(seed: int, free: int = 2) -> Plan:
 
 def _without_free_nodes(seed: int) -> Plan:
     return with_pool(seed, 0)
+
+
+def _moved(seed: int) -> Plan:
+    """Nothing fails, and ranks are to leave nodes."""
+    return random_plan(seed, ("drained", "admin drains"))
+
+
+def _goes_on(self: ScheduleFollower, step: int) -> None: ...
 
 
 def _drained(seed: int) -> Plan:
@@ -84,6 +93,7 @@ PLANTED_REFILL: dict[str, Any] = {
         with_pool,
         [(refill, "may_ask", _asks_beside), (refill, "coming", _nothing)],
     ),
+    "48: ranks do not wait to be moved": (_moved, [(ScheduleFollower, "stay", _goes_on)]),
     "47: a supervisor asks for nodes although another has taken over": (
         _isolated,
         [(Hold, "is_superseded_now", _never_asks)],

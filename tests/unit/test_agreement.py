@@ -268,6 +268,53 @@ def test_a_save_before_something_is_waited_for_until_it_is_complete() -> None:
     assert site.agreement.saved_first(site.time) == []
 
 
+def moving() -> tuple[Site, int]:
+    """Ranks are to be placed anew once they have saved; and at which step they wait for that."""
+    site = Site(steps=100)
+    site.go_on(10.0)
+    assert site.agreement.save_first("drain", 60.0, site.time, moves=True)
+    site.go_on(0.5)
+    (order,) = {order.schedule for order in site.orders}
+    assert order.stays
+    return site, order.first
+
+
+def test_ranks_that_are_to_move_wait_at_the_step_that_was_saved() -> None:
+    site, waits_at = moving()
+    site.saved(0.1)  # as the script's own cadence has it: the ranks do more steps
+    assert site.agreement.saved_first(site.time) == []
+    site.go_on((waits_at - site.done) * STEP_S)
+    site.saved(0.1)
+    assert site.agreement.saved_first(site.time) == [("drain", True)]
+
+
+def test_ranks_that_wait_to_be_moved_go_on_if_nothing_comes_of_it() -> None:
+    site, waits_at = moving()
+    site.go_on((waits_at - site.done) * STEP_S)
+    site.saved(0.1)
+    assert site.agreement.saved_first(site.time) == [("drain", True)]
+    for _ in range(10):  # they stand still
+        site.time += STEP_S
+        site.beat("a")
+        site.beat("b")
+        site.look()
+    assert not site.orders[-1].schedule.stays
+    assert site.told()[-1].reason == "the ranks stay where they are, and go on"
+    site.go_on(20.0)
+    assert len(site.told()) == 2, "and nothing more is proposed"
+
+
+def test_ranks_are_moved_without_a_save_if_their_memory_never_has_room() -> None:
+    site, _ = moving()
+    site.go_on(1.0)
+    for _ in range(4):
+        assert site.agreement.saved_first(site.time) == []
+        site.done = site.told()[-1].first_step
+        site.saved(0.0, ok=False)
+        site.go_on(5.0)
+    assert site.agreement.saved_first(site.time) == [("drain", False)]
+
+
 def test_what_was_said_of_an_earlier_attempt_is_not_this_one_s() -> None:
     site = Site(steps=100)
     site.go_on(10.0)

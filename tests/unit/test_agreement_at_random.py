@@ -245,6 +245,24 @@ def test_a_script_with_its_own_cadence_saves_once_when_told() -> None:
     assert saved == [4]
 
 
+def test_ranks_that_are_to_move_wait_after_the_save_until_there_is_another_schedule() -> None:
+    memory = RankMemory(1)
+    ours, _ = follower(memory)
+    order(memory, Schedule(1, 3, 4, 2, stays=True), decided=1)
+    waits = []
+    for step in range(1, 5):
+        if ours.due(step):
+            ours.passed(step)
+        waits.append(ours.stays(step))
+    assert waits == [False, False, False, True]
+    rank = threading.Thread(target=ours.stay, args=(4,))
+    rank.start()
+    order(memory, Schedule(2, 9, 9, 2))
+    rank.join(10.0)
+    assert not rank.is_alive()
+    assert not ours.stays(4)
+
+
 def test_a_new_attempt_starts_with_a_blank_page() -> None:
     memory = RankMemory(1)
     memory.wants_cadence(within.Cadence(steps=5))

@@ -263,7 +263,8 @@ def test_a_save_that_is_under_way_is_not_asked_for_again(monkeypatch: pytest.Mon
     story = Story(active=3).running(100).saved(90)
     supervision, asked = Supervision(story.state, "/runs/a", story.t), list[str]()
 
-    def save_first(why: str, limit_s: float, now: float) -> bool:
+    def save_first(why: str, limit_s: float, now: float, *, moves: bool) -> bool:
+        assert moves
         asked.append(why)
         return True
 

@@ -197,6 +197,7 @@ class Checkpointer:
                 break
         if self.member is not None:
             self.member.step_ends()
+        self._stay(step)
 
     def batch(
         self, samples: int, *, micro: int | None = None, rank: int | None = None, ranks: int | None = None
@@ -231,6 +232,13 @@ class Checkpointer:
         ok = self._save(step)
         self._schedule(step)
         return ok
+
+    def _stay(self, step: int) -> None:
+        """Wait after a save if the ranks are about to be placed anew."""
+        if self._follower is not None and self._follower.stays(step):
+            self._link.enter(link.SAVING)
+            self._follower.stay(step)
+            self._link.resume_at(step)
 
     # ---- saving
 

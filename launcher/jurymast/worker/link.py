@@ -21,6 +21,9 @@ save at steps of its own, which never become a checkpoint.
 Each rank then shows the number of the schedule that it has settled, and the next proposal waits for all of
 them.
 
+If ranks are about to be placed anew, the schedule says that they stay after its first save: until they are
+ended, so that no step is done again, or until there is another schedule, but no longer than DOUBT_LIMIT_S.
+
 `fence` orders accesses to shared memory, also on processors that reorder stores (Arm: Grace hosts, Graviton).
 Python has no memory barrier, but its locks are made of atomic operations: no earlier access passes the store
 that releases a lock, no later access passes the load that takes the next one, and Arm keeps these two in
@@ -70,11 +73,12 @@ POLL_S = 0.001
 
 
 class _Word(IntEnum):
-    NUMBER = 0  # the number of the schedule in the next three words; 0: none, or it is being written
+    NUMBER = 0  # the number of the schedule in the other words; 0: none, or it is being written
     AT = 1
     FIRST = 2
     EVERY = 3
     DECIDED = 4  # the number of the newest schedule decided on, negative if it was withdrawn
+    STAYS = 5
 
 
 class ScheduleRecord:
@@ -108,6 +112,7 @@ class ScheduleRecord:
             self[_Word.AT] = schedule.at
             self[_Word.FIRST] = schedule.first
             self[_Word.EVERY] = schedule.every
+            self[_Word.STAYS] = schedule.stays
             fence()
             self[_Word.NUMBER] = schedule.number
         if decided:
@@ -117,7 +122,8 @@ class ScheduleRecord:
         """Return the proposed schedule; None if there is none, or if it is just being written."""
         number = self.number
         fence()
-        found = Schedule(number, *(self[word] for word in (_Word.AT, _Word.FIRST, _Word.EVERY)))
+        at, first, every = (self[word] for word in (_Word.AT, _Word.FIRST, _Word.EVERY))
+        found = Schedule(number, at, first, every, bool(self[_Word.STAYS]))
         fence()
         return found if number and self.number == number else None
 
@@ -166,6 +172,15 @@ class ScheduleFollower:
         if self._following is not None:
             following = self._following.due_after(step)
             self._due = following if self._repeat or following == self._following.first else NEVER
+
+    def stays(self, step: int) -> bool:
+        """Return whether the ranks wait after the save of `step`. Then call `stay`."""
+        mine = self._following
+        return mine is not None and mine.stays and mine.first == step and self._record.number == mine.number
+
+    def stay(self, step: int) -> None:
+        """Wait while `stays`, for a limited time."""
+        self._wait(lambda: not self.stays(step))
 
     def next_due(self, step: int) -> int:
         """Return the first step after `step` to be saved, as far as that is decided; for callers that do not

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from jurymast.core.judges.cadence import best_interval_s, first_interval_s, moved, why_interval
@@ -60,11 +60,13 @@ def _see(ranks: list[RankReport], report: CadenceReport) -> _Seen | None:
 
 @dataclass(frozen=True)
 class _Wait:
-    """A wait for a save of what all ranks had done of an attempt, at most until `until`."""
+    """A wait for a save of what all ranks had done of an attempt, at most until `until`. `moves`: after it
+    the ranks are ended, and placed anew."""
 
     attempt: int
     done: int
     until: float
+    moves: bool
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Agreement:
         self._tries = TRIES
         self._margin_s = MARGIN_BEATS * self.state.settings.heartbeat_s
         self._saved_step = -1
+        self._stays_at = math.inf  # the step at which all ranks wait to be placed anew
         self._first: tuple[int, float] | None = None  # the first step seen, and when
         self._sampled: tuple[int, float] | None = None
 
@@ -146,6 +149,9 @@ class Agreement:
             if by and self._tries > 0:
                 self._tries -= 1
                 self._asks.append(by)
+            elif by:  # ranks that wait to be placed anew wait for nothing
+                waits = self._waiting.items()
+                self._waiting = {who: replace(it, until=-math.inf) if it.moves else it for who, it in waits}
 
     def ask(self, by: str) -> bool:
         """Save as soon as all ranks can do so at one step. False if the run has no Checkpointer, or has not
@@ -158,13 +164,14 @@ class Agreement:
         self._tries = TRIES
         return True
 
-    def save_first(self, by: str, limit_s: float, now: float) -> bool:
+    def save_first(self, by: str, limit_s: float, now: float, *, moves: bool = False) -> bool:
         """Request a save, after which `saved_first` reports that all steps done by now are saved. False if
-        that is impossible."""
+        that is impossible. `moves`: then the ranks are placed anew, and wait for that at the saved step, so
+        that `saved_first` reports that all that they have done is saved."""
         if self.state.phase is not Phase.RUNNING or not self.ask(by):
             return False
         self._see_all()
-        self._waiting[by] = _Wait(self._attempt, self._slowest(), now + limit_s)
+        self._waiting[by] = _Wait(self._attempt, self._slowest(), now + limit_s, moves)
         return True
 
     def saved_first(self, now: float) -> list[tuple[str, bool]]:
@@ -172,7 +179,7 @@ class Agreement:
         over = []
         for by, wait in list(self._waiting.items()):
             runs = (self.state.attempt, self.state.phase) == (wait.attempt, Phase.RUNNING)
-            saved = runs and self._saved_step >= wait.done
+            saved = runs and self._saved_step >= (self._stays_at if wait.moves else wait.done)
             if saved or not runs or now >= wait.until:
                 del self._waiting[by]
                 over.append((by, saved))
@@ -202,6 +209,7 @@ class Agreement:
         if proposed is not None and decided > 0:
             self._every, self._changed_at = current.every or self._every, now
             self._margin_s = MARGIN_BEATS * self.state.settings.heartbeat_s
+            self._stays_at = current.first if current.stays else math.inf
             effects = [Record(proposed)]  # before ranks hear of it
         elif proposed is not None:
             self._margin_s = min(2.0 * self._margin_s, MARGIN_MAX_S)
@@ -242,9 +250,13 @@ class Agreement:
             return []
         self._look_at = now + SAMPLE_S
         if self._asks:
+            stays = any(wait.moves for asked, wait in self._waiting.items() if asked in self._asks)
             by, self._asks = "; ".join(self._asks), []
             self._see_all()
-            return self._propose(0, 0.0, f"requested by {by}", now, by)
+            return self._propose(0, 0.0, f"requested by {by}", now, by, stays=stays)
+        if self._stays_at < math.inf and not any(wait.moves for wait in self._waiting.values()):
+            self._see_all()
+            return self._propose(0, 0.0, "the ranks stay where they are, and go on", now)
         if self._steps is None and now >= self._changed_at + HOLD_S:
             interval_s, reason = self._interval(now)
             every = max(1, round(interval_s / self.step_s))
@@ -330,7 +342,9 @@ class Agreement:
             return min(first_interval_s(mtbf_s), most_s), "early, to learn what a save costs"
         return best_interval_s(saving, mtbf_s, most_s), why_interval(saving, mtbf_s, most_s)
 
-    def _propose(self, every: int, interval_s: float, reason: str, now: float, by: str = "") -> list[Effect]:
+    def _propose(
+        self, every: int, interval_s: float, reason: str, now: float, by: str = "", *, stays: bool = False
+    ) -> list[Effect]:
         """Propose a schedule. `every` 0: one save now, then continue with the current schedule."""
         ahead_s = self._margin_s + self.state.settings.heartbeat_s
         fastest = max(seen.fastest for seen in self._seen.values())
@@ -339,7 +353,7 @@ class Agreement:
         first = at if by else max(at, base + every)
         repeat = every or (self._every if self._steps is None else 0)
         number = max(seen.number for seen in self._seen.values()) + 1
-        self._current, self._decided, self._shown = Schedule(number, at, first, repeat), 0, set()
+        self._current, self._decided, self._shown = Schedule(number, at, first, repeat, stays), 0, set()
         saving = self.saving or Saving(0.0)
         told = self.state.cadence
         self._proposed = ev.CadenceSet(

@@ -394,6 +394,7 @@ class Oracle:
         self.restores_from.append(f"{group.attempt}:{key}")
         if step < planned:
             self.fail(NOTHING_LOST, f"attempt {group.attempt} restores {step}, {planned} was chosen")
+        self.withdrawals.restored(group, step, self._best_step)
         back_since = [back for back in self._rollbacks if back.attempt < group.attempt]
         if key is not None and any(back.voids(*key) for back in back_since):
             self.fail(NOT_BACK, f"attempt {group.attempt} restores {key}: {self._rollbacks}")
@@ -463,6 +464,7 @@ class Oracle:
         self._saved_at[node] = self.cluster.world.now
 
     def skipped(self, group: SimGroup, node: str) -> None:
+        self.withdrawals.skipped.add(group.attempt)
         if self._ending:
             return  # memory is being written to storage; nothing newer is waited for
         now, supervisor = self.cluster.world.now, self.supervisor

@@ -271,6 +271,10 @@ class SimGroup:
             for member in due:
                 if not self.refused:
                     self._save(member)
+            while self._stays():
+                yield world.now + RETRY_S
+                if self.over:
+                    return
             step_s = self.cluster.step_s * (0.9 + 0.2 * world.chance.random())
             if self.cluster.timed:
                 self._count(step_s)
@@ -289,6 +293,17 @@ class SimGroup:
             return [one for one in members if one.follower.due(self.step) or self._own_cadence()]
         except Waits:
             return None
+
+    def _stays(self) -> bool:
+        """Whether a rank waits after this step to be placed anew."""
+        try:
+            for member in self.members.values():
+                member.follower.stay(self.step)
+        except Waits:
+            self.phase = "saving"
+            return True
+        self.phase = "training"
+        return False
 
     def _own_cadence(self) -> bool:
         steps = self.cluster.plan.settings.cadence_steps
@@ -354,12 +369,12 @@ def follower(cluster: Cluster, page: Page) -> ScheduleFollower:
         page.doubts_since = None
 
     def wait(known: object) -> None:
-        if known():  # type: ignore[operator]
-            return
-        if page.doubts_since is None:
-            page.doubts_since = cluster.world.now
-        if cluster.world.now < page.doubts_since + DOUBT_LIMIT_S:
-            raise Waits
+        if not known():  # type: ignore[operator]
+            if page.doubts_since is None:
+                page.doubts_since = cluster.world.now
+            if cluster.world.now < page.doubts_since + DOUBT_LIMIT_S:
+                raise Waits
+        page.doubts_since = None
 
     return ScheduleFollower(
         page.record, settled, repeat=cluster.plan.settings.cadence_steps is None, wait=wait

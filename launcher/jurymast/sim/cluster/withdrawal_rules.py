@@ -1,4 +1,4 @@
-"""What must hold for nodes that an administrator drains."""
+"""What must hold for nodes that an administrator drains, and for ranks that move although nothing failed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from jurymast.core.supervision.withdrawals import LOOK_EVERY_S
 if TYPE_CHECKING:
     from jurymast.sim.cluster.oracle import Oracle
     from jurymast.sim.cluster.supervisor import SimSupervisor
+    from jurymast.sim.cluster.training import SimGroup
 
 MOVES_OFF = "44: ranks leave a node that is drained once a spare is ready"
+NOT_AGAIN = "48: ranks that move although nothing failed do no step again"
+
+# Why ranks move although nothing failed, in plans of nothing else.
+MOVES = frozenset({"drained", "admin drains", "slow node", "uneven"})
 
 # From the time when Slurm shows it and a spare is ready, if nothing else happens, in seconds.
 MOVED_BY_S = LOOK_EVERY_S + SAVE_LIMIT_S + 20.0
@@ -22,6 +27,15 @@ class WithdrawalRules:
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
         self._could_since: float | None = None
+        self.skipped: set[int] = set()  # attempts in which memory had no room for a save
+
+    def restored(self, group: SimGroup, step: int, done: int) -> None:
+        """The group goes on from `step`; ranks had done `done` steps."""
+        wanted = self._oracle.cluster.wanted
+        if self.skipped & {group.attempt - 1, group.attempt - 2}:
+            return
+        if step < done and {fault.kind for fault in wanted.faults} <= MOVES and not wanted.tasks:
+            self._oracle.fail(NOT_AGAIN, f"attempt {group.attempt} restores step {step} of {done}")
 
     def look(self, supervisor: SimSupervisor, since: float) -> None:
         state, cluster = supervisor.state, self._oracle.cluster
