@@ -272,7 +272,7 @@ def moving() -> tuple[Site, int]:
     """Ranks are to be placed anew once they have saved; and at which step they wait for that."""
     site = Site(steps=100)
     site.go_on(10.0)
-    assert site.agreement.save_first("drain", 60.0, site.time, moves=True)
+    assert site.agreement.save_to_move("drain", 60.0, site.time)
     site.go_on(0.5)
     (order,) = {order.schedule for order in site.orders}
     assert order.stays

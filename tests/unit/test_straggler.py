@@ -263,12 +263,11 @@ def test_a_save_that_is_under_way_is_not_asked_for_again(monkeypatch: pytest.Mon
     story = Story(active=3).running(100).saved(90)
     supervision, asked = Supervision(story.state, "/runs/a", story.t), list[str]()
 
-    def save_first(why: str, limit_s: float, now: float, *, moves: bool) -> bool:
-        assert moves
+    def save_to_move(why: str, limit_s: float, now: float) -> bool:
         asked.append(why)
         return True
 
-    monkeypatch.setattr(supervision.agreement, "save_first", save_first)
+    monkeypatch.setattr(supervision.agreement, "save_to_move", save_to_move)
     older, newer = straggling(story, lost_s=0.1), straggling(story, lost_s=0.2)
     for event in (older, newer):
         supervision._do([SaveFirst("the swap", event)], story.t)

@@ -164,10 +164,14 @@ class Agreement:
         self._tries = TRIES
         return True
 
+    def save_to_move(self, by: str, limit_s: float, now: float) -> bool:
+        """Request a save at whose step the ranks wait to be placed anew: `saved_first` then reports that all
+        steps are saved. False if that is impossible."""
+        return self.save_first(by, limit_s, now, moves=True)
+
     def save_first(self, by: str, limit_s: float, now: float, *, moves: bool = False) -> bool:
         """Request a save, after which `saved_first` reports that all steps done by now are saved. False if
-        that is impossible. `moves`: then the ranks are placed anew, and wait for that at the saved step, so
-        that `saved_first` reports that all that they have done is saved."""
+        that is impossible."""
         if self.state.phase is not Phase.RUNNING or not self.ask(by):
             return False
         self._see_all()

@@ -202,14 +202,11 @@ class Supervision:
                 case SaveFirst():
                     is_new = effect.why not in self._after_saves
                     self._after_saves[effect.why] = effect.then
-                    if is_new and not self._saves_to_move(effect.why, self._save_limit_s, now):
+                    if is_new and not self.agreement.save_to_move(effect.why, self._save_limit_s, now):
                         out += self._saved_first(effect.why, False, now)
                 case _:
                     out.append(effect)
         return out
-
-    def _saves_to_move(self, why: str, limit_s: float, now: float) -> bool:
-        return self.agreement.save_first(why, limit_s, now, moves=True)
 
     def _saved(self, save: ev.Saved, now: float) -> list[Effect]:
         """Journal saves; regular ones from time to time, together."""
@@ -620,7 +617,7 @@ class Supervision:
             return []
         left_s = self._renewal.left_s
         event = self._renewal.order(TIME_LIMIT, left_s, now, timeout=True)
-        if not self._saves_to_move(ANEW, left_s / 3.0, now):
+        if not self.agreement.save_to_move(ANEW, left_s / 3.0, now):
             return self.record(event)
         self._after_saves[ANEW] = event
         return self.record(ev.Asked(t=now, what="save", by=ANEW))
