@@ -93,8 +93,8 @@ PLANTED_REFILL: dict[str, Any] = {
         with_pool,
         [(refill, "may_ask", _asks_beside), (refill, "coming", _nothing)],
     ),
-    "48: ranks do not wait to be moved": (_moved, [(ScheduleFollower, "stay", _goes_on)]),
-    "47: a supervisor asks for nodes although another has taken over": (
+    "53: ranks do not wait to be moved": (_moved, [(ScheduleFollower, "stay", _goes_on)]),
+    "52: a supervisor asks for nodes although another has taken over": (
         _isolated,
         [(Hold, "is_superseded_now", _never_asks)],
     ),

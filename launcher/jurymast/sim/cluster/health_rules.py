@@ -119,7 +119,8 @@ class HealthRules:
         healthy = {name for name in requeue.exclude if not may_fail(name)} - self._ill
         if healthy:
             self._oracle.fail(NO_BLAME, f"{sorted(healthy)} are excluded: {requeue.reason}")
-        bad = {blame.node for blame in state.blames if blame.bad} - {*requeue.exclude}
+        # What is found between the decision and the job's end still counts for the next job.
+        bad = {blame.node for blame in state.blames if blame.bad} - {*state.excluded}
         if bad:
             self._oracle.fail(OUT, f"{sorted(bad)} are not excluded: {requeue.reason}")
 

@@ -45,7 +45,7 @@ NOT_BACK = "10: what was rolled back is neither restored nor gone on with"
 BOUNDED = "11: attempts without a new step are bounded"
 COUNTED = "21: the account of a run counts all time once, and all steps"
 KEPT_TWICE = "12: no node alone has what was saved"
-BY_THE_NEWEST = "47: what nobody can take back only the newest supervisor does"
+BY_THE_NEWEST = "52: what nobody can take back only the newest supervisor does"
 MAY_SAVE = "15: ranks that leave after a signal are not ended by those that left before"
 
 # A fault this long ago no longer affects a node.

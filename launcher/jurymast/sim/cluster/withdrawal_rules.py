@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jurymast.sim.cluster.training import SimGroup
 
 MOVES_OFF = "44: ranks leave a node that is drained once a spare is ready"
-NOT_AGAIN = "48: ranks that move although nothing failed do no step again"
+NOT_AGAIN = "53: ranks that move although nothing failed do no step again"
 
 # Why ranks move although nothing failed, in plans of nothing else.
 MOVES = frozenset({"drained", "admin drains", "slow node", "uneven"})
