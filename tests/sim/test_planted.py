@@ -15,6 +15,7 @@ LONG = ("7: the supervisor's pauses count", "1: who is not back yet has nothing"
 LONG_MARKS = (pytest.mark.long, pytest.mark.timeout(1800))
 
 
+@pytest.mark.timeout(900)  # on a busy machine
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=LONG_MARKS if name in LONG else ()) for name in PLANTED]
 )
