@@ -10,14 +10,14 @@ from support.planted import PLANTED, plan_for
 PLANS = 2000
 
 
+USUAL_MARKS = (pytest.mark.timeout(900),)  # on a busy machine
 # Takes a thousand plans or more to be found, and minutes.
 LONG = ("7: the supervisor's pauses count", "1: who is not back yet has nothing")
 LONG_MARKS = (pytest.mark.long, pytest.mark.timeout(1800))
 
 
-@pytest.mark.timeout(900)  # on a busy machine
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=LONG_MARKS if name in LONG else ()) for name in PLANTED]
+    "name", [pytest.param(name, marks=LONG_MARKS if name in LONG else USUAL_MARKS) for name in PLANTED]
 )
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for target, attribute, value in PLANTED[name][1]:
