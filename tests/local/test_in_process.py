@@ -150,6 +150,7 @@ def test_a_fault_during_the_recovery_is_recovered_from_in_process(tmp_path: Path
     assert processes(run, 1)[0] == processes(run, 3)[0]
 
 
+@pytest.mark.long  # nine processes compile
 def test_ranks_that_live_compile_nothing_again(tmp_path: Path, trained_plainly: Callable[..., str]) -> None:
     weights = trained_plainly(*STEPS, "--compile", nodes=2 * PROCESSES, each=PROCESSES, script=SCRIPT)
     more = ("--compile", "--workers", "2", "--fault", f"SIGKILL:{FAULT_AT}:2:begin")
