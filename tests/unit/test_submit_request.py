@@ -6,14 +6,16 @@ import json
 import os
 import shlex
 import stat
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jurymast.cluster.allocation import local_process, submit_local
-from jurymast.cluster.planning import OwnOptions, make_plan, new_run_id, time_limit_s
+from jurymast.cluster.planning import WARN_SIGNAL, OwnOptions, make_plan, new_run_id, time_limit_s
 from jurymast.cluster.sbatch import BatchScript, split_command_line
 from jurymast.cluster.slurm import (
     Request,
@@ -23,6 +25,8 @@ from jurymast.cluster.slurm import (
     check_runs_directory,
     parse_partitions,
     remove_run_directory,
+    render_script,
+    script_around,
     submit_slurm,
     write_run_directory,
 )
@@ -86,6 +90,25 @@ def test_the_rendered_request(script: Path, case: str) -> None:
     if os.environ.get("JURYMAST_UPDATE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text()
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_warning_before_python_has_started_does_not_end_the_job(
+    script: Path, tmp_path: Path, batch: bool
+) -> None:
+    """Slurm sends it at once where the time limit is nearer than the warning."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -USR2 $$\necho goes on\n")
+    python.chmod(0o700)
+    given = replace(plan(script, runs=tmp_path), python=str(python))
+    if batch:
+        given = replace(given, sbatch_options=(f"--signal={WARN_SIGNAL}",))
+        text = script_around(given, BatchScript("job.sh", "#!/bin/sh\n"))
+    else:
+        RunDirectory(given.directory).submission.mkdir(parents=True)
+        text = render_script(given)
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
 
 
 def test_the_plan(script: Path) -> None:

@@ -500,8 +500,16 @@ class Checkpointer:
                 self._save_times.agreed(step, following, time.monotonic())
             case Due.SAVE:
                 if self._saved_step != step:
+                    self._make_room(step)
                     self._save(step)
                 self._schedule(step)
+
+    def _make_room(self, step: int) -> None:
+        """Wait for memory if the ranks are to be placed anew after this save: they would stand still anyway,
+        and a save that is skipped costs steps."""
+        moves = self._follower is not None and self._follower.stays(step)
+        if moves and self._memory is not None and self._in_memory:
+            self._memory.wait_free(FREE_MEMORY_S)
 
     # ---- set-up
 

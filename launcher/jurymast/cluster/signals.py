@@ -7,6 +7,8 @@ import re
 import signal
 from dataclasses import dataclass
 
+# Our own warning of the time limit, unless the job asks for another signal.
+SLURMS_WARNING = signal.SIGUSR2
 # Sent without a time, it comes this long before the limit.
 DEFAULT_S = 60.0
 # What the batch process, the supervisor and the agents take for no more than a warning. SIGTERM and SIGINT

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from jurymast.cluster.sbatch import (
     version_of,
     words_of,
 )
+from jurymast.cluster.signals import SLURMS_WARNING, WARNINGS
 from jurymast.core.judges.slurm_variables import without_a_job
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.state.texts import did_you_mean
@@ -354,7 +355,19 @@ def script_around(plan: RunPlan, script: BatchScript) -> str:
     """The script that sbatch gets in place of a user's batch script: its options, and the command that runs
     it. Our own options are on the command line, which takes precedence."""
     run = run_module("jurymast.script", "job", plan.directory, python=plan.python)
-    return f'#!/bin/sh\n{script.head}\nexec {shlex.join(run)} "$@"\n'
+    ignore = f"{_ignore([SLURMS_WARNING])}\n" if warns_itself(plan) else ""
+    return f'#!/bin/sh\n{script.head}\n{ignore}exec {shlex.join(run)} "$@"\n'
+
+
+def warns_itself(plan: RunPlan) -> bool:
+    """Whether Slurm warns of the time limit by our own signal, which a batch script knows nothing of."""
+    return plan.sbatch_options[-1:] == (f"--signal={WARN_SIGNAL}",)
+
+
+def _ignore(signals: Iterable[signal.Signals]) -> str:
+    """The line of shell that ignores warnings until Python has started and handles them: one that comes
+    within that second would end the job, and the supervisor asks Slurm for the time limit in any case."""
+    return f"trap '' {' '.join(one.name.removeprefix('SIG') for one in signals)}"
 
 
 def render_script(plan: RunPlan, setup: Sequence[str] = ()) -> str:
@@ -381,7 +394,7 @@ def _setup_and_run(plan: RunPlan, setup: Sequence[str]) -> list[str]:
     # queue.py there must not replace Python's own. The ranks start in the plan's working directory.
     change = f"cd {shlex.quote(str(folder))} || exit {RunDirectoryError.exit_code}"
     # With exec, Python becomes the batch process, so that signals for the batch process (B:) reach it.
-    return [*setup, change, f"exec {shlex.join(batch_process(plan))}", ""]
+    return [_ignore(WARNINGS), *setup, change, f"exec {shlex.join(batch_process(plan))}", ""]
 
 
 def command(plan: RunPlan) -> tuple[str, ...]:

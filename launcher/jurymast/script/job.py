@@ -19,9 +19,8 @@ import psutil
 from jurymast import foreign
 from jurymast.cluster.allocation import from_slurm_environment, own_directory
 from jurymast.cluster.control import STILL_RUNNING, why_ending
-from jurymast.cluster.planning import WARN_SIGNAL
-from jurymast.cluster.signals import WARNINGS
-from jurymast.cluster.slurm import script_file, users_script
+from jurymast.cluster.signals import SLURMS_WARNING, WARNINGS
+from jurymast.cluster.slurm import script_file, users_script, warns_itself
 from jurymast.core.judges.slurm_variables import of_active_nodes
 from jurymast.core.state.texts import compressed
 from jurymast.rundir import RunDirectory, write_json
@@ -30,8 +29,6 @@ from jurymast.script.notes import say
 from jurymast.script.recognise import COMMENT, read_shell_script
 from jurymast.script.step import PROCESS_NAME, REACHES, UNREACHED, true_variables_file
 
-# sbatch's own warning of the time limit, unless the job asks for another signal.
-SLURMS_WARNING = signal.SIGUSR2
 TRAPS_S = 1.0
 # torch's own launchers, and what stands in a script without being run by it.
 TORCHS = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b")
@@ -51,10 +48,9 @@ def run(run_directory: str, arguments: list[str]) -> int:
     environment = of_active_nodes(os.environ, plan.nodes, plan.active, hosts)
     true = {name: value for name, value in os.environ.items() if environment[name] != value}
     write_json(true_variables_file(directory), true)
-    warns = plan.sbatch_options[-1:] == (f"--signal={WARN_SIGNAL}",)
     script = users_script(directory)
     code = run_script(
-        script, arguments, shims.with_shims(environment, directory), warns=warns,
+        script, arguments, shims.with_shims(environment, directory), warns=warns_itself(plan),
         goes_on=lambda: why_ending(allocation).why == STILL_RUNNING,
     )  # fmt: skip
     if code == 0:  # else it may not have come to its launcher
