@@ -49,6 +49,21 @@ from support.planted import (
 SEEDS = range(200)
 # Each broke a rule once.
 MENDED = {
+    "an attempt had ended before it was heard from which step it had gone on": (
+        '{"seed":101102261,"active":4,"spares":2,"ranks":2,"cadence_steps":5,"room":8,"faults":['
+        '{"at":4.84,"kind":"agent stops","node":3,"other":2,"seconds":0.3,"when":""},'
+        '{"at":6.36,"kind":"power","node":4,"other":2,"seconds":0.0,"when":""},'
+        '{"at":7.37,"kind":"flaps","node":0,"other":5,"seconds":1.37,"when":"stopping"}],'
+        '"last_step":0,"copy_s":0.0,"at_term":"leaves","tasks":false,"tests":false,"renews":false,"lives":true,"spread":"twins","least":0,"pool":null}'
+    ),
+    "a node was found bad between a requeue and the end of the job": (
+        '{"seed":101002571,"active":4,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"faults":['
+        '{"at":4.16,"kind":"gpu lost","node":2,"other":0,"seconds":0.0,"when":"stopping"},'
+        '{"at":8.4,"kind":"agent","node":2,"other":1,"seconds":3.98,"when":""},'
+        '{"at":8.59,"kind":"power","node":1,"other":1,"seconds":0.0,"when":""},'
+        '{"at":9.2,"kind":"freeze","node":4,"other":0,"seconds":4.0,"when":""}],'
+        '"last_step":0,"copy_s":0.0,"at_term":"loses","tasks":false,"tests":false,"renews":false,"lives":false,"pool":null}'
+    ),
     "an agent was told to stop an attempt of which the next supervisor knows nothing": (
         '{"seed":40000506,"active":2,"spares":1,"ranks":1,"cadence_steps":null,"room":8,"faults":['
         '{"at":6.43,"kind":"storage hangs here","node":0,"other":1,"seconds":5.11},'

@@ -488,6 +488,8 @@ class Ledger:
             self._book(to_us(event.t) - to_us(event.seconds), before)
             self._book(to_us(event.t), "restore")
             self._activity, self._step, self._numbered = "warm_up", event.step, True
+        elif isinstance(event, ev.Restored) and not (self._numbered or self._step):
+            self._number(event.step)  # another failure was heard of before
         elif isinstance(event, ev.BeganAt) and self.state.base is not None:
             if self._base is not None or not self._numbered:
                 self._number(self._step - (self._base or 0) + self.state.base)
