@@ -68,9 +68,9 @@ def train_step(
     loss = nn.functional.mse_loss(model(inputs), inputs.roll(1, dims=1))
     optimizer.zero_grad()
     loss.backward()
-    optimizer.step()
-    if args.step_time:
+    if args.step_time:  # before the update, which a rank that goes on in its process would finish first
         time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
+    optimizer.step()
 
 
 class StepFile:

@@ -91,8 +91,9 @@ def test_the_demo_loses_a_rank_and_a_node_and_nothing_else(temporary: Path, tmp_
     assert [incident["action"] for incident in told["incidents"]] == ["in process", "swap"]
     assert [one["node"] for one in told["incidents"]] == [told["rank_fault"]["node"], told["fault"]["node"]]
     assert told["fault"]["processes"] >= 4  # an agent, its torchrun host, the server it forks from, a rank
-    again = [one["step_lost_from"] - one["step_restored"] for one in told["incidents"]]
-    assert again == [0, 0]
+    for one in told["incidents"]:  # it says so if the fault struck between two ranks' updates
+        amid = "as the failure came before the end of that step" in one["reason"]
+        assert amid or one["step_lost_from"] == one["step_restored"], one["reason"]
     assert told["steps_repeated"] == told["steps_repeated_equal"]
     page = Path(told["report"])
     assert "</html>" in page.read_text()

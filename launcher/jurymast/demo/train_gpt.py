@@ -144,15 +144,18 @@ def main() -> None:
             size = sum(parameter.numel() for parameter in gpt.parameters())
             print(f"{size / 1e6:.2f} million parameters, {world_size} ranks, from step {start}", flush=True)
         printed_at, printed_step = time.monotonic(), start
+        due = 0.0
         for step in range(start, args.steps):
-            began = time.monotonic()
+            # Not after the update: if a rank is lost between that and `checkpoint.step`, all go back to the
+            # last save.
+            time.sleep(max(0.0, due - time.monotonic()))
+            due = time.monotonic() + args.step_time
             tokens, targets = batch_at(corpus, step, rank, args.batch, args.context)
             loss = model(tokens, targets)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
-            time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
             if rank == 0 and ((step + 1) % args.print_every == 0 or step + 1 == args.steps):
                 now = time.monotonic()
                 count = (step + 1 - printed_step) * args.batch * args.context * world_size

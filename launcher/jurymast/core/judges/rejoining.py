@@ -77,11 +77,18 @@ def _missing(ranks: Sequence[Rejoiner], step: int) -> str:
     lost = [number for number, rank in enumerate(ranks) if rank.part not in there]
     if lost:
         return f"no rank that lives has the shards of {_named(lost)} after step {step}"
+    if not any(rank.needs_own for rank in ranks) or not (without := _without_own(ranks, step)):
+        return ""
+    told = f"what is the own of {_named(without)} after step {step} is not there"
+    return (
+        told if _without_own(ranks, step - 1) else f"{told}, as the failure came before the end of that step"
+    )
+
+
+def _without_own(ranks: Sequence[Rejoiner], step: int) -> list[int]:
+    """The ranks for which nobody has what is their own after `step`."""
     elsewhere = _records(ranks, step)
-    without = [n for n, rank in enumerate(ranks) if step not in rank.own and n not in elsewhere]
-    if without and any(rank.needs_own for rank in ranks):
-        return f"what is the own of {_named(without)} after step {step} is not there"
-    return ""
+    return [n for n, rank in enumerate(ranks) if step not in rank.own and n not in elsewhere]
 
 
 def _records(ranks: Sequence[Rejoiner], step: int) -> dict[int, int]:
