@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from jurymast.checkpoint import RandomState, ward
 from jurymast.errors import CheckpointError
 
 pytestmark = pytest.mark.torch
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "pass_records.py"
 
 
 def test_plain_records_come_back_as_they_were() -> None:
@@ -62,6 +66,29 @@ def test_records_that_are_no_plain_values_or_too_long_are_not_passed_on() -> Non
     assert ward.why_not_passed(b"") == ""
 
 
+@pytest.mark.parametrize(
+    ("passing", "taking", "told"),
+    [
+        ("key", "key", ["[5, 6]", "1 after 6"]),
+        ("key", "another", ["[5, 6]", "rank 0 sent no record of rank 1 after step 6"]),
+        ("another", "another", ["[]"]),
+    ],
+    ids=["all-know-the-key", "what-comes-back-is-not-vouched-for", "what-is-passed-on-is-not-vouched-for"],
+)
+def test_only_who_knows_the_key_can_make_a_record(
+    tmp_path: Path, passing: str, taking: str, told: list[str]
+) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, str(rank), str(tmp_path / "store"), *keys],
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank, keys in enumerate([("key", "key"), (passing, taking)])
+    ]  # fmt: skip
+    (first, first_said), (second, second_said) = (one.communicate(timeout=120) for one in ranks)
+    assert (first.splitlines(), second.splitlines()) == (told[:1], told), first_said + second_said
+
+
 def arrived(one: ward.Ward, sender: ward.Ward, cut_after: int | None = None) -> None:
     """What `sender` has sent comes to `one`, or only its first bytes."""
     one._in[:cut_after] = sender._out[:cut_after]
@@ -71,7 +98,7 @@ def arrived(one: ward.Ward, sender: ward.Ward, cut_after: int | None = None) -> 
 def test_the_last_two_whole_records_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("isend", "irecv"):
         monkeypatch.setattr(torch.distributed, name, lambda *_, **__: None)
-    one, other = ward.Ward(), ward.Ward()
+    one, other = ward.Ward(b"key"), ward.Ward(b"key")
     one.begin(0, 1, [100, 100])
     other.begin(1, 1, [100, 100])
     assert one.rank == 1
@@ -80,7 +107,6 @@ def test_the_last_two_whole_records_are_kept(monkeypatch: pytest.MonkeyPatch) ->
         other.pass_on(step, f"of {step}".encode() * 10)
         arrived(one, other)
     assert sorted(one.steps) == [5, 6]
-    assert one.read(6) == b"of 6" * 10
     other._works = []
     other.pass_on(7, b"of 7, and of nothing else!" * 2)
     arrived(one, other, cut_after=50)

@@ -30,7 +30,7 @@ from jurymast.checkpoint.live import LiveState
 from jurymast.core.judges.rejoining import GoBack, GoOn, Rejoiner, are_alike, has_no_twin, newest_whole
 from jurymast.core.state import within
 from jurymast.core.state.images import LIVE
-from jurymast.errors import CheckpointError
+from jurymast.errors import CheckpointError, RunDirectoryError
 from jurymast.worker import link, sockets, stack_signal
 from jurymast.worker import rank as rank_start
 from jurymast.worker.sparing import JOINS_VARIABLE, OWN_BYTES_MAX, Pipes, RankSide
@@ -69,16 +69,17 @@ def run(checkpointer: Checkpointer, train: Callable[[int], T]) -> T:
     if why_not := _why_not() or live.why_not():  # the same on all ranks
         _say_that_all_restart(why_not)
         return train(checkpointer.restore())
-    side, why_not = None, ""
+    side, key, why_not = None, b"", ""
     try:
+        key = ward.key_of_run()
         side = RankSide(pipes, link.local_rank())
-    except OSError as error:
+    except (OSError, RunDirectoryError) as error:
         why_not = str(error)
     ports, found = _meet(checkpointer, why_not)
     if side is None or found:
         _say_that_all_restart(found)
         return train(checkpointer.restore())
-    return Member(checkpointer, live, side, ports).run(train)
+    return Member(checkpointer, live, side, ports, key).run(train)
 
 
 def _say_that_all_restart(why: str) -> None:
@@ -90,7 +91,7 @@ def _meet(checkpointer: Checkpointer, why_not: str = "") -> tuple[tuple[int, ...
     """Return the ports of all ranks, and why one of them cannot be spared, which this one says in `why_not`;
     "" if all can. Collective, and the first thing that ranks of an attempt say to each other."""
     told = checkpointer.group().gather((why_not, list(sockets.listening())))
-    failed = [f"rank {rank} cannot reach its host: {why}" for rank, (why, _) in enumerate(told) if why]
+    failed = [f"rank {rank} cannot be spared: {why}" for rank, (why, _) in enumerate(told) if why]
     return tuple({port for _, ports in told for port in ports}), "".join(failed[:1])
 
 
@@ -112,9 +113,14 @@ class Member:
     """This rank, from `run` until that returns."""
 
     def __init__(
-        self, checkpointer: Checkpointer, live: LiveState, side: RankSide, ports: tuple[int, ...]
+        self,
+        checkpointer: Checkpointer,
+        live: LiveState,
+        side: RankSide,
+        ports: tuple[int, ...],
+        key: bytes,
     ) -> None:
-        """`ports`: see `_meet`."""
+        """`ports`: see `_meet`; `key`: see `ward.key_of_run`."""
         self._checkpointer, self._live, self._side = checkpointer, live, side
         self._groups = regroup.GroupsBefore()
         self._main = threading.main_thread().ident
@@ -133,7 +139,7 @@ class Member:
         self._raised_at = -RAISED_S  # the last LeaveStep, which may take a while to come through
         self._keeps_own = True
         self._own_s, self._own_count, self._own_since = 0.0, 0, 0.0
-        self._ward = ward.Ward()
+        self._ward = ward.Ward(key)
         self._no_twin = False  # a rank has shards that no other rank has
 
     # ---- the script's function
@@ -410,9 +416,10 @@ class Member:
                 size_bytes = self._live.take(giver, found.step, group.process_group)
         for owner, keeper in sorted(found.records.items()):
             if group.rank == keeper:
-                ward.give(self._ward.read(found.step), owner)
+                self._ward.give(found.step)
             elif group.rank == owner:
-                self._live.set_own(ward.take(keeper), foreign=True)
+                record = self._ward.take(owner, found.step, keeper)
+                self._live.set_own(record, foreign=True)
         if own is not None:
             self._live.set_own(own)
         return size_bytes

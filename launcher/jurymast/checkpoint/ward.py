@@ -1,14 +1,17 @@
 """What is a rank's own, on a rank of another node as well, so that the loss of a node costs no step either.
 
 After each step a rank passes its record on to its keeper, and takes that of its ward, over the process group
-while the next step is under way. Connections of a process group are not authenticated: what comes over them
-is read with `plain_loads`, which calls nothing.
+while the next step is under way. Connections of a process group are not authenticated: each record has a code
+that only who knows the run's secret can make, and is read with `plain_loads`, which calls nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import importlib
 import io
+import os
 import pickle
 import struct
 import sys
@@ -20,16 +23,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from jurymast.checkpoint.tree import is_plain
 from jurymast.errors import CheckpointError
+from jurymast.rundir import RunDirectory
 
 _TAG = 0x6A6D
-_HEAD = struct.Struct("qqQ")  # the step, the length, and a hash of what follows
+_CODE_BYTES = 16
+_HEAD = struct.Struct(f"qq{_CODE_BYTES}s")  # the step, the length, and the code of what follows
+_WHAT = struct.Struct("qq")  # the rank whose record it is, and the step, which the code vouches for as well
 # What a record may grow by, within an attempt, beyond the longest at its first step.
 _HEADROOM_BYTES = 1 << 12
-PASSED_BYTES_MAX = 1 << 16  # of a record: it is a part of each step's traffic
+PASSED_BYTES_MAX = 1 << 16  # of a record at that step: it is a part of each step's traffic
 RECORDS = 2  # ranks differ by a step at most
 _LAST_S = 1.0  # how long a rank whose connections were cut waits for what was under way
 
@@ -105,12 +110,20 @@ def why_not_passed(data: bytes) -> str:
 # ---- their way
 
 
+def key_of_run() -> bytes:
+    """The key of the codes of this run's records. Raises RunDirectoryError."""
+    secret = RunDirectory(os.environ["JURYMAST_RUN_DIR"]).secret()
+    return hmac.digest(secret, b"records of ranks", "sha256")
+
+
 class Ward:
     """This rank's part: it passes its records on to its keeper, and keeps the last two of its ward."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes) -> None:
+        """`key`: see `key_of_run`."""
         self.rank = -1  # whose records are kept
-        self._keeper = -1
+        self._key = key
+        self._own = self._keeper = -1
         self._kept: dict[int, bytes] = {}
         self._works: list[Any] = []
         self._out = self._in = torch.empty(0, dtype=torch.uint8)
@@ -119,18 +132,15 @@ class Ward:
     def steps(self) -> tuple[int, ...]:
         return tuple(self._kept)
 
-    def read(self, step: int) -> bytes:
-        return self._kept[step]
-
     def begin(self, rank: int, each: int, sizes: Sequence[int]) -> None:
         """Begin to pass records on in this attempt. `each`: ranks of a node; `sizes`: those of all ranks'
         records in bytes, of all of which it is known that they may be."""
-        world, room = len(sizes), _HEAD.size + max(sizes) + _HEADROOM_BYTES
-        self._keeper, ward = (rank + each) % world, (rank - each) % world
+        world, room = len(sizes), max(sizes) + _HEADROOM_BYTES
+        self._own, self._keeper, ward = rank, (rank + each) % world, (rank - each) % world
         if ward != self.rank:
             self._kept = {}
         self.rank = ward
-        self._out, self._in = (torch.empty(room, dtype=torch.uint8) for _ in range(2))
+        self._out, self._in = _buffer(room), _buffer(room)
 
     def end(self) -> None:
         """The attempt has ended: take what had arrived by then, and pass nothing on."""
@@ -147,14 +157,26 @@ class Ward:
         if self._keeper < 0:
             return
         self._finish()
-        if _HEAD.size + len(data) > len(self._out):
-            data = b""
-        out = memoryview(self._out.numpy())
-        _HEAD.pack_into(out, 0, step, len(data), xxhash.xxh3_64_intdigest(data))
-        out[_HEAD.size : _HEAD.size + len(data)] = data
+        self._write(self._out, self._own, step, data)
         self._works = [
             dist.isend(self._out, self._keeper, tag=_TAG), dist.irecv(self._in, self.rank, tag=_TAG),
         ]  # fmt: skip
+
+    def give(self, step: int) -> None:
+        """Send the ward's record of `step` back to it."""
+        buffer = _buffer(PASSED_BYTES_MAX + _HEADROOM_BYTES)
+        self._write(buffer, self.rank, step, self._kept[step])
+        dist.send(buffer, self.rank, tag=_TAG)
+
+    def take(self, rank: int, step: int, keeper: int) -> bytes:
+        """Receive this rank's own record of `step` from its `keeper`. Raises CheckpointError if what comes is
+        none."""
+        buffer = _buffer(PASSED_BYTES_MAX + _HEADROOM_BYTES)
+        dist.recv(buffer, keeper, tag=_TAG)
+        came, data = self._read(buffer, rank)
+        if not data or came != step:
+            raise CheckpointError(f"rank {keeper} sent no record of rank {rank} after step {step}")
+        return data
 
     def _finish(self, *limit: timedelta) -> None:
         """Wait for what is under way, which has had a step's time."""
@@ -172,25 +194,37 @@ class Ward:
 
     def _keep(self) -> None:
         """Take what is in the buffer, if that is all of a record."""
-        data = memoryview(self._in.numpy())
-        step, size, digest = _HEAD.unpack_from(data)
-        record = bytes(data[_HEAD.size : _HEAD.size + size]) if size > 0 else b""
-        if len(record) != size or xxhash.xxh3_64_intdigest(record) != digest or not record:
+        step, record = self._read(self._in, self.rank)
+        if not record:
             return
         self._kept[step] = record
         while len(self._kept) > RECORDS:
             del self._kept[min(self._kept)]
 
+    # ---- what goes over a connection
 
-def give(data: bytes, taker: int) -> None:
-    """Send a record to the rank whose own it is."""
-    dist.send(torch.tensor([len(data)]), taker)
-    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), taker)
+    def _write(self, buffer: torch.Tensor, rank: int, step: int, data: bytes) -> None:
+        """Write the record of `rank`; none, if it does not fit."""
+        out = memoryview(buffer.numpy())
+        if _HEAD.size + len(data) > len(out):
+            data = b""
+        _HEAD.pack_into(out, 0, step, len(data), self._code(rank, step, data))
+        out[_HEAD.size : _HEAD.size + len(data)] = data
+
+    def _read(self, buffer: torch.Tensor, rank: int) -> tuple[int, bytes]:
+        """Return the step and the record of `rank`; b"" if there is none, or not all of it."""
+        data = memoryview(buffer.numpy())
+        step, size, code = _HEAD.unpack_from(data)
+        record = bytes(data[_HEAD.size : _HEAD.size + size]) if size > 0 else b""
+        whole = len(record) == size and hmac.compare_digest(code, self._code(rank, step, record))
+        return step, record if whole else b""
+
+    def _code(self, rank: int, step: int, data: bytes) -> bytes:
+        code = hashlib.blake2b(_WHAT.pack(rank, step), key=self._key, digest_size=_CODE_BYTES)
+        code.update(data)
+        return code.digest()
 
 
-def take(keeper: int) -> bytes:
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, keeper)
-    data = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(data, keeper)
-    return data.numpy().tobytes()
+def _buffer(room: int) -> torch.Tensor:
+    """Memory for a record of up to `room` bytes."""
+    return torch.zeros(_HEAD.size + room, dtype=torch.uint8)
