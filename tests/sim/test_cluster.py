@@ -49,6 +49,17 @@ from support.planted import (
 SEEDS = range(200)
 # Each broke a rule once.
 MENDED = {
+    "an ill node kept its ranks while another was about to be ready again": (
+        '{"seed":101202084,"active":3,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"faults":['
+        '{"at":3.87,"kind":"supervisor","node":1},{"at":16.93,"kind":"gpu lost","node":2,"other":3}],'
+        '"last_step":92,"tasks":true,"spread":"apart"}'
+    ),
+    "ranks that stand still have nothing that could be replicated": (
+        '{"seed":101203064,"active":3,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"faults":['
+        '{"at":4.18,"kind":"supervisor","node":1,"other":3},{"at":6.28,"kind":"gpu lost","node":2,"other":1},'
+        '{"at":7.32,"kind":"freeze","node":1,"other":1,"seconds":4.0},'
+        '{"at":14.56,"kind":"signal all","node":0,"other":1}],"last_step":0,"at_term":"stays"}'
+    ),
     "an attempt had ended before it was heard from which step it had gone on": (
         '{"seed":101102261,"active":4,"spares":2,"ranks":2,"cadence_steps":5,"room":8,"faults":['
         '{"at":4.84,"kind":"agent stops","node":3,"other":2,"seconds":0.3,"when":""},'

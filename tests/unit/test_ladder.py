@@ -281,3 +281,21 @@ def test_a_lost_node_that_is_back_already_is_better_than_a_requeue() -> None:
     assert launch.attempt == 2
     assert away in launch.placement
     assert gone not in launch.placement
+
+
+def test_an_ill_node_leaves_for_good_also_where_another_is_about_to_be_ready_again() -> None:
+    story = Story(active=2, spares=1).running()
+    assert story.state.placement == ("n2", "n3")
+    story.feed(
+        ev.HealthFound(
+            t=story.t, node="n3", probe="p", code="c", verdict="bad", kind="hardware", message="m", at=story.t
+        )
+    )
+    story.feed(ev.WorkersStopped(t=story.t, node="n2", attempt=1, store_port=0))
+    assert story.state.nodes["n2"].role is not Role.ACTIVE
+    story.feed(ev.WorkersStopped(t=story.t, node="n3", attempt=1, store_port=29500))
+    assert "unless ready again soon" in story.incident.reason
+    story.feed(ev.NodeReady(t=story.t, node="n2", store_port=29500))
+    story.backed_off()
+    assert story.last(Launch).placement == ("n2", "n1")
+    assert [blame.node for blame in story.state.blames] == ["n3"]

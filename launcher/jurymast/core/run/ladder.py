@@ -75,7 +75,7 @@ def _decide(state: RunState, cause: Cause) -> Decision:
     able = [node for node in (*back, *coming) if node.name not in blamed]
     if len(spares) + len(able) >= len(bad):
         names = some(bad, NODES_TOLD)
-        return Decision("swap", f"{why}: {names} out, unless ready again soon", bad, wait_s)
+        return Decision("swap", f"{why}: {names} out, unless ready again soon", bad, wait_s, blames=blames)
     if not (why_not := refill.why_not_held(state)):
         why += f": {some(bad, NODES_TOLD)} out, held for a node in its place"
         return Decision("swap", why, bad, wait_s, blames=blames)

@@ -522,14 +522,16 @@ class Oracle:
 
     def _look_at_replicas(self, supervisor: SimSupervisor) -> None:
         """Check that all others together have some state, whichever node is lost, once all has been calm. A
-        pair of nodes that could not reach each other is left alone for long."""
-        now, state = self.cluster.world.now, supervisor.state
+        pair of nodes that could not reach each other is left alone for long. Ranks that stand still save
+        nothing."""
+        now, state, newest = self.cluster.world.now, supervisor.state, self._newest
         up_at = state.up_at - supervisor.now + now
         backs = (back.at + BACK_LIMIT_S for back in self.cluster.disk.rollbacks)
         calm_since = max([self._supervises_since, up_at, *self.touched.values(), *backs])
         calm = state.phase is Phase.RUNNING and state.incident is None and now > calm_since + CALM_S
         room = self.cluster.wanted.room > 1 and not supervisor.machine.departure.begun
         calm = calm and not self.cluster.network.any_cut and all(map(supervisor.connected, state.placement))
+        calm = calm and newest is not None and now < newest.beat_at + CALM_S
         if not (calm and room and self._complete) or self._kept_twice():
             self._kept_at = now
         elif now > self._kept_at + KEPT_LIMIT_S:
