@@ -304,6 +304,22 @@ def test_ranks_that_wait_to_be_moved_go_on_if_nothing_comes_of_it() -> None:
     assert len(site.told()) == 2, "and nothing more is proposed"
 
 
+def test_ranks_that_wait_to_be_moved_go_on_after_another_supervisor_has_taken_over() -> None:
+    """Which knows nothing of the move, and sees no steps by which it could learn how long one takes."""
+    site, waits_at = moving()
+    site.go_on((waits_at - site.done) * STEP_S)
+    site.saved(0.1)
+    assert site.told()[-1].stays
+    site.agreement = Agreement(site.state)
+    for _ in range(10):
+        site.time += STEP_S
+        site.beat("a")
+        site.beat("b")
+        site.look()
+    assert not site.orders[-1].schedule.stays
+    assert [one.reason for one in site.told()][1:] == ["the ranks stay where they are, and go on"]
+
+
 def test_ranks_are_moved_without_a_save_if_their_memory_never_has_room() -> None:
     site, _ = moving()
     site.go_on(1.0)

@@ -170,7 +170,10 @@ def _asked(e: Entry) -> str:
 
 def _cadence_set(e: Entry) -> str:
     if e.get("by"):
-        return f"all ranks save at step {e['first_step']}, requested by {e['by']}"
+        then = ", and wait there to be placed anew" if e.get("stays") else ""
+        return f"all ranks save at step {e['first_step']}, requested by {e['by']}{then}"
+    if not e["every_steps"]:
+        return f"all ranks save at step {e['first_step']}: {e['reason']}"
     every_s = e["every_steps"] * e["step_s"]
     return (
         f"all ranks save every {count(e['every_steps'], 'step')} ({duration(every_s)}) from step "

@@ -232,7 +232,8 @@ class Agreement:
         told = self.state.cadence
         self._every = told.every_steps if told is not None else 0
         confirmed = any(seen.decided == number for seen in self._seen.values())
-        confirmed |= told is not None and told.number == number
+        if told is not None and told.number == number:
+            confirmed, self._stays_at = True, told.first_step if told.stays else math.inf
         return self._decide(self._current, number if confirmed else -number, now)
 
     # ---- deciding
@@ -250,7 +251,12 @@ class Agreement:
         self._measure(now, copying)
         if adopted := self._adopt(now):
             return adopted
-        if not self.samples or self._undecided():
+        if self._undecided():
+            return []
+        if self._stays_at < math.inf and not any(wait.moves for wait in self._waiting.values()):
+            self._see_all()
+            return self._propose(0, 0.0, "the ranks stay where they are, and go on", now)
+        if not self.samples:
             return []
         self._look_at = now + SAMPLE_S
         if self._asks:
@@ -258,9 +264,6 @@ class Agreement:
             by, self._asks = "; ".join(self._asks), []
             self._see_all()
             return self._propose(0, 0.0, f"requested by {by}", now, by, stays=stays)
-        if self._stays_at < math.inf and not any(wait.moves for wait in self._waiting.values()):
-            self._see_all()
-            return self._propose(0, 0.0, "the ranks stay where they are, and go on", now)
         if self._steps is None and now >= self._changed_at + HOLD_S:
             interval_s, reason = self._interval(now)
             every = max(1, round(interval_s / self.step_s))
@@ -362,7 +365,7 @@ class Agreement:
         told = self.state.cadence
         self._proposed = ev.CadenceSet(
             t=now, attempt=self._attempt, number=number, from_step=at, first_step=first,
-            every_steps=repeat, reason=reason, by=by, step_s=round(self.step_s, 6),
+            every_steps=repeat, reason=reason, by=by, stays=stays, step_s=round(self.step_s, 6),
             interval_s=round(interval_s or (told.interval_s if told else 0.0), 3),
             stall_s=round(saving.stall_s, 6), copy_s=round(saving.copy_s, 3),
             slowdown=round(saving.slowdown, 4), mtbf_s=expected_mtbf_s(self.state, now),

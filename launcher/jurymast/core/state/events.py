@@ -424,6 +424,7 @@ class CadenceSet(Event, frozen=True, kw_only=True):
 
     `interval_s` is the time wanted between saves, from `stall_s` (0.0: not measured yet) and `mtbf_s`;
     `slowdown` is how much slower training is while copies are written. `by` asked for a save now, if anybody.
+    `stays`: ranks wait at `first_step` to be placed anew.
     """
 
     attempt: int
@@ -433,6 +434,7 @@ class CadenceSet(Event, frozen=True, kw_only=True):
     every_steps: int
     reason: str
     by: str = ""
+    stays: bool = False
     step_s: float = 0.0
     interval_s: float = 0.0
     stall_s: float = 0.0
