@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "slurm"))
 
 from benchmarks import common
 from benchmarks.chaotic.checker import Evidence, load, may_be, wrong
-from benchmarks.chaotic.plans import KINDS, NODES, Plan, random_plan, seeds
+from benchmarks.chaotic.plans import KINDS, NODES, Plan, each_kind, random_plan, seeds
 from benchmarks.chaotic.trial import conf, play, stage
 from benchmarks.common import JURYMAST, Row, Target
 from jurymast.errors import JurymastError
@@ -121,6 +121,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_PLANS} plans")
     parser.add_argument("--plans", type=int, default=PLANS, help=f"how many [{PLANS}]")
+    parser.add_argument("--each", action="store_true", help="each kind once, on a run of its own")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no plan after so long")
     parser.add_argument("--seed", type=int, help="of the campaign [drawn, and printed]")
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=[], metavar="KIND",
@@ -153,9 +154,14 @@ def check_again(folders: list[Path]) -> int:
 def _plans(arguments: argparse.Namespace) -> tuple[int | None, list[Plan]]:
     if arguments.replay:
         return None, [Plan.from_json(path.read_text()) for path in arguments.replay]
-    seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4), "big")
-    count = QUICK_PLANS if arguments.quick else arguments.plans
-    drawn = (random_plan(one, tuple(arguments.only)) for one in seeds(seed, count))
+    only = tuple(arguments.only)
+    seed = None
+    if arguments.each:
+        drawn = each_kind(only)
+    else:
+        seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4), "big")
+        count = QUICK_PLANS if arguments.quick else arguments.plans
+        drawn = [random_plan(one, only) for one in seeds(seed, count)]
     return seed, [replace(plan, silent_s=arguments.silence) for plan in drawn]
 
 

@@ -106,6 +106,9 @@ NEEDS_LOADER, NEEDS_SPARE = frozenset({"loader"}), frozenset({"corrupt memory"})
 # The script's own faults: a third of one kind without a step between them would rightly end the run.
 SCRIPTS_OWN = frozenset({"raises", "segfault", "loader"})
 MOST_OF_SCRIPT = 2
+# What these did shows only when something else strikes later.
+SHOWN_BY = {"corrupt": "requeued", "corrupt memory": "power", "standby": "supervisor", "guard": "agent"}
+EACH_AT, SHOWN_AT = 60, 100
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,19 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
         local=chance.random() < 0.3, peer=chance.random() < 0.9,
         shared_s=chance.choice((0.0, 0.0, 2.0)),
     )  # fmt: skip
+
+
+def each_kind(only: tuple[str, ...] = ()) -> list[Plan]:
+    """A plan for each kind, in which nothing else strikes but what makes it show."""
+    plans = []
+    for seed, (name, kind) in enumerate(KINDS.items(), 1):
+        faults = [Fault(EACH_AT, name, other=1, seconds=kind.longest_s)]
+        if shown_by := SHOWN_BY.get(name):
+            faults.append(Fault(SHOWN_AT, shown_by))
+        plan = Plan(seed, 2, 1, tuple(faults), loader=name in NEEDS_LOADER, local=name == "disk full",
+                    shared_s=1.0)  # fmt: skip
+        plans += [plan] if not only or name in only else []
+    return plans
 
 
 def _drawn(chance: random.Random, kinds: dict[str, Kind], faults: list[Fault]) -> str:

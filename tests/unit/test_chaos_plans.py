@@ -19,6 +19,7 @@ from benchmarks.chaotic.plans import (
     Plan,
     cancels,
     destroys,
+    each_kind,
     loses_replicas,
     random_plan,
     seeds,
@@ -41,6 +42,13 @@ def test_every_kind_is_drawn_and_a_campaign_has_at_least_21() -> None:
     drawn = {fault.kind for seed in seeds(1, MANY) for fault in random_plan(seed).faults}
     assert drawn == set(KINDS)
     assert len(drawn) >= 21
+
+
+def test_each_kind_can_be_struck_on_a_run_of_its_own() -> None:
+    plans = each_kind()
+    assert [plan.faults[0].kind for plan in plans] == list(KINDS)
+    assert [plan.faults[0].kind for plan in each_kind(("power", "loader"))] == ["power", "loader"]
+    assert all(Plan.from_json(plan.to_json()) == plan for plan in plans)
 
 
 def test_a_plan_asks_for_nothing_that_would_rightly_end_the_run_or_cannot_be() -> None:
