@@ -121,7 +121,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_PLANS} plans")
     parser.add_argument("--plans", type=int, default=PLANS, help=f"how many [{PLANS}]")
-    parser.add_argument("--each", action="store_true", help="each kind once, on a run of its own")
+    parser.add_argument(
+        "--each", type=int, nargs="?", const=1, metavar="N", help="each kind once, N on a run [1]"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no plan after so long")
     parser.add_argument("--seed", type=int, help="of the campaign [drawn, and printed]")
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=[], metavar="KIND",
@@ -157,7 +159,7 @@ def _plans(arguments: argparse.Namespace) -> tuple[int | None, list[Plan]]:
     only = tuple(arguments.only)
     seed = None
     if arguments.each:
-        drawn = each_kind(only)
+        drawn = each_kind(only, arguments.each)
     else:
         seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4), "big")
         count = QUICK_PLANS if arguments.quick else arguments.plans

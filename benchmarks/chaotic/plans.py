@@ -108,7 +108,9 @@ SCRIPTS_OWN = frozenset({"raises", "segfault", "loader"})
 MOST_OF_SCRIPT = 2
 # What these did shows only when something else strikes later.
 SHOWN_BY = {"corrupt": "requeued", "corrupt memory": "power", "standby": "supervisor", "guard": "agent"}
-EACH_AT, SHOWN_AT = 60, 100
+EACH_AT, SHOWN_AFTER = 60, 40
+# So far that what led to an incident is known.
+APART_STEPS = 320
 
 
 @dataclass(frozen=True)
@@ -176,16 +178,23 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
     )  # fmt: skip
 
 
-def each_kind(only: tuple[str, ...] = ()) -> list[Plan]:
-    """A plan for each kind, in which nothing else strikes but what makes it show."""
+def each_kind(only: tuple[str, ...] = (), a_run: int = 1) -> list[Plan]:
+    """Plans in which each kind strikes once, `a_run` of them far from each other, and what makes it show."""
+    kinds = [name for name in KINDS if not only or name in only]
+    count = -(-len(kinds) // a_run)
     plans = []
-    for seed, (name, kind) in enumerate(KINDS.items(), 1):
-        faults = [Fault(EACH_AT, name, other=1, seconds=kind.longest_s)]
-        if shown_by := SHOWN_BY.get(name):
-            faults.append(Fault(SHOWN_AT, shown_by))
-        plan = Plan(seed, 2, 1, tuple(faults), loader=name in NEEDS_LOADER, local=name == "disk full",
-                    shared_s=1.0)  # fmt: skip
-        plans += [plan] if not only or name in only else []
+    for number in range(count):
+        faults: list[Fault] = []
+        for at, name in enumerate(kinds[number::count]):
+            at = EACH_AT + at * APART_STEPS
+            faults.append(Fault(at, name, other=1, seconds=KINDS[name].longest_s))
+            if shown_by := SHOWN_BY.get(name):
+                faults.append(Fault(at + SHOWN_AFTER, shown_by))
+        struck = {fault.kind for fault in faults}
+        plans.append(
+            Plan(number + 1, 2, min(a_run, 3), tuple(faults), loader=bool(struck & NEEDS_LOADER),
+                 local="disk full" in struck, shared_s=1.0, steps=STEPS + (a_run - 1) * APART_STEPS)
+        )  # fmt: skip
     return plans
 
 

@@ -44,11 +44,14 @@ def test_every_kind_is_drawn_and_a_campaign_has_at_least_21() -> None:
     assert len(drawn) >= 21
 
 
-def test_each_kind_can_be_struck_on_a_run_of_its_own() -> None:
-    plans = each_kind()
-    assert [plan.faults[0].kind for plan in plans] == list(KINDS)
-    assert [plan.faults[0].kind for plan in each_kind(("power", "loader"))] == ["power", "loader"]
+@pytest.mark.parametrize("a_run", [1, 3])
+def test_each_kind_can_be_struck_once(a_run: int) -> None:
+    plans = each_kind(a_run=a_run)
+    assert len(plans) == -(-len(KINDS) // a_run)
+    assert {fault.kind for plan in plans for fault in plan.faults} == set(KINDS)
     assert all(Plan.from_json(plan.to_json()) == plan for plan in plans)
+    assert all(fault.at < plan.steps for plan in plans for fault in plan.faults)
+    assert [plan.faults[0].kind for plan in each_kind(("power", "loader"))] == ["power", "loader"]
 
 
 def test_a_plan_asks_for_nothing_that_would_rightly_end_the_run_or_cannot_be() -> None:
