@@ -192,7 +192,7 @@ def each_kind(only: tuple[str, ...] = (), a_run: int = 1) -> list[Plan]:
                 faults.append(Fault(at + SHOWN_AFTER, shown_by))
         struck = {fault.kind for fault in faults}
         plans.append(
-            Plan(number + 1, 2, min(a_run, 3), tuple(faults), loader=bool(struck & NEEDS_LOADER),
+            Plan(number + 1, 2, min(a_run, 2), tuple(faults), loader=bool(struck & NEEDS_LOADER),
                  local="disk full" in struck, shared_s=1.0, steps=STEPS + (a_run - 1) * APART_STEPS)
         )  # fmt: skip
     return plans
