@@ -106,9 +106,9 @@ NEEDS_LOADER, NEEDS_SPARE = frozenset({"loader"}), frozenset({"corrupt memory"})
 # The script's own faults: a third of one kind without a step between them would rightly end the run.
 SCRIPTS_OWN = frozenset({"raises", "segfault", "loader"})
 MOST_OF_SCRIPT = 2
-# What these did shows only when something else strikes later.
-SHOWN_BY = {"corrupt": "requeued", "corrupt memory": "power", "standby": "supervisor", "guard": "agent"}
-EACH_AT, SHOWN_AFTER = 60, 40
+# What these did shows only when something else strikes, before anything newer is saved there.
+SHOWN_BY = {"corrupt": "crash", "corrupt memory": "crash", "standby": "supervisor"}
+EACH_AT = 60
 # So far that what led to an incident is known.
 APART_STEPS = 320
 
@@ -189,11 +189,12 @@ def each_kind(only: tuple[str, ...] = (), a_run: int = 1) -> list[Plan]:
             at = EACH_AT + at * APART_STEPS
             faults.append(Fault(at, name, other=1, seconds=KINDS[name].longest_s))
             if shown_by := SHOWN_BY.get(name):
-                faults.append(Fault(at + SHOWN_AFTER, shown_by))
+                faults.append(Fault(at, shown_by))
         struck = {fault.kind for fault in faults}
         plans.append(
             Plan(number + 1, 2, min(a_run, 2), tuple(faults), loader=bool(struck & NEEDS_LOADER),
-                 local="disk full" in struck, shared_s=1.0, steps=STEPS + (a_run - 1) * APART_STEPS)
+                 local="disk full" in struck, peer="corrupt" not in struck, shared_s=1.0,
+                 steps=STEPS + (a_run - 1) * APART_STEPS)
         )  # fmt: skip
     return plans
 
