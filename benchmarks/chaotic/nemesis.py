@@ -171,7 +171,12 @@ class Nemesis:
         return "", None
 
     def _processes(self, node: str, words: str) -> list[Process]:
-        found = [one for one in self.cluster.processes(node) if words in one.command and one.uid != 0]
+        """Of the user's; not the srun that started them, whose command holds theirs."""
+        found = [
+            one
+            for one in self.cluster.processes(node)
+            if words in one.command and one.uid != 0 and not one.command.startswith("srun ")
+        ]
         if not found:
             raise NotPossibleError(f"no process of {words} on {node}")
         return found
