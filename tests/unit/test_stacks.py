@@ -388,6 +388,14 @@ def stand_here():
 stand_here()
 """
 SLEEPS = "import time; time.sleep(600)"
+# Blocks the signal until it was sent; another thread would take it meanwhile if it were sent to the process.
+BLOCKS = """import signal, threading, time
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [stack_signal.NUMBER])
+    while stack_signal.NUMBER not in signal.sigpending():
+        time.sleep(0.01)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [stack_signal.NUMBER])
+    time.sleep(600)"""
 # Holds the interpreter's lock in C code for minutes.
 COUNTS = "sum(range(10 ** 11))"
 
@@ -449,6 +457,15 @@ def test_ranks_tell_where_they_stand_even_with_the_interpreters_lock_held(
         assert "SigCgt:" in part
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+
+
+def test_the_main_thread_answers_even_if_another_could_before_it(tmp_path: Path) -> None:
+    with rank_process(tmp_path, 0, BLOCKS) as pid:
+        wait_until("the block", lambda: not stack_signal.listens(pid))
+        stack_signal.ask(pid)
+        answer = tmp_path / stack_signal.file_name(1, 0)
+        wait_until("the answer", lambda: "in <module>" in answer.read_text())
+        assert any(frame.function == "stand_here" for frame in frames(answer.read_text()))
 
 
 def test_what_cannot_answer_is_not_waited_for_and_not_killed_by_the_question(

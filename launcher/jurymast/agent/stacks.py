@@ -262,7 +262,7 @@ def _ask(ranks: list[_SeenRank], end: float) -> None:
         if _can_answer(rank) and stack_signal.listens(rank.pid):
             with suppress(OSError):  # an earlier answer must not count
                 os.truncate(rank.dump, 0)
-            os.kill(rank.pid, stack_signal.NUMBER)
+            stack_signal.ask(rank.pid)
             waiting.append(rank)
     for rank in ranks:
         rank.proc = {name: _text_of(f"/proc/{rank.pid}/{name}") for name in PROC_FILES}
@@ -299,7 +299,7 @@ def _ask_workers(rank: _SeenRank, end: float) -> None:
 def _ask_one(process: _SeenRank, end: float) -> None:
     with suppress(OSError):
         os.truncate(process.dump, 0)
-        os.kill(process.pid, stack_signal.NUMBER)
+        stack_signal.ask(process.pid)
     while time.monotonic() < end and not process.answered():
         time.sleep(POLL_S)
 

@@ -6,9 +6,11 @@ answers as well. A rank that is stopped, or stuck in the kernel, does not.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import fcntl
 import os
+import platform
 import resource
 import signal
 
@@ -20,8 +22,10 @@ FLIGHT_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
 
 # The descriptor kept for the answers is below this, and below the process's limit.
 HIGH_DESCRIPTOR = 1024
-# Heads the stack of the thread that received the signal: the main thread, unless it blocks the signal.
+# Heads the stack of the thread that received the signal, which is the main thread's.
 OWN_THREAD = "Current thread"
+# The number of the system call tgkill, which C libraries have a function for only since 2019.
+_TGKILL = {"x86_64": 234, "aarch64": 131}
 
 
 def file_name(attempt: int, local_rank: int) -> str:
@@ -54,11 +58,26 @@ def _high_descriptor() -> int:
     return max(3, most - 8)
 
 
+def ask(pid: int) -> None:
+    """Send the signal to the process's main thread. What is sent to the process any thread may take, as it
+    does while the main thread waits for a processor: no stack is then known to be the main thread's. OSError
+    if the process is gone."""
+    call = _TGKILL.get(platform.machine())
+    if call is None:
+        os.kill(pid, NUMBER)
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ctypes.c_long(call), pid, pid, int(NUMBER)) != 0:
+        raise OSError(ctypes.get_errno(), "tgkill")
+
+
 def listens(pid: int) -> bool:
-    """Return whether the process catches the signal, which would end it otherwise. See proc(5): SigCgt."""
+    """Return whether the process catches the signal, which would end it otherwise, and its main thread does
+    not block it. See proc(5): SigCgt, SigBlk."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8") as file:
-            caught = next((line for line in file if line.startswith("SigCgt:")), "")
+            words = dict(line.split(":", 1) for line in file if line.startswith(("SigCgt:", "SigBlk:")))
     except OSError:
         return False
-    return bool(int(caught.partition(":")[2] or "0", 16) >> (NUMBER - 1) & 1)
+    caught, blocked = (int(words.get(name, "0"), 16) >> (NUMBER - 1) & 1 for name in ("SigCgt", "SigBlk"))
+    return bool(caught and not blocked)
