@@ -194,6 +194,11 @@ storage_option: Callable[[Any], Any] = click.option(
 durations_option = file_option(
     "--durations", "figures", help="YAML with measured durations in place of the packaged ones."
 )
+recovery_option = click.option(
+    "--recovery", "in_process", type=click.Choice(["restart", "in-process"]), default="restart",
+    callback=lambda _context, _parameter, value: value == "in-process",
+    help="What ranks that live do after a failure; in-process: the script calls Checkpointer.run.  [restart]",
+)  # fmt: skip
 charts_option = file_option("--html", help="Write an HTML page with charts.")
 
 

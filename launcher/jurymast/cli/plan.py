@@ -17,6 +17,7 @@ from jurymast.cli.options import (
     examples,
     file_option,
     json_option,
+    recovery_option,
     resolved_policy,
     show,
     show_json,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     "--target", type=Number(0.5, 1.0, max_open=True), metavar="SHARE",
     help="Goodput for which to show the storage bandwidth needed.  [0.95]",
 )  # fmt: skip
+@recovery_option
 @charts_option
 @json_option
 def command(
@@ -118,6 +120,7 @@ def _question(policy: Resolved, given: dict[str, Any]) -> Question:
         "target": given["target"],
         "cadence_s": settings.cadence_s,
         "spares": policy.policy.spares,
+        "in_process": given["in_process"],
     }
     return Question(
         nodes=given["nodes"],

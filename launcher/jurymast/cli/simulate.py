@@ -23,6 +23,7 @@ from jurymast.cli.options import (
     file_option,
     json_option,
     read_by,
+    recovery_option,
     resolved_policy,
     show,
     show_json,
@@ -114,6 +115,7 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
 @_time("--step", "Time of a training step.")
 @_time("--repair", "Time from a failure until the node, or its replacement, is a spare.")
 @_time("--requeue", "Time from a requeue to the next allocation.")
+@recovery_option
 @charts_option
 @json_option
 def command(
@@ -121,7 +123,13 @@ def command(
 ) -> None:
     """Simulate runs with failures, with the decisions, the cadence and the accounting of real runs."""
     from jurymast.core.judges.forecast import auto_spares
-    from jurymast.report.simulation import simulate, simulate_blocks, simulated_lines, summary
+    from jurymast.report.simulation import (
+        recovery_view,
+        simulate,
+        simulate_blocks,
+        simulated_lines,
+        summary,
+    )
     from jurymast.sim.checkpoints import asked_cadence, read_measured
     from jurymast.sim.simulation import Setup
 
@@ -144,21 +152,28 @@ def command(
     try:
         setup = Setup(
             nodes=nodes, spares=spares, seconds=days * 86_400.0, durations=durations, settings=settings,
-            parts=PARTS if html is not None else 0,
+            parts=PARTS if html is not None else 0, in_process=options["in_process"],
         )  # fmt: skip
     except ValueError as error:
         raise UsageError(f"--days {days:g}: {error}") from error
     bar: Any = nullcontext()
     if not as_json and sys.stderr.isatty():
         bar = click.progressbar(length=1000, label="simulating", file=sys.stderr)
+    ways = [setup, replace(setup, in_process=False, parts=0)] if setup.in_process else [setup]
     with bar as shown:
-        outcomes = simulate(
-            setup, lambda rng: draw(nodes + spares, rng), asked, seeds,
-            lambda share: shown.update(int(1000 * share) - shown.pos) if shown is not None else None,
-        )  # fmt: skip
+        found_by_way = [
+            simulate(
+                way, lambda rng: draw(nodes + spares, rng), asked, seeds,
+                lambda share, done=done: (
+                    shown.update(int(1000 * (done + share) / len(ways)) - shown.pos) if shown else None
+                ),
+            )
+            for done, way in enumerate(ways)
+        ]  # fmt: skip
+    outcomes = found_by_way[0]
     about = {"nodes": nodes, "spares": spares, "days": days, "rate": rate, "replicas": settings.replicas}
     found = {
-        **summary(outcomes), **about, "faults": faults,
+        **summary(outcomes), **recovery_view(*found_by_way), **about, "faults": faults,
         "cadence": cadence, "restart_seconds": durations.restart_s, "stall_seconds": durations.stall_s,
         "definitions": "goodput: time in steps that counted / time since the first launch",
         "assumed": simulated_lines(measured, durations, about, options),

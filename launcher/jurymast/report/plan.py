@@ -12,6 +12,7 @@ from jurymast.core.judges.forecast import (
     COPY_BYTES_PER_S,
     RATE_FACTOR,
     REPLICATE_BYTES_PER_S,
+    UPDATE_SHARE,
     Forecast,
     Needed,
     Way,
@@ -70,6 +71,8 @@ def plan_view(found: Forecast, restart: Sequence[str] = ()) -> dict[str, Any]:
             for each, free in zip(found.ways, found.unlimited, strict=True)
         ],
         "max_loss_minutes": question.max_loss_s / 60.0,
+        "recovery": "in process" if question.in_process else "restart",
+        "recoveries": [asdict(each) for each in found.recoveries],
         "spare_choices": [asdict(each) for each in found.more_spares],
         "gain": {"storage_twice_as_fast": found.faster_storage, "one_more_spare": _one_more(found)},
         "sensitivity": {"rate_factor": RATE_FACTOR, "goodput_lost": found.sensitivity},
@@ -127,6 +130,13 @@ def _assumed(found: Forecast, restart: Sequence[str]) -> list[str]:
             f"copies {COPY_BYTES_PER_S / GB:g} GB/s within its memory, "
             f"{REPLICATE_BYTES_PER_S / GB:g} GB/s to another"
         )
+    said.append(
+        "in process: the group is of gloo, and every part of the model is on two nodes (not FSDP2 alone);"
+    )
+    said.append(
+        "  steps are lost if no spare is there, if both copies go, or if a rank dies in its update, "
+        f"{100 * UPDATE_SHARE:g} % of a step"
+    )
     said.append(f"a lost node is replaced in {question.replace_s / 3600.0:g} h (--replace-h)")
     return said
 
@@ -171,6 +181,7 @@ def plan_blocks(plan: Mapping[str, Any]) -> list[Block]:
         *(Line(f"{name:<11}{value}") for name, value in facts(plan)),
         Line(""),
         *_ways(plan),
+        *_recoveries(plan),
         *_spares(plan),
         *(Line(line) for line in gains(plan)),
         Line(""),
@@ -239,6 +250,26 @@ def _ways(plan: Mapping[str, Any]) -> list[Block]:
     headers = ("WAY TO SAVE", "EVERY", "TO STORAGE", "STALL", "GOODPUT", "")
     notes = [Line(text)] if (text := _limited(plan)) else []
     return [Table(headers, rows, right=frozenset({1, 2, 3, 4})), *notes, Line("")]
+
+
+# What recovers from a failure, and what that spares.
+RECOVERIES = {
+    "restart": "all ranks start anew, from the last save",
+    "in process": "by Checkpointer.run: only new ranks start, and are waited for",
+}
+
+
+def _recoveries(plan: Mapping[str, Any]) -> list[Block]:
+    rows = [
+        [
+            f"{each['name']}{' <' if each['name'] == plan['recovery'] else ''}", percent(each["kept"]),
+            *(percent(each[ratio]) for ratio in ("goodput", "ettr", "allocation_goodput")),
+            RECOVERIES[each["name"]],
+        ]
+        for each in plan["recoveries"]
+    ]  # fmt: skip
+    headers = ("RECOVERY", "NO STEP LOST", "GOODPUT", "ETTR", "ALLOCATION", "")
+    return [Table(headers, rows, right=frozenset({1, 2, 3, 4})), Line("")]
 
 
 def _limited(plan: Mapping[str, Any]) -> str:
@@ -324,6 +355,7 @@ def page(plan: Mapping[str, Any], found: Forecast) -> str:
             "facts": facts(plan),
             "curve": _curve(found),
             "meanings": WAYS,
+            "recoveries": RECOVERIES,
             "bars": _bars(plan),
             "gains": gains(plan),
         },

@@ -10,6 +10,9 @@ from typing import Any
 
 from jurymast.core.goodput import MEANINGS, RATIOS, ordered
 from jurymast.core.judges.cadence import Cadence
+from jurymast.core.judges.forecast import UPDATE_SHARE
+from jurymast.core.run.sparing import IN_PROCESS
+from jurymast.core.state.images import LIVE
 from jurymast.core.state.incident import Incident
 from jurymast.report.goodput import Card, ratio_cards
 from jurymast.report.pages import (
@@ -112,6 +115,32 @@ def summary(outcomes: Sequence[SimOutcome]) -> dict[str, Any]:
     }
 
 
+def recovery_view(
+    outcomes: Sequence[SimOutcome], restarts: Sequence[SimOutcome] | None = None
+) -> dict[str, Any]:
+    """How ranks recovered; beside it, if that is in process, the same failures with `restarts`."""
+    if restarts is None:
+        return {"recovery": "restart", "kept": 0.0, "goodput_by_restart": None}
+    incidents = sum(len(outcome.incidents) for outcome in outcomes)
+    kept = sum(outcome.restores.get(LIVE, 0) for outcome in outcomes)
+    by_restart = spread([outcome.ratios[GOODPUT] or 0.0 for outcome in restarts])
+    return {
+        "recovery": IN_PROCESS, "kept": kept / incidents if incidents else 0.0,
+        "goodput_by_restart": by_restart,
+    }  # fmt: skip
+
+
+def recovery_text(found: Mapping[str, Any]) -> str:
+    """What recovery in process changes; "" if ranks restart."""
+    before = found["goodput_by_restart"]
+    if before is None:
+        return ""
+    return (
+        f"in process: after {percent(found['kept'])} of the incidents no step was lost; runtime goodput "
+        f"{percent(found['goodput']['mean'])}, and {percent(before['mean'])} if all ranks restart"
+    )
+
+
 def simulate_blocks(found: Mapping[str, Any]) -> list[Block]:
     runs = count(found["seeds"], "run")
     rate = "no failures" if not found["rate"] else f"{found['rate']:.2f} failures per 1,000 node-days"
@@ -147,6 +176,8 @@ def simulate_blocks(found: Mapping[str, Any]) -> list[Block]:
     blocks.append(
         Line(f"incidents  {found['incidents']:.1f} a run ({mean})" + (f": {actions}" if actions else ""))
     )
+    if text := recovery_text(found):
+        blocks.append(Line(text))
     blocks.append(Line(f"saves      {found['saves']:.1f} a run; requeues {found['requeues']:.1f} a run"))
     if found["restores"]:
         restores = ", ".join(f"{name} {number:.1f}" for name, number in found["restores"].items())
@@ -191,6 +222,12 @@ def simulated_lines(
     ):
         if said[name] is None:
             lines.append(f"{text} (--{name})")
+    if said["in_process"]:
+        lines.append(
+            "every part of the model is on two nodes; each failure ends a rank, whose start the others wait "
+            f"for; steps are lost if that is in its update, {100 * UPDATE_SHARE:g} % of a step, or if several "
+            "nodes are lost at once"
+        )
     if said["rate"] is None and said["trace"] is None:
         lines.append(f"{setup['rate']:.3g} failures per 1,000 node-days, not measured here (--rate)")
     if not said["hang_rate"]:
@@ -207,7 +244,7 @@ LANE_PX, MARK_PX = 32, 3
 TOLD_MAX = 20
 PRODUCTIVE = "step"
 # The looks of marks, by decision; the last one is for several at the same place.
-MARKS = {"restart": "restart", "swap": "swap"}
+MARKS = {"restart": "restart", IN_PROCESS: "restart", "swap": "swap"}
 ENDED = "ended"
 
 
@@ -227,6 +264,7 @@ def page(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> str:
             "summary": f"Runtime goodput {percent(goodput['mean'])} (90 % of the runs between "
             f"{percent(goodput['p5'])} and {percent(goodput['p95'])}). {_lost(found)}",
             "cards": _cards(found),
+            "recovery": recovery_text(found),
             "spread": _spread(outcomes),
             "over_time": _over_time(found, outcomes),
             "losses": _losses(found, outcomes),

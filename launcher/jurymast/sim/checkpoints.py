@@ -364,12 +364,14 @@ ALL_NODES = "all"
 
 @dataclass(frozen=True)
 class Restoring:
-    """What an attempt restores, and the seconds that this takes. `record` goes into the journal."""
+    """What an attempt restores, and the seconds that this takes. `record` goes into the journal. `live`: the
+    step from which ranks go on in their processes instead."""
 
     key: StateId
     tier: str
     seconds: float
     record: Record
+    live: int | None = None
 
 
 class SimTiers:

@@ -23,7 +23,7 @@ from jurymast.core.run.recording import copied
 from jurymast.core.run.recovery import SPARE_GRACE_S
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Finish, Instruction, Launch, Requeue, StopWorkers
-from jurymast.core.state.images import MEMORY, PEER, StateId
+from jurymast.core.state.images import LIVE, MEMORY, PEER, StateId
 from jurymast.core.state.incident import Incident
 from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.core.state.schedule import NEVER
@@ -42,6 +42,7 @@ from jurymast.sim.checkpoints import (
     SimTiers,
 )
 from jurymast.sim.faults import OTHERS, Names, TraceFault, names_needed
+from jurymast.sim.sparing import SimSparing
 
 # A fault for which no name is left is detected this much later.
 LATER_S = 10.0
@@ -58,7 +59,8 @@ class Setup:
 
     `named` is the number of placed nodes with a name of their own (None: as many as the faults need).
     `saves_at_once` is the number of uneventful saves that one event may report. `parts` is the number of
-    equal parts of the time for which the outcome states what the placed nodes did.
+    equal parts of the time for which the outcome states what the placed nodes did. `in_process`: the script
+    calls `Checkpointer.run`, so that ranks that live go on in their processes.
     """
 
     nodes: int
@@ -70,6 +72,7 @@ class Setup:
     named: int | None = None
     saves_at_once: int = 32
     parts: int = 0
+    in_process: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for a time of no use."""
@@ -125,6 +128,7 @@ class Simulation:
         self._next_fault, self._end, self._saves = START, START + setup.seconds, 0
         self._tiers = SimTiers(self.state, self._d, setup.nodes, setup.spares, seed)
         self._restoring: Restoring | None = None
+        self._sparing = SimSparing(setup.in_process)
         self._restores: Counter[str] = Counter()
         self._kind = POWER_LOSS  # kind of the newest failure
         self._woken = 0.0
@@ -214,7 +218,7 @@ class Simulation:
             self._counts[ATTEMPT] += 1
             for out, into in self._names.placed(instruction.placement):
                 self._tiers.swapped(out, into)
-            self._restoring = self._tiers.choose(instruction, self.now)
+            self._restoring = self._chosen(instruction)
             self._feed(self._restoring.record.event)
             self._at(self.now + d.parts(self._kind).launch_s, self._started, of=ATTEMPT)
         elif isinstance(instruction, Requeue):
@@ -224,6 +228,13 @@ class Simulation:
         elif isinstance(instruction, Finish):
             self._halt()
             self._allocation_ended(instruction.state)
+
+    def _chosen(self, launch: Launch) -> Restoring:
+        """What the attempt restores; or the step that is in the memory of ranks that live."""
+        found = self._tiers.choose(launch, self.now)
+        lost = len(self.state.incidents[-1].lost) if self.state.incidents else 0
+        live = self._sparing.launched(launch.spare, found.key.step, lost)
+        return found if live is None else replace(found, live=live, seconds=self._d.restore_s)
 
     # Allocations and nodes.
 
@@ -300,6 +311,7 @@ class Simulation:
         if node not in self.state.placement or node in self._dead:
             return
         self._halt()
+        self._sparing.gone(node or "")
         failed = ev.WorkerFailed(
             t=self.now, node=node or "", attempt=self.state.attempt, rank=0, exit_code=-9 if killed else 1,
             error="" if killed else "RuntimeError", message="" if killed else f"failure at {self.now:.0f} s",
@@ -325,6 +337,7 @@ class Simulation:
             return  # it is being repaired
         self._dead.add(name)
         self._tiers.lost(number, self.now)
+        self._sparing.gone(name)
         if name in self.state.placement:
             self._halt()
         parts = self._d.parts(fault.kind)
@@ -350,7 +363,12 @@ class Simulation:
     def _stopped(self, attempt: int, nodes: Iterable[str]) -> None:
         for name in nodes:
             if self.state.phase is Phase.STOPPING and name not in self._dead:
-                self._feed(ev.WorkersStopped(t=self.now, node=name, attempt=attempt, store_port=1))
+                self._feed(
+                    ev.WorkersStopped(
+                        t=self.now, node=name, attempt=attempt, store_port=1,
+                        spared=self._sparing.spared(name),
+                    )
+                )  # fmt: skip
 
     def _started(self) -> None:
         if self.state.phase is not Phase.LAUNCHING:
@@ -366,7 +384,7 @@ class Simulation:
     def _restored(self, what: Restoring) -> None:
         if self.state.phase is not Phase.RUNNING:
             return
-        step, tier = what.key.step, what.tier
+        step, tier = (what.key.step, what.tier) if what.live is None else (what.live, LIVE)
         self._tiers.restored(what, self.now)
         if self.state.incident is not None and tier:
             self._restores[tier] += 1
@@ -383,6 +401,7 @@ class Simulation:
         """Continue training from `at_step` until the next save or fault."""
         if not self._training:
             self._progress(at_step)
+            self._sparing.stepped(self.state.placement)
         self._training, self._segment, self._next_save = True, (self.now, at_step, copying), 0
         self._look()
 
@@ -487,6 +506,7 @@ class Simulation:
         self._counts[PLAN] += 1
         done = self._steps_now()
         done_at = min(self.now, self._time_of(done))
+        self._sparing.halted(done, (self.now - done_at) / self._d.step_s)
         self._tiers.halted(self.now)
         if self.state.phase is Phase.RUNNING and done > self.state.step:
             self._progress(done, done_at)

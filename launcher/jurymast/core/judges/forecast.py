@@ -13,6 +13,10 @@ rule is the smallest S with P(X > S) <= eps. The cap is the newsvendor's: while 
 spare costs one node all the time, so the S-th must prevent that for more than 1/N of the time: N P(X = S) >
 1.
 
+With recovery in process the ranks that live keep the newest step. New ranks have to start as after a restart,
+and the others wait for them: of the failures that it serves, it spares the steps since the last save, and
+nothing else. A run saves as often as without it.
+
 Symbols in the formulas for how often to save: C is a save's cost while training waits, R the time from a
 failure until training continues, M the mean time between failures of the whole run (1/M = lambda), tau the
 training time between two saves, Delta = tau + C the time from save to save. Failures are exponential and may
@@ -24,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jurymast.core.state.failure_rate import DAY_S, PRIOR_RATE, Posterior, mtbf_s, prior
 
@@ -257,6 +262,9 @@ REPLICATE_GUESS_S = 10.0
 SLOWDOWN = 0.01
 # 3 to 10 % of incidents take several nodes at once, and with them both copies of something.
 DURABLE_SHARE = 0.05
+# The part of a step from a rank's update to the step's end, a guess: a rank that dies there takes along what
+# the others need to go on in their processes without a lost step.
+UPDATE_SHARE = 0.05
 # Whatever interval loses least: after a write from memory the storage is left idle nine times as long.
 IDLE_SHARE = 9.0
 TARGET = 0.95
@@ -272,7 +280,8 @@ class Question:
     """What is known before the run. None: not known (`stall_s`: estimated from the bytes; `cadence_s` and
     `spares`: to be computed). `max_loss_s` limits each computed interval, that between durable saves
     as well. `write_bytes_per_s` is the storage's
-    bandwidth for all nodes together; `replicated`: saves are kept in the memory of two nodes."""
+    bandwidth for all nodes together; `replicated`: saves are kept in the memory of two nodes; `in_process`:
+    ranks that live go on in their processes."""
 
     nodes: int
     gpus_per_node: int = 8
@@ -290,6 +299,24 @@ class Question:
     replace_s: float = REPLACE_S
     run_s: float | None = None
     target: float = TARGET
+    in_process: bool = False
+
+    @cached_property
+    def sized(self) -> Spares:
+        return size_spares(self.nodes, self.rate.rate, self.replace_s, self.run_s)
+
+    @property
+    def spares_used(self) -> int:
+        return self.sized.count if self.spares is None else self.spares
+
+    @property
+    def kept_share(self) -> float:
+        """The share of the failures after which no step is lost in process: a spare is there, one copy of
+        everything survives, and no rank dies in its update. Without another node nobody goes on."""
+        if self.nodes < 2:
+            return 0.0
+        served = 1.0 - self.sized.outages.more_than(self.spares_used - 1)
+        return served * (1.0 - self.durable_share) * (1.0 - UPDATE_SHARE)
 
     @property
     def mtbf_s(self) -> float:
@@ -347,6 +374,18 @@ class SpareChoice:
 
 
 @dataclass(frozen=True)
+class Recovery:
+    """What a run is worth whose failures are recovered from in this way. After the share `kept` of them no
+    step is done again; the other figures are those of `Way` and `SpareChoice`."""
+
+    name: str
+    kept: float
+    goodput: float
+    ettr: float
+    allocation_goodput: float
+
+
+@dataclass(frozen=True)
 class Needed:
     """Write bandwidths, bytes per second, with which `goodput` is reached if a recovery takes `restart_s`;
     None if no storage is fast enough."""
@@ -362,7 +401,8 @@ class Forecast:
     """The answer. `way` is the planned one of `ways`, which are `unlimited` without `max_loss_s`; `low` and
     `high` are its goodput at the ends of the 90 % interval of the failure rate; `faster_storage`: goodput
     gained by storage twice as fast, None if it plays no part; `sensitivity`: goodput lost if the cadence is
-    chosen for a rate that is off by a factor of four."""
+    chosen for a rate that is off by a factor of four. `needed` and `sensitivity` are those of a run whose
+    ranks restart. `recoveries`: by restart, and in process."""
 
     question: Question
     mtbf_s: float
@@ -374,6 +414,7 @@ class Forecast:
     spares: SpareChoice
     spare_rule: int
     more_spares: tuple[SpareChoice, ...]
+    recoveries: tuple[Recovery, ...]
     needed: tuple[Needed, ...]
     faster_storage: float | None
     sensitivity: float
@@ -393,8 +434,7 @@ def forecast(question: Question) -> Forecast:
     low_rate, high_rate = question.rate.interval()
     at_high = _ways(question, mtbf_s(question.nodes, high_rate))[0]
     at_low = _ways(question, mtbf_s(question.nodes, low_rate))[0]
-    sized = size_spares(question.nodes, question.rate.rate, question.replace_s, question.run_s)
-    count = sized.count if question.spares is None else question.spares
+    count = question.spares_used
     around = range(max(0, count - 2), count + 4)
     return Forecast(
         question=question,
@@ -405,8 +445,9 @@ def forecast(question: Question) -> Forecast:
         low=at_high.goodput,
         high=at_low.goodput,
         spares=_spare_choice(question, way, count),
-        spare_rule=sized.rule,
+        spare_rule=question.sized.rule,
         more_spares=tuple(_spare_choice(question, way, spares) for spares in around),
+        recoveries=tuple(_recovery(replace(question, in_process=each), mtbf) for each in (False, True)),
         needed=tuple(_needed(question, restart_s) for restart_s in (0.0, question.restart_s)),
         faster_storage=_faster_storage(question, way),
         sensitivity=sensitivity(Saving(way.stall_s, restart_s=question.restart_s), mtbf),
@@ -422,6 +463,30 @@ def goodput_at(question: Question, interval_s: float, rate: float) -> float:
 
 def _ways(question: Question, mtbf: float) -> tuple[Way, ...]:
     """Return all ways to save that the known values allow, at this MTBF; first the planned one."""
+    ways = _ways_alone(question, mtbf)
+    if not question.in_process:
+        return ways
+    return tuple(
+        _ways_alone(*_losing(question, mtbf, way.interval_s))[place] for place, way in enumerate(ways)
+    )
+
+
+def _losing(question: Question, mtbf: float, interval_s: float) -> tuple[Question, float]:
+    """The same run, if one counts only the failures after which steps are done again, and their MTBF. To each
+    of them the recoveries from its share of the others are added. It saves every `interval_s`.
+
+    In time per step, (e^(Delta/M') - 1) M' e^(R/M): only failures that lose steps, one in M' = M / (1 -
+    kept), make work be done again, and all of them cost R. With R' = R M'/M that is the exact form."""
+    left = 1.0 - question.kept_share
+    rare = replace(
+        question, restart_s=question.restart_s / left, durable_share=question.durable_share / left,
+        cadence_s=interval_s, in_process=False,
+    )  # fmt: skip
+    return rare, mtbf / left
+
+
+def _ways_alone(question: Question, mtbf: float) -> tuple[Way, ...]:
+    """The same for ranks that restart."""
     if question.by_target:
         return (_allowed(question, mtbf),)
     ways = [_memory(question, mtbf)] if question.replicated else []
@@ -502,6 +567,13 @@ def _spare_choice(question: Question, way: Way, spares: int) -> SpareChoice:
     return SpareChoice(spares, waiting, ettr, ettr * question.nodes / (question.nodes + spares))
 
 
+def _recovery(question: Question, mtbf: float) -> Recovery:
+    way, spares = _ways(question, mtbf)[0], question.spares_used
+    choice = _spare_choice(question, way, spares)
+    name, kept = ("in process", question.kept_share) if question.in_process else ("restart", 0.0)
+    return Recovery(name, kept, way.goodput, choice.ettr, choice.allocation_goodput)
+
+
 def _needed(question: Question, restart_s: float) -> Needed:
     if question.checkpoint_bytes is None:
         return Needed(question.target, restart_s, None, None)
@@ -540,7 +612,11 @@ def _faster_storage(question: Question, way: Way) -> float | None:
     if way.write_s is None:
         return None
     if question.by_target:
-        better = _blocking(question, way.write_s / 2.0, question.mtbf_s)
+        write_s, mtbf = way.write_s / 2.0, question.mtbf_s
+        better = _blocking(question, write_s, mtbf)
+        if question.in_process:
+            rare, mtbf = _losing(question, mtbf, better.interval_s)
+            better = _blocking(rare, write_s, mtbf)
     else:
         speed = question.write_bytes_per_s or 0.0
         better = _ways(replace(question, write_bytes_per_s=2.0 * speed), question.mtbf_s)[0]
