@@ -39,11 +39,12 @@ class Past:
     seconds: float = 2 * DAY_S
     durations: Durations = USUAL
     kind: type[Simulation] = Simulation
+    in_process: bool = False
 
     def run(self) -> Simulation:
         setup = Setup(
             nodes=self.nodes, spares=self.spares, seconds=self.seconds, durations=self.durations,
-            settings=self.settings, named=self.nodes,
+            settings=self.settings, named=self.nodes, in_process=self.in_process,
         )  # fmt: skip
         simulation = self.kind(setup, self.faults, self.cadence)
         simulation.run()
@@ -114,6 +115,16 @@ CASES = {
             durations=replace(USUAL, detection_s=2.5, repair_s=3600.0),
         ),
     ),
+    "ranks that live restart": (
+        Past(often(WORKER_KILL, 3600.0), Cadence(seconds=600.0)),
+        ("Checkpointer.run", "runtime_goodput"),
+        Past(often(WORKER_KILL, 3600.0), Cadence(seconds=600.0), in_process=True),
+    ),
+    "all restart where nodes are lost": (
+        Past(often(POWER_LOSS, 5000.0), spares=3, durations=replace(USUAL, repair_s=3600.0)),
+        ("Checkpointer.run", "runtime_goodput"),
+        Past(often(POWER_LOSS, 5000.0), spares=3, durations=replace(USUAL, repair_s=3600.0), in_process=True),
+    ),
     "failures wait for nodes": (
         Past(often(POWER_LOSS, 7200.0), nodes=24, spares=0),
         ("--spares", "runtime_goodput"),
@@ -176,6 +187,11 @@ KINDS_OF_RUNS = {
         spares=1,
     ),
     "hangs": Past(often(HANG, 14400.0), Cadence(seconds=600.0)),
+    "recovery in process": Past(
+        tuple(sorted((*often(POWER_LOSS, 9000.0), *often(SCRIPT, 7000.0)), key=lambda fault: fault.t)),
+        spares=3,
+        in_process=True,
+    ),
     "slow storage": Past(often(POWER_LOSS, 7200.0), spares=0, durations=replace(USUAL, write_s=300.0)),
 }
 
@@ -221,7 +237,7 @@ def test_what_the_script_asks_for_comes_before_the_policy() -> None:
 
 
 def test_a_run_as_jurymast_chooses_it_is_told_to_change_nothing() -> None:
-    advice = Past(often(WORKER_KILL, 14400.0), spares=0).advice()
+    advice = Past(often(WORKER_KILL, 14400.0), spares=0, in_process=True).advice()
     assert (advice["changes"], advice["why_none"]) == ([], None)
     assert sentences(advice) == [
         "nothing: no other setting would have gained more than the forecast may be wrong"

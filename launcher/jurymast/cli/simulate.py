@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jurymast.policy.resolve import Resolved
     from jurymast.sim.checkpoints import Durations, Measured
     from jurymast.sim.faults import TraceFault
+    from jurymast.sim.simulation import SimOutcome
 
     Draw = Callable[[int, Random], list[TraceFault]]
 
@@ -160,16 +161,15 @@ def command(
     if not as_json and sys.stderr.isatty():
         bar = click.progressbar(length=1000, label="simulating", file=sys.stderr)
     ways = [setup, replace(setup, in_process=False, parts=0)] if setup.in_process else [setup]
+    found_by_way: list[list[SimOutcome]] = []
     with bar as shown:
-        found_by_way = [
-            simulate(
-                way, lambda rng: draw(nodes + spares, rng), asked, seeds,
-                lambda share, done=done: (
-                    shown.update(int(1000 * (done + share) / len(ways)) - shown.pos) if shown else None
-                ),
-            )
-            for done, way in enumerate(ways)
-        ]  # fmt: skip
+
+        def tell(share: float) -> None:
+            if shown is not None:
+                shown.update(int(1000 * (len(found_by_way) + share) / len(ways)) - shown.pos)
+
+        for way in ways:
+            found_by_way.append(simulate(way, lambda rng: draw(nodes + spares, rng), asked, seeds, tell))
     outcomes = found_by_way[0]
     about = {"nodes": nodes, "spares": spares, "days": days, "rate": rate, "replicas": settings.replicas}
     found = {

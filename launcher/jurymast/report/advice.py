@@ -30,6 +30,16 @@ SPARES_S = 3600.0
 MOST_TOLD = 3
 RUNTIME, ALLOCATION = "runtime goodput", "allocation goodput"
 
+# Those who ask for these get new processes.
+NEW_PROCESSES = frozenset({"restart_asked", "grow_asked"})
+# Why ranks went back to a save (`core.judges.rejoining`), what to change in the script, and how. One such
+# recovery may have been by chance: a rank that dies in its update takes its own state along.
+MENDABLE = (
+    ("what is the own of", "what is each rank's own", "64 KiB at most, tensors, arrays and plain values"),
+    ("has the shards of", "shards", "each on two nodes (HSDP), whose own cost is not in the forecast"),
+)
+LEAST_BACK = 2
+
 NONE_FORETOLD = ("foretold", "error", "foretold_allocation", "error_allocation", "part", "why_none")
 
 
@@ -74,7 +84,7 @@ def advice_view(ledger: Ledger, account: Account, now: float) -> dict[str, Any]:
         )  # fmt: skip
         if abs(errors[RUNTIME]) > MOST_ERROR:
             raise NotReplayed("a simulation of the run is too far from what happened")
-        advice = [*_changes(replay, was), *_spares(replay, was, state, now)]
+        advice = [*_changes(replay, was, ledger), *_spares(replay, was, state, now)]
         worth = [one for one in advice if one.gain >= max(LEAST_GAIN, abs(errors[one.of]))]
     except (NotReplayed, StandsStill) as problem:
         found["why_none"] = str(problem)
@@ -82,8 +92,8 @@ def advice_view(ledger: Ledger, account: Account, now: float) -> dict[str, Any]:
     return {"changes": [{**asdict(one), "gain": one.gain} for one in worth[:MOST_TOLD]], **found}
 
 
-def _changes(replay: Replay, was: Foretold) -> Iterator[Advice]:
-    for change in _possible(replay):
+def _changes(replay: Replay, was: Foretold, ledger: Ledger) -> Iterator[Advice]:
+    for change in (*_possible(replay), *_in_process(replay, ledger)):
         with_it = change.replay.run()
         yield Advice(change.option, change.value, change.why, RUNTIME, was.goodput, with_it.goodput)
 
@@ -127,6 +137,28 @@ def _possible(replay: Replay) -> Iterator[_Change]:
         yield _Change(
             "detect.node_lost_after", "auto", why, replay.with_setup(settings=usual, durations=sooner)
         )
+
+
+def _in_process(replay: Replay, ledger: Ledger) -> Iterator[_Change]:
+    """Recovery in process: none of the run's failures had it, or none kept its steps, for a reason that the
+    script can mend. On GPUs it is not made yet."""
+    failures = [one for one in ledger.state.incidents if one.launched_at is not None and one.steps_done]
+    chosen = any(one.cause in NEW_PROCESSES for one in failures)
+    if not failures or chosen or ledger.gpus or replay.unsaved or replay.setup.in_process:
+        return
+    changed = replay.with_setup(in_process=True)
+    if not any(one.in_process for one in failures):
+        why = (
+            "ranks that live would have kept the steps since the last save, if their process group is of "
+            "gloo, and every part of the model on two nodes"
+        )
+        yield _Change("Checkpointer.run", "in the script", why, changed)
+        return
+    for said, option, value in MENDABLE:
+        back = [one.went_back for one in failures if said in one.went_back]
+        if len(back) >= LEAST_BACK and len(back) == sum(bool(one.went_back) for one in failures):
+            why = f"after {count(len(back), 'failure')} ranks went back to a save, at last because {back[-1]}"
+            yield _Change(option, value, why, changed)
 
 
 def _spares(replay: Replay, was: Foretold, state: RunState, now: float) -> Iterator[Advice]:

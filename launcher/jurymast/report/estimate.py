@@ -134,6 +134,7 @@ def _report(job: AccountedJob, found: Estimate, path: Path | None, log: StepLog,
             "again_at_most": found.steps.again + found.steps.maybe_again,
         },
         "a_second": throughput(0.0, 0.0), "tiers": {}, "cost": None, "energy": None,
+        "in_process": None,
         "nodes": {"active": nodes, "spares": 0, "seen": len(account.stays), "fewer": {}},
         "incidents": incidents_json(account, incidents),
         "mtbf": mtbf_json(

@@ -30,6 +30,7 @@ from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.report.advice import advice_blocks, advice_view, sentences, trust
 from jurymast.report.cost import cost_json, cost_text, energy_json, energy_text, gpu_seconds, money
 from jurymast.report.curves import curves
+from jurymast.report.in_process import in_process_json, in_process_text
 from jurymast.report.instead import assumed, instead_blocks, instead_sentences
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.pages import Bar, Slice, kind, render, slices, timeline
@@ -121,6 +122,7 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
             "fewer": fewer_json(state, now),
         },
         "incidents": incidents_json(account, state.incidents),
+        "in_process": in_process_json(account, state.incidents),
         "mtbf": mtbf_json(failures, by_charge, expected_s),
         "cadence": _cadence_json(watcher.ledger.saves, expected_s, state),
         "advice": advice_view(watcher.ledger, account, now),
@@ -282,6 +284,7 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
     about = (
         *([("cost", cost_text(report["cost"]))] if report["cost"] else []),
         *([("energy", energy_text(report["energy"]))] if report["energy"] else []),
+        *([("in process", in_process_text(found))] if (found := report["in_process"]) else []),
         *([("nodes", told)] if (told := fewer_text(report["nodes"])) else []),
         *(("throughput", told) for told in throughput_texts(report)),
         ("MTBF", mtbf_text(report)),
@@ -593,6 +596,7 @@ def report_page(
         "incidents": incidents,
         "sums": [sum(each[part] for each in seconds) for part in PARTS],
         "of_incidents": len(report["incidents"]),
+        "spared": in_process_text(report["in_process"]) if report["in_process"] else "",
         "tiers": {name: {**tier, "at": _clock(tier["at"])} for name, tier in report["tiers"].items()},
         "stalls": stalls_text(report),
         "marks": MARKS,

@@ -225,8 +225,8 @@ def simulated_lines(
     if said["in_process"]:
         lines.append(
             "every part of the model is on two nodes; each failure ends a rank, whose start the others wait "
-            f"for; steps are lost if that is in its update, {100 * UPDATE_SHARE:g} % of a step, or if several "
-            "nodes are lost at once"
+            f"for; steps are lost if that is in its update, {100 * UPDATE_SHARE:g} % of a step, or if "
+            "several nodes are lost at once"
         )
     if said["rate"] is None and said["trace"] is None:
         lines.append(f"{setup['rate']:.3g} failures per 1,000 node-days, not measured here (--rate)")

@@ -22,6 +22,7 @@ from jurymast.core.judges.cadence import Cadence
 from jurymast.core.judges.forecast import REPLICATE_GUESS_S, STALL_GUESS_S
 from jurymast.core.judges.silence import steady_limit_s
 from jurymast.core.run.recovery import LAUNCH_LIMIT_S, STOP_LIMIT_S
+from jurymast.core.run.sparing import IN_PROCESS
 from jurymast.core.state.images import PEER, SHARED
 from jurymast.core.state.incident import APPLICATION, Incident
 from jurymast.core.state.run import RunState, failure_rate
@@ -153,6 +154,7 @@ def replay_of(state: RunState, account: Account, steps: StepCounts, saves: SaveC
     setup = Setup(
         nodes=state.active, spares=state.spares, seconds=seconds, durations=durations, settings=settings,
         requeue=state.requeue_allowed, named=state.active if state.active <= NAMED_MAX else None,
+        in_process=any(one.kept_steps for one in incidents),
     )  # fmt: skip
     faults = tuple(
         fault
@@ -275,7 +277,7 @@ def _mean_s(incidents: Sequence[Incident], kind: str, *parts: str) -> float:
 
 def kind_of(incident: Incident) -> str:
     """The kind of failure that a simulation has for it."""
-    if incident.lost and incident.action == "restart":
+    if incident.lost and incident.action in ("restart", IN_PROCESS):
         return RANK_STOP  # they were heard again: no node was missing, but that was noticed after a while
     if incident.lost:
         return POWER_LOSS if incident.lost[0].how == "silent" else NODE_CRASH

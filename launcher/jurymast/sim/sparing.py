@@ -1,6 +1,6 @@
 """Recovery in process in a simulated run: which ranks live, and after which step they go on.
 
-A failure is taken to end a rank, so that the others wait for a new one, which starts as all do after a restart.
+A failure is taken to end a rank: the others wait for a new one, which starts as all do after a restart.
 """
 
 from __future__ import annotations

@@ -511,13 +511,11 @@ def _allowed(question: Question, mtbf: float) -> Way:
     write that this leaves time for at the expected M (`mtbf` may differ: then the same write, and the cadence
     that suits it)."""
     expected_s = question.mtbf_s
-    interval_s = _interval_s(question, expected_s * (1.0 - question.target))
-    write_s = _blocking_allowed_s(question.target, interval_s, expected_s, 0.0)
-    if question.cadence_s is not None:
-        # A curve over cadences keeps the storage as it was planned.
-        planned_s = min(expected_s * (1.0 - question.target), question.max_loss_s)
-        write_s = _blocking_allowed_s(question.target, planned_s, expected_s, 0.0)
-    return _blocking(question, max(0.0, write_s), mtbf, interval_s if mtbf == expected_s else None)
+    # A curve over cadences keeps the storage as it was planned.
+    planned_s = _interval_s(replace(question, cadence_s=None), expected_s * (1.0 - question.target))
+    write_s = max(0.0, _blocking_allowed_s(question.target, planned_s, expected_s, 0.0))
+    chosen = mtbf == expected_s and question.cadence_s is None
+    return _blocking(question, write_s, mtbf, planned_s if chosen else None)
 
 
 def _blocking(question: Question, write_s: float, mtbf: float, interval_s: float | None = None) -> Way:

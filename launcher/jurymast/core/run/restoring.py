@@ -85,9 +85,11 @@ def restored(state: RunState, event: ev.Restored) -> list[Instruction]:
         return alert
     incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
     if event.tier == LIVE and plan is not None and event.step > plan.step:
-        newer = count(event.step - plan.step, "step")
+        incident.kept_steps = event.step - plan.step
+        newer = count(incident.kept_steps, "step")
         incident.why += f", after step {event.step}, {newer} newer than the save"
     if event.why:
+        incident.went_back = event.why
         incident.why += f"; back to the save of step {event.step}, because {event.why}"
     if plan is not None and plan.tier == MEMORY and (event.tier, event.step) == (MEMORY, plan.step):
         incident.tiers = {tier: size for tier, size in plan.tiers.items() if size}

@@ -163,7 +163,9 @@ class Incident:
     """Times are seconds since the epoch, None until known. Steps are the training's own. `why`: the reason
     for `action`, without the evidence. The attempt had done `steps_done`, and its ranks had been up for
     `lived_s`; `place` is the node's group rank, -1 if none is at fault. Unless `numbered`, the step from
-    which it lost counts from the attempt's start; unless `rework_known`, nobody knows when that was done
+    which it lost counts from the attempt's start; `in_process`: ranks went on in their processes, from
+    `kept_steps` steps after the save (0: from a save, or it is not heard of yet), or else `went_back` says
+    why from a save. Unless `rework_known`, nobody knows when that was done
     again, and the rework took at least what is told. Another failure, or the run's end, may have cut the
     rework short."""
 
@@ -198,6 +200,9 @@ class Incident:
     lost: tuple[NodeLost, ...] = ()  # nodes, if that was told as the cause
     numbered: bool = True
     rework_known: bool = True
+    in_process: bool = False
+    kept_steps: int = 0
+    went_back: str = ""
 
     @property
     def reason(self) -> str:
