@@ -105,3 +105,19 @@ def test_the_page_is_one_file_with_pictures(tmp_path: Path) -> None:
 def test_mistakes_are_named(words: list[str], complaint: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *SMALL, *words]) == 64
     assert complaint in capfd.readouterr().err
+
+
+def test_recovery_in_process_is_simulated_beside_restarts(tmp_path: Path) -> None:
+    words = ["--rate", "100", "--spares", "6", "--cadence", "10m"]
+    restart, spared = asked(*words), asked(*words, "--recovery", "in-process")
+    assert (restart["recovery"], restart["kept"], restart["goodput_by_restart"]) == ("restart", 0.0, None)
+    assert spared["recovery"] == "in process"
+    assert spared["goodput_by_restart"] == restart["goodput"]
+    assert spared["goodput"]["mean"] > restart["goodput"]["mean"]  # type: ignore[index]
+    assert 0.5 < spared["kept"] < 1.0  # type: ignore[operator]
+    file = tmp_path / "page.html"
+    asked(*words, "--recovery", "in-process", "--html", str(file))
+    result = CliRunner().invoke(command, [*SMALL, *words, "--recovery", "in-process"], catch_exceptions=False)
+    told = re.search(r"in process: after (.*) if all ranks restart", result.output)
+    assert told
+    assert told[1] in file.read_text()

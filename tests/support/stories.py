@@ -139,12 +139,12 @@ class Story:
             self.feed(ev.WorkersStarted(t=self.t, node=name, attempt=self.state.attempt, pids=(1,)))
         return self
 
-    def restored(self, at_step: int, seconds: float = 0.5) -> Story:
+    def restored(self, at_step: int, seconds: float = 0.5, tier: str = "shared", why: str = "") -> Story:
         self.t += seconds + 0.2
         self.feed(
             ev.Restored(
-                t=self.t, attempt=self.state.attempt, step=at_step, tier="shared" if at_step else "",
-                seconds=seconds, size_bytes=4_000_000 if at_step else 0,
+                t=self.t, attempt=self.state.attempt, step=at_step, tier=tier if at_step else "",
+                seconds=seconds, size_bytes=4_000_000 if at_step else 0, why=why,
             )
         )  # fmt: skip
         return self

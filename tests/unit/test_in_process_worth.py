@@ -189,14 +189,14 @@ def test_the_report_sums_what_was_spared() -> None:
     }  # fmt: skip
     assert in_process_text(found) == (
         "after 2 failures; 13 steps not done again, about 2 min 10 s at the median step time; from launch to "
-        "first step 20.0 s, which is not known of a restart here"
+        "first step 20.0 s (median; no restart to compare it with)"
     )
 
 
 def test_the_start_of_a_restart_stands_beside_it_if_the_run_had_one() -> None:
     found = told(simulated(killed(8.0), killed(AFTER_33 + 5.0)))
     assert (found["recoveries"], found["restart_start_seconds"]) == (1, 20.0)
-    assert in_process_text(found).endswith("from launch to first step 20.0 s, 20.0 s by restart (medians)")
+    assert in_process_text(found).endswith("from launch to first step 20.0 s, by restart 20.0 s (medians)")
 
 
 def test_a_run_whose_ranks_restart_has_none() -> None:

@@ -297,3 +297,32 @@ def test_a_known_rate_of_evidence_is_said() -> None:
     view = plan_view(forecast(Question(nodes=64, rate=seen)))
     assert view["rate"]["evidence"] == "3 incidents in 812 node-days"
     assert not any("not measured" in line for line in view["assumed"])
+
+
+def test_recovery_in_process_stands_beside_a_restart(tmp_path: Path) -> None:
+    words = ("--nodes", "2048", "--rate", "20", "--stall-s", "1")
+    plan, spared = planned(*words), planned(*words, "--recovery", "in-process")
+    assert (plan["recovery"], spared["recovery"]) == ("restart", "in process")
+    assert plan["recoveries"] == spared["recoveries"]
+    restart, in_process = plan["recoveries"]
+    for chosen, figures in ((plan, restart), (spared, in_process)):
+        assert [chosen[key] for key in ("goodput", "ettr", "allocation_goodput")] == [
+            figures[key] for key in ("goodput", "ettr", "allocation_goodput")
+        ]
+    assert restart["kept"] == 0.0 < 0.8 < in_process["kept"] < 0.9025
+    assert in_process["goodput"] > restart["goodput"]
+    assert spared["goodput_low"] < spared["goodput"] < spared["goodput_high"]
+    assert [each["cadence_minutes"] for each in spared["ways"]] == [
+        each["cadence_minutes"] for each in plan["ways"]
+    ]
+    file = tmp_path / "plan.html"
+    done = CliRunner().invoke(command, [*words, "--recovery", "in-process", "--html", str(file)])
+    assert done.exit_code == 0
+    assert "in process (planned)" in file.read_text()
+
+
+@pytest.mark.parametrize("recovery", ["restart", "in-process"])
+def test_faster_storage_is_never_worse(recovery: str) -> None:
+    """Also where the storage's speed is the one that reaches the target."""
+    gain = planned(*MICRON, "--recovery", recovery)["gain"]
+    assert 0.0 < gain["storage_twice_as_fast"] < 0.05

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.core.state.events import RestorePlanned
+from jurymast.core.state.images import LIVE
 from support.commands import RUN, Place, crash_loop, swapped
 from support.stories import Story
 
@@ -31,7 +33,31 @@ def requeued() -> Story:
     return story.recovered(60, 100).saved(100).finished()
 
 
-STORIES: dict[str, Callable[[], Story]] = {"swapped": swapped, "crash-loop": crash_loop, "requeued": requeued}
+def spared() -> Story:
+    """A rank that fails, after which the others go on; another, after which they go back; and a restart."""
+    story = Story(active=2, ranks_per_node=2).running(40).saved(40).stepped(47)
+    story.failed(2, -9)
+    story.stopped(spared={0: 47, 1: 47, 3: 47}).backed_off().ranks_up()
+    story.feed(planned(story, 40))
+    story.restored(47, 0.1, LIVE).stepped(48).stepped(60)
+    story.failed(1, -9)
+    story.stopped(spared={0: 60, 2: 60, 3: 60}).backed_off().ranks_up()
+    story.feed(planned(story, 40))
+    story.restored(40, 0.1, "memory", "what is the own of rank 1 after step 60 is not there")
+    story.stepped(41).stepped(70)
+    story.failed(0, -9)
+    return story.stopped().recovered(40, 80).finished()
+
+
+def planned(story: Story, step: int) -> RestorePlanned:
+    return RestorePlanned(
+        t=story.t, attempt=story.state.attempt, step=step, tier="memory", expected_s=0.1, tiers={}, reason=""
+    )
+
+
+STORIES: dict[str, Callable[[], Story]] = {
+    "swapped": swapped, "crash-loop": crash_loop, "requeued": requeued, "spared": spared,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["status", "events", "report"])

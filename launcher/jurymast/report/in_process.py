@@ -59,5 +59,5 @@ def in_process_text(found: Mapping[str, Any]) -> str:
         return text
     text += f"; from launch to first step {duration(found['start_seconds'])}"
     if found["restart_start_seconds"] is None:
-        return f"{text}, which is not known of a restart here"
-    return f"{text}, {duration(found['restart_start_seconds'])} by restart (medians)"
+        return f"{text} (median; no restart to compare it with)"
+    return f"{text}, by restart {duration(found['restart_start_seconds'])} (medians)"
