@@ -232,13 +232,20 @@ def test_run_is_not_advised_to_who_has_it_or_cannot_have_it() -> None:
     assert advised(asked) == nothing
 
 
-OWN_MISSING = (Rejoiner(live=14, own=(14,), needs_own=True), Rejoiner(live=14, own=(13,), needs_own=True))
+OWN_MISSING = (Rejoiner(live=14, own=(14,), needs_own=True), Rejoiner(live=14, needs_own=True))
+DIED_IN_UPDATE = (
+    Rejoiner(live=14, own=(13, 14), needs_own=True), Rejoiner(live=14, own=(13,), needs_own=True),
+)  # fmt: skip
 SHARDS_MISSING = (Rejoiner(live=14, part="a"), Rejoiner(part="b"))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "option"), [(OWN_MISSING, "what is each rank's own"), (SHARDS_MISSING, "shards")]
-)
+    ("ranks", "option"),
+    [
+        (OWN_MISSING, "what is each rank's own"), (DIED_IN_UPDATE, "Checkpointer.step"),
+        (SHARDS_MISSING, "shards"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("times", [1, 4])
 def test_what_the_script_can_mend_is_advised_if_ranks_went_back_for_it(
     ranks: tuple[Rejoiner, ...], option: str, times: int

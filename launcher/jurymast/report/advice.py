@@ -32,9 +32,10 @@ RUNTIME, ALLOCATION = "runtime goodput", "allocation goodput"
 
 # Those who ask for these get new processes.
 NEW_PROCESSES = frozenset({"restart_asked", "grow_asked"})
-# Why ranks went back to a save (`core.judges.rejoining`), what to change in the script, and how. One such
-# recovery may have been by chance: a rank that dies in its update takes its own state along.
+# Why ranks went back to a save (`core.judges.rejoining`), what to change in the script, and how. Once may be
+# by chance, as each rank is in its update now and then.
 MENDABLE = (
+    ("before the end of that step", "Checkpointer.step", "right after the update; evaluate and log after it"),
     ("what is the own of", "what is each rank's own", "64 KiB at most, tensors, arrays and plain values"),
     ("has the shards of", "shards", "each on two nodes (HSDP), whose own cost is not in the forecast"),
 )
@@ -154,11 +155,12 @@ def _in_process(replay: Replay, ledger: Ledger) -> Iterator[_Change]:
         )
         yield _Change("Checkpointer.run", "in the script", why, changed)
         return
+    back = [one.went_back for one in failures if one.went_back]
     for said, option, value in MENDABLE:
-        back = [one.went_back for one in failures if said in one.went_back]
-        if len(back) >= LEAST_BACK and len(back) == sum(bool(one.went_back) for one in failures):
+        if len(back) >= LEAST_BACK and all(said in why for why in back):
             why = f"after {count(len(back), 'failure')} ranks went back to a save, at last because {back[-1]}"
             yield _Change(option, value, why, changed)
+            return
 
 
 def _spares(replay: Replay, was: Foretold, state: RunState, now: float) -> Iterator[Advice]:
