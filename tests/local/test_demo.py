@@ -92,7 +92,7 @@ def test_the_demo_loses_a_rank_and_a_node_and_nothing_else(temporary: Path, tmp_
     assert [one["node"] for one in told["incidents"]] == [told["rank_fault"]["node"], told["fault"]["node"]]
     assert told["fault"]["processes"] >= 4  # an agent, its torchrun host, the server it forks from, a rank
     for one in told["incidents"]:  # it says so if the fault struck between two ranks' updates
-        amid = "as the failure came before the end of that step" in one["reason"]
+        amid = "failed before the end of step" in one["reason"]
         assert amid or one["step_lost_from"] == one["step_restored"], one["reason"]
     assert told["steps_repeated"] == told["steps_repeated_equal"]
     page = Path(told["report"])

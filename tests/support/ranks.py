@@ -107,6 +107,8 @@ def run_script(script: Path, size: int, *arguments: str, folder: Path, each: int
 def _be_rank(script: Path, arguments: tuple[str, ...], environment: dict[str, str], folder: Path) -> None:
     os.chdir(folder)
     os.environ.update(environment)
+    # As in a rank of torchrun. A lock made as this process was made would leave its file in /dev/shm.
+    multiprocessing.set_start_method(None, force=True)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     # The groups outlive the script: where a DDP model is the last to hold one, freeing it waits for a thread

@@ -216,10 +216,7 @@ def test_the_newest_step_that_a_rank_has_and_of_which_all_have_their_own() -> No
     new_node = newest_whole([Rejoiner(10, own, True), Rejoiner()], 0)
     assert new_node == GoBack("what is the own of rank 1 after step 10 is not there")
     before = newest_whole([Rejoiner(10, own, True), Rejoiner(-1, (8, 9))], 0)
-    assert before == GoBack(
-        "what is the own of rank 1 after step 10 is not there, "
-        "as the failure came before the end of that step"
-    )
+    assert before == GoBack("rank 1 failed before the end of step 10, which others had done")
     cut_short = newest_whole([Rejoiner(-1, own, True), Rejoiner(-1, own)], 0)
     assert cut_short == GoBack("no rank has the state after a step")
 

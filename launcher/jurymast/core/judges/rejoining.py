@@ -79,10 +79,9 @@ def _missing(ranks: Sequence[Rejoiner], step: int) -> str:
         return f"no rank that lives has the shards of {_named(lost)} after step {step}"
     if not any(rank.needs_own for rank in ranks) or not (without := _without_own(ranks, step)):
         return ""
-    told = f"what is the own of {_named(without)} after step {step} is not there"
-    return (
-        told if _without_own(ranks, step - 1) else f"{told}, as the failure came before the end of that step"
-    )
+    if not _without_own(ranks, step - 1):
+        return f"{_named(without)} failed before the end of step {step}, which others had done"
+    return f"what is the own of {_named(without)} after step {step} is not there"
 
 
 def _without_own(ranks: Sequence[Rejoiner], step: int) -> list[int]:
