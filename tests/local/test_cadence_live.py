@@ -74,8 +74,8 @@ def test_a_cadence_is_agreed_on_and_saves_are_made_when_somebody_asks(tmp_path: 
         victim = run.state().placement[1]
         assert jurymast("drain", root, victim).returncode == 0
         state = run.wait("the swap", lambda s: s.attempt == 2 and s.first_step_at is not None)
-        asks = [(e.what, e.by) for e in run.events() if isinstance(e, ev.Asked)]
-        assert ("save", f"{asks[-1][1]}, before {victim} is removed") in asks
+        asks = [(e.what, e.by, e.node) for e in run.events() if isinstance(e, ev.Asked)]
+        assert ("save", asks[-1][1], victim) in asks
         incident = state.incidents[0]
         assert incident.step_lost_from - (incident.step_restored or 0) < 20, run.story()
         jurymast("cancel", root)

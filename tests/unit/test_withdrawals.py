@@ -99,6 +99,40 @@ def test_a_spare_that_is_drained_leaves_at_once_and_replaces_nobody() -> None:
     assert watched.machine.moves(watched.story.t) == [], "there is no other one"
 
 
+@pytest.mark.parametrize("why", ["", WHY], ids=["by-a-user", "by-an-administrator"])
+def test_a_removal_that_waits_for_a_save_outlives_the_supervisor(why: str) -> None:
+    watched = Watched()
+    state, t = watched.story.state, watched.story.t
+    victim = state.placement[1]
+    (asked,) = watched.seen(**{victim: why}) if why else [msg.Ask(what="drain", by="ada", node=victim)]
+    save, _ = watched.machine.save_first(asked, t)
+    assert isinstance(save, Record)
+    watched.story.feed(save.event)
+    assert watched.machine.moves(t) == [], "it waits for the save"
+    watched.sick = SickNodes(state)
+    watched.machine = Withdrawals(state, watched.sick)
+    assert watched.machine.moves(t) == [asked]
+    assert watched.machine.moves(t) == [], "once"
+    watched.asked(asked)
+    watched.story.stopped()
+    watched.story.recovered(at_step=10, done=20)
+    assert victim not in state.placement
+    assert not state.to_remove
+    watched.story.wait(BACK_AFTER_S)
+    assert watched.sick.on_time(watched.story.t) == ([GiveBack("17", victim)] if why else [])
+
+
+def test_a_removal_that_was_not_done_is_forgotten_with_the_nodes() -> None:
+    watched = Watched()
+    state, t = watched.story.state, watched.story.t
+    save, _ = watched.machine.save_first(msg.Ask(what="drain", by="ada", node=state.placement[1]), t)
+    assert isinstance(save, Record)
+    watched.story.feed(save.event)
+    assert state.to_remove
+    watched.story.allocated(restarts=1)
+    assert not state.to_remove
+
+
 def test_a_node_that_is_not_drained_any_more_stays() -> None:
     watched = Watched(spares=0)
     state = watched.story.state

@@ -116,7 +116,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
     ends.count_exposure(state, event.t)
     state.end_order = None
     if state.ended:  # requeued all the same: none of the nodes that there were is to come back
-        state.allocation, state.nodes = allocation, {}
+        state.allocation, state.nodes, state.to_remove = allocation, {}, {}
         return instructions
     state.allocation = allocation
     if event.slurm_job not in state.slurm_jobs:
@@ -127,6 +127,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
     }
     state.host, state.allocated_at = event.host, min(event.t, event.began_at or event.t)
     state.refills, state.refill_failures, state.refill_failed_at = {}, 0, 0.0
+    state.to_remove = {}
     recovery.serve_again(state, event.nodes)
     if state.failures is None:
         state.began_at = event.t
@@ -281,7 +282,11 @@ def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
         why = f"cancel requested by {event.by}"
         return ends.finish_from_outside(state, "cancelled", RunCancelledError.exit_code, why)
     if event.what == "save":
+        if event.node in state.nodes:
+            state.to_remove[event.node] = event.by
         return []  # nothing to decide: the ranks save at their next common step
+    if event.what == "drain":
+        state.to_remove.pop(event.node, None)
     if event.what == "drain" and (event.node not in state.places or state.phase is Phase.WAITING):
         # No ranks run on it, so it is out at once; if it had a place, that place must be filled.
         node = state.nodes.get(event.node)

@@ -397,8 +397,9 @@ RELAUNCH, REQUEUE, GROW = "relaunch", "requeue", "grow"
 class Asked(Event, frozen=True, kw_only=True):
     """A user requested something: cancel, restart, save, rollback, or drain: the replacement of `node`. Or
     the supervisor itself did: a relaunch, which is a restart that nobody ordered, a requeue, or to grow: to
-    go on with nodes that were lacking. `timeout`: a requeue is for the time limit. `grace_s`: so long the
-    ranks have to keep what they have to, if that is more than the policy's."""
+    go on with nodes that were lacking. A save with a `node` comes before that node is removed. `timeout`: a
+    requeue is for the time limit. `grace_s`: so long the ranks have to keep what they have to, if that is
+    more than the policy's."""
 
     what: str
     by: str

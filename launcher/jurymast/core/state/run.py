@@ -318,6 +318,7 @@ class RunState:
     loss: ev.LossNotFinite | None = None  # the first that was not finite
     cold: str = ""  # why ranks load everything by themselves, once one of them had to
     cadence: ev.CadenceSet | None = None  # what this attempt's ranks agreed on last
+    to_remove: dict[str, str] = field(default_factory=dict)  # nodes, once ranks have saved: who requested it
 
     findings: Findings = field(default_factory=Findings)
     incidents: list[Incident] = field(default_factory=list)

@@ -323,10 +323,9 @@ class Supervision:
         return out + self.record(ev.Tick(t=now))
 
     def _move_off(self, now: float) -> list[Effect]:
-        """See to nodes that an administrator drains."""
-        if self.state.allocation.startswith(LOCAL_JOB):
-            return []
-        out = self._do(self._withdrawals.on_time(now), now)
+        """See to nodes that are to leave although nothing failed."""
+        by_slurm = not self.state.allocation.startswith(LOCAL_JOB)
+        out = self._do(self._withdrawals.on_time(now), now) if by_slurm else []
         return out + [effect for ask in self._withdrawals.moves(now) for effect in self._obey(ask, now)]
 
     @property
@@ -570,10 +569,9 @@ class Supervision:
     def _obey(self, ask: msg.Ask, now: float) -> list[Effect]:
         if ask.what in renewal.REQUESTS:
             return self.record(self._renewal.requested(ask.what, ask.by, now))
-        event = ev.Asked(t=now, what=ask.what, by=ask.by, node=ask.node)
         if ask.what == "drain" and ask.node in self.state.places:
-            why = f"{ask.by}, before {ask.node} is removed"
-            return self._do([Record(ev.Asked(t=now, what="save", by=why)), SaveFirst(why, event)], now)
+            return self._do(self._withdrawals.save_first(ask, now), now)
+        event = ev.Asked(t=now, what=ask.what, by=ask.by, node=ask.node)
         back = []
         if ask.what == "rollback" and ask.step is not None:
             back = self._do(self.checkpoints.go_back(ask.step, now), now)

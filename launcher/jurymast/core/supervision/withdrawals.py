@@ -1,6 +1,10 @@
-"""Nodes that an administrator drains while the run has them: Slurm gives them no other job, and the
-administrator waits for this one. Their ranks save and move to a spare as soon as one is ready, and Slurm gets
-the node back. Nothing waits for that, and without a spare the ranks stay."""
+"""Nodes that are to leave although nothing failed.
+
+An administrator may drain a node while the run has it: Slurm gives it no other job, and the administrator
+waits for this one. Its ranks save and move to a spare as soon as one is ready, and Slurm gets the node back.
+Nothing waits for that, and without a spare the ranks stay. Or a user requests that a node leaves: its ranks
+save, and it is removed in any case.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from collections.abc import Mapping
 from jurymast.core.nodes.health import SickNodes
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
-from jurymast.core.state.effects import Effect, LookAtNodes, Record
+from jurymast.core.state.effects import Effect, LookAtNodes, Record, SaveFirst
 from jurymast.core.state.run import Node, Phase, Role, RunState
 
 LOOK_EVERY_S = 30.0
@@ -47,19 +51,34 @@ class Withdrawals:
                 out.append(Record(ev.NodeDraining(t=now, node=name, why=why)))
         return out
 
+    def save_first(self, ask: msg.Ask, now: float) -> list[Effect]:
+        """The ranks of this node save before it is removed."""
+        self._asked.add(ask.node)
+        save = ev.Asked(t=now, what="save", by=ask.by, node=ask.node)
+        drain = ev.Asked(t=now, what="drain", by=ask.by, node=ask.node)
+        return [Record(save), SaveFirst(f"{ask.by}, before {ask.node} is removed", drain)]
+
     def moves(self, now: float) -> list[msg.Ask]:
         """Which node is to be taken out now."""
         state = self._state
-        steady = state.phase is Phase.RUNNING and state.incident is None and state.end_order is None
-        if not self._any or not steady or state.settings.bad_nodes == "report" or state.alone:
+        if state.phase is not Phase.RUNNING or state.incident is not None or state.end_order is not None:
+            return []
+        for name, by in state.to_remove.items():
+            if name not in self._asked:  # an earlier supervisor was lost between the save and the removal
+                return self._take_out(state.nodes[name], by, now)
+        if not self._any or state.settings.bad_nodes == "report" or state.alone:
             return []
         for node in self._draining():
             if node.name in state.places and not self._has_spare():
                 continue
-            self._asked.add(node.name)
-            self._sick.give_back_later(node.name, now + BACK_AFTER_S)
-            return [msg.Ask(what="drain", by=f"Slurm's administrator ({node.draining})", node=node.name)]
+            return self._take_out(node, f"Slurm's administrator ({node.draining})", now)
         return []
+
+    def _take_out(self, node: Node, by: str, now: float) -> list[msg.Ask]:
+        self._asked.add(node.name)
+        if node.draining:
+            self._sick.give_back_later(node.name, now + BACK_AFTER_S)
+        return [msg.Ask(what="drain", by=by, node=node.name)]
 
     def _draining(self) -> list[Node]:
         nodes = self._state.nodes.values()
