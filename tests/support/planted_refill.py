@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from jurymast.core.run import refill
+from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import AskForNode, Effect, Record
 from jurymast.core.state.run import RunState
 from jurymast.core.supervision.refilling import Refilling
@@ -15,7 +16,7 @@ from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 from jurymast.supervisor.supervisor import Hold
 from jurymast.worker.link import ScheduleFollower
 
-_ask, _lacking = Refilling._ask, refill.lacking
+_ask, _lacking, _moves = Refilling._ask, refill.lacking, Withdrawals.moves
 
 
 def with_pool(seed: int, free: int = 2) -> Plan:
@@ -38,6 +39,21 @@ def _goes_on(self: ScheduleFollower, step: int) -> None: ...
 def _drained(seed: int) -> Plan:
     """An administrator drains a node for minutes, and a spare is there."""
     return Plan(seed, 2, 1, 1, 5, 8, (Fault(6.0, "admin drains", node=seed % 3, seconds=200.0),))
+
+
+def _forgotten(seed: int) -> Plan:
+    """The supervisor is lost while ranks save before their node is removed."""
+    chance = Random(seed)
+    at = chance.uniform(6.0, 12.0)
+    lost = Fault(at + chance.uniform(0.2, 2.0), "supervisor")
+    return Plan(seed, 2, 2, 1, 5, 8, (Fault(at, "drained", node=2, seconds=120.0), lost))
+
+
+def _forgets(self: Withdrawals, now: float) -> list[msg.Ask]:
+    state = self._state
+    wanted, state.to_remove = state.to_remove, {}
+    asks, state.to_remove = _moves(self, now), wanted
+    return asks
 
 
 def _isolated(seed: int) -> Plan:
@@ -99,6 +115,10 @@ PLANTED_REFILL: dict[str, Any] = {
         [(Hold, "is_superseded_now", _never_asks)],
     ),
     "43: a run is requeued although a node may come": (with_pool, [(refill, "why_not_held", _never_waits)]),
+    "54: a removal is forgotten with the supervisor": (
+        _forgotten,
+        [(Withdrawals, "moves", _forgets)],
+    ),
     "44: ranks stay on a node that is drained": (_drained, [(Withdrawals, "moves", _nothing)]),
     "6: a run holds its nodes for ever": (
         _without_free_nodes,

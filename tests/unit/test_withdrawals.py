@@ -111,8 +111,12 @@ def test_a_removal_that_waits_for_a_save_outlives_the_supervisor(why: str) -> No
     assert watched.machine.moves(t) == [], "it waits for the save"
     watched.sick = SickNodes(state)
     watched.machine = Withdrawals(state, watched.sick)
-    assert watched.machine.moves(t) == [asked]
-    assert watched.machine.moves(t) == [], "once"
+    watched.story.feed(ev.SupervisorStarted(t=t, epoch=2, node=state.host))
+    for name, node in state.nodes.items():
+        watched.story.feed(ev.NodeJoined(t=t, node=name, address="", incarnation=node.incarnation))
+    assert watched.machine.moves(t) == [], "the ranks are not heard yet"
+    assert watched.machine.moves(state.rejoin_until) == [asked]
+    assert watched.machine.moves(state.rejoin_until) == [], "once"
     watched.asked(asked)
     watched.story.stopped()
     watched.story.recovered(at_step=10, done=20)

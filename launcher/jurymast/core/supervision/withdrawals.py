@@ -63,6 +63,8 @@ class Withdrawals:
         state = self._state
         if state.phase is not Phase.RUNNING or state.incident is not None or state.end_order is not None:
             return []
+        if now < state.rejoin_until:  # then ranks have been heard, and can save first
+            return []
         for name, by in state.to_remove.items():
             if name not in self._asked:  # an earlier supervisor was lost between the save and the removal
                 return self._take_out(state.nodes[name], by, now)

@@ -1,4 +1,4 @@
-"""What must hold for nodes that an administrator drains, and for ranks that move although nothing failed."""
+"""What must hold for nodes that are to leave, and for ranks that move, although nothing failed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jurymast.sim.cluster.training import SimGroup
 
 MOVES_OFF = "44: ranks leave a node that is drained once a spare is ready"
+REMOVED = "54: a node that a user wants removed leaves, whichever supervisor heard of it"
 NOT_AGAIN = "53: ranks that move although nothing failed do no step again"
 
 # Why ranks move although nothing failed, in plans of nothing else.
@@ -21,12 +22,15 @@ MOVES = frozenset({"drained", "admin drains", "slow node", "uneven"})
 
 # From the time when Slurm shows it and a spare is ready, if nothing else happens, in seconds.
 MOVED_BY_S = LOOK_EVERY_S + SAVE_LIMIT_S + 20.0
+# From the request.
+REMOVED_BY_S = SAVE_LIMIT_S + 20.0
 
 
 class WithdrawalRules:
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
         self._could_since: float | None = None
+        self._wanted_since: float | None = None
         self.skipped: set[int] = set()  # attempts in which memory had no room for a save
 
     def restored(self, group: SimGroup, step: int, done: int) -> None:
@@ -43,9 +47,19 @@ class WithdrawalRules:
         stays = [name for name in state.placement if name in draining]
         spare = any(one.role is Role.SPARE and one.name not in draining for one in state.spare_nodes())
         steady = state.phase is Phase.RUNNING and state.incident is None and state.end_order is None
+        self._look_at_requests(supervisor, since, steady)
         if not (stays and spare and steady) or cluster.wanted.tasks or now < cluster.slurm_silent_until:
             self._could_since = None
         elif self._could_since is None:
             self._could_since = now
         elif now > max(self._could_since, since) + MOVED_BY_S and self._oracle.storage_fine(MOVED_BY_S):
             self._oracle.fail(MOVES_OFF, f"{stays} since {self._could_since:.1f} s")
+
+    def _look_at_requests(self, supervisor: SimSupervisor, since: float, steady: bool) -> None:
+        now, wanted = self._oracle.cluster.world.now, supervisor.state.to_remove
+        if not (wanted and steady):
+            self._wanted_since = None
+        elif self._wanted_since is None:
+            self._wanted_since = now
+        elif now > max(self._wanted_since, since) + REMOVED_BY_S and self._oracle.storage_fine(REMOVED_BY_S):
+            self._oracle.fail(REMOVED, f"{', '.join(wanted)} since {self._wanted_since:.1f} s")
