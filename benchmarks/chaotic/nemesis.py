@@ -182,8 +182,14 @@ class Nemesis:
         return found
 
     def _signal(self, node: str, pids: list[int], signal: str) -> None:
+        """Some may end with those that were struck before them."""
+        struck = 0
         for pid in pids:
-            self.cluster.fault("kill", node, pid=pid, signal=signal)
+            with suppress(ClusterError):
+                self.cluster.fault("kill", node, pid=pid, signal=signal)
+                struck += 1
+        if not struck:
+            raise NotPossibleError(f"processes {pids} of {node} are gone")
 
     def _agent(self, node: str) -> list[int]:
         """The agent, whose parent is its guard."""
