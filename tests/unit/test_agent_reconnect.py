@@ -14,6 +14,7 @@ import pytest
 from jurymast.agent import supervision
 from jurymast.agent.agent import Agent
 from jurymast.agent.real_io import node_agent
+from jurymast.agent.storage_processes import NodeStorage
 from jurymast.cluster.allocation import Allocation
 from jurymast.core.state import messages as msg
 from jurymast.core.state.settings import RunPlan
@@ -122,3 +123,32 @@ def test_a_supervisor_that_crashes_and_comes_back_elsewhere_is_found_again(
     asyncio.run(asyncio.wait_for(work(), LIMIT_S))
     assert isinstance(heard[0], msg.Hello)
     assert heard[1] == waits
+
+
+async def test_an_agent_of_a_run_that_is_over_is_there_until_its_disk_is_clear(
+    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor that sees no agent any more ends the job, and Slurm kills who still removes images."""
+    clears, heard, cleared = asyncio.Event(), asyncio.Event(), False
+    directory = RunDirectory(tmp_path / "run")
+
+    async def clear(_: NodeStorage) -> None:
+        nonlocal cleared
+        clears.set()
+        await heard.wait()
+        cleared = True
+
+    async def serve(proven: Proven) -> None:
+        supervisor = Channel.of(proven, msg.read_said)
+        assert isinstance(await supervisor.receive(), msg.Hello)
+        supervisor.send(msg.Leave(over=True))
+        await clears.wait()
+        for _ in range(5):  # more than were under way
+            assert isinstance(await supervisor.receive(), msg.Beat)
+        heard.set()
+
+    monkeypatch.setattr(NodeStorage, "forget_local", clear)
+    async with served(serve, directory.secret()) as port:
+        endpoint.announce(directory.epochs, at(port, 1))
+        await asyncio.wait_for(agent.run(), LIMIT_S)
+    assert cleared

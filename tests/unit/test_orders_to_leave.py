@@ -15,6 +15,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Effect, End, Journal, Send, WhyEnding
 from jurymast.core.state.run import Phase
 from jurymast.core.supervision.departure import (
+    CLEAR_LIMIT_S,
     KEPT_STILL_S,
     KILL_WAIT_S,
     LEAVE_LIMIT_S,
@@ -224,6 +225,17 @@ def test_a_second_cancel_does_not_wait_for_ranks_that_save() -> None:
     assert run.home
     user_cancel(run)
     run.waits(LEAVE_LIMIT_S + 1.0)
+    assert End() in run.effects
+
+
+def test_agents_of_a_run_that_is_over_have_time_to_clear_their_disks() -> None:
+    run = Leaving()
+    script_ends(run)
+    run.waits(STILL_S + 1.0)
+    assert run.home
+    run.waits(LEAVE_LIMIT_S + 2.0)
+    assert End() not in run.effects
+    run.waits(CLEAR_LIMIT_S)
     assert End() in run.effects
 
 

@@ -63,9 +63,8 @@ class Agent:
         await io.begin()
         driver.act(self.machine.start(driver.now, reachable=bool(io.address)))
         await driver.over.wait()
-        if self._beat_timer is not None:
-            self._beat_timer.cancel()
-        self._connecting.hang_up()
+        if not self._run_is_over:
+            self._hang_up()
         await driver.close()
         if self._host is not None:
             await io.ranks.end(self.machine.ranks.pids, self._grace_s)
@@ -80,6 +79,7 @@ class Agent:
             await io.storage.forget_local()
         await self._succession.close()
         await io.close()
+        self._hang_up()  # without agents the job of a run that is over ends, and Slurm kills what it left
         if driver.failure is not None:
             raise driver.failure
 
@@ -177,15 +177,23 @@ class Agent:
 
     def _beat(self, beat: do.Beat) -> None:
         """Send a heartbeat now, and set the timer for the next one."""
-        self._io.keeper.look()
-        ranks, cadence, times = self._io.ranks.report(beat.pids)
-        joules = self._io.probing.joules
-        self._connecting.send(msg.beat_of(beat.attempt, ranks, cadence, times, joules))
+        ranks: list[msg.RankReport] = []
+        if self._driver.over.is_set():  # all that it could tell of is being closed
+            self._connecting.send(msg.beat_of(beat.attempt, ranks))
+        else:
+            self._io.keeper.look()
+            ranks, cadence, times = self._io.ranks.report(beat.pids)
+            self._connecting.send(msg.beat_of(beat.attempt, ranks, cadence, times, self._io.probing.joules))
         if self._beat_timer is not None:
             self._beat_timer.cancel()
         plan = self._io.plan
         next_s = beat_every_s(plan.settings.heartbeat_s, ranks, plan.active)
         self._beat_timer = asyncio.get_running_loop().call_later(next_s, self._beat_again)
+
+    def _hang_up(self) -> None:
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+        self._connecting.hang_up()
 
     def _beat_again(self) -> None:
         if self.machine.link.connected:

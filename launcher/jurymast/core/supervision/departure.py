@@ -26,6 +26,8 @@ KILL_WAIT_S = 30.0
 # Agents have this long to leave, and the outcome needs this long to be written and acted on: that much of the
 # time before Slurm's SIGKILL is not for the checkpoint, but at most this share of it.
 LEAVE_LIMIT_S = 4.0
+# Those of a run that is over have this long, unless Slurm kills them: they also clear the nodes' own disks.
+CLEAR_LIMIT_S = 30.0
 RESERVE_S, RESERVE_SHARE = 5.0, 1 / 3
 # How long the nodes are kept without any progress of the newest checkpoint towards shared storage, by how the
 # run ends. As long as there is progress they are kept however long it takes: that depends on its size.
@@ -171,7 +173,10 @@ class Departure:
 
     def _waits_for_ranks(self, until: float) -> None:
         self._grace_until = until
-        self._leave_until = min(self._leave_until, until + _leave_s(self._order, until))
+        limit_s = CLEAR_LIMIT_S if self._state.ended else LEAVE_LIMIT_S
+        if self._order is not None:  # the outcome needs some of what is left until a SIGKILL
+            limit_s = min(limit_s, max(0.0, (self._order.kill_at - until) / 2))
+        self._leave_until = min(self._leave_until, until + limit_s)
 
     def on_time(self, now: float, *, unwritten: bool) -> list[Effect]:
         """Do what is due. To be called often. `unwritten`: some lines of the journal are not on the disk
@@ -286,10 +291,3 @@ class Departure:
 
 def _reserve_s(kill_in_s: float) -> float:
     return min(RESERVE_S, RESERVE_SHARE * max(0.0, kill_in_s))
-
-
-def _leave_s(order: SlurmsOrder | None, now: float) -> float:
-    """Return how long agents have to leave: half of what is left until a SIGKILL, for the outcome needs some
-    time as well."""
-    left_s = order.kill_at - now if order is not None else math.inf
-    return min(LEAVE_LIMIT_S, max(0.0, left_s / 2))
