@@ -124,6 +124,8 @@ class Nemesis:
         self.log.append(struck)
         try:
             struck.node, struck.rank = self._whom(fault, state)
+            if fault.kind == "standby":  # only those that would be the next supervisor's nodes have one
+                struck.node = self._with_standby(state)
             struck.placed = struck.node in state.placement
             undo = self._do(fault, struck, state)
         except _NOT_NOW as error:
@@ -169,6 +171,13 @@ class Nemesis:
         if strikes == NODE:
             return _one_of([*state.placement, *spares], fault.place, "node"), None
         return "", None
+
+    def _with_standby(self, state: RunState) -> str:
+        for name in state.nodes:
+            with suppress(NotPossibleError):
+                self._processes(name, " jurymast.supervisor.standby ")
+                return name
+        raise NotPossibleError("no node has a standby")
 
     def _processes(self, node: str, words: str) -> list[Process]:
         """Of the user's; not the srun that started them, whose command holds theirs."""

@@ -77,9 +77,11 @@ class Agent:
         await io.keeper.close()
         if self._run_is_over:
             await io.storage.forget_local()
+        # Without agents the job of a run that is over ends, and Slurm kills what is left of it. A supervisor
+        # on this node waits for that, too.
+        self._hang_up()
         await self._succession.close()
         await io.close()
-        self._hang_up()  # without agents the job of a run that is over ends, and Slurm kills what it left
         if driver.failure is not None:
             raise driver.failure
 
