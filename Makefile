@@ -38,7 +38,7 @@ CLOSED := ! -type l '(' ! -perm -o+r -o -type d ! -perm -o+x ')'
 # Every run of the tests starts hundreds of interpreters; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-all lint bench mutations styles matrix docs man package
+.PHONY: help install demo test test-all test-gpu lint bench mutations styles matrix docs man package
 .DELETE_ON_ERROR:
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo 'make demo      a training run on this machine that loses a node and goes on'
 	@echo 'make test      the tests; as root on Debian or Ubuntu also those on a real Slurm cluster'
 	@echo 'make test-all  and the long ones, which show nearly the same as others do'
+	@echo 'make test-gpu  the tests that need an NVIDIA GPU (one is enough); elsewhere they are skipped'
 	@echo 'make lint      ruff, mypy, and the layers of the imports'
 	@echo 'make bench     all benchmarks'
 	@echo 'make mutations  plants mistakes in the code, and says which tests and plans notice them; hours'
@@ -112,6 +113,10 @@ test: install
 
 test-all: SHORT :=
 test-all: test
+
+# It prints what saves and recoveries took there.
+test-gpu: install
+	@umask 022; $(BIN)/python -m pytest tests/gpu $(PYTEST_FLAGS)
 
 lint: install
 	$(BIN)/ruff check

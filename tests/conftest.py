@@ -26,7 +26,7 @@ settings.load_profile("patient")
 COROUTINE_LIMIT_S = 120.0
 _HERE = Path(__file__).parent
 
-_FOLDERS = ("slurm", "conformance", "local", "sim", "unit")
+_FOLDERS = ("slurm", "conformance", "local", "gpu", "sim", "unit")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -10,14 +11,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 import jurymast
-from jurymast.checkpoint import checkpointer
+from jurymast.checkpoint import checkpointer, gpu_copies
 from jurymast.checkpoint.contents import Contents
 from jurymast.checkpoint.directory import final_name
 from jurymast.checkpoint.image import Window
@@ -151,6 +152,56 @@ def test_memory_is_asked_for_once_its_size_is_known(keeper: Keeper, tmp_path: Pa
         checkpoint.step(step)
         assert keeper.records[0][Word.WANT] > 3 * 300 * 300 * 4
     assert [event["step"] for event in events(keeper, "Image")] == [3, 6]
+
+
+class FakeCopies:
+    """In the place of those from a GPU; `pinned`: what is, by address."""
+
+    pinned: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def register(self, buffer: torch.Tensor) -> None:
+        self.pinned[buffer.data_ptr()] = buffer
+
+    def unregister(self, buffer: torch.Tensor) -> None:
+        del self.pinned[buffer.data_ptr()]
+
+    def start(self, places: Any, tensors: Any, _objects: Any, done: Any) -> None:
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor)
+        done(None)
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.pinned.clear()
+
+
+@pytest.mark.parametrize("how", ["the next attempt", "another Checkpointer"])
+def test_slots_are_unpinned_before_they_are_mapped_anew(
+    keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """CUDA copies to the old pages whatever is mapped at the address of memory that is still pinned."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(gpu_copies, "GpuCopies", FakeCopies)
+    state = {"t": torch.ones(5)}
+    checkpoint = jurymast.Checkpointer(state, directory=tmp_path, every=NEVER)
+    checkpoint.restore()
+    assert checkpoint.save(1)
+    assert checkpoint._memory is not None
+    assert checkpoint._memory.wait_ready(20.0)
+    assert FakeCopies.pinned
+    checkpoint.attempt_ends()
+    if how == "the next attempt":
+        checkpoint.attempt_begins()
+    else:
+        checkpoint = jurymast.Checkpointer(state, directory=tmp_path, every=NEVER)
+    gc.collect()
+    assert not FakeCopies.pinned
+    checkpoint.restore()
+    state["t"].fill_(2.0)
+    assert checkpoint.save(2)
+    assert same(read(keeper, 1, "t"), torch.full((5,), 2.0))
 
 
 def test_a_save_that_fails_leaves_its_slot_free(

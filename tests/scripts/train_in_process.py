@@ -31,10 +31,14 @@ from jurymast.checkpoint import RandomState
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--device", default="cpu", help="of all ranks")
 parser.add_argument("--width", type=int, default=32)
 parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a step takes besides")
 parser.add_argument("--save-every", default=None)
 parser.add_argument("--checkpoints", default=None)
+parser.add_argument(
+    "--norm", choices=("batch", "layer"), default="batch", help="only a batch norm has buffers"
+)
 parser.add_argument("--workers", type=int, default=0, help="of each rank's loader")
 parser.add_argument("--compile", action="store_true", help="the model, before `run`")
 parser.add_argument("--before", action="store_true", help="make DDP before `run`, which rules recovery out")
@@ -77,7 +81,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def parameters_of(model: nn.Module) -> str:
     """A hash of what is alike on all ranks, as the statistics of a batch norm are not."""
-    data = (whole(one).detach().numpy().tobytes() for one in model.parameters())
+    data = (whole(one).detach().cpu().numpy().tobytes() for one in model.parameters())
     return hashlib.sha256(b"".join(data)).hexdigest()
 
 
@@ -134,9 +138,10 @@ def main() -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(1)
     width = args.width
+    norm = nn.BatchNorm1d(width) if args.norm == "batch" else nn.LayerNorm(width)
     model = nn.Sequential(
-        nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.2), nn.Linear(width, width)
-    )
+        nn.Linear(width, width), norm, nn.GELU(), nn.Dropout(0.2), nn.Linear(width, width)
+    ).to(args.device)
     if args.shards:
         sharded(model, args.shards)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -172,6 +177,7 @@ def main() -> None:
             time.sleep(args.step_time)
             strike(args.fault, step, rank, "begin")
             assert position.drawn == step, f"rank {rank} has drawn {position.drawn}, not {step}"
+            inputs = inputs.to(args.device)
             loss = nn.functional.mse_loss(ddp(inputs), inputs.roll(1, dims=1).tanh())
             optimizer.zero_grad()
             loss.backward()

@@ -5,7 +5,10 @@ There is no GPU here: streams and events are stand-ins that note what waits for 
 
 from __future__ import annotations
 
+import gc
+import mmap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,10 +52,14 @@ class FakeStream:
 
 
 class FakeCuda:
-    """`order`: what streams do; `copied`: whether the copies have ended."""
+    """`order`: what streams do; `copied`: whether the copies have ended; `pinned`: addresses;
+    `failed`: threads that have an error to be told."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
+        self.pinned: set[int] = set()
+        self.failed: set[int] = set()
+        self.own = threading.local()  # each thread has its current stream
         self.copied = threading.Event()
         self.training = FakeStream(self, "training")
 
@@ -66,14 +73,33 @@ class FakeCuda:
         return self.training
 
     @contextmanager
-    def stream(self, _stream: FakeStream) -> Iterator[None]:
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.own.stream = stream
         yield
+        self.own.stream = self.training
+
+    @contextmanager
+    def device(self, _number: int) -> Iterator[None]:
+        yield
+
+    def cudart(self) -> FakeCuda:
+        return self
+
+    def cudaHostRegister(self, address: int, _size: int, _flags: int) -> int:
+        refused = address in self.pinned
+        self.pinned.add(address)
+        self.failed |= {threading.get_ident()} if refused else set()
+        return 712 * refused
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.pinned.remove(address)
+        return 0
 
 
 class Training:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.cuda = FakeCuda()
-        for name in ("current_device", "Stream", "current_stream", "stream"):
+        for name in ("current_device", "Stream", "current_stream", "stream", "device", "cudart"):
             patch.setattr(torch.cuda, name, getattr(self.cuda, name))
         patch.setattr(GpuCopies, "_is_here", lambda *_: True)
         patch.setattr(gpu_copies, "register_optimizer_step_pre_hook", self.hook)
@@ -85,8 +111,9 @@ class Training:
             parameter.grad = torch.ones_like(parameter)
         self.copies = GpuCopies()
 
-    def hook(self, before: Any) -> None:
+    def hook(self, before: Any) -> Any:
         self.hooks.append(register_optimizer_step_pre_hook(before))
+        return self.hooks[-1]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -125,6 +152,45 @@ def test_the_next_step_waits_for_the_copies_of_what_it_writes_and_the_training_f
         "copies event",
         "training waits for an event",  # the optimizer, of its parameters
     ]
+
+
+def test_what_arrived_is_checked_beside_the_training(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[str] = []
+    monkeypatch.setattr(WatchedTensors, "check", lambda _: streams.append(training.cuda.own.stream.name))
+    assert training.save() is None
+    assert streams == ["copies"], "it waited for what the training had begun meanwhile"
+
+
+def test_what_is_pinned_stays_mapped_until_it_is_unpinned(training: Training) -> None:
+    buffers = [mmap.mmap(-1, 4096) for _ in range(3)]
+    mapped = [weakref.ref(one) for one in buffers]
+    for one in buffers:
+        training.copies.register(torch.frombuffer(one, dtype=torch.uint8))
+    del buffers, one
+    gc.collect()
+    assert all(ref() is not None for ref in mapped)
+    assert len(training.cuda.pinned) == 3
+    training.copies.close()
+    assert not training.cuda.pinned
+    gc.collect()
+    assert all(ref() is None for ref in mapped)
+    training.copies._watched = WatchedTensors([])
+    training.optimizer.step()
+    assert not training.copies._watched._stepped, "it still follows the optimizers' steps"
+
+
+def test_memory_that_cuda_does_not_pin_is_no_error_of_the_training(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = torch.zeros(4096, dtype=torch.uint8)
+    training.copies.register(buffer)
+    GpuCopies().register(buffer)
+    assert "cannot pin memory for checkpoints (CUDA error 712)" in caplog.text
+    assert training.cuda.failed, "CUDA said no, to somebody"
+    assert threading.get_ident() not in training.cuda.failed
+    training.copies.close()
 
 
 def averaged(training: Training) -> None:

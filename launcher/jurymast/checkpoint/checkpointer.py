@@ -116,7 +116,13 @@ class Checkpointer:
         self._keep = _keep(keep)
         self._link = link.current()
         self.member: Member | None = None  # while `run` runs
+        self._memory: MemoryTier | None = None
         self.attempt_begins()
+
+    def attempt_ends(self) -> None:
+        """Wait until no copy of the state is under way any more."""
+        if self._memory is not None:
+            self._memory.wait_published()
 
     def attempt_begins(self) -> None:
         """Begin an attempt, perhaps not the first of this process."""
@@ -125,7 +131,9 @@ class Checkpointer:
         # Opened at the first use, because the process group may not exist yet.
         self._group: Group | None = None
         self._shared: SharedTier
-        self._memory: MemoryTier | None = None
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = None
         # Whether this attempt saves to memory; None until the ranks agree on it at their first save.
         self._in_memory: bool | None = None
         self._waited_for_memory = False

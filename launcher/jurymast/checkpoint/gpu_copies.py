@@ -26,6 +26,7 @@ log = logging.getLogger("jurymast.checkpoint")
 # Tensors of an image whose last elements are compared, and how many of these.
 SAMPLES = 64
 SAMPLE_ELEMENTS = 8
+_UNKNOWN_ERROR = 999
 
 
 class WrittenMeanwhileError(Exception):
@@ -78,35 +79,62 @@ def _equal_bytes(place: torch.Tensor, then: torch.Tensor) -> bool:
 
 
 class GpuCopies:
-    """Makes copies from the GPU that is current when it is created, one image at a time."""
+    """Makes copies from the GPU that is current when it is created, one image at a time.
+
+    Each thread has its own current GPU, at first the machine's first one: a call of CUDA in another thread
+    would take memory there for a context, unless it names this GPU.
+    """
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
         self._stream = torch.cuda.Stream(self._device)
-        self._pinned: dict[int, bool] = {}  # by address; False: CUDA refused
+        # By address; None: CUDA refused. What is unmapped while it is pinned stays pinned: copies to what is
+        # mapped there next would go to the old pages. So this keeps it mapped.
+        self._pinned: dict[int, torch.Tensor | None] = {}
         self._owned_done: Any = None
         self._watched: WatchedTensors | None = None
         self._trusting = True  # no script has written such tensors elsewhere yet
         self._publisher: threading.Thread | None = None
-        register_optimizer_step_pre_hook(self._before_step)
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        """Unpin everything; no further copies are made."""
+        self.wait()
+        self._hook.remove()
+        for buffer in list(self._pinned.values()):
+            if buffer is not None:
+                self.unregister(buffer)
 
     def register(self, buffer: torch.Tensor) -> None:
         """Pin `buffer`, which makes copies faster and asynchronous; they are correct without it."""
         address = buffer.data_ptr()
         if address in self._pinned:
             return
-        torch.cuda.set_device(self._device)  # each thread has its own setting, and this may be another thread
-        code = int(torch.cuda.cudart().cudaHostRegister(address, buffer.numel(), 0))
+        code = self._call(lambda cuda: cuda.cudaHostRegister(address, buffer.numel(), 0))
         if code:
             log.warning("cannot pin memory for checkpoints (CUDA error %d): saves take longer", code)
-        self._pinned[address] = not code
+        self._pinned[address] = None if code else buffer
 
     def unregister(self, buffer: torch.Tensor) -> None:
-        """Undo `register`; must be called before `buffer` is unmapped."""
+        """Undo `register`."""
         self.wait()
         address = buffer.data_ptr()
-        if self._pinned.pop(address, False):
-            torch.cuda.cudart().cudaHostUnregister(address)
+        if self._pinned.pop(address, None) is not None:
+            self._call(lambda cuda: cuda.cudaHostUnregister(address))
+
+    def _call(self, call: Callable[[Any], Any]) -> int:
+        """Call CUDA's library; return its code. In a thread of its own, because CUDA keeps the error of a
+        thread's call until the next kernel that this thread starts, in which torch would raise it."""
+        codes = [_UNKNOWN_ERROR]
+
+        def run() -> None:
+            with torch.cuda.device(self._device):
+                codes.append(int(call(torch.cuda.cudart())))
+
+        thread = threading.Thread(target=run, name="jurymast-pin")
+        thread.start()
+        thread.join()
+        return codes[-1]
 
     def start(
         self,
@@ -150,7 +178,7 @@ class GpuCopies:
 
     def wait(self) -> None:
         """Wait until no copy is under way and what was copied is published."""
-        if self._publisher is not None:
+        if self._publisher is not None and self._publisher is not threading.current_thread():
             self._publisher.join()
             self._publisher = None
 
@@ -161,8 +189,10 @@ class GpuCopies:
         self, event: Any, watched: WatchedTensors, _held: Any, done: Callable[[BaseException | None], None]
     ) -> None:
         try:
-            event.synchronize()
-            watched.check()
+            # On the training's stream the check would wait for all that the script has begun there meanwhile.
+            with torch.cuda.stream(self._stream):
+                event.synchronize()
+                watched.check()
         except WrittenMeanwhileError as error:
             self._trusting = False
             log.warning(

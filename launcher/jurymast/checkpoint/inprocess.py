@@ -346,6 +346,7 @@ class Member:
         self._live.settle()
         step = self._step = self._step if self._step >= 0 and self._is_whole() else -1
         gc.collect()  # an old DDP wrapper would reduce gradients still
+        self._checkpointer.attempt_ends()
         self._ward.end()
         self._groups.leave()
         # Where each rank has shards of its own, those that are gone take their step with them.

@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,8 @@ class MemoryTier:
         self._held: ReadySlot | None = None
         self._wrote = False
         self._copies: Any = None
+        self._unpin: Callable[[], object] = lambda: None
+        self._closed = False
 
     @classmethod
     def open(cls, state: ScriptState, group: Group, attempt: int) -> MemoryTier | None:
@@ -165,8 +168,7 @@ class MemoryTier:
         expected = (held.step, held.attempt, self._group.rank, self._group.size, held.image_bytes)
         if found != expected:
             raise CheckpointError(f"(step, attempt, rank, world, size) in memory are {found}, not {expected}")
-        if self._copies is not None:  # what is still being copied must not change
-            self._copies.wait()
+        self.wait_published()  # what is still being copied must not change
         image.load(data[: held.image_bytes], manifest, state)
 
     # ---- getting memory
@@ -200,6 +202,22 @@ class MemoryTier:
             from jurymast.checkpoint.gpu_copies import GpuCopies
 
             self._copies = GpuCopies()
+            # Also if nobody closes this: a script may make another Checkpointer in its place.
+            self._unpin = weakref.finalize(self, self._copies.close)
+            self._unpin.atexit = False
+
+    def wait_published(self) -> None:
+        """Wait until what was saved is copied and published."""
+        if self._copies is not None:
+            self._copies.wait()
+
+    def close(self) -> None:
+        """Give the slots back; nothing is saved or restored afterwards."""
+        self._closed = True
+        if self._mapper is not None:
+            self._mapper.join()
+        self._unpin()
+        self._mapped = [None] * SLOTS
 
     def _request(self, image_plan: image.ImagePlan) -> None:
         wanted = image_plan.room()
@@ -236,7 +254,7 @@ class MemoryTier:
         """Map each slot once it exists. This runs alongside the training, because mapping all pages takes a
         while."""
         started = time.monotonic()
-        while not all(self._fitting()) and not self.refused:
+        while not (all(self._fitting()) or self.refused or self._closed):
             for number, slot in enumerate(self._slots):
                 if slot[SlotWord.FD] and not self._is_mapped(number, 0):
                     try:
@@ -303,8 +321,7 @@ class MemoryTier:
 
     def _save(self, step: int, trees: dict[str, Any], started: float) -> SaveResult:
         self._use_gpu()
-        if self._copies is not None:
-            self._copies.wait()
+        self.wait_published()
         image_plan = self._planner.plan_image(trees)
         manifest = self._manifest(step, image_plan)
         self._start_mapping()
