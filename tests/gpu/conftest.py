@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,23 @@ def tell() -> Callable[[str], None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for line in _figures:
         terminalreporter.write_line(line)
+
+
+LONG_CYCLES = 4_000_000_000  # a second and more
+
+
+@pytest.fixture
+def busy() -> Callable[[], Any]:
+    """Give the GPU work that takes longer than anything beside it; return the event of its end."""
+    import torch
+
+    def begin() -> Any:
+        torch.cuda._sleep(LONG_CYCLES)
+        end = torch.cuda.Event()
+        end.record()
+        return end
+
+    return begin
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.torch, pytest.mark.alone]
 LIMIT_S = 120.0
 # Their copy takes tens of milliseconds, a small kernel some microseconds.
 BYTES = 2 << 30
-# Cycles of the GPU's clock: a second and more.
-LONG = 4_000_000_000
 
 
 class Copying:
@@ -95,11 +94,10 @@ def test_the_next_steps_write_only_what_is_copied(copies: GpuCopies, places: Seq
 
 
 def test_an_image_is_published_while_the_training_still_computes(
-    copies: GpuCopies, places: Sequence[torch.Tensor]
+    copies: GpuCopies, places: Sequence[torch.Tensor], busy: Callable[[], Any]
 ) -> None:
     state = Copying(copies, places)
-    torch.cuda._sleep(LONG)
-    end = reached()
+    end = busy()
     assert state.wait() is None
     assert not end.query(), "it waited for what the training had begun meanwhile"
     end.synchronize()

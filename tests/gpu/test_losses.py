@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from jurymast.worker.link import Link
 pytestmark = [pytest.mark.gpu, pytest.mark.torch, pytest.mark.alone]
 
 NAN = float("nan")
-LONG = 4_000_000_000  # cycles of the GPU's clock: a second and more
 
 
 @pytest.fixture
@@ -49,13 +48,11 @@ def test_a_loss_that_stays_nan_is_told_once_it_has_arrived(
     assert found == [within.LossNotFinite(step=step, loss="nan") for step in told]
 
 
-def test_no_step_waits_for_the_gpu(link: Link, found: list[within.FromRank]) -> None:
+def test_no_step_waits_for_the_gpu(link: Link, found: list[within.FromRank], busy: Callable[[], Any]) -> None:
     seen, nan = Losses(link), loss(NAN)
     seen.see(nan)
     torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
-    end = torch.cuda.Event()
-    end.record()
+    end = busy()
     for step in range(1, 20):
         seen.see(nan)
         link.beat(step)

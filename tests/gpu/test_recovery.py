@@ -80,7 +80,7 @@ def test_ranks_live_on_beside_one_that_fails_without_a_lost_step(
     tmp_path: Path, trained_plainly: Callable[..., str], used_bytes: Callable[[], int],
     tell: Callable[[str], None], name: str, where: str, norm: str,
 ) -> None:  # fmt: skip
-    what = (*ON_GPU, "--norm", norm)
+    what = (*ON_GPU, "--width", "1024", "--norm", norm)
     weights = trained_plainly(*STEPS, *what, nodes=4, each=2, script="train_in_process.py")
     before = used_bytes()
     with training(tmp_path, *what, "--fault", f"{name}:{FAULT_AT}:2:{where}") as run:

@@ -22,6 +22,7 @@ from jurymast.checkpoint import checkpointer, gpu_copies
 from jurymast.checkpoint.contents import Contents
 from jurymast.checkpoint.directory import final_name
 from jurymast.checkpoint.image import Window
+from jurymast.core.keeper.holding import SLOTS
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import RestoreStatus, SlotWord, Word
 from jurymast.worker import link
@@ -177,31 +178,64 @@ class FakeCopies:
         self.pinned.clear()
 
 
-@pytest.mark.parametrize("how", ["the next attempt", "another Checkpointer"])
-def test_slots_are_unpinned_before_they_are_mapped_anew(
-    keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """CUDA copies to the old pages whatever is mapped at the address of memory that is still pinned."""
+@pytest.fixture
+def on_gpu(keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> jurymast.Checkpointer:
+    """It has saved ones, and its slots are pinned."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(gpu_copies, "GpuCopies", FakeCopies)
-    state = {"t": torch.ones(5)}
-    checkpoint = jurymast.Checkpointer(state, directory=tmp_path, every=NEVER)
+    monkeypatch.setattr(FakeCopies, "pinned", {})
+    checkpoint = jurymast.Checkpointer({"t": torch.ones(5)}, directory=tmp_path, every=NEVER)
     checkpoint.restore()
     assert checkpoint.save(1)
     assert checkpoint._memory is not None
     assert checkpoint._memory.wait_ready(20.0)
-    assert FakeCopies.pinned
-    checkpoint.attempt_ends()
-    if how == "the next attempt":
-        checkpoint.attempt_begins()
-    else:
-        checkpoint = jurymast.Checkpointer(state, directory=tmp_path, every=NEVER)
-    gc.collect()
-    assert not FakeCopies.pinned
-    checkpoint.restore()
-    state["t"].fill_(2.0)
+    assert len(FakeCopies.pinned) == SLOTS
+    return checkpoint
+
+
+def twos_are_saved(checkpoint: jurymast.Checkpointer, keeper: Keeper, number: int) -> bool:
+    checkpoint.objects["t"].fill_(2.0)
     assert checkpoint.save(2)
-    assert same(read(keeper, 1, "t"), torch.full((5,), 2.0))
+    return same(read(keeper, number, "t"), torch.full((5,), 2.0))
+
+
+def test_slots_stay_pinned_from_attempt_to_attempt(on_gpu: jurymast.Checkpointer, keeper: Keeper) -> None:
+    pinned = set(FakeCopies.pinned)
+    on_gpu.attempt_ends()
+    on_gpu.attempt_begins()
+    on_gpu.attempt_begins()  # one that failed before its ranks had met
+    on_gpu.restore()
+    assert set(FakeCopies.pinned) == pinned
+    assert twos_are_saved(on_gpu, keeper, 1)
+    assert set(FakeCopies.pinned) == pinned
+
+
+def test_slots_that_were_replaced_between_attempts_are_unpinned(
+    on_gpu: jurymast.Checkpointer, keeper: Keeper
+) -> None:
+    before = list(FakeCopies.pinned.values())  # CUDA would copy to these pages still
+    on_gpu.attempt_begins()
+    for number in range(SLOTS):
+        keeper.give(0, number, keeper.records[0][Word.WANT])
+    on_gpu.restore()
+    assert twos_are_saved(on_gpu, keeper, 0)
+    assert on_gpu._memory is not None
+    assert on_gpu._memory.wait_ready(20.0)
+    assert not [one for one in FakeCopies.pinned.values() if any(one is old for old in before)]
+
+
+def test_slots_are_unpinned_with_their_checkpointer(
+    on_gpu: jurymast.Checkpointer, keeper: Keeper, tmp_path: Path
+) -> None:
+    pinned = dict(FakeCopies.pinned)
+    state = dict(on_gpu.objects)
+    another = jurymast.Checkpointer(state, directory=tmp_path, every=NEVER)
+    on_gpu.attempt_begins()
+    on_gpu._memory_before = None
+    gc.collect()
+    assert not pinned.keys() & FakeCopies.pinned.keys()
+    another.restore()
+    assert twos_are_saved(another, keeper, 1)
 
 
 def test_a_save_that_fails_leaves_its_slot_free(

@@ -117,6 +117,7 @@ class Checkpointer:
         self._link = link.current()
         self.member: Member | None = None  # while `run` runs
         self._memory: MemoryTier | None = None
+        self._memory_before: MemoryTier | None = None  # that of an earlier attempt in this process
         self.attempt_begins()
 
     def attempt_ends(self) -> None:
@@ -131,9 +132,7 @@ class Checkpointer:
         # Opened at the first use, because the process group may not exist yet.
         self._group: Group | None = None
         self._shared: SharedTier
-        if self._memory is not None:
-            self._memory.close()
-        self._memory = None
+        self._memory_before, self._memory = self._memory or self._memory_before, None
         # Whether this attempt saves to memory; None until the ranks agree on it at their first save.
         self._in_memory: bool | None = None
         self._waited_for_memory = False
@@ -530,7 +529,16 @@ class Checkpointer:
             )
             self._follower = self._follow(self._group)
             self._memory = MemoryTier.open(self._state, self._group, self._attempt)
+            self._end_memory_before()
         return self._group
+
+    def _end_memory_before(self) -> None:
+        before, self._memory_before = self._memory_before, None
+        if before is None:
+            return
+        if self._memory is not None:
+            self._memory.take_slots(before)
+        before.close()
 
     def _follow(self, group: Group) -> ScheduleFollower | None:
         """Return this rank's follower of the agent's schedule. Collective among ranks of agents; None if some

@@ -76,16 +76,16 @@ class _Mapped:
 
 
 class MemoryTier:
-    """The images of one rank. `agent` is the agent's directory of descriptors, /proc/<pid>/fd."""
+    """The images of one rank. `path` is the page, in the agent's directory of descriptors, /proc/<pid>/fd."""
 
     name = "memory"
 
     def __init__(
-        self, page: mmap.mmap | memoryview[int], agent: str, state: ScriptState, group: Group, attempt: int
+        self, page: mmap.mmap | memoryview[int], path: str, state: ScriptState, group: Group, attempt: int
     ) -> None:
         self._record = RankRecord(page, link.local_rank())
         self._slots = [self._record.slot(number) for number in range(SLOTS)]
-        self._agent = agent
+        self._path = path
         self._state = state
         self._group = group
         self._attempt = attempt
@@ -97,7 +97,7 @@ class MemoryTier:
         self._held: ReadySlot | None = None
         self._wrote = False
         self._copies: Any = None
-        self._unpin: Callable[[], object] = lambda: None
+        self._unpin: weakref.finalize[..., Any] | None = None
         self._closed = False
 
     @classmethod
@@ -112,7 +112,19 @@ class MemoryTier:
         if page is None or without:
             log.warning("no checkpoints in memory: ranks %s cannot reach their agent", without)
             return None
-        return cls(page, os.path.dirname(path), state, group, attempt)
+        return cls(page, path, state, group, attempt)
+
+    def take_slots(self, former: MemoryTier) -> None:
+        """Go on with what this process has mapped, and pinned, of the same slots in an earlier attempt: doing
+        that anew takes seconds. Those that the agent has replaced since are mapped anew."""
+        former.stop_mapping()
+        if former._path != self._path:
+            return
+        self._mapped, former._mapped = former._mapped, self._mapped
+        self._copies, former._copies = former._copies, None
+        if former._unpin is not None:
+            former._unpin.detach()
+            self._unpin_at_end()
 
     # ---- restoring
 
@@ -202,9 +214,12 @@ class MemoryTier:
             from jurymast.checkpoint.gpu_copies import GpuCopies
 
             self._copies = GpuCopies()
-            # Also if nobody closes this: a script may make another Checkpointer in its place.
-            self._unpin = weakref.finalize(self, self._copies.close)
-            self._unpin.atexit = False
+            self._unpin_at_end()
+
+    def _unpin_at_end(self) -> None:
+        """Also if nobody closes this: a script may make another Checkpointer in its place."""
+        self._unpin = weakref.finalize(self, self._copies.close)
+        self._unpin.atexit = False
 
     def wait_published(self) -> None:
         """Wait until what was saved is copied and published."""
@@ -213,11 +228,15 @@ class MemoryTier:
 
     def close(self) -> None:
         """Give the slots back; nothing is saved or restored afterwards."""
+        self.stop_mapping()
+        if self._unpin is not None:
+            self._unpin()
+        self._mapped = [None] * SLOTS
+
+    def stop_mapping(self) -> None:
         self._closed = True
         if self._mapper is not None:
             self._mapper.join()
-        self._unpin()
-        self._mapped = [None] * SLOTS
 
     def _request(self, image_plan: image.ImagePlan) -> None:
         wanted = image_plan.room()
@@ -289,7 +308,7 @@ class MemoryTier:
             del mapped  # the old buffer's memory is freed once nobody maps it
             generation, number_there = slot[SlotWord.GENERATION], slot[SlotWord.FD]
             capacity = slot[SlotWord.CAPACITY]
-            descriptor = os.open(f"{self._agent}/{number_there}", os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(f"{os.path.dirname(self._path)}/{number_there}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 if slot[SlotWord.FD] != number_there:  # then this may be another file
                     raise OSError("the agent has replaced the buffer")
