@@ -35,7 +35,7 @@ NEW_PROCESSES = frozenset({"restart_asked", "grow_asked"})
 # Why ranks went back to a save (`core.judges.rejoining`), what to change in the script, and how. Once may be
 # by chance, as each rank is in its update now and then.
 MENDABLE = (
-    ("before the end of that step", "Checkpointer.step", "right after the update; evaluate and log after it"),
+    ("failed before the end", "Checkpointer.step", "right after the update; evaluate and log after it"),
     ("what is the own of", "what is each rank's own", "64 KiB at most, tensors, arrays and plain values"),
     ("has the shards of", "shards", "each on two nodes (HSDP), whose own cost is not in the forecast"),
 )
