@@ -115,7 +115,8 @@ def test_a_hang(tmp_path: Path, script: str) -> None:
     name = run.directory.root.name
     assert re.search(
         r"no step for [0-9]+ (s|min) \(normally [0-9.]+ m?s\): rank 1 in wait_for_data at train\.py:[0-9]+, "
-        r"rank 0 in all_reduce at train\.py:[0-9]+; restart at [0-9:]{8} unless one of them moves",
+        r"rank 0 in all_reduce at train\.py:[0-9]+; "
+        r"restart at ([0-9]{2}-[0-9]{2} )?[0-9:]{8} unless one of them moves",
         screens[-1],
     ), screens[-1]
     assert f"next jurymast logs {name} --rank 1 jurymast restart {name}, to wait no longer" in screens[-1]
