@@ -23,7 +23,7 @@ from jurymast.health.watcher import ProbeWatcher
 from jurymast.jobs import await_ended, began_at
 from jurymast.rundir import RunDirectory
 from support.probes import Acme
-from support.runs import jurymast, local_run, wait_gone
+from support.runs import command_of, jurymast, local_run, wait_gone
 from support.waiting import LIMIT_S, wait_until
 
 # Long enough for a busy machine, short enough to wait for it twice.
@@ -84,7 +84,7 @@ def watch(watched: Watched, work: Callable[[], Coroutine[Any, Any, None]]) -> No
             await asyncio.wait_for(watching, 120.0)
 
     asyncio.run(both())
-    assert not [p for p in psutil.Process().children() if "jurymast.health" in " ".join(p.cmdline())]
+    assert not [p for p in psutil.Process().children() if "jurymast.health" in " ".join(command_of(p))]
 
 
 def test_a_finding_is_told_when_it_is_new_when_it_changes_and_when_it_is_over(
