@@ -68,7 +68,7 @@ def test_a_spare_takes_a_nodes_place_and_the_ranks_of_the_others_go_on(
     assert "2 of 4 ranks go on in their processes" in incident.why
     # Where the node died between its update and its record of that step, which a busy machine makes likely,
     # the ranks go back, and say so.
-    if "what is the own of" in incident.why:
+    if "back to the save" in incident.why:
         assert (incident.step_restored or 0) >= 20
     else:
         stepped = max(told["step"] for told in traced(tmp_path) if told["attempt"] == 1)
