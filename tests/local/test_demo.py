@@ -93,7 +93,7 @@ def test_the_demo_loses_a_rank_and_a_node_and_nothing_else(temporary: Path, tmp_
     assert told["fault"]["processes"] >= 4  # an agent, its torchrun host, the server it forks from, a rank
     for one in told["incidents"]:  # it says so if the fault struck between two ranks' updates
         amid = "failed before the end of step" in one["reason"]
-        assert amid or one["step_lost_from"] == one["step_restored"], one["reason"]
+        assert amid or one["step_restored"] >= one["step_lost_from"], one["reason"]
     assert told["steps_repeated"] == told["steps_repeated_equal"]
     page = Path(told["report"])
     assert "</html>" in page.read_text()
