@@ -234,7 +234,7 @@ def test_a_shard_comes_from_its_twin_and_from_nobody_else() -> None:
     assert newest_whole(kept, 0) == GoOn(10, {0: (2,), 3: (1,)})
     behind = [*kept[:3], Rejoiner(9, part="b")]
     assert newest_whole(behind, 0) == GoBack(
-        "no rank that lives has the shards of 2 ranks, 1 first after step 10"
+        "no rank that lives has the shards of rank 1 and 1 other after step 10"
     )
     lost = [Rejoiner(10, part="a"), Rejoiner(part="b"), Rejoiner(10, part="a"), Rejoiner(part="b")]
     assert isinstance(newest_whole(lost, 0), GoBack)

@@ -98,7 +98,8 @@ def _records(ranks: Sequence[Rejoiner], step: int) -> dict[int, int]:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{count(len(ranks), 'rank')}, {ranks[0]} first"
+    others = f" and {count(len(ranks) - 1, 'other')}" if len(ranks) > 1 else ""
+    return f"rank {ranks[0]}{others}"
 
 
 def _takers(ranks: Sequence[Rejoiner], step: int) -> dict[int, tuple[int, ...]]:
