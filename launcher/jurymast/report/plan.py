@@ -255,7 +255,7 @@ def _ways(plan: Mapping[str, Any]) -> list[Block]:
 # What recovers from a failure, and what that spares.
 RECOVERIES = {
     "restart": "all ranks start anew, from the last save",
-    "in process": "by Checkpointer.run: only new ranks start, and are waited for",
+    "in process": "by Checkpointer.run on gloo, not NCCL yet: only new ranks start",
 }
 
 
