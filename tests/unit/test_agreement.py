@@ -299,7 +299,7 @@ def test_ranks_that_wait_to_be_moved_go_on_if_nothing_comes_of_it() -> None:
         site.beat("b")
         site.look()
     assert not site.orders[-1].schedule.stays
-    assert site.told()[-1].reason == "the ranks stay where they are, and go on"
+    assert site.told()[-1].reason == "no rank is placed anew: all go on"
     site.go_on(20.0)
     assert len(site.told()) == 2, "and nothing more is proposed"
 
@@ -317,7 +317,7 @@ def test_ranks_that_wait_to_be_moved_go_on_after_another_supervisor_has_taken_ov
         site.beat("b")
         site.look()
     assert not site.orders[-1].schedule.stays
-    assert [one.reason for one in site.told()][1:] == ["the ranks stay where they are, and go on"]
+    assert [one.reason for one in site.told()][1:] == ["no rank is placed anew: all go on"]
 
 
 def test_ranks_are_moved_without_a_save_if_their_memory_never_has_room() -> None:

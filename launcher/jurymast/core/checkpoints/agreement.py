@@ -255,7 +255,7 @@ class Agreement:
             return []
         if self._stays_at < math.inf and not any(wait.moves for wait in self._waiting.values()):
             self._see_all()
-            return self._propose(0, 0.0, "the ranks stay where they are, and go on", now)
+            return self._propose(0, 0.0, "no rank is placed anew: all go on", now)
         if not self.samples:
             return []
         self._look_at = now + SAMPLE_S

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from jurymast.core.state.texts import count
 
+# What the reasons to go back say, by which a report knows those that a script can mend.
+SHARDS_GONE, AMID_STEP, OWN_GONE = "has the shards of", "failed before the end of", "what is the own of"
+
 
 @dataclass(frozen=True)
 class Rejoiner:
@@ -76,12 +79,12 @@ def _missing(ranks: Sequence[Rejoiner], step: int) -> str:
     there = {rank.part for rank in ranks if rank.live == step}
     lost = [number for number, rank in enumerate(ranks) if rank.part not in there]
     if lost:
-        return f"no rank that lives has the shards of {_named(lost)} after step {step}"
+        return f"no rank that lives {SHARDS_GONE} {_named(lost)} after step {step}"
     if not any(rank.needs_own for rank in ranks) or not (without := _without_own(ranks, step)):
         return ""
     if not _without_own(ranks, step - 1):
-        return f"{_named(without)} failed before the end of step {step}, which others had done"
-    return f"what is the own of {_named(without)} after step {step} is not there"
+        return f"{_named(without)} {AMID_STEP} step {step}, which others had done"
+    return f"{OWN_GONE} {_named(without)} after step {step} is not there"
 
 
 def _without_own(ranks: Sequence[Rejoiner], step: int) -> list[int]:
