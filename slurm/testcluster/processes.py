@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -43,12 +44,18 @@ def start_ticks(pid: int) -> int:
     return 0 if fields[0] == "Z" else int(fields[19])
 
 
+# Nobody has the number, or a thread has it by now: since Linux 6.9, and before.
+_NO_PROCESS = (errno.ESRCH, errno.ENOENT, errno.EINVAL)
+
+
 def send(pid: int, ticks: int, number: signal.Signals) -> bool:
     """Signal exactly that process; False when it is gone, even if its pid was taken again."""
     try:
         pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
+    except OSError as error:
+        if error.errno in _NO_PROCESS:
+            return False
+        raise
     try:
         if start_ticks(pid) != ticks:
             return False
