@@ -83,6 +83,10 @@ def told(cluster: Cluster, work: Path, *submit: str, script: str = SCRIPT) -> di
     return {path.stem: json.loads(path.read_text()) for path in (work / "sub").glob("*.json")}
 
 
+# A step may begin before Slurm has the last one's processors back: it waits, and says so, or does not.
+STEP_WAITS = re.compile(r"srun: (Job \d+ step creation temporarily disabled|Step created for )")
+
+
 def said(work: Path) -> dict[str, list[str]]:
     """What the script, its steps and its ranks have said, and Slurm of them, by file; those of the job have
     its number."""
@@ -90,9 +94,9 @@ def said(work: Path) -> dict[str, list[str]]:
     lines = {path.name.partition("-4")[0]: path.read_text().splitlines() for path in files}
     return {
         re.sub(r"\d{3,}", "N", name): sorted(
-            re.sub(r"\bn\d+\b|\[\d+\](?=:)|(?<=for job )\d+", "N", line)
+            re.sub(r"\bn\d+\b|\[\d+\](?=:)", "N", line)
             for line in found
-            if line.startswith(("said ", "srun: ", "cpu-bind="))
+            if line.startswith(("said ", "srun: ", "cpu-bind=")) and not STEP_WAITS.match(line)
         )
         for name, found in lines.items()
     }
