@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -367,6 +369,34 @@ def test_a_sweep_has_one_deadline_whatever_takes_its_time(
     assert of(STRAY)
     assert (place / "file").exists()
     assert "left for the next sweep" in log.read_text() or "nothing is swept" in log.read_text()
+
+
+@pytest.mark.parametrize("what", ["files of a user who is here", "open files of a stray"])
+def test_the_deadline_holds_while_nothing_is_found(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody can have a million of either."""
+    asked = itertools.count()
+
+    class Clock:
+        monotonic = staticmethod(lambda: float(next(asked)))
+        time = staticmethod(time.time)
+
+    monkeypatch.setattr(sweeping, "time", Clock)
+    monkeypatch.setattr(sweeping, "SHARED_MEMORY", tmp_path)
+    log = tmp_path.parent / "log"
+    with ExitStack() as opened:
+        for number in range(100):
+            file = opened.enter_context((tmp_path / f"{number}").open("w"))
+            os.chown(file.name, BUSY, BUSY)
+            os.utime(file.name, (1, 1))
+        if what == "open files of a stray":
+            assert sweeping.gpus_held(os.getpid(), 10.0) == set()
+        else:
+            stale = stale_files(tmp_path, {BUSY}, MIN_UID, 10.0)
+            sweeping._sweep_files(stale, Log("test", str(log)), remove=True, end_s=10.0)
+            assert "the rest is left" in log.read_text()
+    assert next(asked) < 20
 
 
 def test_processes_that_are_not_all_known_end_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def sweep(config: Config, log: Log) -> None:
         if time.monotonic() > end_s:
             log.say("stale shared memory: all of it is left for the next sweep")
             return
-        stale = stale_files(SHARED_MEMORY, alive | busy, config.min_uid)
+        stale = stale_files(SHARED_MEMORY, alive | busy, config.min_uid, end_s)
         remove = config.sweep_shared_memory == "remove"
         _sweep_files(stale, log, remove=remove, end_s=end_s)
 
@@ -95,8 +95,7 @@ def _report_strays(strays: Sequence[Process], log: Log, end_s: float) -> None:
         theirs = [process for process in strays if process.uid == uid]
         held: set[str] = set()
         for process in theirs:
-            if time.monotonic() < end_s:
-                held |= gpus_held(process.pid)
+            held |= gpus_held(process.pid, end_s)
         first = theirs[0]
         others = f", and {len(theirs) - 1} others" if len(theirs) > 1 else ""
         holds = "".join(f", holds {device}" for device in sorted(held))
@@ -112,15 +111,17 @@ def _report_left(left: Sequence[Process], log: Log) -> None:
 
 
 def _sweep_files(stale: Iterable[tuple[Path, int, int]], log: Log, *, remove: bool, end_s: float) -> None:
-    """Log one line per user, and stop at `end_s`: anybody can leave a million files."""
+    """Log one line per user, and whether all was looked at by `end_s`: anybody can leave a million files."""
     found: dict[int, list[int]] = {}
+    too_many = False
     for number, (entry, uid, size) in enumerate(stale):
-        if number >= ENTRIES_MAX or time.monotonic() > end_s:
-            log.say("stale shared memory: the rest is left for the next sweep")
+        if too_many := number >= ENTRIES_MAX:
             break
         found.setdefault(uid, []).append(size)
         if remove:
             _unlink(entry, uid)
+    if too_many or time.monotonic() > end_s:
+        log.say("stale shared memory: the rest is left for the next sweep")
     for uid, sizes in sorted(found.items()):
         many = f"{len(sizes)} file{'' if len(sizes) == 1 else 's'}"
         log.say(f"stale shared memory of {user(uid)}: {many}, {sum(sizes)} bytes")
@@ -187,14 +188,18 @@ def orphans(found: Iterable[Process], busy: set[int], min_uid: int) -> Iterator[
             yield process
 
 
-def gpus_held(pid: int) -> set[str]:
-    """The GPU devices that the process has open, whose memory it may still hold."""
+def gpus_held(pid: int, end_s: float = math.inf) -> set[str]:
+    """The GPU devices that the process has open, whose memory it may still hold; fewer once `end_s`
+    (time.monotonic) has passed: it may have a million files open."""
     held = set()
     try:
-        for descriptor in (PROC / str(pid) / "fd").iterdir():
-            target = os.readlink(descriptor)
-            if _GPU_DEVICE.match(target):
-                held.add(target)
+        with os.scandir(PROC / str(pid) / "fd") as descriptors:
+            for descriptor in descriptors:
+                if time.monotonic() > end_s:
+                    break
+                target = os.readlink(descriptor)
+                if _GPU_DEVICE.match(target):
+                    held.add(target)
     except OSError:
         pass  # it has ended in the meantime
     return held
@@ -238,11 +243,16 @@ def _alive(process: Process) -> bool:
         return False
 
 
-def stale_files(directory: Path, alive: set[int], min_uid: int) -> Iterator[tuple[Path, int, int]]:
-    """Yield (path, owner's uid, bytes) of files whose owner has no process and no job here."""
+def stale_files(
+    directory: Path, alive: set[int], min_uid: int, end_s: float = math.inf
+) -> Iterator[tuple[Path, int, int]]:
+    """Yield (path, owner's uid, bytes) of files whose owner has no process and no job here, or fewer once
+    `end_s` (time.monotonic) has passed: others may have a million there, too."""
     young = time.time() - YOUNG_S
     with os.scandir(directory) as entries:  # one by one: there may be very many
         for entry in entries:
+            if time.monotonic() > end_s:
+                return
             try:
                 status = entry.stat(follow_symlinks=False)
             except OSError:
