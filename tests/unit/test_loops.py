@@ -266,6 +266,19 @@ def test_acquitted_nodes_are_not_excluded_from_a_requeue() -> None:
     assert story.last(Requeue).exclude == ()
 
 
+def test_an_acquitted_node_is_excluded_no_longer_although_the_job_has_other_nodes_by_now() -> None:
+    story = Story(active=2, spares=0).running(100)
+    first = lose(story, 0, 60.0)
+    story.stopped()
+    assert story.last(Requeue).exclude == (first,)
+    up_again(story)
+    assert set(story.state.excluded) == {first}
+    lose(story, 0, 60.0)
+    story.stopped()
+    assert story.incident.cause == "script_fault"
+    assert story.state.excluded == {}
+
+
 @pytest.mark.parametrize("how", ["after the same time", "at the same step"])
 def test_nodes_that_die_wherever_at_the_same_point_are_acquitted(how: str, tmp_path: Path) -> None:
     story = Story(active=3, spares=3).running(100)
@@ -328,6 +341,26 @@ def test_a_rank_that_is_killed_on_its_next_node_too_acquits_the_first(exit_code:
     assert len(set(nodes)) == 2
     assert (story.incident.cause, story.incident.charged) == ("script_fault", "application")
     assert story.state.exit_code == 128 - exit_code
+    assert not story.state.frail
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("OSError", "[Errno 28] No space left on device: '/tmp/x'"),
+        ("RuntimeError", "No CUDA-capable device is detected"),
+    ],
+)
+def test_what_a_script_uses_up_on_node_after_node_acquits_them(error: str, message: str) -> None:
+    story = Story(active=2, spares=2).running(100)
+    nodes: list[str] = []
+    while not story.state.ended:
+        assert len(nodes) < 6
+        nodes.append(story.state.placement[1])
+        story.failed(1, exit_code=1, error=error, message=message)
+        up_again(story, 90)
+    assert len(set(nodes)) == 2
+    assert story.incident.cause == "script_fault"
     assert not story.state.frail
 
 
