@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import os
@@ -10,13 +11,18 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 
+from jurymast.agent import storage_processes
+from jurymast.agent.io import Phases
+from jurymast.agent.storage_processes import StorageProcesses
 from jurymast.checkpoint.contents import Contents, Item
 from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord
 from jurymast.core.agent.effects import ReadPulse
@@ -25,8 +31,20 @@ from jurymast.core.agent.succession import Succession
 from jurymast.core.state.messages import WritePhase
 from jurymast.health.probe import Context
 from jurymast.keeper.manifest import Manifest
+from jurymast.storage import __main__ as process
 from jurymast.storage import orders, shared
-from jurymast.storage.orders import Continue, Done, ImageAt, Job, StorageFailure, WriteShared
+from jurymast.storage.orders import (
+    Answer,
+    Continue,
+    Done,
+    ImageAt,
+    Job,
+    Progress,
+    StorageFailed,
+    StorageFailure,
+    Warm,
+    WriteShared,
+)
 from jurymast.storage.shared import METADATA, Stored, write
 from jurymast_storage import WRITE_EVERY, StorageProbe
 
@@ -196,6 +214,69 @@ def test_an_order_that_makes_progress_takes_as_long_as_its_size_needs(what: str)
         now[0] += 11.0
         with pytest.raises(StorageFailure, match="it made no progress for 10 s"):
             job.check()
+
+
+def test_the_process_of_an_order_tells_its_agent_of_progress_well_within_the_limit() -> None:
+    now, said = [0.0], list[float]()
+
+    def say(output: int, answer: object) -> None:
+        said.append(now[0])
+
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    with mock_time(now), mock.patch.multiple(process, time=clock, _say=say):
+        job = process._job(Warm(id=1, limit_s=8.0), -1)
+        for _ in range(40):
+            now[0] += 1.0
+            job.wrote(1 << 20)
+    assert all(later - earlier <= 5.0 for earlier, later in pairwise([0.0, *said, 40.0]))
+
+
+class Process:
+    """A storage process, which says that it goes on `times` times, after so much of the loop's time each,
+    and then that it is done."""
+
+    code: int | None = None
+    killed = False
+
+    def __init__(self, now: list[float], times: int, each_s: float) -> None:
+        self._now, self._left, self._each_s = now, times, each_s
+
+    def tell(self, line: bytes) -> None:
+        pass
+
+    async def told(self) -> None:
+        pass
+
+    async def hear(self) -> bytes:
+        self._now[0] += self._each_s
+        for _ in range(5):  # whoever waits until then has its turn
+            await asyncio.sleep(0)
+        self._left -= 1
+        return msgspec.json.encode(Done(id=1) if self._left < 0 else Progress(id=1, bytes=1))
+
+    async def kill(self, limit_s: float) -> bool:
+        self.killed = True
+        return True
+
+
+@pytest.mark.parametrize(("each_s", "in_time"), [(18.0, True), (25.0, False)])
+def test_its_agent_waits_as_long_as_it_tells_of_progress(each_s: float, in_time: bool) -> None:
+    now, heard = [0.0], list[int]()
+
+    async def carry_out() -> Answer:
+        asyncio.get_running_loop().time = lambda: now[0]  # type: ignore[method-assign]
+        storage = StorageProcesses(grace_s=10.0)
+        return await storage.carry_out(Warm(limit_s=10.0), Phases(lambda phase: None, heard.append))
+
+    made = Process(now, 50, each_s)
+    with mock.patch.object(storage_processes.Child, "start", mock.AsyncMock(return_value=made)):
+        answer = asyncio.run(carry_out())
+    assert made.killed is not in_time
+    if in_time:
+        assert (answer, len(heard)) == (Done(id=1), 50)
+    else:
+        assert isinstance(answer, StorageFailed)
+        assert "no progress for 10 s" in answer.why
 
 
 def test_an_order_that_makes_progress_can_be_cancelled() -> None:
