@@ -20,14 +20,16 @@ from unittest import mock
 import msgspec
 import pytest
 
-from jurymast.agent import storage_processes
 from jurymast.agent.io import Phases
+from jurymast.agent.keeping import Keeping
 from jurymast.agent.storage_processes import StorageProcesses
 from jurymast.checkpoint.contents import Contents, Item
 from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord
+from jurymast.child import Child
 from jurymast.core.agent.effects import ReadPulse
 from jurymast.core.agent.link import SupervisorSilence
 from jurymast.core.agent.succession import Succession
+from jurymast.core.state import messages as msg
 from jurymast.core.state.messages import WritePhase
 from jurymast.health.probe import Context
 from jurymast.keeper.manifest import Manifest
@@ -269,7 +271,7 @@ def test_its_agent_waits_as_long_as_it_tells_of_progress(each_s: float, in_time:
         return await storage.carry_out(Warm(limit_s=10.0), Phases(lambda phase: None, heard.append))
 
     made = Process(now, 50, each_s)
-    with mock.patch.object(storage_processes.Child, "start", mock.AsyncMock(return_value=made)):
+    with mock.patch.object(Child, "start", mock.AsyncMock(return_value=made)):
         answer = asyncio.run(carry_out())
     assert made.killed is not in_time
     if in_time:
@@ -277,6 +279,25 @@ def test_its_agent_waits_as_long_as_it_tells_of_progress(each_s: float, in_time:
     else:
         assert isinstance(answer, StorageFailed)
         assert "no progress for 10 s" in answer.why
+
+
+def test_its_supervisor_hears_of_progress() -> None:
+    told = list[Any]()
+
+    class Storage:
+        async def write(self, order: msg.Write, loans: list[Any], phases: Phases) -> Answer:
+            phases.advanced(9)
+            return Done(bytes=10)
+
+    async def work() -> None:
+        ended = asyncio.Event()
+        storage, keeper = Storage(), mock.Mock()  # no image is lent
+        keeping = Keeping(keeper, storage, told.append, lambda id, phase: None, lambda id: ended.set())  # type: ignore[arg-type]
+        keeping.write(msg.Write(id="7", tier="shared", step=1, attempt=1, ranks=(), world=1))
+        await asyncio.wait_for(ended.wait(), LIMIT_S)
+
+    asyncio.run(work())
+    assert told[0] == msg.WriteProgress(id="7", size_bytes=9)
 
 
 def test_an_order_that_makes_progress_can_be_cancelled() -> None:
