@@ -22,7 +22,7 @@ from jurymast.cluster.sbatch import (
     split_command_line,
     usable_gpus,
 )
-from jurymast.cluster.slurm import hint_for
+from jurymast.cluster.sbatch_command import hint_for
 from jurymast.errors import UsageError
 
 OWN = {"--nodes": True, "-N": True, "--spares": True, "--wait": False, "-W": False, "--dry-run": False}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.agent.real_io import users_variables
-from jurymast.cluster.slurm import environment_for_sbatch
+from jurymast.cluster.sbatch_command import environment_for_sbatch
 from jurymast.core.judges import slurm_variables
 from jurymast.core.judges.slurm_variables import of_a_task, of_active_nodes
 from jurymast.worker.elastic import task_variables

@@ -17,9 +17,9 @@ import pytest
 from jurymast.cluster.allocation import local_process, submit_local
 from jurymast.cluster.planning import WARN_SIGNAL, OwnOptions, make_plan, new_run_id, time_limit_s
 from jurymast.cluster.sbatch import BatchScript, split_command_line
+from jurymast.cluster.sbatch_command import accepted
 from jurymast.cluster.slurm import (
     Request,
-    accepted,
     build_request,
     check_fits,
     check_runs_directory,

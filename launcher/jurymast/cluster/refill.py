@@ -19,7 +19,7 @@ from jurymast import foreign
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.control import ends_in_s, time_of
 from jurymast.cluster.sbatch import VISIBLE, split_command_line, words_of
-from jurymast.cluster.slurm import accepted, sbatch
+from jurymast.cluster.sbatch_command import accepted, sbatch
 from jurymast.core.judges import slurm_variables
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.state.texts import compressed
