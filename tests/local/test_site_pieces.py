@@ -106,8 +106,9 @@ def test_root_runs_and_keeps_only_what_is_its_own(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Path:
-    """A virtual environment of root's, with one package and one directory that a .pth file adds."""
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A virtual environment of root's, with one package and one directory that a .pth file adds. Its programs
+    name their Python in all the ways that installers do."""
     place = tmp_path / "environment"
     packages = place / "lib" / "python3.99" / "site-packages"
     for folder in (place / "bin", packages / "package", tmp_path / "added"):
@@ -121,6 +122,11 @@ def environment(tmp_path: Path) -> Path:
     (tmp_path / "added" / "other.py").write_text("")
     (tmp_path / "reached").symlink_to(place)
     (place / "bin" / "program").write_text(f"#!{place}/bin/python -I\n")
+    for name, quote in (("long", ""), ("spaced", '"'), ("quoted", "'")):
+        text = f"#!/bin/sh\n'''exec' {quote}{place}/bin/python{quote} \"$0\" \"$@\"\n' '''\n"
+        (place / "bin" / name).write_text(text)
+    (place / "bin" / "found").write_text("#!/usr/bin/env -S A=b python -I\n")
+    monkeypatch.setenv("PATH", f"{place}/bin")
     return tmp_path
 
 
@@ -133,7 +139,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("program", ["python", "program"])
+@pytest.mark.parametrize("program", ["python", "program", "long", "spaced", "quoted", "found"])
 def test_root_looks_through_no_python_that_another_user_can_change(
     environment: Path, program: str, part: str
 ) -> None:

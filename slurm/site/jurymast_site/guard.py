@@ -88,11 +88,33 @@ def require_program(command: "list[str] | tuple[str, ...]") -> None:
 
 
 def _interpreter(program: str) -> str:
-    """The program that the kernel runs a script with; "" for any other file."""
+    """The program that the kernel runs a script with, or in the end, if that one only starts another; "" for
+    any other file."""
     with open(program, "rb") as file:
-        first = file.readline(4096)
+        first, second = file.readline(4096), file.readline(4096)
     words = first[2:].split() if first.startswith(b"#!") else []
-    return os.fsdecode(words[0]) if words else ""
+    if not words:
+        return ""
+    name = os.path.basename(words[0])
+    if name == b"env":
+        started = [word for word in words[1:] if not word.startswith(b"-") and b"=" not in word]
+        return _on_path(os.fsdecode(started[0])) if started else ""
+    if name == b"sh" and second.startswith(_EXEC):  # as installers write for a path too long for the kernel
+        rest = second[len(_EXEC) :].strip()
+        quoted = rest[:1] in (b'"', b"'")
+        words = [rest[1:].partition(rest[:1])[0] if quoted else rest.partition(b" ")[0]]
+    return os.fsdecode(words[0])
+
+
+_EXEC = b"'''exec' "
+
+
+def _on_path(name: str) -> str:
+    for place in os.environ.get("PATH", os.defpath).split(":"):
+        program = os.path.join(place, name)
+        if os.access(program, os.X_OK):
+            return program
+    return ""
 
 
 def _require_python(python: str) -> None:
