@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jurymast import foreign, reading
 from jurymast.agent.storage_processes import NodeStorage
@@ -19,6 +20,7 @@ from jurymast.checkpoint.directory import (
     FileRecord,
     hash_file,
 )
+from jurymast.checkpoint.group import is_inability
 from jurymast.core.checkpoints.copies import Copies, plan_restore
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
@@ -109,6 +111,24 @@ def test_memory_that_is_short_says_nothing_about_a_file(tmp_path: Path) -> None:
 
     with pytest.raises(Unable, match="MemoryError"):
         patiently(read, tmp_path, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "unable"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (ValueError("a value"), False),
+        (foreign.NotAFile(errno.EINVAL, "it is not an ordinary file"), False),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_rank_without_room_for_an_image_says_nothing_about_it(error: Exception, unable: bool) -> None:
+    assert is_inability(error) is unable
 
 
 # ---- the shared tier

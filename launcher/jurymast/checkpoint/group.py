@@ -128,11 +128,15 @@ class RankFailed(CheckpointError):
     """Work failed on one rank, and would again. Raised on every rank."""
 
 
+NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "HIP error: out of memory")
+
+
 def is_inability(error: BaseException) -> bool:
-    """Whether something cannot be read or held now. torch says of its own memory so, and of files, by
-    RuntimeErrors."""
+    """Whether something cannot be read or held now. torch says so of its own memory, of a GPU's, of what is
+    pinned for one, and of files, by RuntimeErrors."""
     if isinstance(error, RuntimeError):
-        return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        text = str(error)
+        return isinstance(error, torch.OutOfMemoryError) or any(words in text for words in NO_MEMORY)
     return isinstance(error, OSError | MemoryError) and not conclusive(error)
 
 
