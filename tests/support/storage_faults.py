@@ -14,8 +14,8 @@ ALWAYS = 10**9
 
 @contextmanager
 def failing(part: str, number: int, times: int = ALWAYS) -> Iterator[list[str]]:
-    """Opening and looking up paths that contain `part` fails with this errno, `times` times. Yields the paths
-    for which it did."""
+    """Opening, listing and looking up paths that contain `part` fails with this errno, `times` times. Yields
+    the paths for which it did."""
     hit: list[str] = []
 
     def refusing(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,5 +27,6 @@ def failing(part: str, number: int, times: int = ALWAYS) -> Iterator[list[str]]:
 
         return refused
 
-    with mock.patch.object(os, "open", refusing(os.open)), mock.patch.object(os, "stat", refusing(os.stat)):
+    calls: dict[str, Any] = {name: refusing(getattr(os, name)) for name in ("open", "stat", "listdir")}
+    with mock.patch.multiple(os, **calls):
         yield hit

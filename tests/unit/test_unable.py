@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,20 @@ from jurymast.checkpoint.directory import (
     hash_file,
 )
 from jurymast.checkpoint.group import is_inability
+from jurymast.cluster.allocation import Allocation
 from jurymast.core.checkpoints.copies import Copies, plan_restore
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
 from jurymast.core.state.images import OBJECT, StateId
 from jurymast.core.state.settings import RunPlan, Settings
+from jurymast.journal import replay
 from jurymast.reading import Unable, patiently
 from jurymast.rundir import RunDirectory
 from jurymast.storage import shared
 from jurymast.storage.object_store import ObjectStore, upload
 from jurymast.storage.orders import Job, StorageFailure, Upload, WriteShared
+from jurymast.supervisor.real_io import RealIo
+from support.commands import swapped
 from support.storage_faults import failing
 
 NOW = [errno.ESTALE, errno.EIO, errno.ENOMEM, errno.EACCES, errno.ETIMEDOUT, errno.EMFILE]
@@ -312,3 +318,21 @@ def test_a_shared_step_that_attempts_could_not_read_is_no_longer_planned_on() ->
     assert plan.step == 2000, "it was an image of that step that could not be brought"
     plan = plan_restore(Copies(), {2000: 9}, ["n1"], 1, {StateId(2000, 0)})
     assert plan.step == 2000, "there is nothing else"
+
+
+# ---- a supervisor
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("part", ["/journal", ".jsonl"])
+def test_a_journal_that_cannot_be_read_is_not_that_of_a_new_run(
+    tmp_path: Path, part: str, number: int
+) -> None:
+    """Its lines would be void from then on: the next epoch says what it has read."""
+    directory = swapped().write(tmp_path / "run")
+    io = RealIo(directory, Allocation("17", 0, (), "n1", 0.0), partial(replay, directory))
+    known = replay(directory)
+    assert known.incidents
+    with failing(part, number, times=1) as hit:
+        assert asyncio.run(io.replayed()) == known
+    assert hit

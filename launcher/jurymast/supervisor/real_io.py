@@ -20,6 +20,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import jurymast
+from jurymast import foreign
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
 from jurymast.cluster import control, refill
 from jurymast.cluster.allocation import Allocation, announced_by
@@ -35,6 +36,7 @@ from jurymast.core.state.run import RunState
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.supervision.refilling import SmallJob
 from jurymast.journal import JournalWriter, first_events
+from jurymast.reading import patiently
 from jurymast.rundir import RunDirectory, renew, write_json
 from jurymast.supervisor.io import Accept, Journal
 from jurymast.wire import endpoint
@@ -145,7 +147,12 @@ class RealIo:
 
     async def replayed(self) -> RunState:
         self._directory.hold_reserve()
-        return await asyncio.to_thread(self._replay)
+        return await asyncio.to_thread(patiently, self._read_journal, self._directory.root)
+
+    def _read_journal(self) -> RunState:
+        """Raises OSError: what this supervisor does not read would count no more, for anybody."""
+        foreign.names(self._directory.journal)  # one that cannot be listed is not without entries
+        return self._replay()
 
     def journal(self, epoch: int) -> JournalWriter:
         if self._plan.cluster == "slurm":  # later, slurmctld may be silent
