@@ -131,12 +131,23 @@ def _started_here() -> float:
 
 def began_at(pid: int) -> int | None:
     """Return when this process began, in ticks of the kernel's clock after the machine's start; None if there
-    is none. Unlike the time of day it does not change when a clock is set."""
+    is none. Unlike the time of day it does not change when a clock is set. Raises OSError if that cannot be
+    found out, as without a free descriptor."""
     try:
         state, *fields = foreign.read(f"/proc/{pid}/stat", foreign.NOTE_BYTES_MAX).rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if state in (b"Z", b"X") else int(fields[18])
+
+
+def has_ended(pid: int, since: int | None = None) -> bool:
+    """Whether there is no such process, or with `since` none that `began_at` that. What cannot be found out
+    is no end."""
+    try:
+        found = began_at(pid)
+    except OSError:
+        return False
+    return found is None or since not in (None, found)
 
 
 def await_ended(pids: Iterable[int], limit_s: float) -> bool:
@@ -145,7 +156,7 @@ def await_ended(pids: Iterable[int], limit_s: float) -> bool:
     in /proc, and psutil would wait for it in vain."""
     began = {pid: began_at(pid) for pid in pids}
     end = time.monotonic() + limit_s
-    while any(then is not None and began_at(pid) == then for pid, then in began.items()):
+    while any(then is not None and not has_ended(pid, then) for pid, then in began.items()):
         if time.monotonic() > end:
             return False
         time.sleep(END_POLL_S)
@@ -154,10 +165,10 @@ def await_ended(pids: Iterable[int], limit_s: float) -> bool:
 
 def processes_of(run_directory: str) -> list[int]:
     """Return this user's processes on this machine that belong to the run, by their environment or their
-    command line."""
+    command line. Raises OSError if that cannot be found out."""
     named = os.fsencode(run_directory)
     numbers = [int(name) for name in foreign.names("/proc") if name.isdecimal()]
-    return [pid for pid in numbers if _belongs(pid, named) and began_at(pid) is not None]
+    return [pid for pid in numbers if _belongs(pid, named) and not has_ended(pid)]
 
 
 def _belongs(pid: int, named: bytes) -> bool:
@@ -166,5 +177,5 @@ def _belongs(pid: int, named: bytes) -> bool:
         return named in words or b"JURYMAST_RUN_DIR=" + named in foreign.read(
             f"/proc/{pid}/environ", foreign.SCRIPT_BYTES_MAX
         ).split(b"\0")
-    except OSError:  # it has ended, or is another user's
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
         return False

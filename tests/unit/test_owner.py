@@ -17,11 +17,12 @@ import pytest
 from jurymast.checkpoint.owner import OWNER, Owner, claim, is_foreign, owner, this_host
 from jurymast.core.state.messages import WritePhase
 from jurymast.errors import CheckpointError
-from jurymast.jobs import began_at
+from jurymast.jobs import began_at, has_ended
 from jurymast.report.liveness import record_cancel
 from jurymast.storage import shared
 from jurymast.storage.orders import Continue, Job, StorageFailure, WriteShared
 from support.images import simple_images, to_shared
+from support.storage_faults import ALWAYS, failing
 from support.stories import Story
 
 
@@ -322,6 +323,52 @@ def test_a_run_whose_processes_are_left_has_not_ended(tmp_path: Path, root: Path
             rank.kill()
     claim(root, second)
     assert owner(root) == second
+
+
+# What a process without a free descriptor is told, or one where others' processes are hidden.
+CANNOT_LOOK = [errno.EMFILE, errno.EPERM]
+
+
+@pytest.mark.parametrize("number", CANNOT_LOOK)
+def test_a_process_that_cannot_be_looked_at_has_not_ended(root: Path, number: int) -> None:
+    pid = os.getpid()
+    first = Owner("first", host=this_host(), pid=pid, started=began_at(pid) or 0)
+    second = Owner("second", host=this_host(), pid=1, started=1)
+    claim(root, first)
+    with failing(f"/proc/{pid}/stat", number):
+        with pytest.raises(OSError, match=os.strerror(number)):
+            claim(root, second, 0.0)
+        assert not has_ended(pid)
+    assert owner(root) == first
+
+
+@pytest.mark.parametrize("file", ["cmdline", "environ"])
+def test_a_runs_processes_that_cannot_be_looked_for_have_not_ended(
+    tmp_path: Path, root: Path, file: str
+) -> None:
+    first = a_run(tmp_path, "first")
+    claim(root, first)
+    folder = Path(first.directory, "slurm")
+    (folder / "jobs").mkdir(parents=True)
+    (folder / "jobs" / "local-17").touch()
+    record = {"pid": 2**22 + 1, "started": 1.0, "host": socket.gethostname()}
+    (folder / "local.json").write_text(json.dumps(record))
+    with failing(f"/{file}", errno.EMFILE), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        claim(root, a_run(tmp_path, "second"), 0.0)
+    assert owner(root) == first
+
+
+@pytest.mark.parametrize("who", ["the owner", "who asks"])
+def test_whoever_does_not_know_its_machine_s_start_takes_nobody_for_ended(root: Path, who: str) -> None:
+    pid, other = os.getpid(), this_host().replace("/", "/not-", 1)
+    with failing("boot_id", errno.EMFILE):
+        blind = this_host()
+    claim(root, Owner("first", host=blind if who == "the owner" else other, pid=pid, started=1))
+    second = Owner("second", host=this_host(), pid=pid, started=1)
+    times = ALWAYS if who == "who asks" else 0
+    refused = pytest.raises(CheckpointError, match="may not have ended")
+    with failing("boot_id", errno.EMFILE, times), refused:
+        claim(root, second, 0.0)
 
 
 def test_a_claim_that_was_cut_short_by_the_end_of_its_run_keeps_nobody_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from jurymast.jobs import await_ended
 from jurymast.processes import process_state
 from jurymast.worker import link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
+from support.storage_faults import failing
 from support.waiting import wait_until
 
 LIMIT_S = 90.0
@@ -216,6 +218,22 @@ def test_an_ended_process_is_not_waited_for_although_its_parent_never_asks() -> 
         assert await_ended([process.pid], LIMIT_S)
         assert process_state(process.pid)[0] == "Z"
         asyncio.run(asyncio.wait_for(ranks.gone([process.pid], 1e9), LIMIT_S))
+
+
+def test_a_rank_that_cannot_be_looked_at_has_the_time_that_it_was_given() -> None:
+    """It may be saving, while its agent has no descriptor left."""
+
+    async def work(pid: int) -> None:
+        with failing(f"/proc/{pid}/stat", errno.EMFILE):
+            gone = asyncio.ensure_future(ranks.gone([pid], 1e9))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not gone.done()
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait_for(gone, LIMIT_S)
+
+    with child("/bin/sleep", "600") as process:
+        asyncio.run(work(process.pid))
 
 
 def test_cpu_time_of_a_busy_process_counts_user_and_system() -> None:

@@ -32,7 +32,7 @@ from jurymast.core.state.findings import NETWORK, Finding, Verdict
 from jurymast.core.state.host_messages import Apart, FromHosts, read_host
 from jurymast.core.state.message import Unreadable
 from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
-from jurymast.jobs import began_at
+from jurymast.jobs import has_ended
 from jurymast.processes import catches, die_with_parent, kill_group, process_state, shared_memory
 from jurymast.worker import epilog
 from jurymast.worker.agent_pipe import FD_VARIABLE
@@ -518,7 +518,7 @@ async def gone(pids: Sequence[int], limit_s: float) -> None:
     """Wait until the processes are gone, at most `limit_s`."""
     loop = asyncio.get_running_loop()
     end = loop.time() + limit_s
-    while loop.time() < end and any(began_at(pid) is not None for pid in pids):
+    while loop.time() < end and not all(map(has_ended, pids)):
         await asyncio.sleep(0.01)
 
 

@@ -95,13 +95,16 @@ class Owner:
         return f"a training of process {self.pid} on {self.host.partition('/')[0]}"
 
 
+NOT_KNOWN = "?"
+
+
 def this_host() -> str:
     """Return a name for this machine, from its start to its end, and the processes that are seen here."""
     try:
         boot = foreign.read("/proc/sys/kernel/random/boot_id", foreign.NOTE_BYTES_MAX).decode().strip()
         seen = os.readlink("/proc/self/ns/pid")
     except OSError:
-        boot = seen = "?"
+        boot = seen = NOT_KNOWN
     return f"{socket.gethostname()}/{boot}/{seen}"
 
 
@@ -130,7 +133,8 @@ class Fate:
 
 
 def fate(owner: Owner) -> Fate:
-    """Return whether the owner has ended. What cannot be found out is `UNKNOWN`."""
+    """Return whether the owner has ended. What cannot be found out is `UNKNOWN`. Raises OSError if this
+    machine's processes cannot be looked at now."""
     if not owner.directory:
         return _of_training(owner)
     run = RunDirectory(owner.directory)
@@ -239,9 +243,11 @@ def _of_training(owner: Owner) -> Fate:
     name, _, since = owner.host.partition("/")
     if name != socket.gethostname():
         return Fate(Life.UNKNOWN, f"it runs, or ran, on {name}")
+    ours, theirs = this_host().split("/")[1], since.partition("/")[0]
+    if NOT_KNOWN in (ours, theirs):
+        return Fate(Life.UNKNOWN, f"it is not known whether {name} was started anew since")
     if owner.host != this_host():
-        same_start = since.partition("/")[0] == this_host().split("/")[1]
-        return Fate(Life.UNKNOWN, "it is in another container") if same_start else Fate(Life.ENDED)
+        return Fate(Life.UNKNOWN, "it is in another container") if theirs == ours else Fate(Life.ENDED)
     runs = began_at(owner.pid) == owner.started
     return Fate(Life.ALIVE, f"its process {owner.pid} runs") if runs else Fate(Life.ENDED)
 

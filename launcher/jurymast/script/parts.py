@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.cluster.sbatch import CommandLine, Given
-from jurymast.jobs import began_at
+from jurymast.jobs import has_ended
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.script.notes import note, note_first, noted, say
 from jurymast.script.output import Output, relayed
@@ -179,7 +179,7 @@ def _follow(step: Step, srun: CommandLine, folder: Path, number: int) -> int | N
     leader = noted(folder / PART.format(0))["pid"]
     PartSignals(srun, leader).listen()
     while (word := noted(folder / WORD)) is None:
-        if began_at(leader) is None:
+        if has_ended(leader):
             return 1
         time.sleep(POLL_S)
     if not word:
@@ -197,7 +197,7 @@ def _hand_on(folder: Path, step: Path, leader: int, output: Output, place: int) 
     code."""
 
     def over() -> bool:
-        return (folder / ENDED).exists() or began_at(leader) is None
+        return (folder / ENDED).exists() or has_ended(leader)
 
     for training in itertools.count(1):
         file = step / ANSWER.format(training)
