@@ -44,6 +44,9 @@ WITHOUT_TORCH = tuple(
     for name in ("run_machine", "policy", "journal", "messages", "script_parts", "stacks", "background")
 )
 FOR_TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+# As in `make test`: what bounds a time has the machine to itself.
+PARTS = (("beside", 2), ("alone", 1))
+NO_TESTS = 5  # as pytest says it
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ ROWS = (
 @dataclass
 class Result:
     """What a row gave. `python`, `libc`: releases; `outcome`: passed, failed, or why there is none; `tests`:
-    pytest's last line."""
+    pytest's last line, of each part of the tests."""
 
     row: Row
     python: str = ""
@@ -191,14 +194,17 @@ def releases(row: Row, within: Sequence[str]) -> tuple[str, str]:
 
 
 def tested(row: Row, within: Sequence[str], flags: Sequence[str], log: Path) -> tuple[str, str]:
-    """(outcome, pytest's last line)."""
+    """(outcome, pytest's last line of each part that has tests)."""
     tests = WITH_SLURM if row.slurm else WITHOUT_SLURM if row.torch else WITHOUT_TORCH
     slurm = [f"JURYMAST_TESTCLUSTER_SLURM={row.slurm}"] if row.slurm else []
-    python = f"{relative(row)}/bin/python"
-    command = [*within, "env", *slurm, python, "-m", "pytest", "--numprocesses=2", "--dist=loadfile", *tests]
-    code = run([*command, *flags], log)
-    last = log.read_text(errors="replace").strip().rpartition("\n")[2].strip("= ")
-    return ("failed" if code else "passed"), last
+    command = [*within, "env", *slurm, f"{relative(row)}/bin/python", "-m", "pytest", "--dist=loadfile"]
+    codes, lines = [], []
+    for part, processes in PARTS:
+        code = run([*command, f"--part={part}", f"--numprocesses={processes}", *tests, *flags], log)
+        if code != NO_TESTS:
+            codes.append(code)
+            lines.append(log.read_text(errors="replace").strip().rpartition("\n")[2].strip("= "))
+    return ("passed" if codes and not any(codes) else "failed"), "; ".join(lines)
 
 
 def run(command: Sequence[str], log: Path) -> int:
