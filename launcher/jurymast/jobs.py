@@ -108,7 +108,7 @@ def _squeue(which: list[str], cluster: str) -> list[str]:
     try:
         told = run_command(["squeue", "--noheader", *which, *where], STATE_LIMIT_S)
     except ClusterUnavailableError as error:
-        if "Invalid job" not in str(error):
+        if "Invalid job id" not in str(error):
             raise
         return []
     return [line.strip() for line in told.splitlines() if "|" in line]

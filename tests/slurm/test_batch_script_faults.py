@@ -184,6 +184,7 @@ def test_cancel_ends_the_script_too(cluster: Cluster, tmp_path: Path) -> None:
     work = cluster.shared / tmp_path.name
     script = "#!/bin/bash\n#SBATCH --output=out\ntorchrun $SUM --until\necho said: after\n"
     run = submit_script(cluster, work, script, "--spares=0")
+    run.wait("the ranks", lambda s: bool(s.placement), LIMIT_S)
     wait_until("the first step", (work / "started").exists, limit_s=LIMIT_S)
     code, _, error = jurymast(cluster, "cancel", str(run.directory.root))
     assert code == 0, error

@@ -199,6 +199,7 @@ def answers(squeue: Path, body: str) -> None:
 
 AWAY = 'echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
 GONE = 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1'
+NO_STEP = 'echo "squeue: error: Invalid job_step id: 17.4294967290" >&2; exit 1'
 
 
 def test_while_slurm_is_silent_an_owner_is_neither_gone_nor_alive(
@@ -225,6 +226,37 @@ def test_while_slurm_is_silent_an_owner_is_neither_gone_nor_alive(
     answers(squeue, GONE)
     claim(root, second)
     assert owner(root) == second
+
+
+@pytest.mark.parametrize("number", [None, "-5", "4294967290"], ids=["script", "script of 26.05", "salloc"])
+def test_a_training_in_a_script_or_in_the_shell_of_an_allocation_lives_as_its_job(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, number: str | None
+) -> None:
+    """squeue takes the numbers of their steps for errors."""
+    squeue = slurm(tmp_path, monkeypatch)
+    for name in ("JURYMAST_RUN", "SLURM_CLUSTER_NAME", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    if number is not None:
+        monkeypatch.setenv("SLURM_STEP_ID", number)
+    first, second = Owner.of_environment(), a_run(tmp_path, "second")
+    claim(root, first)
+    answers(squeue, f"case $* in *--steps*) {NO_STEP};; *) echo 'RUNNING|None';; esac")
+    with pytest.raises(CheckpointError, match="a training in step (batch|interactive) of job 17.*not ended"):
+        claim(root, second)
+    answers(squeue, GONE)
+    claim(root, second)
+    assert owner(root) == second
+
+
+def test_a_step_that_squeue_does_not_understand_may_run(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue = slurm(tmp_path, monkeypatch)
+    claim(root, Owner("slurm-17.4294967290", job="17", step="4294967290"))
+    answers(squeue, f"case $* in *--steps*) {NO_STEP};; *) echo 'RUNNING|None';; esac")
+    with pytest.raises(CheckpointError, match="which may not have ended"):
+        claim(root, a_run(tmp_path, "second"))
 
 
 def test_an_owner_that_names_ever_so_many_jobs_is_not_asked_about_for_ever(

@@ -12,13 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.sbatch import words_of
 from jurymast.core.state import events as ev
 from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunCancelledError, UsageError
 from jurymast.interpreter import run_module
 from jurymast.journal import JournalWriter, first_events
-from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import recognise, shims
 from jurymast.script.job import interpreter, warn_if_none_reached
 from jurymast.script.output import Output, relayed
@@ -32,7 +33,13 @@ from jurymast.script.recognise import (
     tasks_a_node,
 )
 from jurymast.script.srun import parse
-from jurymast.script.step import REACHED, container_command, node_command, warn_if_unreached
+from jurymast.script.step import (
+    REACHED,
+    container_command,
+    node_command,
+    true_variables_file,
+    warn_if_unreached,
+)
 from jurymast.script.trainings import Training, Trainings
 from jurymast.worker.elastic import as_a_task
 
@@ -672,3 +679,19 @@ def test_a_step_whose_script_is_gone_waits_for_nothing() -> None:
         waiting = psutil.Process(int(shell.stdout.readline()))
         shell.kill()
         waiting.wait(60.0)
+
+
+@pytest.mark.parametrize("of_the_script", [{}, {"SLURM_STEP_ID": "-5"}], ids=["before 26.05", "26.05"])
+def test_a_launcher_that_the_script_calls_itself_starts_a_step(
+    job: RunDirectory, tmp_path: Path, of_the_script: dict[str, str]
+) -> None:
+    Allocation("7", 0, ("n1", "n2", "n3"), "n1", 0.0).save(job)
+    write_json(true_variables_file(job), {})
+    shims.write_program(tmp_path / "srun", '#!/bin/sh\necho srun "$@"\n')
+    users = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", **of_the_script}
+    done = subprocess.run(
+        run_module("jurymast.script", "torchrun", "train.py"), env=shims.with_shims(users, job),
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.startswith("srun "), done.stderr
+    assert "--nodes=3 " in done.stdout

@@ -11,7 +11,7 @@ import pytest
 from jurymast.agent.real_io import users_variables
 from jurymast.cluster.sbatch_command import environment_for_sbatch
 from jurymast.core.judges import slurm_variables
-from jurymast.core.judges.slurm_variables import of_a_task, of_active_nodes
+from jurymast.core.judges.slurm_variables import of_a_task, of_active_nodes, step_in
 from jurymast.worker.elastic import task_variables
 from support.node_model import plan as plan_on
 
@@ -145,3 +145,16 @@ def test_a_job_from_inside_another_begins_clean(left: dict[str, str]) -> None:
 def test_a_submission_from_outside_keeps_what_the_user_has_set() -> None:
     users = {"SLURM_MPI_TYPE": "pmix", "CUDA_VISIBLE_DEVICES": "1", "SLURM_CPU_BIND": "cores"}
     assert environment_for_sbatch({**users, "SBATCH_WAIT": "1"}) == users
+
+
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [("0", "0"), ("17", "17"), ("-5", "batch"), ("4294967291", "batch"), ("-6", "interactive"),
+     ("4294967290", "interactive")],
+)  # fmt: skip
+def test_a_script_and_the_shell_of_an_allocation_are_no_steps_of_srun_s(number: str, step: str) -> None:
+    assert step_in({"SLURM_STEP_ID": number}) == step
+
+
+def test_older_releases_give_a_script_no_number() -> None:
+    assert step_in({"SLURM_PROCID": "0"}) == "batch"

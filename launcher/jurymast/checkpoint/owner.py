@@ -32,6 +32,7 @@ import msgspec
 
 from jurymast import foreign
 from jurymast.checkpoint.directory import NewFile, in_name
+from jurymast.core.judges.slurm_variables import step_in
 from jurymast.errors import CheckpointError, ClusterUnavailableError, ControllerAwayError
 from jurymast.jobs import ENDED_STATES, began_at, has_step, is_running, job_state, processes_of
 from jurymast.reading import is_there, patiently
@@ -75,7 +76,7 @@ class Owner:
         if run and directory:
             return cls(run, directory, job=job, cluster=cluster)
         if job:
-            step = os.environ.get("SLURM_STEP_ID", "batch")
+            step = step_in(os.environ)
             return cls(f"slurm-{job}.{step}", job=job, step=step, cluster=cluster)
         # Ranks are started again by their torchrun, which remains.
         torchrun = os.environ.get("TORCHELASTIC_RUN_ID")
@@ -233,7 +234,7 @@ def _of_local(run: RunDirectory) -> Fate:
 def _of_training(owner: Owner) -> Fate:
     if owner.job:
         whole = _of_job(owner.job, owner.cluster)
-        if whole.life is not Life.ALIVE or owner.step == "batch":
+        if whole.life is not Life.ALIVE or not owner.step.isdigit():
             return whole
         try:
             runs = has_step(owner.job, owner.step, owner.cluster)

@@ -15,6 +15,7 @@ import msgspec
 
 from jurymast import foreign
 from jurymast.cluster.sbatch import CommandLine, Given, usable_gpus
+from jurymast.core.judges.slurm_variables import step_in
 from jurymast.core.state.settings import TaskShares
 from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
@@ -36,7 +37,7 @@ def run(launcher: str, arguments: list[str]) -> int:
         _really(launcher, arguments)
     if folder := os.environ.get(shims.STEP_VARIABLE):
         return _join(Path(folder), launcher, arguments)
-    if "SLURM_STEP_ID" in os.environ:
+    if step_in(os.environ) != "batch":
         if os.environ.get("SLURM_PROCID") == "0":  # one of many ranks prints it
             say(f"{launcher}: this step was not recognized as a training and runs without failure handling")
         _really(launcher, arguments)
