@@ -162,6 +162,17 @@ def test_a_longer_time_out_that_the_script_gave_its_groups_is_waited_for_in_that
     assert 29 <= restarts_in_min() <= 31, "the script may have been changed"
 
 
+@pytest.mark.parametrize("said", [None, 0, 1, 2])
+def test_a_heartbeat_that_contradicts_itself_says_no_progress(said: int | None) -> None:
+    """One rank, and what so many have said of their steps."""
+    silent = Silent()
+    trained = None if said is None else [msg.Trained(samples=7)] * said
+    for node in silent.state.placement:
+        silent.reports.on_heartbeat(node, beat_of(silent.state.attempt, [reported()], trained=trained))
+    reach = silent.reports.reach()
+    assert (None if reach is None else reach.samples) == {None: 0, 0: None, 1: 7, 2: None}[said]
+
+
 def test_a_step_that_was_long_once_does_not_delay_for_ever_how_soon_a_hang_is_found() -> None:
     silent = Silent()
     silent.answers = dict.fromkeys(silent.state.placement, (COLLECTIVE, "in all_reduce at a.py:1"))

@@ -18,7 +18,15 @@ import pytest
 from jurymast.agent import ranks
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.core.state import within
-from jurymast.core.state.messages import CadenceReport, RankReport, Unreadable, beat_of, encode, read_said
+from jurymast.core.state.messages import (
+    CadenceReport,
+    RankReport,
+    Trained,
+    Unreadable,
+    beat_of,
+    encode,
+    read_said,
+)
 from jurymast.jobs import await_ended
 from jurymast.processes import process_state
 from jurymast.worker import link
@@ -265,6 +273,18 @@ def test_an_idle_rank_is_told_from_a_busy_one() -> None:
         process.stdin.write("\n")
         process.stdin.flush()
         wait_until("work", lambda: looking(watch, process.pid, "idle_s") == 0.0)
+
+
+def test_a_heartbeat_has_what_scripts_have_said_of_their_steps_once_one_has() -> None:
+    with memory_of(2) as memory, child("/bin/sleep", "60") as process:
+        watch = RankWatch(memory)
+        pids = [process.pid, process.pid]
+        beat = beat_of(1, watch.look(pids), trained=watch.trained())
+        assert beat.trained is None
+        rank(memory, 1, "m.step(9, samples=64, tokens=4096)")
+        beat = beat_of(1, watch.look(pids), trained=watch.trained())
+        assert beat.trained == [Trained(), Trained(samples=64, tokens=4096)]
+        assert read_said(encode(beat)) == beat
 
 
 def test_a_report_has_ages_in_seconds_and_forgets_old_processes() -> None:

@@ -14,7 +14,7 @@ from jurymast.core.judges.silence import WatcherClock
 from jurymast.core.nodes.hangs import Reports
 from jurymast.core.run.recording import PAUSE_MAX_S, YOUNG_S, Teller
 from jurymast.core.state import events as ev
-from jurymast.core.state.messages import beat_of
+from jurymast.core.state.messages import Trained, beat_of
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import initial_state, replay
 from jurymast.report.curves import curves
@@ -59,10 +59,9 @@ class Training:
     def look(self, *, forced: bool = False) -> None:
         for node in self.state.placement:
             samples = self.samples * self.done
-            rank = reported(
-                step=self.done, beats=self.done, beat_s=0.0, samples=samples, tokens=1000 * samples
-            )
-            self.reports.on_heartbeat(node, beat_of(self.state.attempt, [rank]))
+            rank = reported(step=self.done, beats=self.done, beat_s=0.0)
+            trained = [Trained(samples=samples, tokens=1000 * samples)]
+            self.reports.on_heartbeat(node, beat_of(self.state.attempt, [rank], trained=trained))
         for told in self.teller.on_time(self.story.t, forced=forced):
             self.feed(told)
 

@@ -184,8 +184,9 @@ class Agent:
             self._connecting.send(msg.beat_of(beat.attempt, ranks))
         else:
             self._io.keeper.look()
-            ranks, cadence, times = self._io.ranks.report(beat.pids)
-            self._connecting.send(msg.beat_of(beat.attempt, ranks, cadence, times, self._io.probing.joules))
+            seen = self._io.ranks.report(beat.pids)
+            ranks = seen.ranks
+            self._connecting.send(msg.beat_of(beat.attempt, *seen, joules=self._io.probing.joules))
         if self._beat_timer is not None:
             self._beat_timer.cancel()
         plan = self._io.plan

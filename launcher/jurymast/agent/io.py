@@ -131,9 +131,7 @@ class RankAccess(Protocol):
     def attempt_begins(self) -> None:
         """Forget the last attempt's heartbeats, its schedule of saves, and what killed it."""
 
-    def report(
-        self, pids: tuple[int, ...]
-    ) -> tuple[list[msg.RankReport], msg.CadenceReport | None, list[msg.Times] | None]:
+    def report(self, pids: tuple[int, ...]) -> msg.RanksSeen:
         """Return the progress of the ranks with these ids, for a heartbeat."""
 
     def wants_cadence(self, event: within.Cadence) -> None: ...

@@ -146,6 +146,7 @@ class RankWatch:
     interval_s: float = 0.5
     programs: bool = False
     watches: dict[int, ProcessWatch] = field(default_factory=dict)
+    _seen: list[RankBeat] = field(default_factory=list)
     _looked_at: float = field(default_factory=time.monotonic)
     _slept_s: float = 0.0
     _timed_at: float = 0.0
@@ -160,7 +161,8 @@ class RankWatch:
         new = ProcessWatch(seen_at=now, slept_s=self._slept_s)
         self.watches = {pid: self.watches.get(pid) or replace(new) for pid in pids}
         report: list[msg.RankReport] = []
-        for pid, beat in zip(pids, self.memory.beats(), strict=False):
+        self._seen = self.memory.beats()[: len(pids)]
+        for pid, beat in zip(pids, self._seen, strict=False):
             watch = self.watches[pid]
             _update(watch, beat.pid or pid, now)
             if woke or (self.programs and not beat.pid):  # a program may wait before it starts Python
@@ -175,7 +177,6 @@ class RankWatch:
                     step=beat.step,
                     beats=beat.beats,
                     explicit=beat.explicit,
-                    numbered=beat.numbered,
                     phase=beat.phase if beat.pid or beat.phase == within.DONE else "starting",
                     quiet_s=round(max(0.0, now - last - slept_s), 4) if last else None,
                     beat_s=round(now - beat.beat_at, 4) if beat.beat_at else None,
@@ -183,11 +184,14 @@ class RankWatch:
                     settled=beat.settled,
                     idle_s=round(now - watch.idle_since, 3) if watch.idle_since is not None else 0.0,
                     stopped_s=round(now - watch.stopped_since, 3) if watch.stopped_since is not None else 0.0,
-                    samples=beat.samples,
-                    tokens=beat.tokens,
                 )
             )
         return report
+
+    def trained(self) -> list[msg.Trained] | None:
+        """Return what the ranks' scripts had said by the last look; None if that is nothing."""
+        found = [msg.Trained(beat.numbered, beat.samples, beat.tokens) for beat in self._seen]
+        return found if any(map(any, found)) else None
 
     def times(self) -> list[msg.Times] | None:
         """Return the times of the parts of all ranks' steps; None if they were returned recently."""

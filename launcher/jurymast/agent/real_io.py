@@ -263,12 +263,12 @@ class NodeRanks(RankMemory):
         self.clear()
         self.oom_evidence.attempt_begins()
 
-    def report(
-        self, pids: tuple[int, ...]
-    ) -> tuple[list[msg.RankReport], msg.CadenceReport | None, list[msg.Times] | None]:
+    def report(self, pids: tuple[int, ...]) -> msg.RanksSeen:
         self.oom_evidence.count_kills()
         ranks = self._watch.look(list(pids)) if pids else []
-        return ranks, self.cadence(), self._watch.times() if ranks else None
+        if not ranks:
+            return msg.RanksSeen([], self.cadence())
+        return msg.RanksSeen(ranks, self.cadence(), self._watch.times(), self._watch.trained())
 
     def variables(self, order: msg.Launch) -> dict[str, str]:
         return {**self._workaround.environment(order.attempt), **self._stacks.launch(order)}

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from jurymast.errors import OTHER_VERSION_HINT, AuthenticationError, OtherProtocolError, ProtocolError
 
-MAGIC = b"jurymast/7\n"
+MAGIC = b"jurymast/8\n"
 NAME, MAGIC_BYTES_MAX = b"jurymast/", 16
 ANY_MAGIC = re.compile(rb"(jurymast/\d{1,6})\n")  # of any version
 NONCE_BYTES = 32

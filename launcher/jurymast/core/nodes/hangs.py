@@ -70,20 +70,22 @@ class Reports:
 
     def reach(self) -> Reach | None:
         """Return how far the attempt is; None until every rank has done a step in it."""
-        found: list[tuple[msg.RankReport, float]] = []  # by node, with the time of the report
+        # By node, with the time of the report.
+        found: list[tuple[msg.RankReport, float, msg.Trained]] = []
         for beat, at in self._placed():
             if not self._is_whole(beat) or beat.ranks[beat.slowest].beats == 0:
                 return None
-            found.append((beat.ranks[beat.slowest], at))
+            trained = msg.Trained() if beat.trained is None else beat.trained[beat.slowest]
+            found.append((beat.ranks[beat.slowest], at, trained))
         if not found:
             return None
-        slowest, at = min(found, key=lambda one: msg.how_far(one[0]))
+        slowest, at, trained = min(found, key=lambda one: msg.how_far(one[0]))
         ago_s, base = (slowest.beat_s or 0.0) + self.clock.now - at, self._state.base
-        counted = slowest.explicit or slowest.numbered
+        counted = slowest.explicit or trained.numbered
         return Reach(
             slowest.step if counted else slowest.step + (base or 0), ago_s,
-            absolute=counted or base is not None, given=slowest.explicit, samples=slowest.samples,
-            tokens=slowest.tokens,
+            absolute=counted or base is not None, given=slowest.explicit, samples=trained.samples,
+            tokens=trained.tokens,
         )  # fmt: skip
 
     def hang(self) -> HangVerdict | None:
@@ -130,6 +132,7 @@ class Reports:
         return (
             beat.attempt == self._state.attempt
             and len(beat.ranks) == self._state.ranks_per_node > beat.slowest
+            and (beat.trained is None or len(beat.trained) == len(beat.ranks))
         )
 
     def _moves(self) -> bool:

@@ -21,7 +21,7 @@ from jurymast.core.state.evidence import Entered, RankPlace, SparedRank
 from jurymast.core.state.findings import Finding
 from jurymast.core.state.host_messages import Apart, FromHosts
 from jurymast.core.state.images import StateId
-from jurymast.core.state.messages import CadenceReport, RankReport, Times, WritePhase
+from jurymast.core.state.messages import CadenceReport, RanksSeen, WritePhase
 from jurymast.keeper.keeper import Loan
 from jurymast.sim.cluster.health import SimNodeHealth
 from jurymast.sim.cluster.keeper import SimKeeper
@@ -286,15 +286,13 @@ class SimNodeRanks:
     def attempt_begins(self) -> None:
         self.page, self._asked = Page(), None
 
-    def report(
-        self, pids: tuple[int, ...]
-    ) -> tuple[list[RankReport], CadenceReport | None, list[Times] | None]:
+    def report(self, pids: tuple[int, ...]) -> RanksSeen:
         host, record, asked, cadence = self._agent.host, self.page.record, self._asked, None
         if asked is not None:
             cadence = CadenceReport(record.number, record.decided, asked.steps, asked.seconds)
         if not pids or host is None or host.group is None or host.member is None:
-            return [], cadence, None
-        return host.group.reports(host.member), cadence, host.group.times(host.member)
+            return RanksSeen([], cadence)
+        return RanksSeen(host.group.reports(host.member), cadence, host.group.times(host.member))
 
     def wants_cadence(self, event: within.Cadence) -> None:
         self._asked = event
