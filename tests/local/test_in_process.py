@@ -127,6 +127,34 @@ def test_shards_outlive_a_rank_with_their_twins_or_come_from_the_last_save(
     assert len(state.incidents) == 1, run.story()
 
 
+@pytest.mark.parametrize(
+    ("over", "name", "where"),
+    [
+        ("all", "SIGKILL", "backward"),
+        ("node", "SIGSTOP", "begin"),
+        pytest.param("", "SIGKILL", "begin", marks=pytest.mark.long),
+    ],
+)
+def test_what_train_makes_itself_is_made_anew_and_restored_and_nothing_of_the_old_is_left(
+    tmp_path: Path, trained_plainly: Callable[..., str], over: str, name: str, where: str
+) -> None:
+    sharded = ("--shards", over) if over else ()
+    weights = trained_plainly(*STEPS, *sharded, nodes=2 * PROCESSES, each=PROCESSES, script=SCRIPT)
+    more = ("--inside", "--fault", f"{name}:{FAULT_AT}:2:{where}", "--again", "2")
+    with training(tmp_path, *sharded, *more) as run:
+        state = ended_well(run, tmp_path, weights)
+    assert [one.action for one in state.incidents] == ["in process", "in process"], run.story()
+    last = state.incidents[1]
+    assert last.step_restored == 20, run.story()
+    assert last.why.endswith("because `train` makes parts of the state itself"), run.story()
+    before, after = processes(run, 1), processes(run, 3)
+    assert {rank for rank in before if before[rank] == after[rank]} == {0, 1, 3}
+    for rank in (0, 1, 3):
+        first, last = (told["held"] for told in traced(tmp_path) if told["rank"] == rank and told["held"])
+        assert last["left"] == 0, f"rank {rank} holds what the call of `train` before had made"
+        assert last == first, f"rank {rank}"
+
+
 @pytest.mark.long
 def test_ranks_with_much_of_their_own_go_back_to_the_last_save(tmp_path: Path, undisturbed: str) -> None:
     more = "--own-bytes", str(300_000)

@@ -106,3 +106,18 @@ def test_gradients_of_a_step_that_was_left_are_forgotten() -> None:
     state["model"](torch.randn(8, 4)).sum().backward()
     LiveState(state).settle()
     assert all(one.grad is None for one in state["model"].parameters())
+
+
+def test_what_is_made_anew_is_known_from_what_stays() -> None:
+    state = state_of()
+    live = LiveState(state)
+    live.begin()
+    step(state)
+    state["progress"] = {"epoch": 2, "best": [0.1]}
+    assert live.made() == set(), "a value may be another one"
+    other = state_of()
+    state["optimizer"] = other["optimizer"]
+    state["data"] = RandomState()
+    assert live.made() == {"optimizer", "data"}
+    live.begin()
+    assert live.made() == set()

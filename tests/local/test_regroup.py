@@ -3,7 +3,9 @@ short, in one process."""
 
 from __future__ import annotations
 
+import gc
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from jurymast.checkpoint import regroup
 from jurymast.checkpoint.live import LiveState
+from jurymast.checkpoint.tree import TreeShape
 
 pytestmark = pytest.mark.torch
 
@@ -123,6 +126,37 @@ def test_an_update_of_a_shard_changes_its_version() -> None:
     with torch.no_grad():
         next(state["model"].parameters()).to_local().view(-1)[0] += 1.0
     assert live.versions() != stepped
+
+
+def test_a_mesh_made_anew_is_not_taken_for_the_one_before() -> None:
+    """torch keeps what it found out of DTensors, with their mesh, for those of a mesh that equals it."""
+    groups, shapes = regroup.GroupsBefore(), []
+    regroup.forget_meshes()  # of other tests
+    for _ in range(2):
+        mesh = hybrid()
+        state = sharded(mesh)
+        step(state, 1)
+        parameter = next(state["model"].parameters())
+        moment = state["optimizer"].state[parameter]["exp_avg"]
+        assert parameter.device_mesh is mesh
+        assert moment.device_mesh is mesh
+        assert (2 * moment).device_mesh is mesh
+        shapes.append(TreeShape({"m": ("m",)}, [moment]))  # that of a save
+        before = weakref.ref(mesh)
+        del mesh, state, parameter, moment
+        regroup.forget_meshes()
+        gc.collect()
+        assert before() is None
+        groups.leave()
+        groups.make()
+
+
+def test_a_layout_is_found_again_only_for_the_mesh_that_it_was_made_for() -> None:
+    one, other = (sharded(init_device_mesh("cpu", (1,), mesh_dim_names=(name,))) for name in "ab")
+    trees = [{"w": next(state["model"].parameters())} for state in (one, other)]
+    shape = TreeShape({"w": ("w",)}, [trees[0]["w"]])
+    assert shape.leaves(trees[0]) is not None
+    assert shape.leaves(trees[1]) is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 (gloo), with its own random generators and a loader's position on each rank. It does the same bits every time.
 
 `--trace`: each rank writes there after each step: attempt, its process id, step, a hash of the parameters,
-how many graphs it has compiled so far.
+how many graphs it has compiled so far, and with `--inside` what it holds after each first step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ parser.add_argument(
 parser.add_argument("--workers", type=int, default=0, help="of each rank's loader")
 parser.add_argument("--compile", action="store_true", help="the model, before `run`")
 parser.add_argument("--before", action="store_true", help="make DDP before `run`, which rules recovery out")
+parser.add_argument("--inside", action="store_true", help="make model and optimizer in the function of `run`")
 parser.add_argument(
     "--shards", choices=("", "all", "node"), default="", help="FSDP2 over all ranks, or HSDP: over the ranks "
     "of a node",
@@ -79,9 +81,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def parameters_of(model: nn.Module) -> str:
+def alike_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """A hash of what is alike on all ranks, as the statistics of a batch norm are not."""
-    data = (whole(one).detach().cpu().numpy().tobytes() for one in model.parameters())
+    moments = (one for each in optimizer.state.values() for one in each.values())
+    data = (whole(one).detach().cpu().numpy().tobytes() for one in (*model.parameters(), *moments))
     return hashlib.sha256(b"".join(data)).hexdigest()
 
 
@@ -105,11 +108,24 @@ class Position:
         self.drawn = state["drawn"]
 
 
-def trace(path: Path, rank: int, step: int, model: nn.Module) -> None:
+def parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All that holds memory of a model and its optimizer."""
+    moments = [one for each in optimizer.state.values() for one in each.values()]
+    own = [tensor for one in model.parameters() for tensor in (one, one.grad)]
+    return [*model.modules(), optimizer, *own, *model.buffers(), *moments]
+
+
+def held(before: list[Any]) -> dict[str, int]:
+    """What is left of the call before, and how many process groups torch knows."""
+    left = sum(one() is not None for one in before)
+    return {"left": left, "groups": len(dist.distributed_c10d._world.pg_map)}
+
+
+def trace(path: Path, rank: int, step: int, sha256: str, held: dict[str, int]) -> None:
     told = {
         "attempt": int(os.environ.get("JURYMAST_ATTEMPT", "0")), "rank": rank, "pid": os.getpid(),
-        "step": step + 1, "sha256": parameters_of(model) if step % 5 == 0 else "",
-        "t": time.time(), "compiled": compiled_graphs(),
+        "step": step + 1, "sha256": sha256,
+        "t": time.time(), "compiled": compiled_graphs(), "held": held,
     }  # fmt: skip
     with path.open("a") as file:
         file.write(json.dumps(told) + "\n")
@@ -127,6 +143,32 @@ def sharded(model: nn.Sequential, over: str) -> None:
     fully_shard(model, mesh=mesh)
 
 
+def made(args: argparse.Namespace, rank: int, position: Position) -> dict[str, Any]:
+    torch.manual_seed(1)
+    width = args.width
+    norm = nn.BatchNorm1d(width) if args.norm == "batch" else nn.LayerNorm(width)
+    model = nn.Sequential(
+        nn.Linear(width, width), norm, nn.GELU(), nn.Dropout(0.2), nn.Linear(width, width)
+    ).to(args.device)
+    if args.shards:
+        sharded(model, args.shards)
+
+    def amid_backward(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: strike(args.fault, position.drawn, rank, "backward"))
+
+    if args.fault.endswith(":backward"):  # a compiled model would be compiled again as the position changes
+        model[2].register_forward_hook(amid_backward)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[10, 30])
+    torch.manual_seed(7 + rank)  # dropout differs on each rank
+    return {"model": model, "optimizer": optimizer, "schedule": schedule}
+
+
+def parallel(model: nn.Module) -> nn.Module:
+    """Looking for unused parameters keeps DDP from rebuilding its buckets after its first step."""
+    return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+
 def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -136,38 +178,25 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(1)
-    width = args.width
-    norm = nn.BatchNorm1d(width) if args.norm == "batch" else nn.LayerNorm(width)
-    model = nn.Sequential(
-        nn.Linear(width, width), norm, nn.GELU(), nn.Dropout(0.2), nn.Linear(width, width)
-    ).to(args.device)
-    if args.shards:
-        sharded(model, args.shards)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[10, 30])
     position = Position(rank, args.own_bytes)
-
-    def amid_backward(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-        output.register_hook(lambda _: strike(args.fault, position.drawn, rank, "backward"))
-
-    if args.fault.endswith(":backward"):  # a compiled model would be compiled again as the position changes
-        model[2].register_forward_hook(amid_backward)
-    torch.manual_seed(7 + rank)  # dropout differs on each rank
-    state = {
-        "model": model, "optimizer": optimizer, "schedule": schedule, "position": position,
-        "random": RandomState(),
-    }  # fmt: skip
-    fast = torch.compile(model) if args.compile else model
-    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if args.before else None
+    state: dict[str, Any] = {"position": position, "random": RandomState()}
+    fast = wrapped = None
+    if not args.inside:
+        state.update(made(args, rank, position))
+        fast = torch.compile(state["model"]) if args.compile else state["model"]
+        wrapped = parallel(fast) if args.before else None
     checkpoint = jurymast.Checkpointer(state, directory=args.checkpoints, every=args.save_every)
 
+    before: list[weakref.ref[Any]] = []  # of the call of `train` before
+
     def train(start: int) -> None:
-        # Looking for unused parameters keeps DDP from rebuilding its buckets after its first step.
-        ddp = wrapped or (
-            fast if args.shards else nn.parallel.DistributedDataParallel(fast, find_unused_parameters=True)
-        )
-        numbers = Numbers(rank, width, args.steps)
+        nonlocal before
+        if args.inside:
+            state.update(made(args, rank, position))
+            start = checkpoint.restore()
+        model, optimizer, schedule = state["model"], state["optimizer"], state["schedule"]
+        ddp = wrapped or (fast or model if args.shards else parallel(fast or model))
+        numbers = Numbers(rank, args.width, args.steps)
         order = list(range(start, args.steps))
         # A generator of its own: by default each new iterator draws a number from torch's.
         loader = DataLoader(
@@ -186,13 +215,18 @@ def main() -> None:
             schedule.step()
             position.drawn += 1
             checkpoint.step(step + 1)
+            holds = {}
+            if args.inside and step == start:
+                holds = held(before)
+                before = [weakref.ref(one) for one in parts(model, optimizer) if one is not None]
             if args.trace:
-                trace(args.trace.with_name(f"{args.trace.name}.{rank}"), rank, step, model)
+                sha256 = alike_of(model, optimizer) if step % 5 == 0 else ""
+                trace(args.trace.with_name(f"{args.trace.name}.{rank}"), rank, step, sha256, holds)
 
     checkpoint.run(train)
     if args.out:
         # A batch norm's statistics are each rank's own, and rank 0's count.
-        found = sha256_of({name: whole(one) for name, one in model.state_dict().items()})
+        found = sha256_of({name: whole(one) for name, one in state["model"].state_dict().items()})
         if rank == 0:
             args.out.write_text(json.dumps({"sha256": found}))
     if dist.is_initialized():

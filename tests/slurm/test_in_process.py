@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core.state import events as ev
-from jurymast.core.state.run import Incident
+from jurymast.core.state.incident import Incident
 from support.in_process import assert_ranks_are_alike
 from support.runs import SCRIPTS
 from support.saves import check_restores

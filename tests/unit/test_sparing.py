@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.ranks import Ranks
-from jurymast.core.judges.rejoining import GoBack, GoOn, Rejoiner, are_alike, has_no_twin, newest_whole
+from jurymast.core.judges.rejoining import (
+    MADE_IN_TRAIN,
+    GoBack,
+    GoOn,
+    Rejoiner,
+    are_alike,
+    has_no_twin,
+    newest_whole,
+)
 from jurymast.core.run.sparing import IN_A_ROW_MAX
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
@@ -213,6 +221,8 @@ def test_the_newest_step_that_a_rank_has_and_of_which_all_have_their_own() -> No
     assert newest_whole([*ranks[:3]], 0) == GoOn(10, {0: (1, 2)})
     new = Rejoiner()
     assert newest_whole([Rejoiner(10), Rejoiner(10), new, new], 0) == GoOn(10, {0: (2,), 1: (3,)})
+    made = newest_whole([Rejoiner(10, makes_state=True), Rejoiner(10, makes_state=True), Rejoiner()], 0)
+    assert made == GoBack(MADE_IN_TRAIN)
     new_node = newest_whole([Rejoiner(10, own, True), Rejoiner()], 0)
     assert new_node == GoBack("what is the own of rank 1 after step 10 is not there")
     before = newest_whole([Rejoiner(10, own, True), Rejoiner(-1, (8, 9))], 0)

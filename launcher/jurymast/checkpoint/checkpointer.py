@@ -155,8 +155,10 @@ class Checkpointer:
         Raises CheckpointError also if there are checkpoints but none can be restored, or if an earlier
         attempt of the run saved some that no longer exist: only a person can decide to start from the
         beginning. While storage does not answer, this waits for it.
+
+        Within `run`, whose function has made a part of `state` itself: call this once it is made.
         """
-        return self.go_back("")
+        return self.go_back("") if self.member is None else self.member.restore()
 
     def run(self, train: Callable[[int], T]) -> T:
         """Restore, call `train(step)` with the number of steps done, and return what it returns.
@@ -165,8 +167,8 @@ class Checkpointer:
         the step from which all go on, with the process group made anew and `state` as after that step. Ranks
         whose process is gone are started anew. So `train` makes what uses the process group, such as
         DistributedDataParallel, by itself, and what it changes is in `state` or made by it; device meshes and
-        `fully_shard` come before. It calls `step` after each step, and lets exceptions pass that are no
-        `Exception`.
+        `fully_shard` come before, or `train` makes the sharded model, adds it to `state`, and calls
+        `restore`. It calls `step` after each step, and lets exceptions pass that are no `Exception`.
 
         Where that is not possible, as without agents, this is `train(self.restore())`; then failures restart
         all ranks. Raises what `restore` and `train` raise.

@@ -123,6 +123,8 @@ class Member:
         """`ports`: see `_meet`; `key`: see `ward.key_of_run`."""
         self._checkpointer, self._live, self._side = checkpointer, live, side
         self._groups = regroup.GroupsBefore()
+        self._given = frozenset(checkpointer.objects)  # what the script had given before `run`
+        self._makes_state = False  # `train` makes parts of the state itself
         self._main = threading.main_thread().ident
         self._joins: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
         self._leaving = threading.Event()
@@ -240,6 +242,7 @@ class Member:
         self._guarded, self._updating = True, False
         self._step = step
         if self._alike is None:
+            self._check_that_restored()
             self._live.first_step_done()
         self._mark()
         own = self._record_own(step)
@@ -251,6 +254,14 @@ class Member:
         self._guarded = False
         if self._leaving.is_set() and self._inside:
             raise LeaveStep
+
+    def _check_that_restored(self) -> None:
+        """Raise CheckpointError if the state has what `train` has made, and nobody has restored."""
+        if made := sorted(self._live.made()):
+            raise CheckpointError(
+                f"`train` has made the entry {made[0]!r} of the state, which is restored before",
+                hint="call restore() in `train` once it has made its part of the state, and go on from there",
+            )
 
     def _mark(self) -> None:
         self._versions = self._live.versions()
@@ -329,11 +340,25 @@ class Member:
         self._enter()
         if JOINS_VARIABLE in os.environ:
             return self._begun(self._go_on())
-        return self._begun(self._checkpointer.restore())
+        return self._begun(self._checkpointer.go_back(""))
 
-    def _begun(self, step: int) -> int:
-        """Note that the state is that after `step`, from which the script's function is about to go on."""
-        self._inside = self._guarded = self._updating = False
+    def restore(self) -> int:
+        """`train` asks for the state, parts of which it may have made itself. Collective if it has."""
+        made = self._live.made()
+        if not made:
+            return self._step
+        if twice := sorted(made & self._given):
+            raise CheckpointError(
+                f"the entry {twice[0]!r} of the state was there before `run`, and `train` has made another",
+                hint="add it to the state only in `train`",
+            )
+        self._makes_state, self._keeps_own = True, False
+        return self._begun(self._checkpointer.go_back(""), inside=True)
+
+    def _begun(self, step: int, *, inside: bool = False) -> int:
+        """Note that the state is that after `step`, from which the script's function is about to go on.
+        `inside`: it has called this."""
+        self._inside, self._guarded, self._updating = inside, False, False
         self._alike, self._step = None, step
         self._live.begin()
         self._mark()
@@ -343,6 +368,8 @@ class Member:
 
     def _rejoin(self) -> int:
         """Wait for the next attempt, and go on in it."""
+        if self._makes_state:
+            self._drop_made()
         self._live.settle()
         step = self._step = self._step if self._step >= 0 and self._is_whole() else -1
         gc.collect()  # an old DDP wrapper would reduce gradients still
@@ -358,6 +385,15 @@ class Member:
         if why_not:
             raise CheckpointError(why_not)
         return self._begun(self._go_on())
+
+    def _drop_made(self) -> None:
+        """Take what `train` has made out of the state, as it is about to make it anew."""
+        objects = self._checkpointer.objects
+        for key in objects.keys() - self._given:
+            del objects[key]
+        regroup.forget_meshes()
+        self._live.begin()
+        self._step = -1
 
     def _attempt_begins(self, environment: Mapping[str, str]) -> None:
         for name in OF_ONE_ATTEMPT:
@@ -375,7 +411,7 @@ class Member:
         group = self._checkpointer.group()
         own = tuple(self._side.own.steps())
         needs_own, kept = self._offered and self._live.has_own, self._ward.steps
-        mine = self._step, own, needs_own, self._live.part(), self._ward.rank, kept
+        mine = self._step, own, needs_own, self._live.part(), self._ward.rank, kept, self._makes_state
         ranks = [Rejoiner(*told) for told in group.gather(mine)]
         found = newest_whole(ranks, int(os.environ[JOINS_VARIABLE]))
         if isinstance(found, GoBack):

@@ -10,6 +10,7 @@ which are kept only on the rank that made them.
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Manifest
 
 BUFFERS = "buffers of modules"
+ALIKE = (torch.nn.Module, torch.optim.Optimizer)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,18 +39,28 @@ class LiveState:
         self._places = self._find_buffers()
         self._constant: dict[str, str] = {}  # buffers that no step changes, and their hashes
         self._began: dict[str, str] = {}  # the hashes of all buffers before the first step
+        self._entries: dict[str, tuple[weakref.ref[Any] | None, str]] = {}  # see `_entry`
 
     # ---- what is alike
 
     def alike(self) -> dict[str, Any]:
-        kinds = torch.nn.Module | torch.optim.Optimizer
-        return {key: value for key, value in self._objects.items() if isinstance(value, kinds)}
+        return {key: value for key, value in self._objects.items() if isinstance(value, ALIKE)}
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         return {key: one for key, one in self._objects.items() if isinstance(one, torch.nn.Module)}
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for module in self._modules().values() for parameter in module.parameters()]
+
+    def _entry(self, value: Any) -> tuple[weakref.ref[Any] | None, str]:
+        """What is another for another module or optimizer, or if it is sharded in another way."""
+        if not isinstance(value, ALIKE):
+            return None, ""
+        return weakref.ref(value), shards.part_of({"": value}) if isinstance(value, torch.nn.Module) else ""
+
+    def made(self) -> set[str]:
+        """Return the entries that are new since `begin`, and the modules and optimizers that are others."""
+        return {key for key, value in self._objects.items() if self._entry(value) != self._entries.get(key)}
 
     def versions(self) -> list[int]:
         """Two numbers for each parameter, one of which changes when it is changed in place."""
@@ -105,7 +117,8 @@ class LiveState:
         return {name: one for name, one in held if one is not None and one.numel()}
 
     def begin(self) -> None:
-        """Note the buffers before the first step."""
+        """Note the entries, and their buffers before the first step."""
+        self._entries = {key: self._entry(value) for key, value in self._objects.items()}
         self._places = self._find_buffers()
         self._began, self._constant = _hashes(self._buffers()), {}
 

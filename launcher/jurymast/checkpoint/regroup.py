@@ -7,7 +7,9 @@ the new groups as they are.
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,6 +89,24 @@ class GroupsBefore:
             else:
                 holder[key] = self._groups[name]
         self._places = []
+
+
+def forget_meshes() -> None:
+    """Have torch's caches forget all meshes. A mesh that equals one of theirs would be taken for that one, as
+    that of a sharded parameter, and its groups are gone. They would also keep these open."""
+    for one in gc.get_objects():
+        if type(one) is functools._lru_cache_wrapper and one.__module__.startswith(
+            "torch.distributed.tensor"
+        ):
+            one.cache_clear()
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    for where, name in (
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
+        (redistribute, "clear_redistribute_planner_cache"),
+    ):
+        clear = getattr(where, name, None)  # of newer torch
+        if clear is not None:
+            clear()
 
 
 def _timeout(group: Any) -> timedelta:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -150,7 +151,8 @@ def leaf_kind(value: Any) -> Any:
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return torch.Tensor, value.dtype, value.shape, value.layout, value.is_meta
     if isinstance(value, DTensor):
-        return kind, value.dtype, value.shape, value.device_mesh, value.placements
+        # Not the mesh itself, which would keep its process groups.
+        return kind, value.dtype, value.shape, weakref.ref(value.device_mesh), value.placements
     if isinstance(value, ShardedTensor):
         return kind, value.dtype, tuple(value.metadata().shards_metadata)
     if isinstance(value, torch.Tensor):

@@ -14,7 +14,7 @@ from typing import Any
 from jurymast.core.goodput import Account, Ledger
 from jurymast.core.judges.cadence import Cadence
 from jurymast.core.judges.forecast import REPLACE_S, REPLICATE_GUESS_S, STALL_GUESS_S, size_spares
-from jurymast.core.judges.rejoining import AMID_STEP, OWN_GONE, SHARDS_GONE
+from jurymast.core.judges.rejoining import AMID_STEP, MADE_IN_TRAIN, OWN_GONE, SHARDS_GONE
 from jurymast.core.judges.silence import steady_limit_s
 from jurymast.core.state.failure_rate import prior
 from jurymast.core.state.run import RunState, failure_rate
@@ -38,6 +38,7 @@ NEW_PROCESSES = frozenset({"restart_asked", "grow_asked"})
 MENDABLE = (
     (AMID_STEP, "Checkpointer.step", "right after the update; evaluate and log after it"),
     (OWN_GONE, "what is each rank's own", "64 KiB at most, tensors, arrays and plain values"),
+    (MADE_IN_TRAIN, "model and optimizer", "made before Checkpointer.run, not in its function"),
     (SHARDS_GONE, "shards", "each on two nodes (HSDP), whose own cost is not in the forecast"),
 )
 LEAST_BACK = 2

@@ -9,6 +9,7 @@ from jurymast.core.state.texts import count
 
 # What the reasons to go back say, by which a report knows those that a script can mend.
 SHARDS_GONE, AMID_STEP, OWN_GONE = "has the shards of", "failed before the end of", "what is the own of"
+MADE_IN_TRAIN = "`train` makes parts of the state itself"
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Rejoiner:
     """What one rank has. `live`: its model and optimizer are those after this step (-1: after none, or it is
     new); `own`: the steps of which it has what is its own; `needs_own`: it knows that ranks have such a
     thing, as a new one does not; `part`: which part of the model it has, the same on ranks that are alike;
-    `kept`: the steps of which it has what is the own of the rank `ward`."""
+    `kept`: the steps of which it has what is the own of the rank `ward`; `makes_state`: the function of its
+    script makes parts of the state anew."""
 
     live: int = -1
     own: tuple[int, ...] = ()
@@ -24,6 +26,7 @@ class Rejoiner:
     part: str = ""
     ward: int = -1
     kept: tuple[int, ...] = ()
+    makes_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ def has_no_twin(parts: Sequence[str]) -> bool:
 def newest_whole(ranks: Sequence[Rejoiner], saved: int) -> GoOn | GoBack:
     """Return the newest step of which ranks have each part live, and each rank what is its own; or why there
     is none, or an older one than was `saved`, to which all go back then. Ranks are given by number."""
+    if any(rank.makes_state for rank in ranks):
+        return GoBack(MADE_IN_TRAIN)
     steps = sorted({rank.live for rank in ranks} - {-1}, reverse=True)
     if not steps:
         return GoBack("no rank has the state after a step")
