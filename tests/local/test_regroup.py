@@ -4,9 +4,8 @@ short, in one process."""
 from __future__ import annotations
 
 import gc
-import socket
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,19 +19,7 @@ from jurymast.checkpoint import regroup
 from jurymast.checkpoint.live import LiveState
 from jurymast.checkpoint.tree import TreeShape
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
-    dist.init_process_group("gloo")
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_rank")]
 
 
 def hybrid() -> DeviceMesh:
