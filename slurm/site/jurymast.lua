@@ -14,4 +14,7 @@ local found = subprocess("ls -d " .. prefix .. "/lib/python3.*/site-packages"):m
 prepend_path("PATH", pathJoin(prefix, "bin"))
 prepend_path("PYTHONPATH", found)
 prepend_path("MANPATH", pathJoin(prefix, "share/man"))
+if not os.getenv("XDG_DATA_DIRS") then
+    append_path("XDG_DATA_DIRS", "/usr/local/share:/usr/share") -- what an unset one stands for
+end
 prepend_path("XDG_DATA_DIRS", pathJoin(prefix, "share"))

@@ -1,15 +1,17 @@
-"""Spack's package of jurymast. `spack install py-jurymast` takes the source distribution of `make package`:
+"""Spack's package of jurymast, over the source distribution of `make package` in a mirror:
 
     spack repo add slurm/site/spack_repo/jurymast
-    spack mirror add jurymast DIRECTORY    # with py-jurymast/py-jurymast-VERSION.tar.gz
+    spack mirror add jurymast DIRECTORY     # with py-jurymast/py-jurymast-VERSION.tar.gz
+    spack install --only dependencies py-jurymast
     spack install --no-checksum py-jurymast
 
-py-msgspec and py-submitit are beside it, since Spack's own packages lack the one and have only older
-releases of the other.
+The last command alone would leave all sources unchecked. py-msgspec and py-submitit are beside it,
+since Spack's own packages lack the one and have only older releases of the other.
 """
 
-from spack.package import *
 from spack_repo.builtin.build_systems.python import PythonPackage
+
+from spack.package import *
 
 
 class PyJurymast(PythonPackage):
@@ -43,3 +45,7 @@ class PyJurymast(PythonPackage):
     depends_on("py-nvidia-ml-py@12.560:", type="run", when="+nvidia")
 
     import_modules = ["jurymast", "jurymast.cli", "jurymast.core"]
+
+    def setup_run_environment(self, env: EnvironmentModifications) -> None:
+        # Where shells look for completions.
+        env.prepend_path("XDG_DATA_DIRS", self.prefix.share)

@@ -1,7 +1,8 @@
 """For py-jurymast, as Spack's own packages have none."""
 
-from spack.package import *
 from spack_repo.builtin.build_systems.python import PythonPackage
+
+from spack.package import *
 
 
 class PyMsgspec(PythonPackage):

@@ -1,7 +1,8 @@
-"""For py-jurymast, as Spack's own packages end with 1.4: executors of others are found since 1.5.2."""
+"""For py-jurymast: Spack's own packages end with 1.4, others' executors are found since 1.5.2."""
+
+from spack_repo.builtin.build_systems.python import PythonPackage
 
 from spack.package import *
-from spack_repo.builtin.build_systems.python import PythonPackage
 
 
 class PySubmitit(PythonPackage):
