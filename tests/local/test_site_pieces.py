@@ -118,6 +118,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (place / "lib64").symlink_to("lib")
     (place / "pyvenv.cfg").write_text("home = /usr/bin\n")
     (packages / "package" / "module.py").write_text("")
+    (place / "lib" / "python399.zip").write_text("")
     (packages / "added.pth").write_text(f"import sys\n{tmp_path / 'added'}\n")
     (tmp_path / "added" / "other.py").write_text("")
     (tmp_path / "reached").symlink_to(place)
@@ -134,6 +135,7 @@ PACKAGES = "environment/lib/python3.99/site-packages"
 PARTS = [
     "environment", "environment/bin", "environment/bin/python", "environment/bin/python3", "reached",
     "environment/pyvenv.cfg", "environment/lib64", "environment/lib/python3.99",
+    "environment/lib/python399.zip",
     f"{PACKAGES}/package/module.py", f"{PACKAGES}/added.pth", "added", "added/other.py",
 ]  # fmt: skip
 

@@ -136,10 +136,14 @@ def _require_python(python: str) -> None:
 def _require_libraries(place: str) -> None:
     for name in os.listdir(place):
         library = os.path.join(place, name)
-        if name.startswith("python") and os.path.isdir(library):
-            require_tree(library)
-            for packages in ("site-packages", "dist-packages"):
-                _require_named(os.path.join(library, packages))
+        if not name.startswith("python"):
+            continue
+        if not os.path.isdir(library):
+            require_roots(library)  # python311.zip, which comes before all others
+            continue
+        require_tree(library)
+        for packages in ("site-packages", "dist-packages"):
+            _require_named(os.path.join(library, packages))
 
 
 def _require_named(packages: str) -> None:
