@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.core.judges import admission
-from jurymast.core.judges.admission import OF_ADDRESS_PER_S, OF_STRANGERS_PER_S, Admission
+from jurymast.core.judges.admission import OF_ADDRESS_PER_S, OF_STRANGERS_PER_S, Admission, network_of
 
 LIMIT_S = 5.0
 STEPS = st.tuples(
@@ -66,6 +67,28 @@ def test_floods_from_many_addresses_leave_room_for_one_that_rarely_connects() ->
     assert machine.connected(-1, "10.0.0.1", 2.0) == [], "a node that nobody has heard of"
     assert machine.connected(-2, "10.0.1.7", 2.0) == [-2]
     assert OF_STRANGERS_PER_S < 50 * OF_ADDRESS_PER_S
+
+
+def test_a_flood_from_all_addresses_of_a_network_is_closed_as_well() -> None:
+    """As IPv6 lets one machine have: each connection comes from another address."""
+    machine, begun = Admission(300, LIMIT_S), 0
+    for number in range(90_000):
+        begun += machine.connected(number, f"fd00:0:0:7:{number:x}::1", number / 9000) != [number]
+        machine.left(number)
+    assert begun <= 10 * (OF_STRANGERS_PER_S + admission.NETWORK_PER_S) + 4 * 300 + admission.NETWORK_AT_ONCE
+    assert machine.connected(-1, "fd00:0:0:8::1", 10.0) == [], "of another network"
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("10.0.0.1", ""), ("fd00:1:2:3:4:5:6:7", "fd00:1:2:3"), ("fd00::7", "fd00:0:0:0"), ("::1", "0:0:0:0"),
+        ("fd00:0:0:7::1", "fd00:0:0:7"), ("fd00:1:2:3:4::", "fd00:1:2:3"), ("fe80::1%eth0", "fe80:0:0:0"),
+        ("::", "0:0:0:0"), ("fd00:1::2:3:4:5", "fd00:1:0:0"),
+    ],
+)  # fmt: skip
+def test_the_network_of_an_address(address: str, network: str) -> None:
+    assert network_of(address) == network
 
 
 def test_known_addresses_come_first() -> None:

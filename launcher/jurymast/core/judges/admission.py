@@ -5,7 +5,8 @@ run's own connections:
 
 - An address is *known* if it is one of the allocation, or if the secret was proved from there. Each other
   address, and all of them together, may begin only so many handshakes per second. What exceeds this is closed
-  before anything is done for it. An address that rarely connects does not wait for those that often do.
+  before anything is done for it. An address that rarely connects does not wait for those that often do, but
+  only so many of one network of IPv6 count as such: who has one of its addresses may have them all.
 - Only so many handshakes are under way at once. The newest displaces the oldest of an unknown address or of
   its own; unknown addresses displace no known ones.
 - A handshake that takes too long ends.
@@ -21,6 +22,8 @@ OF_ADDRESS_PER_S = 500.0
 OF_STRANGERS_PER_S = 2000.0
 # What an unknown address may begin whatever others do: an agent or a command connects once in a while.
 RARELY_PER_S, RARELY_AT_ONCE = 1.0, 16
+# And what all addresses of one network of IPv6 may begin in this way.
+NETWORK_PER_S, NETWORK_AT_ONCE = 100.0, 256
 # Addresses whose recent handshakes are remembered.
 ADDRESSES_MAX = 10_000
 
@@ -44,6 +47,17 @@ class Rate:
         return self._spent_until <= now
 
 
+def network_of(address: str) -> str:
+    """The first half of an address of IPv6, which is all that a network hands out; "" for one of IPv4."""
+    if ":" not in address:
+        return ""
+    before, short, after = address.partition("::")
+    groups = before.split(":") if before else []
+    if short:
+        groups += ["0"] * (8 - len(groups) - (after.count(":") + 1 if after else 0))
+    return ":".join((groups + after.split(":"))[:4])
+
+
 class Admission:
     """The unproven connections of one server. The caller names each by a number that no other has at the same
     time; times are in seconds, of any clock that only goes forward."""
@@ -56,6 +70,7 @@ class Admission:
         self._of_address: dict[str, dict[int, None]] = {}
         self._strangers = Rate(OF_STRANGERS_PER_S, 4 * waiting_max)
         self._rates: dict[str, tuple[Rate, Rate]] = {}  # of unknown addresses, the least recently used first
+        self._networks: dict[str, Rate] = {}  # of IPv6, as well
 
     def know(self, addresses: Iterable[str]) -> None:
         """Prefer connections from these addresses from now on."""
@@ -120,12 +135,25 @@ class Admission:
             unused = all(rate.is_unused(now) for rate in self._rates[oldest])
             if oldest != address and (unused or len(self._rates) > ADDRESSES_MAX):
                 del self._rates[oldest]
-        return rarely.allows(now) or (often.allows(now) and self._strangers.allows(now))
+        if rarely.allows(now) and self._network_allows(address, now):
+            return True
+        return often.allows(now) and self._strangers.allows(now)
+
+    def _network_allows(self, address: str, now: float) -> bool:
+        if (network := network_of(address)) == "":
+            return True
+        rate = self._networks.pop(network, None) or Rate(NETWORK_PER_S, NETWORK_AT_ONCE)
+        self._networks[network] = rate
+        for oldest in list(islice(self._networks, 2)):
+            if oldest != network and self._networks[oldest].is_unused(now):
+                del self._networks[oldest]
+        return rate.allows(now)
 
     def check(self) -> None:
         """What always holds."""
         assert len(self._waiting) <= self._waiting_max
         assert len(self._rates) <= ADDRESSES_MAX
+        assert len(self._networks) <= ADDRESSES_MAX
         assert set(self._unknown) == {n for n, (_, _, known) in self._waiting.items() if not known}
         assert {n for found in self._of_address.values() for n in found} == set(self._waiting)
         assert all(self._of_address.values())
