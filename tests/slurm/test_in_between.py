@@ -55,10 +55,16 @@ def test_a_fault_in_the_answer_to_a_fault_costs_no_bit_and_no_healthy_node(
 
     end = run.wait_end()
     assert end.exit_code == 0, run.story()
-    # There may be more of them: on a busy machine a node takes over that the batch process then takes over from.
+    # There may be more: on a busy machine a node takes over, and the batch process then from that one.
     assert {Phase.STOPPING, Phase.LAUNCHING} <= {*phases_at_take_over(run)}, run.story()
-    out = {node.name for node in end.nodes.values() if node.role in (Role.FAILED, Role.SUSPECT)}
-    assert out == {state.placement[2]}, run.story()
+    failed, suspect = (
+        {node.name for node in end.nodes.values() if node.role is role}
+        for role in (Role.FAILED, Role.SUSPECT)
+    )
+    # The agent of a host that was frozen for long has ended it; then the spare that is cut off may be tried.
+    ended = {e.node for e in run.events() if isinstance(e, ev.WorkersStopped) and not e.store_port}
+    assert failed == {state.placement[2]}, run.story()
+    assert suspect <= ended & {state.placement[1], best, others[0]}, run.story()
     assert (end.saved["peer"].step or 0) > STEPS / 2, "the spare that could not be reached held all up"
     check_restores(run, least=3 * MORE)
     assert weights(cluster, tmp_path) == trained_plainly(*train, nodes=3)
