@@ -53,6 +53,10 @@ parser.add_argument(
     "--fault", default="", metavar="SIGNAL:STEP:RANK:WHERE", help="the rank's process gets the signal in "
     "attempt 1, at the beginning of the step after STEP, amid its backward pass, or after the update of STEP",
 )  # fmt: skip
+parser.add_argument(
+    "--stand", type=int, default=-1, metavar="STEP", help="in attempt 1 all ranks meet after this step, and "
+    "those of the second node stand still then, which a file beside the trace tells",
+)  # fmt: skip
 parser.add_argument("--again", type=int, default=-1, help="this rank is killed at the start of attempt 2")
 parser.add_argument("--trace", type=Path, default=None)
 parser.add_argument("--out", type=Path, default=None, help="JSON with the final weights' sha256")
@@ -61,6 +65,15 @@ parser.add_argument("--out", type=Path, default=None, help="JSON with the final 
 def strike(fault: str, step: int, rank: int, where: str) -> None:
     if fault.endswith(f":{step}:{rank}:{where}") and os.environ.get("JURYMAST_ATTEMPT") == "1":
         os.kill(os.getpid(), getattr(signal, fault.partition(":")[0]))
+
+
+def stand(trace: Path, rank: int) -> None:
+    """What ranks had sent to each other before they meet is on its way."""
+    dist.barrier()
+    if os.environ["GROUP_RANK"] == "1":
+        trace.with_name(f"stands.{rank}").touch()
+        while True:
+            signal.pause()
 
 
 class Numbers(Dataset):  # type: ignore[misc]
@@ -204,6 +217,8 @@ def main() -> None:
         )
         for step, inputs in zip(order, loader, strict=True):
             time.sleep(args.step_time)
+            if step == args.stand and os.environ.get("JURYMAST_ATTEMPT") == "1":
+                stand(args.trace, rank)
             strike(args.fault, step, rank, "begin")
             assert position.drawn == step, f"rank {rank} has drawn {position.drawn}, not {step}"
             inputs = inputs.to(args.device)
