@@ -81,11 +81,14 @@ def day(number: int = DAY, wall_us: int = 0, step_us: int = 0, doubtful_us: int 
 
 
 def told(
-    story: Story, *, account: str = "", partition: str = "", gpus: int = 0, price: Price | None = None
-) -> Story:
-    """Slurm had chosen these, and so many GPUs were on each node."""
+    story: Story, *, account: str = "", partition: str = "", gpus: int = 0, price: Price | None = None,
+    watts: float = 0.0,
+) -> Story:  # fmt: skip
+    """Slurm had chosen these, so many GPUs were on each node, and all used so much by their counters."""
 
     def say(entry: Any) -> Any:
+        if isinstance(entry, ev.Progress):
+            return msgspec.structs.replace(entry, joules=watts * (entry.t - START))
         if isinstance(entry, ev.AllocationStarted):
             return msgspec.structs.replace(entry, account=account, partition=partition)
         return msgspec.structs.replace(entry, gpus=gpus) if isinstance(entry, ev.NodeJoined) else entry
@@ -118,7 +121,7 @@ def random_account(drawn: list[Moment], active: int, spares: int) -> tuple[Accou
         t += 5000.0 * moment[1]
         reader.take(next_event(ledger.state, t, moment))
     found = ledger.account()
-    days = spent_by_day(found, ledger.state.incidents, START)
+    days = spent_by_day(found, ledger.state.incidents, START, {})
     past = reader.summary("r", ())
     return found, RunSummary(past=past, cluster="slurm", spares_used=spares_used(found), days=days)
 
@@ -198,7 +201,7 @@ def test_what_was_spent_belongs_to_its_month_and_its_cause() -> None:
     stays = (Stay(first - 3_000_000, first + 4_000_000, PLACED),)
     account = Account(timeline, waits, 3, {"n1": stays, "n2": stays}, None, first + 4_000_000, final=False)
     incidents = [Incident(1, START, START, 1, 0), Incident(2, START, START, 1, 0, cause="node_lost")]
-    run = summary(days=spent_by_day(account, incidents, START), gpus=4)
+    run = summary(days=spent_by_day(account, incidents, START, {}), gpus=4)
     february, march = grouped({"r": run}, ["month"])
     assert (february.key, march.key) == (("2026-02",), ("2026-03",))
     assert february.nodes == {STEP: 6_000_000, "requeue_wait": 3_000_000}
@@ -211,7 +214,7 @@ def test_what_was_spent_belongs_to_its_month_and_its_cause() -> None:
 def test_a_journal_that_tells_of_centuries_is_refused() -> None:
     timeline = (Interval(0, (DAYS_MAX + 2) * DAY_US, STEP),)
     with pytest.raises(ValueError, match=f"{DAYS_MAX + 1} days"):
-        spent_by_day(Account(timeline, (), 1, {}, None, 0, final=True), [], START)
+        spent_by_day(Account(timeline, (), 1, {}, None, 0, final=True), [], START, {})
 
 
 def test_what_may_have_counted_makes_a_range_and_no_better_number() -> None:
@@ -385,6 +388,50 @@ def test_what_gpus_cost_is_told_by_currency_and_of_runs_with_a_price_only(place:
     assert "USD" in fleet_page(view)
 
 
+def test_what_gpus_used_is_told_of_runs_whose_counters_were_read_only(place: Place) -> None:
+    put(told(swapped(), account="one", gpus=8, watts=1e6), place.runs, "a-1")
+    put(told(swapped(), account="one", gpus=8, watts=2e6), place.runs, "a-2")
+    put(told(swapped(), account="one", gpus=8), place.runs, "a-3")
+    view = view_of(place.runs)
+    teams = {group["team"]: group for group in view["groups"]}
+    alone = [
+        report_view(read_status(RunDirectory(place.runs / name)), Liveness("ended"))["energy"]
+        for name in ("a-1", "a-2")
+    ]
+    found = teams["one"]["energy"]
+    assert found == view["total"]["energy"]
+    assert found["kwh"] == pytest.approx(sum(each["kwh"] for each in alone))
+    watts = [each["gpu_watts"] for each in alone]
+    assert found["gpu_watts"] == pytest.approx(sum(watts) / 2), "not over the GPUs of a-3"
+    assert teams["vision"]["energy"] is None
+    assert "no energy counter of 2 runs with GPUs was read: no energy of theirs" in view["warnings"]
+    text = place.good("fleet")
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "ENERGY" in rows["TEAM"]
+    assert f"{found['kwh']:,.1f} kWh" in rows["one"]
+    assert "kWh" not in rows["vision"]
+    assert f"energy: at least {found['kwh']:,.1f} kWh, " in text
+    lines = {row["team"]: row for row in csv.DictReader(place.good("fleet", "--csv").splitlines())}
+    assert (float(lines["one"]["energy.kwh"]), lines["vision"]["energy.kwh"]) == (found["kwh"], "")
+    assert "kWh" in fleet_page(view)
+
+
+def test_energy_belongs_to_the_day_on_which_it_was_read(tmp_path: Path) -> None:
+    story = told(swapped(), gpus=8, watts=1e6)
+    progress = [entry for entry in story.entries if isinstance(entry, ev.Progress)]
+    late = (DAY + 1) * DAY_S + 1.0 - progress[-1].t  # so that the last reading is just after midnight
+
+    def later(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return (entry[0] + late, entry[1]) if entry[0] >= progress[-1].t else entry
+        return msgspec.structs.replace(entry, t=entry.t + late) if entry.t >= progress[-1].t else entry
+
+    story.entries = [*map(later, story.entries)]
+    run = read_run(put(story, tmp_path, "a-1"))
+    before, after = progress[-2].joules, progress[-1].joules - progress[-2].joules
+    assert [each.millijoules for each in run.days] == [round(1e3 * before), round(1e3 * after)]
+
+
 def test_a_run_that_has_ended_leaves_its_summary_and_nobody_reads_its_journal(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,7 +462,8 @@ def test_a_run_that_has_ended_leaves_its_summary_and_nobody_reads_its_journal(
     "value", [-1, 1 << 70, 10**400, math.nan, math.inf, "<script>", [], None, True, 0.5], ids=str
 )
 def test_whatever_a_summary_says_a_fleet_is_told(tmp_path: Path, value: object) -> None:
-    run = put(told(swapped(), gpus=8, price=Price(gpu_hour=1.0, currency="USD")), tmp_path, "a-1")
+    price = Price(gpu_hour=1.0, currency="USD")
+    run = put(told(swapped(), gpus=8, price=price, watts=1e6), tmp_path, "a-1")
     leave_summary(run)
     left = json.loads(run.summary_file.read_text())
     for *above, last in places_in(left):

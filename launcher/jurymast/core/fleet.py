@@ -44,13 +44,14 @@ Days = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 class Day:
     """What a run did on one day: `number` days after 1 January 1970. `spent`: node-microseconds by cause (see
     `cause_of`). Of `wall_us` since the job could have started, `step_us` were in steps that counted, and
-    `doubtful_us` may have been."""
+    `doubtful_us` may have been. `millijoules`: what GPUs used, by counters read that day."""
 
     number: Days
     spent: dict[str, Us] = field(default_factory=dict)
     wall_us: Us = 0
     step_us: Us = 0
     doubtful_us: Us = 0
+    millijoules: Us = 0
 
     @property
     def month(self) -> str:
@@ -84,6 +85,11 @@ class RunSummary:
     days: Annotated[tuple[Day, ...], msgspec.Meta(max_length=DAYS_MAX + 1)] = ()
     price: Price | None = None
 
+    @property
+    def metered(self) -> bool:
+        """Whether counters of its GPUs' energy were read."""
+        return any(day.millijoules for day in self.days)
+
     def to_json(self) -> dict[str, Any]:
         made: dict[str, Any] = msgspec.to_builtins(self)
         return made
@@ -97,9 +103,11 @@ class RunSummary:
         return made
 
 
-def spent_by_day(account: Account, incidents: Iterable[Incident], submitted_at: float) -> tuple[Day, ...]:
-    """Cut an account into days, oldest first. A run of which nothing is booked has the day of its submission.
-    Raises ValueError for an account of more than `DAYS_MAX` days."""
+def spent_by_day(
+    account: Account, incidents: Iterable[Incident], submitted_at: float, joules: Mapping[int, float]
+) -> tuple[Day, ...]:
+    """Cut an account into days, oldest first; `joules` are cut already. A run of which nothing is booked has
+    the day of its submission. Raises ValueError for an account of more than `DAYS_MAX` days."""
     causes = {incident.id: incident.cause or UNDIAGNOSED for incident in incidents}
     spent: defaultdict[int, Spent] = defaultdict(Counter)
     wall: defaultdict[int, Spent] = defaultdict(Counter)
@@ -109,12 +117,13 @@ def spent_by_day(account: Account, incidents: Iterable[Incident], submitted_at: 
     for interval in (*account.waits, *account.timeline):
         for day, us in _days_of(interval):
             wall[day][interval.category] += us
-    numbers = sorted({*spent, *wall}) or [int(submitted_at // DAY_S)]
+    numbers = sorted({*spent, *wall, *joules}) or [int(submitted_at // DAY_S)]
     return tuple(
         Day(
             number=day, spent={cause: us for cause, us in spent[day].items() if us},
             wall_us=wall[day].total(), step_us=wall[day][STEP],
             doubtful_us=sum(wall[day][name] for name in DOUBTFUL),
+            millijoules=round(1000.0 * joules.get(day, 0.0)),
         )
         for day in numbers
     )  # fmt: skip
@@ -183,7 +192,8 @@ class Cost:
 class RunGroup:
     """The sums of some runs' days, none of which is after `until` (seconds since the epoch). `nodes`, and
     `gpus` where their number is known, are microseconds by cause; `asked`, and `asked_gpus`, the part of them
-    that somebody asked for; `costs` are by currency. `wall_us`, `step_us` and `doubtful_us` are weighted with
+    that somebody asked for; `costs` are by currency. `metered_us`: GPU-time of the runs whose energy is in
+    `millijoules`. `wall_us`, `step_us` and `doubtful_us` are weighted with
     the runs' active nodes."""
 
     key: Key = ()
@@ -193,6 +203,8 @@ class RunGroup:
     asked: Spent = field(default_factory=Counter)
     asked_gpus: Spent = field(default_factory=Counter)
     costs: defaultdict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))
+    millijoules: int = 0
+    metered_us: int = 0
     wall_us: int = 0
     step_us: int = 0
     doubtful_us: int = 0
@@ -209,6 +221,9 @@ class RunGroup:
                 self.asked_gpus[cause] += used[cause]
         if run.price is not None and run.gpus:
             self.costs[run.price.currency].add(run.price, used)
+        if run.metered:
+            self.millijoules += day.millijoules
+            self.metered_us += sum(used.values())
         self.wall_us += run.past.active * day.wall_us
         self.step_us += run.past.active * day.step_us
         self.doubtful_us += run.past.active * day.doubtful_us

@@ -44,7 +44,11 @@ def energy_json(joules: float, gpu_seconds: float) -> dict[str, float | None] | 
 
 def energy_text(found: Mapping[str, Any]) -> str:
     power = f", {found['gpu_watts']:,.0f} W a GPU on average" if found["gpu_watts"] else ""
-    return f"at least {found['kwh']:,.{3 if found['kwh'] < 10 else 1}f} kWh{power} (by the GPUs' counters)"
+    return f"at least {kwh_text(found)}{power} (by the GPUs' counters)"
+
+
+def kwh_text(found: Mapping[str, Any]) -> str:
+    return f"{found['kwh']:,.{3 if found['kwh'] < 10 else 1}f} kWh"
 
 
 def cost_text(found: Mapping[str, Any]) -> str:

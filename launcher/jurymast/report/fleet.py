@@ -37,7 +37,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.failure_rate import DAY_S, FEW_FAILURES, LEVEL, Mtbf
 from jurymast.core.state.incident import CAUSES
 from jurymast.errors import RunDirectoryError
-from jurymast.report.cost import money
+from jurymast.report.cost import energy_json, energy_text, kwh_text, money
 from jurymast.report.goodput import RATIO_NAMES, Card
 from jurymast.report.liveness import JournalTail
 from jurymast.report.pages import render, slices
@@ -45,7 +45,7 @@ from jurymast.report.runs import rows_of_nodes
 from jurymast.report.text import Block, Line, Table, between, count, duration, iso, one_line, percent
 from jurymast.rundir import RunDirectory, run_names, write_json
 
-VERSION = 2  # of what is kept
+VERSION = 3  # of what is kept
 OBSERVED = "observed"  # in place of the cluster: jurymast did not launch it, so it is in no figure
 SUMMARY_BYTES_MAX = 16 << 20
 # From so many journals on, reading them in several processes is worth starting these.
@@ -67,6 +67,7 @@ DEFINITIONS = {
     "asked for": "spares that stood by as asked, saves, and restarts, drains and rollbacks that somebody "
     "ordered: nothing of it is lost",
     "unknown": "allocated node-time of which the journals do not tell whether it counted",
+    "energy": "what the counters of GPUs said, at least; the days are those on which they were read",
     "mtbf": "time of one node between failures of nodes",
     "trend": f"the last {WEEK_DAYS} days against the {MONTH_DAYS - WEEK_DAYS} before them; unclear if the "
     "intervals overlap",
@@ -186,11 +187,15 @@ class _RunReader(JournalTail):
         super().__init__(directory)
         self.nodes = NodeReader(self.state, super()._feed)
         self.partition = self.account = ""
+        self.joules: defaultdict[int, float] = defaultdict(float)  # by day
 
     def _feed(self, event: ev.Event) -> None:
         if isinstance(event, ev.AllocationStarted):
             self.partition, self.account = event.partition, event.account
+        before = self.state.joules
         self.nodes.take(event)
+        if self.state.joules > before:
+            self.joules[int(self.state.now // DAY_S)] += self.state.joules - before
 
     def summary(self) -> RunSummary:
         """What has been read, up to the newest entry. Raises ValueError."""
@@ -200,7 +205,7 @@ class _RunReader(JournalTail):
             cluster=OBSERVED if self.plan.observed else self.plan.cluster,
             partition=self.partition, account=self.account, gpus=account.gpus, spares=self.plan.spares,
             spares_used=spares_used(account), whole=not self.unread,
-            days=spent_by_day(account, self.state.incidents, self.plan.submitted_at),
+            days=spent_by_day(account, self.state.incidents, self.plan.submitted_at, self.joules),
             price=self.plan.settings.price,
         )  # fmt: skip
 
@@ -295,6 +300,7 @@ def _group_json(group: RunGroup, by: Sequence[str], now: float) -> View:
             }
             for currency, cost in sorted(group.costs.items())
         },
+        "energy": energy_json(group.millijoules / 1e3, group.metered_us / 1e6),
         "spares": {"asked": sum(r.spares for r in runs), "used": sum(r.spares_used for r in runs)},
     }  # fmt: skip
 
@@ -345,6 +351,9 @@ def _warnings(fleet: Fleet, total: RunGroup) -> list[str]:
             f"of {percent(total.doubt_us / total.allocated_us)} of the allocated node-time it is not known "
             "whether it counted: goodput is a range"
         )
+    unread = sum(run.gpus > 0 and not run.metered for run in runs if run.past.spans)
+    if unread and total.millijoules:
+        found.append(f"no energy counter of {count(unread, 'run')} with GPUs was read: no energy of theirs")
     no_gpus = sum(not run.gpus for run in runs if run.past.spans)
     if no_gpus and total.gpus.total():
         found.append(f"the nodes of {count(no_gpus, 'run')} told of no GPUs: no GPU-hours of theirs")
@@ -369,7 +378,9 @@ def fleet_blocks(view: Mapping[str, Any]) -> list[Block]:
     if len(rows) != 1 and by:
         rows.append(["all", *[""] * (len(by) - 1), *cells_of(total, columns)])
     blocks += [Line(""), Table(headers, rows, right)] if rows else [Line("no runs")]
-    blocks += [Line(""), *(Line(text) for text in cost_lines(total))] if total["cost"] else []
+    told = cost_lines(total)
+    told += [f"energy: {energy_text(total['energy'])}"] if total["energy"] else []
+    blocks += [Line(""), *map(Line, told)] if told else []
     for title, key in (("LOST TO", "lost"), ("ASKED FOR", "asked_for")):
         causes = [
             [cause.replace("_", " "), hours(spent["node_seconds"]), hours(spent["gpu_seconds"]),
@@ -400,7 +411,7 @@ def _node_cell(name: str, value: Any) -> str:
     return "-" if value is None else value[:16].replace("T", " ") if name == "last_at" else str(value)
 
 
-COST = ">COST"  # if any run has a price
+COST, ENERGY = ">COST", ">ENERGY"  # if any run has a price; if any counter was read
 # Those that begin with > have numbers.
 COLUMNS = (
     ">RUNS", ">NODE-H", ">GPU-H", ">GOODPUT", ">ETTR", ">UNKNOWN", f">MTBF {WEEK_DAYS}D",
@@ -409,7 +420,8 @@ COLUMNS = (
 
 
 def columns_of(total: Mapping[str, Any]) -> tuple[str, ...]:
-    return (*COLUMNS[:-1], COST, COLUMNS[-1]) if total["cost"] else COLUMNS
+    more = [column for column, told in ((COST, total["cost"]), (ENERGY, total["energy"])) if told]
+    return (*COLUMNS[:-1], *more, COLUMNS[-1])
 
 
 def keys_of(group: Mapping[str, Any], by: Sequence[str], most: int | None = None) -> list[str]:
@@ -429,7 +441,9 @@ def cells_of(group: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
         percent(group["unknown"]["share"]), mtbf_text(mtbf[f"{WEEK_DAYS}d"]),
         mtbf_text(mtbf[f"{MONTH_DAYS}d"]), mtbf["trend"] or "-",
         f"{used} of {asked}" if asked or used else "-",
-        *([costs or "-"] if COST in columns else []), most_lost(group),
+        *([costs or "-"] if COST in columns else []),
+        *([kwh_text(group["energy"]) if group["energy"] else "-"] if ENERGY in columns else []),
+        most_lost(group),
     ]  # fmt: skip
 
 
@@ -472,6 +486,9 @@ def meaning_of(cause: str) -> str:
 # ---- as CSV
 
 
+UNREAD = {"kwh": None, "gpu_watts": None}
+
+
 def fleet_csv(view: Mapping[str, Any]) -> str:
     """One line a group, after a line with the names of the columns: the JSON's, joined by points. Ranges have
     two columns, which are alike where the ratio is known."""
@@ -489,6 +506,8 @@ def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     for name, value in values.items():
         if before == "ratios." and not isinstance(value, Mapping):
             value = {"low": value, "high": value}
+        elif name == "energy" and value is None:
+            value = UNREAD
         if isinstance(value, Mapping):
             flat.update(_flat(value, f"{before}{name}."))
         else:
@@ -526,6 +545,8 @@ def fleet_page(view: Mapping[str, Any]) -> str:
     for told in cost_lines(total):
         cost = told.removeprefix("cost: ").partition(" for ")
         cards.append(Card("Cost", cost[0], f"for {cost[2]}"))
+    if energy := total["energy"]:
+        cards.append(Card("Energy", kwh_text(energy), energy_text(energy)))
     computed = {
         "title": f"Fleet: {count(total['runs'], 'run')}", "cards": cards,
         "slices": slices(spent, sum(spent.values())), "columns": columns,

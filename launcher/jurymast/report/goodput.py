@@ -28,7 +28,7 @@ from jurymast.core.state.incident import CAUSES, Incident
 from jurymast.core.state.run import RunState, failure_rate
 from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.report.advice import advice_blocks, advice_view, sentences, trust
-from jurymast.report.cost import cost_json, cost_text, energy_json, energy_text, gpu_seconds, money
+from jurymast.report.cost import cost_json, cost_text, energy_json, energy_text, gpu_seconds, kwh_text, money
 from jurymast.report.curves import curves
 from jurymast.report.in_process import in_process_json, in_process_text
 from jurymast.report.instead import assumed, instead_blocks, instead_sentences
@@ -656,7 +656,7 @@ def ratio_cards(
 
 def _cost_cards(cost: Mapping[str, Any] | None, energy: Mapping[str, Any] | None) -> list[Card]:
     cards = [Card("Cost", money(cost["total"], cost["currency"]), cost_text(cost))] if cost else []
-    return cards + ([Card("Energy", f"{energy['kwh']:,.1f} kWh", energy_text(energy))] if energy else [])
+    return cards + ([Card("Energy", kwh_text(energy), energy_text(energy))] if energy else [])
 
 
 def _incident_card(incidents: Sequence[Mapping[str, Any]]) -> Card:
