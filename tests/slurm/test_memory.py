@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from support.cgroups import kills, leave_bytes, moved_to, new_cgroup
 from support.runs import result
 from support.slurm_runs import TRAIN, SlurmRun, submit
 from testcluster import Cluster
+from testcluster.settings import SLURM_SYSTEM, SLURM_VARIABLE
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
@@ -91,3 +93,15 @@ def test_a_node_whose_agent_the_kernel_kills_is_neither_lost_nor_blamed(
     assert run.agent_pid("n2") != agent
     assert state.placement == ("n1", "n2"), run.story()
     ended_as_undisturbed(run, tmp_path, trained_plainly)
+
+
+@pytest.mark.skipif(
+    os.environ.get(SLURM_VARIABLE, SLURM_SYSTEM) == SLURM_SYSTEM, reason="the system's Slurm may be too old"
+)
+def test_slurm_kills_no_agent_for_what_the_ranks_of_another_node_do(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm's part is left out: without its cgroups it kills nobody here."""
+    options = ("--nodes", "2", "--spares", "0", "--oom-kill-step=1")
+    run = submit(cluster, tmp_path, *options, arguments=TRAIN)
+    host = run.wait_safe(20).placement[0]
+    assert [one for one in cluster.processes(host) if " --oom-kill-step=0 " in one.command], run.story()
+    assert run.wait_end().exit_code == 0, run.story()

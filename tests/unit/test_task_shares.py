@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from jurymast.cluster import control
-from jurymast.cluster.control import Binding, around_tasks, binding_of, unbound
+from jurymast.cluster.control import KILLS_STEP, SURVIVE, Binding, around_tasks, binding_of, survive, unbound
 from jurymast.core.judges.task_shares import Processor, gpus, processors
 from jurymast.core.state.settings import TaskShares
 from jurymast.script.sharing import DERIVED, VARIABLES, each_nodes_gpus, fits, read_by, shares_of, with_cpus
@@ -96,6 +96,22 @@ def test_what_slurms_configuration_says_of_binding() -> None:
     assert masks("-n4 --cpu-bind=none", slurm=found) == masks("-n2 -c1", slurm=Binding()) == ""
     found = binding_of(text.format("task/affinity", "", "CR_CPU,CR_CORE_DEFAULT_DIST_BLOCK"))
     assert masks("-n4 -c2", slurm=found) == "3,c,30,c0"
+
+
+@pytest.mark.parametrize("version", ["24.11.3", "23.02.1", ""])
+@pytest.mark.parametrize("site", ["(null)", "autobind=cores,OOMKillStep"])
+@pytest.mark.parametrize("job", [None, "0", "1"])
+def test_srun_is_told_to_kill_no_step_for_want_of_memory_where_it_may_and_knows_of_it(
+    version: str, site: str, job: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site's choice, or the job's (sbatch --oom-kill-step): agents must outlive what ranks do."""
+    config = f"SLURM_VERSION = {version}\nTaskPluginParam  = {site}\n" if version else ""
+    monkeypatch.setattr(control, "_config", lambda: config)
+    monkeypatch.delenv(KILLS_STEP, raising=False)
+    if job is not None:
+        monkeypatch.setenv(KILLS_STEP, job)
+    may = version == "24.11.3" and (job == "1" or "OOM" in site)
+    assert survive() == [*SURVIVE, "--oom-kill-step=0"][: len(SURVIVE) + may]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from jurymast.cluster.allocation import (
     loopback,
     own_directory,
 )
-from jurymast.cluster.control import requeue, signals_tasks_alone, unbound
+from jurymast.cluster.control import requeue, signals_tasks_alone, survive, unbound
 from jurymast.cluster.signals import WARNINGS
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.supervision import batch as core
@@ -50,8 +50,6 @@ from jurymast.processes import (
 from jurymast.rundir import RunDirectory, renew
 
 log = logging.getLogger("jurymast.batch")
-# One node's end must not end the others' tasks.
-SURVIVE = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 
 
 class Agents(Protocol):
@@ -80,7 +78,7 @@ class SrunAgents(Agents):
     def start(self, port: int) -> None:
         # What this process has, the ranks are to have as well: SBATCH_EXPORT=NONE, which means the job, would
         # take PATH and HOME from them.
-        command = ["srun", *SURVIVE, "--export=ALL", "--ntasks-per-node=1", f"--nodes={self._nodes}"]
+        command = ["srun", *survive(), "--export=ALL", "--ntasks-per-node=1", f"--nodes={self._nodes}"]
         command += [f"--ntasks={self._nodes}", "--overlap", "--unbuffered", *unbound()]
         command += agent_command(self._run_directory, announced_hosts()[0], port)
         alone = {TASKS_ALONE_VARIABLE: "1"} if signals_tasks_alone() else {}

@@ -203,6 +203,23 @@ def binding() -> Binding:
     return binding_of(_config())
 
 
+# One node's end must not end the others' tasks.
+SURVIVE = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+# Slurm may kill a step on all nodes when memory runs out on one: by the site's choice, or by the job's, which
+# srun reads from this variable. Releases from this one on can.
+KILLS_STEP, KILLS_STEP_SINCE = "SLURM_OOM_KILL_STEP", (24, 5)
+
+
+def survive() -> list[str]:
+    """srun's options by which one node's end does not end the others' tasks, nor a rank's for want of memory
+    its agent."""
+    asked = os.environ.get(KILLS_STEP, "0") != "0"
+    asked = (
+        asked or re.search(r"^TaskPluginParam\s*=.*OOMKillStep", _config(), re.MULTILINE | re.I) is not None
+    )
+    return [*SURVIVE, "--oom-kill-step=0"] if asked and release() >= KILLS_STEP_SINCE else [*SURVIVE]
+
+
 def unbound() -> list[str]:
     """srun's option for tasks that have all processors of their node; none where Slurm binds no task, and
     srun would say that it cannot."""

@@ -32,13 +32,14 @@ import msgspec
 
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts
-from jurymast.cluster.batch import SURVIVE, Agents, BatchProcess, end_srun, end_with_us
+from jurymast.cluster.batch import Agents, BatchProcess, end_srun, end_with_us
 from jurymast.cluster.control import (
     STILL_RUNNING,
     binding,
     release,
     signals_tasks_alone,
     site_program,
+    survive,
     unbound,
     why_ending,
 )
@@ -475,7 +476,7 @@ class Step:
             *words_of(srun.options, OURS | {"error"} if each else OURS),
             *output.srun_options,
             *self._mounts(srun),
-            *SURVIVE,
+            *survive(),
             "--overlap",
             f"--nodes={len(nodes)}",
         ]
