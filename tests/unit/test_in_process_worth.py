@@ -266,6 +266,8 @@ def test_an_incident_knows_why_ranks_went_back() -> None:
     why = "what is the own of rank 1 after step 33 is not there"
     ran.ledger.feed(ev.Restored(t=START + 2000.0, attempt=2, step=20, tier="memory", seconds=1.0, why=why))
     assert ran.state.incidents[0].went_back == why
+    ran.ledger.feed(ev.Restored(t=START + 2001.0, attempt=2, step=20, tier="memory", seconds=1.0, why=why))
+    assert ran.state.incidents[0].why.count(why) == 1, "a model that is made anew is restored once more"
     assert told(ran)["went_back"] == 1
     assert in_process_text(told(ran)).startswith(
         "after 1 failure; 0 steps not done again; 1 went back to a save;"

@@ -88,7 +88,7 @@ def restored(state: RunState, event: ev.Restored) -> list[Instruction]:
         incident.kept_steps = event.step - plan.step
         newer = count(incident.kept_steps, "step")
         incident.why += f", after step {event.step}, {newer} newer than the save"
-    if event.why:
+    if event.why and event.why != incident.went_back:  # a model that is made anew is restored once more
         incident.went_back = event.why
         incident.why += f"; back to the save of step {event.step}, because {event.why}"
     if plan is not None and plan.tier == MEMORY and (event.tier, event.step) == (MEMORY, plan.step):
