@@ -148,6 +148,7 @@ srun --ntasks=4 --gpu-bind=wrong python bound.py refused || echo said refused $?
 """
 
 
+# Which one a step of one processor a node has depends on how soon Slurm has the last step's back.
 # Newer releases give a step as many processors for each task as its job asked for, and refuse the last one.
 INHERITED = """#!/bin/bash
 #SBATCH --nodes=2 --cpus-per-task=2 --mem=100
@@ -157,7 +158,8 @@ cd sub
 cat > bound.py <<END
 import os, sys, torch
 told = [os.environ.get(name) for name in ("SLURM_PROCID", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK")]
-print("said", *sys.argv[1:], *told, sorted(os.sched_getaffinity(0)), torch.get_num_threads())
+has = sorted(os.sched_getaffinity(0))
+print("said", *sys.argv[1:], *told, has if "many" in sys.argv else len(has), torch.get_num_threads())
 END
 srun --ntasks=2 python bound.py as the job
 SRUN_CPUS_PER_TASK=1 srun --ntasks=2 python bound.py by its own variable
