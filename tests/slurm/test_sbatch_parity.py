@@ -84,7 +84,7 @@ def told(cluster: Cluster, work: Path, *submit: str, script: str = SCRIPT) -> di
 
 
 # A step may begin before Slurm has the last one's processors back: it waits, and says so, or does not.
-STEP_WAITS = re.compile(r"srun: (Job \d+ step creation temporarily disabled|Step created for )")
+STEP_WAITS = re.compile(r"srun: (Job \d+ step creation (?:temporarily|still) disabled|Step created for )")
 
 
 def said(work: Path) -> dict[str, list[str]]:
