@@ -73,18 +73,29 @@ def test_a_flood_from_all_addresses_of_a_network_is_closed_as_well() -> None:
     """As IPv6 lets one machine have: each connection comes from another address."""
     machine, begun = Admission(300, LIMIT_S), 0
     for number in range(90_000):
-        begun += machine.connected(number, f"fd00:0:0:7:{number:x}::1", number / 9000) != [number]
+        address = f"fd00:0:0:7:{number // 256:x}:{number % 256:x}::1"
+        begun += machine.connected(number, address, number / 9000) != [number]
         machine.left(number)
     assert begun <= 10 * (OF_STRANGERS_PER_S + admission.NETWORK_PER_S) + 4 * 300 + admission.NETWORK_AT_ONCE
     assert machine.connected(-1, "fd00:0:0:8::1", 10.0) == [], "of another network"
 
 
+def test_what_is_remembered_of_networks_is_bounded() -> None:
+    """Who has thousands of networks connects from each, and more often than one is forgotten."""
+    machine = Admission(300, LIMIT_S, [])
+    for number in range(3 * admission.ADDRESSES_MAX):
+        machine.connected(number, f"fd00:0:{number:x}:7::1", 0.0)
+        machine.left(number)
+        if number % 1000 == 0:
+            machine.check()
+    machine.check()
+
+
 @pytest.mark.parametrize(
     ("address", "network"),
     [
-        ("10.0.0.1", ""), ("fd00:1:2:3:4:5:6:7", "fd00:1:2:3"), ("fd00::7", "fd00:0:0:0"), ("::1", "0:0:0:0"),
-        ("fd00:0:0:7::1", "fd00:0:0:7"), ("fd00:1:2:3:4::", "fd00:1:2:3"), ("fe80::1%eth0", "fe80:0:0:0"),
-        ("::", "0:0:0:0"), ("fd00:1::2:3:4:5", "fd00:1:0:0"),
+        ("10.0.0.1", ""), ("fd00:1:2:3:4:5:6:7", "fd00:0001:0002:0003"), ("::1", "0000:0000:0000:0000"),
+        ("fd00:0:0:7::1", "fd00:0000:0000:0007"), ("fe80::1%eth0", "fe80:0000:0000:0000"),
     ],
 )  # fmt: skip
 def test_the_network_of_an_address(address: str, network: str) -> None:

@@ -15,6 +15,7 @@ run's own connections:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from ipaddress import IPv6Address
 from itertools import islice
 
 # Handshakes per second that are begun for one unknown address, and for all of them: a small part of a core.
@@ -24,7 +25,8 @@ OF_STRANGERS_PER_S = 2000.0
 RARELY_PER_S, RARELY_AT_ONCE = 1.0, 16
 # And what all addresses of one network of IPv6 may begin in this way.
 NETWORK_PER_S, NETWORK_AT_ONCE = 100.0, 256
-# Addresses whose recent handshakes are remembered.
+NETWORK_CHARACTERS = len("2001:0db8:0000:0000")
+# Addresses whose recent handshakes are remembered, and networks.
 ADDRESSES_MAX = 10_000
 
 
@@ -51,11 +53,7 @@ def network_of(address: str) -> str:
     """The first half of an address of IPv6, which is all that a network hands out; "" for one of IPv4."""
     if ":" not in address:
         return ""
-    before, short, after = address.partition("::")
-    groups = before.split(":") if before else []
-    if short:
-        groups += ["0"] * (8 - len(groups) - (after.count(":") + 1 if after else 0))
-    return ":".join((groups + after.split(":"))[:4])
+    return IPv6Address(address.partition("%")[0]).exploded[:NETWORK_CHARACTERS]
 
 
 class Admission:
@@ -145,7 +143,8 @@ class Admission:
         rate = self._networks.pop(network, None) or Rate(NETWORK_PER_S, NETWORK_AT_ONCE)
         self._networks[network] = rate
         for oldest in list(islice(self._networks, 2)):
-            if oldest != network and self._networks[oldest].is_unused(now):
+            unused = self._networks[oldest].is_unused(now)
+            if oldest != network and (unused or len(self._networks) > ADDRESSES_MAX):
                 del self._networks[oldest]
         return rate.allows(now)
 
