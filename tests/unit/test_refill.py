@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.cluster import control
 from jurymast.cluster import refill as small_jobs
 from jurymast.cluster.allocation import Allocation
 from jurymast.core.goodput import Ledger
@@ -313,6 +314,14 @@ def test_local_runs_and_tasks_have_no_small_jobs() -> None:
 ALLOCATION = Allocation("17", 2, ("n1", "n2", "n3"), "n1", 0.0, partition="gpu")
 
 
+@pytest.fixture(autouse=True)
+def config(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines that Slurm says of its configuration."""
+    lines = ["SLURM_VERSION = 24.11.3"]
+    monkeypatch.setattr(control, "_config", lambda: "\n".join(lines))
+    return lines
+
+
 def made(*options: str, left_s: float | None = 3590.0, exclude: tuple[str, ...] = ("n1",)) -> list[str]:
     plan = RunPlan(
         run="r", name="r", directory="/runs/r", cluster="slurm", active=2, spares=1, ranks_per_node=1,
@@ -337,6 +346,12 @@ def test_a_small_job_has_the_run_s_options_for_one_node() -> None:
     for other in ("array", "dependency", "nodelist", "wait", "10:00:00", "long", "NONE", " -J", " -t"):
         assert other not in told
     assert "jurymast.cluster.refill /runs/r 4 17.2" in words[-1]
+
+
+def test_an_agent_of_a_small_job_outlives_a_rank_that_takes_all_memory(config: list[str]) -> None:
+    assert not [word for word in made() if "oom" in word]
+    config.append("TaskPluginParam = OOMKillStep")
+    assert "--oom-kill-step=0" in made()
 
 
 @pytest.mark.parametrize(

@@ -210,14 +210,17 @@ SURVIVE = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 KILLS_STEP, KILLS_STEP_SINCE = "SLURM_OOM_KILL_STEP", (24, 5)
 
 
+def outlive_memory() -> list[str]:
+    """The option of srun and sbatch by which a rank that is killed for want of memory does not take its agent
+    with it; none where Slurm would not do that."""
+    by_site = re.search(r"^TaskPluginParam\s*=.*OOMKillStep", _config(), re.MULTILINE | re.IGNORECASE)
+    by_job = os.environ.get(KILLS_STEP, "0") != "0"
+    return ["--oom-kill-step=0"] if (by_site or by_job) and release() >= KILLS_STEP_SINCE else []
+
+
 def survive() -> list[str]:
-    """srun's options by which one node's end does not end the others' tasks, nor a rank's for want of memory
-    its agent."""
-    asked = os.environ.get(KILLS_STEP, "0") != "0"
-    asked = (
-        asked or re.search(r"^TaskPluginParam\s*=.*OOMKillStep", _config(), re.MULTILINE | re.I) is not None
-    )
-    return [*SURVIVE, "--oom-kill-step=0"] if asked and release() >= KILLS_STEP_SINCE else [*SURVIVE]
+    """srun's options by which what ends on one node does not end the agents of others."""
+    return [*SURVIVE, *outlive_memory()]
 
 
 def unbound() -> list[str]:

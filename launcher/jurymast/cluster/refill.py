@@ -17,7 +17,7 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation
-from jurymast.cluster.control import ends_in_s, time_of
+from jurymast.cluster.control import ends_in_s, outlive_memory, time_of
 from jurymast.cluster.sbatch import VISIBLE, split_command_line, words_of
 from jurymast.cluster.sbatch_command import accepted, sbatch
 from jurymast.core.judges import slurm_variables
@@ -97,6 +97,7 @@ def command(
     out = tuple(dict.fromkeys((*plan.excluded_at(time.time()), *exclude)))
     words += [f"--exclude={compressed(out)}"] if out else []
     words += ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--no-requeue", "--export=ALL"]
+    words += outlive_memory()
     words += [f"--chdir={folder}", f"--output={folder}/refill-%j.log", "--open-mode=append"]
     words.append(f"--job-name={job_name(plan, number)}")
     arguments = (plan.directory, str(number), allocation.key)

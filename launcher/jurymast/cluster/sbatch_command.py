@@ -36,7 +36,7 @@ def sbatch(
             capture_output=True,
             stdin=file,
             env=environment_for_sbatch(os.environ) if variables is None else variables,
-            start_new_session=True,  # only we get Ctrl-C: see _interrupt_held
+            start_new_session=True,  # only we get Ctrl-C: see `slurm._interrupt_held`
         )
     if done.returncode != 0:
         raise SubmissionError(
