@@ -322,18 +322,23 @@ def test_what_agents_write_is_for_the_owner_too(tmp_path: Path, root: Path) -> N
     assert theirs.is_dir()
 
 
+def without_its_batch_process(run: Owner, host: str = socket.gethostname()) -> None:
+    """As a local run's directory says after a kill of the batch process, whose number nobody has."""
+    folder = Path(run.directory, "slurm")
+    (folder / "jobs").mkdir(parents=True, exist_ok=True)
+    (folder / "jobs" / "local-17").touch()
+    record = {"pid": 2**22 + 1, "started": 1.0, "host": host}
+    (folder / "local.json").write_text(json.dumps(record))
+
+
 def test_a_run_of_another_machine_may_live_there(tmp_path: Path, root: Path) -> None:
     """Whether its process does cannot be seen from here, where another one may have its number."""
     first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
     claim(root, first)
-    folder = Path(first.directory, "slurm")
-    (folder / "jobs").mkdir(parents=True)
-    (folder / "jobs" / "local-17").touch()
-    record = {"pid": 2**22 + 1, "started": 1.0, "host": "elsewhere"}
-    (folder / "local.json").write_text(json.dumps(record))
+    without_its_batch_process(first, "elsewhere")
     with pytest.raises(CheckpointError, match="may not have ended.*it runs, or ran, on elsewhere"):
         claim(root, second)
-    (folder / "local.json").write_text(json.dumps({**record, "host": socket.gethostname()}))
+    without_its_batch_process(first)
     claim(root, second)
 
 
@@ -341,11 +346,7 @@ def test_a_run_whose_processes_are_left_has_not_ended(tmp_path: Path, root: Path
     """Its batch process was killed, and a rank may still write."""
     first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
     claim(root, first)
-    folder = Path(first.directory, "slurm")
-    (folder / "jobs").mkdir(parents=True)
-    (folder / "jobs" / "local-17").touch()
-    record = {"pid": 2**22 + 1, "started": 1.0, "host": socket.gethostname()}
-    (folder / "local.json").write_text(json.dumps(record))
+    without_its_batch_process(first)
     environment = {**os.environ, "JURYMAST_RUN_DIR": first.directory}
     with subprocess.Popen(["sleep", "600"], env=environment) as rank:
         try:
@@ -380,11 +381,7 @@ def test_a_runs_processes_that_cannot_be_looked_for_have_not_ended(
 ) -> None:
     first = a_run(tmp_path, "first")
     claim(root, first)
-    folder = Path(first.directory, "slurm")
-    (folder / "jobs").mkdir(parents=True)
-    (folder / "jobs" / "local-17").touch()
-    record = {"pid": 2**22 + 1, "started": 1.0, "host": socket.gethostname()}
-    (folder / "local.json").write_text(json.dumps(record))
+    without_its_batch_process(first)
     with failing(f"/{file}", errno.EMFILE), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
         claim(root, a_run(tmp_path, "second"), 0.0)
     assert owner(root) == first
