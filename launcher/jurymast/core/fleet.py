@@ -37,6 +37,7 @@ WEEK_DAYS, MONTH_DAYS = 7, 28
 Spent = Counter[str]
 # What a stranger's summary may say at most.
 Us = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Millijoules = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Days = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 
 
@@ -51,7 +52,7 @@ class Day:
     wall_us: Us = 0
     step_us: Us = 0
     doubtful_us: Us = 0
-    millijoules: Us = 0
+    millijoules: Millijoules = 0
 
     @property
     def month(self) -> str:
@@ -193,8 +194,7 @@ class RunGroup:
     """The sums of some runs' days, none of which is after `until` (seconds since the epoch). `nodes`, and
     `gpus` where their number is known, are microseconds by cause; `asked`, and `asked_gpus`, the part of them
     that somebody asked for; `costs` are by currency. `metered_us`: GPU-time of the runs whose energy is in
-    `millijoules`. `wall_us`, `step_us` and `doubtful_us` are weighted with
-    the runs' active nodes."""
+    `millijoules`. `wall_us`, `step_us` and `doubtful_us` are weighted with the runs' active nodes."""
 
     key: Key = ()
     runs: dict[str, RunSummary] = field(default_factory=dict)
