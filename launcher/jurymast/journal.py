@@ -113,22 +113,18 @@ class JournalWriter:
         self._hurry = threading.Event()
         self.error: OSError | None = None
         self._unwritten = b""
-        self._added = self._taken = self._written = 0  # entries so far: of the caller, by the thread
+        self.appended = self.written = 0  # entries so far: of the caller, and on the disk
+        self._taken = 0
         self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
         self._thread.start()
 
     def event(self, event: ev.Event) -> None:
-        self._added += 1
+        self.appended += 1
         self._items.put(event)
 
     def decision(self, t: float, instruction: Instruction) -> None:
-        self._added += 1
+        self.appended += 1
         self._items.put((t, instruction))
-
-    @property
-    def unwritten(self) -> bool:
-        """Whether something that was appended is not on the disk yet."""
-        return self._written < self._added
 
     def flush(self, limit_s: float = FLUSH_LIMIT_S) -> bool:
         """Wait for the disk. True if everything appended so far is on disk, False if that took longer than
@@ -177,7 +173,7 @@ class JournalWriter:
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._descriptor, self._unwritten) :]
             os.fsync(self._descriptor)
-            self.error, self._written = None, self._taken
+            self.error, self.written = None, self._taken
         except OSError as error:  # a full disk: the run continues, and the lines are tried again later
             self.error = error
 

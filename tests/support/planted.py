@@ -27,6 +27,7 @@ from jurymast.core.judges.attribution import cause_of_end
 from jurymast.core.judges.energy import EnergyUsed
 from jurymast.core.judges.stragglers import Windows
 from jurymast.core.nodes.hangs import Hangs
+from jurymast.core.nodes.known import Known
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run import ends, ladder, machine, recovery, tasks
 from jurymast.core.state import events as ev
@@ -244,6 +245,14 @@ def _alone_while_nodes_come(chance: Random) -> tuple[Fault, ...]:
     return Fault(at, "supervisor"), Fault(at + 0.1, "storage hangs", seconds=chance.uniform(30.0, 40.0))
 
 
+def _dies_before_it_has_written(chance: Random) -> tuple[Fault, ...]:
+    """Storage hangs on the supervisor's node when the ranks restore, and then the supervisor dies."""
+    at = chance.uniform(6.0, 12.0)
+    hangs = Fault(at + chance.uniform(0.2, 1.5), "storage hangs here", node=0, seconds=8.0)
+    dies = Fault(hangs.at + chance.uniform(1.5, 3.0), "supervisor")
+    return Fault(at, "rank", node=1), hangs, dies, Fault(at + 45.0, "snap", node=2)
+
+
 def taken_over_when_the_journal_is_long(chance: Random) -> tuple[Fault, ...]:
     """The batch host is lost, and to read the journal takes longer than anybody waits for a pulse."""
     at = chance.uniform(6.0, 12.0)
@@ -426,6 +435,10 @@ _take = EnergyUsed.take
 def _all_that_it_shows(self: EnergyUsed, counter: str, shows: float) -> None:
     self._shown.setdefault(counter, 0.0)
     _take(self, counter, shows)
+
+
+def _all_is_known(self: Known, *_: object) -> None:
+    self.until = math.inf
 
 
 def _unwritten_and_unasked(self: Departure, now: float, *, unwritten: bool) -> list[Effect]:
@@ -652,6 +665,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "10: a rollback is forgotten": (
         of("rollback", "rank", "supervisor"),
         [(Checkpoints, "go_back", _nothing), (restoring.RestoreChoice, "is_void", lambda *_: False)],
+    ),
+    "55: all that was heard is acknowledged, whoever knows of it": (
+        exactly(_dies_before_it_has_written),
+        [(Known, "on_time", _all_is_known)],
     ),
     **PLANTED_REFILL,
     **PLANTED_SIZE,

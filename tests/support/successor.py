@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jurymast.core.nodes.known import Disk
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import AskSuperseded, Effect, Send
@@ -59,7 +60,7 @@ class Successor:
             for node in self.nodes if beating is None else beating:
                 effects += self.hears(node, msg.Beat(1, []))
             waits_s = number * WATCH_INTERVAL_S if hangs else 0.0
-            due = self.machine.on_time(self.story.t, storage_waits_s=waits_s, unwritten=unwritten)
+            due = self.machine.on_time(self.story.t, Disk(waits_s, int(unwritten)))
             effects += due
             if AskSuperseded() in due and self.superseded is not None:
                 effects += self.machine.on_superseded(self.superseded, self.story.t)

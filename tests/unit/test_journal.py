@@ -162,12 +162,12 @@ def write(*numbers):
         flushed.append(writer.flush())
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limit[1]))
 write(1, 2, 3, 4, 5)
-unwritten = [writer.unwritten]
+unwritten = [writer.written < writer.appended]
 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 end = time.monotonic() + 20.0
-while writer.unwritten and time.monotonic() < end:
+while writer.written < writer.appended and time.monotonic() < end:
     time.sleep(0.01)
-unwritten.append(writer.unwritten)
+unwritten.append(writer.written < writer.appended)
 write(6, 7)
 print(json.dumps({"flushed": flushed, "error": str(writer.error), "unwritten": unwritten}))
 writer.close()

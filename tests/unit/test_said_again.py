@@ -4,6 +4,7 @@ twice."""
 from __future__ import annotations
 
 from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.nodes.known import Disk
 from jurymast.core.nodes.watch import RECONNECT_GRACE_S, SOON_S
 from jurymast.core.state import events as ev
 from jurymast.core.state import images as im
@@ -43,8 +44,15 @@ def saved(step: int) -> msg.RankEvent:
     return msg.RankEvent(attempt=1, event=event)
 
 
+def looks(story: Story, supervision: Supervision, seconds: float = 1.0) -> None:
+    """All of the journal is on the disk, and no newer supervisor is found, again and again."""
+    for _ in range(round(seconds / 0.1)):
+        story.t += 0.1
+        supervision.on_time(story.t, Disk(looked_at=story.t))
+
+
 def answers(story: Story, supervision: Supervision, node: str, number: int) -> list[int]:
-    story.t += 2.0
+    looks(story, supervision, 2.0)
     effects = supervision.on_message(node, number, msg.Beat(1, []), story.t)
     return [effect.heard for effect in effects if isinstance(effect, Answer)]
 
@@ -61,6 +69,22 @@ def test_an_agent_is_told_how_much_was_heard_over_its_connection() -> None:
     joins(story, supervision, node, 7)
     supervision.on_message(node, 1, saved(3), story.t)
     assert answers(story, supervision, node, 7) == [0], "what came late over the older one will come again"
+
+
+def test_only_what_every_later_supervisor_will_know_is_acknowledged() -> None:
+    """This one may be replaced already: what it writes then does not count."""
+    story, supervision = running()
+    node = story.state.placement[0]
+    supervision.on_message(node, 1, saved(1), story.t)
+    looked_at = story.t
+    for seconds in range(1, 4):
+        supervision.on_time(story.t + seconds, Disk(appended=5, written=5, looked_at=looked_at))
+    story.t += 3.0
+    beat = msg.Beat(1, [])
+    (answer,) = supervision.on_message(node, 1, beat, story.t)
+    assert isinstance(answer, Answer)
+    assert answer.heard == 0, "the newest look began before it was written"
+    assert answers(story, supervision, node, 1) == [1]
 
 
 def test_a_failure_that_is_said_twice_is_one() -> None:

@@ -17,6 +17,7 @@ from jurymast.core.judges.silence import (
     patience_s,
     rejoin_limit_s,
 )
+from jurymast.core.nodes.known import Disk
 from jurymast.core.nodes.watch import (
     ABANDONED_LIMIT_S,
     AFTER_OTHERS_S,
@@ -473,12 +474,12 @@ def test_who_cannot_find_the_supervisor_as_storage_hangs_is_waited_for() -> None
     ears.watch.take_over(ears.now)
     ears.joins("n1", 2)
     for waited in range(1, 61):
-        ears.does(ears.watch.on_storage_waits(float(waited), ears.now))
+        ears.does(ears.watch.on_disk(Disk(float(waited)), ears.now))
         ears.passes(1.0, beating=("n1",))
     assert not ears.lost()
     assert told(ears) == ["n2, n3"]
     assert ears.state.unfindable
-    ears.does(ears.watch.on_storage_waits(0.0, ears.now))
+    ears.does(ears.watch.on_disk(Disk(), ears.now))
     assert told(ears) == ["n2, n3", ""]
     assert not ears.state.unfindable
     ears.joins("n2", 2)
@@ -499,7 +500,7 @@ def test_so_is_the_node_of_the_last_supervisor(waits_s: float) -> None:
     ears.joins("n1", 1)
     ears.joins("n2", 1)
     for _ in range(10):
-        ears.does(ears.watch.on_storage_waits(waits_s, ears.now))
+        ears.does(ears.watch.on_disk(Disk(waits_s), ears.now))
         ears.passes(1.0, beating=("n1", "n2"))
     assert not ears.lost()
 

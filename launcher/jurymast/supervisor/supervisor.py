@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from jurymast import background
+from jurymast.core.nodes.known import Disk
 from jurymast.core.state import effects as do
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
@@ -52,11 +54,13 @@ def _monotonic() -> float:
 
 
 class Hold:
-    """Holds `epoch`. While `silent`, there is no pulse and another supervisor may take over."""
+    """Holds `epoch`. While `silent`, there is no pulse and another supervisor may take over. `looked_at`:
+    when the last look began that found no newer epoch, by the loop's clock."""
 
     def __init__(self, io: Io, epoch: int) -> None:
         self.epoch = epoch
         self.silent = False
+        self.looked_at = -math.inf
         self._asked_at: float | None = None
         self._io = io
         self._keeping: asyncio.Future[None] | None = None
@@ -79,11 +83,12 @@ class Hold:
         system that hangs must not stop a recovery. Nor does one that fails: decisions of a superseded
         supervisor reach nobody, because agents listen to the newest that they find."""
         for count in itertools.count():
-            self._asked_at = _monotonic()
+            self._asked_at = began = _monotonic()
             try:
                 if await self._newest() > self.epoch:  # checked first, so as not to overwrite a newer pulse
                     log.info("epoch %d: a newer supervisor has taken over", self.epoch)
                     return
+                self.looked_at = began
                 if not self.silent:
                     await self._io.on_disk(partial(self._io.files.pulse, self.epoch, count))
             except OSError as error:
@@ -391,6 +396,11 @@ class Supervisor:
             await asyncio.sleep(LOOK_AGAIN_S)
         self._do(self.machine.on_storage_read(sizes, rollbacks, self.now()))
 
+    def _disk(self) -> Disk:
+        hold, journal = self._hold, self._journal
+        looked_at = hold.looked_at + self._clock_offset_s
+        return Disk(hold.waits_s, journal.appended, journal.written, looked_at)
+
     async def _tick(self) -> None:
         took_s = 0.0
         while not self._over.is_set():
@@ -398,8 +408,7 @@ class Supervisor:
             await asyncio.sleep(max(self.machine.interval_s - took_s, took_s))
             began = self.now()
             self._make_room()
-            waits_s, unwritten = self._hold.waits_s, self._journal.unwritten
-            self._do(self.machine.on_time(began, storage_waits_s=waits_s, unwritten=unwritten))
+            self._do(self.machine.on_time(began, self._disk()))
             took_s = self.now() - began
 
     def _signalled(self, event: Callable[[float], list[do.Effect]]) -> None:

@@ -40,6 +40,7 @@ from jurymast.core.judges.silence import (
     rejoin_limit_s,
 )
 from jurymast.core.nodes.hangs import Reports
+from jurymast.core.nodes.known import Disk, Known
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Answer, Disconnect, Effect, Pulse, Record
@@ -99,13 +100,15 @@ class Absence:
 @dataclass
 class NodeWatch:
     """One node: the number of its connection, or why there is none, and when its heartbeats arrived. `heard`:
-    messages over this connection that its agent keeps until they are acknowledged."""
+    messages over this connection that its agent keeps until they are acknowledged; `unsure`: when the others
+    of them arrived, of which a later supervisor might not know."""
 
     arrivals: Arrivals
     connection: int = 0
     away: Absence | None = None
     answered_at: float = -math.inf
     heard: int = 0
+    unsure: tuple[float, ...] = ()
 
 
 class Watch:
@@ -117,6 +120,7 @@ class Watch:
         self._heartbeat_s, self._fixed_s = state.settings.heartbeat_s, state.settings.node_lost_after_s
         self.clock = WatcherClock(STEADY_INTERVAL_S, now)
         self.reports = Reports(state, self.clock)
+        self.known = Known()
         self.nodes: dict[str, NodeWatch] = {}
         self._taken_until: dict[str, float] = {}  # nodes whose agents got a SIGTERM
         self.ending = False  # the job ends, or agents were told to leave: no node counts as lost
@@ -271,19 +275,21 @@ class Watch:
         if now < watch.answered_at + EARLY * self._lateness.answer_every_s:
             return []
         watch.answered_at = now
+        sure = sum(at < self.known.until for at in watch.unsure)
+        watch.heard, watch.unsure = watch.heard + sure, watch.unsure[sure:]
         heir = self._heirs.index(node) if node in self._heirs else None
         return [Answer(node, self._lateness.patience_s, watch.heard, self._state.epoch, heir)]
 
-    def on_message(self, node: str, connection: int) -> None:
+    def on_message(self, node: str, connection: int, now: float) -> None:
         """A message arrived that the agent keeps until it is acknowledged."""
         if self._is_newest(node, connection):
-            self.nodes[node].heard += 1
+            self.nodes[node].unsure += (now,)
 
-    def on_storage_waits(self, seconds: float, now: float) -> list[Effect]:
-        """The run directory has not answered for this many seconds; 0.0: it has."""
-        self._unfindable = seconds > STORAGE_LATE_S
+    def on_disk(self, disk: Disk, now: float) -> list[Effect]:
+        self.known.on_time(disk, now)
+        self._unfindable = disk.waits_s > STORAGE_LATE_S
         who = ""
-        if seconds > STORAGE_HANGS_S:
+        if disk.waits_s > STORAGE_HANGS_S:
             away = (name for name, watch in self.nodes.items() if watch.away and watch.away.how == "silent")
             who = some(list(away), NODES_TOLD)
         return [] if bool(who) is self._state.unfindable else [Record(ev.Unfindable(t=now, who=who))]

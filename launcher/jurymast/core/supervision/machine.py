@@ -21,6 +21,7 @@ from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.judges.stragglers import Stragglers
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.health import NodeHealth, SickNodes
+from jurymast.core.nodes.known import UNASKED, Disk
 from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
 from jurymast.core.run.machine import resume, step
@@ -286,17 +287,16 @@ class Supervision:
         """Seconds until the next tick."""
         return self.watch.interval_s if self.steady else min(WATCH_INTERVAL_S, self.watch.interval_s)
 
-    def on_time(self, now: float, *, storage_waits_s: float = 0.0, unwritten: bool = False) -> list[Effect]:
-        """Do what is due. `storage_waits_s`: for how long the run directory has not answered; `unwritten`:
-        some lines of the journal are not on the disk yet."""
-        out = self._do(self.watch.on_storage_waits(storage_waits_s, now), now)
+    def on_time(self, now: float, disk: Disk = UNASKED) -> list[Effect]:
+        """Do what is due."""
+        out = self._do(self.watch.on_disk(disk, now), now)
         ran = self.state.phase is Phase.RUNNING
         out += self._do(self.watch.on_time(now), now)
         if ran and self.state.phase is Phase.STOPPING:
             return out  # thousands are to be told: all else waits for the next tick
         if self.departure.begun:  # others may have what they do not write any more
             out += self._do(self.checkpoints.without(self.watch.silent(now), now), now)
-        out += self._do(self.departure.on_time(now, unwritten=unwritten), now)
+        out += self._do(self.departure.on_time(now, unwritten=disk.unwritten), now)
         if now >= self._ask_at:
             out += self._ask()
         if self.departure.spared(now):
@@ -391,7 +391,7 @@ class Supervision:
         if isinstance(message, msg.Beat):  # nearly all that thousands of nodes say: first, and by itself
             return self._beat(node, message, now)
         if isinstance(message, msg.Kept):
-            self.watch.on_message(node, connection)
+            self.watch.on_message(node, connection, now)
         match message:
             case msg.Ready():
                 return self.record(ev.NodeReady(t=now, node=node, store_port=message.store_port))

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from jurymast.core.goodput import Ledger
 from jurymast.core.state import events as ev
 from jurymast.journal import initial_state, take
 from jurymast.sim.cluster.health import WATTS
 from jurymast.sim.cluster.world import RunDisk
+
+if TYPE_CHECKING:
+    from jurymast.sim.cluster.agent import SimAgent
+    from jurymast.sim.cluster.oracle import Oracle
+    from jurymast.sim.cluster.supervisor import SimSupervisor
+    from jurymast.sim.cluster.training import SimGroup
+
+NOTHING_MISSED = "55: what ranks said is in the journal, whichever supervisor heard it"
+
+# A supervisor that is heard has been told, and has written it, after this long.
+SAID_S = 20.0
 
 
 class AccountRules:
@@ -56,3 +69,25 @@ class AccountRules:
         if state.joules > (most := WATTS * len(state.nodes) * (state.now - self._began)):
             return f"{state.joules:.0f} J were used, and nodes can have used {most:.0f} J"
         return ""
+
+
+class MissedRules:
+    """What ranks said that they restored, and whether the journal tells it at the end."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+        self._said: dict[int, tuple[SimAgent, float]] = {}  # by attempt: by whose agent, and when
+
+    def restored(self, group: SimGroup) -> None:
+        self._said[group.attempt] = group.members[0].agent, self._oracle.cluster.world.now
+
+    def at_the_end(self, supervisor: SimSupervisor) -> None:
+        """Agents that have lived since then, and are heard, have kept it until it was written."""
+        oracle = self._oracle
+        disk, now = oracle.cluster.disk, oracle.cluster.world.now
+        told = {entry["attempt"] for entry in disk.entries() if entry.get("event") == "Restored"}
+        for attempt, (agent, said_at) in self._said.items():
+            site = agent.site
+            lives = agent.process.alive and agent is site.agent and supervisor.connected(site.name)
+            if lives and attempt not in told and said_at < now - SAID_S and oracle.storage_fine(SAID_S):
+                oracle.fail(NOTHING_MISSED, f"{site.name} told in vain what attempt {attempt} restored")

@@ -14,7 +14,7 @@ from jurymast.core.state.effects import Finish, Requeue, StopWorkers
 from jurymast.core.state.images import MEMORY, StateId, age
 from jurymast.core.state.incident import INFRASTRUCTURE
 from jurymast.core.state.run import LEAVE_S, Phase
-from jurymast.sim.cluster.account_rules import AccountRules
+from jurymast.sim.cluster.account_rules import AccountRules, MissedRules
 from jurymast.sim.cluster.calm_rules import CalmRules
 from jurymast.sim.cluster.health_rules import BLAME_S, NO_BLAME, HealthRules
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
@@ -105,6 +105,7 @@ class Oracle:
         self.tasks, self.calm, self.health = TaskRules(self), CalmRules(self), HealthRules(self)
         self.refill, self.withdrawals = RefillRules(self), WithdrawalRules(self)
         self.sparing, self.size = SparingRules(self), SizeRules(self)
+        self.missed = MissedRules(self)
         self.codes: set[int] = set()  # that ranks have failed with
         self.steps = 0
 
@@ -584,6 +585,7 @@ class Oracle:
             keys = supervisor.machine.checkpoints.copies.newest_first()
             if len(keys) > KEYS_MAX:
                 self.fail(NO_GROWTH, f"{len(keys)} states are kept in mind: {keys}")
+            self.missed.at_the_end(supervisor)
         if len(self.cluster.disk.shared) > 2 * KEEP:
             self.fail(NO_GROWTH, f"checkpoints of {[*self.cluster.disk.shared]} are on storage")
         if wrong := "" if self.cluster.wanted.tasks else AccountRules(self.cluster.disk).wrong():

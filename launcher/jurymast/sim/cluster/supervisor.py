@@ -46,14 +46,11 @@ class SimJournal:
     def __init__(self, supervisor: SimSupervisor, items: list[Item]) -> None:
         self._supervisor, self._items = supervisor, items
         self._unwritten: list[Item] = []
+        self.appended = self.written = 0
         self._writing = False
         self.error: OSError | None = None
         self._waits = 0
         self._flushed: Callable[[], None] | None = None
-
-    @property
-    def unwritten(self) -> bool:
-        return bool(self._unwritten)
 
     def event(self, event: ev.Event) -> None:
         self._add(event)
@@ -62,6 +59,7 @@ class SimJournal:
         self._add((t, instruction))
 
     def _add(self, item: Item) -> None:
+        self.appended += 1
         self._unwritten.append(item)
         if not self._writing:
             self._writing = True
@@ -95,6 +93,7 @@ class SimJournal:
             self.error = yield from storage.work(supervisor.site.name, write, writes=not supervisor.has_room)
             if self.error is None:
                 del self._unwritten[: len(batch)]
+                self.written += len(batch)
             if self.error is not None or not self._unwritten:
                 self._tried()
             if self.error is not None:

@@ -227,6 +227,7 @@ class SimGroup:
         lead = self.members[0].agent
         said = within.Restored(step=self.step, tier=tier, seconds=0.1, size_bytes=SIZE_BYTES)
         lead.rank_said(said)
+        self.cluster.oracle.missed.restored(self)
         self.phase, self.stepping_since = "training", self.cluster.world.now
         for member in self.members.values():
             member.follower.passed(self.step)
