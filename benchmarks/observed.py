@@ -23,18 +23,19 @@ from benchmarks.common import JURYMAST, Row, Target
 from jurymast.core.goodput import cut_out, ordered
 from jurymast.report.status import read_status
 from jurymast.rundir import RunDirectory
-from support.observed_jobs import EACH, Faults, Job
+from support.observed_jobs import Faults, Job
 from support.slurm_runs import ACCOUNTS, jurymast
 from testcluster import Cluster, ClusterError
 
 PLAIN, FORETOLD = "sbatch --requeue", "foretold"
 NODES, SPARES = 6, "2"
 NEAR_POINTS = 2.0
-# Kills of all ranks, and crashes of nodes; as many of these as the cluster has spares, then all is repaired.
+EACH_STEPS = 100  # about 20 s
+# Kills of all ranks, and two lost nodes, which is as many as there are spares: one crashes, one falls silent.
 FAULTS: Faults = (
     ("kill", 1), ("crash", 2), ("kill", 0), ("kill", 2), ("kill", 1), ("kill", 0), ("kill", 2), ("kill", 1),
-    ("kill", 0), ("crash", 1), ("kill", 2), ("kill", 1), ("kill", 0), ("kill", 2), ("kill", 0), ("kill", 1),
-    ("kill", 2), ("kill", 0), ("kill", 1), ("kill", 2),
+    ("kill", 0), ("power-loss", 1), ("kill", 2), ("kill", 1), ("kill", 0), ("kill", 2), ("kill", 0),
+    ("kill", 1), ("kill", 2), ("kill", 0), ("kill", 1), ("kill", 2),
 )  # fmt: skip
 QUICK = 4
 
@@ -42,8 +43,8 @@ QUICK = 4
 def play(cluster: Cluster, work: Path, faults: Faults, *more: str) -> tuple[Job, dict[str, Any]]:
     """A job with these faults, and its report; `more` are options of submit."""
     words = ("jurymast", "submit", "--parsable", "--spares", SPARES, *more, "job.sbatch")
-    job = Job(cluster, work, *words, str(EACH * (len(faults) + 1)))
-    job.play(faults)
+    job = Job(cluster, work, *words, str(EACH_STEPS * (len(faults) + 1)))
+    job.play(faults, EACH_STEPS)
     report = job.report()
     cluster.repair_all()
     return job, report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,13 +31,20 @@ PLAN = RunPlan(
 )  # fmt: skip
 
 
-def job(*ends: tuple[str, int], last: int = 3000, silent_s: float = DETECT_S, every: int = 10) -> Estimate:
-    """A job whose attempts end in a Slurm state, at a step, and go on from every 300th; a line each tenth."""
+def job(
+    *ends: tuple[str, int],
+    last: int = 3000,
+    silent_s: float = DETECT_S,
+    every: int = 10,
+    cut_s: Sequence[float] = (),
+) -> Estimate:
+    """A job whose attempts end in a Slurm state, at a step, and go on from every 300th; a line each tenth.
+    Slurm has cut so much off the time at which each began."""
     at, base, attempts, lines = START, 0, list[AccountedAttempt](), list[StepLine]()
-    for state, step in (*ends, ("COMPLETED", last)):
+    for number, (state, step) in enumerate((*ends, ("COMPLETED", last))):
         began = at
         trains = at + 10.0
-        at = trains + START_S
+        at = trains + START_S + dict(enumerate(cut_s)).get(number, 0.0)
         for done in range(base + 1, step + 1):
             at += STEP_S
             if done % every == 0:
@@ -108,6 +116,15 @@ def test_whether_lost_nodes_crashed_or_fell_silent_is_not_known_and_so_is_what_t
     view = instead_view(found, PLAN)
     assert view["as_it_is"]["runtime_goodput"] == silent.goodput
     assert view["ratios_at_most"]["runtime_goodput"] >= crashed.goodput
+
+
+def test_a_start_is_told_up_to_a_second_too_long() -> None:
+    cut_s = (0.9, 0.0, 0.9, 0.8, 0.1, 0.9, 0.2, 0.7, 0.0)
+    ends = [("NODE_FAIL", 300 * number + 10) for number in range(1, 9)]
+    as_it_is, _ = instead(job(*ends, cut_s=cut_s), PLAN, read_measured())
+    assert as_it_is.start_s == pytest.approx(START_S, abs=0.05)
+    slow, _ = instead(job(*ends, cut_s=(300.0, *cut_s[1:])), PLAN, read_measured())
+    assert slow.start_s == pytest.approx(START_S, abs=0.1), "once it took much longer"
 
 
 def test_without_spares_a_lost_node_costs_the_requeue_that_it_did() -> None:

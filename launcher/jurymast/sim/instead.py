@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import mean, median
 
 from jurymast.core.estimate import Estimate
 from jurymast.core.goodput import Account, Interval
@@ -111,7 +111,10 @@ def _start_s(account: Account) -> float:
     """How long the script usually takes from the start of its processes to its first step, beyond that."""
     began = {one.attempt for one in account.timeline if one.category == "step"}
     warm_up = [one for one in account.timeline if one.category == "warm_up"]
-    told_s = median([_seconds([one for one in warm_up if one.attempt == each]) for each in began] or [0.0])
+    told = [_seconds([one for one in warm_up if one.attempt == each]) for each in began] or [0.0]
+    # Each is up to a second too long: of such values the mean is known better than the median.
+    usual_s = median(told)
+    told_s = mean(one for one in told if abs(one - usual_s) <= 1.0)
     return max(0.0, told_s - WHOLE_SECONDS_S)
 
 
