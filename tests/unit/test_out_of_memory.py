@@ -327,7 +327,10 @@ def said(guard: subprocess.Popen[str]) -> list[int]:
     return [pid, kills]
 
 
-LEAKS_ONCE = "if kills: return 7\n    x = [bytearray(b'x') * (1 << 20) for _ in range(1000)]"
+LEAKS = "x = [bytearray(b'x') * (1 << 20) for _ in range(1000)]"
+LEAKS_ONCE = f"if kills: return 7\n    {LEAKS}"
+LEAVES = 'import subprocess; left = subprocess.Popen(["sleep", "600"], start_new_session=True)'
+LEAVES += "; print(json.dumps([left.pid, 0]), flush=True)"
 
 
 @pytest.mark.parametrize("limited", ["job", "step"])
@@ -354,13 +357,27 @@ def test_an_agent_that_somebody_kills_stays_dead(number: signal.Signals) -> None
 def test_what_ranks_of_a_killed_agent_leave_in_other_sessions_ends_with_its_guard(
     number: signal.Signals,
 ) -> None:
-    left = 'import subprocess; left = subprocess.Popen(["sleep", "600"], start_new_session=True)'
-    with guarded(f"{left}; print(json.dumps([left.pid, 0]), flush=True); time.sleep(600)") as guard:
+    with guarded(f"{LEAVES}; time.sleep(600)") as guard:
         agent, _ = said(guard)
         stray, _ = said(guard)
         os.kill(agent, number)
         assert guard.wait(60.0) == -number
         assert await_ended([stray], 0.0), "it has ended before the guard"
+
+
+def test_what_ranks_of_an_agent_that_ran_out_of_memory_leave_ends_before_the_next_one_has_ranks() -> None:
+    with new_cgroup() as job:
+        limit_file(job).write_text(str(128 << 20))
+        with guarded(f"if kills: return time.sleep(600)\n    {LEAVES}\n    {LEAKS}", job) as guard:
+            said(guard)
+            stray, _ = said(guard)
+            second, seen = said(guard)
+            try:
+                assert seen == kills(job)
+                assert await_ended([stray], 30.0), "and the next agent lives"
+            finally:  # the guard then ends what is left
+                os.kill(second, signal.SIGKILL)
+            assert guard.wait(60.0) == -signal.SIGKILL
 
 
 def test_the_end_of_the_batch_process_reaches_the_agent() -> None:
