@@ -46,6 +46,17 @@ def test_all_is_counted_while_nothing_starts_anew() -> None:
     assert energy.total == 77.0
 
 
+def test_a_counter_that_is_read_wrongly_once_adds_nothing() -> None:
+    """A GPU's counts since its driver was loaded, perhaps for months."""
+    energy = EnergyUsed()
+    for shows in (5e9, 5e9 + 10.0, 0.0, 5e9 + 20.0, 5e9 + 15.0, 5e9 + 30.0):
+        energy.take("gpu", shows)
+    assert energy.total == 30.0
+    for shows in (40.0, 60.0):  # its driver was loaded anew
+        energy.take("gpu", shows)
+    assert energy.total == 90.0
+
+
 def test_energy_has_the_power_of_a_gpu_while_it_was_allocated() -> None:
     found = energy_json(joules=32 * 600.0 * 3600.0, gpu_seconds=32 * 3600.0)
     assert found is not None

@@ -184,7 +184,6 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     if node is None:
         node = state.nodes[event.node] = Node(event.node, len(state.nodes), since=event.t)
     node.heard = True
-    refill.came(state, node.name)
     returning = node.incarnation == event.incarnation
     if returning and node.role is not Role.FAILED:
         return []
@@ -222,6 +221,7 @@ def _node_ready(state: RunState, event: ev.NodeReady) -> None:
     if node is None:
         return
     node.ready, node.store_port = True, event.store_port
+    refill.came(state, node.name)
     if node.role is Role.JOINING:
         node.become(Role.SPARE, "ready", event.t)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from jurymast.core.state import events as ev
 from jurymast.core.state.run import Node, Phase, Refill, Role, RunState
 
-# So many small jobs in a row that Slurm refuses, or that end before their nodes join, show that no node can
-# be had; a run that needs none at once asks again after this long, in seconds.
+# So many small jobs in a row that Slurm refuses, or that end before their nodes are ready, show that no node
+# can be had; a run that needs none at once asks again after this long, in seconds.
 RETRY_S, FAILURES_MAX = 2.0, 3
 ASK_AGAIN_S = 600.0
 # Phases in which the run has nodes and goes on.
@@ -51,14 +51,17 @@ def ended(state: RunState, event: ev.RefillEnded) -> None:
         if not node.incarnation:
             node.faultless = True
             node.become(Role.FAILED, event.why, event.t)
-    if not event.unneeded and (node is None or not node.incarnation):
+    if not (event.unneeded or refill.served):
         _failed(state, event.why, event.t)
 
 
 def came(state: RunState, node: str) -> None:
-    """An agent has joined. If a small job has brought it, nodes can be had."""
-    if any(refill.node == node for refill in state.refills.values()):
-        state.refill_failures, state.refill_trouble = 0, ""
+    """A node is ready. If a small job has brought it, nodes can be had. One that only joins may lack what all
+    others lack as well, and the run would ask for one after the other."""
+    for refill in state.refills.values():
+        if refill.node == node:
+            refill.served = True
+            state.refill_failures, state.refill_trouble = 0, ""
 
 
 def _failed(state: RunState, why: str, t: float) -> None:

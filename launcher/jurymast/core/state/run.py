@@ -168,13 +168,15 @@ class Fewer:
 @dataclass
 class Refill:
     """A node that the run has asked for at `asked_at`. `job`: its small job, "" until Slurm has taken it;
-    `node`: "" until that has started; `starts_at`: when Slurm expects that, None if it does not say."""
+    `node`: "" until that has started; `starts_at`: when Slurm expects that, None if it does not say;
+    `served`: its node was ready."""
 
     number: int
     asked_at: float
     job: str = ""
     node: str = ""
     starts_at: float | None = None
+    served: bool = False
 
 
 @dataclass(frozen=True)

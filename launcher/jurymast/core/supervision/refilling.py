@@ -39,6 +39,7 @@ class Refilling:
         self._looking: frozenset[int] | None = None  # those that Slurm had taken when a look began
         self._look_at = -math.inf
         self._looked = False  # before, an earlier supervisor may have asked for some
+        self._ending: set[str] = set()  # jobs that Slurm was told to end, and may not have heard that
 
     def check(self) -> None:
         """Check the invariants. Raises AssertionError."""
@@ -83,10 +84,14 @@ class Refilling:
 
     def _end(self, one: Refill, why: str, now: float, *, unneeded: bool = False) -> list[Effect]:
         ended = ev.RefillEnded(t=now, number=one.number, why=why, unneeded=unneeded)
-        return [Record(ended), EndSmallJob(one.job)]
+        return [Record(ended), self._end_job(one.job)]
+
+    def _end_job(self, job: str) -> EndSmallJob:
+        self._ending.add(job)
+        return EndSmallJob(job)
 
     def _look(self, now: float) -> list[Effect]:
-        waiting = not self._looked or any(not self._has_joined(o) for o in self._refills())
+        waiting = not self._looked or self._ending or any(not self._has_joined(o) for o in self._refills())
         if self._looking is not None or not waiting or now < self._look_at:
             return []
         self._look_at = now + (LOOK_WAITING_S if self._state.phase is Phase.WAITING else LOOK_S)
@@ -111,7 +116,7 @@ class Refilling:
         if not job:
             return [Record(ev.RefillRefused(t=now, number=number, why=why))]
         if number not in self._state.refills:  # of an allocation that is gone
-            return [EndSmallJob(job)]
+            return [self._end_job(job)]
         self._look_at = min(self._look_at, now + LOOK_WAITING_S)
         return [Record(ev.RefillExpected(t=now, number=number, job=job))]
 
@@ -121,6 +126,7 @@ class Refilling:
         if jobs is None or looked is None or not self._goes_on:
             return []
         self._looked = True
+        self._ending &= {told.job for told in jobs}
         out = [effect for told in jobs for effect in self._found(told, now)]
         there = {told.number for told in jobs}
         for one in self._refills():
@@ -138,7 +144,7 @@ class Refilling:
         known = self._state.refills.get(told.number)
         out: list[Effect] = []
         if known is None and told.number <= self._state.refills_asked:
-            return [EndSmallJob(told.job)]  # of an earlier allocation, or not needed any more
+            return [self._end_job(told.job)]  # of an earlier allocation, or not needed any more
         if known is None:  # an earlier supervisor could not write that it had asked for it
             out.append(Record(ev.RefillAsked(t=now, number=told.number, found=True)))
         before = known.starts_at if known is not None else None
