@@ -3,12 +3,14 @@
 run of its own, and everything that is left of it held against the log of what struck it.
 
 Each run's evidence is kept in `--keep`: the plan, the log of the faults, the journal, the logs, the report,
-Slurm's words and the verdict. `--check FOLDER` reads one again; `--replay PLAN.json` plays a plan again.
+Slurm's words and the verdict. `--check FOLDER` reads them again, wherever they were played; `--replay
+PLAN.json` plays a plan again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -25,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "slurm"))
 
 from benchmarks import common
-from benchmarks.chaotic.checker import Evidence, load, may_be, wrong
+from benchmarks.chaotic.checker import OUTCOMES, Evidence, load, may_be, outcome, wrong
 from benchmarks.chaotic.plans import KINDS, NODES, Plan, each_kind, random_plan, seeds
 from benchmarks.chaotic.trial import conf, play, stage
 from benchmarks.common import JURYMAST, Row, Target
@@ -36,6 +38,7 @@ from testcluster import Cluster, ClusterError
 DIRECTORY = Path("/var/lib/jurymast-chaos")
 PLANS, QUICK_PLANS = 100, 2
 WANTED_KINDS = 21
+ALL = "all"
 
 
 @dataclass
@@ -43,18 +46,16 @@ class Campaign:
     """What was played so far: (plan's folder, what is wrong)."""
 
     keep: Path
-    release: str = ""
     played: list[tuple[Path, list[str]]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
-    def evidence(self) -> Iterator[Evidence]:
-        for folder, _ in self.played:
-            yield load(folder)
+    def evidence(self) -> Iterator[tuple[Evidence, list[str]]]:
+        for folder, found in self.played:
+            yield load(folder), found
 
 
 def run(campaign: Campaign, cluster: Cluster, plans: list[Plan], until: float) -> None:
     with stage(cluster, campaign.keep / ".work") as at:
-        campaign.release = at.release
         for number, plan in enumerate(plans, 1):
             if time.monotonic() > until:
                 break
@@ -73,32 +74,31 @@ def run(campaign: Campaign, cluster: Cluster, plans: list[Plan], until: float) -
 
 
 def rows_of(campaign: Campaign) -> list[Row]:
-    """By kind of fault: how often it struck, until when its incident was over, and what was done again."""
-    struck: Counter[str] = Counter()
-    seconds: defaultdict[str, list[float]] = defaultdict(list)
-    again: defaultdict[str, list[float]] = defaultdict(list)
-    restored: defaultdict[str, list[float]] = defaultdict(list)
-    for evidence in campaign.evidence():
-        struck.update(one.kind for one in evidence.struck)
+    """In all, by release and by kind of fault: how often it struck, and how those runs ended. By kind: until
+    when its incident was over, what was restored, and what was done again."""
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    samples: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for evidence, found in campaign.evidence():
+        struck = Counter(one.kind for one in evidence.struck)
+        for case, times in {ALL: struck.total(), evidence.facts.slurm: struck.total(), **struck}.items():
+            counts[case].update({"struck": times, outcome(evidence, found): 1})
         for incident in evidence.state.incidents:
             led = {one.kind for one in evidence.struck if may_be(one, incident)}
             if len(led) == 1 and incident.recovered_at is not None:
                 kind = led.pop()
-                seconds[kind].append(incident.recovered_at - incident.fault_at)
+                samples[kind, "fault to recovery", "s"].append(incident.recovered_at - incident.fault_at)
                 if incident.step_restored is not None:
-                    restored[kind].append(incident.step_restored)
-                    again[kind].append(max(0, incident.step_lost_from - incident.step_restored))
+                    again = max(0, incident.step_lost_from - incident.step_restored)
+                    samples[kind, "done again", "steps"].append(again)
+                    samples[kind, "restored", "step"].append(incident.step_restored)
     rows = []
-    for kind in (kind for kind in KINDS if struck[kind]):
-        rows.append(
-            Row(kind, JURYMAST, "struck", "times", struck[kind], struck[kind], struck[kind], struck[kind])
-        )
-        for metric, unit, values in (
-            ("fault to recovery", "s", seconds[kind]),
-            ("done again", "steps", again[kind]),
-            ("restored", "step", restored[kind]),
-        ):
-            if values:
+    for case in [ALL, *sorted(set(counts) - {ALL, *KINDS}), *(kind for kind in KINDS if kind in counts)]:
+        for metric in ("struck", *OUTCOMES):
+            if n := counts[case][metric]:
+                unit = "times" if metric == "struck" else "runs"
+                rows.append(Row(case, JURYMAST, metric, unit, n, n, n, n))
+        for (kind, metric, unit), values in samples.items():
+            if kind == case:
                 spread = common.spread(values)
                 told: list[Any] = [round(value, 2) for value in values]
                 rows.append(Row(kind, JURYMAST, metric, unit, spread.median, spread.low, spread.high,
@@ -108,7 +108,7 @@ def rows_of(campaign: Campaign) -> list[Row]:
 
 def targets_of(campaign: Campaign, rows: list[Row]) -> list[Target]:
     bad = [folder.name for folder, found in campaign.played if found]
-    kinds = len({row.case for row in rows})
+    kinds = len({row.case for row in rows} & set(KINDS))
     return [
         Target("runs with something wrong", float(len(bad)), 0.0, "lower", ", ".join(bad)),
         Target("trials that broke", float(len(campaign.broken)), 0.0, "lower", "; ".join(campaign.broken)),
@@ -133,7 +133,10 @@ def options() -> argparse.ArgumentParser:
         help="after so much of it a node counts as lost; for a machine that is busy otherwise, where\n"
         "nodes that are well are silent for longer than the 1.5 s that jurymast waits",
     )  # fmt: skip
-    parser.add_argument("--slurm", help="release of Slurm: 24.11, 26.05 [the system's]")
+    parser.add_argument(
+        "--slurm", nargs="+", default=[None], metavar="RELEASE",
+        help="of Slurm: 24.11, 26.05; each plays its part of the plans [the system's]",
+    )  # fmt: skip
     parser.add_argument("--replay", type=Path, nargs="+", metavar="PLAN.json", help="play these plans")
     parser.add_argument("--check", type=Path, nargs="+", metavar="FOLDER", help="check what was kept")
     parser.add_argument("--keep", type=Path, default=Path("chaos"), help="folder of the evidence [chaos]")
@@ -141,16 +144,15 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def check_again(folders: list[Path]) -> int:
-    bad = 0
+def check_again(campaign: Campaign, folders: list[Path]) -> None:
     for folder in folders:
         try:
             found = wrong(load(folder))
         except (OSError, JurymastError) as error:  # a trial that was cut off
-            found = [str(error)]
-        bad += bool(found)
-        print(f"{folder}: {'; '.join(found) or 'ok'}")
-    return int(bad > 0)
+            campaign.broken.append(f"{folder}: {error}")
+            continue
+        campaign.played.append((folder, found))
+        common.progress(f"{folder}: {'; '.join(found) or 'ok'}")
 
 
 def _plans(arguments: argparse.Namespace) -> tuple[int | None, list[Plan]]:
@@ -171,36 +173,51 @@ def _end(number: int, _frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def main() -> int:
-    parser = options()
-    arguments = parser.parse_args()
-    if arguments.check:
-        return check_again(arguments.check)
-    if os.geteuid() != 0:
-        parser.error("a Slurm cluster on one machine needs root")
+def _play_all(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, campaign: Campaign
+) -> dict[str, Any]:
+    """Play the plans on each release, and return what the report is to say of them."""
     signal.signal(signal.SIGTERM, _end)
-    printed = os.dup(1)
-    os.dup2(2, 1)  # what trainings print is no part of the report
     try:
         seed, plans = _plans(arguments)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     common.progress(f"seed {seed}, {len(plans)} plans")
-    until = time.monotonic() + 60.0 * arguments.minutes
+    began, parts = time.monotonic(), len(arguments.slurm)
+    about = {**common.machine(), "command": sys.argv, "seed": seed, "plans": len(plans)}
+    for number, release in enumerate(arguments.slurm):
+        until = began + 60.0 * arguments.minutes * (number + 1) / parts
+        try:
+            cluster = Cluster.up(NODES, directory=arguments.dir, slurm=release, conf=conf(NODES))
+        except ClusterError as error:
+            parser.error(f"no Slurm cluster on this machine: {error}")
+        try:
+            run(campaign, cluster, plans[number::parts], until)
+        finally:
+            stop_server()
+            cluster.down()
+    return about
+
+
+def main() -> int:
+    parser = options()
+    arguments = parser.parse_args()
+    if not arguments.check and os.geteuid() != 0:
+        parser.error("a Slurm cluster on one machine needs root")
+    printed = os.dup(1)
+    os.dup2(2, 1)  # what trainings print is no part of the report
     campaign = Campaign(arguments.keep.resolve())
-    about = {**common.machine(), "seed": seed, "plans": len(plans), "evidence": str(campaign.keep)}
-    try:
-        cluster = Cluster.up(NODES, directory=arguments.dir, slurm=arguments.slurm, conf=conf(NODES))
-    except ClusterError as error:
-        parser.error(f"no Slurm cluster on this machine: {error}")
-    try:
-        run(campaign, cluster, plans, until)
-    finally:
-        stop_server()
-        cluster.down()
+    if arguments.check:
+        about = common.machine()
+        check_again(campaign, [folder for folder in arguments.check if folder.is_dir()])
+    else:
+        about = {**_play_all(parser, arguments, campaign), "evidence": str(campaign.keep)}
     rows = rows_of(campaign)
-    about.update(slurm=campaign.release, played=len(campaign.played))
     targets = targets_of(campaign, rows)
+    about["played"] = len(campaign.played)
+    if not arguments.check:
+        kept = campaign.keep / f"campaign-{time.strftime('%H%M%S')}.json"
+        kept.write_text(json.dumps(common.report("chaos", rows, targets, about)))
     os.dup2(printed, 1)
     common.print_report("chaos", rows, targets, about, arguments.json)
     return int(any(found for _, found in campaign.played) or bool(campaign.broken))

@@ -48,6 +48,7 @@ class Facts(msgspec.Struct):
     slurm: str = ""  # the cluster's release
     seconds: float = 0.0
     load: float = 0.0  # of the machine, when the run ended
+    revision: str = ""  # of jurymast, as git names it
 
 
 @dataclass
@@ -94,6 +95,16 @@ def wrong(evidence: Evidence) -> list[str]:
     """Return everything that is wrong, one line each."""
     rules = (_outcome, _restores, _account, _explained, _noticed, _taken_out, _left)
     return [f"{rule.__name__[1:]}: {words}" for rule in rules for words in rule(evidence)]
+
+
+BROKEN = "wrong"
+_AS_IT_SHOULD = {Phase.SUCCEEDED: "bit-identical", Phase.CANCELLED: "cancelled", Phase.FAILED: "stopped"}
+OUTCOMES = (*_AS_IT_SHOULD.values(), BROKEN)
+
+
+def outcome(evidence: Evidence, found: Sequence[str]) -> str:
+    """How the run ended, in which `found` is wrong."""
+    return BROKEN if found else _AS_IT_SHOULD.get(evidence.state.phase, BROKEN)
 
 
 def _outcome(evidence: Evidence) -> Iterator[str]:

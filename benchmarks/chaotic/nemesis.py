@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.chaotic.faultlog import Struck
-from benchmarks.chaotic.plans import KINDS, NODE, RANK, SPARE, SUPERVISOR, Fault, Plan
+from benchmarks.chaotic.plans import KINDS, NODE, RANK, SHOWN_BY, SPARE, SUPERVISOR, Fault, Plan
 from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.core.state.run import Phase, RunState
 from support.slurm_runs import SlurmRun, hurried, jurymast
@@ -26,16 +26,20 @@ POLL_S = 0.1
 # Each question takes two processes: not while the run does steps.
 ASK_EVERY_S, SILENT_S = 2.0, 5.0
 COMMAND_S = 60.0
+# So long a fault waits for what it is to strike: a rank that is being started, or a replica.
+CHANCE_S = 20.0
 FLAP_S = 0.7
 SLOW_MS = 60
 
 
 class NotPossibleError(Exception):
-    """What a fault is to strike is not there just now."""
+    """What a fault is to strike is not there just now; nothing was done."""
 
 
 # What is struck, or helped up, is gone, or the run has not got there yet.
-_NOT_NOW = NotPossibleError, ClusterError, OSError, subprocess.SubprocessError, AssertionError, IndexError
+_NOT_NOW = (
+    NotPossibleError, ClusterError, OSError, psutil.Error, subprocess.SubprocessError, AssertionError,
+)  # fmt: skip
 
 
 @dataclass
@@ -84,6 +88,7 @@ class Nemesis:
     _undo: list[Undo] = field(default_factory=list)
     _waiting: list[tuple[float, Fault]] = field(default_factory=list)
     _asked_at: float = 0.0
+    _stored: dict[Fault, int] = field(default_factory=dict)  # the newest step on shared storage, when due
     _reached: int = 0  # the newest step that the run ever did
 
     def play(self, limit_s: float) -> RunState:
@@ -109,19 +114,20 @@ class Nemesis:
     def _strike_due(self, state: RunState) -> None:
         now = time.monotonic()
         waiting, self._waiting = self._waiting, []
+        held = set[tuple[int, str]]()  # what is to show another one, which has not struck yet
         for due, fault in waiting:
             if due < 0.0 and self._reached >= fault.at:
                 due = now + fault.wait_s
-            if due < 0.0 or now < due:
+            wait = due < 0.0 or now < due or (fault.at, fault.kind) in held
+            if wait or not self._strike(fault, state, now < due + CHANCE_S):
                 self._waiting.append((due, fault))
-            else:
-                self._strike(fault, state)
+                held.add((fault.at, SHOWN_BY.get(fault.kind, "")))
 
-    def _strike(self, fault: Fault, state: RunState) -> None:
+    def _strike(self, fault: Fault, state: RunState, patient: bool) -> bool:
+        """Strike; False if it has to wait."""
         struck = Struck(
             fault.kind, phase=state.phase.value, attempt=state.attempt, step=state.step, at=time.time()
         )
-        self.log.append(struck)
         try:
             struck.node, struck.rank = self._whom(fault, state)
             if fault.kind == "standby":  # only those that would be the next supervisor's nodes have one
@@ -129,10 +135,14 @@ class Nemesis:
             struck.placed = struck.node in state.placement
             undo = self._do(fault, struck, state)
         except _NOT_NOW as error:
+            if patient and isinstance(error, NotPossibleError):
+                return False
             struck.why_not, undo = f"{type(error).__name__}: {error}"[:300], None
+        self.log.append(struck)
         struck.done_at = struck.until = time.time()
         if undo is not None:
             self._undo.append(Undo(struck, fault.seconds, undo))
+        return True
 
     def _look_at_job(self, state: RunState) -> None:
         """A job that was requeued starts soon; nodes that it waits for come back as from a repair."""
@@ -219,10 +229,15 @@ class Nemesis:
         return found
 
     def _rank_pid(self, node: str) -> int:
-        pids = self.run.pids(node)
-        if not any(one.node_pid == pids[0] for one in self.cluster.processes(node)):
-            raise NotPossibleError(f"the rank of {node} is not there")
-        return pids[0]
+        return self._rank(node).node_pid
+
+    def _rank(self, node: str) -> Process:
+        with suppress(IndexError):  # none was ever started there
+            pid = self.run.pids(node)[0]
+            for one in self.cluster.processes(node):
+                if one.node_pid == pid:
+                    return one
+        raise NotPossibleError(f"the rank of {node} is not there")
 
     # --- what ---
 
@@ -293,7 +308,7 @@ class Nemesis:
             place.chmod(0o500)
             return lambda: place.chmod(mode)
         elif kind == "corrupt":
-            struck.damaged = (self._damage_newest(),)
+            struck.damaged = (self._damage_newest(fault),)
         elif kind == "corrupt memory":
             self._damage_memory(struck.node)
         elif kind in ("slurmctld restart", "slurmctld crash"):
@@ -327,7 +342,7 @@ class Nemesis:
         after = (node,) if kind == "drained" else ()
         code, _, error = jurymast(self.cluster, *asked, str(self.places.inside), *after)
         if code != 0:
-            raise NotPossibleError(error.strip())
+            raise ClusterError(error.strip())
         return None
 
     def _told_slurm(self, words: list[str]) -> None:
@@ -359,23 +374,20 @@ class Nemesis:
         return stay
 
     def _loaders(self, node: str) -> list[int]:
-        rank = self._rank_pid(node)
-        pid = next(one.pid for one in self.cluster.processes(node) if one.node_pid == rank)
-        children = {child.pid for child in psutil.Process(pid).children()}
-        found = [one.node_pid for one in self.cluster.processes(node) if one.pid in children]
-        workers = [one for one in found if one != rank]
+        children = {child.pid for child in psutil.Process(self._rank(node).pid).children()}
+        workers = [one.node_pid for one in self.cluster.processes(node) if one.pid in children]
         if not workers:
             raise NotPossibleError(f"the rank of {node} has no loader")
         return workers[-1:]
 
     # --- damage ---
 
-    def _damage_newest(self) -> int:
-        """A bit of the newest checkpoint on shared storage."""
+    def _damage_newest(self, fault: Fault) -> int:
+        """A bit of a checkpoint that has just come to shared storage: the next one is not there soon."""
         directory = self.places.checkpoints
-        steps = CheckpointDirectory(directory).complete()
-        if not steps:
-            raise NotPossibleError("no checkpoint is on shared storage")
+        steps = CheckpointDirectory(directory).complete() or [0]
+        if steps[0] <= self._stored.setdefault(fault, steps[0]):
+            raise NotPossibleError("no checkpoint comes to shared storage")
         folder = CheckpointDirectory(directory).path(steps[0])
         largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
         _flip(largest)
@@ -383,9 +395,10 @@ class Nemesis:
 
     def _damage_memory(self, node: str) -> None:
         """A bit of every replica that a spare holds."""
-        (agent,) = [one for one in self.cluster.processes(node) if one.node_pid in self._agent(node)]
+        pids = self._agent(node)
+        agents = [one.pid for one in self.cluster.processes(node) if one.node_pid in pids]
         struck = 0
-        for link in Path(f"/proc/{agent.pid}/fd").iterdir():
+        for link in (link for pid in agents for link in Path(f"/proc/{pid}/fd").iterdir()):
             with suppress(OSError):
                 if "jurymast-image" in os.readlink(link):
                     struck += _flip_memory(link)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 import msgspec
@@ -82,7 +82,7 @@ KINDS: dict[str, Kind] = {
     "storage refuses": Kind(1, RUN, _STORAGE, 8.0),
     "run directory hangs": Kind(1, RUN, (*_STORAGE, *_LINK, "relaunch_asked"), 6.0),
     "corrupt": Kind(1.5, RUN, ("restore_failed",)),
-    "corrupt memory": Kind(1.5, SPARE, ("restore_failed",)),
+    "corrupt memory": Kind(1.5, SPARE, ("restore_failed",), images=True),
     # Slurm, and who gives it orders.
     "slurmctld restart": Kind(1, RUN),
     "slurmctld crash": Kind(1, RUN),
@@ -167,14 +167,20 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
         kinds = {name: kind for name, kind in kinds.items() if name not in NEEDS_SPARE} or kinds
     faults: list[Fault] = []
     at = 0
-    for _ in range(chance.randint(1, MOST_FAULTS)):
+    wanted = chance.randint(1, MOST_FAULTS)
+    while len(faults) < wanted:
         soon = bool(faults) and chance.random() < SOON_SHARE
         at = at if soon else chance.randint(FIRST_STEP, LAST_STEP)
-        faults.append(_fault(chance, at, _drawn(chance, kinds, faults), active + spares, soon))
+        fault = _fault(chance, at, _drawn(chance, kinds, faults), active + spares, soon)
+        faults.append(fault)
+        if (shown_by := SHOWN_BY.get(fault.kind)) and len(faults) < MOST_FAULTS:
+            faults.append(replace(fault, kind=shown_by, place=chance.randrange(active)))
+    # Only where nothing newer than what is damaged is left anywhere else, and something is stored at all.
+    corrupt = any(fault.kind == "corrupt" for fault in faults)
     return Plan(
         seed, active, spares, tuple(sorted(faults, key=lambda fault: (fault.at, fault.wait_s))), loader,
-        local=chance.random() < 0.3, peer=chance.random() < 0.9,
-        shared_s=chance.choice((0.0, 0.0, 2.0)),
+        local=chance.random() < 0.3, peer=chance.random() < 0.9 and not corrupt,
+        shared_s=2.0 if corrupt else chance.choice((0.0, 0.0, 2.0)),
     )  # fmt: skip
 
 

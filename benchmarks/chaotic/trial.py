@@ -7,6 +7,7 @@ import json
 import os
 import pwd
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from benchmarks.chaotic.plans import SAVE_EVERY, STEP_S, Plan
 from jurymast.cli.options import find_run
 from jurymast.core.state.run import ENDED
 from support.ranks import run_script
-from support.runs import SCRIPTS, result
+from support.runs import ROOT, SCRIPTS, result
 from support.slurm_runs import SlurmRun, jurymast
 from testcluster import Cluster, ClusterError
 from testcluster.errors import DeadlineError
@@ -63,6 +64,7 @@ class Stage:
     hosts_runs: Path
     release: str
     scratch: Path
+    revision: str
     _weights: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def undisturbed(self, plan: Plan) -> str:
@@ -88,7 +90,13 @@ def stage(cluster: Cluster, scratch: Path) -> Iterator[Stage]:
         cluster.small_share(runs, SHARE_MIB, image=scratch / "runs.img") as hosts_runs,
     ):
         release = cluster.login(["sinfo", "--version"]).stdout.strip()
-        yield Stage(cluster, share, runs, hosts_share, hosts_runs, release, scratch)
+        yield Stage(cluster, share, runs, hosts_share, hosts_runs, release, scratch, _revision())
+
+
+def _revision() -> str:
+    """As git names this checkout, with "-dirty" if it was changed since."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def play(at: Stage, plan: Plan, folder: Path) -> list[str]:
@@ -105,7 +113,7 @@ def play(at: Stage, plan: Plan, folder: Path) -> list[str]:
     facts = Facts(
         weights=str(result(out)["sha256"]) if out.exists() else None, undisturbed=at.undisturbed(plan),
         ended=state.phase in ENDED, left=left, slurm=at.release, seconds=round(time.monotonic() - began, 1),
-        load=round(os.getloadavg()[0], 1),
+        load=round(os.getloadavg()[0], 1), revision=at.revision,
     )  # fmt: skip
     _keep(at, run, inside, folder)
     write_log(folder / "faults.jsonl", nemesis.log)
