@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.chaotic.checker import Evidence, Facts, wrong
+from benchmarks.chaotic.checker import Evidence, Facts, outcome, wrong
 from benchmarks.chaotic.faultlog import Struck, read_log, write_log
 from benchmarks.chaotic.plans import Fault, Plan
 
@@ -207,6 +207,13 @@ def test_a_cancelled_run_ends_as_cancelled_if_somebody_cancelled_it() -> None:
     one = evidence(log=[*LOG, struck], plan=one.plan)
     one.state.phase = Phase.CANCELLED
     assert wrong(one) == []
+
+
+def test_it_is_told_how_a_run_ended() -> None:
+    one = evidence()
+    assert [outcome(one, found) for found in ([], ["left: n2: pid 7"])] == ["bit-identical", "wrong"]
+    one.state.phase = Phase.FAILED
+    assert outcome(one, []) == "stopped"
 
 
 def test_the_log_is_read_as_it_was_written(tmp_path: Path) -> None:

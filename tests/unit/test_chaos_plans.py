@@ -12,9 +12,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.chaotic.plans import (
     KINDS,
+    MOST_FAULTS,
     MOST_OF_SCRIPT,
     NODES,
     SCRIPTS_OWN,
+    SHOWN_BY,
     Fault,
     Plan,
     cancels,
@@ -66,6 +68,23 @@ def test_a_plan_asks_for_nothing_that_would_rightly_end_the_run_or_cannot_be() -
         assert all(fault.at < plan.steps for fault in plan.faults)
 
 
+def test_what_damage_does_is_shown_by_a_loss_right_after() -> None:
+    drawn = 0
+    for plan in map(random_plan, seeds(3, MANY)):
+        faults = list(plan.faults)
+        for at, fault in enumerate(faults[:-1]):
+            if fault.kind in SHOWN_BY and len(faults) < MOST_FAULTS:
+                after = [
+                    one.kind for one in faults[at + 1 :] if (one.at, one.wait_s) == (fault.at, fault.wait_s)
+                ]
+                assert SHOWN_BY[fault.kind] in after
+                drawn += 1
+        if any(fault.kind == "corrupt" for fault in faults):
+            assert plan.shared_s  # or nothing that is damaged would be read
+            assert not plan.peer
+    assert drawn
+
+
 def test_faults_may_be_of_some_kinds_only() -> None:
     for seed in seeds(5, 50):
         assert {fault.kind for fault in random_plan(seed, ("loader", "power")).faults} <= {"loader", "power"}
@@ -110,6 +129,7 @@ def test_it_knows_where_a_step_may_be_lost_that_two_nodes_had() -> None:
     assert loses_replicas(plan((30, "power"), spares=0))  # it leaves its allocation
     assert loses_replicas(plan((30, "requeued")))
     assert loses_replicas(plan((30, "rank"), peer=False))
+    assert loses_replicas(plan((30, "corrupt memory"), (30, "crash")))  # the copy that is left is damaged
 
 
 def test_it_knows_who_is_cancelled() -> None:
