@@ -3,6 +3,7 @@ and keeps a log of all of it: whom, when, and what the journal said just then.""
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import threading
@@ -17,6 +18,7 @@ import psutil
 from benchmarks.chaotic.faultlog import Struck
 from benchmarks.chaotic.plans import KINDS, NODE, RANK, SHOWN_BY, SPARE, SUPERVISOR, Fault, Plan
 from jurymast.checkpoint.directory import CheckpointDirectory
+from jurymast.core.state.images import PEER
 from jurymast.core.state.run import Phase, RunState
 from support.slurm_runs import SlurmRun, hurried, jurymast
 from testcluster import Cluster, ClusterError
@@ -88,7 +90,8 @@ class Nemesis:
     _undo: list[Undo] = field(default_factory=list)
     _waiting: list[tuple[float, Fault]] = field(default_factory=list)
     _asked_at: float = 0.0
-    _stored: dict[Fault, int] = field(default_factory=dict)  # the newest step on shared storage, when due
+    _why_not: dict[Fault, str] = field(default_factory=dict)  # those that wait for their chance
+    _stored: dict[Fault, int] = field(default_factory=dict)  # the newest step there, when it was due
     _reached: int = 0  # the newest step that the run ever did
 
     def play(self, limit_s: float) -> RunState:
@@ -107,7 +110,9 @@ class Nemesis:
         finally:
             for undo in self._undo:
                 undo.now()
-            self.log += [Struck(fault.kind, why_not="the run was over") for _, fault in self._waiting]
+            for _, fault in self._waiting:
+                why = self._why_not.get(fault, "not due")
+                self.log.append(Struck(fault.kind, why_not=f"the run was over ({why})"))
 
     # --- when ---
 
@@ -136,6 +141,7 @@ class Nemesis:
             undo = self._do(fault, struck, state)
         except _NOT_NOW as error:
             if patient and isinstance(error, NotPossibleError):
+                self._why_not[fault] = str(error)
                 return False
             struck.why_not, undo = f"{type(error).__name__}: {error}"[:300], None
         self.log.append(struck)
@@ -310,6 +316,8 @@ class Nemesis:
         elif kind == "corrupt":
             struck.damaged = (self._damage_newest(fault),)
         elif kind == "corrupt memory":
+            peer = self.run.look().saved.get(PEER)
+            self._await_newer(fault, 0 if peer is None else peer.step or 0, "no replica comes")
             self._damage_memory(struck.node)
         elif kind in ("slurmctld restart", "slurmctld crash"):
             cluster.fault("slurmctld-restart", crash=kind == "slurmctld crash")
@@ -383,26 +391,30 @@ class Nemesis:
     # --- damage ---
 
     def _damage_newest(self, fault: Fault) -> int:
-        """A bit of a checkpoint that has just come to shared storage: the next one is not there soon."""
+        """A bit of the newest checkpoint on shared storage."""
         directory = self.places.checkpoints
         steps = CheckpointDirectory(directory).complete() or [0]
-        if steps[0] <= self._stored.setdefault(fault, steps[0]):
-            raise NotPossibleError("no checkpoint comes to shared storage")
+        self._await_newer(fault, steps[0], "no checkpoint comes to shared storage")
         folder = CheckpointDirectory(directory).path(steps[0])
         largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
         _flip(largest)
         return steps[0]
 
+    def _await_newer(self, fault: Fault, step: int, why_not: str) -> None:
+        """Damage what has just come: then no newer one is there right after."""
+        if step <= self._stored.setdefault(fault, step):
+            raise NotPossibleError(why_not)
+
     def _damage_memory(self, node: str) -> None:
         """A bit of every replica that a spare holds."""
         pids = self._agent(node)
         agents = [one.pid for one in self.cluster.processes(node) if one.node_pid in pids]
-        struck = 0
+        images = dict[int, Path]()  # by inode: two descriptors may be of one, which is flipped once
         for link in (link for pid in agents for link in Path(f"/proc/{pid}/fd").iterdir()):
             with suppress(OSError):
                 if "jurymast-image" in os.readlink(link):
-                    struck += _flip_memory(link)
-        if not struck:
+                    images[link.stat().st_ino] = link
+        if not sum(_flip_memory(link) for link in images.values()):
             raise NotPossibleError(f"{node} holds no replica")
 
 
@@ -440,12 +452,18 @@ def _flip(path: Path) -> None:
 
 
 def _flip_memory(link: Path) -> int:
-    """Bytes that are not 0 are an image's: where its tensors lie, which come first."""
+    """A bit on each page that is in use: a replica may lack the part that other ranks have as well, and what
+    lies there may be an older one's."""
     with link.open("r+b", buffering=0) as file:
-        head = file.read(1 << 16)
-        place = next((at for at, byte in enumerate(head) if byte), None)
-        if place is None:
-            return 0
-        file.seek(place)
-        file.write(bytes([head[place] ^ 1]))
-    return 1
+        held = file.readall()
+        pages = range(0, len(held), mmap.PAGESIZE)
+        places = [place for at in pages if (place := at + _zeros(held[at : at + mmap.PAGESIZE])) < len(held)]
+        for place in places:
+            if held[place]:
+                file.seek(place)
+                file.write(bytes([held[place] ^ 1]))
+    return any(held[place] for place in places)
+
+
+def _zeros(page: bytes) -> int:
+    return len(page) - len(page.lstrip(b"\0"))

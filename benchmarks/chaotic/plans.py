@@ -81,7 +81,7 @@ KINDS: dict[str, Kind] = {
     "storage hangs": Kind(1.5, RUN, (*_STORAGE, *_LINK), 8.0),
     "storage refuses": Kind(1, RUN, _STORAGE, 8.0),
     "run directory hangs": Kind(1, RUN, (*_STORAGE, *_LINK, "relaunch_asked"), 6.0),
-    "corrupt": Kind(1.5, RUN, ("restore_failed",)),
+    "corrupt": Kind(1.5, RUN, ("restore_failed", "worker_exception")),
     "corrupt memory": Kind(1.5, SPARE, ("restore_failed",), images=True),
     # Slurm, and who gives it orders.
     "slurmctld restart": Kind(1, RUN),
