@@ -14,7 +14,7 @@ from jurymast.core.checkpoints.writes import WRITE_LIMIT_S
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
-from jurymast.core.state.effects import Launch, Send
+from jurymast.core.state.effects import Launch, Record, Send
 from jurymast.core.state.images import Copy, StateId
 from jurymast.core.state.run import Phase, Role, TierState
 from jurymast.core.supervision.machine import Supervision
@@ -561,6 +561,22 @@ def test_without_images_for_all_the_ranks_look_in_shared_storage() -> None:
     assert site.checkpoints.restore.message("n1", range(1)) is None
     # what agents still hold of the old step is not what the ranks will save under it
     assert not site.checkpoints.copies.in_memory(StateId(10, 1))
+
+
+def test_where_no_copy_of_a_save_is_left_the_run_says_so_and_alerts() -> None:
+    site = Site(replicas=0)
+    assert site.choose(launch(*ACTIVE)).reason == "nothing was saved yet"
+    site.save()
+    site.lost("n2")
+    site.state.attempt = 2
+    for _ in range(2):  # the first does not get as far as its first step
+        chosen = site.choose(launch("n1", "s1", "n3"))
+        assert chosen.tier == ""
+        assert chosen.reason == "no whole copy is left of step 10, which was the newest, or of an older one"
+    told = ev.Restored(t=site.time, attempt=2, step=0, tier="", seconds=0.1)
+    site.do([Record(told)])
+    (alert,) = site.state.alerts
+    assert alert.message == "the run goes on from step 0 instead of step 10: it is no longer there"
 
 
 def test_going_back_drops_what_is_newer_wherever_it_comes_from() -> None:

@@ -162,11 +162,14 @@ class RestoreChoice:
         on_shared = {key.step: shared[key] for key in sorted(shared, key=im.age)}
         failed, count = self._state.failed_to_restore(), self._state.ranks_per_node
         chosen = self.chosen = cp.plan_restore(self._copies, on_shared, launch.placement, count, failed)
+        reason, saved = chosen.reason, max(self._state.lost_step, self._state.saved_step or 0)
+        if not chosen.tier and saved:
+            reason = f"no whole copy is left of step {saved}, which was the newest, or of an older one"
         return [
             Record(
                 ev.RestorePlanned(
                     t=now, attempt=launch.attempt, step=chosen.step, tier=chosen.tier,
-                    expected_s=round(chosen.expected_s, 6), tiers=dict(chosen.tiers), reason=chosen.reason,
+                    expected_s=round(chosen.expected_s, 6), tiers=dict(chosen.tiers), reason=reason,
                 )
             )
         ]  # fmt: skip

@@ -19,6 +19,7 @@ WAIT_LIMIT_S = 300.0
 
 def restore_planned(state: RunState, event: ev.RestorePlanned) -> None:
     state.restore = event
+    state.lost_step = 0 if event.tier else max(state.lost_step, state.saved_step or 0)
     # Later steps than the one from which the attempt continues are lost, or are given up.
     for name in (MEMORY, PEER, LOCAL):
         tier = state.saved.get(name)
@@ -100,7 +101,7 @@ def restored(state: RunState, event: ev.Restored) -> list[Instruction]:
 
 def _alert_on_older(state: RunState, event: ev.Restored) -> list[Instruction]:
     """The training goes on from an older step than planned: what was done since is done again."""
-    planned = state.restore.step if state.restore is not None else 0
+    planned = max(state.restore.step if state.restore is not None else 0, state.lost_step)
     if event.step >= planned and not event.skipped:
         return []
     newest = f"step {planned}" if planned > event.step else "a newer one"

@@ -310,6 +310,7 @@ class RunState:
     stepped_first: int = 0  # the number of that attempt
     best_step: int = 0
     saved_step: int | None = None  # newest in any tier
+    lost_step: int = 0  # the newest that was saved, if no whole copy of any was left for this attempt
     save_failures: int = 0  # in a row
     stalls: deque[float] = field(default_factory=lambda: deque(maxlen=STALLS_KEPT))  # of the last saves
     saved: dict[str, TierState] = field(default_factory=dict)
