@@ -253,6 +253,13 @@ def _dies_before_it_has_written(chance: Random) -> tuple[Fault, ...]:
     return Fault(at, "rank", node=1), hangs, dies, Fault(at + 45.0, "snap", node=2)
 
 
+def _dies_after_a_request(chance: Random) -> tuple[Fault, ...]:
+    """Storage hangs on the supervisor's node, somebody asks for a restart, and the supervisor dies."""
+    at = chance.uniform(6.0, 12.0)
+    dies = Fault(at + chance.uniform(0.3, 2.5), "supervisor")
+    return Fault(at, "storage hangs here", node=0, seconds=8.0), Fault(at + 0.2, "restart"), dies
+
+
 def taken_over_when_the_journal_is_long(chance: Random) -> tuple[Fault, ...]:
     """The batch host is lost, and to read the journal takes longer than anybody waits for a pulse."""
     at = chance.uniform(6.0, 12.0)
@@ -668,6 +675,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "55: all that was heard is acknowledged, whoever knows of it": (
         exactly(_dies_before_it_has_written),
+        [(Known, "on_time", _all_is_known)],
+    ),
+    "56: requests are accepted before they are written": (
+        exactly(_dies_after_a_request),
         [(Known, "on_time", _all_is_known)],
     ),
     **PLANTED_REFILL,

@@ -365,11 +365,15 @@ def test_a_pipe_needs_neither_rich_nor_asyncio_nor_templates(place: Place) -> No
 
 
 @contextmanager
-def supervisor(directory: RunDirectory, answer: Accepted | Declined) -> Iterator[list[Said]]:
-    """Something that speaks the wire protocol as the run's supervisor; yields what it is asked."""
+def supervisor(
+    directory: RunDirectory, answer: Accepted | Declined, *, replaced: bool = False
+) -> Iterator[list[Said]]:
+    """Something that speaks the wire protocol as the run's supervisor; yields what it is asked. `replaced`:
+    its successor, who listens there as well, has taken over when it is asked first, so it hangs up."""
     heard: list[Said] = []
     ready, over = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
+    ports: list[int] = []
 
     async def serve(proven: Proven) -> None:
         connection = Channel.of(proven, read_said)
@@ -377,19 +381,26 @@ def supervisor(directory: RunDirectory, answer: Accepted | Declined) -> Iterator
             heard.append(asked := await connection.receive())
             if isinstance(asked, Ask) and asked.what == "cancel":
                 record_cancel(directory, by=asked.by)
-            connection.send(answer)
-            await connection.drain()
+            if replaced and len(heard) == 1:
+                announce(2)
+            else:
+                connection.send(answer)
+                await connection.drain()
         except (OSError, AuthenticationError):
             pass  # a second address of the same client was the slower one, or it wants another run
         finally:
             connection.close()
 
+    def announce(nth: int) -> None:
+        epoch = (endpoint.newest_epoch(directory.epochs) or 1) + nth - 1
+        place = endpoint.Endpoint(epoch, ("127.0.0.9", "127.0.0.1"), ports[0], "n1", "17.0", 1)
+        endpoint.announce(directory.epochs, place)
+
     async def main() -> None:
         loops.append(asyncio.get_running_loop())
         async with served(serve, directory.secret()) as port:
-            epoch = endpoint.newest_epoch(directory.epochs) or 1
-            place = endpoint.Endpoint(epoch, ("127.0.0.9", "127.0.0.1"), port, "n1", "17.0", 1)
-            endpoint.announce(directory.epochs, place)
+            ports.append(port)
+            announce(1)
             ready.set()
             await over.wait()
 
@@ -418,6 +429,20 @@ def test_what_is_asked_reaches_the_supervisor(
     with supervisor(directory, Accepted()) as heard:
         assert place.good(*words)
     assert heard == [Ask(**asked, by="ada")]
+
+
+def test_a_supervisor_that_hangs_up_may_have_a_successor_who_is_asked(place: Place) -> None:
+    directory = place.story(swapped(finished=False))
+    with supervisor(directory, Accepted(), replaced=True) as heard:
+        assert place.good("restart", RUN)
+    assert heard == [Ask(what="restart", by="ada")] * 2
+
+
+def test_a_request_that_the_next_supervisor_would_not_know_of_is_told(place: Place) -> None:
+    directory = place.story(swapped(finished=False))
+    with supervisor(directory, Accepted(unwritten=True)):
+        told = place.good("drain", RUN, "n2")
+    assert "if another supervisor takes over, ask again" in " ".join(told.split())
 
 
 def test_a_refusal_is_told(place: Place) -> None:

@@ -37,8 +37,8 @@ def command(run: str, node: str, runs: Path | None) -> None:
             hint=f"its nodes are {', '.join(state.nodes)}",
         )
     then = what_follows(state, node)
-    ask_supervisor(directory, "drain", node)
-    echo(f"{node} is being taken out of {directory.root.name}: {then}")
+    more = ask_supervisor(directory, "drain", node)
+    echo(f"{node} is being taken out of {directory.root.name}: {then}{more}")
 
 
 def what_follows(state: RunState, node: str) -> str:

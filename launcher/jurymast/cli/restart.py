@@ -17,5 +17,5 @@ from jurymast.report.asking import ask_supervisor
 def command(run: str, runs: Path | None) -> None:
     """Restart a run's ranks in place, from the newest checkpoint; no budget is charged."""
     directory = the_run(run, runs)
-    ask_supervisor(directory, "restart")
-    echo(f"restart of {directory.root.name} requested")
+    more = ask_supervisor(directory, "restart")
+    echo(f"restart of {directory.root.name} requested{more}")

@@ -17,10 +17,10 @@ def user() -> str:
         return f"uid {os.getuid()}"
 
 
-def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> None:
-    """Send a request to the supervisor. Raises NotNowError if it refuses, if none answers, or if the run
-    has ended."""
-    from jurymast.core.state.messages import Declined
+def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> str:
+    """Send a request to the supervisor. Return what the user should know as well, or "". Raises NotNowError
+    if it refuses, if none answers, or if the run has ended."""
+    from jurymast.core.state.messages import Accepted, Declined
     from jurymast.report.liveness import Liveness
     from jurymast.report.status import public_state, read_status
     from jurymast.wire.channel import ask
@@ -37,3 +37,6 @@ def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: 
         raise NotNowError("no supervisor answers for this run", hint=f"see jurymast status {directory.root}")
     if isinstance(answer, Declined):
         raise NotNowError(f"the supervisor refused: {answer.why}")
+    if isinstance(answer, Accepted) and answer.unwritten:
+        return "; the run directory could not be written in time: if another supervisor takes over, ask again"
+    return ""

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from jurymast import background
 from jurymast.core.nodes.known import Disk
 from jurymast.core.state import effects as do
@@ -128,6 +130,8 @@ class Hold:
 # ---- the supervisor
 
 HOW = "how"  # asks for the run's condition; nothing is done
+# Whoever makes a request waits for the answer for less than `wire.channel.ASK_LIMIT_S`.
+CONFIRM_LIMIT_S, CONFIRM_EVERY_S = 3.0, 0.02
 
 
 class Supervisor:
@@ -148,6 +152,7 @@ class Supervisor:
         self._channels: dict[str, PeerChannel] = {}
         self._numbers = itertools.count(1)  # of connections
         self._strangers = Strangers(self._note)
+        self._unconfirmed: list[tuple[Sender, msg.Accepted]] = []
         self._working = False
         self._fencing = threading.Lock()
         self._fenced = 0
@@ -460,6 +465,7 @@ class Supervisor:
         self._journal.close()
         if self.superseded or self._failure is not None:
             return
+        self._confirm_all()
         try:
             self._write_outcome()
         except OSError:
@@ -494,7 +500,9 @@ class Supervisor:
             return
         match first:
             case msg.Ask():
-                self.answer(connection, first)
+                answer, heard_at = self.answer(connection, first), self.now()
+                if isinstance(answer, msg.Accepted):
+                    await self.confirm(connection, answer, heard_at)
                 await connection.drain()
             case msg.Hello() if first.allocation == self._io.allocation:
                 await self._serve_agent(connection, first)
@@ -506,15 +514,35 @@ class Supervisor:
                 refused(ProtocolError(f"no greeting: {what}"))
         connection.close()
 
-    def answer(self, connection: Sender, ask: msg.Ask) -> None:
-        """Answer a request before its effects are carried out, because they may end this process."""
+    def answer(self, connection: Sender, ask: msg.Ask) -> msg.Accepted | msg.Declined | msg.Condition:
+        """Carry out a request, and answer it at once; but that it is accepted is for `confirm` to say."""
         if ask.what == HOW:
             error = self._journal.error
-            connection.send(self.machine.condition((error.strerror or "") if error else ""))
-            return
+            condition = self.machine.condition((error.strerror or "") if error else "")
+            connection.send(condition)
+            return condition
         answer, effects = self.machine.on_request(ask, self.now())
-        connection.send(answer)
+        if isinstance(answer, msg.Accepted):
+            self._unconfirmed.append((connection, answer))
+        else:
+            connection.send(answer)
         self._do(effects)
+        return answer
+
+    async def confirm(self, connection: Sender, answer: msg.Accepted, heard_at: float) -> None:
+        """Say that a request is accepted once every later supervisor will know of it. One that has been
+        replaced meanwhile hangs up instead."""
+        until = self.now() + CONFIRM_LIMIT_S
+        while not (known := self.machine.watch.known.until > heard_at) and self.now() < until:
+            await asyncio.sleep(CONFIRM_EVERY_S)
+        if (connection, answer) in self._unconfirmed:
+            self._unconfirmed.remove((connection, answer))
+            connection.send(structs.replace(answer, unwritten=not known))
+
+    def _confirm_all(self) -> None:
+        """As `confirm`, at this process's end, when all is written that will be."""
+        for connection, answer in self._unconfirmed:
+            connection.send(structs.replace(answer, unwritten=self._journal.error is not None))
 
     async def _serve_agent(self, connection: PeerChannel, hello: msg.Hello) -> None:
         node = hello.node

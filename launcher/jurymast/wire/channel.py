@@ -410,13 +410,14 @@ def ask(
     directory: RunDirectory, what: str, *, by: str, node: str = "", step: int | None = None
 ) -> Answered | None:
     """Return the supervisor's answer; None if no supervisor answers, or none that this version understands.
+    One that hangs up may have been replaced: then its successor is asked.
     Raises OtherProtocolError if the supervisor speaks another version of the protocol, and RunDirectoryError
     if the run's secret cannot be read."""
-    place = find(directory.epochs)
-    secret = directory.secret()
-    if place is None:
-        return None
-    return asyncio.run(_ask(place, secret, Ask(what=what, by=by, node=node, step=step)))
+    secret, request = directory.secret(), Ask(what=what, by=by, node=node, step=step)
+    answer, asked = None, 0
+    while answer is None and (place := find(directory.epochs)) is not None and place.epoch > asked:
+        answer, asked = asyncio.run(_ask(place, secret, request)), place.epoch
+    return answer
 
 
 async def _ask(place: Endpoint, secret: bytes, request: Ask) -> Answered | None:

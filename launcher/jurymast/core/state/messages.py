@@ -290,9 +290,11 @@ class Ask(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Accepted(ToAsker, frozen=True, kw_only=True):
-    """The request is carried out. `gives_up`: what a run that had ended was still waiting for, or ""."""
+    """The request is carried out. `gives_up`: what a run that had ended was still waiting for, or "".
+    `unwritten`: it is not in the journal, so that the next supervisor would not know of it."""
 
     gives_up: str = ""
+    unwritten: bool = False
 
 
 class Declined(ToAsker, frozen=True, kw_only=True):

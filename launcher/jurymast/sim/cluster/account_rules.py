@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from jurymast.core.goodput import Ledger
 from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
 from jurymast.journal import initial_state, take
 from jurymast.sim.cluster.health import WATTS
 from jurymast.sim.cluster.world import RunDisk
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
     from jurymast.sim.cluster.training import SimGroup
 
 NOTHING_MISSED = "55: what ranks said is in the journal, whichever supervisor heard it"
+
+PROMISED = "56: a request that was accepted is in the journal, whichever supervisor accepted it"
 
 # A supervisor that is heard has been told, and has written it, after this long.
 SAID_S = 20.0
@@ -72,16 +78,33 @@ class AccountRules:
 
 
 class MissedRules:
-    """What ranks said that they restored, and whether the journal tells it at the end."""
+    """What ranks said that they restored, and what users were told is accepted, and whether the journal tells
+    it at the end."""
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
         self._said: dict[int, tuple[SimAgent, float]] = {}  # by attempt: by whose agent, and when
+        self._accepted: list[tuple[str, str]] = []
 
     def restored(self, group: SimGroup) -> None:
         self._said[group.attempt] = group.members[0].agent, self._oracle.cluster.world.now
 
-    def at_the_end(self, supervisor: SimSupervisor) -> None:
+    def answered(self, ask: msg.Ask, answer: msgspec.Struct) -> None:
+        if isinstance(answer, msg.Accepted) and not answer.unwritten:
+            self._accepted.append((ask.what, ask.node))
+
+    def at_the_end(self) -> None:
+        entries = [*self._oracle.cluster.disk.entries()]
+        asked = Counter(
+            # Ranks save before their node is removed.
+            ("drain" if entry.get("node") else entry["what"], entry.get("node", ""))
+            for entry in entries
+            if entry.get("event") == "Asked" and entry["by"] == "you"
+        )
+        if lost := [*(Counter(self._accepted) - asked).elements()]:
+            self._oracle.fail(PROMISED, f"of {self._accepted}, {lost} were not")
+
+    def look(self, supervisor: SimSupervisor) -> None:
         """Agents that have lived since then, and are heard, have kept it until it was written."""
         oracle = self._oracle
         disk, now = oracle.cluster.disk, oracle.cluster.world.now

@@ -585,7 +585,8 @@ class Oracle:
             keys = supervisor.machine.checkpoints.copies.newest_first()
             if len(keys) > KEYS_MAX:
                 self.fail(NO_GROWTH, f"{len(keys)} states are kept in mind: {keys}")
-            self.missed.at_the_end(supervisor)
+            self.missed.look(supervisor)
+        self.missed.at_the_end()
         if len(self.cluster.disk.shared) > 2 * KEEP:
             self.fail(NO_GROWTH, f"checkpoints of {[*self.cluster.disk.shared]} are on storage")
         if wrong := "" if self.cluster.wanted.tasks else AccountRules(self.cluster.disk).wrong():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from jurymast import background
 from jurymast.cluster.control import Ending
 from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.run import ends
@@ -111,10 +112,12 @@ class SimJournal:
 class _Operator:
     """Somebody who asks, and reads the `answer`."""
 
-    answer: object = None
+    def __init__(self, answered: Callable[[msgspec.Struct], None]) -> None:
+        self._answered = answered
 
     def send(self, *messages: msgspec.Struct) -> None:
-        (self.answer,) = messages
+        for message in messages:
+            self._answered(message)
 
 
 class SimFiles:
@@ -351,12 +354,18 @@ class SimSupervisor(SimShell):
             self.loop.call(self._peers.pop(connection).lost)
 
     def ask(self, ask: msg.Ask) -> bool:
-        """Make a request; returns whether it was accepted."""
-        if not self.listens:
-            return False
-        operator = _Operator()
-        self.loop.call(self.shell.answer, operator, ask)
-        return isinstance(operator.answer, msg.Accepted)
+        """Make a request; returns whether it is carried out. That may be confirmed later."""
+        done = list[object]()
+        if self.listens:
+            self.loop.call(self._asked, ask, done)
+        return any(isinstance(one, msg.Accepted) for one in done)
+
+    def _asked(self, ask: msg.Ask, done: list[object]) -> None:
+        operator = _Operator(partial(self.cluster.oracle.missed.answered, ask))
+        answer, heard_at = self.shell.answer(operator, ask), self.shell.now()
+        done.append(answer)
+        if isinstance(answer, msg.Accepted):
+            background.start(self.shell.confirm(operator, answer, heard_at), self.loop.failed)
 
     def signalled(self, terminates: bool) -> None:
         """Slurm ends the job (or seems to), or warns that it will."""
