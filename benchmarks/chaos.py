@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "slurm"))
 
 from benchmarks import common
 from benchmarks.chaotic.checker import OUTCOMES, Evidence, load, may_be, outcome, wrong
-from benchmarks.chaotic.plans import KINDS, NODES, Plan, each_kind, random_plan, seeds
+from benchmarks.chaotic.plans import KINDS, MOST_FAULTS, NODES, Plan, each_kind, random_plan, seeds
 from benchmarks.chaotic.trial import conf, play, stage
 from benchmarks.common import JURYMAST, Row, Target
 from jurymast.errors import JurymastError
@@ -122,6 +122,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_PLANS} plans")
     parser.add_argument("--plans", type=int, default=PLANS, help=f"how many [{PLANS}]")
     parser.add_argument(
+        "--faults", type=int, default=MOST_FAULTS, help=f"of a plan, at the most [{MOST_FAULTS}]"
+    )
+    parser.add_argument(
         "--each", type=int, nargs="?", const=1, metavar="N", help="each kind once, N on a run [1]"
     )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no plan after so long")
@@ -165,7 +168,7 @@ def _plans(arguments: argparse.Namespace) -> tuple[int | None, list[Plan]]:
     else:
         seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4), "big")
         count = QUICK_PLANS if arguments.quick else arguments.plans
-        drawn = [random_plan(one, only) for one in seeds(seed, count)]
+        drawn = [random_plan(one, only, arguments.faults) for one in seeds(seed, count)]
     return seed, [replace(plan, silent_s=arguments.silence) for plan in drawn]
 
 

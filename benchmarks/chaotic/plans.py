@@ -77,7 +77,7 @@ KINDS: dict[str, Kind] = {
     "hang": Kind(1.5, RANK, ("hang",), shows=True),
     "loader": Kind(2, RANK, ("worker_killed", "worker_exception"), shows=True),
     # Storage.
-    "disk full": Kind(1, NODE, ("disk_full", *_STORAGE), 8.0),
+    "disk full": Kind(1, NODE, ("disk_full", "host_suspect", *_STORAGE), 8.0, outs=True),
     "storage hangs": Kind(1.5, RUN, (*_STORAGE, *_LINK), 8.0),
     "storage refuses": Kind(1, RUN, _STORAGE, 8.0),
     "run directory hangs": Kind(1, RUN, (*_STORAGE, *_LINK, "relaunch_asked"), 6.0),
@@ -106,6 +106,7 @@ NEEDS_LOADER, NEEDS_SPARE = frozenset({"loader"}), frozenset({"corrupt memory"})
 # The script's own faults: a third of one kind without a step between them would rightly end the run.
 SCRIPTS_OWN = frozenset({"raises", "segfault", "loader"})
 MOST_OF_SCRIPT = 2
+MOST_OF_ALL_SCRIPTS = 3  # jurymast's budget for a script's own failures
 # What these did shows only when something else strikes, before anything newer is saved there.
 SHOWN_BY = {"corrupt": "crash", "corrupt memory": "crash", "standby": "supervisor"}
 EACH_AT = 60
@@ -154,8 +155,9 @@ class Plan:
         return plan
 
 
-def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
-    """Draw a plan, with `only` of faults of these kinds."""
+def random_plan(seed: int, only: tuple[str, ...] = (), most: int = MOST_FAULTS) -> Plan:
+    """Draw a plan, with `only` of faults of these kinds. One of more than usual has at least
+    half of them, and as many more steps."""
     chance = random.Random(seed)
     active = chance.choice((2, 2, 3))
     spares = chance.choice((0, 1, 1, 2))
@@ -167,20 +169,21 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
         kinds = {name: kind for name, kind in kinds.items() if name not in NEEDS_SPARE} or kinds
     faults: list[Fault] = []
     at = 0
-    wanted = chance.randint(1, MOST_FAULTS)
+    steps = STEPS * max(most, MOST_FAULTS) // MOST_FAULTS
+    wanted = chance.randint(1 if most <= MOST_FAULTS else most // 2, most)
     while len(faults) < wanted:
         soon = bool(faults) and chance.random() < SOON_SHARE
-        at = at if soon else chance.randint(FIRST_STEP, LAST_STEP)
+        at = at if soon else chance.randint(FIRST_STEP, steps - STEPS + LAST_STEP)
         fault = _fault(chance, at, _drawn(chance, kinds, faults), active + spares, soon)
         faults.append(fault)
-        if (shown_by := SHOWN_BY.get(fault.kind)) and len(faults) < MOST_FAULTS:
+        if (shown_by := SHOWN_BY.get(fault.kind)) and len(faults) < most:
             faults.append(replace(fault, kind=shown_by, place=chance.randrange(active)))
     # Only where nothing newer than what is damaged is left anywhere else, and something is stored at all.
     corrupt = any(fault.kind == "corrupt" for fault in faults)
     return Plan(
         seed, active, spares, tuple(sorted(faults, key=lambda fault: (fault.at, fault.wait_s))), loader,
         local=chance.random() < 0.3, peer=chance.random() < 0.9 and not corrupt,
-        shared_s=2.0 if corrupt else chance.choice((0.0, 0.0, 2.0)),
+        shared_s=2.0 if corrupt else chance.choice((0.0, 0.0, 2.0)), steps=steps,
     )  # fmt: skip
 
 
@@ -209,6 +212,8 @@ def _drawn(chance: random.Random, kinds: dict[str, Kind], faults: list[Fault]) -
     """A kind of which there are not too many yet."""
     drawn = [fault.kind for fault in faults]
     full = {kind for kind in SCRIPTS_OWN if drawn.count(kind) >= MOST_OF_SCRIPT}
+    if sum(kind in SCRIPTS_OWN for kind in drawn) >= MOST_OF_ALL_SCRIPTS:
+        full |= SCRIPTS_OWN
     full |= ENDS_JOB & set(drawn)
     left = [name for name in kinds if name not in full] or list(kinds)
     return chance.choices(left, [kinds[name].often for name in left])[0]

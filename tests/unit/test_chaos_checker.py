@@ -122,6 +122,15 @@ def test_an_incident_without_a_fault_is_noticed() -> None:
     only(wrong(one), "incident 3 (hang n2, restart) has no fault")
 
 
+def test_a_node_that_leaves_for_its_full_disk_has_a_fault() -> None:
+    full = Struck("disk full", "n3", at=169.0, done_at=169.1, until=172.0, phase="running", placed=True)
+    one = evidence(log=[*LOG, full])
+    one.state.incidents.append(incident(3, "host_suspect", "n3", 170.0))
+    one.state.excluded["n3"] = Exclusion("disk-full on /scratch", 171.0)
+    one.report["incidents"].append({})
+    assert wrong(one) == []
+
+
 def test_another_cause_and_another_node_are_noticed() -> None:
     one = evidence()
     one.state.incidents[1].cause = "worker_exception"

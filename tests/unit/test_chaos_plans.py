@@ -85,6 +85,15 @@ def test_what_damage_does_is_shown_by_a_loss_right_after() -> None:
     assert drawn
 
 
+def test_a_plan_may_have_more_faults() -> None:
+    for plan in (random_plan(seed, most=10) for seed in seeds(3, MANY)):
+        assert 5 <= len(plan.faults) <= 10
+        assert plan.steps == 360
+        drawn = [fault.kind for fault in plan.faults]
+        assert sum(drawn.count(kind) for kind in SCRIPTS_OWN) <= 3  # jurymast's budget
+    assert max(fault.at for seed in seeds(3, MANY) for fault in random_plan(seed, most=10).faults) > 300
+
+
 def test_faults_may_be_of_some_kinds_only() -> None:
     for seed in seeds(5, 50):
         assert {fault.kind for fault in random_plan(seed, ("loader", "power")).faults} <= {"loader", "power"}
