@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,8 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.incident import Incident
 from jurymast.core.state.run import Exclusion, Phase, RunState
 from jurymast.core.state.settings import Settings
+from support.runs import ROOT, jurymast
+from support.stories import Story
 
 PLAN = Plan(1, 2, 1, (Fault(40, "power"), Fault(120, "rank")))
 LOG = [
@@ -216,6 +220,42 @@ def test_a_cancelled_run_ends_as_cancelled_if_somebody_cancelled_it() -> None:
     one = evidence(log=[*LOG, struck], plan=one.plan)
     one.state.phase = Phase.CANCELLED
     assert wrong(one) == []
+
+
+def test_what_is_kept_is_checked_without_what_it_came_from(tmp_path: Path) -> None:
+    """Also of two campaigns in one table."""
+    weights = {"a": "a" * 64, "b": "b" * 64}
+    for name, sha256 in weights.items():
+        folder = tmp_path / name / "run-1"
+        folder.mkdir(parents=True)
+        story = Story(active=2).allocated()
+        story.feed(
+            ev.RestorePlanned(
+                t=story.t, attempt=1, step=0, tier="", expected_s=1.0, tiers={}, reason=""
+            )
+        )  # fmt: skip
+        story.ranks_up().restored(0).stepped(10).finished().write(folder / "run")
+        plan = Plan(1, 2, 1, (Fault(5, "probes"),))
+        (folder / "plan.json").write_text(plan.to_json())
+        at = story.events[-1].t - 1.0
+        write_log(folder / "faults.jsonl", [Struck("probes", "n1", at=at, done_at=at, until=at)])
+        facts = Facts(weights=sha256, undisturbed="a" * 64, ended=True, left=[], slurm=f"slurm {name}")
+        (folder / "facts.json").write_bytes(msgspec.json.encode(facts))
+        (folder / "report.json").write_text(jurymast("report", "--json", str(folder / "run")).stdout)
+    (tmp_path / "a" / "campaign-1.json").write_text("{}")
+    folders = sorted(str(path) for path in tmp_path.glob("*/*"))
+    command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--json", "--check", *folders]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    rows = {(row["case"], row["metric"]): row["median"] for row in told["rows"]}
+    assert rows == {
+        ("all", "struck"): 2, ("all", "bit-identical"): 1, ("all", "wrong"): 1,
+        ("slurm a", "struck"): 1, ("slurm a", "bit-identical"): 1,
+        ("slurm b", "struck"): 1, ("slurm b", "wrong"): 1,
+        ("probes", "struck"): 2, ("probes", "bit-identical"): 1, ("probes", "wrong"): 1,
+    }  # fmt: skip
+    assert "b/run-1: outcome: other weights" in done.stderr
 
 
 def test_it_is_told_how_a_run_ended() -> None:
