@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from submitit import AutoExecutor, SlurmExecutor
 from submitit.core import core, logger
-from submitit.core.utils import DelayedSubmission, JobPaths, UncompletedJobError
+from submitit.core.utils import DelayedSubmission, JobPaths, UncompletedJobError, pickle_load
 
 from jurymast import foreign
 from jurymast.cluster import slurm
@@ -36,7 +36,7 @@ from jurymast.report.asking import ask_supervisor
 from jurymast.report.ending import cancel
 from jurymast.report.liveness import Liveness, look, slurm_state
 from jurymast.report.status import StatusWatcher, public_state
-from jurymast.rundir import RunDirectory, default_runs
+from jurymast.rundir import RunDirectory, default_runs, renew
 
 R = TypeVar("R", covariant=True)
 # Slurm's word for a run's state; any other is RUNNING.
@@ -65,7 +65,7 @@ class JurymastJob(core.Job[R]):
 
     @property
     def run(self) -> RunDirectory:
-        return RunDirectory(os.readlink(link_to_run(self.paths)))
+        return RunDirectory(foreign.behind_made_link(link_to_run(self.paths)))
 
     def _seen(self, mode: str) -> tuple[str, str]:
         """The run's state and the reason for it."""
@@ -100,14 +100,33 @@ class JurymastJob(core.Job[R]):
 
         return read_status(self.run).view()
 
+    def submission(self) -> DelayedSubmission:
+        found: DelayedSubmission = unpickled(self.paths.submitted_pickle)
+        return found
+
     def _get_outcome_and_result(self) -> tuple[str, Any]:
-        if foreign.exists(self.paths.result_pickle):  # to read another user's would run that user's code
-            foreign.check_made(self.paths.result_pickle)
+        end = time.monotonic() + self._results_timeout_s  # as submitit: storage may show it later
+        while True:
+            try:
+                found: tuple[str, Any] = unpickled(self.paths.result_pickle)
+                return found
+            except (FileNotFoundError, EOFError):
+                if time.monotonic() > end:
+                    break
+            renew(self.paths.folder)
+            time.sleep(min(1.0, self._results_timeout_s))
+        word, why = self._seen("force")
+        told = [line for text in (self.stderr(), self.stdout()) for line in (text or "").splitlines()[-40:]]
+        raise UncompletedJobError(
+            f"job {self.job_id} (task {self.task_id}) has left no result in {self.paths.result_pickle}; "
+            "it wrote:\n" + "\n".join([*told, f"The run {word}: {why}"])
+        )
+
+    def _get_logs_string(self, name: str) -> str | None:
         try:
-            return super()._get_outcome_and_result()
-        except UncompletedJobError as error:
-            word, why = self._seen("force")
-            raise UncompletedJobError(f"{error}\nThe run {word}: {why}") from error
+            return _text(getattr(self.paths, name))
+        except FileNotFoundError:
+            return None
 
     def _interrupt(self, timeout: bool = False) -> None:
         """submitit's test of what a function keeps: as if Slurm preempted the job, or if its time were up.
@@ -316,6 +335,16 @@ def _sbatch_options(parameters: Mapping[str, Any], ranks: int) -> Iterator[str]:
     for name, value in values.items():
         if value is not None and value is not False:
             yield f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+
+
+def unpickled(path: Path) -> Any:
+    """What this user has pickled. To read another user's would run that user's code, so the file that is read
+    is the very one that was looked at. Raises foreign.NotOurs, OSError."""
+    descriptor = foreign.open_own(path, closed=0)
+    try:
+        return pickle_load(f"{foreign.HELD}{descriptor}")
+    finally:
+        os.close(descriptor)
 
 
 def _text(log: Path) -> str:

@@ -141,10 +141,16 @@ def made(path: Path) -> bool:
     return link_status(path).st_uid == os.geteuid()
 
 
-def check_made(path: Path) -> None:
-    """Raise NotOurs if another user owns the file. Raises OSError."""
-    if not made(path):
-        raise NotOurs(path, link_status(path))
+def behind_made_link(path: Path) -> Path:
+    """What a link leads to that this user has made. Raises NotOurs, OSError."""
+    with asking(path):
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if (found := os.fstat(descriptor)).st_uid != os.geteuid():
+                raise NotOurs(path, found)
+            return Path(os.readlink("", dir_fd=descriptor))
+        finally:
+            os.close(descriptor)
 
 
 def behind_own_link(place: Path) -> Path:
@@ -235,21 +241,23 @@ def read_own(path: Path | str, most: int, closed: int = OTHERS_WRITE) -> bytes:
         return _all_of(file, path, most)
 
 
-def writing(path: os.PathLike[str] | str, how: int = os.O_APPEND) -> int:
-    """Open a file of this user's to write, at its end; makes it if it is missing, with mode 0600. Returns a
+def writing(
+    path: os.PathLike[str] | str, how: int = os.O_APPEND, mode: int = 0o600, closed: int = OTHERS_WRITE
+) -> int:
+    """Open a file of this user's to write, at its end; makes it if it is missing, with this mode. Returns a
     descriptor. Raises NotOurs, OSError: nothing is written through a link, and no pipe is waited for."""
     flags = os.O_WRONLY | os.O_CLOEXEC | how
     with asking(path):
         while True:
             try:
-                return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+                return os.open(path, flags | os.O_CREAT | os.O_EXCL, mode)
             except FileExistsError:
                 pass
             try:
                 descriptor = _open(path, os.O_NOFOLLOW, flags)
             except FileNotFoundError:  # removed in the meantime
                 continue
-            if is_ours(found := os.fstat(descriptor)):
+            if is_ours(found := os.fstat(descriptor), closed):
                 return descriptor
             os.close(descriptor)
             raise NotOurs(path, found)

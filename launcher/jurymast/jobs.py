@@ -173,6 +173,8 @@ def processes_of(run_directory: str) -> list[int]:
 
 def _belongs(pid: int, named: bytes) -> bool:
     try:
+        if foreign.status(f"/proc/{pid}").st_uid != os.geteuid():  # anybody can call a process anything
+            return False
         words = foreign.read(f"/proc/{pid}/cmdline", foreign.SCRIPT_BYTES_MAX).split(b"\0")
         return named in words or b"JURYMAST_RUN_DIR=" + named in foreign.read(
             f"/proc/{pid}/environ", foreign.SCRIPT_BYTES_MAX

@@ -4,6 +4,7 @@ absent)."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -165,6 +166,18 @@ def check_readable(run: Path) -> None:
     )
 
 
+class Made(NamedTuple):
+    """Which directory it is, whatever its name."""
+
+    device: int
+    number: int
+
+    @classmethod
+    def of(cls, place: Path) -> Made:
+        found = foreign.status(place)
+        return cls(found.st_dev, found.st_ino)
+
+
 class _Place:
     """A path below the run directory. Thousands of directories are looked into for a few of them, so each is
     made when it is asked for."""
@@ -251,27 +264,44 @@ class RunDirectory:
         found = (log for one in folders for log in foreign.found(one, "rank-*.log"))
         return sorted((log for log in found if _RANK_LOG.fullmatch(log.name)), key=rank_of)
 
-    def create(self) -> None:
+    def create(self) -> Made:
         """Make the directory with its subdirectories and the run's secret. Raises RunDirectoryError."""
-        made = False
+        made = None
         try:
             with foreign.asking(self.root):
                 if self.root.parent != self.root:
                     make_durable_folder(self.root.parent)  # not by the umask: writers there can swap runs
                 self.root.mkdir(mode=0o700)
-                made = True
+                made = self._just_made()
                 with contextlib.suppress(PermissionError):  # who may make runs there need not see others'
                     sync_directory(self.root.parent)
                 for part in (self.epochs, self.journal, self.logs, self.checkpoints, self.submission):
                     part.mkdir(mode=0o700)
                 write_atomically(self.secret_file, secrets.token_hex(SECRET_BYTES).encode())
         except OSError as error:
-            if made:  # after a full disk, for example: nothing stays that looks like a run
-                shutil.rmtree(self.root, ignore_errors=True)
+            if made is not None:  # after a full disk, for example: nothing stays that looks like a run
+                self.unmake(made)
             raise RunDirectoryError(
                 f"cannot create the run directory {self.root}: {error.strerror}",
                 hint="choose another directory with --runs DIR, on storage that all nodes share",
             ) from error
+        return made
+
+    def _just_made(self) -> Made:
+        """Which directory it is. Raises OSError if somebody has put another one in its place already."""
+        with foreign.own_directory(self.root) as held:
+            if names := foreign.names(held):
+                raise FileExistsError(errno.EEXIST, f"somebody else's {names[0]} is in it", str(self.root))
+            return Made.of(held)
+
+    def unmake(self, made: Made) -> None:
+        """Remove the directory that `create` has `made`, best effort; and no other one of this user's, which
+        somebody who can rename it may have put in its place."""
+        with contextlib.suppress(OSError), foreign.own_directory(self.root) as held:
+            if Made.of(held) == made:
+                shutil.rmtree(held / ".", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.root.rmdir()
 
     def secret(self) -> bytes:
         """The run's secret, 32 bytes. Raises RunDirectoryError if others could have read or made it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -492,3 +493,24 @@ def test_what_is_wrong_and_what_to_do(
     error = capsys.readouterr().err
     assert message in error
     assert code == 64 or "hint:" in error
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"epoch {'1' * 5000} | 5/10 [00:01<00:02]",
+        f"train: 5/10 [{'1' * 5000}:01:02<00:02]",
+        f"{{'loss': 1.0, 'epoch': {'9' * 400}}}",
+    ],
+    ids=["epoch", "time", "share of an epoch"],
+)
+def test_a_number_without_end_is_no_step_s(line: str) -> None:
+    """The log may be another user's."""
+    found = step_line(line)
+    assert found is None or found.epoch is None
+
+
+def test_no_line_takes_longer_than_its_length() -> None:
+    began_at = time.process_time()
+    assert step_line("{'loss': " * 70_000) is None
+    assert time.process_time() - began_at < 5.0

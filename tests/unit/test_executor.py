@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,87 @@ def test_nothing_is_read_that_another_user_has_put_in_the_folder(
     monkeypatch.setattr(os, "environ", {**os.environ, **variables})
     with pytest.raises(foreign.NotOurs, match="submitted.pkl"):
         function.main(str(tmp_path / "log"))
+
+
+class Runs:
+    """Pickled as a call that makes this directory: what an attacker would have run."""
+
+    def __init__(self, proof: Path) -> None:
+        self._proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._proof),)
+
+
+def put_by_another(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+    os.chown(path, OTHER_UID, OTHER_UID)
+
+
+@pytest.fixture
+def job(requests: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A submitted job, in the environment of its only rank."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    made = submitit.AutoExecutor(tmp_path / "log", cluster="jurymast").submit(add, 1, 2)
+    monkeypatch.setattr(type(made), "wait", lambda self: None)
+    run = RunDirectory(requests[0].plan.directory)
+    run.root.mkdir(parents=True)
+    run.allocation_file.write_text(json.dumps({"job": "4711", "restarts": 0}))
+    names = "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"
+    sizes = {"WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
+    variables = {"JURYMAST_RUN_DIR": str(run.root), **dict.fromkeys(names, "0"), **sizes}
+    monkeypatch.setattr(os, "environ", {**os.environ, **variables})
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    yield made
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_what_replaces_a_function_once_it_was_looked_at_is_not_run(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where others may rename what is in the folder."""
+    evil, prepare = cloudpickle.dumps(Runs(tmp_path / "proof")), function._prepare
+
+    def swap(paths: Any, variables: Any) -> None:
+        prepare(paths, variables)
+        put_by_another(job.paths.submitted_pickle, evil)
+
+    monkeypatch.setattr(function, "_prepare", swap)
+    function.main(str(tmp_path / "log"))
+    assert not (tmp_path / "proof").exists()
+    assert job.result() == 3
+    with pytest.raises(foreign.NotOurs):
+        job.submission()
+    assert not (tmp_path / "proof").exists()
+
+
+def test_a_result_that_another_user_leaves_while_it_is_waited_for_is_not_read(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in any directory that all may write to, once the run has ended without one."""
+    evil = cloudpickle.dumps(("success", Runs(tmp_path / "proof")))
+    monkeypatch.setattr(executor, "renew", lambda folder: put_by_another(job.paths.result_pickle, evil))
+    with pytest.raises(foreign.NotOurs):
+        job.result()
+    assert not (tmp_path / "proof").exists()
+
+
+def test_no_log_that_another_user_has_made_a_pipe_is_waited_for(job: Any) -> None:
+    os.mkfifo(job.paths.stdout)
+    with pytest.raises(foreign.NotAFile):
+        job.stdout()
+
+
+def test_what_another_user_says_of_a_job_s_run_does_not_count(job: Any, tmp_path: Path) -> None:
+    """Or `cancel` would end another run."""
+    link = tmp_path / "log" / "4711_run"
+    assert job.run.root == link.readlink()
+    os.chown(link, OTHER_UID, OTHER_UID, follow_symlinks=False)
+    with pytest.raises(foreign.NotOurs):
+        job.cancel()
 
 
 def test_other_executors_parameters_stay_as_they_are(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from jurymast import foreign, processes
@@ -41,7 +42,7 @@ from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import ScriptState
 from jurymast.cli.main import main
-from jurymast.cli.options import find_run, run_ids
+from jurymast.cli.options import find_run, run_ids, write_page
 from jurymast.cluster.allocation import local_process
 from jurymast.cluster.earlier import forgiven_file, forgiven_nodes, past_runs, summary_file
 from jurymast.cluster.slurm import check_runs_directory
@@ -203,6 +204,62 @@ def test_a_file_of_a_checkpoint_that_others_can_write_to_is_not_unpickled(common
         metadata.chmod(0o600)
         tier.load(found[0], ScriptState({"x": torch.zeros(1)}))
     assert (common / "proof").exists(), "the attack is none, and this test shows nothing"
+
+
+@as_others
+@pytest.mark.parametrize("what", ["a link", "a file", "a pipe"])
+def test_a_page_is_written_into_nothing_of_another_user_s(common: Path, what: str) -> None:
+    """In a directory that others may write to: a link may lead to any file of this user's."""
+    page, precious = common / "page.html", common / "precious"
+    precious.write_text("Ada's")
+    give(precious, ADA)
+    with acting_as(MALLORY):
+        if what == "a link":
+            page.symlink_to(precious)
+        elif what == "a file":
+            page.touch()
+            page.chmod(0o666)
+        else:
+            os.mkfifo(page, 0o666)
+    with acting_as(ADA):
+        with pytest.raises(RunDirectoryError, match="cannot write"):
+            write_page("secret", page)
+        own = common / "own"
+        own.symlink_to(precious)
+        write_page("a page", own)
+        write_page("another", precious)
+        write_page("", Path("/dev/null"))
+        write_page("new", common / "new.html")
+    if what == "a file":
+        assert page.read_text() == ""
+    assert precious.read_text() == "another"
+    assert (common / "new.html").stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    os.umask(found := os.umask(0o077))
+    return found
+
+
+@as_others
+def test_an_export_writes_through_nobody_s_link(common: Path) -> None:
+    """To a directory that others may write to: no name in it can be foreseen, and no file is replaced."""
+    run = RunDirectory(common / "run")
+    run.create()
+    own = common / "precious"
+    own.write_text("Ada's")
+    saved = CheckpointDirectory(run.checkpoints)
+    place = saved.begin(100, 1)
+    dcp.save({"x": torch.ones(1)}, checkpoint_id=place, no_dist=True)
+    saved.publish(place, 100)
+    for path in (run.root, own):
+        give(path, ADA)
+    with acting_as(MALLORY):
+        (common / f".out.{os.getpid()}").symlink_to(own)
+    with acting_as(ADA):
+        export(saved.path(100), common / "out", "torch")
+        assert torch.load(common / "out", weights_only=True)["x"].item() == 1.0
+    assert own.read_text() == "Ada's"
 
 
 @as_others
@@ -588,6 +645,7 @@ def test_a_plan_and_a_note_have_limits_of_their_own(tmp_path: Path) -> None:
 def test_a_local_disk_on_which_the_usual_name_is_taken_serves_all_the_same(common: Path, way: str) -> None:
     usual = common / f"jurymast-{os.getuid()}"
     assert local_root(str(common), "run") == usual / "run"
+    usual.rmdir()  # it is made at once, before anybody else can take the name
     if way == "a directory":
         usual.mkdir(mode=0o777)
     elif way == "a file":

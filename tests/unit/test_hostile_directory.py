@@ -155,6 +155,22 @@ def test_text_that_is_run_imports_nothing_from_there_either(hostile: Path) -> No
     assert marks(hostile) == []
 
 
+def test_many_runs_are_read_by_processes_that_import_nothing_from_there(hostile: Path) -> None:
+    """Whatever way of starting processes is the usual one: from Python 3.14 on it is a new Python."""
+    runs = hostile.parent / "runs"
+    for name in ("pickle", "socket", "selectors"):  # which a new one imports before it is told where from
+        plant(hostile, name)
+    for number in range(3):
+        (runs / f"run-{number}").mkdir(parents=True)
+    code = (
+        "import multiprocessing, os, pathlib; multiprocessing.set_start_method('spawn'); "
+        "from jurymast.report import fleet; fleet.MANY = 1; os.sched_getaffinity = lambda pid: {0, 1}; "
+        f"print(fleet.read_fleet([pathlib.Path({str(runs)!r})]).copies)"
+    )
+    assert start(hostile, run_code(code)).stdout == "0\n"
+    assert marks(hostile) == []
+
+
 def test_isolation_reaches_the_children(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root's `python -I` reads no variable, and nor do the probes that it starts."""
     program = "from jurymast.interpreter import run_module as r; print(r('jurymast.health')[1:2])"

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -299,6 +299,28 @@ def test_scrapers_that_hang_keep_nobody_away_for_long(
         wait_until("an answer", answered)
         for one in hanging:
             one.close()
+
+
+def test_who_has_shown_the_token_is_displaced_by_no_crowd(tmp_path: Path) -> None:
+    """Others hold all places all the time, and come again and again."""
+    with exporting(swapped(), tmp_path / "run", Exposure(port=0)) as found, ExitStack() as opened:
+        found.look()
+        port, token = port_of(tmp_path / "run"), (tmp_path / "run" / "metrics.token").read_text()
+
+        def crowd() -> None:
+            for _ in range(3 * exporter.SCRAPES_MOST):
+                one = opened.enter_context(
+                    socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
+                )
+                one.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
+
+        crowd()
+        assert scrape(port, token)[0] == 200, "the newest displaces the oldest"
+        slow = opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+        slow.sendall(b"GET /metrics HTTP/1.0\r\n")
+        crowd()
+        slow.sendall(f"Authorization: Bearer {token}\r\n\r\n".encode())
+        assert slow.recv(1 << 16).startswith(b"HTTP/1.0 200 OK")
 
 
 def test_what_could_not_be_renewed_is_not_given_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

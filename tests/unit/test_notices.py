@@ -253,3 +253,34 @@ def test_a_program_that_is_not_there_and_a_wrong_address_are_told() -> None:
     message = {"run": "r", "name": "n", "kind": "incident", "text": "", "next": "", "held_back": 0}
     assert "No such file" in notifier.deliver(Receiver(command=("/nowhere/page",)), message)
     assert "does not know" in notifier.deliver(Receiver(url="gopher://x"), message)
+
+
+MESSAGE = {"run": "r", "name": "n", "kind": "incident", "text": "", "next": "", "held_back": 0}
+
+
+@pytest.mark.filterwarnings("ignore:'imghdr':DeprecationWarning")  # Apprise's
+def test_a_mail_shows_what_was_said_and_is_no_page_of_it() -> None:
+    with Server() as server:
+        url = f"json://127.0.0.1:{server.server_address[1]}/?format=html"  # as a mail is by default
+        notice = {**MESSAGE, "text": "<img src=//evil/x>\nline two"}
+        assert notifier.deliver(Receiver(url=url), notice) == ""
+        server.shutdown()
+    (posted,) = server.got
+    assert "<img" not in posted["message"]
+    assert "&lt;img" in posted["message"]
+
+
+def test_a_program_is_not_taken_from_the_directory_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a relative part of PATH leads."""
+    page = tmp_path / "page"
+    page.write_text("#!/bin/sh\n: > ran\n")
+    page.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", ".:")
+    assert "No such file" in notifier.deliver(Receiver(command=("page",)), MESSAGE)
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setenv("PATH", f".:{tmp_path}")
+    assert notifier.deliver(Receiver(command=("page",)), MESSAGE) == ""
+    assert (tmp_path / "ran").exists()

@@ -466,3 +466,38 @@ def test_nor_by_agents(tmp_path: Path, root: Path) -> None:
     with pytest.raises(StorageFailure, match="another training owns"):
         shared.write(order, job)
     assert os.listdir(root) == [OWNER]
+
+
+def test_another_user_s_process_of_any_name_keeps_no_directory(tmp_path: Path, root: Path) -> None:
+    """Its arguments may name a run that has ended, which another run of the same user is to follow."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
+    claim(root, first)
+    place = Path(first.directory) / "slurm"
+    (place / "jobs").mkdir(parents=True)
+    (place / "jobs" / "local-1").touch()
+    record = {"pid": 1, "started": 1.0, "host": socket.gethostname()}  # another process has its number
+    (place / "local.json").write_text(json.dumps(record))
+    words = ["sh", "-c", "echo; read end", "sh", first.directory]
+    command = ["setpriv", "--reuid=65533", "--clear-groups", *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        claim(root, second, wait_s=0.0)
+        process.communicate(b"\n")
+    assert owner(root) == second
+
+
+def test_what_others_call_themselves_controls_no_terminal(tmp_path: Path, root: Path) -> None:
+    """The error is printed by whatever script saves, and not by our commands."""
+    root.mkdir(parents=True)
+    evil = "x\x1b]0;gone\x07\r\njurymast: all is well\u202e"
+    words: list[str] = []
+    for values in (Owner(evil, f"/nowhere/{evil}"), Owner(evil, host=f"{evil}/1/2", pid=1, started=1)):
+        (root / OWNER).write_text(json.dumps(asdict(values)))
+        with pytest.raises(CheckpointError) as raised:
+            claim(root, a_run(tmp_path, f"run-{len(words)}"), wait_s=0.0, say=words.append)
+        words.append(str(raised.value))
+    assert len(words) == 2
+    assert all(text.isprintable() for text in words)

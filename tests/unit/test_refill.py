@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.core.supervision.refilling import Refilling, SmallJob
 from jurymast.errors import SubmissionError
 from jurymast.journal import initial_state
+from jurymast.rundir import RunDirectory
 from support.commands import RUN, Place
 from support.stories import START, Story
 
@@ -442,3 +444,15 @@ def test_status_says_what_a_run_holds_its_nodes_for(tmp_path: Path) -> None:
     place.story(story)
     shown = place.good("status", RUN)
     assert "holds its nodes for another (small job 10 is to bring it), for up to" in shown, shown
+
+
+def test_what_small_jobs_were_told_goes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All variables of a batch script's step, which may be secrets."""
+    plan = replace(Story(settings=ON).plan, directory=str(tmp_path), batch=True)
+    run = RunDirectory(tmp_path)
+    run.submission.mkdir()
+    small_jobs.keep_variables(run, plan, {"TOKEN": "secret"})
+    assert "secret" in small_jobs.variables_file(run).read_text()
+    monkeypatch.setattr(small_jobs, "look", lambda plan: [])
+    small_jobs.end_all(plan)
+    assert not small_jobs.variables_file(run).exists()

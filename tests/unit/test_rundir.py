@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jurymast import foreign
+from jurymast import foreign, rundir
 from jurymast.core.state.settings import Budget, RunPlan, Settings
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory, write_atomically
@@ -208,3 +210,44 @@ def test_a_newest_attempt_that_cannot_be_read_is_not_none(directory: RunDirector
     directory.attempt_file.mkdir()
     with pytest.raises(RunDirectoryError, match=r"attempt cannot be read: Is a directory"):
         directory.newest_attempt()
+
+
+@pytest.mark.parametrize("when", ["at once", "while it is made", "later"])
+def test_no_other_run_is_removed_in_the_place_of_one_that_could_not_be_made(
+    tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may rename what is in the runs directory may put another one there, which is the same user's."""
+    runs, real = tmp_path / "runs", rundir.write_atomically
+    other = RunDirectory(runs / "other")
+    other.create()
+    (other.checkpoints / "step-1").write_text("weeks of training")
+    new = RunDirectory(runs / "new")
+
+    def swap() -> None:
+        new.root.rename(runs / "away")
+        other.root.rename(new.root)
+
+    def full(path: Path, data: bytes, **how: Any) -> None:
+        if when == "while it is made":
+            swap()
+            raise OSError(errno.ENOSPC, "no space left")
+        real(path, data, **how)
+
+    def make_then_swap(path: Path, mode: int = 0o777) -> None:
+        os.mkdir(path, mode)
+        if path == new.root:
+            swap()
+
+    monkeypatch.setattr(rundir, "write_atomically", full)
+    if when == "later":
+        made = new.create()
+        swap()
+        new.unmake(made)
+    else:
+        with monkeypatch.context() as changed:
+            if when == "at once":
+                changed.setattr(Path, "mkdir", make_then_swap)
+            with pytest.raises(RunDirectoryError, match="cannot create"):
+                new.create()
+    assert (new.checkpoints / "step-1").read_text() == "weeks of training"
+    assert len(new.secret()) == 32

@@ -24,7 +24,6 @@ from jurymast.cluster.slurm import (
     check_fits,
     check_runs_directory,
     parse_partitions,
-    remove_run_directory,
     render_script,
     script_around,
     submit_slurm,
@@ -211,7 +210,7 @@ def test_run_ids_read_well_sort_by_time_and_differ() -> None:
 
 def test_the_run_directory_is_whole_and_private_or_absent(script: Path, tmp_path: Path) -> None:
     request = build_request(plan(script, runs=tmp_path / "runs"), resolve([]))
-    write_run_directory(request)
+    made = write_run_directory(request)
     run = request.run_directory
     assert run.plan() == request.plan
     assert run.policy_file.read_text() == request.policy
@@ -221,7 +220,7 @@ def test_the_run_directory_is_whole_and_private_or_absent(script: Path, tmp_path
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     with pytest.raises(RunDirectoryError, match="File exists"):
         write_run_directory(request)
-    remove_run_directory(request)
+    run.unmake(made)
     assert list((tmp_path / "runs").iterdir()) == []
 
 

@@ -216,6 +216,10 @@ def interpreters(source: Source) -> Iterator[str]:
         text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents
         if own or named or (text and PYTHON.search(node.value)):  # type: ignore[attr-defined]
             yield f"{source.name}:{getattr(node, 'lineno', 0)}: may start Python by itself"
+    for call in source.calls():
+        pool = re.search(r"ProcessPoolExecutor$|\bmultiprocessing\.\w", ast.unparse(call.func))
+        if pool and "get_context('fork')" not in ast.unparse(call):  # the usual way of Python 3.14 starts one
+            yield f"{source.name}:{call.lineno}: may start Python by itself"
 
 
 def starts(source: Source) -> Iterator[str]:
@@ -377,7 +381,6 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/script/standard_input.py",
             # In a directory that was made for this user alone, or found to be.
             "launcher/jurymast/agent/real_io.py",
-            "launcher/jurymast/storage/export.py",
             "launcher/jurymast/worker/endings.py",
             "launcher/jurymast/worker/rank.py",
             "launcher/jurymast/worker/stack_signal.py",

@@ -11,6 +11,7 @@ import tempfile
 import threading
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -256,14 +257,18 @@ LOCAL_DISK_LIMIT_S = 5.0
 
 def local_root(path: str, run: str) -> Path:
     """Return the directory of this run's images on a node's own disk. If another user has taken the usual
-    name, it is one with a name that nobody can foresee, which is found again."""
+    name, it is one with a name that nobody can foresee, which is found again. Either is made at once: until
+    the first image is written, somebody else could take the name."""
     disk = Path(os.path.expandvars(path))
     usual = disk / f"jurymast-{os.getuid()}"
     chosen = [usual]
 
     def choose() -> None:
         try:
-            if foreign.owns(usual) or not foreign.is_taken(usual):
+            if foreign.owns(usual):
+                return
+            with suppress(FileExistsError):
+                usual.mkdir(mode=0o700)
                 return
             mine = [place for place in foreign.found(disk, f"{usual.name}-*") if foreign.owns(place)]
             chosen[0] = min(mine) if mine else Path(tempfile.mkdtemp(prefix=f"{usual.name}-", dir=disk))

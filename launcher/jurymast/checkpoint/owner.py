@@ -33,6 +33,7 @@ import msgspec
 from jurymast import foreign
 from jurymast.checkpoint.directory import NewFile, in_name
 from jurymast.core.judges.slurm_variables import step_in
+from jurymast.core.state.texts import clean
 from jurymast.errors import CheckpointError, ClusterUnavailableError, ControllerAwayError
 from jurymast.jobs import ENDED_STATES, began_at, has_step, is_running, job_state, processes_of
 from jurymast.reading import is_there, patiently
@@ -305,7 +306,7 @@ def claim(
                     raise _unknown(root, found, known)
                 raise _refused(root, found, known, us)
             if not said:
-                say(f"{found.described} owns {root}: waiting for its end, because {known.why}")
+                say(_said(f"{found.described} owns {root}: waiting for its end, because {known.why}"))
             said = True
             time.sleep(min(ASK_EVERY_S, wait_s))
             continue
@@ -319,17 +320,25 @@ def claim(
     )
 
 
+def _said(text: str) -> str:
+    """On one line, and without what would control a terminal: what names an owner may be another user's, and
+    errors are printed by whatever script saves."""
+    return " ".join(clean(text).split())
+
+
 def _unknown(root: Path, found: Owner, known: Fate) -> OSError:
     text = f"{found.described} owns it, and it is not known whether that has ended: {known.why}"
-    return OSError(errno.ETIMEDOUT, text, str(root))
+    return OSError(errno.ETIMEDOUT, _said(text), str(root))
 
 
 def _refused(root: Path, found: Owner, known: Fate, us: Owner | None) -> CheckpointError:
     ours = f"run {us.run}" if us is not None and us.directory else "this training"
     ended = "may not have ended" if known.life is Life.UNKNOWN else "has not ended"
     return CheckpointError(
-        f"{found.described}, which {ended}, saves to {root}: {ours} cannot save there as well"
-        + (f" ({known.why})" if known.why else ""),
+        _said(
+            f"{found.described}, which {ended}, saves to {root}: {ours} cannot save there as well"
+            + (f" ({known.why})" if known.why else "")
+        ),
         hint=f"end it, choose another directory=, or, if it has ended, run: rm {root / OWNER}",
     )
 

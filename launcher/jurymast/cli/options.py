@@ -294,10 +294,21 @@ def shown(blocks: Sequence[Block]) -> str:
     return render(blocks, terminal=sys.stdout.isatty(), width=max(60, width))
 
 
+# The kernel's names of what is open already, and of what is no file: nobody can put another there.
+_OPEN = ("/dev/fd/", "/dev/std", "/dev/null", "/dev/tty", "/proc/self/fd/")
+
+
 def write_page(text: str, path: Path) -> None:
-    """Write a page. Raises RunDirectoryError."""
+    """Write a page. Not through another user's link, which may lead to any file of this user's, nor into
+    another user's file or pipe. Raises RunDirectoryError."""
     try:
-        path.write_text(text, encoding="utf-8")
+        if str(path).startswith(_OPEN):
+            path.write_text(text, encoding="utf-8")
+        else:
+            place = foreign.behind_own_link(path)
+            descriptor = foreign.writing(place, os.O_TRUNC, 0o666, closed=0)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
     except OSError as error:
-        raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
+        raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}") from error
     echo(f"{path} ({len(text) // 1000} kB)", err=True)

@@ -7,12 +7,13 @@ again, and a directory that cannot be written has none.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from jurymast import foreign
-from jurymast.rundir import RunDirectory, write_json
+from jurymast.rundir import RunDirectory, write_atomically
 
 # Of this user alone, and for tens of thousands of runs.
 KEPT_BYTES_MAX = 256 << 20
@@ -61,9 +62,12 @@ class Kept(Generic[Summary]):
         """Keep the summaries of the runs with these names, and forget all others."""
         entries = {name: self._now[name] for name in names if name in self._now}
         if entries != self._before:
+            data = json.dumps({"v": self._version, "entries": entries}).encode()
+            if len(data) > KEPT_BYTES_MAX:  # nobody would read it, and others' runs can say ever so much
+                return
             # In another user's runs directory, or on a full disk, the next reader reads the journals again.
             with contextlib.suppress(OSError):
-                write_json(self._path, {"v": self._version, "entries": entries}, durable=False)
+                write_atomically(self._path, data, durable=False)
 
 
 def entries_in(path: Path, version: Any) -> dict[str, Any]:

@@ -130,9 +130,12 @@ def end(job: str) -> None:
 
 
 def end_all(plan: RunPlan) -> None:
-    """End all small jobs of a run that ends, or is requeued. Their agents have left, or cannot."""
+    """End all small jobs of a run that ends, or is requeued. Their agents have left, or cannot. What they
+    were to know goes as well: a batch script's variables may be secrets."""
     if not plan.may_refill:
         return
+    with suppress(OSError):
+        variables_file(RunDirectory(plan.directory)).unlink(missing_ok=True)
     try:
         if jobs := [one.job for one in look(plan)]:
             run_command(["scancel", *jobs])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -36,7 +35,7 @@ from jurymast.errors import ClusterUnavailableError, RunDirectoryError, Submissi
 from jurymast.interpreter import run_module
 from jurymast.jobs import ENDED_STATES, jobs_in, run_command
 from jurymast.policy.resolve import Resolved
-from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.rundir import Made, RunDirectory, write_atomically
 
 
 @dataclass(frozen=True)
@@ -143,10 +142,11 @@ def check_runs_directory(runs: Path, script: BatchScript | None = None, *, share
         )
 
 
-def write_run_directory(request: Request) -> None:
-    """Create the run directory with its plan, policy and batch script. Raises RunDirectoryError."""
+def write_run_directory(request: Request) -> Made:
+    """Create the run directory with its plan, policy and batch script. Raises RunDirectoryError; then, as
+    after a failed submission, nothing half submitted is left."""
     run = request.run_directory
-    run.create()
+    made = run.create()
     try:
         (run.submission / "jobs").mkdir(mode=0o700)
         run.save_plan(request.plan)
@@ -159,27 +159,23 @@ def write_run_directory(request: Request) -> None:
         if request.teardown:
             write_atomically(run.submission / TEARDOWN, request.teardown.encode())
     except BaseException as error:
-        remove_run_directory(request)
+        run.unmake(made)
         if isinstance(error, OSError):
             what = f"cannot write the run directory {run.root}: {error.strerror}"
             raise RunDirectoryError(what, hint="choose another directory with --runs DIR") from error
         raise
-
-
-def remove_run_directory(request: Request) -> None:
-    """Remove the run directory of a failed submission, so that nothing half submitted is left."""
-    shutil.rmtree(request.plan.directory, ignore_errors=True)
+    return made
 
 
 def submit(request: Request) -> Submitted:
     """Send the request. Raises RunDirectoryError, ClusterUnavailableError, SubmissionError."""
-    write_run_directory(request)
+    made = write_run_directory(request)
     try:
         if request.plan.cluster == "local":
             return Submitted(request, pid=submit_local(request.plan.directory, request.argv))
         return submit_slurm(request)
     except BaseException:
-        remove_run_directory(request)
+        request.run_directory.unmake(made)
         raise
 
 

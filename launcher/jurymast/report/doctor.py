@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import shutil
+import secrets
 import stat
 import subprocess
 import sys
@@ -119,9 +119,8 @@ def _runs_directory(runs: Path) -> Found:
     while not foreign.exists(place) and place != place.parent:
         place = place.parent
     try:
-        probe = RunDirectory(place / f".jurymast-doctor-{os.getpid()}")
-        probe.create()
-        shutil.rmtree(probe.root)
+        probe = RunDirectory(place / f".jurymast-doctor-{secrets.token_hex(4)}")
+        probe.unmake(probe.create())
     except (RunDirectoryError, OSError) as error:
         return NO, str(error), "choose another with --runs DIR or JURYMAST_RUNS"
     if place == runs and (others := foreign.who_may_change(place)):

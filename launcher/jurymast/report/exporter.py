@@ -8,6 +8,7 @@ could not be renewed for a while is not given out any more: it would look as if 
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import logging
 import secrets
@@ -20,19 +21,21 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.exposition import choose_encoder
 
 from jurymast import foreign
 from jurymast.cluster.allocation import loopback
+from jurymast.core.judges.admission import Admission
 from jurymast.core.state.settings import Exposure
 from jurymast.errors import JurymastError
 from jurymast.report.mailbox import Mailbox
 from jurymast.report.metrics import COUNTER, INFO, Family, RunMetrics
 from jurymast.report.status import StatusWatcher
 from jurymast.rundir import RunDirectory, write_atomically
-from jurymast.wire.addresses import listen_at
+from jurymast.wire.addresses import listen_at, plain
 
 log = logging.getLogger("jurymast.metrics")
 
@@ -79,7 +82,9 @@ class ScrapeHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self.server.admits(self.headers.get("Authorization", "")):
             self._answer(401, b"a token is needed\n", "text/plain", ("WWW-Authenticate", "Bearer"))
-        elif self.path.partition("?")[0] != PATH:
+            return
+        self.server.proved(self.request)
+        if self.path.partition("?")[0] != PATH:
             self._answer(404, f"there is only {PATH}\n".encode(), "text/plain")
         elif (page := self.server.page(self.headers.get("Accept", ""))) is None:
             self._answer(503, b"the run's journal could not be read for a while\n", "text/plain")
@@ -100,7 +105,8 @@ class ScrapeHandler(BaseHTTPRequestHandler):
 
 
 class ScrapeServer(socketserver.ThreadingTCPServer):
-    """`token` "": whoever can connect may read."""
+    """`token` "": whoever can connect may read. Strangers may connect without end: see
+    `core.judges.admission`."""
 
     daemon_threads = True
     block_on_close = False
@@ -110,20 +116,31 @@ class ScrapeServer(socketserver.ThreadingTCPServer):
         self.socket.close()
         self.socket = listener
         self.page, self._token = page, token
-        self._places = threading.BoundedSemaphore(SCRAPES_MOST)
+        self._admission = Admission(SCRAPES_MOST, SCRAPE_LIMIT_S)
+        self._numbers = itertools.count()
+        self._waiting: dict[int, socket.socket] = {}
+        self._lock = threading.Lock()
 
     def admits(self, authorization: str) -> bool:
         wanted = f"Bearer {self._token}".encode()
         return not self._token or hmac.compare_digest(authorization.encode(errors="replace"), wanted)
 
-    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client: object) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client)
-        else:
+    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client: Any) -> None:
+        assert isinstance(request, socket.socket)
+        with self._lock:
+            number = next(self._numbers)
+            self._waiting[number] = request
+            address = plain(client[0]) if client else ""
+            displaced = self._admission.connected(number, address, time.monotonic())
+            for one in displaced:
+                _hang_up(self._waiting.pop(one))
+        if number in displaced:
             self.shutdown_request(request)
+        else:
+            super().process_request(request, client)
 
     def process_request_thread(
-        self, request: socket.socket | tuple[bytes, socket.socket], client: object
+        self, request: socket.socket | tuple[bytes, socket.socket], client: Any
     ) -> None:
         assert isinstance(request, socket.socket)
         limit = threading.Timer(SCRAPE_LIMIT_S, _hang_up, [request])
@@ -133,7 +150,19 @@ class ScrapeServer(socketserver.ThreadingTCPServer):
             super().process_request_thread(request, client)
         finally:
             limit.cancel()
-            self._places.release()
+
+    def proved(self, request: socket.socket) -> None:
+        """Who connected has the token: nobody displaces them, and their address comes first from now on."""
+        with self._lock:
+            for number in [number for number, one in self._waiting.items() if one is request]:
+                self._admission.proved(number)
+
+    def shutdown_request(self, request: socket.socket | tuple[bytes, socket.socket]) -> None:
+        with self._lock:
+            for number in [number for number, one in self._waiting.items() if one is request]:
+                self._admission.left(number)
+                del self._waiting[number]
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that goes away is nobody's trouble."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,10 @@ MANY, CHUNK, PROCESSES_MAX = 200, 25, 16
 # New objects between two collections: those of some runs, so that a tenth of the time is saved.
 GARBAGE = 50_000
 NODES_SHOWN = 10
-CAUSES_TOLD = 3
+CAUSES_TOLD, CAUSES_MAX = 3, 100
 DAYS_ALONE = 10
 UNREADABLE_TOLD = 3
-NAME_CHARACTERS = 40
+NAME_CHARACTERS, CELL_CHARACTERS = 40, 200
 NODE_KEYS = (
     "node", "runs", "incidents", "strikes", "lemon_score", "last_at", "last_cause", "last_evidence",
 )  # fmt: skip
@@ -144,7 +145,10 @@ def _told(names: Sequence[str], new: Sequence[Path]) -> Iterator[_Told | None]:
         yield from (None for _ in names)
         return
     unknown = {path.name for path in new}
-    with ProcessPoolExecutor(min(processes, PROCESSES_MAX), initializer=_collect_seldom) as pool:
+    # From Python 3.14 on the usual way starts a Python, which imports from the directory it is started in.
+    with ProcessPoolExecutor(
+        min(processes, PROCESSES_MAX), get_context("fork"), initializer=_collect_seldom
+    ) as pool:
         found = pool.map(_summary, new, chunksize=CHUNK)
         for name in names:
             yield next(found) if name in unknown else None
@@ -313,9 +317,14 @@ def _spent(group: RunGroup, causes: Sequence[str] | frozenset[str]) -> dict[str,
 
 
 def _by_cause(spent: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, float]]:
+    """Others' runs may tell of ever so many causes: those of the least time are one."""
+    told = list(spent.items())
+    if rest := told[CAUSES_MAX:]:
+        sums = sum(node_us for _, (node_us, _) in rest), sum(gpu_us for _, (_, gpu_us) in rest)
+        told[CAUSES_MAX:] = [("others", sums)]
     return {
         cause: {"node_seconds": node_us / 1e6, "gpu_seconds": gpu_us / 1e6}
-        for cause, (node_us, gpu_us) in spent.items()
+        for cause, (node_us, gpu_us) in told
     }
 
 
@@ -383,7 +392,8 @@ def fleet_blocks(view: Mapping[str, Any]) -> list[Block]:
     blocks += [Line(""), *map(Line, told)] if told else []
     for title, key in (("LOST TO", "lost"), ("ASKED FOR", "asked_for")):
         causes = [
-            [cause.replace("_", " "), hours(spent["node_seconds"]), hours(spent["gpu_seconds"]),
+            [one_line(cause.replace("_", " "), NAME_CHARACTERS),
+             hours(spent["node_seconds"]), hours(spent["gpu_seconds"]),
              percent(spent["node_seconds"] / total["allocated_node_seconds"]), meaning_of(cause)]
             for cause, spent in total[key].items()
         ]  # fmt: skip
@@ -408,7 +418,9 @@ def cost_lines(group: Mapping[str, Any]) -> list[str]:
 
 
 def _node_cell(name: str, value: Any) -> str:
-    return "-" if value is None else value[:16].replace("T", " ") if name == "last_at" else str(value)
+    if name == "last_at" and value is not None:
+        return str(value)[:16].replace("T", " ")
+    return "-" if value is None else one_line(str(value), CELL_CHARACTERS)
 
 
 COST, ENERGY = ">COST", ">ENERGY"  # if any run has a price; if any counter was read
@@ -473,7 +485,7 @@ def _time(seconds: float | None) -> str:
 def most_lost(group: Mapping[str, Any]) -> str:
     allocated = group["allocated_node_seconds"]
     told = [
-        f"{cause.replace('_', ' ')} {percent(spent['node_seconds'] / allocated)}"
+        f"{one_line(cause.replace('_', ' '), NAME_CHARACTERS)} {percent(spent['node_seconds'] / allocated)}"
         for cause, spent in list(group["lost"].items())[:CAUSES_TOLD]
     ]
     return ", ".join(told) or "-"

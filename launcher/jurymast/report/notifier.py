@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from jurymast import foreign
+from jurymast import foreign, programs
 from jurymast.core.run.notices import Notice, Quota, due
 from jurymast.core.state.settings import Receiver
 from jurymast.report.follow import end_lines
@@ -80,7 +80,8 @@ def _run(command: tuple[str, ...], message: Message) -> str:
     text = {f"JURYMAST_NOTICE_{name.upper()}": str(message[name]) for name in ("run", "kind", "text", "next")}
     try:
         done = subprocess.run(
-            command, input=json.dumps(message).encode(), env={**os.environ, **text}, timeout=TRY_LIMIT_S,
+            command, executable=programs.executable(command[0]),
+            input=json.dumps(message).encode(), env={**os.environ, **text}, timeout=TRY_LIMIT_S,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
     except (OSError, ValueError) as error:
@@ -99,7 +100,9 @@ def _post(url: str, title: str, body: str) -> str:
     sender = apprise.Apprise()
     if not sender.add(url):
         return "Apprise does not know such an address"
-    return "" if sender.notify(title=title, body=body) else "it was refused, or there was no answer"
+    # As text: in a mail, which is HTML by default, it would be a part of the page.
+    told = sender.notify(title=title, body=body, body_format=apprise.NotifyFormat.TEXT)
+    return "" if told else "it was refused, or there was no answer"
 
 
 def shown(receiver: Receiver) -> str:

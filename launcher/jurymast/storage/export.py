@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,13 +29,15 @@ def export(source: Path, target: Path, form: str) -> int:
     if form == "safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ModuleNotFoundError(f"the format safetensors needs a package: {INSTALL}")
     state = _load(source)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    # A name that nobody can foresee, and the very file: others may be able to write to the directory.
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    temporary = Path(name)
     try:
-        left_out = _save(state, temporary, form)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        left_out = _save(state, Path(f"{foreign.HELD}{descriptor}"), form)
+        os.fsync(descriptor)
         os.link(temporary, target)  # unlike a rename, this never replaces a file
     finally:
+        os.close(descriptor)
         temporary.unlink(missing_ok=True)
     with contextlib.suppress(PermissionError):  # who may write there need not be able to read it
         sync_directory(target.parent)

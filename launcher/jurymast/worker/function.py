@@ -47,12 +47,20 @@ class JurymastJobEnvironment(JobEnvironment):
     at its SIGTERM the state is kept (`checkpoint`), and nothing is requeued from here."""
 
     _env = {name: PREFIX + name.upper() for name in (*NUMBERS, "job_id", "nodes")}
+    # The function's pickle, open; the name may be another user's file by the time that submitit reads it.
+    held: int | None = None
+
+    @property
+    def paths(self) -> JobPaths:
+        found = super().paths
+        return found if self.held is None else HeldPaths(found, self.held)
 
     @property
     def hostnames(self) -> list[str]:
         return expanded(os.environ.get(self._env["nodes"], "")) or [self.hostname] * self.num_nodes
 
     def _handle_signals(self, paths: JobPaths, submission: DelayedSubmission) -> None:
+        paths = super().paths  # what it keeps is another file
         handler = SignalHandler(self, paths, submission)
         keeps = hasattr(submission.function, "checkpoint") and self.global_rank == 0
 
@@ -69,6 +77,16 @@ class JurymastJobEnvironment(JobEnvironment):
 
         signal.signal(signal.SIGTERM, leave)
         signal.signal(self._usr_sig(), keep)
+
+
+class HeldPaths(JobPaths):
+    def __init__(self, paths: JobPaths, held: int) -> None:
+        super().__init__(paths._folder, paths.job_id, paths.task_id)
+        self._held = Path(f"{foreign.HELD}{held}")
+
+    @property
+    def submitted_pickle(self) -> Path:
+        return self._held
 
 
 def own_variables(variables: Mapping[str, str], job: str) -> dict[str, str]:
@@ -119,7 +137,8 @@ def main(folder: str) -> None:
         os.environ.pop(name, None)
     os.environ["SUBMITIT_FOLDER"] = folder
     paths = JurymastJobEnvironment().paths
-    foreign.check_made(paths.submitted_pickle)  # to read another user's would run that user's code
+    # To read another user's would run that user's code.
+    JurymastJobEnvironment.held = foreign.open_own(paths.submitted_pickle, closed=0)
     _prepare(paths, os.environ)
     if _has_ended(paths, life["restarts"]):
         raise UncompletedJobError(UNWANTED)

@@ -73,16 +73,25 @@ def _require_target(link: str) -> None:
 def require_program(command: "list[str] | tuple[str, ...]") -> None:
     """Raise NotRoots unless only root can change this program, the files among its arguments, and, if it is a
     Python or runs in one, what that imports by itself. Raises OSError."""
-    for word in command:
-        if word.startswith("/"):
-            try:
-                require_roots(word)
-            except FileNotFoundError:
-                pass  # root alone can make it; a program that is missing is reported by who runs it
-    interpreter = _interpreter(command[0])
+    if os.path.basename(command[0]) == "env":  # by whatever name it starts another one
+        words = [word for word in command[1:] if not word.startswith("-") and "=" not in word]
+        command = [command[0], *command[1:], *filter(None, [_on_path(word) for word in words[:1]])]
+    for number, word in enumerate(command):
+        if not word.startswith("/"):
+            continue
+        try:
+            require_roots(word)
+        except FileNotFoundError:
+            continue  # root alone can make it; a program that is missing is reported by who runs it
+        if number == 0 or (os.path.isfile(word) and os.access(word, os.X_OK)):
+            _require_interpreters(word)  # nice, timeout and others start what is named after them
+
+
+def _require_interpreters(program: str) -> None:
+    interpreter = _interpreter(program)
     if interpreter:
         require_roots(interpreter)
-    for python in filter(None, (command[0], interpreter)):
+    for python in filter(None, (program, interpreter)):
         if os.path.basename(python).startswith("python"):
             _require_python(python)
 

@@ -48,6 +48,7 @@ class Process:
     cgroup: str
     started: int
     age_s: float
+    slurms: bool = False  # it is a slurmstepd
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,13 +145,22 @@ def processes(end_s: float = math.inf) -> Iterator[Process]:
             name, _, rest = (entry / "stat").read_text(errors="replace").rpartition(")")
             fields = rest.split()
             started = int(fields[19])
+            uid, name = entry.stat().st_uid, name.partition("(")[2]
             yield Process(
-                pid=int(entry.name), uid=entry.stat().st_uid, parent=int(fields[1]),
-                name=name.partition("(")[2], cgroup=(entry / "cgroup").read_text(), started=started,
-                age_s=uptime_s - started / ticks,
+                pid=int(entry.name), uid=uid, parent=int(fields[1]),
+                name=name, cgroup=(entry / "cgroup").read_text(errors="replace"), started=started,
+                age_s=uptime_s - started / ticks, slurms=uid == 0 and _is_slurms(entry, name),
             )  # fmt: skip
         except (OSError, IndexError, ValueError):
             continue  # it has ended in the meantime
+
+
+def _is_slurms(process: Path, name: str) -> bool:
+    """Whether a process of root's is a slurmstepd. The name alone does not tell: a user's link of this name
+    to su, or to another program that runs as root for everybody, gives it to what they start."""
+    if not name.startswith("slurmstepd"):
+        return False
+    return os.path.basename(os.readlink(process / "exe")).startswith("slurmstepd")
 
 
 def users_with_jobs(found: Iterable[Process]) -> set[int]:
@@ -169,8 +179,7 @@ def _descends_from_slurm(process: Process, by_pid: Mapping[int, Process], known:
     way: list[int] = []
     answer = False
     while above is not None:
-        # Any user's process may have this name; Slurm's runs as root.
-        if above.pid in known or (above.uid == 0 and above.name.startswith("slurmstepd")):
+        if above.pid in known or above.slurms:
             answer = known.get(above.pid, True)
             break
         known[above.pid] = False  # until more is known: pids that are used again may lead in a circle
@@ -258,7 +267,8 @@ def stale_files(
             except OSError:
                 continue
             theirs = status.st_uid >= min_uid and status.st_uid not in alive
-            if stat.S_ISREG(status.st_mode) and theirs and status.st_mtime < young:
+            # Not the time of the last write, which anybody can set to that of another century.
+            if stat.S_ISREG(status.st_mode) and theirs and status.st_ctime < young:
                 yield Path(entry.path), status.st_uid, status.st_size
 
 

@@ -21,9 +21,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _WORD = re.compile(
     r"\b(?:global[ _])?(?:step|iter|iteration)\b[\"' =:#\]\[]{1,8}(\d{1,12})\b(?!\.\d)", re.IGNORECASE
 )
-_BAR = re.compile(r"(\d{1,12})/(\d{1,12}) \[?((?:\d+:)?\d{1,3}:\d\d)(?:<| •)")
-_EPOCH = re.compile(r"\bepoch\b[ :=\[]*(\d+)", re.IGNORECASE)
-_LOSS = re.compile(r"\{'(?:loss|train_loss)': .*'epoch': '?(\d+(?:\.\d+)?)")
+# The log may be another user's: a number has an end, and no line takes longer than its length.
+_BAR = re.compile(r"(\d{1,12})/(\d{1,12}) \[?((?:\d{1,6}:)?\d{1,3}:\d\d)(?:<| •)")
+_EPOCH = re.compile(r"\bepoch\b[ :=\[]*(\d{1,9})(?!\d)", re.IGNORECASE)
+_LOSS = re.compile(r"\{'(?:loss|train_loss)': [^{]*'epoch': '?(\d{1,9}(?!\d)(?:\.\d{1,17})?)")
 # Slurm's own messages: its steps are others.
 _SLURMS = re.compile(r"^(?:srun|slurmstepd|slurmd)\b.*?:|\*\*\* (?:STEP|JOB) ")
 # What srun says of a task that a SIGKILL ended.
