@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 from jurymast.core.checkpoints.agreement import Agreement
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.commit import Rollback
+from jurymast.core.judges.repeats import Repeats
 from jurymast.core.judges.stragglers import Stragglers
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.health import NodeHealth, SickNodes
@@ -60,8 +61,7 @@ from jurymast.core.supervision.refilling import Refilling, SmallJob
 from jurymast.core.supervision.withdrawals import Withdrawals
 from jurymast.errors import never
 
-# Repeated reports of agents are among this many last saves.
-SAVES_KEPT = 64
+SAVES_KEPT = 64  # repeated reports of agents are among so many last saves
 # While a run has no trouble, each tick only looks for silence; the rest is done once in this many ticks.
 STEADY_LOOKS = 3
 # What follows a save waits for it this long at least, in seconds, and as many steps as ranks may need to
@@ -73,8 +73,7 @@ LOCAL_JOB = "local-"  # how the allocation of a run without Slurm begins
 WARNING, TIME_LIMIT = "Slurm's warning", "the job's time limit"
 ANEW = "the job's time limit, before it is requeued"
 ON_STORAGE = "a user while no supervisor was reachable"
-# Slurm's answer when a job does not end at all.
-STILL_RUNNING = "running"
+STILL_RUNNING = "running"  # Slurm's answer when a job does not end at all
 # Why Slurm ends a job. Of any other answer it is not known whether the job ends.
 ENDINGS = frozenset({
     "cancelled", "timeout", "preempted", "requeued", "special_exit", "boot_fail", "deadline", "failed",
@@ -116,6 +115,7 @@ class Supervision:
         self._refilling = Refilling(state)
         self._withdrawals = Withdrawals(state, self._sick)
         self._growing = Growing(state)
+        self._repeats = Repeats()
         self._after_saves: dict[str, ev.Event] = {}  # what follows them, by what they are requested for
         self._ticks = itertools.count()
         self._asking = False  # Slurm, why the job ends, after a signal
@@ -136,11 +136,14 @@ class Supervision:
 
     def record(self, event: ev.Event, *, flush: bool = False) -> list[Effect]:
         """Journal this event, and carry out what `core.run.machine` decides."""
+        told = self._repeats.as_told(event) if isinstance(event, ev.Noted) else event
+        if told is None:
+            return []
+        event = told
         out = self._ahead_of(event)
         before = (self.state.phase, self.state.deadline)
         decided = step(self.state, event)
-        nothing = not decided and before == (self.state.phase, self.state.deadline)
-        if isinstance(event, ev.Tick) and nothing:
+        if isinstance(event, ev.Tick) and not decided and before == (self.state.phase, self.state.deadline):
             return out
         flush = flush or any(isinstance(one, Launch | Requeue | Finish) for one in decided)
         out.append(Journal(event, tuple(decided), flush))
