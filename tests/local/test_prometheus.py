@@ -135,6 +135,22 @@ def test_a_run_is_scraped_at_its_port_and_as_a_file(prometheus: Prometheus) -> N
     assert prometheus.query("node_textfile_scrape_error == 0")
 
 
+@pytest.mark.parametrize("title", ["Nodes", "Restarts and incidents in an hour"])
+def test_what_is_scraped_twice_counts_once(prometheus: Prometheus, title: str) -> None:
+    for target in PANELS[title]["targets"]:
+        both = spelled(target["expr"], prometheus.run)
+        one = both.replace("run=~", 'job="port",run=~')
+        assert one != both
+
+        def told(query: str) -> dict[str, float]:
+            return {str(each["metric"]): float(each["value"][1]) for each in prometheus.query(query)}
+
+        alone = told(one)
+        assert told(both).keys() == alone.keys()
+        for labels, value in told(both).items():
+            assert value < 1.9 * alone[labels] or value == alone[labels] == 0.0, labels
+
+
 def spelled(expression: str, run: str) -> str:
     """What Grafana makes of it."""
     return expression.replace("$__rate_interval", "1m").replace("$run", run)

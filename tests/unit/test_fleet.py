@@ -368,7 +368,7 @@ def test_what_gpus_cost_is_told_by_currency_and_of_runs_with_a_price_only(place:
     teams = {group["team"]: group for group in view["groups"]}
     one, two = teams["one"], teams["two"]
     assert set(one["cost"]) == set(view["total"]["cost"]) == {"EUR", "USD"}
-    assert two["cost"] == {}, "without a price, or without GPUs, nothing is guessed"
+    assert two["cost"] is None, "without a price, or without GPUs, nothing is guessed"
     alone = report_view(read_status(RunDirectory(place.runs / "a-1")), Liveness("ended"))["cost"]
     found = one["cost"]["USD"]
     assert (
@@ -383,8 +383,12 @@ def test_what_gpus_cost_is_told_by_currency_and_of_runs_with_a_price_only(place:
     assert "COST" in rows["TEAM"]
     assert f"{one['cost']['EUR']['total']:.2f} EUR + {found['total']:.2f} USD" in rows["one"]
     assert "in steps that counted" in text
-    header = place.good("fleet", "--csv").splitlines()[0].split(",")
-    assert {"cost.USD.total", "cost.EUR.else"} <= set(header)
+    lines = {row["team"]: row for row in csv.DictReader(place.good("fleet", "--csv").splitlines())}
+    assert {"cost.USD.total", "cost.EUR.else"} <= lines["one"].keys()
+    assert float(lines["one"]["cost.USD.total"]) == found["total"]
+    assert {value for name, value in lines["two"].items() if name.startswith("cost.")} == {""}, "no 0"
+    lost = {value for name, value in lines["two"].items() if name.startswith("lost.")}
+    assert "0" in lost - {""} == lost, "of what cost nothing it is known"
     assert "USD" in fleet_page(view)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from jurymast.core.run.notices import Notice, Quota, due
-from jurymast.core.state.incident import Alert
+from jurymast.core.state.incident import CAUSES, Alert
 from jurymast.core.state.settings import Receiver
 from jurymast.errors import PolicyError
 from jurymast.interpreter import run_module
@@ -173,6 +173,7 @@ def test_each_notice_comes_once_also_from_the_next_supervisor_s_process(tmp_path
     incident, spare, finished = lines(told)
     assert "node_lost" in incident["text"]
     assert "n3" in incident["text"]
+    assert incident["next"] == spare["next"] == CAUSES["node_lost"].todo
     assert spare["text"].startswith("a spare is used for n3, 0 left")
     assert finished["text"].startswith("the run succeeded: ")
     (posted,) = server.got

@@ -10,9 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from jurymast.core.goodput import PLACED, Account, Interval, Stay
+from jurymast.core.state.events import AllocationStarted
+from jurymast.report.fleet import fleet_page, fleet_view, read_fleet
 from jurymast.report.goodput import compare, compare_page, page, report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.status import read_status
@@ -83,6 +86,12 @@ PALE = """() => {
 }"""
 
 
+# Tables that are wider than their place.
+BEYOND = """() => [...document.querySelectorAll(".wide")].filter((e) => e.scrollWidth > e.clientWidth)
+  .map((e) => e.getAttribute("aria-label"))"""
+A4_PX, LAPTOP_PX = 718, 1024
+
+
 @pytest.mark.parametrize("looks", [{}, DARK, PHONE], ids=["light", "dark", "phone"])
 @pytest.mark.parametrize("make", [swapped, crash_loop, hostile, lambda: Story().running()])
 def test_every_page_loads_nothing_fits_its_screen_and_can_be_read(
@@ -92,6 +101,28 @@ def test_every_page_loads_nothing_fits_its_screen_and_can_be_read(
     width = shown.viewport_size["width"]
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
     assert shown.evaluate(PALE) == []
+
+
+@pytest.mark.parametrize(("media", "width"), [("print", A4_PX), ("screen", LAPTOP_PX), ("screen", 1440)])
+def test_no_table_is_cut_off_on_paper_or_on_a_laptop(
+    browser: Any, tmp_path: Path, media: str, width: int
+) -> None:
+    """With names as long as those of nodes, users and partitions are."""
+    story, runs = swapped(), tmp_path / "runs"
+    names = {"account": "foundation-models", "partition": "gpu-h200-interactive"}
+    story.entries = [
+        msgspec.structs.replace(one, **names) if isinstance(one, AllocationStarted) else one
+        for one in story.entries
+    ]
+    story.write(runs / "20261101-100000-a-0001")
+    by = ("team", "partition", "user", "month")
+    fleet = tmp_path / "fleet.html"
+    fleet.write_text(fleet_page(fleet_view(read_fleet([runs]), by, None, story.t)))
+    for file in (written(swapped(), tmp_path), fleet):
+        shown = opened(browser, file)
+        shown.emulate_media(media=media)
+        shown.set_viewport_size({"width": width, "height": 1000})
+        assert shown.evaluate(BEYOND) == [], file.name
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
@@ -208,4 +239,6 @@ def test_the_print_has_what_is_folded_and_no_buttons(browser: Any, tmp_path: Pat
     assert shown.pdf().startswith(b"%PDF")
     assert shown.evaluate("[...document.querySelectorAll('details')].every((e) => e.open)")
     shown.emulate_media(media="print")
+    shown.set_viewport_size({"width": A4_PX, "height": 1000})
+    assert shown.evaluate(BEYOND) == [], "what is beyond the paper is lost"
     assert not shown.get_by_role("button", name="closer").is_visible()

@@ -18,7 +18,7 @@ from jurymast.core.judges.rejoining import AMID_STEP, MADE_IN_TRAIN, OWN_GONE, S
 from jurymast.core.judges.silence import steady_limit_s
 from jurymast.core.state.failure_rate import prior
 from jurymast.core.state.run import RunState, failure_rate
-from jurymast.report.text import Block, Line, count, duration, percent
+from jurymast.report.text import Block, Line, count, duration, percent, points
 from jurymast.sim.bounds import StandsStill
 from jurymast.sim.replay import Foretold, NotReplayed, Replay, replay_of
 
@@ -205,7 +205,7 @@ def sentences(advice: Mapping[str, Any]) -> list[str]:
         return ["nothing: no other setting would have gained more than the forecast may be wrong"]
     return [
         f"{one['option']}: {one['value']}. {one['of'].capitalize()} {percent(one['before'])} -> "
-        f"{percent(one['after'])} ({100 * one['gain']:+.1f} points): {one['why']}"
+        f"{percent(one['after'])} ({points(one['gain'])} points): {one['why']}"
         for one in advice["changes"]
     ]
 
@@ -217,7 +217,7 @@ def trust(advice: Mapping[str, Any]) -> str:
     alone = ", each change alone" if len(advice["changes"]) > 1 else ""
     of = "this run's newest failures" if advice["part"] else "this run's failures"
     told = [
-        f"{percent(advice[f'foretold{key}'])} {name} goodput, {100 * advice[f'error{key}']:+.1f} points"
+        f"{percent(advice[f'foretold{key}'])} {name} goodput, {points(advice[f'error{key}'])} points"
         for name, key in (("runtime", ""), ("allocation", "_allocation"))
     ]
     return (

@@ -43,7 +43,7 @@ from jurymast.report.goodput import RATIO_NAMES, Card
 from jurymast.report.liveness import JournalTail
 from jurymast.report.pages import render, slices
 from jurymast.report.runs import rows_of_nodes
-from jurymast.report.text import Block, Line, Table, between, count, duration, iso, one_line, percent
+from jurymast.report.text import MERGED, Block, Line, Table, between, count, duration, iso, one_line, percent
 from jurymast.rundir import RunDirectory, run_names, write_json
 
 VERSION = 3  # of what is kept
@@ -69,7 +69,7 @@ DEFINITIONS = {
     "ordered: nothing of it is lost",
     "unknown": "allocated node-time of which the journals do not tell whether it counted",
     "energy": "what the counters of GPUs said, at least; the days are those on which they were read",
-    "mtbf": "time of one node between failures of nodes",
+    "mtbf": f"time of one node between failures of nodes; {MERGED}",
     "trend": f"the last {WEEK_DAYS} days against the {MONTH_DAYS - WEEK_DAYS} before them; unclear if the "
     "intervals overlap",
     "month": "days and months are those of UTC",
@@ -303,7 +303,8 @@ def _group_json(group: RunGroup, by: Sequence[str], now: float) -> View:
                 "else": cost.total - cost.counted - cost.doubtful, "gpu_seconds": cost.gpu_us / 1e6,
             }
             for currency, cost in sorted(group.costs.items())
-        },
+        }
+        or None,
         "energy": energy_json(group.millijoules / 1e3, group.metered_us / 1e6),
         "spares": {"asked": sum(r.spares for r in runs), "used": sum(r.spares_used for r in runs)},
     }  # fmt: skip
@@ -413,7 +414,7 @@ def cost_lines(group: Mapping[str, Any]) -> list[str]:
         f"{hours(group['gpu_seconds'])} GPU-hours: {money(cost['counted'], currency)} in steps that counted, "
         f"{money(cost['else'], currency)} in all else"
         + (f", {money(cost['doubtful'], currency)} unclear" if cost["doubtful"] else "")
-        for currency, cost in group["cost"].items()
+        for currency, cost in (group["cost"] or {}).items()
     ]
 
 
@@ -445,7 +446,7 @@ def cells_of(group: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
     """The group's cells below these columns."""
     asked, used = group["spares"]["asked"], group["spares"]["used"]
     mtbf = group["mtbf"]
-    costs = " + ".join(money(cost["total"], currency) for currency, cost in group["cost"].items())
+    costs = " + ".join(money(cost["total"], name) for name, cost in (group["cost"] or {}).items())
     return [
         f"{group['runs']}" + ("*" if group["open_runs"] else ""),
         hours(group["allocated_node_seconds"]), hours(group["gpu_seconds"]),
@@ -460,7 +461,12 @@ def cells_of(group: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
 
 
 def hours(seconds: float) -> str:
-    return "-" if not seconds else f"{seconds / 3600:,.{0 if seconds >= 360_000 else 1}f}"
+    """Of a handful of short runs, too: never 0 for what is not nothing."""
+    if not seconds:
+        return "-"
+    if seconds < 36:
+        return "<0.01"
+    return f"{seconds / 3600:,.{0 if seconds >= 360_000 else 1 if seconds >= 36_000 else 2}f}"
 
 
 def ratio_text(ratio: float | Mapping[str, float] | None) -> str:
@@ -498,18 +504,19 @@ def meaning_of(cause: str) -> str:
 # ---- as CSV
 
 
-UNREAD = {"kwh": None, "gpu_watts": None}
+UNKNOWN: dict[str, dict[str, None]] = {"energy": {"kwh": None, "gpu_watts": None}, "cost": {}}
 
 
 def fleet_csv(view: Mapping[str, Any]) -> str:
     """One line a group, after a line with the names of the columns: the JSON's, joined by points. Ranges have
-    two columns, which are alike where the ratio is known."""
+    two columns, which are alike where the ratio is known. What is not known is empty."""
     rows = [_flat(group) for group in view["groups"]]
     columns = dict.fromkeys(name for row in rows for name in row) or dict.fromkeys(view["by"])
+    nothing = {name: 0 for name in columns if name.startswith(("lost.", "asked_for."))}
     out = io.StringIO()
-    writer = csv.DictWriter(out, columns, restval=0, lineterminator="\n")
+    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({**nothing, **row} for row in rows)
     return out.getvalue()
 
 
@@ -518,8 +525,8 @@ def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     for name, value in values.items():
         if before == "ratios." and not isinstance(value, Mapping):
             value = {"low": value, "high": value}
-        elif name == "energy" and value is None:
-            value = UNREAD
+        elif value is None:
+            value = UNKNOWN.get(name)
         if isinstance(value, Mapping):
             flat.update(_flat(value, f"{before}{name}."))
         else:

@@ -45,6 +45,7 @@ from jurymast.report.status import (
     tiers_json,
 )
 from jurymast.report.text import (
+    MERGED,
     Block,
     Line,
     Table,
@@ -57,6 +58,7 @@ from jurymast.report.text import (
     one_line,
     percent,
     plain_seconds,
+    points,
     rates,
     size,
     throughput,
@@ -366,6 +368,7 @@ def mtbf_text(report: Mapping[str, Any]) -> str:
     found = report["mtbf"]
     seen = (
         f"{count(found['failures'], 'failure')} of nodes in {duration(found['observed_seconds'])} with nodes"
+        f"{f' ({MERGED})' if found['failures'] else ''}"
     )
     predicted = (
         f"expected of {count(report['nodes']['active'], 'node')}: {duration(found['predicted_seconds'])}"
@@ -497,11 +500,6 @@ def compare_page(both: Mapping[str, Any]) -> str:
 
 def _heading(report: Mapping[str, Any]) -> str:
     return f"{report['run']} (estimate)" if report.get("estimate") else str(report["run"])
-
-
-def points(change: float | None) -> str:
-    """A difference of two ratios, in percentage points."""
-    return "-" if change is None else f"{100 * change:+.1f}"
 
 
 # ---- the page

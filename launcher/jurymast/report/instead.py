@@ -83,9 +83,9 @@ def assumed(view: Mapping[str, Any]) -> str:
     return (
         "by a simulation of the job's own failures, each at its step, with the job's own time to start and "
         f"{view['durations']}; with the script as it is, which goes back as far as it did: "
-        f"{percent(view['as_it_is'][RATIOS[0]])}, with jurymast.Checkpointer: "
-        f"{percent(view['with_checkpointer'][RATIOS[0]])}; the range is of such answers, so that the truth "
-        "may lie outside of it"
+        f"{percent(view['as_it_is'][RATIOS[0]])}, with jurymast.Checkpointer "
+        f"by the policy's cadence: {percent(view['with_checkpointer'][RATIOS[0]])}; the range is of such "
+        "answers, so that the truth may lie outside of it"
     )
 
 

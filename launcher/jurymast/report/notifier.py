@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from jurymast import foreign, programs
 from jurymast.core.run.notices import Notice, Quota, due
+from jurymast.core.state.incident import CAUSES
 from jurymast.core.state.settings import Receiver
 from jurymast.report.follow import end_lines
 from jurymast.report.liveness import Liveness
@@ -34,8 +35,8 @@ Message = dict[str, Any]
 
 
 def message_of(notice: Notice, watcher: StatusWatcher) -> Message:
-    """The notice for people and for programs: `text` is one sentence or more, `next` the command to go on
-    with ("" if none is needed)."""
+    """The notice for people and for programs: `text` is one sentence or more, `next` what to do, or the
+    command to go on with ("" if none is needed)."""
     state = watcher.state
     name = state.name or watcher.plan.name
     following = ""
@@ -52,8 +53,10 @@ def message_of(notice: Notice, watcher: StatusWatcher) -> Message:
         if notice.kind == "spare":
             left = len(state.spare_nodes())
             text = f"a spare is used for {incident.node or 'a node'}, {left} left ({incident.cause})"
-        elif incident.action == "stop":
+        if incident.action == "stop":
             following = "; ".join(after_failure(state.run, incident_json(incident)))
+        elif incident.cause in CAUSES:
+            following = CAUSES[incident.cause].todo
     return {
         "run": state.run, "name": name, "kind": notice.kind, "at": notice.t, "text": text, "next": following,
         "step": state.best_step, "directory": str(watcher.directory.root),

@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
+from jurymast.core.state.failure_rate import MERGE_S
 from jurymast.core.state.texts import clean as clean
 from jurymast.core.state.texts import count as count
 from jurymast.core.state.texts import size as size
 from jurymast.core.state.texts import some as some
+
+# Of failures of nodes, why an MTBF has fewer of them, and less time, than one sees.
+MERGED = f"the {MERGE_S / 60:.0f} min after a failure count as part of it"
 
 
 def iso(t: float | None) -> str | None:
@@ -85,6 +89,11 @@ def amount(value: float) -> str:
 
 def percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{100 * ratio:.1f} %"
+
+
+def points(change: float | None) -> str:
+    """A difference of two ratios, in percentage points; never -0.0."""
+    return "-" if change is None else f"{round(100 * change, 1) + 0.0:+.1f}"
 
 
 def between(least: float | None, most: float | None) -> str:
