@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jurymast.core.judges.cadence import Cadence
+from jurymast.core.judges.forecast import STALL_GUESS_S
 from jurymast.core.state.events import NodeLost
 from jurymast.core.state.incident import CAUSES, Incident
 from jurymast.core.state.schedule import NEVER
@@ -80,6 +81,12 @@ def often(kind: str, every_s: float, nodes: int = 8) -> tuple[TraceFault, ...]:
     )
 
 
+def bursts(every_s: float, seconds: float, **usual: float) -> Past:
+    times = range(1, int(seconds / every_s))
+    faults = tuple(TraceFault(number * every_s, (), WORKER_KILL) for number in times)
+    return Past(faults, spares=0, seconds=seconds, durations=replace(USUAL, **usual))
+
+
 CASES = {
     "nothing is saved": (
         Past(often(WORKER_KILL, 7200.0), Cadence(steps=NEVER)),
@@ -90,6 +97,16 @@ CASES = {
         Past(often(WORKER_KILL, 7200.0), Cadence(seconds=5400.0)),
         ("the script's cadence", "runtime_goodput"),
         Past(often(WORKER_KILL, 7200.0)),
+    ),
+    "failures come too soon one after another": (
+        bursts(400.0, 7200.0),
+        ("checkpoint.cadence", "runtime_goodput"),
+        None,
+    ),
+    "and before the first save": (
+        bursts(120.0, 1200.0, step_s=0.5, stall_s=STALL_GUESS_S),
+        ("checkpoint.cadence", "runtime_goodput"),
+        None,
     ),
     "the policy saves too often": (
         Past((), Cadence(seconds=10.0), Settings(cadence_s=10.0), seconds=DAY_S / 4),
@@ -145,8 +162,11 @@ def test_what_is_advised_gains_what_is_foretold(case: str) -> None:
     assert abs(advice["error"]) < 0.01
     first = next(one for one in advice["changes"] if one["option"] == option)
     assert first["of"].replace(" ", "_") == of
-    if followed is None:
+    if followed is None and option == "--spares":
         followed = replace(past, spares=int(first["value"]))
+    elif followed is None:
+        every_s = float(first["value"].removesuffix("s"))
+        followed = replace(past, cadence=Cadence(seconds=every_s), settings=Settings(cadence_s=every_s))
     assert first["gain"] == pytest.approx(followed.ratio(of) - past.ratio(of), abs=0.02)
     assert first["gain"] > 0.005
 

@@ -389,7 +389,9 @@ def test_what_gpus_cost_is_told_by_currency_and_of_runs_with_a_price_only(place:
     assert {value for name, value in lines["two"].items() if name.startswith("cost.")} == {""}, "no 0"
     lost = {value for name, value in lines["two"].items() if name.startswith("lost.")}
     assert "0" in lost - {""} == lost, "of what cost nothing it is known"
-    assert "USD" in fleet_page(view)
+    page = fleet_page(view)
+    assert "USD" in page
+    assert "c-rework" not in page[page.index("<h2>Asked for") :], "which looks lost"
 
 
 def test_what_gpus_used_is_told_of_runs_whose_counters_were_read_only(place: Place) -> None:

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jurymast.core.goodput import Account, Ledger
-from jurymast.core.judges.cadence import Cadence
-from jurymast.core.judges.forecast import REPLACE_S, REPLICATE_GUESS_S, STALL_GUESS_S, size_spares
+from jurymast.core.judges.cadence import Cadence, best_interval_s
+from jurymast.core.judges.forecast import REPLACE_S, REPLICATE_GUESS_S, STALL_GUESS_S, Saving, size_spares
 from jurymast.core.judges.rejoining import AMID_STEP, MADE_IN_TRAIN, OWN_GONE, SHARDS_GONE
 from jurymast.core.judges.silence import steady_limit_s
-from jurymast.core.state.failure_rate import prior
+from jurymast.core.state.failure_rate import FEW_FAILURES, MERGE_S, mtbf, prior
 from jurymast.core.state.run import RunState, failure_rate
 from jurymast.report.text import Block, Line, count, duration, percent, points
 from jurymast.sim.bounds import StandsStill
@@ -42,6 +42,8 @@ MENDABLE = (
     (SHARDS_GONE, "shards", "each on two nodes (HSDP), whose own cost is not in the forecast"),
 )
 LEAST_BACK = 2
+
+GUESS = f"taking {duration(STALL_GUESS_S)} for a save"
 
 NONE_FORETOLD = ("foretold", "error", "foretold_allocation", "error_allocation", "part", "why_none")
 
@@ -104,9 +106,10 @@ def _changes(replay: Replay, was: Foretold, ledger: Ledger) -> Iterator[Advice]:
 def _possible(replay: Replay) -> Iterator[_Change]:
     """Settings that are not as jurymast chooses them by itself, each changed back alone."""
     settings, durations = replay.setup.settings, replay.setup.durations
-    if replay.unsaved and replay.faults:
-        guess = f"taking {duration(STALL_GUESS_S)} for a save"
-        why = f"nothing was saved, so each failure led back to step 0; {guess}"
+    if replay.cadence == Cadence():
+        yield from _oftener(replay)
+    elif replay.unsaved and replay.faults:
+        why = f"nothing was saved, so each failure led back to step 0; {GUESS}"
         yield _Change("jurymast.Checkpointer", "in the script", why, replace(replay, cadence=Cadence()))
     if replay.unsaved:
         return
@@ -140,6 +143,24 @@ def _possible(replay: Replay) -> Iterator[_Change]:
         yield _Change(
             "detect.node_lost_after", "auto", why, replay.with_setup(settings=usual, durations=sooner)
         )
+
+
+def _oftener(replay: Replay) -> Iterator[_Change]:
+    """Saves by this run's own failures, where it had many: the failure rate counts those that come close to
+    each other once. By the lower end of the rate, and not by this run's luck alone."""
+    setup, of = replay.setup, replay.setup.durations
+    seen = mtbf(len(replay.faults), setup.seconds)
+    if seen.failures < FEW_FAILURES or seen.high_s is None:
+        return
+    saving = Saving(of.stall_s, of.copy_s, of.slowdown)
+    every_s = max(1, round(best_interval_s(saving, seen.high_s, setup.settings.max_loss_s)))
+    why = (
+        f"{count(seen.failures, 'failure')} in {duration(setup.seconds)}: the automatic cadence counts those "
+        f"within {duration(MERGE_S)} once, and saved too seldom" + (f"; {GUESS}" if replay.unsaved else "")
+    )
+    changed = replay.with_setup(settings=replace(setup.settings, cadence_s=float(every_s)))
+    cadence = Cadence(seconds=float(every_s))
+    yield _Change("checkpoint.cadence", f"{every_s}s", why, replace(changed, cadence=cadence))
 
 
 def _in_process(replay: Replay, ledger: Ledger) -> Iterator[_Change]:

@@ -544,8 +544,8 @@ def _cell(text: str) -> str:
 
 
 _TABLES = (
-    ("Lost, by cause", "what node-time was lost to", "lost"),
-    ("Asked for", "node-time that was spent as somebody asked", "asked_for"),
+    ("Lost, by cause", "what node-time was lost to", "lost", "c-rework"),
+    ("Asked for", "node-time that was spent as somebody asked", "asked_for", "c-spare_idle"),
 )
 
 
@@ -572,8 +572,8 @@ def fleet_page(view: Mapping[str, Any]) -> str:
         "groups": [(keys_of(group, view["by"]), cells_of(group, columns)) for group in view["groups"]],
         "all": cells_of(total, columns), "hours": hours, "meaning": meaning_of,
         "tables": [
-            (title, about, total[key], max(each["node_seconds"] for each in total[key].values()))
-            for title, about, key in _TABLES
+            (title, about, look, total[key], max(each["node_seconds"] for each in total[key].values()))
+            for title, about, key, look in _TABLES
             if total[key]
         ],
     }  # fmt: skip
