@@ -154,9 +154,11 @@ def _oftener(replay: Replay) -> Iterator[_Change]:
         return
     saving = Saving(of.stall_s, of.copy_s, of.slowdown)
     every_s = max(1, round(best_interval_s(saving, seen.high_s, setup.settings.max_loss_s)))
+    guess = f"; {GUESS}" if replay.unsaved else ""
     why = (
         f"{count(seen.failures, 'failure')} in {duration(setup.seconds)}: the automatic cadence counts those "
-        f"within {duration(MERGE_S)} once, and saved too seldom" + (f"; {GUESS}" if replay.unsaved else "")
+        f"within {MERGE_S / 60:.0f} min once, and saved too seldom{guess}; a script whose Checkpointer has "
+        "`every` has it there instead"
     )
     changed = replay.with_setup(settings=replace(setup.settings, cadence_s=float(every_s)))
     cadence = Cadence(seconds=float(every_s))
