@@ -368,7 +368,7 @@ def test_what_gpus_cost_is_told_by_currency_and_of_runs_with_a_price_only(place:
     teams = {group["team"]: group for group in view["groups"]}
     one, two = teams["one"], teams["two"]
     assert set(one["cost"]) == set(view["total"]["cost"]) == {"EUR", "USD"}
-    assert two["cost"] is None, "without a price, or without GPUs, nothing is guessed"
+    assert two["cost"] == {}, "without a price, or without GPUs, nothing is guessed"
     alone = report_view(read_status(RunDirectory(place.runs / "a-1")), Liveness("ended"))["cost"]
     found = one["cost"]["USD"]
     assert (

@@ -303,8 +303,7 @@ def _group_json(group: RunGroup, by: Sequence[str], now: float) -> View:
                 "else": cost.total - cost.counted - cost.doubtful, "gpu_seconds": cost.gpu_us / 1e6,
             }
             for currency, cost in sorted(group.costs.items())
-        }
-        or None,
+        },
         "energy": energy_json(group.millijoules / 1e3, group.metered_us / 1e6),
         "spares": {"asked": sum(r.spares for r in runs), "used": sum(r.spares_used for r in runs)},
     }  # fmt: skip
@@ -414,7 +413,7 @@ def cost_lines(group: Mapping[str, Any]) -> list[str]:
         f"{hours(group['gpu_seconds'])} GPU-hours: {money(cost['counted'], currency)} in steps that counted, "
         f"{money(cost['else'], currency)} in all else"
         + (f", {money(cost['doubtful'], currency)} unclear" if cost["doubtful"] else "")
-        for currency, cost in (group["cost"] or {}).items()
+        for currency, cost in group["cost"].items()
     ]
 
 
@@ -446,7 +445,7 @@ def cells_of(group: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
     """The group's cells below these columns."""
     asked, used = group["spares"]["asked"], group["spares"]["used"]
     mtbf = group["mtbf"]
-    costs = " + ".join(money(cost["total"], name) for name, cost in (group["cost"] or {}).items())
+    costs = " + ".join(money(cost["total"], name) for name, cost in group["cost"].items())
     return [
         f"{group['runs']}" + ("*" if group["open_runs"] else ""),
         hours(group["allocated_node_seconds"]), hours(group["gpu_seconds"]),
@@ -504,7 +503,7 @@ def meaning_of(cause: str) -> str:
 # ---- as CSV
 
 
-UNKNOWN: dict[str, dict[str, None]] = {"energy": {"kwh": None, "gpu_watts": None}, "cost": {}}
+UNREAD = {"kwh": None, "gpu_watts": None}
 
 
 def fleet_csv(view: Mapping[str, Any]) -> str:
@@ -525,8 +524,8 @@ def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     for name, value in values.items():
         if before == "ratios." and not isinstance(value, Mapping):
             value = {"low": value, "high": value}
-        elif value is None:
-            value = UNKNOWN.get(name)
+        elif name == "energy" and value is None:
+            value = UNREAD
         if isinstance(value, Mapping):
             flat.update(_flat(value, f"{before}{name}."))
         else:
