@@ -81,10 +81,10 @@ def often(kind: str, every_s: float, nodes: int = 8) -> tuple[TraceFault, ...]:
     )
 
 
-def bursts(every_s: float, seconds: float, **usual: float) -> Past:
+def bursts(every_s: float, seconds: float, durations: Durations = USUAL) -> Past:
     times = range(1, int(seconds / every_s))
     faults = tuple(TraceFault(number * every_s, (), WORKER_KILL) for number in times)
-    return Past(faults, spares=0, seconds=seconds, durations=replace(USUAL, **usual))
+    return Past(faults, spares=0, seconds=seconds, durations=durations)
 
 
 CASES = {
@@ -104,7 +104,7 @@ CASES = {
         None,
     ),
     "and before the first save": (
-        bursts(120.0, 1200.0, step_s=0.5, stall_s=STALL_GUESS_S),
+        bursts(120.0, 1200.0, replace(USUAL, step_s=0.5, stall_s=STALL_GUESS_S)),
         ("checkpoint.cadence", "runtime_goodput"),
         None,
     ),
