@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, islice
@@ -437,6 +438,14 @@ class FileTail:
             end = len(data)
         self._offset += end
         return data[:end]
+
+    def leave_out(self, all_but_bytes: int) -> None:
+        """Leave out all but so many bytes of the file's end, and the rest of the line that begins before."""
+        with suppress(OSError):  # the next call says it
+            size = foreign.status(self.path).st_size
+            if size - self._offset > all_but_bytes:
+                self._offset = size - all_but_bytes
+                self._offset += self._read(all_but_bytes, ends=False).find(b"\n") + 1
 
     def bar(self, limit_bytes: int = 1 << 16) -> bytes:
         """The unfinished last line if it has a carriage return, a progress bar, as far as it was not returned

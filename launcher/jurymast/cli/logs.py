@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jurymast.journal import FileTail
 
 FOLLOW_EVERY_S = 0.2
-READ_BYTES = 1 << 20
+READ_BYTES, TAIL_BYTES = 1 << 20, 1 << 26
 # If there are more ranks, not all of them are shown by default.
 RANKS_SHOWN_MAX = 64
 # A progress bar has no line ends; as it is, it is printed as often as this.
@@ -213,6 +213,8 @@ def _rounds(directory: RunDirectory, follow: bool, files: Sized) -> Iterator[boo
 
 def _copy(source: FileTail, prefix: str, tail: int | None, *, whole: bool) -> None:
     kept: list[bytes] = []
+    if tail is not None:  # the file may be a colleague's, and have no end
+        source.leave_out(max(TAIL_BYTES, tail << 10))
     while True:
         lines = [_last_state(line) for line in source.lines(READ_BYTES, partial=whole)]
         if tail is None:

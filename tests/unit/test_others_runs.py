@@ -1,4 +1,4 @@
-"""`jurymast fleet` where others' runs, which count as well, say ever so much."""
+"""Commands that show others' runs, where these say ever so much."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.cli.main import main
 from jurymast.cluster import kept
 from jurymast.report.fleet import fleet_blocks, fleet_view, kept_file, leave_summary, read_fleet
 from jurymast.report.text import render
@@ -39,3 +40,18 @@ def test_what_strangers_runs_say_without_end_is_not_kept(
     monkeypatch.undo()
     read_fleet([tmp_path])
     assert kept_file(tmp_path).exists()
+
+
+def test_the_end_of_a_log_of_a_terabyte_is_shown_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = swapped().write(tmp_path / "a-1")
+    run.save_attempt(1)
+    log = run.rank_log(1, 0)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, 2)
+        file.write(b"\none\ntwo\n")
+    assert main(["logs", str(run.root), "--rank", "0", "--tail", "2"]) == 0
+    assert capsys.readouterr().out.split() == ["[r0]", "one", "[r0]", "two"]
