@@ -26,8 +26,8 @@ from jurymast.core.judges import tests as node_tests
 from jurymast.core.judges.attribution import cause_of_end
 from jurymast.core.judges.energy import EnergyUsed
 from jurymast.core.judges.stragglers import Windows
+from jurymast.core.nodes.acknowledgement import Known
 from jurymast.core.nodes.hangs import Hangs
-from jurymast.core.nodes.known import Known
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run import ends, ladder, machine, recovery, tasks
 from jurymast.core.state import events as ev

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jurymast.core.nodes.known import Disk
+from jurymast.core.nodes.acknowledgement import Disk
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import AskSuperseded, Effect, Send

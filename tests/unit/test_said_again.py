@@ -4,7 +4,7 @@ twice."""
 from __future__ import annotations
 
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.nodes.known import Disk
+from jurymast.core.nodes.acknowledgement import Disk
 from jurymast.core.nodes.watch import RECONNECT_GRACE_S, SOON_S
 from jurymast.core.state import events as ev
 from jurymast.core.state import images as im

@@ -17,7 +17,7 @@ from jurymast.core.judges.silence import (
     patience_s,
     rejoin_limit_s,
 )
-from jurymast.core.nodes.known import Disk
+from jurymast.core.nodes.acknowledgement import Disk
 from jurymast.core.nodes.watch import (
     ABANDONED_LIMIT_S,
     AFTER_OTHERS_S,

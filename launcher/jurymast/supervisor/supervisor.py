@@ -20,7 +20,7 @@ from typing import Any
 from msgspec import structs
 
 from jurymast import background
-from jurymast.core.nodes.known import Disk
+from jurymast.core.nodes.acknowledgement import Disk
 from jurymast.core.state import effects as do
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg

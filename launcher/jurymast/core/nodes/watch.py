@@ -39,8 +39,8 @@ from jurymast.core.judges.silence import (
     patience_s,
     rejoin_limit_s,
 )
+from jurymast.core.nodes.acknowledgement import Disk, Known
 from jurymast.core.nodes.hangs import Reports
-from jurymast.core.nodes.known import Disk, Known
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Answer, Disconnect, Effect, Pulse, Record

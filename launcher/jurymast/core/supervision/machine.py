@@ -20,9 +20,9 @@ from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.commit import Rollback
 from jurymast.core.judges.repeats import Repeats
 from jurymast.core.judges.stragglers import Stragglers
+from jurymast.core.nodes.acknowledgement import UNASKED, Disk
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.health import NodeHealth, SickNodes
-from jurymast.core.nodes.known import UNASKED, Disk
 from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
 from jurymast.core.run.machine import resume, step

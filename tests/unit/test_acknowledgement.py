@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jurymast.core.nodes.known import Disk, Known
+from jurymast.core.nodes.acknowledgement import Disk, Known
 
 
 def ticks(known: Known, *seen: tuple[float, Disk]) -> float:

@@ -1,4 +1,4 @@
-"""Which messages every later supervisor will know of, so that agents need not keep them any longer.
+"""Which messages of agents may be acknowledged: those of which every later supervisor will know.
 
 A supervisor that has been replaced may not know it yet, and what it still writes does not count. But one that
 takes over claims its epoch before it reads the journal: whatever was on the disk when a look began that found
