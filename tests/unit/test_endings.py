@@ -7,6 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from jurymast.worker.elastic import ImpatientAgent
+from jurymast.worker.endings import read_error
 
 CASES = """
 import functools, json, os, sys, threading
@@ -64,6 +69,31 @@ threading.Event().wait()
 """
 
 
+WRITES = """
+import os
+from jurymast.worker import endings
+
+class Slow(Exception):
+    def __str__(self):
+        print(os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"]), flush=True)
+        return "no data"
+
+endings.write_error(Slow(), "Traceback")
+"""
+
+
+def test_the_host_never_finds_half_of_an_error(tmp_path: Path) -> None:
+    """It would take the rank for one that ended by itself, with exit code 1."""
+    path = tmp_path / "error.json"
+    done = subprocess.run(
+        [sys.executable, "-c", WRITES], env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(path)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("False\n", "")
+    assert read_error(str(path)) == {"error": "Slow", "message": "no data", "traceback": "Traceback"}
+    assert os.listdir(tmp_path) == [path.name]
+
+
 def test_each_exit_with_a_failure_notes_its_place_and_stays_what_it_is(tmp_path: Path) -> None:
     """SystemExits of other threads end no rank; os._exit does in each."""
     path = tmp_path / "error.json"
@@ -83,3 +113,22 @@ def test_each_exit_with_a_failure_notes_its_place_and_stays_what_it_is(tmp_path:
     }  # fmt: skip
     assert not is_open
     assert json.loads(Path(f"{path}.exit").read_text())["code"] == 11
+
+
+def test_a_rank_has_not_failed_while_it_writes_how_as_torchs_record_does(tmp_path: Path) -> None:
+    told: list[Any] = []
+    host: Any = object.__new__(ImpatientAgent)
+    host._server = SimpleNamespace(codes=lambda: [None, -15])
+    host._page, host._reported, host._plan = None, set(), {"temporary": str(tmp_path)}
+    host._worker_group = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank) for rank in (0, 1)])
+    launch, pipe = SimpleNamespace(attempt=1), SimpleNamespace(tell=told.append)
+    host._rendezvous_handler = SimpleNamespace(launch=launch, pipe=pipe)
+    path = Path(host._error_file(0))
+    path.touch()
+    assert host._report_failures(ending=True)
+    assert [(one.rank, one.exit_code) for one in told] == [(1, -15)]
+    assert host._end()  # so that it is waited for
+    path.write_text(json.dumps({"message": {"message": "RuntimeError: Connection reset by peer"}}))
+    assert not host._end()
+    assert host._report_failures(ending=True)
+    assert [(one.rank, one.error) for one in told] == [(1, ""), (0, "RuntimeError")]

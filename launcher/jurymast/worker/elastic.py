@@ -101,7 +101,7 @@ UNLIMITED = 2**31
 KILL_LIMIT_S = 2.0
 # Before the others are stopped, ranks at the end of their scripts have so long to end by themselves: one of
 # them may be the cause, as its exit code then shows.
-ENDING_LIMIT_S = 1.0
+ENDING_LIMIT_S, ENDING_LOOK_S = 1.0, 0.02
 # Slurm signals one process of a step after another, and the order to stop may overtake that by so long.
 SLURMS_SIGNAL_S = 0.5
 # Newer torchruns, in which they can be chosen, tell ranks which signals they pass on.
@@ -318,7 +318,7 @@ class ImpatientAgent(LocalElasticAgent):
         failed = {local_rank: code for local_rank, code in enumerate(codes) if code}
         if ending:
             lives = (number for number, code in enumerate(codes) if code is None)
-            failed |= {number: 1 for number in lives if os.path.exists(self._error_file(number))}
+            failed |= {number: 1 for number in lives if read_error(self._error_file(number))}
         for local_rank, code in enumerate(codes):
             if code == 0:
                 self._report_end(local_rank)
@@ -388,7 +388,7 @@ class ImpatientAgent(LocalElasticAgent):
         """Wait a moment for the ranks that have reached the end of their scripts."""
         end = time.monotonic() + ENDING_LIMIT_S
         while self._end() and (left_s := end - time.monotonic()) > 0:
-            select.select([self._server], [], [], left_s)
+            select.select([self._server], [], [], min(left_s, ENDING_LOOK_S))
 
     def _await_slurms_signal(self) -> None:
         """If Slurm may be ending the job, and signals all processes of a step: wait until that has reached
@@ -403,12 +403,17 @@ class ImpatientAgent(LocalElasticAgent):
 
     def _end(self) -> bool:
         """Whether a rank that lives has reached the end of its script, as far as it is not known by what."""
-        return self._page is not None and any(
-            code is None
-            and link.read_slot(self._page, local_rank).phase == link.PHASES[link.ENDING]
-            and not os.path.exists(self._error_file(local_rank))
+        return any(
+            code is None and self._is_ending(local_rank)
             for local_rank, code in enumerate(self._server.codes())
         )
+
+    def _is_ending(self, local_rank: int) -> bool:
+        path = self._error_file(local_rank)
+        if os.path.exists(path):
+            return not read_error(path)  # torch's @record is writing it
+        page = self._page
+        return page is not None and link.read_slot(page, local_rank).phase == link.PHASES[link.ENDING]
 
     def _exit_barrier(self) -> None:
         """Do nothing: torch waits up to 300 s for other nodes; the supervisor knows when all are done."""

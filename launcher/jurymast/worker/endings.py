@@ -26,13 +26,17 @@ IMMUTABLE = 1 << 8
 
 
 def write_error(error: BaseException, text: str) -> None:
-    """Write the exception with its traceback `text`, unless torch's @record did so already."""
+    """Write the exception with its traceback `text`, unless torch's @record did so already. The file is there
+    with all of it or not at all, because the host looks for it at any moment."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path or os.path.exists(path):
         return
     extra = {"py_callstack": text[-TRACEBACK_CHARACTERS:], "timestamp": str(int(time.time()))}
-    with open(path, "w") as file:
-        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+    told = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+    partial = f"{path}.{os.getpid()}"
+    with open(partial, "w") as file:
+        json.dump(told, file)
+    os.replace(partial, path)
 
 
 def tell_error() -> None:
