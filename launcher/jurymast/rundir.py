@@ -299,7 +299,7 @@ class RunDirectory:
         somebody who can rename it may have put in its place."""
         with contextlib.suppress(OSError), foreign.own_directory(self.root) as held:
             if Made.of(held) == made:
-                shutil.rmtree(held / ".", ignore_errors=True)
+                shutil.rmtree(f"{held}/.", ignore_errors=True)  # a Path would drop the dot, and be a link
         with contextlib.suppress(OSError):
             self.root.rmdir()
 
