@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from jurymast.interpreter import run_module
+from jurymast.programs import at_once
 
 LINE_BYTES_MAX = 2 << 20
 REST_LIMIT_S = 1.0
@@ -27,7 +28,7 @@ class Child:
     async def start(cls, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Child:
         """Start a Python module. `environment` is added to this process's own. Raises OSError."""
         process = await asyncio.create_subprocess_exec(
-            *run_module(module, *arguments), limit=LINE_BYTES_MAX,
+            *at_once(run_module(module, *arguments)), limit=LINE_BYTES_MAX,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **(environment or {})},
         )  # fmt: skip

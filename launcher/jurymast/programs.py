@@ -14,6 +14,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+ENV = "/usr/bin/env"
+
 
 def located(name: str, environment: Mapping[str, str] = os.environ) -> str | None:
     """Where the program is; None if it is in no absolute part of PATH."""
@@ -31,9 +33,17 @@ def executable(name: str) -> str:
     return found
 
 
+def at_once(command: Sequence[str]) -> list[str]:
+    """The command line by which this program, named by its path, is started without waiting for the storage
+    that it is on. A process stands still, with all its threads, until the kernel has opened the program of
+    one that it starts: `env` is of the node's own system."""
+    program = command[0]
+    plain = program.startswith("/") and "=" not in program and os.access(ENV, os.X_OK)
+    return [ENV, *command] if plain else [*command]
+
+
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; what it prints is text, whatever bytes others have put there (Slurm keeps
     names of jobs and reasons of nodes as they are). Raises OSError, subprocess.TimeoutExpired."""
-    return subprocess.run(
-        command, executable=executable(command[0]), text=True, errors="replace", check=False, **options
-    )
+    words = at_once([executable(command[0]), *command[1:]])
+    return subprocess.run(words, text=True, errors="replace", check=False, **options)

@@ -11,12 +11,16 @@ about what is stored.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from jurymast import foreign
+from jurymast.errors import RunDirectoryError
+
+log = logging.getLogger("jurymast.reading")
 
 Result = TypeVar("Result")
 
@@ -60,6 +64,25 @@ def patiently(read: Callable[[], Result], root: Path, patience_s: float = PATIEN
         began = began or time.monotonic()
         if time.monotonic() - began >= patience_s:
             raise unable(failure, root) from failure
+        time.sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
+        tries += 1
+
+
+def to_begin(read: Callable[[], Result], patience_s: float = PATIENCE_S) -> Result:
+    """Return what `read` returns, files of the run without which a process cannot begin. One that ended
+    because storage cannot be read for a moment would be the end of its node for the run, or of the job.
+    Raises what `read` raises: what is conclusive at once, and else after `patience_s` seconds."""
+    began, tries = 0.0, 0
+    while True:
+        try:
+            return read()
+        except RunDirectoryError as error:
+            if error.__cause__ is None or conclusive(error.__cause__):
+                raise
+            began = began or time.monotonic()
+            if time.monotonic() - began >= patience_s:
+                raise
+            log.warning("%s; trying again", error)
         time.sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
         tries += 1
 

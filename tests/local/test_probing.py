@@ -276,7 +276,7 @@ def test_children_that_never_answer_end_in_a_note(
     monkeypatch.setattr("jurymast.processes.sys.executable", "/nonexistent/python")
     asyncio.run(watched.watcher.run())
     assert watched.codes() == [("health", "no-probes", "unknown")]
-    assert "No such file" in watched.told[0].message
+    assert "ends at once (exit code 127)" in watched.told[0].message
 
 
 GAINED = ("kept", "acme-gained", "bad")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,11 @@ import pytest
 from jurymast import foreign
 from jurymast.agent import ranks
 from jurymast.agent.ranks import LOG_BYTES, Evidence, end_of
+from jurymast.agent.real_io import NodeIo, NodeRanks
+from jurymast.core.state import messages as msg
 from jurymast.health.readings import memory_cgroups, oom_kills, where_kills_count
+from jurymast.rundir import RunDirectory
+from jurymast.supervisor.real_io import RealIo
 
 LIMIT_BYTES = 24 * 1024 * 1024
 
@@ -92,16 +98,16 @@ def test_no_counter_is_no_count(tmp_path: Path) -> None:
 def test_what_of_the_log_goes_with_an_end(tmp_path: Path) -> None:
     log = tmp_path / "rank.log"
     log.write_text("x" * 3 * LOG_BYTES + "\nstep 7\n\nstep 8\nno data at /d\n")
-    told = {code: Evidence().look(code, log).get("log") for code in (-11, -9, -15, 1, 0)}
+    told = {code: Evidence().look(code, lambda: log).get("log") for code in (-11, -9, -15, 1, 0)}
     assert told == {-11: "step 7 | step 8 | no data at /d", -9: "", -15: "", 1: "no data at /d", 0: None}
     assert "log" not in Evidence().look(1), "an exception has its own words"
-    assert 0.0 <= Evidence().look(-7, log)["shm_used"] <= 1.0
+    assert 0.0 <= Evidence().look(-7, lambda: log)["shm_used"] <= 1.0
 
 
 def test_a_log_that_does_not_answer_holds_nobody_up(tmp_path: Path) -> None:
     pipe = tmp_path / "rank.log"
     os.mkfifo(pipe)
-    assert end_of(pipe) == ""  # though nothing is ever written to it
+    assert end_of(lambda: pipe) == ""  # though nothing is ever written to it
     os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))  # lets the reader go
 
 
@@ -120,13 +126,71 @@ def test_logs_of_all_ranks_on_storage_that_hangs_hold_the_loop_up_once(
         return reading(path)
 
     monkeypatch.setattr(foreign, "reading", hang)
-    told = [end_of(log) for _ in range(8)]
+    told = [end_of(lambda: log) for _ in range(8)]
     assert told == [""] * 8
     assert len(asked) == 1
     answers.set()
     assert ranks._reader is not None
     ranks._reader.join(60)
-    assert end_of(log) == "no data", "once storage answers again"
+    assert end_of(lambda: log) == "no data", "once storage answers again"
+
+
+def test_looking_for_a_log_on_storage_that_hangs_holds_the_loop_up_no_longer() -> None:
+    """Which of a rank's two logs tells more is seen there as well."""
+    answers = threading.Event()
+
+    def find() -> Path:
+        assert answers.wait(60)
+        return Path("/nowhere")
+
+    began_at = time.monotonic()
+    assert Evidence().look(1, find)["log"] == ""
+    answers.set()
+    assert time.monotonic() - began_at < 30.0
+
+
+def test_a_node_on_which_no_thread_can_be_started_is_not_lost_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks have used all that the job may have, and fail for it."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def ask() -> None:
+        node, of_supervisor = NodeIo.__new__(NodeIo), RealIo.__new__(RealIo)
+        node._directory = RunDirectory(tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refused)
+            assert Evidence().look(1, lambda: tmp_path / "log")["log"] == ""
+            assert await node.find() == (None, None)
+            assert await node.read_pulse() is None
+            with pytest.raises(OSError, match="can't start new thread"):
+                await of_supervisor.on_disk(tmp_path.stat)
+
+    asyncio.run(ask())
+    (tmp_path / "log").write_text("no data\n")
+    assert Evidence().look(1, lambda: tmp_path / "log")["log"] == "no data"
+
+
+def test_ranks_are_told_of_though_their_storage_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent's own way to a rank's log."""
+    answers = threading.Event()
+
+    def hang(path: Path) -> os.stat_result:
+        assert answers.wait(60)
+        return tmp_path.stat()
+
+    monkeypatch.setattr(foreign, "status", hang)
+    failed = msg.Failed(attempt=1, rank=0, exit_code=1)
+    node_ranks = NodeRanks.__new__(NodeRanks)
+    node_ranks._directory, node_ranks.oom_evidence = RunDirectory(tmp_path), Evidence()
+    began_at = time.monotonic()
+    assert node_ranks.evidence(1, failed)["log"] == ""
+    answers.set()
+    assert time.monotonic() - began_at < 30.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
@@ -137,7 +201,7 @@ def test_of_a_crash_the_fault_handlers_first_words_are_told(tmp_path: Path, numb
         done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", program], stdout=output,
                               stderr=output, check=False, timeout=60)  # fmt: skip
     assert done.returncode == -number
-    told = end_of(log)
+    told = end_of(lambda: log)
     name = {signal.SIGSEGV: "Segmentation fault", signal.SIGABRT: "Aborted"}[number]
     assert told.startswith(f"Fatal Python error: {name} | ")
     assert 'File "<string>", line 1 in <module>' in told

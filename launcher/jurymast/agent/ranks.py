@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jurymast import background, foreign, worker
+from jurymast import background, foreign, programs, worker
 from jurymast.core.judges import devices
 from jurymast.core.judges.devices import work_around
 from jurymast.core.judges.silence import IDLE_SHARE
@@ -237,6 +237,10 @@ _TELLING = re.compile(
 OOM_WINDOW_S = 30.0
 
 
+# Says which log is to be read: to look for it is to wait for storage as well.
+FindLog = Callable[[], Path]
+
+
 class Evidence:
     """Collects evidence. `kills_file` has the counter `oom_kill` of the agent's cgroup; None if there is
     none."""
@@ -257,7 +261,7 @@ class Evidence:
         lately = self._kills.add(time.monotonic(), kills)
         return None if kills is None else lately
 
-    def look(self, exit_code: int, log: Path | None = None) -> dict[str, Any]:
+    def look(self, exit_code: int, log: FindLog | None = None) -> dict[str, Any]:
         """Return fields for the report of a failure with this exit code (negative for a signal)."""
         found: dict[str, Any] = {"oom_kills": self.count_kills(), "shm_used": round(used_share(SHM), 4)}
         if log is not None and exit_code != 0:
@@ -274,7 +278,7 @@ def used_share(path: str) -> float:
     return 1.0 - status.f_bavail / status.f_blocks if status.f_blocks else 0.0
 
 
-def end_of(log: Path) -> str:
+def end_of(log: FindLog) -> str:
     """Return the end of a log; "" if there is none, or if storage does not answer."""
     return telling_end(_last_lines(log))
 
@@ -287,7 +291,7 @@ def telling_end(lines: Sequence[str]) -> str:
     return " | ".join(lines[start:][:LOG_LINES])[:LOG_CHARACTERS]
 
 
-def last_line(log: Path) -> str:
+def last_line(log: FindLog) -> str:
     """Return the last line of a log, where a program that ends with an exit code often says why."""
     return "".join(_last_lines(log)[-1:])[:LOG_CHARACTERS]
 
@@ -295,7 +299,7 @@ def last_line(log: Path) -> str:
 _reader: threading.Thread | None = None  # the newest that reads a log
 
 
-def _last_lines(log: Path) -> list[str]:
+def _last_lines(find: FindLog) -> list[str]:
     """Return the last lines that are not empty; [] if storage does not answer.
 
     The event loop waits meanwhile, so nothing is read as long as storage has not answered an earlier call:
@@ -308,15 +312,19 @@ def _last_lines(log: Path) -> list[str]:
 
     def look() -> None:
         try:
-            with foreign.reading(log) as file:
+            with foreign.reading(find()) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
                 read.append(file.read(LOG_BYTES))
         except OSError:
             return
 
-    _reader = threading.Thread(target=look, daemon=True)
-    _reader.start()
-    _reader.join(LOG_LIMIT_S)
+    reader = threading.Thread(target=look, daemon=True)
+    try:
+        reader.start()
+    except RuntimeError:  # no more may be started here, for which ranks fail as well
+        return []
+    _reader = reader
+    reader.join(LOG_LIMIT_S)
     return _lines_of(b"".join(read))
 
 
@@ -432,7 +440,7 @@ class HostProcess:
             # A program's command line is not for Python: `-c ""` is a stand-in that the server never runs.
             module = ["-c", ""] if plan["program"] else ["-m"] if plan["module"] else []
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-u", *module, plan["script"], *plan["arguments"],
+                *programs.at_once([sys.executable, "-u", *module, plan["script"], *plan["arguments"]]),
                 env=worker.variables({"server": plan}, values),
                 pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, cwd=plan["directory"],
                 stderr=their_errors.fileno(),
@@ -496,7 +504,7 @@ async def unloadable(environment: dict[str, str], directory: str) -> str:
     """Return why a Python with this environment cannot load torch: the last line of what it says; "" if it
     can, or if that takes too long. Raises OSError."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "import torch.distributed", env=environment, cwd=directory,
+        *programs.at_once([sys.executable, "-c", "import torch.distributed"]), env=environment, cwd=directory,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         preexec_fn=die_with_parent,
     )  # fmt: skip

@@ -64,6 +64,7 @@ from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import PAGE_VARIABLE
 from jurymast.keeper.real_io import RealKeeperIo
 from jurymast.processes import TASKS_ALONE_VARIABLE, adopt_orphans, catches, end_strays, leave_no_core
+from jurymast.reading import to_begin
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
 from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of, is_up, plain
@@ -282,7 +283,7 @@ class NodeRanks(RankMemory):
     def evidence(self, code: int, failed: msg.Failed | None = None) -> dict[str, Any]:
         log_file = None
         if failed is not None and not failed.error:  # an exception has its own message
-            log_file = self._directory.last_words(failed.attempt, failed.rank)
+            log_file = partial(self._directory.last_words, failed.attempt, failed.rank)
         return self.oom_evidence.look(code, log_file)
 
     def kill(self, pids: tuple[int, ...]) -> None:
@@ -360,16 +361,19 @@ class NodeIo:
             self.address = channel.local_address
 
     async def find(self) -> tuple[msg.Endpoint | None, int | None]:
-        return await asyncio.to_thread(read_run_directory, self._directory)
+        with suppress(RuntimeError):  # no thread can be started, as where ranks have used up all there may be
+            return await asyncio.to_thread(read_run_directory, self._directory)
+        return None, None
 
     async def read_pulse(self) -> str | None:
         try:
             return await asyncio.to_thread(endpoint.read_pulse, self._directory.epochs)
-        except OSError:
+        except (OSError, RuntimeError):
             return None
 
     async def stand_by(self) -> StandbyProcess:
-        command = run_module("jurymast.supervisor.standby", str(self._directory.root), self._node)
+        standby = run_module("jurymast.supervisor.standby", str(self._directory.root), self._node)
+        command = programs.at_once(standby)
         return StandbyProcess(await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE))
 
     async def leave_verdict(self, order: msg.LeaveVerdict) -> None:
@@ -427,7 +431,10 @@ async def serve(
 ) -> int:
     """Run this node's agent, and return the run's exit code: see `NodeIo`. Raises RunDirectoryError."""
     started = time.monotonic()
-    agent = node_agent(directory, directory.own_plan(), node, hint, oom_kills, refill)
+    plan = to_begin(directory.own_plan)
+    to_begin(partial(Allocation.load, directory))
+    to_begin(directory.secret)
+    agent = node_agent(directory, plan, node, hint, oom_kills, refill)
     await agent.run()
     log.info("done after %.1f s", time.monotonic() - started)
     return agent.exit_code

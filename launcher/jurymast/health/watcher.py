@@ -75,7 +75,7 @@ class ProbeWatcher:
 
     async def run(self) -> None:
         """Run the probes until none is left. A fault of their processes raises nothing."""
-        points = installed()
+        points = await asyncio.to_thread(installed)  # hundreds of files, perhaps on busy storage
         await asyncio.gather(
             *(self._keep(name, points[name]) for name in self._looks.wanted() if name in points)
         )

@@ -7,6 +7,7 @@ cluster's network can reach the port: see `wire.handshakes`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import resource
@@ -134,7 +135,10 @@ class RealIo:
         return time.time()
 
     async def on_disk(self, work: Callable[[], T]) -> T:
-        return await asyncio.to_thread(work)
+        try:
+            return await asyncio.to_thread(work)
+        except RuntimeError as error:  # no thread can be started: tried again, like storage that fails
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     # The beginning.
 
