@@ -7,14 +7,19 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
+from typing import Any
 
 from jurymast import foreign, programs
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError
 
 COMMAND_LIMIT_S = 30.0
-# For times that sacct prints in seconds since the epoch.
+# For times as Slurm's commands print them by default, and as sacct prints them in seconds since the epoch.
+USUAL_TIMES = {"SLURM_TIME_FORMAT": "standard"}
 UNIX_TIMES = {"SLURM_TIME_FORMAT": "%s"}
+# By these, people choose what Slurm's commands show them: the jobs of one partition, nodes in other states.
+_PEOPLES = re.compile(r"(SQUEUE|SINFO|SACCT|SCONTROL)_")
 STATE_LIMIT_S = 10.0
 END_POLL_S = 0.02
 # What Slurm's commands print if slurmctld did not answer. Any other error means that it refused.
@@ -30,13 +35,14 @@ def run_command(
     variables: Mapping[str, str] | None = None,
 ) -> str:
     """Return the standard output of a command of Slurm or munge, which reads `given`, and has `variables`
-    besides this process's own. It prints local time without its zone, which is ambiguous in the hour that
-    comes twice a year; or `utc`. Raises ClusterUnavailableError with its own words, or ControllerAwayError if
-    slurmctld does not answer."""
+    besides this process's own, but for those that would change what it prints. It prints local time without
+    its zone, which is ambiguous in the hour that comes twice a year; or `utc`. Raises ClusterUnavailableError
+    with its own words, or ControllerAwayError if slurmctld does not answer."""
+    own = {name: value for name, value in os.environ.items() if not _PEOPLES.match(name)}
     try:
         done = programs.run(
             arguments, input=given, capture_output=True, timeout=limit_s,
-            env={**os.environ, **({"TZ": "UTC0"} if utc else {}), **(variables or {})},
+            env={**own, **USUAL_TIMES, **({"TZ": "UTC0"} if utc else {}), **(variables or {})},
         )  # fmt: skip
     except FileNotFoundError as error:
         raise ClusterUnavailableError(f"{arguments[0]} is not installed on this machine") from error
@@ -91,11 +97,31 @@ def jobs_in(told: str) -> list[dict[str, str]]:
 def job_state(job: str, cluster: str = "") -> tuple[str, str] | None:
     """Return what Slurm says of a job: its state and the reason for it; None if Slurm no longer knows it, as
     some minutes after its end (MinJobAge). Raises ClusterUnavailableError."""
-    lines = _squeue(["--states=all", f"--jobs={job}", "--format=%T|%r"], cluster)
+    lines = _squeue(["--states=all", f"--jobs={job}", "--format=%T|%r|%A"], cluster)
     if not lines:
         return None
-    state, _, reason = lines[-1].partition("|")
+    own = [line for line in lines if line.endswith(f"|{job}")]  # of an array, squeue names all tasks
+    state, reason, *_ = (*(own or lines)[-1].split("|"), "")
     return state, reason
+
+
+def alone(job: str, cluster: str = "") -> str:
+    """Return the name by which Slurm's commands change this job and no other: the number of an array's last
+    task is also that of the whole array. Raises ControllerAwayError."""
+    if os.environ.get("SLURM_JOB_ID") == job:
+        array, task = (os.environ.get(f"SLURM_ARRAY_{name}", "") for name in ("JOB_ID", "TASK_ID"))
+        return f"{array}_{task}" if array and task else job
+    try:
+        lines = _squeue(["--states=all", f"--jobs={job}", "--format=%A|%F|%K"], cluster)
+    except ControllerAwayError:
+        raise
+    except ClusterUnavailableError:  # who cannot ask is told why by the command itself
+        return job
+    for line in lines:
+        number, array, task = (*line.split("|"), "", "")[:3]
+        if number == job and task.isdecimal():
+            return f"{array}_{task}"
+    return job
 
 
 def has_step(job: str, step: str, cluster: str = "") -> bool:
@@ -114,19 +140,24 @@ def _squeue(which: list[str], cluster: str) -> list[str]:
     return [line.strip() for line in told.splitlines() if "|" in line]
 
 
-def is_running(pid: int, started: float) -> bool:
-    """Whether the process of this number that began then (Unix time, as psutil says it) still runs here."""
-    ticks = began_at(pid)
-    if ticks is None:
-        return False
-    return abs(_started_here() + ticks / os.sysconf("SC_CLK_TCK") - started) < 0.02
+def process_record(pid: int) -> dict[str, Any]:
+    """Return what tells this process from any other of this machine, whenever its clock is set: the time at
+    which a process, or the machine, seems to have begun changes then."""
+    return {"pid": pid, "began": began_at(pid), "boot": _boot()}
 
 
-def _started_here() -> float:
-    """Return when this machine was started, in Unix time. psutil, which could say so, does not work in ranks:
-    their modules are the script's."""
-    lines = foreign.read("/proc/stat", foreign.NOTE_BYTES_MAX).splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(b"btime "))
+def is_running(record: Mapping[str, Any]) -> bool:
+    """Whether the process of which `process_record` was made on this machine still runs. Raises KeyError,
+    TypeError or ValueError for anything else."""
+    began = began_at(int(record["pid"]))
+    return began is not None and (began, _boot()) == (int(record["began"]), record["boot"])
+
+
+def _boot() -> str:
+    """This machine's start, by its kernel's name for it; "" if it has none."""
+    with suppress(OSError):
+        return foreign.read("/proc/sys/kernel/random/boot_id", foreign.NOTE_BYTES_MAX).decode().strip()
+    return ""
 
 
 def began_at(pid: int) -> int | None:

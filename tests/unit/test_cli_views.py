@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory, CheckpointManifest
 from jurymast.core.state import events as ev
 from jurymast.core.state.messages import Accepted, Ask, Declined, Said, read_said
 from jurymast.errors import AuthenticationError
+from jurymast.jobs import process_record
 from jurymast.journal import replay
 from jurymast.report.liveness import record_cancel
 from jurymast.rundir import RunDirectory, make_folder
@@ -558,16 +558,16 @@ def test_cancel_without_slurm_and_without_a_job(place: Place) -> None:
     assert not replay(directory).ended
 
 
-def local_record(directory: RunDirectory, process: subprocess.Popen[bytes], *, lie_s: float = 0.0) -> None:
-    started = psutil.Process(process.pid).create_time() + lie_s
-    record = {"pid": process.pid, "started": started, "host": os.uname().nodename}
+def local_record(directory: RunDirectory, process: subprocess.Popen[bytes], *, lie: int = 0) -> None:
+    record = {**process_record(process.pid), "host": os.uname().nodename}
+    record["began"] += lie
     (directory.submission / "local.json").write_text(json.dumps(record))
 
 
 def test_cancel_of_a_local_run_ends_its_own_process_only(place: Place) -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as sleeper:
         directory = place.story(swapped(finished=False))
-        local_record(directory, sleeper, lie_s=-100.0)
+        local_record(directory, sleeper, lie=-100)
         assert place.good("cancel", RUN) == f"{RUN} is cancelled\n"
         with pytest.raises(subprocess.TimeoutExpired):  # a stranger's process, with a number used again
             sleeper.wait(0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jurymast import foreign
 from jurymast.cluster import earlier
 from jurymast.cluster.earlier import forgive, forgiven_nodes, past_runs, summary_file
 from jurymast.core.judges.history import (
@@ -231,6 +233,21 @@ def test_forgiven_nodes_are_remembered(tmp_path: Path) -> None:
     forgive(tmp_path, "n1", 5.0)
     forgive(tmp_path, "n2", 7.5)
     assert forgiven_nodes(tmp_path) == {"n1": 5.0, "n2": 7.5}
+
+
+def test_what_is_forgiven_is_not_forgotten_because_it_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgive(tmp_path, "n1", 5.0)
+
+    def failing(path: Path, most: int) -> bytes:
+        raise OSError(errno.EIO, "no luck", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(foreign, "read_own", failing)
+        with pytest.raises(OSError, match="no luck"):
+            forgive(tmp_path, "n2", 7.5)
+    assert forgiven_nodes(tmp_path) == {"n1": 5.0}
 
 
 def test_the_journals_of_two_hundred_runs_are_read_once(

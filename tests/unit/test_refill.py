@@ -30,7 +30,7 @@ from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.core.supervision.refilling import Refilling, SmallJob
 from jurymast.errors import SubmissionError
 from jurymast.journal import initial_state
-from jurymast.rundir import RunDirectory
+from jurymast.rundir import RunDirectory, write_json
 from support.commands import RUN, Place
 from support.stories import START, Story
 
@@ -128,6 +128,21 @@ def test_small_jobs_that_end_too_early_are_counted_but_not_those_that_nobody_nee
     assert requeues(story)
 
 
+def test_nodes_that_join_and_are_never_ready_are_counted() -> None:
+    """Where the partition lacks something that ranks need, the run would go through all of its nodes."""
+    story, _ = holding()
+    for number in range(1, refill.FAILURES_MAX + 1):
+        assert not requeues(story)
+        taken(story, number)
+        name = f"n{10 + number}"
+        story.feed(ev.RefillStarted(t=story.t, number=number, node=name))
+        story.feed(ev.NodeJoined(t=story.t, node=name, address="10.0.0.1", incarnation=name, gpus=0))
+        story.lost(name)
+        story.feed(ev.RefillEnded(t=story.t, number=number, why=f"{name}: torch cannot be loaded"))
+    assert requeues(story)
+    assert "Slurm gives no other node: n13: torch" in story.incident.why
+
+
 def test_a_job_that_slurm_ends_holds_nothing() -> None:
     story = Story(active=2, spares=0, settings=ON).running()
     story.feed(ev.Signalled(t=story.t, signal="preempted"))
@@ -222,6 +237,25 @@ def test_the_small_job_of_a_node_that_is_lost_is_ended(asking: Asking) -> None:
     assert EndSmallJob("10") in asking.tick()
     assert asking.asks(), "another comes in its place"
     assert 1 not in asking.story.state.refills
+
+
+def test_a_small_job_is_ended_again_if_slurm_did_not_hear_of_it(asking: Asking) -> None:
+    """It would keep its node to its time limit."""
+    asking.lose("n1")
+    for number, node in ((1, "n9"), (2, "n8")):
+        asking.tick()
+        asking.took(asking.machine.on_node_asked(number, f"{number}0", "", asking.story.t))
+        asking.took(asking.machine.on_agent_joins(number, node, asking.story.t))
+        asking.story.join(node)
+        if number == 1:
+            asking.lose(node)
+    there = SmallJob(2, "20", "n8")
+    assert asking.looked(SmallJob(1, "10", "n9"), there) == [EndSmallJob("10")]
+    assert asking.tick(60.0) == [LookAtSmallJobs()]
+    assert asking.looked(SmallJob(1, "10", "n9"), there) == [EndSmallJob("10")]
+    assert asking.tick(60.0) == [LookAtSmallJobs()]
+    assert asking.looked(there) == []
+    assert asking.tick(60.0) == []
 
 
 def test_a_node_is_not_needed_any_more_if_the_lost_one_returns(asking: Asking) -> None:
@@ -379,13 +413,52 @@ def test_slurm_s_list_of_jobs_names_those_of_this_run_that_wait_or_run() -> None
         "45|RUNNING|n5|N/A|jurymast-refill-r-2-5",
         "46|RUNNING|n6|N/A|jurymast-refill-r2-6",
         "47|RUNNING|n4|N/A|a|job with jurymast-refill-r-7",
+        "48|SIGNALING|n8|N/A|jurymast-refill-r-8",
+        "49|SUSPENDED|n9|N/A|jurymast-refill-r-9",
         "",
     ])  # fmt: skip
     assert small_jobs.found_in(told, "jurymast-refill-r-") == [
         SmallJob(1, "41", "", 1793527200.0),
         SmallJob(2, "42", "n7", None),
         SmallJob(4, "44", "", None),
+        SmallJob(8, "48", "n8", None),
+        SmallJob(9, "49", "n9", None),
     ]
+
+
+def test_an_sbatch_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor would ask for no other node, and its end would wait for it."""
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(small_jobs, "ends_in_s", lambda allocation: math.inf)
+    monkeypatch.setattr(small_jobs, "ASK_LIMIT_S", 0.1)
+    with pytest.raises(SubmissionError, match="did not answer within"):
+        small_jobs.ask(Story(settings=ON).plan, ALLOCATION, 1, ())
+
+
+def test_a_small_job_that_starts_after_the_run_s_end_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when Slurm did not answer at the end: its agent would wait half an hour for a supervisor."""
+    story = Story(settings=ON)
+    directory = story.write(tmp_path / "run")
+    ALLOCATION.save(directory)
+    small_jobs.keep_variables(directory, story.plan, {})
+    started: list[str] = []
+
+    def start(command: str, *_: object) -> None:
+        started.append(command)
+        raise SystemExit
+
+    monkeypatch.setattr("os.execve", start)
+    with pytest.raises(SystemExit):
+        small_jobs.main(str(directory.root), "1", ALLOCATION.key)
+    write_json(directory.outcome_file, {"state": "succeeded", "exit_code": 0})
+    assert small_jobs.main(str(directory.root), "1", ALLOCATION.key) == 0
+    assert len(started) == 1
 
 
 def test_ranks_of_a_small_job_see_the_run_s_job_and_their_own_devices() -> None:

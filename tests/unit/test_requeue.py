@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from jurymast import reading
+from jurymast.agent import real_io
 from jurymast.cluster import control
 from jurymast.cluster.allocation import Allocation
 from jurymast.core.state.settings import RunPlan
-from jurymast.errors import ClusterUnavailableError, ControllerAwayError
+from jurymast.errors import ClusterUnavailableError, ControllerAwayError, RunDirectoryError
 from jurymast.jobs import await_ended, began_at, run_command
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.wire.endpoint import claim_epoch, find
@@ -42,6 +47,9 @@ from jurymast.core.supervision import batch as core
 core.SUCCESSOR_LIMIT_S = float(sys.argv[2])
 sys.exit(batch.main(sys.argv[1]))
 """
+
+
+LOGS = "import sys; from jurymast.processes import log_as; log_as('batch')"
 
 
 class Cluster:
@@ -181,3 +189,52 @@ def test_a_batch_process_requeues_itself_if_its_successor_does_not(root: Path) -
     with superseded(cluster, 0.0) as batch:
         assert batch.wait(LIMIT_S) == 0
         assert cluster.requeues() == 1
+
+
+def test_a_job_waits_until_its_storage_can_be_read_and_written(root: Path) -> None:
+    """As where it is mounted late, or full when a job is requeued at night: the run would be over."""
+    cluster, log = Cluster(root), root / "log"
+    hidden = cluster.directory.plan_file.rename(root / "plan")
+    cluster.directory.outcome_file.mkdir()  # cannot be unlinked
+    names = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
+    command = [sys.executable, "-c", BATCH.replace("import sys", LOGS), str(cluster.directory.root), "0"]
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command, env={**os.environ, **names}, start_new_session=True, stdout=output, stderr=output
+        ) as batch,
+    ):
+        try:
+            wait_until("another try to read", lambda: "plan.json" in log.read_text(), LIMIT_S)
+            hidden.rename(cluster.directory.plan_file)
+            wait_until("another try to write", lambda: "outcome.json" in log.read_text(), LIMIT_S)
+            cluster.directory.outcome_file.rmdir()
+            wait_until("supervisor", lambda: find(cluster.directory.epochs), LIMIT_S)
+        finally:
+            os.killpg(batch.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["plan_file", "allocation_file", "secret_file"])
+def test_an_agent_begins_once_its_run_can_be_read(
+    root: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node would be lost to the run. What is damaged is told at once."""
+    cluster = Cluster(root)
+    cluster.allocation.save(cluster.directory)
+    path = getattr(cluster.directory, name)
+    hidden, content = root / "hidden", path.read_bytes()
+    path.rename(hidden)
+    monkeypatch.setattr(reading, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(time, "sleep", lambda seconds: hidden.exists() and hidden.rename(path))
+    monkeypatch.setattr(real_io, "node_agent", lambda *words: words)
+    with pytest.raises(AttributeError, match="run"):  # of what stands for an agent
+        asyncio.run(real_io.serve(cluster.directory, "n1", None))
+    assert not hidden.exists()
+    assert path.read_bytes() == content
+    path.write_bytes(b"{")
+    reads: dict[str, Callable[[], object]] = {
+        "plan_file": cluster.directory.own_plan, "secret_file": cluster.directory.secret,
+        "allocation_file": partial(Allocation.load, cluster.directory),
+    }  # fmt: skip
+    with pytest.raises(RunDirectoryError):
+        reading.to_begin(reads[name])

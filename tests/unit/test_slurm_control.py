@@ -85,7 +85,7 @@ def test_a_requeued_job_starts_two_seconds_after_its_requeue_by_slurms_own_clock
 
 TOOL = """#!/bin/sh
 case "$0 $*" in
-*squeue*) echo PENDING ;;
+*squeue*) echo 'PENDING|BeginTime|7' ;;
 *"show config"*) echo "Configuration data as of $(date +%FT%T)" ;;
 *"show job"*) echo "JobId=7 UserId=a(0) GroupId=a(0) SubmitTime=$(date -d @$REQUEUED +%FT%T) Command=x" ;;
 *StartTime=*) date -d "${3#StartTime=}" +%s >> "$STARTS" ;;

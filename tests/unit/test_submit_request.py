@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from jurymast import foreign
 from jurymast.cluster.allocation import local_process, submit_local
 from jurymast.cluster.planning import WARN_SIGNAL, OwnOptions, make_plan, new_run_id, time_limit_s
 from jurymast.cluster.sbatch import BatchScript, split_command_line
@@ -324,7 +326,7 @@ def test_without_a_default_partition_slurm_decides() -> None:
 
 
 def test_a_local_run_is_a_detached_process_that_cancel_can_tell_from_others(
-    script: Path, tmp_path: Path
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = local_request(script, tmp_path)
     write_run_directory(request)
@@ -334,10 +336,21 @@ def test_a_local_run_is_a_detached_process_that_cancel_can_tell_from_others(
     assert process is not None
     assert process.pid == pid
     assert os.getsid(pid) == pid
+    read = foreign.read
+
+    def clock_was_set(path: Path | str, most: int) -> bytes:
+        """By a second: the machine then seems to have been started at another time."""
+        shown = read(path, most)
+        return re.sub(rb"btime \d+", b"btime 1", shown) if str(path) == "/proc/stat" else shown
+
+    with monkeypatch.context() as patched:
+        patched.setattr(foreign, "read", clock_was_set)
+        assert local_process(run) is not None
     record = run.submission / "local.json"
     values = json.loads(record.read_text())
-    record.write_text(json.dumps({**values, "started": values["started"] - 60}))
-    assert local_process(run) is None
+    for lie in ({"began": values["began"] - 60}, {"boot": "another"}):
+        record.write_text(json.dumps({**values, **lie}))
+        assert local_process(run) is None
     process.kill()
     os.waitpid(pid, 0)
     record.write_text(json.dumps(values))

@@ -220,12 +220,12 @@ def _of_local(run: RunDirectory) -> Fate:
     """Whether a run on one machine, without Slurm, has ended there."""
     try:
         record = foreign.load(run.submission / "local.json", foreign.NOTE_BYTES_MAX)
-        pid, started, host = int(record["pid"]), float(record["started"]), record.get("host")
+        pid, host, runs = int(record["pid"]), record.get("host"), is_running(record)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Fate(Life.UNKNOWN, f"its process is not known: {error}")
     if host != socket.gethostname():
         return Fate(Life.UNKNOWN, f"it runs, or ran, on {host}")
-    if is_running(pid, started):
+    if runs:
         return Fate(Life.ALIVE, f"its process {pid} runs")
     if left := processes_of(str(run.root)):
         return Fate(Life.ENDING, f"its process {left[0]} still runs")

@@ -18,7 +18,7 @@ from jurymast import foreign
 from jurymast.core.state.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError, SubmissionError
 from jurymast.interpreter import run_module
-from jurymast.jobs import is_running, job_fields, run_command, utc_time
+from jurymast.jobs import is_running, job_fields, process_record, run_command, utc_time
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.wire.addresses import is_up, listen_at_each, listens_at_all, plain
 
@@ -204,8 +204,7 @@ def submit_local(run_directory: str, argv: Sequence[str]) -> int:
     finally:
         os.close(log)
     try:
-        started = psutil.Process(process.pid).create_time()
-        record = {"pid": process.pid, "started": started, "host": socket.gethostname()}
+        record = {**process_record(process.pid), "host": socket.gethostname()}
         write_json(run.submission / "local.json", record)
         write_atomically(run.submission / "jobs" / f"local-{process.pid}", b"")
     except BaseException:
@@ -222,8 +221,7 @@ def local_process(run: RunDirectory) -> psutil.Process | None:
     """The run's batch process if it still runs on this machine."""
     try:
         record: dict[str, Any] = foreign.load(run.submission / "local.json", foreign.NOTE_BYTES_MAX)
-        pid = int(record["pid"])
-        here = record.get("host") == socket.gethostname() and is_running(pid, float(record["started"]))
-        return psutil.Process(pid) if here else None
-    except (OSError, ValueError, KeyError, psutil.NoSuchProcess):
+        here = record.get("host") == socket.gethostname() and is_running(record)
+        return psutil.Process(int(record["pid"])) if here else None
+    except (OSError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
         return None

@@ -47,6 +47,7 @@ from jurymast.processes import (
     ends_within,
     log_as,
 )
+from jurymast.reading import to_begin
 from jurymast.rundir import RunDirectory, renew
 
 log = logging.getLogger("jurymast.batch")
@@ -145,6 +146,8 @@ def end_with_us() -> None:
 
 SUM_UP_LIMIT_S = 10.0
 LOOK_S = 0.5
+# How long a job whose storage is full, or fails, waits with its beginning, and between two tries.
+STORAGE_LIMIT_S, STORAGE_RETRY_S = 3600.0, 2.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
 
 
@@ -168,8 +171,7 @@ class BatchProcess:
     def run(self) -> core.Outcome:
         """Run until the supervisor reports an outcome, and return it. Raises ClusterUnavailableError if Slurm
         refuses to requeue the job."""
-        self._directory.outcome_file.unlink(missing_ok=True)
-        self._allocation.save(self._directory)
+        self._note_beginning()
         self._listen()
         try:
             self._do(self._machine.begin(time.monotonic()))
@@ -187,6 +189,20 @@ class BatchProcess:
             self._agents.end()
             for listener in self._listeners:
                 listener.close()
+
+    def _note_beginning(self) -> None:
+        """Write whose nodes the run has. Like a supervisor that cannot write, this waits until storage has
+        room again: the run would end otherwise, with all that it has saved."""
+        end = time.monotonic() + STORAGE_LIMIT_S
+        while True:
+            try:
+                self._directory.outcome_file.unlink(missing_ok=True)
+                return self._allocation.save(self._directory)
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise
+                log.warning("%s; trying again", error)
+            time.sleep(STORAGE_RETRY_S)
 
     def _do(self, effects: list[core.Effect]) -> None:
         for effect in effects:
@@ -300,7 +316,7 @@ def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Alloca
 def main(run_directory: str) -> int:
     """Run the job; returns its exit code: the application's own, or one of `jurymast.errors`."""
     directory = RunDirectory(Path(run_directory))
-    plan = directory.own_plan()
+    plan = to_begin(directory.own_plan)
     if plan.cluster == "slurm":
         files = [TEARDOWN] if foreign.exists(directory.submission / TEARDOWN) else []
         directory = own_directory(directory, files)

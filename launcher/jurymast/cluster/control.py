@@ -20,7 +20,7 @@ from jurymast.core.state.settings import RunPlan
 from jurymast.core.state.texts import compressed
 from jurymast.errors import ClusterUnavailableError, ControllerAwayError, UsageError
 from jurymast.interpreter import run_module
-from jurymast.jobs import UNIX_TIMES, job_fields, run_command, utc_time
+from jurymast.jobs import UNIX_TIMES, alone, job_fields, run_command, utc_time
 from jurymast.rundir import RunDirectory
 
 Answer = TypeVar("Answer")
@@ -60,7 +60,8 @@ def requeue(
     """
     if _patiently(lambda: _is_over(allocation), say):
         return
-    job = f"JobId={allocation.job}"
+    name = _patiently(lambda: alone(allocation.job), say)
+    job = f"JobId={name}"
     nodes, told = exclusion.banned(plan, exclude, os.environ.get("SLURM_JOB_PARTITION", ""), time.time())
     banned = ",".join(nodes)
     sizes = f"{plan.active}-{plan.nodes}"
@@ -76,11 +77,11 @@ def requeue(
         return True
 
     # If there is no helper job, that costs Slurm's two minutes of delay, not the run.
-    helped = attempt(lambda: _lift_command(plan, allocation.job, sizes, banned))
+    helped = attempt(lambda: _lift_command(plan, name, sizes, banned))
     kept = [node for node in allocation.nodes if node not in lost]
     if lost and kept and allocation.host in kept:
         attempt(lambda: ["scontrol", "update", job, f"NodeList={','.join(kept)}"])
-    _patiently(lambda: _requeue_once(allocation), say)
+    _patiently(lambda: _requeue_once(allocation, name), say)
     if helped:
         # The helper job does the rest. An update now would block (5 s each) until the job and this process
         # have ended, and Slurm would have to kill what could have ended by itself.
@@ -97,10 +98,10 @@ def _is_over(allocation: Allocation) -> bool:
     return was_requeued(fields, restarts) or reason_of(fields, restarts) in over
 
 
-def _requeue_once(allocation: Allocation) -> None:
+def _requeue_once(allocation: Allocation, name: str) -> None:
     # Slurm may have carried out an earlier request whose answer was lost.
     if not _is_over(allocation):
-        run_command(["scontrol", "requeue", allocation.job])
+        run_command(["scontrol", "requeue", name])
 
 
 def _patiently(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
@@ -124,11 +125,11 @@ def give_back(job: str, node: str) -> bool:
     Measured on Slurm 22.05: the agents' step continues, everything that still runs on the node is killed, and
     a later requeue may get any nodes again.
     """
-    nodes = run_command(["scontrol", "show", "hostnames", job_fields(job)["NodeList"]]).split()
+    nodes = run_command(["scontrol", "show", "hostnames", job_fields(job).get("NodeList", "")]).split()
     if node not in nodes:
         return False
     kept = ",".join(name for name in nodes if name != node)
-    run_command(["scontrol", "update", f"JobId={job}", f"NodeList={kept}"])
+    run_command(["scontrol", "update", f"JobId={alone(job)}", f"NodeList={kept}"])
     return True
 
 
@@ -362,7 +363,8 @@ def _states(job: dict[str, str]) -> set[str]:
 
 def was_requeued(job: dict[str, str], restarts: int) -> bool:
     """Whether Slurm has requeued the job, whatever for, since it was restarted this often."""
-    return int(job.get("Restarts", "0")) > restarts or "PENDING" in _states(job)
+    told = job.get("Restarts", "")
+    return (told.isdecimal() and int(told) > restarts) or "PENDING" in _states(job)
 
 
 def reason_of(job: dict[str, str], restarts: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.exclusion import kept_out
-from jurymast.cluster.kept import Kept, entries_in
+from jurymast.cluster.kept import KEPT_BYTES_MAX, Kept, entries_in
 from jurymast.core.judges.history import (
     NodeDeparture,
     NodeRecord,
@@ -115,6 +115,9 @@ def forgiven_nodes(runs: Path) -> dict[str, float]:
 
 def forgive(runs: Path, node: str, now: float) -> None:
     """Stop what `node` has done so far from keeping it out of runs. Raises OSError."""
+    path = forgiven_file(runs)
+    if foreign.is_taken(path):
+        foreign.read_own(path, KEPT_BYTES_MAX)  # what cannot be read now would else be lost
     kept = {**forgiven_nodes(runs), node: now}
     write_json(forgiven_file(runs), {"v": VERSION, "entries": kept})
 

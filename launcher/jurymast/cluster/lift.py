@@ -12,8 +12,8 @@ import sys
 import time
 from datetime import datetime, timedelta
 
-from jurymast.errors import ClusterUnavailableError
-from jurymast.jobs import job_fields, run_command
+from jurymast.errors import ClusterUnavailableError, ControllerAwayError
+from jurymast.jobs import job_fields, job_state, run_command
 from jurymast.processes import log_as
 
 POLL_S = 0.1
@@ -39,23 +39,33 @@ def start_time(fields: dict[str, str]) -> str:
 def lift(job: str, nodes: str, exclude: str) -> bool:
     """Wait until `job` is pending, and let it start at once on `nodes` (MIN-MAX) without `exclude`.
 
-    Returns False if it was not pending within `LIMIT_S`. Raises ClusterUnavailableError.
+    Returns False if it was not pending within `LIMIT_S`. Raises ClusterUnavailableError, but not while
+    slurmctld is away: it may be so right after the requeue.
     """
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
-        state = run_command(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
-        if state == "PENDING":
-            changes = [f"NumNodes={nodes}", f"StartTime={start_time(job_fields(job, utc=True))}"]
-            if exclude:
-                changes.insert(0, f"ExcNodeList={exclude}")
-            for change in changes:  # one by one: a site may forbid one of them
-                try:
-                    run_command(["scontrol", "update", f"JobId={job}", change], utc=True)
-                except ClusterUnavailableError as error:
-                    log.warning("%s: %s", change, error)
-            return True
+        try:
+            found = job_state(job)
+            if found is not None and found[0] == "PENDING":
+                changes = [f"ExcNodeList={exclude}"] if exclude else []
+                changes += [f"NumNodes={nodes}", f"StartTime={start_time(job_fields(job, utc=True))}"]
+                for change in changes:  # one by one: a site may forbid one of them
+                    _update(job, change)
+                return True
+        except ControllerAwayError as error:
+            log.warning("%s", error)
         time.sleep(POLL_S)
     return False
+
+
+def _update(job: str, change: str) -> None:
+    """Raises ControllerAwayError: then what was changed before may be changed once more."""
+    try:
+        run_command(["scontrol", "update", f"JobId={job}", change], utc=True)
+    except ControllerAwayError:
+        raise
+    except ClusterUnavailableError as error:
+        log.warning("%s: %s", change, error)
 
 
 def main() -> int:

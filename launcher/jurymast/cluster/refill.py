@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from jurymast.errors import ClusterUnavailableError, JurymastError, SubmissionEr
 from jurymast.interpreter import run_module
 from jurymast.jobs import run_command
 from jurymast.processes import log_as
+from jurymast.reading import to_begin
 from jurymast.rundir import RunDirectory, write_json
 
 log = logging.getLogger("jurymast.refill")
@@ -43,8 +45,10 @@ OF_THE_RUN = frozenset({
 })  # fmt: skip
 # A small job that Slurm would end before its node could be of use is not asked for (seconds).
 LEAST_S = 120.0
+# How long sbatch may take. One that has submitted the job after all is noticed when Slurm is next asked.
+ASK_LIMIT_S = 60.0
 # In these states it has, or may get, its node; before the last it has none.
-_ALIVE = {"PENDING": False, "CONFIGURING": False, "RUNNING": True}
+_ALIVE = {"PENDING": False, "CONFIGURING": False, "RUNNING": True, "SIGNALING": True, "SUSPENDED": True}
 # GPUs, and what a node's prolog, or its system, sets.
 DEVICES = frozenset({*VISIBLE, "GPU_DEVICE_ORDINAL"})
 OF_A_PLACE = frozenset({"HOSTNAME", "TMPDIR", "XDG_RUNTIME_DIR"})
@@ -75,7 +79,8 @@ def ask(plan: RunPlan, allocation: Allocation, number: int, exclude: Sequence[st
     if left_s is not None and left_s < LEAST_S:
         raise SubmissionError(f"the job reaches its time limit in {left_s:.0f} s")
     try:
-        return accepted(sbatch(command(plan, allocation, number, exclude, left_s)).stdout)[0]
+        asked = command(plan, allocation, number, exclude, left_s)
+        return accepted(sbatch(asked, limit_s=ASK_LIMIT_S).stdout)[0]
     except OSError as error:
         raise SubmissionError(f"sbatch cannot be started: {error.strerror}") from error
 
@@ -181,9 +186,12 @@ def _of_the_run(name: str) -> bool:
 
 def main(run_directory: str, number: str, key: str) -> int:
     directory = RunDirectory(Path(run_directory))
-    plan, allocation = directory.own_plan(), Allocation.load(directory)
+    plan, allocation = to_begin(directory.own_plan), to_begin(partial(Allocation.load, directory))
     if allocation.key != key:
         log.info("the run has given back the allocation %s that this node was for", key)
+        return 0
+    if foreign.exists(directory.outcome_file):  # Slurm could not be asked to end this job at the run's end
+        log.info("the run has ended, or is being requeued")
         return 0
     told = _told(directory)
     if told is None:

@@ -25,19 +25,26 @@ def environment_for_sbatch(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def sbatch(
-    argv: Sequence[str], variables: Mapping[str, str] | None = None, given: Path | None = None
+    argv: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    given: Path | None = None,
+    limit_s: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run sbatch, which returns once it has accepted the job, with these variables (None: our own, without
     those of another job), and with the file `given` as its standard input. Raises SubmissionError with
-    Slurm's own words."""
+    Slurm's own words, or if it has not answered within `limit_s`: it may have submitted the job then."""
     with nullcontext(subprocess.DEVNULL) if given is None else foreign.reading(given) as file:
-        done = programs.run(
-            argv,
-            capture_output=True,
-            stdin=file,
-            env=environment_for_sbatch(os.environ) if variables is None else variables,
-            start_new_session=True,  # only we get Ctrl-C: see `slurm._interrupt_held`
-        )
+        try:
+            done = programs.run(
+                argv,
+                capture_output=True,
+                stdin=file,
+                env=environment_for_sbatch(os.environ) if variables is None else variables,
+                start_new_session=True,  # only we get Ctrl-C: see `slurm._interrupt_held`
+                timeout=limit_s,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise SubmissionError(f"sbatch did not answer within {limit_s:g} s") from error
     if done.returncode != 0:
         raise SubmissionError(
             f"sbatch refused the job: {slurms_words(done.stderr)}", hint=hint_for(done.stderr, argv)

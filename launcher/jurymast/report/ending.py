@@ -116,7 +116,7 @@ def _writes_its_last_checkpoint(directory: RunDirectory, by: str) -> bool:
 
 def _end_slurm(directory: RunDirectory, watcher: StatusWatcher) -> str:
     """Run scancel for the newest job. Raises ClusterUnavailableError with Slurm's words."""
-    from jurymast.jobs import run_command
+    from jurymast.jobs import alone, run_command
     from jurymast.report.liveness import slurm_jobs, slurm_state
 
     jobs = slurm_jobs(directory, watcher.state)
@@ -128,5 +128,7 @@ def _end_slurm(directory: RunDirectory, watcher: StatusWatcher) -> str:
     job, cluster = jobs[-1]
     if slurm_state(job, cluster).kind == "gone":
         return ""
+    if job in watcher.state.slurm_jobs:  # else it may be an array, which means all its tasks
+        job = alone(job, cluster)
     run_command(["scancel", *([f"--clusters={cluster}"] if cluster else []), job])
     return f"scancel {job}"

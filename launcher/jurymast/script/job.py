@@ -23,6 +23,7 @@ from jurymast.cluster.signals import SLURMS_WARNING, WARNINGS
 from jurymast.cluster.slurm import script_file, users_script, warns_itself
 from jurymast.core.judges.slurm_variables import of_active_nodes
 from jurymast.core.state.texts import compressed
+from jurymast.reading import to_begin
 from jurymast.rundir import RunDirectory, write_json
 from jurymast.script import PASSED_ON, WARNING, hold, release, shims
 from jurymast.script.notes import say
@@ -38,6 +39,7 @@ HERE_DOCUMENT = re.compile(r"<<-?[ \t]*\\?[\"']?(\w+).*?^\t*\1$", re.MULTILINE |
 def run(run_directory: str, arguments: list[str]) -> int:
     """Run the script; returns its exit code. Raises ClusterUnavailableError, RunDirectoryError."""
     submitted = RunDirectory(Path(run_directory))
+    to_begin(submitted.own_plan)
     directory = own_directory(submitted, [users_script(submitted).name])
     plan = directory.own_plan()
     allocation = from_slurm_environment()

@@ -51,7 +51,7 @@ from jurymast.core.state.texts import compressed, expanded
 from jurymast.core.supervision.batch import Outcome
 from jurymast.errors import ClusterUnavailableError
 from jurymast.interpreter import run_module
-from jurymast.jobs import run_command
+from jurymast.jobs import alone, run_command
 from jurymast.processes import OF_JOBS, TASKS_ALONE_VARIABLE, end_like, name_process
 from jurymast.rundir import RunDirectory, make_folder, write_json
 from jurymast.script import sharing, shims, standard_input
@@ -537,7 +537,7 @@ class Step:
             self._trainings.told(run, outcome.lost)
             return
         if outcome.state == "cancelled":  # by Slurm or by hand: that means the whole job
-            run_command(["scancel", self._allocation.job])
+            run_command(["scancel", alone(self._allocation.job)])
         if outcome.state in ("requeued", "cancelled"):
             signal.signal(signal.SIGTERM, end_after_the_script)
             _await_end()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import socket
-import sys
 from functools import partial
 
 from jurymast.journal import replay
+from jurymast.processes import end_at_once
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.epoch import serve
 
@@ -29,4 +29,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_at_once(main())  # a thread may wait for storage or for Slurm still

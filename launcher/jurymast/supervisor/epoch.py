@@ -8,10 +8,14 @@ import logging
 import os
 import socket
 import subprocess
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain, repeat
+from typing import Any, TypeVar
 
 from jurymast.cluster import refill
 from jurymast.cluster.allocation import Allocation, listen
@@ -22,17 +26,20 @@ from jurymast.core.state.run import Phase, Role, RunState
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.errors import JurymastError, RunDirectoryError
 from jurymast.interpreter import run_module
-from jurymast.jobs import run_command
+from jurymast.jobs import alone, run_command
 from jurymast.journal import events, read
-from jurymast.processes import ends_within, leave_no_core, log_as
+from jurymast.processes import leave_no_core, log_as
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.real_io import RealIo, Takeover
 from jurymast.supervisor.supervisor import supervise
 
 log = logging.getLogger("jurymast.supervisor")
+Result = TypeVar("Result")
 
 BATCH_LIMIT_S = 3.0
 WATCHER_END_S = 5.0
+# Before it is started again, whether it was killed or cannot begin.
+WATCHER_PAUSES_S = (1.0, 10.0, 60.0, 300.0)
 # The objects for thousands of nodes live long, and few are in reference cycles. Searching them for garbage as
 # often as Python does by default takes a tenth of the time, and stops the loop for long.
 NEW_OBJECTS, YOUNG_LOOKS, OLD_LOOKS = 50_000, 20, 100
@@ -74,7 +81,7 @@ def end_job(directory: RunDirectory, allocation: Allocation, state: RunState, *,
         lost = [node.name for node in state.nodes.values() if node.role is Role.FAILED]
         requeue(plan, allocation, lost, sorted(state.excluded), tell_of_requeue)
     else:
-        run_command(["scancel", allocation.job])
+        run_command(["scancel", alone(allocation.job)])
     refill.end_all(plan)  # at last, as this process may run in one
 
 
@@ -83,19 +90,54 @@ def watched(directory: RunDirectory) -> Iterator[None]:
     """Have a process of its own tell others what happens, by the policy's `notify` and `metrics`. The run's
     end waits for a moment for it."""
     command = run_module("jurymast.report.watcher", str(directory.root))
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    except OSError as error:
-        log.warning("nobody is told of the run: %s", error)
-        yield
-        return
+    started: deque[subprocess.Popen[bytes]] = deque(maxlen=1)
+    over = threading.Event()
+    read, write = os.pipe()
+
+    def keep() -> None:
+        """Start it again whenever it ends: when memory runs out, it is among the first to be killed."""
+        for pause_s in chain(WATCHER_PAUSES_S, repeat(WATCHER_PAUSES_S[-1])):
+            try:
+                started.append(process := subprocess.Popen(command, stdin=read))
+                why = f"exit code {process.wait()}"
+            except OSError as error:
+                why = str(error)
+            if over.is_set():
+                break
+            log.warning("nobody is told of the run: %s; trying again in %g s, or at its end", why, pause_s)
+            over.wait(pause_s)
+        os.close(read)
+
+    keeping = threading.Thread(target=keep, name="watcher", daemon=True)
+    keeping.start()
     try:
         yield
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        if not ends_within(process, WATCHER_END_S):
+        over.set()
+        os.close(write)
+        keeping.join(WATCHER_END_S)
+        if keeping.is_alive():
             log.warning("not everybody was told of the end within %.0f s", WATCHER_END_S)
+            for process in started:
+                process.kill()
+
+
+class _Threads(ThreadPoolExecutor):
+    """Threads that nobody waits for in the end: one may wait for storage, or for a command of Slurm's, when
+    all that a supervisor has to do is done, and its job does not go on before its process has ended."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
+
+
+def run_alone(work: Coroutine[Any, Any, Result]) -> Result:
+    """As `asyncio.run`, but without waiting for threads that still do something."""
+
+    async def begin() -> Result:
+        asyncio.get_running_loop().set_default_executor(_Threads())
+        return await work
+
+    return asyncio.run(begin())
 
 
 def serve(
@@ -116,7 +158,7 @@ def serve(
         io = RealIo(directory, allocation, replayed, listeners or listen(plan.cluster), takeover)
         told = plan.settings.notify or plan.settings.metrics
         with watched(directory) if told else nullcontext():
-            supervisor = asyncio.run(supervise(io))
+            supervisor = run_alone(supervise(io))
         if supervisor is None:
             return SUPERSEDED
         if takeover and (supervisor.state.ended or supervisor.requeues):

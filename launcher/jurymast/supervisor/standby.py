@@ -73,4 +73,7 @@ def main(run_directory: str, node: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    code = main(*sys.argv[1:])
+    from jurymast.processes import end_at_once
+
+    end_at_once(code)  # a thread may wait for storage or for Slurm still
