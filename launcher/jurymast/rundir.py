@@ -29,21 +29,28 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True, mode: int
     the content and the name are on disk: without that the file may be there and empty. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    with foreign.asking(path):
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                os.fchmod(descriptor, mode)
-                file.write(data)
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
-            os.rename(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    try:
+        with foreign.asking(path):
+            _write_as(temporary, path, data, durable=durable, mode=mode)
+    except OSError as error:  # by a name that is not another one each time: who tries again tells it once
+        raise OSError(error.errno, error.strerror, str(path)) from error
     if durable:
         sync_directory(path.parent)
+
+
+def _write_as(temporary: Path, path: Path, data: bytes, *, durable: bool, mode: int) -> None:
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def default_runs() -> Path:
@@ -106,6 +113,9 @@ def sync_directory(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EBADF):  # some file systems do this for no directory
+                raise
         finally:
             os.close(descriptor)
 

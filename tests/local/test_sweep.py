@@ -304,3 +304,15 @@ def test_the_sweep_reports_and_kills_only_when_told(
     monkeypatch.setenv("SLURM_SCRIPT_CONTEXT", "epilog_slurmd")
     sweep(replace(config, sweep_processes="kill"), Log("test", config.log))
     assert stray.wait(60) == -signal.SIGTERM
+
+
+def test_a_sweep_that_breaks_drains_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for want of memory, or on a Python that lacks something."""
+    (tmp_path / "site.ini").write_text(f"[files]\nlog = {tmp_path}/log\n")
+
+    def breaks(*_: object) -> None:
+        raise AttributeError("module 'os' has no attribute 'pidfd_open'")
+
+    monkeypatch.setattr(sweeping, "sweep", breaks)
+    assert sweeping.main(["--config", str(tmp_path / "site.ini")]) == 0
+    assert "failed: AttributeError" in (tmp_path / "log").read_text()

@@ -3,8 +3,10 @@ anything up. Receivers are real programs and real sockets, the notifier a real p
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from jurymast import foreign
 from jurymast.core.run.notices import Notice, Quota, due
 from jurymast.core.state.incident import CAUSES, Alert
 from jurymast.core.state.settings import Receiver
@@ -28,7 +31,8 @@ from jurymast.interpreter import run_module
 from jurymast.policy.resolve import Layer, resolve
 from jurymast.processes import ends_within
 from jurymast.report import mailbox, notifier
-from jurymast.rundir import RunDirectory
+from jurymast.report.status import StatusWatcher
+from jurymast.rundir import RunDirectory, write_json
 from jurymast.supervisor import epoch
 from support.commands import crash_loop, swapped
 from support.stories import Story
@@ -215,6 +219,49 @@ def test_a_receiver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pyte
         assert time.monotonic() - left_at < 20.0
 
 
+def test_its_process_is_started_again_when_it_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when memory runs out; also if the run ends before that is due."""
+    told, began = tmp_path / "told", subprocess.Popen
+    directory = telling(swapped(finished=False), tmp_path / "run", to_file(told))
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(began(*words, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(epoch, "WATCHER_PAUSES_S", (0.0, 1000.0))
+    monkeypatch.setattr(epoch, "WATCHER_END_S", 200.0)
+    with epoch.watched(directory):
+        wait_until("both notices", lambda: len(lines(told)) == 2)
+        started[0].kill()
+        wait_until("another process", lambda: len(started) == 2)
+        started[1].kill()
+        wait_until("its end", lambda: started[1].poll() is not None)
+        ended = next(iter(swapped().write(tmp_path / "ended").journal_files()))
+        shutil.copy(ended, next(iter(directory.journal_files())))
+    assert len(started) == 3
+    assert [one["kind"] for one in lines(told)] == ["incident", "spare", "finished"]
+
+
+def test_what_was_told_is_not_told_again_because_it_cannot_be_read_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = telling(swapped(), tmp_path / "run")
+    write_json(directory.notices_file, {"told": ["finished"]})
+    load, failures = foreign.load, [errno.EIO, errno.ESTALE]
+
+    def failing(path: Path, most: int) -> Any:
+        if failures:
+            raise OSError(failures.pop(), "no luck", str(path))
+        return load(path, most)
+
+    monkeypatch.setattr(foreign, "load", failing)
+    assert notifier._read_told(directory) == {"finished"}
+
+
 def test_a_process_that_even_a_kill_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one that storage blocks: the end of the run would wait for it, and all nodes with it."""
     with subprocess.Popen(["sleep", "1000"]) as blocked:
@@ -285,3 +332,49 @@ def test_a_program_is_not_taken_from_the_directory_of_the_training(
     monkeypatch.setenv("PATH", f".:{tmp_path}")
     assert notifier.deliver(Receiver(command=("page",)), MESSAGE) == ""
     assert (tmp_path / "ran").exists()
+
+
+def test_a_command_that_leaves_something_in_the_background_has_delivered() -> None:
+    """It is not delivered again because that goes on."""
+    message = {"run": "r", "kind": "incident", "text": "", "next": ""}
+    began_at = time.monotonic()
+    assert notifier.deliver(Receiver(command=("sh", "-c", "sleep 60 & true")), message) == ""
+    assert time.monotonic() - began_at < notifier.TRY_LIMIT_S
+    told = notifier.deliver(Receiver(command=("sh", "-c", "sleep 60 & echo no >&2; exit 3")), message)
+    assert told == "exit code 3: no"
+
+
+def test_a_receiver_whose_library_raises_gets_the_next_notice(caplog: pytest.LogCaptureFixture) -> None:
+    got: list[str] = []
+
+    def deliver(item: str) -> str:
+        if not got and item == "first":
+            raise TypeError("not this one")
+        got.append(item)
+        return ""
+
+    box = mailbox.Mailbox("pager", deliver, logging.getLogger("jurymast.notifier"), tries=1)
+    box.start()
+    box.put("first")
+    box.put("second")
+    assert box.empty(time.monotonic() + 60.0)
+    assert got == ["second"]
+    assert caplog.messages == ["pager: TypeError: not this one"]
+
+
+def test_setting_the_clock_holds_no_notice_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a machine begins with a clock years ahead: what was told then would count for years."""
+    directory = telling(swapped(finished=False), tmp_path / "run", Receiver(command=("true",)))
+    watcher = StatusWatcher(directory)
+    watcher.poll()
+    put: list[notifier.Message] = []
+    teller = notifier.Notifier(watcher, watcher.plan.settings.notify)
+    for _, box in teller._boxes:
+        monkeypatch.setattr(box, "put", put.append)
+    began = time.monotonic()
+    for wall, passed_s in ((4e9, 0.0), (4e9, 1.0), (4e9, 2.0), (2e9, 4000.0)):
+        monkeypatch.setattr(time, "time", lambda wall=wall: wall)
+        monkeypatch.setattr(time, "monotonic", lambda passed_s=passed_s: began + passed_s)
+        teller._told.clear()
+        teller.look()
+    assert len(put) == 8

@@ -140,12 +140,41 @@ except OSError as error:
     assert sorted(directory.root.iterdir()) == before
 
 
+def test_a_write_that_fails_again_and_again_says_the_same(tmp_path: Path) -> None:
+    """Whoever tells a problem when it begins would else tell it every few seconds."""
+    said = set()
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError) as failed:
+            write_atomically(tmp_path / "gone" / "metrics.prom", b"x")
+        said.add(str(failed.value))
+    assert said == {f"[Errno 2] No such file or directory: '{tmp_path}/gone/metrics.prom'"}
+
+
 def test_a_write_that_cannot_take_its_place_leaves_nothing(directory: RunDirectory) -> None:
     (directory.root / "taken").mkdir()
     before = sorted(directory.root.iterdir())
     with pytest.raises(OSError, match="taken"):
         write_atomically(directory.root / "taken", b"x")
     assert sorted(directory.root.iterdir()) == before
+
+
+def test_a_file_system_that_syncs_no_directories_is_written_to(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other failure to do so is one."""
+    sync, code = os.fsync, errno.EINVAL
+
+    def failing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    directory.save_attempt(3)
+    assert directory.newest_attempt() == 3
+    code = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        directory.save_attempt(4)
 
 
 def test_who_waits_for_a_write_is_known(directory: RunDirectory) -> None:

@@ -10,7 +10,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing import get_context
@@ -151,7 +151,13 @@ def _told(names: Sequence[str], new: Sequence[Path]) -> Iterator[_Told | None]:
     ) as pool:
         found = pool.map(_summary, new, chunksize=CHUNK)
         for name in names:
-            yield next(found) if name in unknown else None
+            told = None
+            if name in unknown:
+                try:
+                    told = next(found)
+                except BrokenExecutor:  # one was killed, for want of memory say: the rest is read here
+                    unknown.clear()
+            yield told
 
 
 def _collect_seldom() -> None:

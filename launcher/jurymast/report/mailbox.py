@@ -39,7 +39,7 @@ class Mailbox(threading.Thread, Generic[Item]):
         while True:
             item = self._queue.get()
             for trial in range(self._tries):
-                problem = self._deliver(item)
+                problem = self._tried(item)
                 if problem and problem != self._problem:
                     self._log.warning("%s: %s", self._receiver, problem)
                 self._problem = problem
@@ -50,6 +50,12 @@ class Mailbox(threading.Thread, Generic[Item]):
             with self._changed:
                 self._open -= 1
                 self._changed.notify_all()
+
+    def _tried(self, item: Item) -> str:
+        try:
+            return self._deliver(item)
+        except Exception as error:  # others' code: what it raises must not end this thread
+            return f"{type(error).__name__}: {error}"
 
     def empty(self, until: float) -> bool:
         """Whether everything is delivered, or given up, by this time of the monotonic clock."""

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from jurymast import foreign, programs
 from jurymast.core.run.notices import Notice, Quota, due
 from jurymast.core.state.incident import CAUSES
 from jurymast.core.state.settings import Receiver
+from jurymast.reading import patiently
 from jurymast.report.follow import end_lines
 from jurymast.report.liveness import Liveness
 from jurymast.report.mailbox import Mailbox
@@ -82,16 +84,19 @@ def deliver(receiver: Receiver, message: Message) -> str:
 def _run(command: tuple[str, ...], message: Message) -> str:
     text = {f"JURYMAST_NOTICE_{name.upper()}": str(message[name]) for name in ("run", "kind", "text", "next")}
     try:
-        done = subprocess.run(
-            command, executable=programs.executable(command[0]),
-            input=json.dumps(message).encode(), env={**os.environ, **text}, timeout=TRY_LIMIT_S,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+        # Not a pipe, which whatever the command leaves behind in the background would keep open.
+        with tempfile.TemporaryFile(dir=foreign.temporary_place()) as errors:
+            done = subprocess.run(
+                command, executable=programs.executable(command[0]),
+                input=json.dumps(message).encode(), env={**os.environ, **text}, timeout=TRY_LIMIT_S,
+                stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+            )  # fmt: skip
+            errors.seek(0)
+            told = errors.read().decode(errors="replace").strip()[-200:]
     except (OSError, ValueError) as error:
         return str(error)
     except subprocess.TimeoutExpired:
         return f"took more than {TRY_LIMIT_S:.0f} s"
-    told = done.stderr.decode(errors="replace").strip()[-200:]
     return f"exit code {done.returncode}: {told}" if done.returncode else ""
 
 
@@ -134,7 +139,7 @@ class Notifier:
         for notice in new:
             message = message_of(notice, self._watcher)
             for quota, box in self._boxes:
-                if quota.wants(notice) and (before := quota.takes(notice, time.time())) is not None:
+                if quota.wants(notice) and (before := quota.takes(notice, time.monotonic())) is not None:
                     box.put({**message, "held_back": before})
         if new:
             self._told.update(notice.key for notice in new)
@@ -153,8 +158,11 @@ def _load_apprise() -> None:
 
 
 def _read_told(directory: RunDirectory) -> set[str]:
-    try:
-        found: Mapping[str, Any] = foreign.load(directory.notices_file, foreign.PLAN_BYTES_MAX)
+    path = directory.notices_file
+    try:  # whoever cannot read it for a moment must not tell everything again
+        found: Mapping[str, Any] = patiently(
+            lambda: foreign.load(path, foreign.PLAN_BYTES_MAX), directory.root
+        )
         return {str(key) for key in found["told"]}
     except (OSError, ValueError, KeyError, TypeError):
         return set()

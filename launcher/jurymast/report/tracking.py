@@ -90,13 +90,6 @@ class _Tracked:
         self._tracker: Any = None
 
     def deliver(self, point: Point) -> str:
-        try:
-            self._write(point)
-        except Exception as error:  # others' code
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    def _write(self, point: Point) -> None:
         if self._tracker is None and point != Point():
             self._tracker = tracker.load(self._name)(self._run)
         if point.text:
@@ -105,3 +98,4 @@ class _Tracked:
             self._tracker.write(point.step, point.at, dict(point.values))
         elif self._tracker is not None:
             self._tracker.close()
+        return ""

@@ -4,9 +4,9 @@ one. What these programs write to stderr is the task's; their standard output is
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
+import time
 from collections.abc import Mapping
 
 from jurymast.processes import IGNORED_BY_PYTHON, OF_JOBS
@@ -14,6 +14,7 @@ from jurymast.processes import IGNORED_BY_PYTHON, OF_JOBS
 NAME = "jurymast-epilog"
 # Slurm kills the user's after so many seconds, and waits for the site's for ever.
 USERS_LIMIT_S, SITES_LIMIT_S = 5.0, 60.0
+POLL_S = 0.01
 # Both, and what it takes to start them and to kill ranks before them (seconds).
 LIMIT_S = USERS_LIMIT_S + SITES_LIMIT_S + 5.0
 
@@ -42,12 +43,15 @@ def _failure(program: str, limit_s: float, variables: Mapping[str, str]) -> str:
         )
     except OSError as error:
         return f"cannot be run: {error.strerror}"
-    handle = os.pidfd_open(pid)
-    in_time = bool(select.select([handle], [], [], limit_s)[0])
-    os.close(handle)
-    if not in_time:
-        os.killpg(pid, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if not in_time:
-        return f"was killed after {limit_s:g} s"
-    return f"failed with {code}" if code else ""
+    until = time.monotonic() + limit_s
+    while True:  # not by pidfd_open, which many Pythons and older kernels do not have
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            return f"failed with {code}" if code else ""
+        if time.monotonic() > until:
+            break
+        time.sleep(POLL_S)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return f"was killed after {limit_s:g} s"
