@@ -91,6 +91,22 @@ def test_nodes_are_held_while_a_supervisor_waits_for_storage_before_it_can_begin
     assert sum(found.totals.values()) == found.allocated_us + found.queue_us
 
 
+def test_steps_that_are_heard_of_only_when_ranks_go_on_from_them_were_done() -> None:
+    """In their processes, beyond the last report before the failure; and the next failure goes back."""
+    story = Story(active=2, spares=1).running(41).saved(41).stepped(61, step_s=0.5)
+    for step, tier in ((63, "live"), (66, "live"), (41, "memory")):
+        story.failed(1, exit_code=-9)
+        story.stopped()
+        if story.state.phase is Phase.WAITING:
+            story.backed_off()
+        story.ranks_up().restored(step, tier=tier)
+    story.stepped(70, step_s=0.5).finished()
+    ledger = Ledger(initial_state(story.plan))
+    for event in story.events:
+        ledger.feed(event)
+    assert (ledger.steps.done, ledger.steps.again) == (66 + 29, 25)
+
+
 def test_a_swap_and_its_rework() -> None:
     story = Story(active=2, spares=1).running(41).saved(41).stepped(61, step_s=0.5)
     story.lost("n3", silent_s=1.6)

@@ -28,6 +28,7 @@ from jurymast.core.run.recording import pause_s
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Instruction
 from jurymast.core.state.findings import Verdict
+from jurymast.core.state.images import LIVE
 from jurymast.core.state.run import Phase, Role, RunState
 
 Told = TypeVar("Told")
@@ -479,16 +480,17 @@ class Ledger:
         self._frontier = until
 
     def _hear(self, event: ev.Event) -> None:
-        if not self._attempt or getattr(event, "attempt", None) != self._attempt:
-            return
-        if self.state.phase is Phase.STARTING:
+        starts = self.state.phase is Phase.STARTING
+        if starts or not self._attempt or getattr(event, "attempt", None) != self._attempt:
             return
         if isinstance(event, ev.Restored) and self._activity in BEFORE_FIRST_STEP:
             before = self._activity if self._activity == "warm_up" else self._launching()
             self._book(to_us(event.t) - to_us(event.seconds), before)
             self._book(to_us(event.t), "restore")
             self._activity, self._step, self._numbered = "warm_up", event.step, True
+            self._went_on(event)
         elif isinstance(event, ev.Restored) and not (self._numbered or self._step):
+            self._went_on(event)
             self._number(event.step)  # another failure was heard of before
         elif isinstance(event, ev.BeganAt) and self.state.base is not None:
             if self._base is not None or not self._numbered:
@@ -507,6 +509,12 @@ class Ledger:
         elif isinstance(event, ev.Saved) and not event.copied:
             self.saves.take(event)
             self._stalled(event)
+
+    def _went_on(self, event: ev.Restored) -> None:
+        """Ranks that go on in their processes may have done more steps than was heard before the failure."""
+        if event.tier == LIVE and event.step > self._best:
+            self.steps.done += event.step - self._best
+            self._best = event.step
 
     def _stalled(self, event: ev.Saved) -> None:
         """The ranks stood still after the step that was saved; the report of it arrives a little later."""

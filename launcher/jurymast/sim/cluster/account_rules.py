@@ -10,6 +10,7 @@ import msgspec
 from jurymast.core.goodput import Ledger
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
+from jurymast.core.state.images import LIVE
 from jurymast.journal import initial_state, take
 from jurymast.sim.cluster.health import WATTS
 from jurymast.sim.cluster.world import RunDisk
@@ -39,13 +40,17 @@ class AccountRules:
         self._late = len(disk.journal) > 1
         self._first: dict[int, int] = {}  # by attempt: what its ranks restored, and how far they came
         self._last: dict[int, int] = {}
+        self._live: set[int] = set()  # attempts whose ranks went on in their processes
         self.done = self.again = 0
         self._began = 0.0
         for entry in disk.entries():
             take(self.ledger.state, entry, self._feed)
         best = 0
-        for attempt, last in sorted(self._last.items()):
+        for attempt in sorted({*self._live, *self._last}):
             first = self._first.get(attempt, 0)
+            last = self._last.get(attempt, first)
+            if attempt in self._live and first > best:  # more than was heard before
+                self.done, best = self.done + first - best, first
             self.done += last - first
             self.again += max(0, min(last, best) - first)
             best = max(best, last)
@@ -58,6 +63,8 @@ class AccountRules:
             return
         if isinstance(event, ev.Restored):
             self._first[event.attempt] = event.step
+            if event.tier == LIVE:
+                self._live.add(event.attempt)
         elif isinstance(event, ev.Progress) or (isinstance(event, ev.Saved) and not event.copied):
             self._late |= event.attempt not in self._first
             self._last[event.attempt] = max(event.step, self._last.get(event.attempt, 0))

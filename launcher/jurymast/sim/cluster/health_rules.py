@@ -154,8 +154,9 @@ class HealthRules:
                 )
 
     def _is_slow(self, state: RunState, name: str) -> bool:
-        """Whether it is not by design that these ranks are slow: others have a place like theirs."""
-        between = 0 < state.places[name] < state.active - 1
+        """Whether it is not by design that these ranks are slow: others have a place like theirs. Once ranks
+        leave after a signal, the others do no step that could be compared."""
+        between = 0 < state.places[name] < state.active - 1 and not state.may_leave(state.now)
         return between and self._cluster.slow_place is None and len(self._ill) == 1
 
     def _calm(self, supervisor: SimSupervisor, since: float) -> bool:

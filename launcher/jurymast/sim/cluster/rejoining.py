@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jurymast.core.judges import rejoining
@@ -57,10 +57,21 @@ def newest_live(group: SimGroup) -> Token | None:
         oracle.fail(NO_STEP_LOST, f"{whole} is whole, and attempt {group.attempt}: {found}")
     if isinstance(found, GoBack):
         return None
-    token = next(one for rank in ranks if (one := rank.live) is not None and one.step == found.step)
-    if not _goes_on(ranks, found, token):
+    held = (member.host.live for member in group.members.values())
+    token = next(one for one in held if one is not None and one.step == found.step)
+    if not _goes_on(ranks, found, _as_done(token)):
         oracle.fail(ONE_STATE, f"attempt {group.attempt} goes on from {token}: {found} of {ranks}")
     return token
+
+
+def _as_done(token: Token | None) -> Token | None:
+    """The state as of the group that did its last step: one that restored it, and did none, has the same."""
+    if token is None:
+        return None
+    done_by = token.history[-1:]
+    if len(token.history) > 2 and token.history[-2] == token.step:
+        done_by = token.history[-3:-2]
+    return replace(token, history=done_by)
 
 
 def _ranks(group: SimGroup) -> list[_Has]:
@@ -71,9 +82,9 @@ def _ranks(group: SimGroup) -> list[_Has]:
         lives = number % each in host.alive
         found.append(
             _Has(
-                live=host.live if lives else None,
-                own=host.own,
-                kept=host.kept if lives else None,
+                live=_as_done(host.live) if lives else None,
+                own=_as_done(host.own),
+                kept=_as_done(host.kept) if lives else None,
                 ward=(number - each) % world,
                 part=part(group.cluster.wanted.spread, number, world),
             )
@@ -101,7 +112,7 @@ def _whole(ranks: list[_Has], step: int) -> Token | None:
     return token if own and all(rank.part in there for rank in ranks) else None
 
 
-def _goes_on(ranks: list[_Has], found: GoOn, token: Token) -> bool:
+def _goes_on(ranks: list[_Has], found: GoOn, token: Token | None) -> bool:
     givers = {taker: giver for giver, takers in found.takers.items() for taker in takers}
     for number, rank in enumerate(ranks):
         giver = ranks[givers[number]] if number in givers else rank
