@@ -68,8 +68,9 @@ def check_restores(run: RunUnderTest, least: int = 0) -> None:
             assert event.step >= safe, run.story()
         elif isinstance(event, ev.Restored):
             assert planned is not None
-            assert event.step == planned.step, run.story()
-            restored[event.attempt] = event.step
+            if event.attempt == planned.attempt:  # else a node that is back says what may be known already
+                assert event.step == planned.step, run.story()
+                restored[event.attempt] = event.step
         elif isinstance(event, ev.Progress):
             assert event.attempt in restored, f"attempt {event.attempt} restored nothing\n{run.story()}"
     newest = restored[max(restored)]

@@ -113,6 +113,19 @@ def test_the_reason_stands_for_ranks_that_were_found_gone() -> None:
     assert (story.incident.cause, story.incident.rank) == ("worker_crash", 1)
 
 
+def test_a_restore_that_is_said_twice_is_one() -> None:
+    story, supervision = running()
+    node = story.state.placement[0]
+    event = within.Restored(step=20, tier="memory", seconds=0.1, size_bytes=1)
+    said = msg.RankEvent(attempt=1, event=event)
+    lines = []
+    for number in (1, 2):
+        lines += supervision.on_message(node, number, said, story.t)
+        supervision.on_connection_closed(node, number, story.t)
+        joins(story, supervision, node, number + 1)
+    assert [one.event.step for one in lines if isinstance(one, Journal)] == [20]  # type: ignore[attr-defined]
+
+
 def test_a_save_that_is_said_twice_is_one() -> None:
     story, supervision = running()
     node = story.state.placement[0]

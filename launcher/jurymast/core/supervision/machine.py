@@ -61,7 +61,7 @@ from jurymast.core.supervision.refilling import Refilling, SmallJob
 from jurymast.core.supervision.withdrawals import Withdrawals
 from jurymast.errors import never
 
-SAVES_KEPT = 64  # repeated reports of agents are among so many last saves
+REPORTS_KEPT = 64  # repeated reports of what all ranks did are among so many
 # While a run has no trouble, each tick only looks for silence; the rest is done once in this many ticks.
 STEADY_LOOKS = 3
 # What follows a save waits for it this long at least, in seconds, and as many steps as ranks may need to
@@ -107,7 +107,7 @@ class Supervision:
         self._directory = directory
         self._teller = Teller(state, self.watch.reports)
         self._hangs = Hangs(state, self.watch.reports)
-        self._rank_saves: deque[msg.RankEvent] = deque(maxlen=SAVES_KEPT)
+        self._of_all: deque[msg.RankEvent] = deque(maxlen=REPORTS_KEPT)
         self._health = NodeHealth()
         self._preflight = Preflight(state)
         self._stragglers = Stragglers(state)
@@ -136,8 +136,7 @@ class Supervision:
 
     def record(self, event: ev.Event, *, flush: bool = False) -> list[Effect]:
         """Journal this event, and carry out what `core.run.machine` decides."""
-        told = self._repeats.as_told(event) if isinstance(event, ev.Noted) else event
-        if told is None:
+        if (told := self._repeats.as_told(event) if isinstance(event, ev.Noted) else event) is None:
             return []
         event = told
         out = self._ahead_of(event)
@@ -458,12 +457,13 @@ class Supervision:
         said, attempt, fields = message.event, message.attempt, asdict(message.event)
         rank = self.state.places.get(node, 0) * self.state.ranks_per_node + fields.pop("local_rank")
         match said:
+            case within.Saved() | within.Restored() if message in self._of_all:  # said over two connections
+                return []
             case within.Saved():
-                if message in self._rank_saves:  # said over two connections
-                    return []
-                self._rank_saves.append(message)
+                self._of_all.append(message)
                 return self._saved(ev.Saved(t=now, attempt=attempt, **fields), now)
             case within.Restored():
+                self._of_all.append(message)
                 self.checkpoints.on_restored(attempt, said.step, said.tier)
                 return self.record(ev.Restored(t=now, attempt=attempt, **fields))
             case within.BeganAt():
