@@ -102,13 +102,16 @@ def _each_of(name: str) -> type[msgspec.Struct]:
 
 
 class JournalWriter:
-    """Appends on a thread of its own; `flush` waits for the disk up to a limit."""
+    """Appends on a thread of its own; `flush` waits for the disk up to a limit. What a failed sync leaves is
+    not known: the kernel may have dropped it, and the next sync succeeds all the same. So all since the last
+    good one is written again, at its place, through a new descriptor."""
 
     def __init__(self, directory: Path, epoch: int) -> None:
         self._epoch = epoch
         self._number = 0
         self.path = directory / file_name(epoch)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._synced_bytes = 0
         sync_directory(directory)
         self._items: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
@@ -171,12 +174,23 @@ class JournalWriter:
         self._taken += len(items)
         self._unwritten += b"".join(map(self._line, together(items)))
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[os.write(self._descriptor, self._unwritten) :]
+            if self.error is not None:
+                self._open_anew()
+            done = 0
+            while done < len(self._unwritten):
+                done += os.pwrite(self._descriptor, self._unwritten[done:], self._synced_bytes + done)
             os.fsync(self._descriptor)
-            self.error, self.written = None, self._taken
         except OSError as error:  # a full disk: the run continues, and the lines are tried again later
             self.error = error
+            return
+        self._synced_bytes += len(self._unwritten)
+        self._unwritten, self.error, self.written = b"", None, self._taken
+
+    def _open_anew(self) -> None:
+        """Also, a descriptor on a shared file system may have become stale for good."""
+        descriptor = os.open(self.path, os.O_WRONLY)
+        os.close(self._descriptor)
+        self._descriptor = descriptor
 
     def _line(self, entry: Entry) -> bytes:
         self._number += 1

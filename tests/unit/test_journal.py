@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -188,6 +189,46 @@ def fill_the_disk(directory: RunDirectory) -> list[bool]:
 def test_a_full_disk_is_told_and_costs_no_line(directory: RunDirectory) -> None:
     assert fill_the_disk(directory) == [True, True, True, False, False, True, True]
     assert notes(directory) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_what_a_failed_sync_leaves_is_written_again(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops what it could not write, and the next sync succeeds."""
+    sync, fails = os.fsync, [False]
+
+    def fsync(descriptor: int) -> None:
+        if fails.pop():
+            os.ftruncate(descriptor, kept)
+            raise OSError(errno.EIO, "Input/output error")
+        sync(descriptor)
+
+    writer = JournalWriter(directory.journal, 1)
+    writer.event(note(1))
+    assert writer.flush(limit_s=20.0)
+    kept = writer.path.stat().st_size
+    fails[:] = [False, False, False, True]
+    monkeypatch.setattr(os, "fsync", fsync)
+    writer.event(note(2))
+    assert not writer.flush(limit_s=20.0)
+    writer.event(note(3))
+    assert writer.flush(limit_s=20.0)
+    writer.close()
+    assert (fails, notes(directory)) == ([False, False], [1, 2, 3])
+
+
+def test_a_file_that_became_stale_is_opened_anew(directory: RunDirectory) -> None:
+    writer = JournalWriter(directory.journal, 1)
+    writer.event(note(1))
+    assert writer.flush(limit_s=20.0)
+    with open(os.devnull, "rb") as stale:  # which cannot be written
+        os.dup2(stale.fileno(), writer._descriptor)
+    writer.event(note(2))
+    writer.flush(limit_s=20.0)
+    writer.event(note(3))
+    assert writer.flush(limit_s=20.0)
+    writer.close()
+    assert notes(directory) == [1, 2, 3]
 
 
 @pytest.mark.alone
