@@ -78,6 +78,10 @@ ATTEMPT_BYTES_MAX = 64
 ATTEMPT_DIGITS_MAX = 9
 
 
+# States of outcomes after which a run is in no queue any more.
+_ENDED = frozenset({"succeeded", "failed", "cancelled"})
+
+
 def attempt_in(data: bytes) -> int:
     """The number in an attempt file's content. Raises ValueError for anything but plain digits."""
     digits = data.strip()
@@ -331,6 +335,15 @@ class RunDirectory:
 
     def save_plan(self, plan: RunPlan) -> None:
         write_atomically(self.plan_file, json.dumps(plan.to_json(), indent=1).encode())
+
+    def has_ended(self) -> bool:
+        """Whether the run's outcome says so; it is not in Slurm's queue again then. Raises OSError,
+        ValueError."""
+        try:
+            outcome = foreign.load(self.outcome_file, foreign.NOTE_BYTES_MAX)
+        except FileNotFoundError:
+            return False
+        return isinstance(outcome, dict) and outcome.get("state") in _ENDED
 
     def plan(self) -> RunPlan:
         """The run's plan. Raises RunDirectoryError if the file is missing or damaged."""

@@ -42,7 +42,7 @@ from jurymast.agent.ranks import (
     unloadable,
 )
 from jurymast.agent.stacks import StackTaker
-from jurymast.agent.storage_processes import NodeStorage, local_root, own_domain
+from jurymast.agent.storage_processes import NodeStorage, local_root, own_domain, remove_left_behind
 from jurymast.checkpoint.batch import BATCH_VARIABLE, RANKS_VARIABLE
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.refill import keep_variables
@@ -327,7 +327,8 @@ class NodeIo:
         self._users = users_variables(plan, allocation.nodes, os.environ)
         self._temporary, self._lock = own_temporary_directory()
         self._core_bytes = leave_no_core()
-        local = local_root(plan.settings.local_path, plan.run) if plan.settings.local_path else None
+        place = plan.settings.local_path
+        self._local = local = local_root(place, plan.run) if place else None
         access = Access(self._secret, encrypt=plan.settings.encrypt)
         self.keeper = Keeper(RealKeeperIo(access, node, plan.ranks_per_node), driver.say, local_root=local)
         self.probing = Probing(directory, plan, node, driver.say)
@@ -336,11 +337,16 @@ class NodeIo:
         self.storage = NodeStorage(directory, plan, self.keeper, local, kills)
         self.tests = NodeTestRunner(driver, self._environment)
 
+    def _tidy(self) -> None:
+        remove_abandoned()
+        if self._local is not None:
+            remove_left_behind(self._local, self._directory.root.parent)
+
     async def begin(self) -> None:
         adopt_orphans()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._driver.terminated)
         self.ranks.listen()
-        threading.Thread(target=remove_abandoned, name="remove-abandoned", daemon=True).start()
+        threading.Thread(target=self._tidy, name="remove-abandoned", daemon=True).start()
         await self.keeper.start()
         if self._hint is not None:
             self.address = local_address(*self._hint)

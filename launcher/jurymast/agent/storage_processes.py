@@ -281,6 +281,16 @@ def local_root(path: str, run: str) -> Path:
     return chosen[0] / run
 
 
+def remove_left_behind(local: Path, runs: Path) -> None:
+    """Remove the images of other runs of this user from the node's own disk, if those have ended: a run that
+    was requeued may have ended on other nodes. `runs` has the run directories; what it does not have may be
+    another's, and stays. Best effort: may take long."""
+    for place in foreign.found(local.parent, "*"):
+        with suppress(OSError, ValueError):
+            if place != local and foreign.owns(place) and RunDirectory(runs / place.name).has_ended():
+                remove_local_copies(place)
+
+
 def own_domain() -> str:
     return failure_domain(
         os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")

@@ -40,7 +40,6 @@ from jurymast.reading import is_there, patiently
 from jurymast.rundir import RunDirectory, make_durable_folder, sync_directory, write_atomically
 
 OWNER = "owner.json"
-ENDED = frozenset({"succeeded", "failed", "cancelled"})
 # How long a claim waits for an owner that is ending, and for an answer of Slurm.
 WAIT_S = 60.0
 ASK_EVERY_S = 2.0
@@ -141,8 +140,7 @@ def fate(owner: Owner) -> Fate:
         return _of_training(owner)
     run = RunDirectory(owner.directory)
     try:
-        outcome = patiently(lambda: _loaded(run.outcome_file), run.root)
-        if outcome is not None and outcome.get("state") in ENDED:
+        if patiently(run.has_ended, run.root):
             return Fate(Life.ENDED)
         jobs = _jobs(run)
         removed = not jobs and _is_removed(run.root)
