@@ -118,8 +118,8 @@ class JurymastJob(core.Job[R]):
         word, why = self._seen("force")
         told = [line for text in (self.stderr(), self.stdout()) for line in (text or "").splitlines()[-40:]]
         raise UncompletedJobError(
-            f"job {self.job_id} (task {self.task_id}) has left no result in {self.paths.result_pickle}; "
-            "it wrote:\n" + "\n".join([*told, f"The run {word}: {why}"])
+            f"job {self.job_id} (task {self.task_id}) has left no result in {self.paths.result_pickle} "
+            f"(state: {self.state}); it wrote:\n" + "\n".join([*told, f"The run {word}: {why}"])
         )
 
     def _get_logs_string(self, name: str) -> str | None:
