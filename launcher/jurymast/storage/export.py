@@ -29,16 +29,22 @@ def export(source: Path, target: Path, form: str) -> int:
     if form == "safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ModuleNotFoundError(f"the format safetensors needs a package: {INSTALL}")
     state = _load(source)
-    # A name that nobody can foresee, and the very file: others may be able to write to the directory.
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    temporary = Path(name)
+    # In a directory of its own, which is held: others may be able to write to the one of the target. Some
+    # libraries write to another file there, and rename it.
+    temporary = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
     try:
-        left_out = _save(state, Path(f"{foreign.HELD}{descriptor}"), form)
-        os.fsync(descriptor)
-        os.link(temporary, target)  # unlike a rename, this never replaces a file
+        with foreign.own_directory(Path(temporary)) as here:
+            written = here / "written"
+            try:
+                left_out = _save(state, written, form)
+                with open(written, "rb") as file:
+                    os.fsync(file.fileno())
+                os.link(written, target)  # unlike a rename, this never replaces a file
+            finally:
+                for name in os.listdir(here):
+                    os.unlink(here / name)
     finally:
-        os.close(descriptor)
-        temporary.unlink(missing_ok=True)
+        os.rmdir(temporary)
     with contextlib.suppress(PermissionError):  # who may write there need not be able to read it
         sync_directory(target.parent)
     return left_out
