@@ -107,12 +107,19 @@ class JurymastJob(core.Job[R]):
     def _get_outcome_and_result(self) -> tuple[str, Any]:
         end = time.monotonic() + self._results_timeout_s  # as submitit: storage may show it later
         while True:
+            late = time.monotonic() > end
             try:
-                found: tuple[str, Any] = unpickled(self.paths.result_pickle)
-                return found
-            except (FileNotFoundError, EOFError):
-                if time.monotonic() > end:
+                descriptor = foreign.open_own(self.paths.result_pickle, closed=0)
+            except FileNotFoundError:
+                if late:
                     break
+            else:
+                try:
+                    found: tuple[str, Any] = loaded(descriptor)
+                    return found
+                except EOFError:
+                    if late:
+                        raise
             renew(self.paths.folder)
             time.sleep(min(1.0, self._results_timeout_s))
         word, why = self._seen("force")
@@ -340,7 +347,11 @@ def _sbatch_options(parameters: Mapping[str, Any], ranks: int) -> Iterator[str]:
 def unpickled(path: Path) -> Any:
     """What this user has pickled. To read another user's would run that user's code, so the file that is read
     is the very one that was looked at. Raises foreign.NotOurs, OSError."""
-    descriptor = foreign.open_own(path, closed=0)
+    return loaded(foreign.open_own(path, closed=0))
+
+
+def loaded(descriptor: int) -> Any:
+    """Unpickle what is open, and close it."""
     try:
         return pickle_load(f"{foreign.HELD}{descriptor}")
     finally:

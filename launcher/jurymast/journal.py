@@ -188,9 +188,9 @@ class JournalWriter:
 
     def _open_anew(self) -> None:
         """Also, a descriptor on a shared file system may have become stale for good."""
-        descriptor = os.open(self.path, os.O_WRONLY)
-        os.close(self._descriptor)
-        self._descriptor = descriptor
+        old, self._descriptor = self._descriptor, os.open(self.path, os.O_WRONLY)
+        with suppress(OSError):  # some file systems tell only here what they could not write; it is closed
+            os.close(old)
 
     def _line(self, entry: Entry) -> bytes:
         self._number += 1

@@ -280,12 +280,13 @@ class RunDirectory:
 
     def create(self) -> Made:
         """Make the directory with its subdirectories and the run's secret. Raises RunDirectoryError."""
-        made = None
+        made, begun = None, False
         try:
             with foreign.asking(self.root):
                 if self.root.parent != self.root:
                     make_durable_folder(self.root.parent)  # not by the umask: writers there can swap runs
                 self.root.mkdir(mode=0o700)
+                begun = True
                 made = self._just_made()
                 with contextlib.suppress(PermissionError):  # who may make runs there need not see others'
                     sync_directory(self.root.parent)
@@ -295,8 +296,11 @@ class RunDirectory:
         except OSError as error:
             if made is not None:  # after a full disk, for example: nothing stays that looks like a run
                 self.unmake(made)
+            elif begun:
+                with contextlib.suppress(OSError):
+                    self.root.rmdir()
             raise RunDirectoryError(
-                f"cannot create the run directory {self.root}: {error.strerror}",
+                f"cannot create the run directory {self.root}: {error.strerror or error}",
                 hint="choose another directory with --runs DIR, on storage that all nodes share",
             ) from error
         return made

@@ -107,6 +107,18 @@ def test_steps_that_are_heard_of_only_when_ranks_go_on_from_them_were_done() -> 
     assert (ledger.steps.done, ledger.steps.again) == (66 + 29, 25)
 
 
+def test_steps_of_an_earlier_run_are_not_those_of_this_one() -> None:
+    """Its ranks begin from a save of that run, and go on in their processes before a step is heard of."""
+    story = Story(active=2, spares=1).allocated().ranks_up().restored(1000)
+    story.failed(1, exit_code=-9)
+    story.stopped()
+    story.ranks_up().restored(1002, tier="live").stepped(1010).finished()
+    ledger = Ledger(initial_state(story.plan))
+    for event in story.events:
+        ledger.feed(event)
+    assert (ledger.steps.done, ledger.steps.again) == (10, 0)
+
+
 def test_a_swap_and_its_rework() -> None:
     story = Story(active=2, spares=1).running(41).saved(41).stepped(61, step_s=0.5)
     story.lost("n3", silent_s=1.6)

@@ -176,6 +176,23 @@ def test_a_result_that_another_user_leaves_while_it_is_waited_for_is_not_read(
     assert not (tmp_path / "proof").exists()
 
 
+class Opens:
+    """Opens a file once it is unpickled, as of a data set that is mapped into memory."""
+
+    def __reduce__(self) -> Any:
+        return open, ("/nonexistent/data",)
+
+
+def test_what_unpickling_a_result_raises_is_told_as_it_is(job: Any) -> None:
+    job.paths.result_pickle.write_bytes(cloudpickle.dumps(("success", Opens())))
+    with pytest.raises(FileNotFoundError, match="/nonexistent/data"):
+        job.result()
+    job.paths.result_pickle.write_bytes(b"")
+    job._results_timeout_s = 0.1
+    with pytest.raises(EOFError):
+        job.result()
+
+
 def test_no_log_that_another_user_has_made_a_pipe_is_waited_for(job: Any) -> None:
     os.mkfifo(job.paths.stdout)
     with pytest.raises(foreign.NotAFile):

@@ -125,6 +125,8 @@ def test_a_start_is_told_up_to_a_second_too_long() -> None:
     assert as_it_is.start_s == pytest.approx(START_S, abs=0.05)
     slow, _ = instead(job(*ends, cut_s=(300.0, *cut_s[1:])), PLAN, read_measured())
     assert slow.start_s == pytest.approx(START_S, abs=0.1), "once it took much longer"
+    cold, _ = instead(job(("NODE_FAIL", 910), cut_s=(30.0, 0.0)), PLAN, read_measured())
+    assert START_S - 1.0 <= cold.start_s <= START_S + 30.0, "of two that differ much"
 
 
 def test_without_spares_a_lost_node_costs_the_requeue_that_it_did() -> None:

@@ -18,9 +18,24 @@ def told(repeats: Repeats, node: str, text: str, t: float) -> str:
 def test_notes_that_differ_in_numbers_alone_are_written_three_times_in_ten_minutes() -> None:
     repeats = Repeats()
     texts = [told(repeats, "n1", f"no memory for a replica of rank {n}: {n} MiB", n) for n in range(900)]
-    assert [n for n, text in enumerate(texts) if text] == [0, 1, 2, 600, 601, 602]
+    assert [n for n, text in enumerate(texts) if text] == [0, 1, 2, 602, 603, 604]
     assert texts[2].endswith("(not said again for 10 minutes)")
     assert not texts[1].endswith(")")
+
+
+def test_what_is_not_said_again_for_ten_minutes_is_not() -> None:
+    repeats = Repeats()
+    texts = {t: told(repeats, "n1", "no memory", t) for t in range(0, 3600, 240)}
+    last = [t for t, text in texts.items() if text.endswith("minutes)")]
+    assert last
+    for t in last:
+        assert not any(texts[later] for later in texts if t < later < t + 600)
+
+
+def test_a_supervisor_says_again_how_long_it_waits() -> None:
+    repeats = Repeats()
+    texts = [told(repeats, "", f"nodes are kept: {t} %", t) for t in range(0, 600, 30)]
+    assert all(texts)
 
 
 def test_other_nodes_and_other_words_are_news() -> None:

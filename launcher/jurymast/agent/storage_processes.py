@@ -270,6 +270,8 @@ def local_root(path: str, run: str) -> Path:
             with suppress(FileExistsError):
                 usual.mkdir(mode=0o700)
                 return
+            if foreign.owns(usual):  # another agent of this user's was faster
+                return
             mine = [place for place in foreign.found(disk, f"{usual.name}-*") if foreign.owns(place)]
             chosen[0] = min(mine) if mine else Path(tempfile.mkdtemp(prefix=f"{usual.name}-", dir=disk))
         except OSError:

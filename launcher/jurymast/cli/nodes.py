@@ -48,7 +48,7 @@ def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | N
         try:
             wipe(place, forgive, time.time())
         except OSError as error:
-            raise RunDirectoryError(f"cannot write to {place}: {error.strerror}") from error
+            raise RunDirectoryError(f"cannot write to {place}: {error.strerror or error}") from error
     others = list[int]()
     rows = node_rows(place, exclusion_s, others.append)
     for note in passed_over(others):

@@ -306,7 +306,8 @@ def write_page(text: str, path: Path) -> None:
             path.write_text(text, encoding="utf-8")
         else:
             place = foreign.behind_own_link(path)
-            descriptor = foreign.writing(place, os.O_TRUNC, 0o666, closed=0)
+            descriptor = foreign.writing(place, 0, 0o666, closed=0)
+            os.ftruncate(descriptor, 0)  # only now is it known to be this user's
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
     except OSError as error:

@@ -296,14 +296,19 @@ def sum_up(run_directory: str, job: str) -> None:
 
 def tear_down(directory: RunDirectory) -> None:
     """Run the shell lines that the submission wants run after everything else, if it has some."""
-    with contextlib.suppress(FileNotFoundError):
+    try:
         script = foreign.open_own(directory.submission / TEARDOWN)
-        try:
-            shown = f"{foreign.HELD}{script}"  # the very file that was looked at
-            with contextlib.suppress(OSError):
-                programs.run(["bash", shown], stdin=subprocess.DEVNULL, pass_fds=(script,))
-        finally:
-            os.close(script)
+    except FileNotFoundError:
+        return
+    except OSError as error:  # the run's outcome stands
+        log.warning("the lines for the end are not run: %s", error)
+        return
+    try:
+        shown = f"{foreign.HELD}{script}"  # the very file that was looked at
+        with contextlib.suppress(OSError):
+            programs.run(["bash", shown], stdin=subprocess.DEVNULL, pass_fds=(script,))
+    finally:
+        os.close(script)
 
 
 def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Allocation:

@@ -349,7 +349,7 @@ class Ledger:
         self._held: list[str] = []  # nodes of an allocation whose end is not told yet
         self._attempt = 0  # the one that is booked; the state may be one ahead
         self._step = 0  # newest step of this attempt
-        self._best = 0  # newest step ever
+        self._best = self._from = 0  # newest step ever; the one from which ranks last restored a save
         self._numbered = False  # this attempt's steps have the training's own numbers
         self._base: int | None = None  # as in the state, once it is booked
         self.steps, self.paces = StepCounts(), Sampled[Pace]()
@@ -511,10 +511,10 @@ class Ledger:
             self._stalled(event)
 
     def _went_on(self, event: ev.Restored) -> None:
-        """Ranks that go on in their processes may have done more steps than was heard before the failure."""
-        if event.tier == LIVE and event.step > self._best:
-            self.steps.done += event.step - self._best
-            self._best = event.step
+        """Ranks that go on in their processes may have done more steps than was heard since the last save."""
+        self._from = self._from if event.tier == LIVE else event.step
+        if event.tier == LIVE and (more := event.step - max(self._best, self._from)) > 0:
+            self.steps.done, self._best = self.steps.done + more, event.step
 
     def _stalled(self, event: ev.Saved) -> None:
         """The ranks stood still after the step that was saved; the report of it arrives a little later."""

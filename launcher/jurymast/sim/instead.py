@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, median
+from statistics import mean, median, median_low
 
 from jurymast.core.estimate import Estimate
 from jurymast.core.goodput import Account, Interval
@@ -113,7 +113,7 @@ def _start_s(account: Account) -> float:
     warm_up = [one for one in account.timeline if one.category == "warm_up"]
     told = [_seconds([one for one in warm_up if one.attempt == each]) for each in began] or [0.0]
     # Each is up to a second too long: of such values the mean is known better than the median.
-    usual_s = median(told)
+    usual_s = median_low(told)
     told_s = mean(one for one in told if abs(one - usual_s) <= 1.0)
     return max(0.0, told_s - WHOLE_SECONDS_S)
 

@@ -32,6 +32,8 @@ def export(source: Path, target: Path, form: str) -> int:
     # In a directory of its own, which is held: others may be able to write to the one of the target. Some
     # libraries write to another file there, and rename it.
     temporary = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
+    with contextlib.suppress(OSError):
+        os.chmod(temporary, 0o700)  # whatever it has inherited
     try:
         with foreign.own_directory(Path(temporary)) as here:
             written = here / "written"

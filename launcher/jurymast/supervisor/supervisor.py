@@ -542,7 +542,8 @@ class Supervisor:
     def _confirm_all(self) -> None:
         """As `confirm`, at this process's end, when all is written that will be."""
         for connection, answer in self._unconfirmed:
-            connection.send(structs.replace(answer, unwritten=self._journal.error is not None))
+            unwritten = self._journal.written < self._journal.appended
+            connection.send(structs.replace(answer, unwritten=unwritten))
 
     async def _serve_agent(self, connection: PeerChannel, hello: msg.Hello) -> None:
         node = hello.node

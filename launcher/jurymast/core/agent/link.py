@@ -252,8 +252,7 @@ class SupervisorLink:
         known to have arrived: this connection may be dead already."""
         if isinstance(message, msg.Kept):
             self._said += self.connected
-            if len(self._kept) < KEPT_MAX:
-                self._kept.append((self._said, message))
+            self._kept = [*self._kept[-KEPT_MAX + 1 :], (self._said, message)]
         return [do.Send(message)] if self.connected else []
 
     def on_connection_lost(self, now: float) -> list[Effect]:

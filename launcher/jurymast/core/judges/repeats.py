@@ -19,12 +19,19 @@ class Repeats:
         self._noted: dict[tuple[str, str], list[float]] = {}
 
     def as_told(self, note: Noted) -> Noted | None:
-        """Return what to write down; None if that was written often enough."""
+        """Return what to write down; None if that was written often enough. What is no node's is the
+        supervisor's own, which says how long something takes."""
+        if not note.node:
+            return note
         key = (note.node, error_signature("", note.message).message)
         times = [at for at in self._noted.pop(key, ()) if at > note.t - WITHIN_S]
         if len(self._noted) >= KEPT_MAX:
             del self._noted[next(iter(self._noted))]  # what was said the longest ago
-        often = len(times) >= MOST
-        self._noted[key] = times if often else [*times, note.t]
-        last = structs.replace(note, message=note.message + LAST) if len(times) == MOST - 1 else note
-        return None if often else last
+        if len(times) >= MOST:
+            self._noted[key] = times
+            return None
+        if len(times) < MOST - 1:
+            self._noted[key] = [*times, note.t]
+            return note
+        self._noted[key] = [note.t] * MOST  # the time in which it is not said begins here
+        return structs.replace(note, message=note.message + LAST)

@@ -101,7 +101,8 @@ def restored(state: RunState, event: ev.Restored) -> list[Instruction]:
 
 def _alert_on_older(state: RunState, event: ev.Restored) -> list[Instruction]:
     """The training goes on from an older step than planned: what was done since is done again."""
-    planned = max(state.restore.step if state.restore is not None else 0, state.lost_step)
+    lost = state.lost_step if event.tier != LIVE else 0  # told when all began anew
+    planned = max(state.restore.step if state.restore is not None else 0, lost)
     if event.step >= planned and not event.skipped:
         return []
     newest = f"step {planned}" if planned > event.step else "a newer one"

@@ -61,7 +61,7 @@ from jurymast.core.supervision.refilling import Refilling, SmallJob
 from jurymast.core.supervision.withdrawals import Withdrawals
 from jurymast.errors import never
 
-REPORTS_KEPT = 64  # repeated reports of what all ranks did are among so many
+REPORTS_KEPT = 1000  # repeated reports of what all ranks did: as many as an agent may keep
 # While a run has no trouble, each tick only looks for silence; the rest is done once in this many ticks.
 STEADY_LOOKS = 3
 # What follows a save waits for it this long at least, in seconds, and as many steps as ranks may need to

@@ -45,12 +45,14 @@ class AccountRules:
         self._began = 0.0
         for entry in disk.entries():
             take(self.ledger.state, entry, self._feed)
-        best = 0
+        best = began = 0
         for attempt in sorted({*self._live, *self._last}):
             first = self._first.get(attempt, 0)
             last = self._last.get(attempt, first)
-            if attempt in self._live and first > best:  # more than was heard before
-                self.done, best = self.done + first - best, first
+            known = max(best, began)
+            if attempt in self._live and first > known:  # more than was heard before
+                self.done, best = self.done + first - known, first
+            began = began if attempt in self._live else first
             self.done += last - first
             self.again += max(0, min(last, best) - first)
             best = max(best, last)
