@@ -664,19 +664,6 @@ def test_a_local_disk_on_which_the_usual_name_is_taken_serves_all_the_same(commo
         assert local_root(str(common), "run") == found, "the next agent finds the images"
 
 
-def test_agents_that_begin_at_the_same_time_use_one_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Path.mkdir
-
-    def mkdir(self: Path, mode: int = 0o777, **more: bool) -> None:
-        made(self, mode, **more)  # the other agent's
-        made(self, mode, **more)
-
-    monkeypatch.setattr(Path, "mkdir", mkdir)
-    assert local_root(str(tmp_path), "run") == tmp_path / f"jurymast-{os.getuid()}" / "run"
-
-
 def test_no_core_is_left_of_what_holds_secrets_and_the_ranks_keep_their_limit() -> None:
     code = (
         "import resource as r; from jurymast.processes import allow_core, leave_no_core as l\n"

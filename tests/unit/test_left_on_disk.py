@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,16 @@ def test_images_of_runs_elsewhere_stay(tmp_path: Path) -> None:
     (mine.parent / "elsewhere" / "step-10.a1").mkdir(parents=True, mode=0o700)
     remove_left_behind(mine, tmp_path / "runs")
     assert (mine.parent / "elsewhere").exists()
+
+
+def test_agents_that_begin_at_the_same_time_use_one_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Path.mkdir
+
+    def mkdir(self: Path, mode: int = 0o777, **more: bool) -> None:
+        made(self, mode, **more)  # the other agent's
+        made(self, mode, **more)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert local_root(str(tmp_path), "run") == tmp_path / f"jurymast-{os.getuid()}" / "run"
