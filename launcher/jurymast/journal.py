@@ -188,7 +188,7 @@ class JournalWriter:
 
     def _open_anew(self) -> None:
         """Also, a descriptor on a shared file system may have become stale for good."""
-        old, self._descriptor = self._descriptor, os.open(self.path, os.O_WRONLY)
+        old, self._descriptor = self._descriptor, foreign.writing(self.path, 0)
         with suppress(OSError):  # some file systems tell only here what they could not write; it is closed
             os.close(old)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.cluster import batch
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.batch import BatchProcess, LocalAgents
 from jurymast.core.supervision import batch as core
@@ -146,8 +147,20 @@ def test_a_successor_s_requeue_is_waited_for_and_then_done_from_here() -> None:
     assert without(ended.on_time(REQUEUED, 11.0, agents=True)) == [RequeueJob(REQUEUED), EndJob(REQUEUED)]
 
 
-def test_what_an_earlier_life_has_written_is_gone_before_this_one_begins(tmp_path: Path) -> None:
+def test_what_a_successor_has_written_before_the_end_of_who_is_superseded_is_left_to_it() -> None:
+    made = begun()
+    assert made.on_supervisor_ended(SUPERSEDED, REQUEUED, 9.0) == []
+    assert made.on_time(REQUEUED, 9.1, agents=True) == []
+    other = begun()
+    assert other.on_supervisor_ended(SUPERSEDED, DONE, 9.0) == []
+    assert other.on_time(DONE, 9.1, agents=True) == [EndJob(DONE)]
+
+
+def test_what_an_earlier_life_has_written_is_gone_before_this_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or the job would end by it; also if nothing else can be written."""
+    monkeypatch.setattr(batch, "STORAGE_LIMIT_S", 0.0)
     story = Story()
     directory = story.write(tmp_path / "run")
     directory.outcome_file.write_text('{"state": "requeued", "exit_code": 0}')
@@ -165,6 +178,7 @@ def test_what_an_earlier_life_has_written_is_gone_before_this_one_begins(tmp_pat
 TAKES_SIGNALS = """
 import pathlib, signal, subprocess, sys
 from jurymast.cluster.allocation import Allocation
+from jurymast.cluster import batch
 from jurymast.cluster.batch import BatchProcess, LocalAgents
 from jurymast.rundir import RunDirectory
 directory = RunDirectory(sys.argv[1])

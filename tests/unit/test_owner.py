@@ -477,7 +477,8 @@ def test_another_user_s_process_of_any_name_keeps_no_directory(tmp_path: Path, r
     place = Path(first.directory) / "slurm"
     (place / "jobs").mkdir(parents=True)
     (place / "jobs" / "local-1").touch()
-    record = {"pid": 1, "started": 1.0, "host": socket.gethostname()}  # another process has its number
+    # Another process has its number.
+    record = {"pid": 1, "began": 1, "boot": "another", "host": socket.gethostname()}
     (place / "local.json").write_text(json.dumps(record))
     words = ["sh", "-c", "echo; read end", "sh", first.directory]
     command = ["setpriv", "--reuid=65533", "--clear-groups", *words]

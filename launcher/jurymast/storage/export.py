@@ -39,7 +39,7 @@ def export(source: Path, target: Path, form: str) -> int:
             written = here / "written"
             try:
                 left_out = _save(state, written, form)
-                with open(written, "rb") as file:
+                with foreign.reading_own(written) as file:
                     os.fsync(file.fileno())
                 os.link(written, target)  # unlike a rename, this never replaces a file
             finally:

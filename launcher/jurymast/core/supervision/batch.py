@@ -116,12 +116,12 @@ class Batch:
 
     def on_supervisor_ended(self, code: int, outcome: Outcome | None, now: float) -> list[Effect]:
         """A supervisor ended. `outcome`: what it had written before, if anything."""
+        if code == SUPERSEDED:  # then an outcome is the other one's, who acts on it
+            self._phase = _Phase.SUPERSEDED
+            return []
         if outcome is not None:
             requeue: list[Effect] = [RequeueJob(outcome)] if outcome.requeued else []
             return [*requeue, *self._end(outcome)]
-        if code == SUPERSEDED:
-            self._phase = _Phase.SUPERSEDED
-            return []
         self._short_lives = self._short_lives + 1 if now < self._started_at + SHORT_LIFE_S else 1
         told = Say(f"the supervisor ended with code {code}")
         more = self._short_lives - RESTARTS_AT_ONCE - 1
