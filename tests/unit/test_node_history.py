@@ -250,6 +250,15 @@ def test_what_is_forgiven_is_not_forgotten_because_it_cannot_be_read(
     assert forgiven_nodes(tmp_path) == {"n1": 5.0}
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_of_another_user_s_with_that_name_keeps_nobody_from_forgiving(tmp_path: Path) -> None:
+    theirs = earlier.forgiven_file(tmp_path)
+    theirs.write_text("{}")
+    os.chown(theirs, 65534, 65534)
+    forgive(tmp_path, "n1", 5.0)
+    assert forgiven_nodes(tmp_path) == {"n1": 5.0}
+
+
 def test_the_journals_of_two_hundred_runs_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

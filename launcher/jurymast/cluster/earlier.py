@@ -117,7 +117,8 @@ def forgive(runs: Path, node: str, now: float) -> None:
     """Stop what `node` has done so far from keeping it out of runs. Raises OSError."""
     path = forgiven_file(runs)
     if foreign.is_taken(path):
-        foreign.read_own(path, KEPT_BYTES_MAX)  # what cannot be read now would else be lost
+        with contextlib.suppress(foreign.NotOurs):  # another user's does not count, and is replaced
+            foreign.read_own(path, KEPT_BYTES_MAX)  # what cannot be read now would else be lost
     kept = {**forgiven_nodes(runs), node: now}
     write_json(forgiven_file(runs), {"v": VERSION, "entries": kept})
 
