@@ -488,6 +488,7 @@ class Cluster:
                     host.member.stopped_at = self.world.now if fault.kind == "stopped" else 0.0
             case "host":
                 host.kill()
+                self.oracle.codes.add(-9)  # its ranks end with it
             case _:
                 if agent.keeper.held:
                     self.world.chance.choice(agent.keeper.held).flip()
