@@ -27,6 +27,13 @@ STRAY, BUSY, MIN_UID = 2_000_001, 2_000_002, 2_000_000
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the site's pieces run as root")
 
+# Its first thread ends, and another one goes on.
+LEAVES_A_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
 
 @pytest.fixture
 def started() -> Iterator[list[subprocess.Popen[bytes]]]:
@@ -34,10 +41,16 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
     found: list[subprocess.Popen[bytes]] = []
     yield found
     for process in found:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        for child in children:
             child.kill()
         process.kill()
         process.wait()
+        wait_until("the ends of those it started", lambda: not any(_lives(child) for child in children))  # noqa: B023
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def as_user(uid: int, *command: str) -> list[str]:
@@ -102,6 +115,22 @@ def test_no_process_hides_by_the_name_of_its_cgroup(tmp_path: Path, monkeypatch:
     (tmp_path / "4711" / "stat").write_text("4711 (hidden) S 1 " + "1 " * 40)
     (tmp_path / "4711" / "cgroup").write_bytes(b"0::/mine/\xff\n")
     assert [(process.pid, process.name) for process in processes()] == [(4711, "hidden")]
+
+
+def test_what_has_ended_is_no_stray_while_its_parent_does_not_hear_of_it(
+    started: list[subprocess.Popen[bytes]],
+) -> None:
+    """It holds nothing, and no signal reaches it; its parent may be one that never asks."""
+    ended = subprocess.Popen(as_user(STRAY, "sleep", "0"))
+    started.append(ended)
+    left = subprocess.Popen(as_user(STRAY, "/usr/bin/python3", "-c", LEAVES_A_THREAD))
+    started.append(left)
+    for process in started:
+        wait_until("its end", lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)  # noqa: B023
+    found = {process.pid: process for process in processes()}
+    assert ended.pid not in found
+    assert end([found[left.pid]]) == [], "a thread of it lives"
+    assert left.wait(60) == -signal.SIGTERM
 
 
 def nested(pid: int, parent: int, uid: int = STRAY, name: str = "sh") -> Process:

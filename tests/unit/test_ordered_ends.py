@@ -424,3 +424,34 @@ def test_ranks_that_the_time_limit_ended_first_are_no_failure() -> None:
     signalled(story, "timeout")
     assert (story.state.phase, failures(story)) == (Phase.FAILED, 0.0)
     assert [incident.charged for incident in story.state.incidents] == ["nobody"]
+
+
+def ranks_leave(story: Story) -> Story:
+    """All ranks catch a signal, save, and leave with exit code 0."""
+    signalled(story, ev.CAUGHT)
+    for node in story.state.placement:
+        story.feed(ev.NodeFinished(t=story.t, node=node, attempt=story.state.attempt))
+    return story
+
+
+@pytest.mark.parametrize("words", [("SIGTERM",), ("SIGTERM", "preempted"), ("SIGTERM", "requeued")])
+def test_ranks_that_leave_as_slurm_ends_the_job_have_not_reached_the_end(words: tuple[str, ...]) -> None:
+    """Agents keep this to themselves, but not those of an attempt that was started since the order."""
+    story = ranks_leave(signalled(Story().running(100), *words))
+    assert story.state.phase is Phase.RUNNING
+    started_again(story, 90, before="preempted")
+    assert charges(story)[0][1] in ("preemption", "nobody")
+    assert story.state.phase is Phase.RUNNING
+
+
+def test_ranks_that_leave_have_reached_the_end_if_slurm_does_not_end_the_job() -> None:
+    assert ranks_leave(Story().running(100)).state.phase is Phase.SUCCEEDED, "of their own"
+    assert ranks_leave(signalled(Story().running(100), "SIGTERM", "running")).state.phase is Phase.SUCCEEDED
+    story = ranks_leave(signalled(Story().running(100), "SIGTERM"))
+    assert story.state.phase is Phase.RUNNING, "Slurm has not answered"
+    assert signalled(story, "running").state.phase is Phase.SUCCEEDED
+    late = signalled(Story().running(100), ev.CAUGHT)
+    signalled(late, "SIGTERM", "preempted")
+    for node in late.state.placement:
+        late.feed(ev.NodeFinished(t=late.t, node=node, attempt=1))
+    assert late.state.phase is Phase.SUCCEEDED, "what they caught was no order of Slurm's"

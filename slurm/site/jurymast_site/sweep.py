@@ -133,7 +133,7 @@ def _is_epilog() -> bool:
 
 
 def processes(end_s: float = math.inf) -> Iterator[Process]:
-    """Yield all processes on this node, or fewer once `end_s` (time.monotonic) has passed."""
+    """Yield all processes on this node that live, or fewer once `end_s` (time.monotonic) has passed."""
     ticks = os.sysconf("SC_CLK_TCK")
     uptime_s = float((PROC / "uptime").read_text().split()[0])
     for entry in PROC.iterdir():
@@ -144,6 +144,8 @@ def processes(end_s: float = math.inf) -> Iterator[Process]:
         try:
             name, _, rest = (entry / "stat").read_text(errors="replace").rpartition(")")
             fields = rest.split()
+            if _has_ended(fields):
+                continue
             started = int(fields[19])
             uid, name = entry.stat().st_uid, name.partition("(")[2]
             yield Process(
@@ -153,6 +155,12 @@ def processes(end_s: float = math.inf) -> Iterator[Process]:
             )  # fmt: skip
         except (OSError, IndexError, ValueError):
             continue  # it has ended in the meantime
+
+
+def _has_ended(fields: Sequence[str]) -> bool:
+    """Whether a process has ended, and only its parent has not heard of it. One whose first thread alone has
+    ended looks like that as well."""
+    return fields[0] == "Z" and int(fields[17]) <= 1
 
 
 def _is_slurms(process: Path, name: str) -> bool:
@@ -250,7 +258,7 @@ def _signal(process: Process, number: signal.Signals) -> None:
 def _alive(process: Process) -> bool:
     try:
         fields = (PROC / str(process.pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        return int(fields[19]) == process.started and fields[0] != "Z"
+        return int(fields[19]) == process.started and not _has_ended(fields)
     except (OSError, IndexError, ValueError):
         return False
 

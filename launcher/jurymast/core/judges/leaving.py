@@ -51,6 +51,14 @@ def explains(state: RunState, cause: Cause) -> bool:
     return cause.kind == "worker_exit" and cause.exit_code in BY_SIGNAL and state.may_leave(state.now)
 
 
+def as_ordered(state: RunState) -> bool:
+    """Whether ranks that end with exit code 0 may do so because Slurm ends the job, so that this is no end
+    of the training. It is, if Slurm does not end the job after all."""
+    order = state.end_order
+    caught = order is not None and state.warned_at >= order.at and state.may_leave(state.now)
+    return caught and not state.alone
+
+
 def begun(state: RunState) -> bool:
     """Whether some ranks are known to have left, if they caught a signal."""
     failures = state.findings.failures.values()

@@ -43,12 +43,11 @@ def end_ordered(state: RunState) -> list[Instruction]:
     return []  # the incident begins when the ranks are gone
 
 
-def goes_on(state: RunState) -> list[Instruction]:
+def goes_on(state: RunState) -> None:
     """Slurm does not end the job after all: what waited for that goes on."""
     ordered, state.end_order = state.end_order is not None, None
     if ordered and state.phase is Phase.WAITING:
         state.not_before = min(state.not_before, state.now)
-    return []
 
 
 def undecided(state: RunState) -> bool:

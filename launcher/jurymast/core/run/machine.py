@@ -250,7 +250,7 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
             state.incident.evidence += f"; then {node.name}: {node.reason}"
         return []
     if state.phase is Phase.RUNNING and tasks.none_left(state, event.node):
-        return _all_finished(state, event.node)
+        return _finished_on(state, event.node)
     state.findings.lost.append(event)
     return recovery.begin(state, event.t, max(event.t - event.silent_s, state.stepped_at))  # all lived then
 
@@ -317,7 +317,7 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
     elif node.ready and node.role is Role.JOINING:  # it was ready before, as the journal does not know
         node.become(Role.SPARE, "ready", event.t)
     if tasks.ended_alone(state, event) or leaving.ended(state, event):
-        return _all_finished(state, event.node)
+        return _finished_on(state, event.node)
     unasked = state.phase is Phase.RUNNING and event.node in state.places and event.node not in state.finished
     if unasked and event.attempt == state.attempt:
         # It was reported with its reason while no supervisor listened.
@@ -364,16 +364,23 @@ def _launch_waits(state: RunState, event: ev.LaunchWaits) -> list[Instruction]:
 def _node_finished(state: RunState, event: ev.NodeFinished) -> list[Instruction]:
     if state.phase not in (Phase.RUNNING, Phase.LAUNCHING):
         return []
-    return _all_finished(state, event.node)
+    return _finished_on(state, event.node)
 
 
-def _all_finished(state: RunState, node: str) -> list[Instruction]:
+def _finished_on(state: RunState, node: str) -> list[Instruction]:
     """End the run if this was the last node with ranks."""
     if node in state.places:
         state.finished.add(node)
         tasks.done_on(state, node)
         leaving.done_on(state, node)
+    return _all_finished(state)
+
+
+def _all_finished(state: RunState) -> list[Instruction]:
+    """End the run if the ranks of all nodes have ended."""
     if len(state.finished) < len(state.placement):
+        return []
+    if leaving.as_ordered(state):
         return []
     failures = [*state.findings.failures.values()]
     if failures and not state.alone:  # they have all left, some of them with an error
@@ -497,7 +504,7 @@ def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
         fault_at = min(event.t, max(finding.at, state.stepped_at))
         return recovery.begin(state, event.t, fault_at)
     out = blame.put_out(state, blame.blame_for(state, node.name, finding))
-    return [*out, *_all_finished(state, node.name)] if idle else out
+    return [*out, *_finished_on(state, node.name)] if idle else out
 
 
 def _node_tested(state: RunState, event: ev.NodeTested) -> list[Instruction]:
@@ -511,7 +518,8 @@ def _signalled(state: RunState, event: ev.Signalled) -> list[Instruction]:
     if event.signal in ("SIGUSR2", ev.CAUGHT):
         return []
     if event.signal == NOT_ENDING:
-        return ends.goes_on(state)
+        ends.goes_on(state)
+        return _all_finished(state) if state.phase is Phase.RUNNING and state.finished else []
     since = event.t if state.end_order is None else state.end_order.at
     state.end_order = EndOrder(since, "" if event.signal in ("SIGTERM", "unknown") else event.signal)
     if event.signal == "timeout":

@@ -389,6 +389,7 @@ class Oracle:
             self.fail(NOTHING_LOST, f"attempt {group.attempt} goes on from {key.step}, {planned} was chosen")
         if any(back.voids(*key) for back in self._rollbacks if back.attempt < group.attempt):
             self.fail(NOT_BACK, f"attempt {group.attempt} goes on from {key}: {self._rollbacks}")
+        self._give_up_newer(group, planned)  # of later ones the nodes at hand had not every image
 
     def restored(self, group: SimGroup, key: StateId | None) -> None:
         step, planned = key.step if key is not None else 0, self._planned.get(group.attempt, 0)
@@ -403,6 +404,10 @@ class Oracle:
             self.fail(
                 NOT_FROM_0, f"attempt {group.attempt}, shared storage has {[*self.cluster.disk.shared]}"
             )
+        self._give_up_newer(group, step, key)
+
+    def _give_up_newer(self, group: SimGroup, step: int, key: StateId | None = None) -> None:
+        """What earlier attempts saved after this step is of no use any more, and its memory is wanted."""
         for keeper, images in self._shadow.items():
             self._shadow[keeper] = [
                 one
