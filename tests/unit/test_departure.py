@@ -7,8 +7,9 @@ from dataclasses import replace
 from jurymast.core.checkpoints.checkpoints import GATHER_LIMIT_S
 from jurymast.core.checkpoints.copies import INTERRUPTED_S, RETRY_S
 from jurymast.core.judges.silence import LIMIT_MAX_S
+from jurymast.core.nodes.acknowledgement import Disk
 from jurymast.core.state import messages as msg
-from jurymast.core.state.effects import AskSuperseded, GiveWay, Send, WhyEnding
+from jurymast.core.state.effects import AskSuperseded, Effect, GiveWay, Send, WhyEnding
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase, TierState
 from jurymast.core.supervision.departure import KILL_WAIT_S, RESERVE_S, SPARED_S, TELL_EVERY_S
@@ -171,12 +172,30 @@ def preempted_with_grace() -> tuple[Successor, str, str]:
 def test_an_agent_that_joins_when_all_others_were_told_to_leave_is_told_as_well() -> None:
     """With what is left of the time that ranks have for what they do at a SIGTERM."""
     after, _, other = preempted_with_grace()
-    (order,) = [
-        effect.message
-        for effect in after.joins(other, ranks="running", attempt=1)
-        if isinstance(effect, Send) and isinstance(effect.message, msg.Leave)
-    ]
+    (order,) = orders_to_leave([*after.joins(other, ranks="running", attempt=1), *after.waits(0.1)])
     assert 60.0 - LIMIT_MAX_S - RESERVE_S - 1.0 < order.grace_s <= 60.0 - RESERVE_S
+
+
+def orders_to_leave(effects: list[Effect]) -> list[msg.Leave]:
+    sent = [effect.message for effect in effects if isinstance(effect, Send)]
+    return [message for message in sent if isinstance(message, msg.Leave)]
+
+
+def test_what_an_agent_tells_as_it_joins_is_written_before_it_leaves() -> None:
+    """It was away when the others were told. Nobody else knows it, and the run goes on elsewhere."""
+    after = has_finished()
+    after.superseded, other = None, after.nodes[1]
+    assert AskSuperseded() in after.waits(1.0)
+    story = after.story
+    behind, written_all = Disk(appended=1), Disk(appended=1, written=1)
+    assert after.machine.on_superseded(False, story.t, behind) == []
+    assert not sent_home(after.waits(5.0, unwritten=True))
+    assert AskSuperseded() in after.waits(0.1), "another may have taken over meanwhile"
+    assert len(orders_to_leave(after.machine.on_superseded(False, story.t, written_all))) == 2
+    after.machine.on_connection_closed(other, 2, story.t)
+    assert not orders_to_leave([*after.joins(other), *after.waits(0.3, unwritten=True)])
+    assert len(orders_to_leave(after.waits(0.1))) == 1
+    assert not orders_to_leave(after.waits(0.3)), "once"
 
 
 def test_a_node_that_is_lost_once_it_was_told_to_leave_is_not_waited_for() -> None:

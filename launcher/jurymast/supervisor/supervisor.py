@@ -386,7 +386,8 @@ class Supervisor:
         self._do(self.machine.on_time_limit(await self._io.ends_in_s(), self.now()))
 
     async def _ask_superseded(self) -> None:
-        self._do(self.machine.on_superseded(await self._hold.is_superseded(), self.now()))
+        by_another = await self._hold.is_superseded()
+        self._do(self.machine.on_superseded(by_another, self.now(), self._disk()))
 
     async def _look_at_storage(self) -> None:
         noted = ""

@@ -9,6 +9,7 @@ it ends the job, nothing is done that training could not go on after.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -41,7 +42,7 @@ SLURM_REQUEUES = frozenset({"preempted", "requeued"})
 
 
 class Stage(IntEnum):
-    """How far a departure is. It goes back only from SECURES, to STAYS."""
+    """How far a departure is. It goes back only from SECURES, to STAYS, and from ASKS, to SECURES."""
 
     STAYS = 0
     SECURES = 1  # the newest checkpoint is being written
@@ -72,6 +73,7 @@ class Departure:
         self._since = self._tell_at = 0.0
         # Until when ranks may do what they do at a SIGTERM, and then the agents may leave.
         self._grace_until = self._leave_until = math.inf
+        self._late: set[str] = set()  # nodes that have missed the order to leave: it came late, or was away
         self.lacks_journal = False  # the agents could leave, but for the journal that is not written
         self.given_up_by = ""  # who does not want to wait for the last checkpoint of an ended run
 
@@ -157,9 +159,10 @@ class Departure:
         if self._stage is Stage.LEAVES:
             self._leave_until = min(self._leave_until, now + LEAVE_LIMIT_S)
 
-    def on_joined(self, node: str, now: float) -> list[Effect]:
-        """An agent that joins now has missed the order to leave: it came late, or was away."""
-        return [Send(node, self._order_to_leave(now))] if self.leaving else []
+    def on_joined(self, node: str) -> None:
+        """An agent has joined. It leaves once what it has told is in the journal."""
+        if self.leaving:
+            self._late.add(node)
 
     def _begin(self, now: float) -> None:
         if self._stage is Stage.STAYS:
@@ -189,8 +192,13 @@ class Departure:
             case Stage.LEAVES if not self._waits_for(now) or now >= self._leave_until:
                 self._stage = Stage.CHECKS
                 return [AskSuperseded()]
+            case Stage.LEAVES | Stage.CHECKS if self._late and not self._waits_for_journal(unwritten):
+                return self._order_to_leave(self._late, now)
             case _:
                 return []
+
+    def _waits_for_journal(self, unwritten: bool) -> bool:
+        return unwritten and not (self._kill or self.given_up_by)
 
     def _secure(self, now: float, unwritten: bool) -> list[Effect]:
         for_good = self._own or not self.unexplained
@@ -222,12 +230,14 @@ class Departure:
     def _leave(self, now: float) -> list[Effect]:
         self._stage, self._watch.ending = Stage.LEAVES, True
         self._waits_for_ranks(now + self._grace_s(now))
-        leave = self._order_to_leave(now)
-        return [Send(node, leave) for node in sorted(self._watch.here)]
+        return self._order_to_leave(self._watch.here, now)
 
-    def _order_to_leave(self, now: float) -> msg.Leave:
+    def _order_to_leave(self, nodes: Set[str], now: float) -> list[Effect]:
         over, grace_s = self._state.ended, max(0.0, self._grace_until - now)
-        return msg.Leave(over=over, exit_code=self._state.exit_code if over else 0, grace_s=grace_s)
+        leave = msg.Leave(over=over, exit_code=self._state.exit_code if over else 0, grace_s=grace_s)
+        here = sorted(nodes & self._watch.here)
+        self._late -= {*nodes}
+        return [Send(node, leave) for node in here]
 
     def _waits_for(self, now: float) -> set[str]:
         """The nodes whose agents have yet to leave. A leaving agent sends heartbeats until it goes."""
@@ -268,11 +278,15 @@ class Departure:
         text = f"the nodes are kept {until}: {what} is not on shared storage{why}"
         return [Record(ev.Noted(t=now, message=text))]
 
-    def on_superseded(self, by_another: bool, now: float) -> list[Effect]:
+    def on_superseded(self, by_another: bool, now: float, *, unwritten: bool) -> list[Effect]:
         """Take the answer to AskSuperseded: only the newest supervisor may send agents away, and end the job.
-        One that takes over later finds in the journal what was decided."""
+        One that takes over later finds in the journal what was decided, and what agents told in the
+        meantime."""
         if by_another:
             return [GiveWay()]
+        if self._stage is Stage.ASKS and self._waits_for_journal(unwritten):
+            self._stage = Stage.SECURES
+            return []
         if self._stage is Stage.ASKS:
             return self._leave(now)
         if self._stage is not Stage.CHECKS:  # the job was about to end before this answer came

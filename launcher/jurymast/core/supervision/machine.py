@@ -368,7 +368,7 @@ class Supervision:
             out.append(Send(node, msg.Dismiss()))
         if node in self.state.places:
             out += self._tell_again(node, hello.attempt)
-        out += self.departure.on_joined(node, now)
+        self.departure.on_joined(node)
         return out + self._do(self.launching.look(now), now)
 
     def _if_unknown(self, node: str, attempt: int, now: float) -> list[Effect]:
@@ -524,8 +524,8 @@ class Supervision:
     def on_nodes_seen(self, draining: Mapping[str, str] | None, now: float) -> list[Effect]:
         return self._do(self._withdrawals.on_nodes_seen(draining, now), now)
 
-    def on_superseded(self, by_another: bool, now: float) -> list[Effect]:
-        return self._do(self.departure.on_superseded(by_another, now), now)
+    def on_superseded(self, by_another: bool, now: float, disk: Disk = UNASKED) -> list[Effect]:
+        return self._do(self.departure.on_superseded(by_another, now, unwritten=disk.unwritten), now)
 
     def on_storage_read(
         self, shared: Mapping[StateId, int], rollbacks: Iterable[Rollback], now: float
