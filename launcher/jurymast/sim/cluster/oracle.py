@@ -489,15 +489,17 @@ class Oracle:
 
     def look(self) -> None:
         now = self.cluster.world.now
-        supervisor = self.supervisor
-        if supervisor is not None and supervisor.listens or not self.storage_fine(10.0):
+        supervisor, in_grace = self.supervisor, self._hang_in_grace()
+        # Agents that were told to leave look for no other, and wait for their ranks as long as Slurm does.
+        listens = supervisor is not None and supervisor.listens
+        if listens or in_grace or not self.storage_fine(10.0):
             self._supervised_at = now
         if not any(site.agent is not None and site.agent.met for site in self.cluster.sites.values()):
             return  # none is left that has met a supervisor, and Slurm ends the job
         backs_off = (
             supervisor is not None and supervisor.listens and supervisor.state.not_before > supervisor.now
         )
-        if self.tasks.going_on or self._leaving() or self._hang_in_grace() or backs_off:
+        if self.tasks.going_on or self._leaving() or in_grace or backs_off:
             self.step_at = now
         if now > max(self._word_at, self.step_at) + STANDSTILL_S and self.storage_fine(STANDSTILL_S):
             self.fail(NO_SILENCE, f"no step since {self.step_at:.1f} s, no word since {self._word_at:.1f} s")
