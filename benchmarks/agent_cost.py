@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from jurymast.cli.options import find_run
+from jurymast.report.which_run import find_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -20,8 +20,8 @@ from benchmarks.chaotic.checker import Facts, load, wrong
 from benchmarks.chaotic.faultlog import write_log
 from benchmarks.chaotic.nemesis import Nemesis, Places
 from benchmarks.chaotic.plans import SAVE_EVERY, STEP_S, Plan
-from jurymast.cli.options import find_run
 from jurymast.core.state.run import ENDED
+from jurymast.report.which_run import find_run
 from support.ranks import run_script
 from support.runs import ROOT, SCRIPTS, result
 from support.slurm_runs import SlurmRun, jurymast

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from jurymast.cli.options import find_run
+from jurymast.report.which_run import find_run
 from testcluster import Cluster
 
 ACTIVE = 3

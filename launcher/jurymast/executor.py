@@ -33,7 +33,7 @@ from jurymast.cluster.submitter import policy_for, submitter_of
 from jurymast.errors import JurymastError, UsageError
 from jurymast.jobs import run_command
 from jurymast.report.asking import ask_supervisor
-from jurymast.report.ending import cancel
+from jurymast.report.cancelling import cancel
 from jurymast.report.liveness import Liveness, look, slurm_state
 from jurymast.report.status import StatusWatcher, public_state
 from jurymast.rundir import RunDirectory, default_runs, renew

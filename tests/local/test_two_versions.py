@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.cli.options import find_run
+from jurymast.report.which_run import find_run
 from support.commands import RUN, swapped
 from support.outputs import checked
 from support.packages import wheel

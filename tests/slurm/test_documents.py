@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cli.options import find_run
+from jurymast.report.which_run import find_run
 from support.documents import commands
 from support.runs import SCRIPTS
 from support.slurm_runs import running_cluster

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from jurymast.cli.options import find_run
 from jurymast.cluster.verdicts import verdict
 from jurymast.core.state.findings import HARDWARE, Finding, Verdict
+from jurymast.report.which_run import find_run
 from support.fake_gpus import FakeGpus, build
 from support.runs import SCRIPTS
 from support.slurm_runs import SlurmRun, running_cluster

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cli.options import find_run
+from jurymast.report.which_run import find_run
 from support.runs import SCRIPTS
 from support.saves import check_restores
 from support.slurm_runs import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cli.options import find_run
+from jurymast.report.which_run import find_run
 from support.runs import SCRIPTS, result
 from support.saves import check_restores
 from support.slurm_runs import TRAIN, SlurmRun, jurymast, kill_rank

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jurymast.cli.options import find_run
+from jurymast.report.which_run import find_run
 from support.outputs import checked
 from support.runs import SCRIPTS
 from support.slurm_runs import hurried, jurymast

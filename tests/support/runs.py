@@ -16,12 +16,12 @@ from typing import Any
 
 import psutil
 
-from jurymast.cli.options import find_run
 from jurymast.core.state import events as ev
 from jurymast.core.state.run import RunState
 from jurymast.jobs import await_ended
 from jurymast.journal import JournalFollower, events, read
 from jurymast.processes import is_tracker
+from jurymast.report.which_run import find_run
 from jurymast.rundir import RunDirectory
 from support.waiting import LIMIT_S, wait_until
 

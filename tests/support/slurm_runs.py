@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jurymast.cli.options import find_run
+from jurymast.report.which_run import find_run
 from support.runs import SCRIPTS, RunUnderTest, result
 from testcluster import Cluster
 

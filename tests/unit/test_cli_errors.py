@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from jurymast.cli.main import main
-from jurymast.cli.options import find_run, size
+from jurymast.cli.options import size
 from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunNotFoundError
+from jurymast.report.which_run import find_run
 from jurymast.rundir import RunDirectory
 
 LAUNCHER = Path(__file__).parents[2] / "launcher"

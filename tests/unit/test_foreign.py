@@ -42,13 +42,14 @@ from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import ScriptState
 from jurymast.cli.main import main
-from jurymast.cli.options import find_run, run_ids, write_page
+from jurymast.cli.options import write_page
 from jurymast.cluster.allocation import local_process
 from jurymast.cluster.earlier import forgiven_file, forgiven_nodes, past_runs, summary_file
 from jurymast.cluster.slurm import check_runs_directory
 from jurymast.errors import RunDirectoryError
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.report.fleet import kept_file, read_fleet
+from jurymast.report.which_run import find_run, run_ids
 from jurymast.rundir import RunDirectory
 from jurymast.storage.export import export
 from jurymast.wire import endpoint

@@ -16,7 +16,7 @@ from jurymast.cluster.exclusion import partition_nodes
 from jurymast.cluster.lift import lift
 from jurymast.core.state.settings import RunPlan
 from jurymast.jobs import alone, job_state, run_command
-from jurymast.report.ending import cancel
+from jurymast.report.cancelling import cancel
 from support.stories import Story
 
 # Tasks 0 to 2 of array 17, of which the last to start has its number; see squeue(1) for the fields.

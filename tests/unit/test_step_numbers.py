@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 import jurymast
 from jurymast.agent.ranks import unloadable as why_unloadable
-from jurymast.cli.options import find_run
 from jurymast.cli.resubmit import command as resubmit
 from jurymast.cli.submit import command as submit
 from jurymast.cluster import planning, slurm
@@ -38,6 +37,7 @@ from jurymast.report.liveness import Liveness
 from jurymast.report.runs import COLUMNS, ps_blocks, run_row
 from jurymast.report.status import doubts, read_status, status_blocks
 from jurymast.report.text import Line, Table, plain_table, render
+from jurymast.report.which_run import find_run
 from jurymast.worker import link
 from jurymast.worker.beginning import FilesRead, _telling, steps_by
 from jurymast.worker.link import Link, read_slot

@@ -16,6 +16,6 @@ from jurymast.report.asking import user
 @runs_option
 def command(run: str, runs: Path | None) -> None:
     """End a run for good: its ranks are stopped and its job leaves Slurm."""
-    from jurymast.report.ending import cancel
+    from jurymast.report.cancelling import cancel
 
     echo(cancel(the_run(run, runs), by=user()))

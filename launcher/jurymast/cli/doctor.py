@@ -10,11 +10,11 @@ import click
 from jurymast.cli.options import (
     json_option,
     resolved_policy,
-    run_ids,
     runs_option,
     show,
     show_json,
 )
+from jurymast.report.which_run import run_ids
 from jurymast.rundir import default_runs
 
 NEWEST = 10  # runs whose directories of checkpoints are looked at

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.options import json_option, run_ids, runs_option, runs_place, show, show_json
+from jurymast.cli.options import json_option, runs_option, runs_place, show, show_json
 from jurymast.cli.output import echo
+from jurymast.report.which_run import run_ids
 
 
 @click.command()

@@ -13,6 +13,7 @@ from jurymast.core.state.effects import Launch, RaiseAlert, Requeue
 from jurymast.core.state.run import RunState
 from jurymast.journal import Entry
 from jurymast.report.liveness import Liveness, look
+from jurymast.report.next_steps import after_failure
 from jurymast.report.sentences import is_routine, sentence, short_reason
 from jurymast.report.status import (
     StatusWatcher,
@@ -25,7 +26,6 @@ from jurymast.report.status import (
     step_told,
 )
 from jurymast.report.text import count, duration, one_line, rates, throughput
-from jurymast.report.trouble import after_failure
 from jurymast.rundir import RunDirectory
 
 POLL_S = 0.2

@@ -24,6 +24,7 @@ from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.liveness import JournalTail, Liveness, hear, look, slurm_jobs
+from jurymast.report.next_steps import INDENT, traceback_blocks, trouble_blocks
 from jurymast.report.sentences import short_reason
 from jurymast.report.text import (
     STYLES,
@@ -38,7 +39,6 @@ from jurymast.report.text import (
     some,
     throughput,
 )
-from jurymast.report.trouble import INDENT, traceback_blocks, trouble_blocks
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find
 
