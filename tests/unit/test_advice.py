@@ -171,6 +171,12 @@ def test_what_is_advised_gains_what_is_foretold(case: str) -> None:
     assert first["gain"] > 0.005
 
 
+@pytest.mark.parametrize("apart_s", [3600.0, 7200.0])
+def test_failures_far_apart_are_not_said_to_have_come_close_to_each_other(apart_s: float) -> None:
+    changes = bursts(apart_s, 2 * DAY_S).advice()["changes"]
+    assert "checkpoint.cadence" not in [one["option"] for one in changes]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_forecast_for_a_run_as_it_was_is_within_two_points(seed: int) -> None:
     chance = random.Random(seed)

@@ -150,7 +150,7 @@ def _oftener(replay: Replay) -> Iterator[_Change]:
     each other once. By the lower end of the rate, and not by this run's luck alone."""
     setup, of = replay.setup, replay.setup.durations
     seen = mtbf(len(replay.faults), setup.seconds)
-    if seen.failures < FEW_FAILURES or seen.high_s is None:
+    if seen.failures < FEW_FAILURES or seen.high_s is None or setup.seconds > seen.failures * MERGE_S:
         return
     saving = Saving(of.stall_s, of.copy_s, of.slowdown)
     every_s = max(1, round(best_interval_s(saving, seen.high_s, setup.settings.max_loss_s)))
