@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
         "fleet",
         "observed",
         "chaos",
+        "moves",
     ],
 )
 def test_help(name: str) -> None:
