@@ -29,6 +29,7 @@ from benchmarks.side_by_side.systems import (
     JURYMAST,
     STEP_S,
     TRAIN,
+    TRAIN_CHECKPOINTER,
     TRAIN_IN_PROCESS,
     Place,
     Started,
@@ -59,7 +60,7 @@ def by_admin(cluster: Cluster, started: Started, node: str) -> None:
 
 
 ASKED: dict[str, Ask] = {"user": by_user, "admin": by_admin}
-SCRIPTS = {"restart": TRAIN, "in process": TRAIN_IN_PROCESS}
+SCRIPTS = {"restart": TRAIN_CHECKPOINTER, "in process": TRAIN_IN_PROCESS, "own checkpoints": TRAIN}
 
 
 @dataclass(frozen=True)
@@ -184,11 +185,10 @@ def main() -> int:
     finally:
         cluster.down()
     found = rows(samples)
-    # One step at its place is not done twice; the stall is that of the one at which the ranks move.
     wanted = [
         Target(f"{row.case}, {row.system}: {row.metric}", row.median, 0.0, "lower")
         for row in found
-        if row.metric == "steps done again"
+        if row.metric == "steps done again" and not row.system.endswith("own checkpoints")
     ]
     common.print_report("moves", found, wanted, about, arguments.json)
     return 0

@@ -15,6 +15,7 @@ from testcluster import Cluster
 
 ACTIVE = 3
 TRAIN = Path(__file__).resolve().with_name("train.py")
+TRAIN_CHECKPOINTER = TRAIN.with_name("train_checkpointer.py")
 TRAIN_IN_PROCESS = TRAIN.with_name("train_in_process.py")
 STEP_S = 0.05
 SAVE_EVERY = 3
