@@ -94,7 +94,7 @@ def said(work: Path) -> dict[str, list[str]]:
     lines = {path.name.partition("-4")[0]: path.read_text().splitlines() for path in files}
     return {
         re.sub(r"\d{3,}", "N", name): sorted(
-            re.sub(r"\bn\d+\b|\[\d+\](?=:)", "N", line)
+            re.sub(r"\bn\d+\b|\[\d+\](?=:)|(?<=\bjob )\d+", "N", line)
             for line in found
             if line.startswith(("said ", "srun: ", "cpu-bind=")) and not STEP_WAITS.match(line)
         )
