@@ -132,6 +132,22 @@ def test_export(run: RunDirectory, shell: Shell, tmp_path: Path) -> None:
     assert "step 3 is damaged" in shell("export", "3", str(target), code=78)
 
 
+def test_an_export_from_which_a_new_run_goes_on(run: RunDirectory, shell: Shell, tmp_path: Path) -> None:
+    """As `jurymast resubmit` and the page for who is on call say."""
+    target = tmp_path / "next"
+    words = ("export", "2", str(target), "--format", "directory")
+    assert shell(*words) == f"{target}/step-00000002\n"
+    weight = torch.zeros(5, 2)
+    assert jurymast.Checkpointer({"model": {"weight": weight}}, directory=target).restore() == 2
+    assert same(weight, torch.full((5, 2), 2.0))
+    assert "already exists" in shell(*words, code=78)
+    flip(run.checkpoints / "step-00000003" / "__0_0.distcp")
+    text = shell("export", "3", str(target), "--format", "directory", code=78)
+    assert "step 3 is damaged: __0_0.distcp is corrupt" in text
+    assert [name for name in os.listdir(target) if "-0" in name] == ["step-00000002"], "nothing half-written"
+    assert shell.json("export", "1", str(target), "--format", "directory")["step"] == 1
+
+
 def test_export_of_tensors_alone(shell: Shell, tmp_path: Path) -> None:
     if importlib.util.find_spec("safetensors") is None:
         text = shell("export", "2", str(tmp_path), "--format", "safetensors", code=78)

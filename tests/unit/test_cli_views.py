@@ -20,10 +20,12 @@ import pytest
 from jurymast.checkpoint.directory import CheckpointDirectory, CheckpointManifest
 from jurymast.core.state import events as ev
 from jurymast.core.state.messages import Accepted, Ask, Declined, Said, read_said
+from jurymast.core.state.settings import Settings
 from jurymast.errors import AuthenticationError
 from jurymast.jobs import process_record
 from jurymast.journal import replay
-from jurymast.report.liveness import record_cancel
+from jurymast.report.liveness import Liveness, record_cancel
+from jurymast.report.status import read_status
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel
@@ -460,27 +462,66 @@ def test_a_node_that_the_run_does_not_have_is_not_replaced(place: Place) -> None
     assert "no node n22 in this run (did you mean n2?)" in done.stderr
 
 
+REFILL, FEWER = Settings(refill=True), Settings(nodes_min=1)
+BOTH = Settings(refill=True, nodes_min=1, hold_s=60.0)
+
+
 @pytest.mark.parametrize(
-    ("spares", "requeue", "node", "says"),
+    ("spares", "requeue", "settings", "node", "says", "action"),
     [
-        (1, True, "n2", "a spare takes its place"),
-        (1, True, "n1", "it has no ranks"),
-        (0, True, "n1", "no spare is ready: the job will be requeued without it"),
-        (0, False, "n1", "no spare is ready and the job cannot be requeued: THE RUN WILL END"),
+        (1, True, None, "n2", "a spare takes its place", "swap"),
+        (1, True, None, "n1", "it has no ranks", ""),
+        (0, True, None, "n1", "no spare is ready: the job will be requeued without it", "requeue"),
+        (0, False, None, "n1", "no spare is ready and the job cannot be requeued: THE RUN WILL END", "stop"),
+        (0, True, FEWER, "n1", "no spare is ready: the run goes on with 1 of 2 nodes", "shrink"),
+        (0, False, FEWER, "n1", "no spare is ready: the run goes on with 1 of 2 nodes", "shrink"),
+        (0, True, REFILL, "n1", "no spare is ready: the run waits for another node, for up to 10 min 00 s; "
+         "if none comes, the job will be requeued without it", "swap"),
+        (0, True, BOTH, "n1", "no spare is ready: the run waits for another node, for up to 60.0 s; if none "
+         "comes, the run goes on with 1 of 2 nodes", "swap"),
     ],
-)
+)  # fmt: skip
 def test_replace_says_what_will_happen(
-    place: Place, spares: int, requeue: bool, node: str, says: str
+    place: Place, spares: int, requeue: bool, settings: Settings | None, node: str, says: str, action: str
 ) -> None:
-    story = Story(spares=spares, requeue=requeue).running(40)
+    story = Story(spares=spares, requeue=requeue, settings=settings).running(40)
     directory = place.story(story)
     with supervisor(directory, Accepted()):
         assert place.good("drain", RUN, node).endswith(f": {says}\n")
-    if node in story.state.placement:
+    if action:
         story.asked("drain", node)
         story.stopped()
-        action = "swap" if spares else "requeue" if requeue else "stop"
         assert story.incident.action == action, "what was said is what is decided"
+
+
+@pytest.mark.parametrize(
+    ("requeue", "settings", "says"),
+    [
+        (True, None, "the next lost node costs a requeue"),
+        (False, None, "the next lost node ends the run, as its job cannot be requeued"),
+        (True, FEWER, "the next lost node leaves 1 of 2 nodes, with which the run goes on"),
+        (True, REFILL, "with the next lost node the run waits for another, for up to 10 min 00 s; if none "
+         "comes, that costs a requeue"),
+    ],
+)  # fmt: skip
+def test_status_says_what_the_next_lost_node_leads_to(
+    tmp_path: Path, requeue: bool, settings: Settings | None, says: str
+) -> None:
+    story = Story(spares=1, requeue=requeue, settings=settings).running(40)
+    story.lost(story.state.placement[0])
+    story.stopped()
+    story.backed_off()
+    story.ranks_up()
+    story.stepped(50)
+    shown = story.write(tmp_path / "run")
+    told = read_status(shown).view(Liveness("alive"), story.t)["warnings"]
+    assert f"no spare is left: {says}" in told
+    story.lost(story.state.placement[0])
+    story.stopped()
+    foretold = "requeue" if requeue else "stop"
+    if settings is not None:
+        foretold = "shrink" if settings.nodes_min else "swap"
+    assert story.incident.action == foretold, "what was said is what is decided"
 
 
 def test_nobody_answers(place: Place) -> None:

@@ -517,6 +517,19 @@ def test_status_says_what_a_run_holds_its_nodes_for(tmp_path: Path) -> None:
     place.story(story)
     shown = place.good("status", RUN)
     assert "holds its nodes for another (small job 10 is to bring it), for up to" in shown, shown
+    assert "then is requeued" in " ".join(shown.split())
+
+
+def test_status_says_that_a_run_goes_on_with_fewer_nodes_if_none_comes(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.program("squeue", "echo RUNNING")
+    story, _ = holding(began_at=time.time() - 60.0, settings=replace(ON, nodes_min=1))
+    taken(story)
+    place.story(story)
+    shown = " ".join(place.good("status", RUN).split())
+    assert "then goes on with 1 of 2 nodes" in shown
+    story.wait(101.0)
+    assert story.incident.action == "shrink", "what was said is what is decided"
 
 
 def test_what_small_jobs_were_told_goes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,21 @@ def test_a_run_that_may_get_a_node_holds_its_nodes_first() -> None:
     assert "no node came in 100 s, the run goes on with 3 of 4 nodes" in story.incident.why
 
 
+def test_a_node_with_a_bad_gpu_leaves_also_where_the_job_must_not_be_requeued() -> None:
+    """The ranks of the others go on without it; it kept its ranks, as if nothing could be done."""
+    story = Story(active=4, spares=0, settings=THREE, requeue=False).running()
+    bad = story.state.placement[1]
+    found = ev.HealthFound(
+        t=story.t, node=bad, probe="nvidia", code="xid-79", verdict="bad", kind="hardware", message="gone",
+        at=story.t, device="gpu0",
+    )  # fmt: skip
+    story.feed(found)
+    story.stopped()
+    assert (story.incident.cause, story.incident.action) == ("gpu_bad", "shrink")
+    assert len(story.last(Launch).placement) == 3
+    assert bad not in story.state.placement
+
+
 def test_nothing_shrinks_while_slurm_ends_the_job() -> None:
     story = started()
     story.feed(ev.Signalled(t=story.t, signal="SIGTERM"))

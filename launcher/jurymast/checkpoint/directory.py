@@ -392,6 +392,33 @@ class CheckpointDirectory:
         except (foreign.NotAFile, ValueError):
             return None, ""
 
+    def copy_to(
+        self, step: int, other: CheckpointDirectory, advance: Callable[[int], None] | None = None
+    ) -> None:
+        """Copy a checkpoint to another directory, where it appears once all of it is there and whole. Raises
+        BadCheckpoint, OSError."""
+        manifest = self.manifest(step)
+        make_durable_folder(other.root)
+        place = other.writing(step, manifest.attempt, secrets.token_hex(4))
+        place.mkdir(mode=0o700)
+        try:
+            for record in manifest.files:
+                with (
+                    foreign.reading(self.path(step) / record.name) as source,
+                    NewFile(place / record.name) as to,
+                ):
+                    while data := source.read(READ_BYTES):
+                        to.write(data)
+                        if advance is not None:
+                            advance(len(data))
+                if to.hexdigest != record.xxh3_64:
+                    raise BadCheckpoint(f"{record.name} is corrupt: its hash does not match")
+            other.seal(place, manifest)
+            other.publish(place, step)
+        except BaseException:
+            remove_trees([place])
+            raise
+
     # ---- writing (rank 0)
 
     def begin(self, step: int, attempt: int) -> Path:

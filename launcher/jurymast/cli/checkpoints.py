@@ -40,21 +40,25 @@ ACTIONS = {
 }
 PATIENCE_S = 5.0  # somebody waits at a terminal
 LOOKS = ("ls", "verify")
-ENDINGS = {"torch": ".pt", "safetensors": ".safetensors"}
+DIRECTORY = "directory"  # from which a run can go on
+ENDINGS = {"torch": ".pt", "safetensors": ".safetensors", DIRECTORY: ""}
 
 
 @click.command(
     epilog=examples(
         "jurymast checkpoints 4711",
         "jurymast checkpoints 4711 rollback 12000",
-        "jurymast checkpoints 4711 export 12000 /data/step-12000",
+        "jurymast checkpoints 4711 export 12000 /data/exports",
+        "jurymast checkpoints 4711 export 12000 /data/next --format directory",
     )
 )
 @run_argument
 @click.argument("action", default="ls", metavar="[ls|verify|pin|unpin|rollback|export|fetch]")
 @click.argument("words", nargs=-1, metavar="[STEP] [DIR]")
 @click.option("--format", "form", type=click.Choice(list(ENDINGS)), default="torch",
-              show_default=True, help="File format of an export.")  # fmt: skip
+              show_default=True,
+              help="What an export is: one file, or a directory that Checkpointer(directory=DIR) and "
+              "torch.distributed.checkpoint restore.")  # fmt: skip
 @click.option(
     "--object",
     "url",
@@ -77,8 +81,9 @@ def command(
     ls               list the checkpoints, where they are, and whether they can be restored (the default)
     verify [STEP]    read all files and check their hashes; fails if a file is damaged
     pin STEP         never remove this checkpoint; unpin STEP undoes this
-    rollback STEP    make it the newest: newer ones are set aside and no longer restored
-    export STEP DIR  write it to DIR as one file
+    rollback STEP    make it the newest: newer ones are set aside and no longer restored; ranks that
+                     run restart from it
+    export STEP DIR  write it to DIR, by default as one file
     fetch STEP       copy it from the object store to shared storage
     """
     if action not in ACTIONS:
@@ -381,6 +386,8 @@ class _Call:
             raise CheckpointError(
                 f"{target} already exists", hint="move it away, or choose another directory"
             )
+        if form == DIRECTORY:
+            return self._copy(step, place, target)
         self._insist(step)
         place.mkdir(parents=True, exist_ok=True)
         source = str(self._directory.path(step))
@@ -391,6 +398,16 @@ class _Call:
             raise CheckpointError(f"step {step} cannot be exported: {said[-1] if said else done.returncode}")
         note = f" ({said[-1]})" if said else ""
         return self._say(f"{target}{note}", step=step, file=str(target), note=said[-1] if said else "")
+
+    def _copy(self, step: int, place: Path, target: Path) -> int:
+        from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
+
+        try:
+            with _progress(f"step {step}", self._directory.manifest(step).size_bytes) as advance:
+                self._directory.copy_to(step, CheckpointDirectory(place), advance)
+        except BadCheckpoint as why:
+            raise CheckpointError(f"step {step} is damaged: {why}") from why
+        return self._say(str(target), step=step, file=str(target), note="")
 
     def fetch(self, step: int, unsealed: bool) -> int:
         from jurymast.storage.orders import Job

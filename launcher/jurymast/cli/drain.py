@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 def command(run: str, node: str, runs: Path | None) -> None:
     """Save, take NODE out of a run, and put a spare in its place.
 
-    If no spare is ready, the job is requeued without NODE, and waits in Slurm's queue again. NODE's state in
-    Slurm does not change.
+    If no spare is ready, the run waits for another node (nodes_policy.refill), or goes on with fewer
+    (nodes.min), or its job is requeued without NODE and waits in Slurm's queue again; one that must not be
+    requeued ends. The answer says which. NODE's state in Slurm does not change.
     """
     from jurymast.report.status import read_status
 
@@ -43,7 +44,10 @@ def command(run: str, node: str, runs: Path | None) -> None:
 
 def what_follows(state: RunState, node: str) -> str:
     """The decision that the restart ladder will make once the ranks are stopped, in words."""
+    from jurymast.core.run import refill, size
+    from jurymast.core.run.ladder import without_spare
     from jurymast.core.state.run import Role
+    from jurymast.report.text import duration
 
     if node not in state.placement:
         return "it has no ranks"
@@ -51,6 +55,12 @@ def what_follows(state: RunState, node: str) -> str:
     coming = [n for n in state.nodes.values() if n.role is Role.JOINING and n.incarnation and n.name != node]
     if spares or coming:
         return "a spare takes its place"
-    if state.may_requeue:
-        return "no spare is ready: the job will be requeued without it"
-    return "no spare is ready and the job cannot be requeued: THE RUN WILL END"
+    left = len(state.placement) - 1
+    then = {
+        size.SHRINK: size.told(state, left), "requeue": "the job will be requeued without it",
+        "stop": "the job cannot be requeued: THE RUN WILL END",
+    }[without_spare(state, left)]  # fmt: skip
+    if refill.would_hold(state):
+        hold = duration(state.settings.hold_s)
+        return f"no spare is ready: the run waits for another node, for up to {hold}; if none comes, {then}"
+    return f"no spare is ready{' and' if then.startswith('the job cannot') else ':'} {then}"

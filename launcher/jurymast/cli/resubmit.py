@@ -47,7 +47,7 @@ def command(run: str, pairs: tuple[str, ...], shared_runs: bool, dry_run: bool, 
         echo(
             f"jurymast: note: the checkpoints in {directory.checkpoints} are that run's; a new run resumes "
             "from one only if its script names a directory with a copy: jurymast checkpoints "
-            f"{directory.root.name} export STEP DIR",
+            f"{directory.root.name} export STEP DIR --format directory",
             err=True,
         )
     with tempfile.TemporaryDirectory(dir=foreign.temporary_place()) as folder:

@@ -404,7 +404,9 @@ class NodesPolicy(Section):
         "on: a small Slurm job brings a node in place of each that the run loses",
     )
     hold: Duration = _key(
-        "10m", "with refill: how long a run without a spare holds its nodes for another before it is requeued"
+        "10m",
+        "with refill: how long a run without a spare holds its nodes for another, before it is requeued "
+        "or goes on with fewer",
     )
 
 

@@ -14,6 +14,7 @@ from jurymast.core.goodput import Account
 from jurymast.core.judges.cadence import cost_if, next_save_step
 from jurymast.core.judges.forecast import IDLE_SHARE, Saving
 from jurymast.core.run import refill, size
+from jurymast.core.run.ladder import without_spare
 from jurymast.core.run.recording import pause_s
 from jurymast.core.state.failure_rate import LEVEL, failure_times
 from jurymast.core.state.images import MEMORY, PEER, SHARED
@@ -288,7 +289,12 @@ def _holds(state: RunState, now: float) -> str:
     if starting:
         return f"holds its nodes while {some(starting)} gets ready"
     left_s = max(0.0, refill.hold_until(state) - now)
-    then = "is requeued" if state.may_requeue else "stops"
+    lost = sum(state.nodes[name].role is not Role.ACTIVE for name in state.placement)
+    left = len(state.placement) - max(0, lost - len(state.spare_nodes()))
+    then = {
+        size.SHRINK: f"goes on with {left} of {count(state.active, 'node')}", "requeue": "is requeued",
+        "stop": "stops",
+    }[without_spare(state, left)]  # fmt: skip
     return f"holds its nodes for another ({asked}), for up to {duration(left_s)}, then {then}"
 
 
@@ -381,8 +387,22 @@ def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition
         found.append(f"the journal's newest entry is {age} old: no step since, or the journal is behind")
     usable = [node for node in state.nodes.values() if node.usable and node.name not in state.placement]
     if state.spares and state.placement and not usable and not state.ended:
-        found.append("no spare is left: the next lost node costs a requeue")
+        found.append(f"no spare is left: {_next_loss(state)}")
     return found
+
+
+def _next_loss(state: RunState) -> str:
+    """What follows from the next lost node of a run that has no spare left."""
+    left = len(state.placement) - 1
+    then = {
+        size.SHRINK: f"leaves {left} of {count(state.active, 'node')}, with which the run goes on",
+        "requeue": "costs a requeue",
+        "stop": "ends the run, as its job cannot be requeued",
+    }[without_spare(state, left)]  # fmt: skip
+    if not refill.would_hold(state):
+        return f"the next lost node {then}"
+    hold = duration(state.settings.hold_s)
+    return f"with the next lost node the run waits for another, for up to {hold}; if none comes, that {then}"
 
 
 def _quiet_limit_s(state: RunState, now: float, told: Condition | None) -> float:

@@ -9,7 +9,8 @@ count. In addition:
   nodes at one site): on more than two nodes for sympathetic Xids, otherwise on over a tenth of them and at
   least three.
 - At most `excluded_fraction` of the run's nodes (one in any case) are blamed at a time, and four an hour.
-- No node leaves if nothing can take its place, or if the policy only reports.
+- No node leaves if nothing can take its place, and the run can go on neither with fewer nodes nor after a
+  requeue, or if the policy only reports.
 
 Where one of these keeps a node in, people are alerted instead. Times in seconds.
 """
@@ -283,7 +284,8 @@ def _replaceable(state: RunState, node: Node) -> bool:
         spare = node.name not in state.placement
         coming = any(n.coming and n.role not in (Role.SUSPECT, Role.FAILED) for n in others)
         enough = spare or coming or any(n is not node for n in state.spare_nodes())
-    return enough or state.may_requeue
+    goes_on_with_fewer = 0 < state.nodes_min < len(state.placement)
+    return enough or state.may_requeue or goes_on_with_fewer
 
 
 # Consequences.

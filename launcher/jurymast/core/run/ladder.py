@@ -62,7 +62,8 @@ def _decide(state: RunState, cause: Cause) -> Decision:
         return Decision("swap", f"{why}: {names} out, a spare in", bad, wait_s, blames=blames)
     lost = any(state.nodes[name].role is Role.FAILED for name in bad)
     must_go = lost or cause.kind == "drain_asked" or any(b.bad for b in blames)
-    if not must_go or (blames and not lost and not state.may_requeue):
+    fewer = len(state.placement) - len(bad) + len(spares)
+    if not must_go or (blames and not lost and without_spare(state, fewer) == "stop"):
         # Blamed but alive, and nothing to put in its place: a requeue costs more than another try.
         kept = dict.fromkeys(bad) | {blamed.node: blamed for blamed in blames}
         why += ", but no spare is left: restarted in place"
@@ -88,6 +89,14 @@ def _decide(state: RunState, cause: Cause) -> Decision:
         why = f"{count(len(bad), 'node')} to replace, {count(len(spares), 'spare')} ready{why_not}"
         return Decision("requeue", why, bad, blames=blames)
     return Decision("stop", f"no spare is left and requeueing is not allowed{why_not}", bad)
+
+
+def without_spare(state: RunState, nodes: int) -> str:
+    """Return the action for a node that leaves while no spare is ready, as far as it is known before: with
+    `nodes` left. Where the run holds its nodes first, it is what follows if none comes."""
+    if size.may_shrink_to(state, nodes):
+        return size.SHRINK
+    return "requeue" if state.may_requeue else "stop"
 
 
 def _pause_s(in_a_row: int, first_s: float, most_s: float) -> float:

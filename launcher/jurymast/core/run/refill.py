@@ -103,21 +103,28 @@ def hold_until(state: RunState) -> float:
     return (state.now if decided is None else decided) + state.settings.hold_s
 
 
-def why_not_held(state: RunState) -> str:
-    """Why the run does not wait for a node that comes with a small job; "" if it does."""
+def why_not_held(state: RunState, until: float | None = None) -> str:
+    """Why the run does not wait for a node that comes with a small job; "" if it does. It holds its nodes
+    `until` then, by default for the node that was lost last."""
+    until = hold_until(state) if until is None else until
     if not state.may_refill:
         return "no spare came in time"
     if state.end_order is not None:
         return "Slurm ends the job"
     starting = any(_starts(state, refill) for refill in state.refills.values())
-    if state.now >= hold_until(state) and not starting:
+    if state.now >= until and not starting:
         return f"no node came in {state.settings.hold_s:.0f} s"
     late = [refill.starts_at for refill in coming(state) if refill.starts_at is not None]
-    if late and min(late) > hold_until(state):
+    if late and min(late) > until:
         return f"Slurm expects a node in {min(late) - state.now:.0f} s, later than the policy's hold"
     if not coming(state) and not starting and state.refill_failures >= FAILURES_MAX:
         return f"Slurm gives no other node: {state.refill_trouble}"
     return ""
+
+
+def would_hold(state: RunState) -> bool:
+    """Whether the run would hold its nodes if it lost one now, and no spare were ready."""
+    return not why_not_held(state, state.now + state.settings.hold_s)
 
 
 def _starts(state: RunState, refill: Refill) -> bool:
