@@ -7,7 +7,7 @@ from typing import Any
 
 from jurymast.core.judges.attribution import describe_exit
 from jurymast.core.state.findings import APPLICATION, SYMPATHETIC
-from jurymast.core.state.images import MEMORY
+from jurymast.core.state.images import LIVE, MEMORY
 from jurymast.core.state.incident import because
 from jurymast.core.state.texts import request
 from jurymast.journal import single
@@ -141,6 +141,9 @@ def _restored(e: Entry) -> str:
         return f"no checkpoint: training starts from the beginning{skipped}"
     if e["tier"] == MEMORY:  # from any tier: the plan says how much from which
         return f"step {e['step']} restored in {duration(e['seconds'])}{skipped}"
+    if e["tier"] == LIVE:
+        given = f", {size(e['size_bytes'])} of it given by ranks that live" if e.get("size_bytes") else ""
+        return f"all ranks go on after step {e['step']}{given}, in {duration(e['seconds'])}{skipped}"
     amount = f"{size(e['size_bytes'])} " if e.get("size_bytes") else ""
     return (
         f"step {e['step']} restored, {amount}from the {e['tier']} tier in {duration(e['seconds'])}{skipped}"

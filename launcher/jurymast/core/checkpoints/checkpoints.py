@@ -165,6 +165,8 @@ class RestoreChoice:
         reason, saved = chosen.reason, max(self._state.lost_step, self._state.saved_step or 0)
         if not chosen.tier and saved:
             reason = f"no whole copy is left of step {saved}, which was the newest, or of an older one"
+        if launch.spare:
+            reason += "; this is for the case that ranks that live have no newer step"
         return [
             Record(
                 ev.RestorePlanned(

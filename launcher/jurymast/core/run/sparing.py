@@ -32,7 +32,8 @@ def considered(state: RunState, decision: Decision) -> Decision:
     told = (
         f"{spared} of {count(len(state.placement) * state.ranks_per_node, 'rank')} go on in their processes"
     )
-    return replace(decision, action=action, why=f"{decision.why}; {told}", spare=True)
+    why = decision.why.removeprefix("restarted in place, ")
+    return replace(decision, action=action, why=f"{why}; {told}", spare=True)
 
 
 def _refusal(state: RunState) -> str:
