@@ -34,7 +34,7 @@ from jurymast.errors import JurymastError, UsageError
 from jurymast.jobs import run_command
 from jurymast.report.asking import ask_supervisor
 from jurymast.report.cancelling import cancel
-from jurymast.report.liveness import Liveness, look, slurm_state
+from jurymast.report.liveness import Liveness, keeps_nodes_for, look, slurm_state
 from jurymast.report.status import StatusWatcher, public_state
 from jurymast.rundir import RunDirectory, default_runs, renew
 
@@ -53,7 +53,8 @@ WARNED_S = 120.0
 
 class JurymastJob(core.Job[R]):
     """A submitted function. `run`: its run directory, to which a link in the executor's folder leads. The job
-    is done when the run has ended: a result before that may be computed anew after a failure."""
+    is done when the run has ended, and its last checkpoint is on storage: a result before the end may be
+    computed anew after a failure."""
 
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
         super().__init__(folder, job_id, tasks)
@@ -92,7 +93,9 @@ class JurymastJob(core.Job[R]):
         return self.get_info("standard")["State"]
 
     def done(self, force_check: bool = False) -> bool:
-        return self.get_info("force" if force_check else "standard")["State"] in ENDED
+        if self.get_info("force" if force_check else "standard")["State"] not in ENDED:
+            return False
+        return self._watcher is None or not keeps_nodes_for(self.run, self._watcher.state)
 
     def status(self) -> dict[str, Any]:
         """What `jurymast status --json` prints."""

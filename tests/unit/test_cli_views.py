@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import subprocess
@@ -19,11 +20,12 @@ import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory, CheckpointManifest
 from jurymast.core.state import events as ev
-from jurymast.core.state.messages import Accepted, Ask, Declined, Said, read_said
+from jurymast.core.state.messages import Accepted, Ask, Condition, Declined, Said, read_said
 from jurymast.core.state.settings import Settings
 from jurymast.errors import AuthenticationError
 from jurymast.jobs import process_record
 from jurymast.journal import replay
+from jurymast.report.follow import wait
 from jurymast.report.liveness import Liveness, record_cancel
 from jurymast.report.status import read_status
 from jurymast.rundir import RunDirectory, make_folder
@@ -33,6 +35,7 @@ from jurymast.wire.endpoint import PULSE
 from jurymast.wire.handshakes import Proven
 from support.commands import RUN, Place, crash_loop, swapped
 from support.stories import Story
+from support.waiting import LIMIT_S, wait_until
 from support.wire import served
 
 
@@ -368,7 +371,7 @@ def test_a_pipe_needs_neither_rich_nor_asyncio_nor_templates(place: Place) -> No
 
 @contextmanager
 def supervisor(
-    directory: RunDirectory, answer: Accepted | Declined, *, replaced: bool = False
+    directory: RunDirectory, answer: Accepted | Declined | Condition, *, replaced: bool = False
 ) -> Iterator[list[Said]]:
     """Something that speaks the wire protocol as the run's supervisor; yields what it is asked. `replaced`:
     its successor, who listens there as well, has taken over when it is asked first, so it hangs up."""
@@ -522,6 +525,22 @@ def test_status_says_what_the_next_lost_node_leads_to(
     if settings is not None:
         foretold = "shrink" if settings.nodes_min else "swap"
     assert story.incident.action == foretold, "what was said is what is decided"
+
+
+def test_who_waits_for_a_run_gets_its_last_checkpoint(tmp_path: Path) -> None:
+    """A command that follows `submit --wait` in a script found none: it was on its way from memory."""
+    directory = swapped().finished().write(tmp_path / "run")
+    stream, codes = io.StringIO(), list[int]()
+    answer = Condition(state="succeeded", waits="step 80 is on its way to checkpoints", journal="", step=80)
+    with supervisor(directory, answer) as heard:
+        waiting = threading.Thread(target=lambda: codes.append(wait(directory.root, stream)))
+        waiting.start()
+        wait_until("third question whether it is there", lambda: len(heard) > 2)
+        assert not codes
+        assert "step 80 is on its way to checkpoints" in stream.getvalue()
+        directory.outcome_file.write_text("{}")
+        waiting.join(LIMIT_S)
+    assert codes == [0]
 
 
 def test_nobody_answers(place: Place) -> None:

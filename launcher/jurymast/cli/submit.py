@@ -121,7 +121,12 @@ def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None
 @click.option("--name", default="", metavar="NAME", help="Part of the run's id.  [the script's name]")
 @runs_of("Where run directories are kept; all nodes must see it.  [$JURYMAST_RUNS, or ./runs]")
 @click.option("--shared-runs", is_flag=True, help="Accept a runs directory in which others can replace runs.")
-@click.option("-W", "--wait", is_flag=True, help="Follow the run to its end and return its exit code.")
+@click.option(
+    "-W",
+    "--wait",
+    is_flag=True,
+    help="Follow the run to its end, until its last checkpoint is on storage, and return its exit code.",
+)
 @click.option("--parsable", is_flag=True, help="Print only JOBID[;CLUSTER], as sbatch does.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -12,7 +12,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Launch, RaiseAlert, Requeue
 from jurymast.core.state.run import RunState
 from jurymast.journal import Entry
-from jurymast.report.liveness import Liveness, look
+from jurymast.report.liveness import Liveness, keeps_nodes_for, look
 from jurymast.report.next_steps import after_failure
 from jurymast.report.sentences import is_routine, sentence, short_reason
 from jurymast.report.status import (
@@ -35,6 +35,8 @@ LOOK_EVERY_S = 5.0
 PROGRESS_EVERY_S = 30.0
 # A job that has just ended may still be writing its last entries.
 LAST_WORDS_S = 2.0
+# How often the supervisor of a run that has ended is asked whether its last checkpoint is written.
+ASK_EVERY_S = 0.5
 # The report and --json have the whole text.
 REASON_CHARACTERS = 240
 # Shown in fewer words by the incident's own line.
@@ -140,7 +142,8 @@ def progress_line(state: RunState) -> str:
 
 
 def wait(run_directory: Path | str, stream: TextIO | None = None) -> int:
-    """Follow the run until it ends, printing its progress on `stream` (stderr); returns its exit code.
+    """Follow the run until it ends, and its last checkpoint is on storage, printing its progress on `stream`
+    (stderr); returns its exit code.
 
     If the job ends without an outcome from the supervisor: 79, or 80 if Slurm reports a cancel. Raises
     RunDirectoryError.
@@ -150,6 +153,9 @@ def wait(run_directory: Path | str, stream: TextIO | None = None) -> int:
     narrator = Narrator(directory, progress)
     try:
         life = _follow(narrator, progress)
+        while what := keeps_nodes_for(directory, narrator.state):
+            progress.show(f"{narrator.state.public_state}; {what}")
+            time.sleep(ASK_EVERY_S)
     finally:
         progress.close()
     for line in end_lines(narrator.state, life):

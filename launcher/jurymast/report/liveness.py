@@ -282,6 +282,13 @@ def hear(directory: RunDirectory, state: RunState, silent_s: float) -> Condition
     return answer if isinstance(answer, Condition) else None
 
 
+def keeps_nodes_for(directory: RunDirectory, state: RunState) -> str:
+    """For what a run that has ended keeps its nodes: its last checkpoint; "" if it does not, as far as its
+    supervisor says."""
+    told = hear(directory, state, 0.0) if state.ended else None
+    return told.waits if told is not None else ""
+
+
 def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
     """Record in the journal, as a new epoch, that `by` cancelled the run; then write the outcome, for which
     other runs may wait that want to use the checkpoint directory. The run's job must have ended. Claiming the
