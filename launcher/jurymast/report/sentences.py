@@ -125,7 +125,7 @@ def _saved(e: Entry) -> str:
 
 def _restore_planned(e: Entry) -> str:
     if not e["tier"]:
-        return f"attempt {e['attempt']} starts without a checkpoint of jurymast's: {e['reason']}"
+        return f"attempt {e['attempt']} starts without a checkpoint of this run: {e['reason']}"
     return f"attempt {e['attempt']} restores step {e['step']}: {amounts(e['tiers'])}; {e['reason']}"
 
 
