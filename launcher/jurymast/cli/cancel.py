@@ -15,7 +15,8 @@ from jurymast.report.asking import user
 @run_argument
 @runs_option
 def command(run: str, runs: Path | None) -> None:
-    """End a run for good: its ranks are stopped and its job leaves Slurm."""
+    """End a run for good: its ranks are stopped, its newest checkpoint is written to storage, and its job
+    leaves Slurm. Called again, it no longer waits for the checkpoint."""
     from jurymast.report.cancelling import cancel
 
     echo(cancel(the_run(run, runs), by=user()))
