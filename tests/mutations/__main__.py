@@ -1,6 +1,6 @@
 """`make mutations`: plants mistakes in the code, one at a time, and says who notices each: random plans of
-the simulated cluster (a rule is broken, or they do not end), and the unit tests that import the changed file,
-or what imports it. All is done in copies of this checkout.
+the simulated cluster, of all its kinds (a rule is broken, or they do not end), and the unit tests that import
+the changed file, or what imports it. All is done in copies of this checkout.
 
 Which mistakes: `mutations/mutants.py`. Those that change nothing that anybody could see are listed with the
 reason in `mutations/equivalent.py`; others take their place. Exit code 1 if nobody notices some."""
@@ -83,7 +83,7 @@ class Checkout:
 def by_plans(checkout: Checkout, mutant: Mutant, plans: int) -> tuple[str, int]:
     """Return what the first plan shows that notices it, and how many plans that took."""
     with checkout.planted(mutant):
-        done = checkout.run("jurymast.sim.cluster", "--plans", str(plans), "--first", "--json")
+        done = checkout.run("jurymast.sim.cluster", "--mixed", "--plans", str(plans), "--first", "--json")
     for line in done.stdout.splitlines():
         found = json.loads(line)
         return found["broken"], found["seed"] + 1

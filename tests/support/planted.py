@@ -49,6 +49,7 @@ from jurymast.supervisor.supervisor import Hold
 from support.planted_refill import PLANTED_REFILL
 from support.planted_size import PLANTED_SIZE
 from support.planted_sparing import PLANTED_SPARING
+from support.planted_told import PLANTED_TOLD
 
 # (object, attribute, value)
 Patch = tuple[Any, str, Any]
@@ -684,6 +685,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     **PLANTED_REFILL,
     **PLANTED_SIZE,
     **PLANTED_SPARING,
+    **PLANTED_TOLD,
 }
 
 

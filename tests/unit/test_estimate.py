@@ -183,6 +183,14 @@ def test_a_requeued_job() -> None:
     assert found.account.incident_us(1) == 140_000_000
 
 
+@pytest.mark.parametrize("lines", [((20, 10), (30, 20), (40.5, 30)), ((9.5, 10), (20, 20), (30, 30))])
+def test_a_line_half_a_second_outside_of_its_attempt_belongs_to_it(
+    lines: tuple[tuple[float, int], ...],
+) -> None:
+    """Slurm tells whole seconds."""
+    assert made(attempt(10, 40), log=logged(*lines)).steps.done == 30
+
+
 def test_a_long_silence_between_two_lines_is_not_taken_for_steps() -> None:
     lines = [(10.0 + step, step) for step in range(1, 21)] + [(500.0 + step, step) for step in range(21, 31)]
     found = made(attempt(0, 540), log=logged(*lines))

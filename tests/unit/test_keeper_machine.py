@@ -59,6 +59,16 @@ def test_an_older_safe_image_stays_until_all_ranks_have_restored_the_newer() -> 
     assert node.save(0, 3)
 
 
+def test_what_was_saved_for_a_rank_that_is_elsewhere_now_goes_unless_it_is_safe() -> None:
+    node = trained(2)
+    node.commit(StateId(2, 1))
+    assert node.save(0, 3)
+    node.quiet()
+    node.may_go = lambda copy: copy.image.step == 3  # which is not safe
+    node.act(node.machine.on_launch(2, [1], node.world, None, 0.0))
+    assert steps_held(node) == [2]
+
+
 def test_a_base_that_is_given_up_while_it_is_made_ready_is_nobody_elses() -> None:
     """Its slot is the rank's again only when nobody writes the manifest there any more."""
     node = trained()

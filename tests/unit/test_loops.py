@@ -13,7 +13,7 @@ from jurymast.core.judges.history import history
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Finish, Requeue
 from jurymast.core.state.run import Phase, failure_rate
-from jurymast.core.state.settings import Settings
+from jurymast.core.state.settings import Budget, Settings
 from support.stories import Story
 
 DAY_S = 86_400.0
@@ -126,6 +126,20 @@ def test_restarts_that_a_supervisor_wants_by_itself_are_bounded_too() -> None:
             up_again(story)
     assert number == 20
     assert "20 attempts in a row without a new step: relaunch_asked 20 times" in story.last(Finish).reason
+
+
+@pytest.mark.parametrize(("budget", "phase"), [(1, Phase.REQUEUED), (0, Phase.FAILED)])
+def test_an_allocation_that_never_has_enough_nodes_costs_the_budget_for_failures(
+    budget: int, phase: Phase
+) -> None:
+    """A node is lost in its tests before the first attempt."""
+    story = Story(
+        active=2, spares=0, gpus=1, settings=Settings(infrastructure=Budget(count=budget))
+    ).allocated()
+    story.feed(ev.NodeLost(t=story.t, node="n2", how="closed", silent_s=0.3))
+    assert story.state.deadline is not None
+    story.wait(story.state.deadline - story.t + 1.0)
+    assert (story.state.attempt, story.state.phase) == (0, phase)
 
 
 def test_a_policy_says_how_many_attempts_without_a_new_step_there_may_be() -> None:

@@ -77,6 +77,11 @@ class AccountRules:
         counted = sum(account.totals.values())
         if counted != account.allocated_us + account.queue_us:
             return f"{counted} us are in categories, {account.allocated_us} + {account.queue_us} in all"
+        times = account.timeline
+        if any(one.end <= one.start for one in times) or any(
+            one.end > other.start for one, other in zip(times, times[1:], strict=False)
+        ):
+            return f"times overlap, or go back: {times[:20]}"
         if not self._late and (steps.done, steps.again) != (self.done, self.again):
             told = f"{steps.done} steps, {steps.again} of them again"
             return f"{told}; the journal tells of {self.done} and {self.again}"

@@ -478,6 +478,7 @@ class SimStandby:
 
     async def begin(self, start: do.StartSupervisor) -> None:
         agent, start_s = self.agent, max(0.0, self._ready_at - self.agent.world.now)
+        agent.cluster.oracle.told.takes_over(agent)
         agent.cluster.start_supervisor(agent.site, self, start_s, start.silent_s)
 
     def over(self) -> None:

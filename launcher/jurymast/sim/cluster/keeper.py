@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xxhash
 
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.holding import SLOTS, round_up
+from jurymast.core.keeper.holding import ROUND_BYTES, SLOTS, round_up
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
 from jurymast.core.state.images import ALL, COMMON, OWN, StateId
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# Each part is one block.
-SIZE_BYTES, COMMON_BYTES, MANIFEST_BYTES = 25_000_000, 15_000_000, 1000
+# Each part is one block. An image and its manifest fill a slot to the last byte.
+COMMON_BYTES, MANIFEST_BYTES = 15_000_000, 1000
+SIZE_BYTES = 12 * ROUND_BYTES - MANIFEST_BYTES
 CELL_BYTES, TOKEN_BYTES = 16, 12
 SLOT_BYTES = round_up(SIZE_BYTES + MANIFEST_BYTES)
 THREAD_S, COPY_S = (0.001, 0.08), (0.01, 0.25)

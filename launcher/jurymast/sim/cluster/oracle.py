@@ -22,6 +22,7 @@ from jurymast.sim.cluster.refill import RefillRules
 from jurymast.sim.cluster.size_rules import SizeRules
 from jurymast.sim.cluster.sparing_rules import SparingRules
 from jurymast.sim.cluster.task_rules import TaskRules
+from jurymast.sim.cluster.told_rules import ToldRules
 from jurymast.sim.cluster.withdrawal_rules import WithdrawalRules
 from jurymast.sim.cluster.world import KEEP
 
@@ -105,7 +106,7 @@ class Oracle:
         self.tasks, self.calm, self.health = TaskRules(self), CalmRules(self), HealthRules(self)
         self.refill, self.withdrawals = RefillRules(self), WithdrawalRules(self)
         self.sparing, self.size = SparingRules(self), SizeRules(self)
-        self.missed = MissedRules(self)
+        self.missed, self.told = MissedRules(self), ToldRules(self)
         self.codes: set[int] = set()  # that ranks have failed with
         self.steps = 0
 
@@ -182,6 +183,7 @@ class Oracle:
         self.health.recorded(supervisor, event, entry.decided)
         self.refill.recorded(supervisor, event, entry.decided)
         self.size.recorded(supervisor, entry.decided)
+        self.told.recorded(supervisor, event)
         for decided in entry.decided:
             if isinstance(decided, Requeue | Finish):
                 self._gives_up(supervisor, decided)

@@ -21,6 +21,7 @@ GROWS_S = 60.0  # by then a run has taken in nodes that it lacked
 LONGEST_S = 3600.0
 LAST_STEPS = 10, 100
 TASKS_SHARE, TESTS_SHARE, LIVES_SHARE = 0.15, 0.15, 0.4
+RENEWS_SHARE = 0.5  # of the plans with a time limit
 # Of this, twice as much is less than Slurm leaves a job that it ends.
 SLOW_COPY_S = 1.0, 10.0
 
@@ -176,6 +177,7 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
             soon = round(at + chance.expovariate(0.5), 2)
             faults.append(Fault(soon, kind, chance.randrange(nodes), other, seconds))
     faults.sort(key=lambda fault: fault.at)
+    ends = any(fault.kind == "timeout" for fault in faults)
     fails_tests = any(fault.kind == "fails tests" for fault in faults)
     return Plan(
         seed, active, spares, chance.choice((1, 1, 2)), chance.choice((5, 5, None)),
@@ -185,6 +187,7 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
         at_term=chance.choice(("", "", *caught.HOW)), tasks=not only and chance.random() < TASKS_SHARE,
         tests=fails_tests or chance.random() < TESTS_SHARE,
         lives=(of_lives := random.Random(-seed)).random() < LIVES_SHARE, spread=of_lives.choice(SPREADS),
+        renews=ends and of_lives.random() < RENEWS_SHARE,
     )  # fmt: skip
 
 
@@ -203,6 +206,12 @@ def shrinking_plan(seed: int) -> Plan:
         plan, active=active, spares=spares, least=chance.randint(1, active - 1),
         pool=chance.choice((None, None, 0, 1, 2)), tasks=False,
     )  # fmt: skip
+
+
+def mixed_plan(seed: int) -> Plan:
+    """Draw a plan of any of these three."""
+    plans = (random_plan, random_plan, random_plan, refilled_plan, shrinking_plan)
+    return plans[seed % len(plans)](seed)
 
 
 def smaller(plan: Plan) -> list[Plan]:

@@ -337,6 +337,8 @@ class SimSupervisor(SimShell):
             self.cluster.oracle.sends_home(self)
         elif isinstance(message, msg.CancelWrite):
             self.cluster.oracle.cuts_write()
+        elif isinstance(message, msg.Replicate):
+            self.cluster.oracle.told.copies(self, connection.ends[0].site.name, message)
         self.world.happens(message)
         connection.send(self, message)
 

@@ -8,6 +8,7 @@ import errno
 import heapq
 import inspect
 import json
+import math
 import os
 import random
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -34,6 +35,8 @@ Then = Callable[..., object]
 # What takes time: a generator that yields when it goes on.
 Steps = Generator[float, None, T]
 
+# Between two beats of a pulse there is less than this, in seconds, if nothing holds it up.
+PULSE_GAP_S = 1.0
 # The time of all clocks when a simulation begins, in seconds since the epoch.
 BEGINNING = 1_800_000_000.0
 
@@ -350,6 +353,8 @@ class RunDisk:
     claims: dict[int, tuple[float, str]] = field(default_factory=dict)  # epoch: when, by which node
     endpoints: dict[int, tuple[float, Endpoint]] = field(default_factory=dict)
     beat: tuple[int, int] = (0, 0)  # content of the pulse file: an epoch, and its count
+    pulses_since: float = 0.0  # without a gap
+    beat_at: float = -math.inf
     newest: Endpoint | None = None  # content of the newest address file
     attempt: int = 0
     reading_s: float = 0.0  # the journal
@@ -401,7 +406,13 @@ class RunDisk:
         return max(known, key=lambda place: place.epoch, default=None)
 
     def pulse(self, epoch: int, count: int) -> None:
-        self.beat = epoch, count
+        now = self.storage.world.now
+        self.pulses_since = self.pulses_since if self.is_pulsing else now
+        self.beat, self.beat_at = (epoch, count), now
+
+    @property
+    def is_pulsing(self) -> bool:
+        return self.beat_at > self.storage.world.now - PULSE_GAP_S
 
     def read_pulse(self, node: str) -> str:
         return f"{self.newest_epoch(node)}:{self.beat}"
