@@ -35,6 +35,7 @@ SHELLS = ("agent", "keeper", "supervisor")
 LIMIT_S = 1200
 # A test imports the changed file, or imports what imports it.
 FAR = 2
+IN_TEXT = re.compile(r"^from (jurymast[\w.]*) import (\w+)", re.MULTILINE)
 PYTEST = "pytest", "-q", "--short", "-p", "no:cacheprovider"
 
 
@@ -153,6 +154,9 @@ def _imported(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # for a process of its own
+            for module, name in IN_TEXT.findall(node.value):
+                yield from (module, f"{module}.{name}")
 
 
 # ---- the command

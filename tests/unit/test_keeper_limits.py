@@ -13,8 +13,9 @@ from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.holding import ROUND_BYTES, SLOTS, Buffer, BufferPool, Claim
 from jurymast.core.state import messages as msg
 from jurymast.core.state.messages import Room
+from jurymast.keeper import keeper as keeper_module
 from jurymast.keeper import memory as node_memory
-from jurymast.keeper.manifest import RestoreStatus, Word
+from jurymast.keeper.manifest import BadImage, Manifest, RestoreStatus, Word
 from jurymast.keeper.memory import MappedBuffer
 from support.keepers import (
     SIZE,
@@ -277,3 +278,16 @@ async def test_memory_is_freed_in_a_thread_before_it_is_measured_again(
             await until("freeing", lambda: one._freeing)
             may_free.set()
             assert await large is not None
+
+
+def test_an_image_that_goes_on_behind_its_slot_is_refused() -> None:
+    """Also if all that there is of it is whole."""
+    buffer = MappedBuffer(ROUND_BYTES)
+    size = buffer.capacity - len(Manifest(5, 1, 0, 1, "", size_bytes=10**6, common_bytes=0).to_bytes())
+    manifest = Manifest(5, 1, 0, 1, "", size_bytes=size, common_bytes=0).to_bytes()
+    assert size + len(manifest) == buffer.capacity
+    buffer.write(size, manifest)
+    assert keeper_module._read_image(buffer, size, len(manifest), 5, 0).manifest.size_bytes == size
+    with pytest.raises(BadImage, match="does not fit"):
+        keeper_module._read_image(buffer, size, len(manifest) + 1, 5, 0)
+    buffer.close()
