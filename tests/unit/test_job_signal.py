@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+
 import pytest
 
+from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.planning import signal_note
 from jurymast.cluster.sbatch import CommandLine, merged, parse, split_command_line
 from jurymast.cluster.signals import JobSignal
+from jurymast.supervisor.real_io import RealIo
 
 TRAPS = "#!/bin/bash\ntrap 'touch requeue' SIGTERM USR1\nsrun torchrun train.py\n"
+LIMIT_S = 60.0
 BARE = "#!/bin/bash\n# trap 'no' TERM\nsrun torchrun train.py\n"
 
 
@@ -75,3 +82,20 @@ def test_the_note_names_the_line() -> None:
     )
     assert signal_note(merged(None, {}, split_command_line(["--signal=B:USR1@60"], {})), None) == ""
     assert signal_note(merged(None, {}, CommandLine()), None) == ""
+
+
+async def test_a_supervisor_hears_of_warnings_and_of_the_end_of_the_job() -> None:
+    heard = asyncio.Queue[str]()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    io = RealIo.__new__(RealIo)  # it needs nothing of it
+    try:
+        io.on_signals(lambda: heard.put_nowait("warned"), lambda: heard.put_nowait("terminated"))
+        for number, how in ((signal.SIGUSR2, "warned"), (signal.SIGTERM, "terminated")):
+            os.kill(os.getpid(), number)
+            assert await asyncio.wait_for(heard.get(), LIMIT_S) == how
+    finally:
+        for number, handler in before.items():
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ from support.keepers import (
 )
 
 GIB = 1 << 30
+# A buffer of so many bytes has some thousand pages.
+COUNTED_BYTES, FAULTS = 32 << 20, 50
 MEMINFO = """MemTotal:       263998464 kB
 MemFree:        18874368 kB
 MemAvailable:   209715200 kB
@@ -291,3 +294,21 @@ def test_an_image_that_goes_on_behind_its_slot_is_refused() -> None:
     with pytest.raises(BadImage, match="does not fit"):
         keeper_module._read_image(buffer, size, len(manifest) + 1, 5, 0)
     buffer.close()
+
+
+def test_whoever_writes_to_reserved_memory_waits_for_no_page_of_it() -> None:
+    """Also if it does not begin with a page, as the part of an image that is one rank's own."""
+
+    def faults(start: int) -> int:
+        buffer = MappedBuffer(COUNTED_BYTES)
+        buffer.reserve(start, buffer.capacity)
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        buffer[start : buffer.capacity][:] = blank[start:]
+        after = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        buffer.close()
+        return after - before
+
+    blank = memoryview(b"1" * COUNTED_BYTES)
+    if faults(0) > FAULTS:
+        pytest.skip("this kernel makes no pages ready")
+    assert faults(1000) <= FAULTS

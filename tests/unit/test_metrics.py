@@ -200,6 +200,20 @@ def test_a_policy_says_where_metrics_are() -> None:
     assert settings.metrics
 
 
+@pytest.mark.parametrize(
+    ("wanted", "scraped"),
+    [
+        (Exposure(), False),
+        (Exposure(trackers=("mlflow",)), False),
+        (Exposure(socket=True), True),
+        (Exposure(port=0), True),
+        (Exposure(textfile="/run/prom"), True),
+    ],
+)
+def test_metrics_are_given_out_at_any_of_these_places(wanted: Exposure, scraped: bool) -> None:
+    assert wanted.scraped is scraped
+
+
 # ---- scrapes
 
 
