@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from support.slurm_runs import SCRIPT_ENVIRONMENT, submit_script
+from jurymast.journal import replay
+from jurymast.rundir import RunDirectory
+from support.slurm_runs import SCRIPT_ENVIRONMENT, TRAIN, submit, submit_script
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -67,14 +69,28 @@ await leave ready; scancel --batch --signal=USR2 $SLURM_JOB_ID
 await leave SIGUSR1; wait $pid; echo "said: leave $?"
 echo "said: end"
 """
+# Whoever ends a step in Slurm means neither its job nor its nodes.
+IN_SLURM = f"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --output=out --time=10 --partition=main
+#JURYMAST train: yes
+{AWAIT}
+srun python -u hears.py scancelled never & pid=$!
+await scancelled ready; scancel $SLURM_JOB_ID.0; wait $pid; echo "said: scancelled $?"
+srun python -u hears.py killed never & pid=$!
+await killed ready; pkill -x srun; wait $pid; echo "said: killed $?"
+srun --time=1 python -u hears.py limited never; echo "said: limited $(($? > 128))"
+echo "said: end"
+"""
 
 
 def said(text: str) -> list[str]:
     return sorted(re.findall(r"^said: .*", text, re.MULTILINE))
 
 
-def both_ways(cluster: Cluster, work: Path, script: str) -> tuple[list[str], list[str]]:
-    """What a script says under sbatch, and under us."""
+def both_ways(
+    cluster: Cluster, work: Path, script: str, *, apart: bool = False
+) -> tuple[list[str], list[str]]:
+    """What a script says under sbatch, and under us. `apart`: one would disturb the other."""
     for way in ("sbatch", "ours"):
         cluster.login(["mkdir", "-p", str(work / way)])
         (work / way / "hears.py").write_text(HEARS)
@@ -83,6 +99,8 @@ def both_ways(cluster: Cluster, work: Path, script: str) -> tuple[list[str], lis
         ["sbatch", "--parsable", "job.sbatch"], cwd=work / "sbatch",
         env={**SCRIPT_ENVIRONMENT, "PATH": f"{cluster.python.parent}:/usr/bin:/bin"},
     )  # fmt: skip
+    if apart:
+        cluster.wait_job(int(plain.stdout), "COMPLETED", deadline_s=LIMIT_S)
     run = submit_script(cluster, work / "ours", script)
     for job in (int(plain.stdout), run.job):
         cluster.wait_job(job, "COMPLETED", deadline_s=LIMIT_S)
@@ -102,3 +120,30 @@ def test_slurm_signals_steps_and_the_script_passes_a_warning_on(cluster: Cluster
     theirs, ours = both_ways(cluster, cluster.shared / tmp_path.name, FROM_SLURM)
     assert ours == theirs
     assert {"said: steps 0", "said: trapped", "said: leave 0"} <= set(ours)
+
+
+@pytest.mark.timeout(1200)
+def test_steps_that_end_in_slurm_end_no_job_and_blame_no_node(cluster: Cluster, tmp_path: Path) -> None:
+    """By scancel, with their srun, and at a time limit of their own."""
+    work = cluster.shared / tmp_path.name
+    theirs, ours = both_ways(cluster, work, IN_SLURM, apart=True)
+    assert ours == theirs
+    assert {"said: scancelled 137", "said: killed 137", "said: limited 1", "said: end"} <= set(ours)
+    for folder in (work / "ours" / "runs").iterdir():
+        state = replay(RunDirectory(folder))
+        assert state is not None
+        assert (state.public_state, state.restarts, state.excluded) == ("cancelled", 0, {}), state.end_reason
+
+
+@pytest.mark.timeout(600)
+def test_a_plain_run_whose_step_is_cancelled_ends_and_blames_no_node(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    arguments = (*TRAIN, "--steps", "100000")
+    run = submit(cluster, tmp_path, "--nodes", "2", "--spares", "1", arguments=arguments)
+    run.wait_step(5)
+    cluster.login(["scancel", f"{run.job}.0"])
+    state = run.wait_end(LIMIT_S)
+    assert (state.public_state, state.restarts, state.excluded) == ("cancelled", 0, {}), run.story()
+    assert "scancel JOB.STEP" in state.end_reason
+    cluster.wait_job(run.job, "FAILED", "CANCELLED", deadline_s=LIMIT_S)

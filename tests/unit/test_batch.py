@@ -18,6 +18,7 @@ from jurymast.cluster.batch import BatchProcess, LocalAgents
 from jurymast.core.supervision import batch as core
 from jurymast.core.supervision.batch import (
     FAILED,
+    GONE_S,
     PAUSE_MAX_S,
     RESTARTS_AT_ONCE,
     SHORT_LIFE_S,
@@ -131,6 +132,20 @@ def test_who_is_superseded_keeps_the_job_alive_until_the_other_has_decided() -> 
     assert made.on_supervisor_ended(SUPERSEDED, None, 9.0) == []
     assert made.on_time(None, 9000.0, agents=True) == []
     assert made.on_time(DONE, 9001.0, agents=True) == [EndJob(DONE)]
+
+
+def test_a_successor_that_ended_with_all_agents_is_followed_by_another_supervisor() -> None:
+    """As with `scancel JOB.STEP`: the job would live on until its time limit, and nobody decide."""
+    made = begun()
+    made.on_supervisor_ended(SUPERSEDED, None, 9.0)
+    assert made.on_time(None, 20.0, agents=False) == []
+    assert made.on_time(None, 19.9 + GONE_S, agents=False) == [], "it may be about to write how the run ended"
+    assert without(made.on_time(None, 20.0 + GONE_S, agents=False)) == [StartSupervisor()]
+    assert made.supervised
+    other = begun()
+    other.on_supervisor_ended(SUPERSEDED, None, 9.0)
+    other.on_time(None, 20.0, agents=False)
+    assert other.on_time(DONE, 20.0 + GONE_S, agents=False) == [EndJob(DONE)]
 
 
 def test_a_successor_s_requeue_is_waited_for_and_then_done_from_here() -> None:

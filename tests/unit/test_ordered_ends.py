@@ -12,13 +12,16 @@ from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.control import ended_life
 from jurymast.cluster.earlier import past_runs
 from jurymast.core.judges.history import judged
+from jurymast.core.nodes.watch import ISOLATION_LIMIT_S
 from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Requeue
 from jurymast.core.state.findings import HARDWARE
 from jurymast.core.state.run import Phase, Role, expected_mtbf_s, failure_rate
 from jurymast.core.state.settings import Budget, Settings
 from jurymast.supervisor.real_io import allocation_begun
 from support.stories import Story
+from support.successor import Successor
 
 DAY_S = 86_400.0
 
@@ -455,3 +458,41 @@ def test_ranks_that_leave_have_reached_the_end_if_slurm_does_not_end_the_job() -
     for node in late.state.placement:
         late.feed(ev.NodeFinished(t=late.t, node=node, attempt=1))
     assert late.state.phase is Phase.SUCCEEDED, "what they caught was no order of Slurm's"
+
+
+@pytest.mark.parametrize("first", [0, 1, 3], ids=["all at once", "one before", "all were given up before"])
+def test_the_end_of_the_agents_step_in_slurm_is_the_run_s_and_blames_no_node(first: int) -> None:
+    """`scancel JOB.STEP`, or the time limit of srun: the job goes on, and its nodes are well."""
+    story = Story(active=2, spares=1).running(100)
+    supervisor = Successor(story)
+    nodes = [*story.state.nodes]
+    for node in nodes:
+        supervisor.joins(node, ranks="running", attempt=1)
+    ended = msg.Ask(what=msg.STEP_ENDED, by=msg.BY_STEP)
+    assert isinstance(supervisor.machine.on_request(ended, story.t)[0], msg.Declined), "agents are connected"
+    for number, node in enumerate(nodes, 1):
+        supervisor.machine.on_connection_closed(node, number, story.t, reset=True)
+        if number == first:
+            supervisor.waits(2.0, beating=nodes[number:])
+    if first == len(nodes):
+        supervisor.waits(ISOLATION_LIMIT_S, beating=())
+    answer, _ = supervisor.machine.on_request(ended, story.t)
+    assert isinstance(answer, msg.Accepted)
+    supervisor.machine.check()
+    assert story.state.public_state == "cancelled"
+    assert "scancel JOB.STEP" in story.state.end_reason
+    assert story.state.excluded == {}
+    assert failures(story) == 0.0
+    again = supervisor.machine.on_request(ended, story.t)[0]
+    assert isinstance(again, msg.Declined), "it has ended already"
+
+
+def test_the_end_of_the_step_of_a_run_that_is_to_be_requeued_is_its_own() -> None:
+    story = Story(active=2, spares=0).running(100)
+    story.lost(story.state.placement[1])
+    story.stopped()
+    assert story.state.phase is Phase.REQUEUED
+    supervisor = Successor(story)
+    ended = msg.Ask(what=msg.STEP_ENDED, by=msg.BY_STEP)
+    assert isinstance(supervisor.machine.on_request(ended, story.t)[0], msg.Declined)
+    assert story.state.phase is Phase.REQUEUED

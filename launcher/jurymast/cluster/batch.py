@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from itertools import count, islice
@@ -33,8 +34,16 @@ from jurymast.cluster.allocation import (
     loopback,
     own_directory,
 )
-from jurymast.cluster.control import requeue, signals_tasks_alone, survive, unbound
+from jurymast.cluster.control import (
+    STILL_RUNNING,
+    requeue,
+    signals_tasks_alone,
+    survive,
+    unbound,
+    why_ending,
+)
 from jurymast.cluster.signals import WARNINGS
+from jurymast.core.state.messages import BY_STEP, STEP_ENDED, Accepted
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.supervision import batch as core
 from jurymast.errors import JurymastError, RunDirectoryError, never
@@ -49,6 +58,7 @@ from jurymast.processes import (
 )
 from jurymast.reading import to_begin
 from jurymast.rundir import RunDirectory, renew
+from jurymast.wire.channel import ask
 
 log = logging.getLogger("jurymast.batch")
 
@@ -60,6 +70,11 @@ class Agents(Protocol):
         """Start the agents. The supervisor listens on this port of this node."""
 
     def alive(self) -> bool: ...
+
+    def were_killed(self) -> bool:
+        """Whether Slurm has ended the step in which all agents were: by `scancel JOB.STEP`, say, or for the
+        time limit of its srun. That is no failure of their nodes."""
+        return False
 
     def end(self) -> None:
         """End the agents: the run no longer needs this allocation."""
@@ -90,6 +105,10 @@ class SrunAgents(Agents):
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def were_killed(self) -> bool:
+        # Of a single agent nobody knows whether it was killed alone.
+        return self._nodes > 1 and self._process is not None and says_killed(self._process)
 
     def end(self) -> None:
         """End srun. The agents end with the job; an srun that waits for a dead node must not delay that."""
@@ -133,6 +152,12 @@ def end_srun(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def says_killed(srun: subprocess.Popen[bytes]) -> bool:
+    """Whether srun has ended and says that signals have ended its tasks. One that was killed itself says
+    nothing: its tasks go on."""
+    return (srun.poll() or 0) > SIGNALLED
+
+
 def agent_command(run_directory: str, host: str, port: int) -> list[str]:
     return run_module("jurymast.agent", run_directory, "--supervisor", f"{host}:{port}")
 
@@ -145,6 +170,7 @@ def end_with_us() -> None:
 # ---- the batch process
 
 SUM_UP_LIMIT_S = 10.0
+SIGNALLED = 128  # the exit code of what a signal has ended, less its number
 LOOK_S = 0.5
 # How long a job whose storage is full, or fails, waits with its beginning, and between two tries.
 STORAGE_LIMIT_S, STORAGE_RETRY_S = 3600.0, 2.0
@@ -167,6 +193,8 @@ class BatchProcess:
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._machine = core.Batch()
         self._outcome: core.Outcome | None = None
+        self._over = threading.Event()
+        self.step_ended = False  # by Slurm, but not its job
 
     def run(self) -> core.Outcome:
         """Run until the supervisor reports an outcome, and return it. Raises ClusterUnavailableError if Slurm
@@ -175,6 +203,7 @@ class BatchProcess:
         self._listen()
         try:
             self._do(self._machine.begin(time.monotonic()))
+            threading.Thread(target=self._watch_step, daemon=True).start()
             while self._outcome is None:
                 if self._machine.supervised and self._supervisor is not None:
                     code = self._supervisor.wait()
@@ -186,6 +215,7 @@ class BatchProcess:
                     self._do(self._machine.on_time(outcome, time.monotonic(), agents=agents))
             return self._outcome
         finally:
+            self._over.set()
             self._agents.end()
             for listener in self._listeners:
                 listener.close()
@@ -240,6 +270,19 @@ class BatchProcess:
     def _signalled(self, *, warning: bool) -> None:
         supervised = self._supervisor is not None and self._supervisor.poll() is None
         self._do(self._machine.on_signal(time.monotonic(), warning=warning, supervised=supervised))
+
+    def _watch_step(self) -> None:
+        """If Slurm ends the step of all agents, but not the job, tell the supervisor, who would take all
+        nodes for lost. It says no while an agent is left, or if the run has ended or is to be requeued."""
+        while not self._over.wait(LOOK_S):
+            if not self._agents.were_killed():
+                continue
+            if why_ending(self._allocation).why != STILL_RUNNING:
+                return
+            with contextlib.suppress(JurymastError):
+                if isinstance(ask(self._directory, STEP_ENDED, by=BY_STEP), Accepted):
+                    self.step_ended = True
+                    return
 
     def _start_supervisor(self) -> None:
         """Start the supervisor, which inherits the listening sockets: agents know the port before it runs,

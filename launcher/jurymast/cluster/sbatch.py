@@ -297,24 +297,34 @@ def where_options(options: Iterable[Given]) -> list[str]:
     return [f"--{given.name}={given.value}" for given in options if given.name in WHERE]
 
 
+# By what people ask for the GPUs of a node, or of its one task: a number of them, or a list of resources.
+GPUS_OF_A_NODE, LISTS_OF_A_NODE = (
+    ("gpus-per-node", "gpus-per-task"),
+    ("gres", "tres-per-node", "tres-per-task"),
+)
+
+
 def ranks_per_node(line: CommandLine) -> int:
-    """GPUs per node from --gpus-per-node, --gpus-per-task (one task per node) or --gres=gpu; 1 if none is
-    given. Raises UsageError for a wrong count."""
-    for option in ("gpus-per-node", "gpus-per-task", "gres"):
+    """GPUs per node from whichever option asks for some, with one task per node; 1 if none does. Raises
+    UsageError for a wrong count."""
+    for option in (*GPUS_OF_A_NODE, *LISTS_OF_A_NODE):
         text = line.last(option) or ""
-        count = _gres_gpus(text) if option == "gres" else _typed_counts(text, option)
+        count = _gres_gpus(text, option) if option in LISTS_OF_A_NODE else _typed_counts(text, option)
         if count:
             return count
-    return 1
+    sockets = line.last("sockets-per-node") or "1"
+    of_a_socket = _typed_counts(line.last("gpus-per-socket") or "", "gpus-per-socket")
+    return of_a_socket * int(sockets) or 1 if sockets.isdigit() else 1
 
 
-def _gres_gpus(text: str) -> int:
-    """The number of GPUs in a list such as `gpu:h100:8,shard:4`; a name without a count means one."""
+def _gres_gpus(text: str, option: str) -> int:
+    """The number of GPUs in a list such as `gpu:h100:8,shard:4` or `cpu=4,gres/gpu=8`; a name without a count
+    means one."""
     total = 0
     for entry in filter(None, text.split(",")):
-        name, _, rest = entry.removeprefix("gres/").replace("=", ":").partition(":")
+        name, _, rest = re.sub("^gres[:/]", "", entry).replace("=", ":").partition(":")
         if name == "gpu":
-            total += _typed_counts(rest, "gres") if rest else 1
+            total += _typed_counts(rest, option) if rest else 1
     return total
 
 
@@ -325,7 +335,7 @@ def _typed_counts(text: str, option: str) -> int:
         last = entry.rpartition(":")[2]
         if last.isdigit():
             total += int(last)
-        elif ":" not in entry and option == "gres":
+        elif ":" not in entry and option in LISTS_OF_A_NODE:
             total += 1
         else:
             raise UsageError(f"--{option}={text}: {entry} has no count", hint=f"for example --{option}=8")

@@ -45,12 +45,12 @@ def run(run_directory: str, arguments: list[str]) -> int:
     allocation = from_slurm_environment()
     allocation.save(directory)
     around = submitted.submission / script_file(plan).name
-    shims.write(directory, sys.executable, str(around), _users_path(plan.script))
+    script = users_script(directory)
+    shims.write(directory, sys.executable, str(around), _users_path(plan.script), str(script))
     hosts = compressed(allocation.nodes[: plan.active])
     environment = of_active_nodes(os.environ, plan.nodes, plan.active, hosts)
     true = {name: value for name, value in os.environ.items() if environment[name] != value}
     write_json(true_variables_file(directory), true)
-    script = users_script(directory)
     code = run_script(
         script, arguments, shims.with_shims(environment, directory), warns=warns_itself(plan),
         goes_on=lambda: why_ending(allocation).why == STILL_RUNNING,

@@ -102,15 +102,23 @@ done
 PATH=${{PATH#:}}
 PATH=${{PATH%:}}
 """
-# A script finds itself, and what is beside it, by `scontrol show job` and its Command=. That is the file
-# that jurymast has submitted, in the run directory; the script is another.
+# A script finds itself, and what is beside it, by `scontrol show job` and its Command=, and keeps a copy of
+# itself by `scontrol write batch_script`. Both have the file that jurymast has submitted, in the run
+# directory; the script is another.
 SCONTROL = (
     WITHOUT_FOLDER
     + """\
-case "$*" in *show*job*) ;; *) exec scontrol "$@" ;; esac
+case "$*" in *show*job*|*write*batch_script*) ;; *) exec scontrol "$@" ;; esac
 told=$(scontrol "$@"; code=$?; echo .; exit $code)
 code=$? told=${{told%.}}
-ours={ours} theirs={theirs}
+ours={ours} theirs={theirs} script={script}
+is_ours() {{ [ "$1" = "$(cat "$ours")" ]; }}
+if case "$*" in *batch_script*) [ "$code" = 0 ] ;; *) false ;; esac; then
+  for last; do :; done
+  case "$last" in *[!0-9_]*) ;; *) last=slurm-$last.sh ;; esac
+  if is_ours "$(printf %s "$told")"; then cat "$script"; exit; fi
+  if [ -f "$last" ] && is_ours "$(cat "$last")"; then cat "$script" > "$last"; fi
+fi 2> /dev/null
 while case "$told" in *"Command=$ours"*) ;; *) false ;; esac; do
   told="${{told%%"Command=$ours"*}}Command=$theirs${{told#*"Command=$ours"}}"
 done
@@ -142,9 +150,11 @@ def trainings(directory: RunDirectory) -> Path:
     return directory.submission / "trainings"
 
 
-def write(directory: RunDirectory, python: str, submitted: str = "", users: str = "") -> None:
+def write(
+    directory: RunDirectory, python: str, submitted: str = "", users: str = "", script: str = ""
+) -> None:
     """Write the programs into the run directory. `submitted`: the file that sbatch got in place of the
-    `users` own; "" if no such file is known. Raises OSError."""
+    `users` own, whose text `script` has; "" if no such file is known. Raises OSError."""
     place = folder(directory)
     make_folder(hook(directory))
     ours = shlex.join(run_module("jurymast.script", "srun", python=python))
@@ -156,7 +166,7 @@ def write(directory: RunDirectory, python: str, submitted: str = "", users: str 
     if submitted and not (place / "scontrol").exists():  # after a requeue only the training is known
         text = SCONTROL.format(
             runs_in=SHELL, folder=shlex.quote(str(place)), ours=shlex.quote(submitted),
-            theirs=shlex.quote(users),
+            theirs=shlex.quote(users), script=shlex.quote(script),
         )  # fmt: skip
         write_program(place / "scontrol", text)
     name = "sitecustomize.py"

@@ -32,7 +32,7 @@ import msgspec
 
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts
-from jurymast.cluster.batch import Agents, BatchProcess, end_srun, end_with_us
+from jurymast.cluster.batch import Agents, BatchProcess, end_srun, end_with_us, says_killed
 from jurymast.cluster.control import (
     STILL_RUNNING,
     binding,
@@ -250,6 +250,10 @@ class StepAgents(Agents):
 
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def were_killed(self) -> bool:
+        # What a signal has ended alone, the program around the step's command has told of.
+        return says_killed(self._process) and not any(self._path.parent.glob("ended-*"))
 
     def end(self) -> None:
         """Do nothing: commands that follow the launcher in the step's command continue."""
@@ -545,13 +549,13 @@ class Step:
 
     def _supervise(self, run: RunDirectory, plan: RunPlan, agents: StepAgents) -> tuple[Outcome, bool]:
         """Run the training's supervisor until the outcome; returns that, and whether the script ended the
-        step."""
+        step, or Slurm the step alone."""
         allocation = replace(self._allocation, nodes=tuple(self.nodes))
         path = run.submission / f"job-{allocation.job}.log"
         log = foreign.writing(path)
         try:
             self._signals.training = process = StepProcess(run, plan, allocation, agents, log)
-            return process.run(), process.ended_by_script
+            return process.run(), process.ended_by_script or process.step_ended
         finally:
             self._signals.training = None
             os.close(log)

@@ -27,6 +27,14 @@ def finish_from_outside(state: RunState, how: str, exit_code: int, reason: str) 
     return finish(state, how, exit_code, reason)
 
 
+def step_ended(state: RunState, exit_code: int, reason: str) -> list[Instruction]:
+    """Slurm ended the step of all agents, and with it the run. Those that it killed first may have been taken
+    for lost."""
+    state.end_order = EndOrder(state.now, "cancelled")
+    _acquit(state, state.end_order)
+    return finish_from_outside(state, "cancelled", exit_code, reason)
+
+
 def end_ordered(state: RunState) -> list[Instruction]:
     """Slurm ends the job, and may have said why. The run goes on when it starts the job again, if the budget
     for that is not spent."""

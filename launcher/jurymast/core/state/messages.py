@@ -279,6 +279,11 @@ class Endpoint:
     pid: int
 
 
+# What the batch process requests once Slurm has ended the step of all agents, but not the job, and for whom.
+STEP_ENDED = "step_ended"
+BY_STEP = "whoever ended its step in Slurm (scancel JOB.STEP, or the time limit of srun)"
+
+
 class Ask(ToSupervisor, frozen=True, kw_only=True):
     """A request `what` by the user `by`: cancel, restart, drain (replacement of `node`), rollback (to
     `step`), save, requeue, timeout (the same, as if the job's time were up), or how (the run's condition)."""

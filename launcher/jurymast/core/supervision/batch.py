@@ -19,6 +19,8 @@ PAUSE_S, PAUSE_MAX_S = 0.5, 15.0
 SUCCESSOR_LIMIT_S = 120.0
 # A SIGTERM is repeated to supervisors that start this long after it. A later one asks Slurm itself.
 TOLD_FOR_S = 120.0
+# All agents have ended, and with them another node's supervisor, if it has written nothing for this long.
+GONE_S = 10.0
 SUPERSEDED = 3  # exit code of a supervisor that a newer epoch replaced
 
 
@@ -92,6 +94,7 @@ class Batch:
         self._short_lives = 0  # one after the other
         self._until = 0.0  # end of a pause, or of the wait for a successor
         self._told_until = -math.inf  # that the job ends
+        self._gone_since = math.inf  # no agent is alive
 
     @property
     def supervised(self) -> bool:
@@ -135,7 +138,14 @@ class Batch:
     def on_time(self, outcome: Outcome | None, now: float, *, agents: bool) -> list[Effect]:
         """Decide without a supervisor of this process. `outcome`: what any supervisor has written; `agents`:
         whether some are alive."""
+        self._gone_since = math.inf if agents else min(self._gone_since, now)
         match self._phase:
+            case _Phase.SUPERSEDED if outcome is None and now >= self._gone_since + GONE_S:
+                self._gone_since = math.inf
+                gone = (
+                    "all agents have ended, and no supervisor has said how the run ended: another one starts"
+                )
+                return [Say(gone), *self._start(now)]
             case _Phase.PAUSE:
                 if not agents:
                     return self._end(outcome or FAILED)

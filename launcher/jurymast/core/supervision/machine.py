@@ -52,6 +52,7 @@ from jurymast.core.state.effects import (
 from jurymast.core.state.images import SHARED, StateId
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase, RunState
+from jurymast.core.state.texts import NODES_TOLD, some
 from jurymast.core.supervision import joining, renewal
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.growing import Growing
@@ -67,7 +68,7 @@ STEADY_LOOKS = 3
 # What follows a save waits for it this long at least, in seconds, and as many steps as ranks may need to
 # agree on one of them.
 SAVE_LIMIT_S, SAVE_LIMIT_STEPS = 60.0, 6
-REQUESTS = {"cancel", "restart", "drain", "rollback", "save", *renewal.REQUESTS}
+REQUESTS = {"cancel", "restart", "drain", "rollback", "save", msg.STEP_ENDED, *renewal.REQUESTS}
 LOCAL_JOB = "local-"  # how the allocation of a run without Slurm begins
 # Who requests the last save before the job's end, which is then written to storage at once.
 WARNING, TIME_LIMIT = "Slurm's warning", "the job's time limit"
@@ -563,18 +564,27 @@ class Supervision:
             return f"no node {ask.node!r} in this run; it has {', '.join(nodes)}"
         if what == "rollback" and ask.step is None:
             return "a rollback needs the step to go back to"
+        if what == msg.STEP_ENDED:
+            return self._lives_on()
         if what == "save" and self.state.phase is not Phase.RUNNING:
             return f"the run is {self.state.public_state} and does no steps now"
         if what == "save" and not self.agreement.ask(ask.by):
             return "its ranks have no Checkpointer, or have not finished a step with it yet"
         return self._renewal.refusal() if what in renewal.REQUESTS else ""
 
+    def _lives_on(self) -> str:
+        """Why the end of the agents' step is not the end of the run; "" if it is."""
+        if self.state.ended or self.state.phase is Phase.REQUEUED or self.departure.ordered:
+            return "the run leaves its nodes in any case"
+        return f"agents are connected: {some(sorted(self.watch.here), NODES_TOLD)}" if self.watch.here else ""
+
     def _obey(self, ask: msg.Ask, now: float) -> list[Effect]:
         if ask.what in renewal.REQUESTS:
             return self.record(self._renewal.requested(ask.what, ask.by, now))
         if ask.what == "drain" and ask.node in self.state.places:
             return self._do(self._withdrawals.save_first(ask, now), now)
-        event = ev.Asked(t=now, what=ask.what, by=ask.by, node=ask.node)
+        what = "cancel" if ask.what == msg.STEP_ENDED else ask.what
+        event = ev.Asked(t=now, what=what, by=ask.by, node=ask.node)
         back = []
         if ask.what == "rollback" and ask.step is not None:
             back = self._do(self.checkpoints.go_back(ask.step, now), now)
