@@ -13,6 +13,7 @@ from jurymast.cluster.control import ended_life
 from jurymast.cluster.earlier import past_runs
 from jurymast.core.judges.history import judged
 from jurymast.core.nodes.watch import ISOLATION_LIMIT_S
+from jurymast.core.run.ends import lost_nodes
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Requeue
@@ -483,6 +484,8 @@ def test_the_end_of_the_agents_step_in_slurm_is_the_run_s_and_blames_no_node(fir
     assert "scancel JOB.STEP" in story.state.end_reason
     assert story.state.excluded == {}
     assert failures(story) == 0.0
+    supervisor.waits(2.0, beating=())
+    assert lost_nodes(story.state) == [], "later steps have them all"
     again = supervisor.machine.on_request(ended, story.t)[0]
     assert isinstance(again, msg.Declined), "it has ended already"
 

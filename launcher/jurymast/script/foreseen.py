@@ -43,6 +43,7 @@ CONFIGURED = re.compile(
 OURS = "/the-run-directory/hook"
 _ANEW = rf"PYTHONPATH=(?!\S*(?:PYTHONPATH|{OURS}))"
 _TAKEN = r"env\s[^;|&\n]*(?<!\S)(?:-u\s*PYTHONPATH|--unset=PYTHONPATH|-i|-|--ignore-environment)\s"
+EMPTIED = re.compile(r"\benv\s(?:.*\s)?(?:-\w*i|-|--ignore-environment)(?:\s|$)")
 HIDDEN = re.compile(
     rf"\bexport\s+{_ANEW}|\bunset\s+(?:-?\w+\s+)*PYTHONPATH\b"
     rf"|\b(?:{_ANEW}|{_TAKEN})[^;|&\n]*(?:{recognise.LAUNCHER.pattern})"
@@ -237,8 +238,16 @@ def _by_itself(words: Sequence[str], variables: Mapping[str, str], *, gpus: bool
 
 def _out_of_reach(words: Sequence[str], variables: Mapping[str, str]) -> str:
     """Why the Python of the launchers in a command does not find jurymast; "" if it does."""
-    in_step = any(_name(word) == "srun" for word in words)  # our srun extends PYTHONPATH once more
-    anew = not in_step and OURS not in variables.get("PYTHONPATH", "")
+    place = next((place for place, word in enumerate(words) if _name(word) == "srun"), None)
+    if place is not None:
+        if EMPTIED.search(" ".join(words[:place])):
+            return (
+                "env -i takes jurymast's variables from srun, and the step runs as under sbatch: leave it out"
+            )
+        # Our srun extends PYTHONPATH once more, so only what is set anew after it hides jurymast.
+        step = srun.parse(list(words[place + 1 :]))
+        words = words if step is None else step.command
+    anew = place is None and OURS not in variables.get("PYTHONPATH", "")
     for text in recognise.texts(words, recognise.read_shell_script, variables):
         if not recognise.LAUNCHER.search(BY_PATH.sub("", text)):
             continue

@@ -310,8 +310,10 @@ class Step:
 
     @property
     def nodes(self) -> list[str]:
-        """The nodes that no earlier training has lost: active ones first, then spare ones."""
-        return [node for node in self._allocation.nodes if node not in self._lost]
+        """The nodes that no earlier training has lost: active ones first, then spare ones. If it has lost the
+        agents of all, there is still the one on which the script runs."""
+        left = [node for node in self._allocation.nodes if node not in self._lost]
+        return left or [self._allocation.host]
 
     @property
     def likely(self) -> list[str]:

@@ -21,11 +21,12 @@ from msgspec import structs
 
 from jurymast import background
 from jurymast.core.nodes.acknowledgement import Disk
+from jurymast.core.run.ends import lost_nodes
 from jurymast.core.state import effects as do
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.message import Strangers
-from jurymast.core.state.run import Phase, Role, RunState
+from jurymast.core.state.run import Phase, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import (
     AuthenticationError,
@@ -481,7 +482,7 @@ class Supervisor:
             # A run that Slurm interrupts has not succeeded, and its job must not look as if it had.
             "exit_code": self.state.exit_code if over else SubmissionError.exit_code,
             "exclude": sorted(self.state.excluded),
-            "lost": sorted(n.name for n in self.state.nodes.values() if n.role is Role.FAILED),
+            "lost": lost_nodes(self.state),
         }
         self._io.write_outcome(outcome)
 

@@ -6,6 +6,8 @@ supervisor knows the reason; what they report belongs to the order.
 
 from __future__ import annotations
 
+import math
+
 from jurymast.core.judges import explained, loops
 from jurymast.core.judges.attribution import OF_AN_END, cause_of_end
 from jurymast.core.run.ladder import spent
@@ -33,6 +35,14 @@ def step_ended(state: RunState, exit_code: int, reason: str) -> list[Instruction
     state.end_order = EndOrder(state.now, "cancelled")
     _acquit(state, state.end_order)
     return finish_from_outside(state, "cancelled", exit_code, reason)
+
+
+def lost_nodes(state: RunState) -> list[str]:
+    """The nodes that later steps of the job cannot use. Whose agents ended with their step, or their job, is
+    well."""
+    order = state.end_order if state.ended else None
+    until = math.inf if order is None else order.at - BEFORE_ORDER_S
+    return sorted(n.name for n in state.nodes.values() if n.role is Role.FAILED and n.since < until)
 
 
 def end_ordered(state: RunState) -> list[Instruction]:
