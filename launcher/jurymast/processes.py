@@ -123,9 +123,10 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def _kill(found: Callable[[], set[int]]) -> None:
-    """Kill the processes that `found` returns, but not resource trackers, until it returns no others."""
+    """Kill the processes that `found` returns, but none that removes what they leave, until it returns no
+    others."""
     killed: set[int] = set()
-    while new := {pid for pid in found() - killed if not is_tracker(pid)}:
+    while new := {pid for pid in found() - killed if not (is_tracker(pid) or is_torchs_manager(pid))}:
         for pid in new:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -141,6 +142,16 @@ def is_tracker(pid: int) -> bool:
         return False
 
 
+def is_torchs_manager(pid: int) -> bool:
+    """Whether a process removes the memory that ranks share by torch's strategy `file_system`, two seconds
+    after the last of them has ended. Its names are no other rank's."""
+    try:
+        program = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
+    except OSError:
+        return False
+    return program.rpartition(b"/")[2] == b"torch_shm_manager"
+
+
 # Resource trackers take milliseconds; a process that is killed takes longer only while a driver or storage
 # holds it (seconds).
 STRAYS_LIMIT_S, STRAYS_POLL_S = 5.0, 0.02
@@ -154,15 +165,21 @@ def kill_strays() -> None:
 
 
 def end_strays(
-    limit_s: float = STRAYS_LIMIT_S, *, probes: bool = False, spared: Collection[int] = ()
+    limit_s: float = STRAYS_LIMIT_S,
+    *,
+    probes: bool = False,
+    spared: Collection[int] = (),
+    again: bool = False,
 ) -> bool:
     """Kill all that ranks have left behind, as `kill_strays` does, and wait for it. False if something is
     left after `limit_s` seconds. `probes`: none runs either, and what they left behind is killed too.
-    `spared`: the ids of ranks that live, which keep what they have started."""
+    `spared`: the ids of ranks that live, which keep what they have started. `again`: ranks may start after
+    this, and are not held up by what goes by itself and is in nobody's way."""
 
     def strays() -> set[int]:
         kept = {*spared, *(one.pid for pid in spared for one in _below(pid, _processes()))}
-        return _strays(probes=probes) - kept
+        left = _strays(probes=probes) - kept
+        return {pid for pid in left if not is_torchs_manager(pid)} if again else left
 
     end = time.monotonic() + limit_s
     _kill(strays)

@@ -11,12 +11,13 @@ from msgspec import structs
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.control import ended_life
 from jurymast.cluster.earlier import past_runs
+from jurymast.core.judges.explained import NOBODY_LIMIT_S
 from jurymast.core.judges.history import judged
 from jurymast.core.nodes.watch import ISOLATION_LIMIT_S
 from jurymast.core.run.ends import lost_nodes
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
-from jurymast.core.state.effects import Requeue
+from jurymast.core.state.effects import Requeue, WhyEnding
 from jurymast.core.state.findings import HARDWARE
 from jurymast.core.state.run import Phase, Role, expected_mtbf_s, failure_rate
 from jurymast.core.state.settings import Budget, Settings
@@ -488,6 +489,26 @@ def test_the_end_of_the_agents_step_in_slurm_is_the_run_s_and_blames_no_node(fir
     assert lost_nodes(story.state) == [], "later steps have them all"
     again = supervisor.machine.on_request(ended, story.t)[0]
     assert isinstance(again, msg.Declined), "it has ended already"
+
+
+@pytest.mark.parametrize("signalled_first", [False, True])
+def test_the_word_of_the_batch_process_is_waited_for_if_no_agent_is_left(signalled_first: bool) -> None:
+    """A requeue would exclude all nodes. At a time limit of its own Slurm signals the step first."""
+    story = Story(active=2, spares=0).running(100)
+    supervisor = Successor(story)
+    nodes = [*story.state.nodes]
+    for number, node in enumerate(nodes, 1):
+        supervisor.joins(node, ranks="running", attempt=1)
+        if signalled_first:
+            supervisor.hears(node, msg.Terminated())
+            supervisor.machine.on_end_explained(WhyEnding(node, number), "running", "", story.t)
+    for number, node in enumerate(nodes, 1):
+        supervisor.machine.on_connection_closed(node, number, story.t, reset=True)
+    supervisor.waits(NOBODY_LIMIT_S - 2.0, beating=())
+    assert story.state.incident is not None
+    assert story.state.phase is Phase.STOPPING
+    supervisor.waits(4.0, beating=())
+    assert story.state.phase is Phase.REQUEUED, "nobody says anything"
 
 
 def test_the_end_of_the_step_of_a_run_that_is_to_be_requeued_is_its_own() -> None:

@@ -95,6 +95,30 @@ time.sleep(600)
     wait_until("the end of the segment", lambda: not Path("/dev/shm", name).exists())
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("again", [False, True])
+def test_memory_that_torch_shares_by_files_is_removed_and_holds_no_rank_up(
+    tmp_path: Path, again: bool
+) -> None:
+    """torch's own manager removes it, in two seconds, if it is not killed with the rank's other processes."""
+    rank = f"""
+import torch.multiprocessing
+torch.multiprocessing.set_sharing_strategy("file_system")
+import torch
+shared = torch.zeros(1 << 18).share_memory_()
+names = [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{{os.getpid()}}_")]
+open({str(tmp_path / "part")!r}, "w").write(names[0])
+os.rename({str(tmp_path / "part")!r}, {str(tmp_path / "name")!r})
+time.sleep(600)
+"""
+    shared = f"while not os.path.exists({str(tmp_path / 'name')!r}): time.sleep(0.01)\n"
+    killed = f"{shared}processes.kill_group(rank); os.waitpid(rank, 0)"
+    found = agent(rank, f"{killed}\nprocesses.end_strays(again=True)" if again else killed)
+    name = Path("/dev/shm", (tmp_path / "name").read_text())
+    assert found["done"]
+    assert not name.exists()
+
+
 MAKES_A_SEMAPHORE = """
 import multiprocessing, sys
 from multiprocessing import resource_tracker

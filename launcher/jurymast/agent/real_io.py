@@ -296,7 +296,7 @@ class NodeRanks(RankMemory):
         await end_ranks(pids, grace_s)
 
     async def end_strays(self, spared: tuple[int, ...]) -> bool:
-        return await asyncio.to_thread(end_strays, spared=spared)
+        return await asyncio.to_thread(end_strays, spared=spared, again=True)
 
 
 class NodeIo:

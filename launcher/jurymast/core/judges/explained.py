@@ -16,15 +16,18 @@ from jurymast.core.state.events import NodeLost
 from jurymast.core.state.incident import INFRASTRUCTURE, Incident
 from jurymast.core.state.run import Node, Role, RunState
 
-# The next agent of a node that lives connects within this time (seconds).
-LIMIT_S = 5.0
+# The next agent of a node that lives connects within this time (seconds). If Slurm has ended the step of all
+# agents, the batch process says so within the second.
+LIMIT_S, NOBODY_LIMIT_S = 5.0, 10.0
 
 
 def awaited(state: RunState) -> bool:
-    """Whether the word of a next agent is waited for. Ready spares take over at once, but a requeue costs
-    more than that moment."""
+    """Whether the word of a next agent is waited for, or, if none is left, that of the batch process. Ready
+    spares take over at once, but a requeue costs more than that moment."""
     lost = {name for name in state.placement if state.nodes[name].role is Role.FAILED}
-    closed = [e for e in state.findings.lost if e.how == "closed" and state.now < e.t + LIMIT_S]
+    nobody = all(node.role is Role.FAILED for node in state.nodes.values())
+    hows, limit_s = (("closed", "taken"), NOBODY_LIMIT_S) if nobody else (("closed",), LIMIT_S)
+    closed = [e for e in state.findings.lost if e.how in hows and state.now < e.t + limit_s]
     if state.end_order is not None or not any(e.node in lost for e in closed):
         return False
     return sum(node.usable for node in state.nodes.values()) < len(lost)
