@@ -259,3 +259,32 @@ def test_a_signal_that_does_not_end_the_job_ends_no_run(
     training.let_end()
     training.ended_as_undisturbed(run, trained_plainly)
     assert run.state().restarts == 0
+
+
+ASKS = """import os, signal
+import torch
+import torch.distributed as dist
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+dist.init_process_group("gloo")
+said = torch.zeros(1)
+while not said:
+    said = torch.tensor([float(bool(heard))])
+    dist.all_reduce(said)
+open("saved", "a").write("saved ") if dist.get_rank() == 0 else None
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_ranks_of_a_plain_run_hear_the_warning_that_it_asked_for(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm's own, at a real time limit: a `B:` anywhere would keep it from them."""
+    work = cluster.shared / tmp_path.name[:30]
+    cluster.login(["mkdir", "-p", str(work)])
+    (work / "train.py").write_text(ASKS)
+    options = ("--nodes", "2", "--spares", "0", "--time=3", "--signal=USR1@100", f"--chdir={work}")
+    run = submit(cluster, tmp_path, *options, script=work / "train.py", arguments=())
+    state = run.wait_end(LIMIT_S)
+    assert (state.public_state, state.attempt) == ("succeeded", 1), run.story()
+    assert (work / "saved").read_text() == "saved "

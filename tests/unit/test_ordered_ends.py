@@ -508,7 +508,7 @@ def test_the_word_of_the_batch_process_is_waited_for_if_no_agent_is_left(signall
     assert story.state.incident is not None
     assert story.state.phase is Phase.STOPPING
     supervisor.waits(4.0, beating=())
-    assert story.state.phase is Phase.REQUEUED, "nobody says anything"
+    assert story.state.public_state == "requeued", "nobody says anything"
 
 
 def test_the_end_of_the_step_of_a_run_that_is_to_be_requeued_is_its_own() -> None:

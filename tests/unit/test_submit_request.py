@@ -112,6 +112,25 @@ def test_a_warning_before_python_has_started_does_not_end_the_job(
     assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("typed", "environment", "options", "in_the_file"),
+    [
+        ([], {}, (), True),
+        (["--signal=USR1@60"], {}, ("--signal=USR1@60",), False),
+        (["--signal", "USR1@60"], {}, ("--signal", "USR1@60"), False),
+        ([], {"SBATCH_SIGNAL": "USR1@60"}, ("--signal=USR1@60",), False),
+        (["--signal=B:TERM@60"], {"SBATCH_SIGNAL": "USR1@60"}, ("--signal=B:TERM@60",), False),
+    ],
+)
+def test_who_asks_for_a_signal_gets_that_one_alone(
+    script: Path, typed: list[str], environment: dict[str, str], options: tuple[str, ...], in_the_file: bool
+) -> None:
+    """sbatch keeps the `B:` of one that it has read before."""
+    made = plan(script, *typed, environment=environment)
+    assert made.sbatch_options == options
+    assert ("#SBATCH --signal=" in render_script(made)) is in_the_file
+
+
 def test_the_plan(script: Path) -> None:
     made = plan(
         script, "--gres=gpu:8", "-J", "GPT 5!", "-D", "sub", "-x", "n[1,2],n9", spares="auto", nodes=40

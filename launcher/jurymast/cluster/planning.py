@@ -140,7 +140,12 @@ def make_plan(
             f"nodes.min is {plan.settings.nodes_min}, and the run has {count(plan.active, 'node')}",
             hint="give the run more nodes, or set nodes.min lower, or off",
         )
-    return plan if script is None else _with_options(plan, script, told)
+    if script is not None:
+        return _with_options(plan, script, told)
+    signal = told.given("signal")
+    if signal is None or line.has("signal"):
+        return plan
+    return replace(plan, sbatch_options=(*plan.sbatch_options, f"--signal={signal.value}"))  # a variable's
 
 
 def _check_options(told: CommandLine, refused: Mapping[str, str]) -> None:

@@ -325,8 +325,10 @@ def render_script(plan: RunPlan, setup: Sequence[str] = ()) -> str:
     folder = RunDirectory(plan.directory).submission
     options = {
         "job-name": plan.name, "nodes": plan.nodes, "ntasks-per-node": 1, "output": folder / "job-%j.log",
-        "open-mode": "append", "signal": WARN_SIGNAL,
+        "open-mode": "append",
     }  # fmt: skip
+    if not any(word.startswith("--signal") for word in plan.sbatch_options):
+        options["signal"] = WARN_SIGNAL  # sbatch would take its B: for the other one as well
     lines = [f"#SBATCH --{name}={quoted(str(value))}" for name, value in options.items()]
     lines += ["#SBATCH --no-kill", f"#SBATCH --{'requeue' if plan.requeue else 'no-requeue'}", ""]
     return "\n".join(["#!/bin/bash", *lines, *_setup_and_run(plan, setup)])
