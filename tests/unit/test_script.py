@@ -468,41 +468,6 @@ def test_a_script_finds_itself_whatever_its_path_and_that_of_the_run(tmp_path: P
         assert done.stdout == f"   Command={told}{rest}"
 
 
-WRITES = """#!/bin/sh
-case "$4" in -) cat {stored}; echo ;; *) cat {stored} > "${{4:-slurm-$3.sh}}"; echo "written to $4" ;; esac
-exit $((${{3%%_*}} > 90))
-"""
-
-
-@pytest.mark.parametrize("to", ["-", "a copy", ""])
-@pytest.mark.parametrize(
-    ("number", "stored"), [("7", "ours"), ("7_2", "ours"), ("8", "another's"), ("99", "ours")]
-)
-def test_a_script_keeps_a_copy_of_itself(number: str, stored: str, to: str, tmp_path: Path) -> None:
-    """`scontrol write batch_script`: the real one has the file that was submitted; of another job, its own.
-    99 is a job of which it knows nothing."""
-    job, users = RunDirectory(tmp_path / ODD), "#!/bin/bash\necho \\n $(mine)\n\n"
-    texts = {"ours": "#!/bin/sh\nexec jurymast\n", "another's": "#!/bin/sh\nanother\n"}
-    (tmp_path / "stored").write_text(texts[stored])
-    (tmp_path / "job.sh").write_text(texts["ours"])
-    (tmp_path / "users").write_text(users)
-    shims.write(job, sys.executable, str(tmp_path / "job.sh"), "x", str(tmp_path / "users"))
-    (tmp_path / "real").mkdir()
-    shims.write_program(
-        tmp_path / "real" / "scontrol", WRITES.format(stored=shlex.quote(str(tmp_path / "stored")))
-    )
-    done = subprocess.run(
-        [shims.folder(job) / "scontrol", "write", "batch_script", number, *filter(None, [to])],
-        text=True, capture_output=True, check=False, timeout=30, cwd=tmp_path,
-        env={"PATH": f"{shims.folder(job)}:{tmp_path / 'real'}:/usr/bin:/bin"},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (int(number == "99"), "")
-    told = done.stdout if to == "-" else (tmp_path / (to or f"slurm-{number}.sh")).read_text()
-    assert told.rstrip("\n") == (
-        users if (stored, number != "99") == ("ours", True) else texts[stored]
-    ).rstrip("\n")
-
-
 def test_a_job_that_the_script_submits_has_nothing_of_ours(tmp_path: Path) -> None:
     program = tmp_path / "torchrun"
     program.write_text(f"#!{sys.executable}\nprint('[\"torch itself\"]')\n")

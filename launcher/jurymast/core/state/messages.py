@@ -281,6 +281,7 @@ class Endpoint:
 
 # What the batch process requests once Slurm has ended the step of all agents, but not the job, and for whom.
 STEP_ENDED = "step_ended"
+MEANS = {STEP_ENDED: "cancel"}  # what is recorded
 BY_STEP = "whoever ended its step in Slurm (scancel JOB.STEP, or the time limit of srun)"
 
 

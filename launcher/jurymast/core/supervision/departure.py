@@ -20,6 +20,7 @@ from jurymast.core.state import images as im
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import AskSuperseded, Effect, End, GiveWay, Record, Send
 from jurymast.core.state.run import Phase, RunState
+from jurymast.core.state.texts import NODES_TOLD, some
 from jurymast.core.supervision.launching import may_know_more
 
 # Slurm's default KillWait: from its SIGTERM to its SIGKILL, until it was asked.
@@ -95,6 +96,16 @@ class Departure:
     def unexplained(self) -> bool:
         """Whether Slurm seems to end the job, and has not said why: it may not end at all."""
         return self._order is not None and not self._order.why
+
+    def refusal(self, what: str) -> str:
+        """Why it changes nothing that Slurm has ended the step in which the agents were, if that is
+        requested; "" if the run ends by that."""
+        if what != msg.STEP_ENDED:
+            return ""
+        if self._own or self.ordered:
+            return "the run leaves its nodes in any case"
+        here = sorted(self._watch.here)
+        return f"agents are connected: {some(here, NODES_TOLD)}" if here else ""
 
     @property
     def why(self) -> str:

@@ -52,7 +52,6 @@ from jurymast.core.state.effects import (
 from jurymast.core.state.images import SHARED, StateId
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase, RunState
-from jurymast.core.state.texts import NODES_TOLD, some
 from jurymast.core.supervision import joining, renewal
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.growing import Growing
@@ -564,27 +563,18 @@ class Supervision:
             return f"no node {ask.node!r} in this run; it has {', '.join(nodes)}"
         if what == "rollback" and ask.step is None:
             return "a rollback needs the step to go back to"
-        if what == msg.STEP_ENDED:
-            return self._lives_on()
         if what == "save" and self.state.phase is not Phase.RUNNING:
             return f"the run is {self.state.public_state} and does no steps now"
         if what == "save" and not self.agreement.ask(ask.by):
             return "its ranks have no Checkpointer, or have not finished a step with it yet"
-        return self._renewal.refusal() if what in renewal.REQUESTS else ""
-
-    def _lives_on(self) -> str:
-        """Why the end of the agents' step is not the end of the run; "" if it is."""
-        if self.state.ended or self.state.phase is Phase.REQUEUED or self.departure.ordered:
-            return "the run leaves its nodes in any case"
-        return f"agents are connected: {some(sorted(self.watch.here), NODES_TOLD)}" if self.watch.here else ""
+        return self._renewal.refusal() if what in renewal.REQUESTS else self.departure.refusal(what)
 
     def _obey(self, ask: msg.Ask, now: float) -> list[Effect]:
         if ask.what in renewal.REQUESTS:
             return self.record(self._renewal.requested(ask.what, ask.by, now))
         if ask.what == "drain" and ask.node in self.state.places:
             return self._do(self._withdrawals.save_first(ask, now), now)
-        what = "cancel" if ask.what == msg.STEP_ENDED else ask.what
-        event = ev.Asked(t=now, what=what, by=ask.by, node=ask.node)
+        event = ev.Asked(t=now, what=msg.MEANS.get(ask.what, ask.what), by=ask.by, node=ask.node)
         back = []
         if ask.what == "rollback" and ask.step is not None:
             back = self._do(self.checkpoints.go_back(ask.step, now), now)
