@@ -125,6 +125,35 @@ def test_a_supervisor_that_crashes_and_comes_back_elsewhere_is_found_again(
     assert heard[1] == waits
 
 
+async def test_what_an_agent_cannot_read_of_its_torchrun_host_is_noted(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent._host_said(msg.Unreadable("dance", "it is not known"))
+    assert "the torchrun host: an unknown message was ignored: " in caplog.text
+
+
+async def test_an_agent_ends_a_write_when_it_is_told_to(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def write(*_: object) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(NodeStorage, "write", write)
+    order = msg.Write(id="7", tier="shared", step=1, attempt=1, ranks=(), world=1)
+    agent._obey(order)
+    await asyncio.wait_for(begun.wait(), LIMIT_S)
+    agent._obey(msg.CancelWrite(id="7"))
+    for _ in range(3):  # turns of the loop
+        await asyncio.sleep(0)
+    assert ended.is_set()
+
+
 async def test_an_agent_of_a_run_that_is_over_is_there_until_its_disk_is_clear(
     agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

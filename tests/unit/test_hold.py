@@ -11,14 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jurymast.cluster.allocation import Allocation
+from jurymast.core.state import effects as do
+from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
+from jurymast.journal import events, read
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor import supervisor
 from jurymast.supervisor.real_io import RealIo
-from jurymast.supervisor.supervisor import Hold
+from jurymast.supervisor.supervisor import Hold, Supervisor, supervise
 from jurymast.wire import endpoint
 from support.stories import Story
 from support.waiting import wait_until
@@ -182,3 +187,47 @@ def test_strange_names_among_the_epochs_are_passed_over(epochs: Path) -> None:
     (epochs / "copy of 000007.claim").touch()
     assert endpoint.newest_epoch(epochs) == 1
     assert endpoint.claim_epoch(epochs) == 2
+
+
+class OverAtOnce(Supervisor):
+    async def run(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("told", ["", "too few files"])
+async def test_people_are_told_of_the_limits_of_a_supervisor_if_there_is_something_to_tell(
+    told: str, tmp_path: Path
+) -> None:
+    story = Story().running()
+    directory = story.write(tmp_path / "run")
+
+    class Limited(RealIo):
+        def trouble(self) -> str:
+            return told
+
+    allocation = Allocation("17", 0, ("n1", "n2", "n3"), "n1", 0.0)
+    made = await supervise(Limited(directory, allocation, lambda: story.state), OverAtOnce)
+    assert made is not None
+    made._journal.close()
+    noted = [event.message for event in events(read(directory)) if isinstance(event, ev.Noted)]
+    assert noted == ([told] if told else [])
+
+
+async def test_what_a_node_is_told_at_once_is_sent_together(epochs: Path) -> None:
+    sent: list[tuple[str, tuple[int, ...]]] = []
+
+    class Heard:
+        def __init__(self, node: str) -> None:
+            self.node = node
+
+        def send(self, *messages: Any) -> None:
+            sent.append((self.node, tuple(one.attempt for one in messages)))
+
+    hold = held(epochs)
+    nothing: Any = None
+    made = Supervisor(hold._io, Story().running().state, nothing, hold)
+    channels: dict[str, Any] = {name: Heard(name) for name in ("n1", "n2")}
+    made._channels.update(channels)
+    orders = (("n1", 1), ("n1", 2), ("n2", 3), ("n1", 4))
+    made._do([do.Send(name, msg.Stop(attempt=attempt, grace_s=0.0)) for name, attempt in orders])
+    assert sent == [("n1", (1, 2)), ("n2", (3,)), ("n1", (4,))]

@@ -584,3 +584,15 @@ async def test_a_restore_of_another_world_is_refused() -> None:
         assert rank.answer is RestoreStatus.FAILED
         assert "2 ranks, and this attempt has 1" in told.of(msg.Unrestorable)[0].why
         assert rank.record[Word.RESTORE_IMAGE] == 0
+
+
+async def test_memory_that_comes_when_nobody_waits_for_it_any_more_is_given_back() -> None:
+    async with keeper() as (one, _):
+        asking = asyncio.ensure_future(one.borrow(SIZE, "a test"))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until("the memory", lambda: one.machine.memory.buffers)
+        await settled(one)
+        assert not one.machine.holding.busy
