@@ -140,7 +140,7 @@ def replay_of(state: RunState, account: Account, steps: StepCounts, saves: SaveC
     after_s = _after_s(account, start)
     begins, seconds = start / 1e6 + before_s, (account.end - start) / 1e6 - before_s - after_s
     if seconds < LEAST_S or step_s < STEP_MIN_S:
-        raise NotReplayed(f"a run of less than {LEAST_S:.0f} s shows too little")
+        raise NotReplayed(f"less than {LEAST_S:.0f} s from the first launch to the last step show too little")
     try:
         durations = _durations(state, account, saves, step_s, launch_s, warm_up_s)
     except ValueError as error:
