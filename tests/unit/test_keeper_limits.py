@@ -13,11 +13,14 @@ import pytest
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.holding import ROUND_BYTES, SLOTS, Buffer, BufferPool, Claim
 from jurymast.core.state import messages as msg
+from jurymast.core.state.images import ALL, MEMORY
 from jurymast.core.state.messages import Room
 from jurymast.keeper import keeper as keeper_module
 from jurymast.keeper import memory as node_memory
+from jurymast.keeper.copies import StoredCopy
 from jurymast.keeper.manifest import BadImage, Manifest, RestoreStatus, Word
 from jurymast.keeper.memory import MappedBuffer
+from jurymast.keeper.transfer import ImageFetch, text_of
 from support.keepers import (
     SIZE,
     FakeRank,
@@ -312,3 +315,21 @@ def test_whoever_writes_to_reserved_memory_waits_for_no_page_of_it() -> None:
     if faults(0) > FAULTS:
         pytest.skip("this kernel makes no pages ready")
     assert faults(1000) <= FAULTS
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_image_is_taken_from_a_copy_on_its_node_unless_nobody_wants_it_any_more(stopped: bool) -> None:
+    there, here = MappedBuffer(ROUND_BYTES), MappedBuffer(ROUND_BYTES)
+    there.write(0, b"7" * 1000)
+    manifest = Manifest(5, 1, 0, 1, "", size_bytes=1000, common_bytes=0).with_blocks(there)
+    fetch = ImageFetch(manifest, here)
+    if stopped:
+        fetch.stop.set()
+    assert fetch.from_copy("n1", StoredCopy(manifest, MEMORY, ALL, there), ALL, MEMORY) == ""
+    assert (fetch.complete, bytes(here[0:1000])) == (not stopped, (b"\0" if stopped else b"7") * 1000)
+    there.close()
+    here.close()
+
+
+def test_an_error_without_words_is_told_by_its_name() -> None:
+    assert (text_of(EOFError()), text_of(EOFError("the end"))) == ("EOFError", "the end")

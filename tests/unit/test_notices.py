@@ -23,9 +23,11 @@ from typing import Any
 import pytest
 
 from jurymast import foreign
+from jurymast.cluster.allocation import Allocation
 from jurymast.core.run.notices import Notice, Quota, due
 from jurymast.core.state.incident import CAUSES, Alert
-from jurymast.core.state.settings import Receiver
+from jurymast.core.state.settings import Exposure, Receiver, Settings
+from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.errors import PolicyError
 from jurymast.interpreter import run_module
 from jurymast.policy.resolve import Layer, resolve
@@ -378,3 +380,34 @@ def test_setting_the_clock_holds_no_notice_back(tmp_path: Path, monkeypatch: pyt
         teller._told.clear()
         teller.look()
     assert len(put) == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (Settings(), 0),
+        (Settings(notify=(Receiver(command=("true",)),)), 1),
+        (Settings(metrics=Exposure(port=0)), 1),
+    ],
+)
+def test_a_supervisor_has_others_told_if_the_policy_says_whom_or_where(
+    settings: Settings, told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story = Story(settings=settings).running()
+    directory = story.write(tmp_path / "run")
+    Allocation("17", 0, ("n1", "n2", "n3"), "n1", 0.0).save(directory)
+    begun = list[RunDirectory]()
+
+    @contextmanager
+    def watched(directory: RunDirectory) -> Iterator[None]:
+        begun.append(directory)
+        yield
+
+    monkeypatch.setattr(epoch, "watched", watched)
+    monkeypatch.setattr(epoch, "run_alone", lambda work: work.close())  # another has the epoch
+    for name in ("log_as", "leave_no_core"):
+        monkeypatch.setattr(epoch, name, lambda *_: None)
+    monkeypatch.setattr(epoch.gc, "set_threshold", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert epoch.serve(directory, lambda: story.state, listeners=[listener]) == SUPERSEDED
+    assert len(begun) == told

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from jurymast import background
 from jurymast.agent import ranks
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.core.state import within
@@ -349,3 +351,24 @@ def test_the_wait_for_an_attempt_is_no_sleep(monkeypatch: pytest.MonkeyPatch) ->
         Link(memory.page, "", 0).beat(1)
         report = look_for(30.0, clock, watch, process.pid)
         assert report.quiet_s == pytest.approx(30.0)
+
+
+async def test_a_host_with_something_to_run_at_its_end_comes_to_it_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns that nobody is there any more for whom it waits."""
+    monkeypatch.setattr(ranks.epilog, "LIMIT_S", 20.0)
+    ours, theirs = socket.socketpair()
+    errors, their_errors = socket.socketpair()
+    errors.setblocking(False)
+    ran, failed = tmp_path / "ran", background.logged
+    code = f"import os, pathlib\nos.read({theirs.fileno()}, 1)\npathlib.Path({str(ran)!r}).touch()"
+    with theirs, their_errors:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, pass_fds=[theirs.fileno()])
+    reader, writer = await asyncio.open_connection(sock=ours)
+    ended = list[int]()
+    host = ranks.HostProcess(
+        process, writer, lambda _: None, lambda code, _: ended.append(code), reader, errors, failed, True
+    )
+    await host.end()
+    assert (ended, ran.exists()) == ([0], True)
