@@ -192,6 +192,34 @@ def test_tasks_have_the_processors_and_threads_that_slurm_would_give_them(
     assert counts == ([33, 12] if script == BOUND else [few, 0]), found
 
 
+# The head of the script says how many GPUs a task has.
+GPUS_OF_TASKS = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --mem=100 --gpus-per-task=2
+#SBATCH --job-name=parity --output=%x-%A-%a.out --error=%x.err
+#JURYMAST train: yes
+cd sub
+cat > gpus.py <<END
+import os, sys
+names = ("SLURM_PROCID", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS")
+print("said", *sys.argv[1:], *map(os.environ.get, names))
+END
+srun python gpus.py by the job
+srun --gpus-per-task=1 python gpus.py by the step
+srun --gpu-bind=none python gpus.py not bound | sed 's/None/0,1,2,3/g'
+srun --gpu-bind=map_gpu:3,1 python gpus.py listed
+"""
+
+
+def test_tasks_have_the_gpus_that_the_job_asked_for(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name[:20]
+    told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch", script=GPUS_OF_TASKS)
+    told(cluster, work, str(cluster.python.parent / "jurymast"), "submit", "--spares=1", script=GPUS_OF_TASKS)
+    found = said(work)
+    assert found == said(work.with_name(f"{work.name}-sbatch"))
+    lines = [line for told in found.values() for line in told]
+    assert {"said by the job 0 0,1 0,1", "said by the job 3 2,3 2,3"} <= set(lines), found
+
+
 TOLD_TO_EXPORT = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --mem=100 --job-name=parity --output=%x-%A-%a.out --error=%x.err
 #JURYMAST train: yes

@@ -14,7 +14,16 @@ from jurymast.cluster import control
 from jurymast.cluster.control import KILLS_STEP, SURVIVE, Binding, around_tasks, binding_of, survive, unbound
 from jurymast.core.judges.task_shares import Processor, gpus, processors
 from jurymast.core.state.settings import TaskShares
-from jurymast.script.sharing import DERIVED, VARIABLES, each_nodes_gpus, fits, read_by, shares_of, with_cpus
+from jurymast.script.sharing import (
+    DERIVED,
+    VARIABLES,
+    all_gpus,
+    each_nodes_gpus,
+    fits,
+    read_by,
+    shares_of,
+    with_cpus,
+)
 from jurymast.script.srun import parse
 from jurymast.worker.elastic import own_gpus
 from jurymast.worker.shares import line, places
@@ -294,3 +303,25 @@ def test_all_lists_of_gpus_show_the_same_ones() -> None:
     how = asdict(TaskShares(gpus=2))
     assert own_gpus(node, 1, how) == {"CUDA_VISIBLE_DEVICES": "4,5", "SLURM_STEP_GPUS": "6,7"}
     assert own_gpus(node, 1, asdict(TaskShares())) == own_gpus({}, 1, how) == {}
+
+
+@pytest.mark.parametrize(
+    ("typed", "environment", "told"),
+    [
+        ("-n4", {"SLURM_GPUS_PER_TASK": "2"}, ["--gpus-per-node=4"]),
+        ("-n4 --gpus-per-task=1", {"SLURM_GPUS_PER_TASK": "1"}, ["--gpus-per-node=4"]),
+        ("-n4", {"SLURM_TRES_PER_TASK": "cpu=1,gres/gpu=1"}, ["--gpus-per-node=4"]),
+        ("-n4", {"SLURM_NTASKS_PER_GPU": "1"}, ["--gpus-per-node=4"]),
+        ("-n4", {"SLURM_TRES_PER_TASK": "cpu=1"}, []),
+        ("-n4 --gpus-per-task=1", {}, []),
+        ("-n4 --gres=gpu:2", {"SLURM_GPUS_PER_TASK": "2"}, []),
+        ("-n4 --gpus=2", {"SLURM_GPUS_PER_TASK": "2"}, []),
+    ],
+)
+def test_the_agent_has_all_gpus_where_the_job_asks_for_some_for_each_task(
+    typed: str, environment: dict[str, str], told: list[str]
+) -> None:
+    srun = parse([*typed.split(), "x"])
+    assert srun is not None
+    found = all_gpus(srun, {"SLURM_GPUS_ON_NODE": "4", **environment})
+    assert [word for given in found for word in given.words] == told

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from jurymast import foreign
 from jurymast.cluster.control import Binding
-from jurymast.cluster.sbatch import CommandLine
+from jurymast.cluster.sbatch import CommandLine, Given
 from jurymast.core.judges.slurm_variables import scaled
 from jurymast.core.state.settings import TaskShares
 
@@ -23,6 +23,8 @@ VARIABLES = {
     "tres-per-task": "SLURM_TRES_PER_TASK",
 }  # fmt: skip
 OPTIONS = frozenset(VARIABLES)
+# Options that say how many GPUs a step has on a node.
+SIZES = ("gpus", "gpus-per-node", "gpus-per-socket", "gres", "tres-per-node")
 # What Slurm derives from the same options for whoever reads it. Newer sruns (24.11, 26.05) do, and not the
 # variable above: their steps have as many processors for each task as their job asked for.
 JOBS_CPUS = "SLURM_CPUS_PER_TASK"
@@ -55,6 +57,17 @@ def each_nodes_gpus(
         return []
     environment.pop("SLURM_GPUS", None)
     return [f"--gpus-per-node={scaled(total, 1, active)}"]
+
+
+def all_gpus(srun: CommandLine, environment: Mapping[str, str]) -> list[Given]:
+    """The option by which our one task has all GPUs of its node also in a job that asks for some for each of
+    several tasks: without it Slurm would give it a single task's."""
+    of_a_task = [environment.get(VARIABLES[name], "") for name in ("gpus-per-task", "ntasks-per-gpu")]
+    each = any(of_a_task) or "gpu" in environment.get(VARIABLES["tres-per-task"], "")
+    count = environment.get("SLURM_GPUS_ON_NODE", "")
+    if not each or not count.isdigit() or srun.has(*SIZES):
+        return []
+    return [Given("gpus-per-node", count, (f"--gpus-per-node={count}",))]
 
 
 def read_by(srun: str, release: tuple[int, ...]) -> frozenset[str]:

@@ -403,6 +403,7 @@ class Step:
         ours = sharing.OPTIONS if slurm.tasks else sharing.OPTIONS - {"cpu-bind"}
         names = (*(sharing.VARIABLES[option] for option in ours), *sharing.DERIVED)
         not_ours = {*ours, "input"}
+        gpus = sharing.all_gpus(srun, os.environ)
         if not place and not in_image(srun):  # a container may not have these programs
             self._prologs, self._epilogs = prologs(srun, os.environ), epilogs(srun, os.environ)
             names = (*names, PROLOG_VARIABLE, EPILOG_VARIABLE)
@@ -419,7 +420,7 @@ class Step:
         command = [*srun.command[:place], *agent]
         options = [given for given in srun.options if given.name not in not_ours]
         options += [Given("cpu-bind", "none", (word,)) for word in unbound()]
-        options.append(Given("input", "none", ("--input=none",)))
+        options += [Given("input", "none", ("--input=none",)), *gpus]
         return self.run(CommandLine(options=options, command=command), folder, tasks=tasks)
 
     def around_lost(
