@@ -203,7 +203,7 @@ import os, sys
 names = ("SLURM_PROCID", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS")
 print("said", *sys.argv[1:], *map(os.environ.get, names))
 END
-srun python gpus.py by the job
+srun python gpus.py by the head
 srun --gpus-per-task=1 python gpus.py by the step
 srun --gpu-bind=none python gpus.py not bound | sed 's/None/0,1,2,3/g'
 srun --gpu-bind=map_gpu:3,1 python gpus.py listed
@@ -217,7 +217,7 @@ def test_tasks_have_the_gpus_that_the_job_asked_for(cluster: Cluster, tmp_path: 
     found = said(work)
     assert found == said(work.with_name(f"{work.name}-sbatch"))
     lines = [line for told in found.values() for line in told]
-    assert {"said by the job 0 0,1 0,1", "said by the job 3 2,3 2,3"} <= set(lines), found
+    assert {"said by the head 0 0,1 0,1", "said by the head 3 2,3 2,3"} <= set(lines), found
 
 
 TOLD_TO_EXPORT = """#!/bin/bash

@@ -241,8 +241,10 @@ class StepAgents(Agents):
     """The agents of a step, which began as launchers: they wait for the `answer`, which is complete once it
     has the supervisor's address."""
 
-    def __init__(self, path: Path, answer: Mapping[str, Any], process: subprocess.Popen[bytes]) -> None:
-        self._path, self._answer, self._process = path, answer, process
+    def __init__(
+        self, path: Path, answer: Mapping[str, Any], process: subprocess.Popen[bytes], nodes: int
+    ) -> None:
+        self._path, self._answer, self._process, self._nodes = path, answer, process, nodes
 
     def start(self, port: int) -> None:
         answer = {**self._answer, "supervisor": f"{announced_hosts()[0]}:{port}"}
@@ -252,8 +254,9 @@ class StepAgents(Agents):
         return self._process.poll() is None
 
     def were_killed(self) -> bool:
-        # What a signal has ended alone, the program around the step's command has told of.
-        return says_killed(self._process) and not any(self._path.parent.glob("ended-*"))
+        # Of a single agent, the program around the step's command tells if it was killed alone.
+        alone = self._nodes == 1 and any(self._path.parent.glob("ended-*"))
+        return says_killed(self._process) and not alone
 
     def end(self) -> None:
         """Do nothing: commands that follow the launcher in the step's command continue."""
@@ -534,7 +537,7 @@ class Step:
         run.save_plan(plan)
         # Earlier lives of the job have already printed their attempts.
         after = newest_attempt(run)
-        agents = StepAgents(answer, {"run": str(run.root), "after": after}, process)
+        agents = StepAgents(answer, {"run": str(run.root), "after": after}, process, len(self.nodes))
         with relayed(run, output, after, place):
             outcome, by_script = self._supervise(run, plan, agents)
         self._lost |= set(outcome.lost)
