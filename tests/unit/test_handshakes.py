@@ -504,3 +504,10 @@ def test_strangers_take_no_file_from_the_process_that_they_beset() -> None:
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
         _, error = server.communicate("\n", timeout=LIMIT_S)
     assert (server.returncode, error) == (0, "")
+
+
+def test_where_the_number_of_files_has_no_limit_nobody_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited = real_io.resource.RLIM_INFINITY, real_io.resource.RLIM_INFINITY
+    monkeypatch.setattr(real_io.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(real_io.resource, "getrlimit", lambda _: unlimited)
+    assert real_io.allow_files(10**6) == ""

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from jurymast.agent.guard import RESTARTS_MAX
 from jurymast.agent.storage_processes import StorageProcesses
 from jurymast.cluster import earlier
 from jurymast.core.judges import explained, loops
@@ -410,3 +411,18 @@ def test_a_storage_process_that_was_killed_for_memory_is_told_so(tmp_path: Path)
 
     assert "the memory of the job on this node ran out" in asyncio.run(work(lambda: 1))
     assert asyncio.run(work(lambda: 0)) == "the storage process was killed by SIGKILL"
+
+
+def test_an_agent_that_is_killed_again_and_again_at_its_start_is_given_up() -> None:
+    code = (
+        "import itertools, os, signal, sys\n"
+        "from jurymast.agent import guard\n"
+        "counts = itertools.count()\n"
+        "guard.oom_kills = lambda _: next(counts)  # as of a kill between any two looks\n"
+        "def agent(kills):\n"
+        "    os.write(1, b'began\\n')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.exit(guard.run(agent))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False, timeout=60.0)
+    assert (done.stdout, done.returncode) == (b"began\n" * (1 + RESTARTS_MAX), -signal.SIGKILL)
