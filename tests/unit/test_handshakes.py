@@ -7,6 +7,7 @@ import errno
 import gc
 import json
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -507,7 +508,7 @@ def test_strangers_take_no_file_from_the_process_that_they_beset() -> None:
 
 
 def test_where_the_number_of_files_has_no_limit_nobody_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    unlimited = real_io.resource.RLIM_INFINITY, real_io.resource.RLIM_INFINITY
-    monkeypatch.setattr(real_io.resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(real_io.resource, "getrlimit", lambda _: unlimited)
+    unlimited = resource.RLIM_INFINITY, resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
     assert real_io.allow_files(10**6) == ""

@@ -4,6 +4,7 @@ anything up. Receivers are real programs and real sockets, the notifier a real p
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import shutil
@@ -407,7 +408,7 @@ def test_a_supervisor_has_others_told_if_the_policy_says_whom_or_where(
     monkeypatch.setattr(epoch, "run_alone", lambda work: work.close())  # another has the epoch
     for name in ("log_as", "leave_no_core"):
         monkeypatch.setattr(epoch, name, lambda *_: None)
-    monkeypatch.setattr(epoch.gc, "set_threshold", lambda *_: None)
+    monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert epoch.serve(directory, lambda: story.state, listeners=[listener]) == SUPERSEDED
     assert len(begun) == told

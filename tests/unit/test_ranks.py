@@ -31,7 +31,7 @@ from jurymast.core.state.messages import (
 )
 from jurymast.jobs import await_ended
 from jurymast.processes import process_state
-from jurymast.worker import link
+from jurymast.worker import epilog, link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
 from support.storage_faults import failing
 from support.waiting import wait_until
@@ -357,7 +357,7 @@ async def test_a_host_with_something_to_run_at_its_end_comes_to_it_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It learns that nobody is there any more for whom it waits."""
-    monkeypatch.setattr(ranks.epilog, "LIMIT_S", 20.0)
+    monkeypatch.setattr(epilog, "LIMIT_S", 20.0)
     ours, theirs = socket.socketpair()
     errors, their_errors = socket.socketpair()
     errors.setblocking(False)
