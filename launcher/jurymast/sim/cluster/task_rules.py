@@ -83,8 +83,9 @@ class TaskRules:
         return {rank for one in done for rank in one.ranks}
 
     def _is_written(self, rank: int) -> bool:
-        items = (item for items in self._cluster.disk.journal.values() for item in items)
-        return any(isinstance(item, ev.RanksEnded) and rank in item.ranks for item in items)
+        """Whether every later supervisor knows that it has ended."""
+        entries = self._cluster.disk.entries()
+        return any(one.get("event") == ev.RanksEnded.__name__ and rank in one["ranks"] for one in entries)
 
     def sends_home(self, supervisor: SimSupervisor) -> None:
         """Agents are sent home. What the journal lacks would be known to nobody; unless somebody is about to
